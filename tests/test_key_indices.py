@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from marks import with_core
 
-from flax_mha import dot_product_attention, explain_implementation, recipes
+import flax_mha
+from flax_mha import KVCache, dot_product_attention, explain_implementation, recipes
+from flax_mha.cached_attention import cached_attention
 
 # Batch, T, S, N, K, H, Hv, k, and whether each key head has a list of its own.
 SIZES = {
@@ -194,3 +197,89 @@ def test_top_blocks_equal_the_definition():
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="block must be an int >= 1"):
         recipes.top_blocks(query, key, 0, 3)
+
+
+CACHES = {
+    "float32": {"dtype": jnp.float32},
+    "each sequence its own index": {"dtype": jnp.float32, "per_row": True},
+    "8 bits": {"dtype": jnp.int8},
+    "ring": {"dtype": jnp.float32, "window": 6},
+    "ring in 8 bits": {"dtype": jnp.float8_e4m3fn, "window": 6},
+}
+
+
+@pytest.mark.parametrize("name", with_core(CACHES, "ring in 8 bits"))
+def test_decoding_equals_the_whole_sequence(name):
+    """A prompt, single tokens and several at once; lists of positions, some of which are still to come."""
+    total, window = 29, CACHES[name].get("window")
+    (query, key, value), indices = drawn((2, total, total, 4, 2, 8, 8, 6, True), 0, np.float32)
+    key, value = (np.round(x * 4) for x in (key, value))  # exact in 8 bits, as the largest is 127 or 448
+    key[..., 0], value[..., 0] = (127, 127) if name == "8 bits" else (448, 448)
+    query[..., 0], exact = 0, {"atol": 2e-5 * 448}
+    if "ring in" in name:
+        key, value = (np.sign(x) * 2.0 ** np.clip(np.abs(x), 0, 3) for x in (key, value))
+        key[..., 0] = value[..., 0] = 448
+    options = {} if window is None else {"local_window_size": (window, 0)}
+    want = dot_product_attention(query, key, value, key_indices=indices, is_causal=True, **options)
+    cache, step = (
+        KVCache.create(2, total, num_kv_heads=2, head_size=8, **CACHES[name]),
+        jax.jit(cached_attention, static_argnames="local_window_size"),
+    )
+    first = 0
+    for number in (18, 1, 1, 3, 1, 5):
+        part = slice(first, first + number)
+        got, cache = step(query[:, part], key[:, part], value[:, part], cache, key_indices=indices[:, part], **options)
+        np.testing.assert_allclose(got, want[:, part], rtol=0, **exact)
+        first += number
+    with pytest.raises(
+        ValueError, match="key_indices must be from 0 to 28" if window is None else "key_indices must have shape"
+    ):
+        wrong = indices[:, :1] + 29 if window is None else indices[:, :2]
+        cached_attention(query[:, :1], key[:, :1], value[:, :1], cache, key_indices=wrong, **options)
+
+
+def test_modules_take_lists():
+    x, indices = (
+        drawn((2, 9, 9, 4, 2, 8, 8, 3, False), 0, np.float32)[0][0].reshape(2, 9, 32),
+        drawn((2, 9, 9, 4, 2, 8, 8, 3, False), 0)[1],
+    )
+    mask = shown(indices, (2, 9, 9, 4, 2))
+    for layer in (
+        flax_mha.MultiHeadAttention(4, 32, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0)),
+        flax_mha.MultiHeadLatentAttention(
+            32,
+            num_heads=4,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=8,
+            rngs=nnx.Rngs(0),
+            decode=False,
+        ),
+    ):
+        for way in ({"is_causal": True}, {"is_causal": True, "sow_max_score": True}):
+            np.testing.assert_allclose(
+                layer(x, key_indices=indices, **way), layer(x, mask=mask, **way), rtol=0, atol=1e-6
+            )
+    layer = flax_mha.MultiHeadAttention(4, 32, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0))
+    for given in ({"key_indices": indices}, {"mask": mask}):
+        layer(x, sow_weights=True, **given)
+    listed, masked = nnx.pop(layer, nnx.Intermediate)["attention_weights"][...]
+    np.testing.assert_allclose(listed, masked, rtol=0, atol=1e-6)
+    assert layer.explain(x, key_indices=indices).variant == "keys gathered for each query"
+    ported = flax_mha.linen.MultiHeadDotProductAttention(4, num_kv_heads=2)
+    params = ported.init(jax.random.key(0), x)
+    np.testing.assert_allclose(
+        ported.apply(params, x, key_indices=indices), ported.apply(params, x, mask=mask), rtol=0, atol=1e-6
+    )
+
+
+def test_decoding_in_a_module():
+    layer = flax_mha.MultiHeadAttention(4, 32, num_kv_heads=2, decode=True, rope=flax_mha.RoPE(), rngs=nnx.Rngs(0))
+    (x, *_), indices = drawn((2, 12, 12, 4, 2, 8, 8, 4, False), 0, np.float32)
+    x = x.reshape(2, 12, 32)
+    want = layer(x, key_indices=indices, is_causal=True, decode=False)
+    layer.init_cache((2, 12, 32))
+    for part in (slice(0, 7), slice(7, 8), slice(8, 12)):
+        got = layer(x[:, part], key_indices=indices[:, part])
+        np.testing.assert_allclose(got, want[:, part], rtol=0, atol=1e-5)

@@ -21,7 +21,7 @@ from flax_mha._src.call.arguments import (
 from flax_mha._src.call.operands import Call, Result, ScoreMod, Sharding
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import readable, target_of, varying_alike
-from flax_mha._src.core.validation import Shape, extremes
+from flax_mha._src.core.validation import LARGEST, Shape, extremes, key_indices
 from flax_mha._src.plan import MAX_QUERIES_IN_PLACE, reads_in_place
 from flax_mha._src.run import Implementation, run
 from flax_mha.cache.kv_cache import KVCache
@@ -75,6 +75,7 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     score_mod: ScoreMod | None = None,
+    key_indices: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
     broadcast_dropout: bool = False,
@@ -104,6 +105,8 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
         of padding is 0. Requires a cache created with `per_row=True`.
       scale: As in `dot_product_attention`, like all other arguments.
       local_window_size: (left, right). If the cache is a ring, `left` must be given and at most the cache's `window`.
+      key_indices: int [B..., T, k], or [B..., T, K, k]: positions of the tokens that each query attends to; -1, and
+        positions after the query, stand for none.
       implementation: Name of the implementation; None lets the library choose. A named implementation gets the whole
         cache, as arrays of keys and values.
       qkv_sharding: How a mesh splits the query and the cache.
@@ -176,6 +179,9 @@ def over_cache(
     new, tokens, room = cache.append(key, value, lengths)
     scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value), platform))
     step = Step(scoring, shape, key, value, cache, new, tokens, bias, mask, window, lengths is not None)
+    if (indices := arguments.get("key_indices")) is not None:
+        most = length if cache.window is None else LARGEST
+        step = step._replace(key_indices=key_indices(indices, shape._replace(key_length=most)))
     if scoring.options.score_mod is not None or isinstance(mask, Mask):
         room = step.check_lookups(room)
 
@@ -213,6 +219,7 @@ class Step(NamedTuple):
     mask: ArrayLike | Mask | None
     window: tuple[int | None, int | None] | None
     is_padded: bool  # whether there may be padding among the new tokens
+    key_indices: Int[Array, "..."] | None = None  # positions
 
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
         """Returns this step with `query`, which is not absorbed, and keys and values of heads from the new latents."""
@@ -275,9 +282,24 @@ class Step(NamedTuple):
         value_size = None if scale is None else cache.value_size
         options = self.scoring.options._replace(cached=in_place, ring=by_one, value_size=value_size)
         scoring, offsets = self.scoring._replace(options=options), Offsets(query_offset, key_offset)
-        call = with_keys(scoring, key, value, shape, bias, masks, offsets, scale)
-        # What is read in place is dequantized by blocks; nothing else reads 8 bits.
-        return call if scale is None or reads_in_place(call) else self.call(is_empty, False)
+        indices = self._listed(first, shape.key_length, by_one)
+        call = with_keys(scoring, key, value, shape, bias, masks, offsets, scale, indices)
+        # What is read in place or gathered is dequantized there; nothing else reads 8 bits.
+        return call if scale is None or indices is not None or reads_in_place(call) else self.call(is_empty, False)
+
+    def _listed(self, first: Any, number: int, by_slot: bool) -> Int[Array, "..."] | None:
+        """Converts `key_indices` to indices of the `number` keys of a call, -1 for positions that are not among them.
+
+        `first` is the position of the first key or, if `by_slot`, of the newest key in a ring.
+        """
+        positions = self.key_indices
+        if positions is None:
+            return None
+        first = _by_batch(jnp.asarray(0 if first is None else first), len(self.shape.batch))[..., None, None, None]
+        oldest = jnp.maximum(first - number + 1, 0) if by_slot else jnp.maximum(first, 0)
+        newest = first if by_slot else first + number - 1
+        indices = positions % number if by_slot else positions - first
+        return jnp.where((positions >= oldest) & (positions <= newest), indices, -1)
 
 
 def nan_without(room: Bool[Array, "..."] | bool, x: Array, batch: tuple[int, ...]) -> Array:

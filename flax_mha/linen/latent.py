@@ -93,6 +93,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         positions: Int[Array, "..."] | None = None,
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
+        key_indices: Int[Array, "..."] | None = None,
     ) -> Float[Array, "*B T Dout"]:
         """Computes latent attention; see `flax_mha.linen.MultiHeadDotProductAttention.__call__`."""
         given = {name: x for name, x in locals().items() if name in PASSED_ON}

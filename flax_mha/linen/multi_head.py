@@ -195,6 +195,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         store_keys: bool = False,
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
+        key_indices: Int[Array, "..."] | None = None,
     ) -> Float[Array, "*B T Dout"]:
         """Projects the inputs to heads, computes attention, and projects the result to `out_features`.
 
@@ -321,6 +322,7 @@ class SelfAttention(MultiHeadDotProductAttention):
         positions: Int[Array, "..."] | None = None,
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
+        key_indices: Int[Array, "..."] | None = None,
     ) -> Float[Array, "*B T Dout"]:
         """Calls `MultiHeadDotProductAttention` with `inputs_q` as queries, keys and values."""
         given = dict(locals())

@@ -172,6 +172,7 @@ class MultiHeadLatentAttention(AttentionModule):
         score_mod: ScoreMod | None = None,
         positions: Int[Array, "..."] | None = None,
         sow_max_score: bool = False,
+        key_indices: Int[Array, "..."] | None = None,
     ) -> Float[Array, "*B T Dout"]:
         """Computes latent attention; for the arguments, see `flax_mha.MultiHeadAttention.__call__`."""
         given = {name: x for name, x in locals().items() if name in PASSED_ON}

@@ -210,6 +210,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         positions: Int[Array, "..."] | tuple[Array, Array] | None = None,
         store_keys: bool = False,
         sow_max_score: bool = False,
+        key_indices: Int[Array, "..."] | None = None,
     ) -> Float[Array, "*B T Dout"]:
         """Projects the inputs to heads, computes attention, and projects the result to `out_features`.
 
@@ -247,6 +248,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             The later calls accept no mask object, `score_mod` or window, because they do not count positions.
           sow_max_score: Sow the largest visible score of each head [B..., N] as `nnx.Intermediate` variable
             `attention_max_score`, for example for QK-Clip.
+          key_indices: The keys that each query attends to: [B..., T, k] or [B..., T, K, k], as in
+            `dot_product_attention`. While decoding, these are positions of tokens in the sequence.
 
         Raises:
           ValueError: If inputs do not fit the module or each other, or if the cache is missing, has another shape, or

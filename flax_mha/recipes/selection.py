@@ -40,7 +40,7 @@ def top_blocks(
       (1, 1000, 4, 16)
     """
     block, count = int_at_least("block", block, 1), int_at_least("count", count, 1)
-    (queries, _, size), (keys, num_heads) = query.shape[-3:], key.shape[-3:-1]
+    size, (keys, num_heads) = query.shape[-1], key.shape[-3:-1]
     number = -(-keys // block)
     padded = jnp.pad(lax.stop_gradient(key), [*[(0, 0)] * (key.ndim - 3), (0, number * block - keys), (0, 0), (0, 0)])
     sums = padded.reshape(*key.shape[:-3], number, block, num_heads, size).astype(jnp.float32).sum(-3)

@@ -58,6 +58,7 @@ class CommonArguments(TypedDict, total=False):
     logits_soft_cap: float | None
     sinks: ArrayLike | None
     score_mod: ScoreMod | None
+    key_indices: ArrayLike | None
     dropout_rate: float
     dropout_rng: Array | None
     broadcast_dropout: bool
@@ -75,7 +76,6 @@ class Arguments(CommonArguments, total=False):
     key_value_offset: int | ArrayLike
     query_segment_ids: ArrayLike | None
     key_value_segment_ids: ArrayLike | None
-    key_indices: ArrayLike | None
 
 
 class CallArguments(Arguments, total=False):

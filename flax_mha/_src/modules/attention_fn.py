@@ -61,6 +61,7 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     logits_soft_cap: float | None = None,
     sinks: Array | None = None,
     score_mod: ScoreMod | None = None,
+    key_indices: Array | None = None,
     qkv_sharding: Sharding | None = None,
     max_score_module: Any = None,
 ) -> Array:

@@ -76,6 +76,7 @@ class Given(NamedTuple):
     qkv_sharding: Any = None
     sow_max_score: bool = False
     store_keys: bool = False
+    key_indices: Any = None
 
     @property
     def is_cross(self) -> bool:
@@ -239,7 +240,7 @@ def _arguments(
     Also returns whether a mask of traced numbers holds others than 0 and 1; None if that is known.
     """
     ours = {name: getattr(flax.module, name) for name in OPTIONS} | {"sinks": flax.sinks} | per_sequence
-    ours |= {name: getattr(given, name) for name in ("mask", "bias", "score_mod")}
+    ours |= {name: getattr(given, name) for name in ("mask", "bias", "score_mod", "key_indices")}
     ours["is_causal"] = None if given.is_causal is False else given.is_causal
     ours["max_score_module"] = flax.module if given.sow_max_score else None
     ours["qkv_sharding"] = _attention_sharding(flax.module, core, given.qkv_sharding, query)

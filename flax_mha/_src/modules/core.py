@@ -167,6 +167,11 @@ def _decode_by(
     """Decodes by an attention function, which gets all keys and values, and a mask of the visible ones."""
     query, key, value = heads
     window = check_cache(cache, arguments.get("bias"), mask, local_window_size)
+    if cache.window is not None and "key_indices" in arguments:
+        raise ValueError(
+            "key_indices must be None over a ring cache if another function than flax_mha's computes attention, or if "
+            "weights are sown, but got an array; use a cache without a window."
+        )
     new, tokens, room = cache.append(key, value, lengths)
     index = jnp.maximum(cache.index, 0)
     (keys, values), first = new.floats(key.dtype), jnp.zeros_like(index)

@@ -16,7 +16,7 @@ from flax_mha._src.call.operands import Call, Result, Rows
 from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike
-from flax_mha._src.distributed.split import sequence_axes, slice_call
+from flax_mha._src.distributed.split import slice_call
 from flax_mha._src.engines.xla import dense
 from flax_mha._src.engines.xla.dense import ResultsOfHead
 from flax_mha._src.guard import guard
@@ -39,10 +39,10 @@ def attention(plan: Plan, call: Call) -> Result:
     operands, (queries, _), height = call.operands, call.operands.lengths, plan.gathered
     if height is None or queries <= height:
         return _block(plan, call)
-    axes, count = sequence_axes(operands), -(-queries // height)
+    count = -(-queries // height)
 
     def block(first: Int[Array, ""]) -> Result:
-        return _block(plan, call._replace(operands=slice_call(operands, axes, (first, height), None, (first, 0))))
+        return _block(plan, call._replace(operands=slice_call(operands, (first, height), None, (first, 0))))
 
     # The last block ends at the last query, and computes some queries of the one before again.
     firsts = jnp.minimum(jnp.arange(count, dtype=jnp.int32) * height, queries - height)
