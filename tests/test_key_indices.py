@@ -221,41 +221,29 @@ def test_decoding_equals_the_whole_sequence(name):
         key[..., 0] = value[..., 0] = 448
     options = {} if window is None else {"local_window_size": (window, 0)}
     want = dot_product_attention(query, key, value, key_indices=indices, is_causal=True, **options)
-    cache, step = (
+    empty, step = (
         KVCache.create(2, total, num_kv_heads=2, head_size=8, **CACHES[name]),
         jax.jit(cached_attention, static_argnames="local_window_size"),
     )
-    first = 0
+    first, cache = 0, empty
     for number in (18, 1, 1, 3, 1, 5):
         part = slice(first, first + number)
         got, cache = step(query[:, part], key[:, part], value[:, part], cache, key_indices=indices[:, part], **options)
         np.testing.assert_allclose(got, want[:, part], rtol=0, **exact)
         first += number
-    with pytest.raises(
-        ValueError, match="key_indices must be from 0 to 28" if window is None else "key_indices must have shape"
-    ):
-        wrong = indices[:, :1] + 29 if window is None else indices[:, :2]
-        cached_attention(query[:, :1], key[:, :1], value[:, :1], cache, key_indices=wrong, **options)
+    for wrong, error in ((indices[:, :2], "must have shape"), (indices[:, :1] - 2, "must be from 0 to")):
+        with pytest.raises(ValueError, match=f"key_indices {error}"):
+            cached_attention(query[:, :1], key[:, :1], value[:, :1], empty, key_indices=wrong, **options)
 
 
 def test_modules_take_lists():
-    x, indices = (
-        drawn((2, 9, 9, 4, 2, 8, 8, 3, False), 0, np.float32)[0][0].reshape(2, 9, 32),
-        drawn((2, 9, 9, 4, 2, 8, 8, 3, False), 0)[1],
-    )
+    (x, *_), indices = drawn((2, 9, 9, 4, 2, 8, 8, 3, False), 0, np.float32)
+    x = x.reshape(2, 9, 32)
     mask = shown(indices, (2, 9, 9, 4, 2))
+    latent = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
     for layer in (
         flax_mha.MultiHeadAttention(4, 32, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0)),
-        flax_mha.MultiHeadLatentAttention(
-            32,
-            num_heads=4,
-            kv_lora_rank=16,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=4,
-            v_head_dim=8,
-            rngs=nnx.Rngs(0),
-            decode=False,
-        ),
+        flax_mha.MultiHeadLatentAttention(4, 32, **latent, decode=False, rngs=nnx.Rngs(0)),
     ):
         for way in ({"is_causal": True}, {"is_causal": True, "sow_max_score": True}):
             np.testing.assert_allclose(

@@ -1,17 +1,18 @@
 """Recipes that choose the keys of each query by their contents; they return `key_indices`."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_mha._src.core.integers import int_at_least
+from flax_mha._src.core.validation import int_at_least
 from flax_mha.masks import CausalMask
-from flax_mha.recipes.arguments import Arguments
 
 
 def top_blocks(
     query: Float[Array, "*B T N H"], key: Float[Array, "*B S K H"], block: int, count: int, query_offset: int = 0
-) -> Arguments:
+) -> dict[str, Any]:
     """Lets each query attend to its own block of keys and the blocks that match it best. MoBA, arXiv:2502.13189.
 
     Causal. Keys are cut into blocks, and a block is represented by the mean of its keys. Of the blocks before its own,
