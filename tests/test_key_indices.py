@@ -245,21 +245,14 @@ def test_modules_take_lists():
         flax_mha.MultiHeadAttention(4, 32, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0)),
         flax_mha.MultiHeadLatentAttention(4, 32, **latent, decode=False, rngs=nnx.Rngs(0)),
     ):
-        for way in ({"is_causal": True}, {"is_causal": True, "sow_max_score": True}):
-            np.testing.assert_allclose(
-                layer(x, key_indices=indices, **way), layer(x, mask=mask, **way), rtol=0, atol=1e-6
-            )
-    layer = flax_mha.MultiHeadAttention(4, 32, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0))
-    for given in ({"key_indices": indices}, {"mask": mask}):
-        layer(x, sow_weights=True, **given)
-    listed, masked = nnx.pop(layer, nnx.Intermediate)["attention_weights"][...]
-    np.testing.assert_allclose(listed, masked, rtol=0, atol=1e-6)
+        got, want = (layer(x, is_causal=True, **given) for given in ({"key_indices": indices}, {"mask": mask}))
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
     assert layer.explain(x, key_indices=indices).variant == "keys gathered for each query"
-    ported = flax_mha.linen.MultiHeadDotProductAttention(4, num_kv_heads=2)
-    params = ported.init(jax.random.key(0), x)
-    np.testing.assert_allclose(
-        ported.apply(params, x, key_indices=indices), ported.apply(params, x, mask=mask), rtol=0, atol=1e-6
-    )
+    layer = flax_mha.linen.MultiHeadDotProductAttention(4, num_kv_heads=2)
+    params, sow = layer.init(jax.random.key(0), x), {"sow_weights": True, "sow_max_score": True}
+    apply = functools.partial(layer.apply, params, x, mutable=["intermediates"], **sow)
+    for got, want in zip(*map(jax.tree.leaves, (apply(key_indices=indices), apply(mask=mask))), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
 def test_decoding_in_a_module():
