@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from marks import with_core_tuples
 from meshes import floats, put
-from test_derivatives import gradient_of_gradient, hessian_product, second_derivatives
+from test_derivatives import hessian_product, squares
 
 import flax_mha
 import flax_mha.linen
@@ -52,6 +52,22 @@ def test_as_on_one_device(strategy, case, devices, layout, small_tiles):
     if case == "plain":
         expected = {"ring": {"collective-permute": 6}, "ulysses": {"all-to-all": 8}, "allgather": {"all-gather": 2}}
         assert moved(program.as_text()) == expected[strategy]
+
+
+def second_derivatives(loss_and_aux):
+    """Each mode of the other: besides `hessian_product` the tangent, and its gradient."""
+
+    def answers(x, tangents):
+        tangent, across = jax.value_and_grad(lambda x: jax.jvp(lambda x: loss_and_aux(x)[0], (x,), (tangents,))[1])(x)
+        return hessian_product(loss_and_aux)(x, tangents) | {"tangent": tangent, "gradient of tangent": across}
+
+    return answers
+
+
+def gradient_of_gradient(loss_and_aux):
+    """Reverse mode of reverse mode."""
+    gradient = jax.grad(lambda x: loss_and_aux(x)[0])
+    return lambda x, _: {"gradient of gradient": jax.grad(lambda x: squares(gradient(x)))(x)}
 
 
 @pytest.mark.parametrize(
