@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from flax_mha._src.call import slices
 from flax_mha._src.call.operands import Call, Context, Result
 from flax_mha._src.distributed import split
 
@@ -49,6 +50,6 @@ def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) ->
     length, results = operands.query.shape[-3] // chunks, []
     for number in range(chunks):
         first = split.chunk_of(rank, number, devices) * length
-        chunk = split.slice_call(operands, (number * length, length), None, (first, 0))
+        chunk = slices.slice_call(operands, (number * length, length), None, (first, 0))
         results.append(attend(Call(chunk, options)))
     return jax.tree.map(lambda *x: jnp.concatenate(x, operands.query.ndim - 3), *results)

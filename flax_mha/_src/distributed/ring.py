@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from flax_mha._src.call import slices
 from flax_mha._src.call.operands import Call, Context, Operands, Options, Result, accumulation_dtype
 from flax_mha._src.core.tile import Scalar
 from flax_mha._src.core.tracing import T
@@ -100,7 +101,7 @@ class Ring(NamedTuple):
         the call of the pair from `held`: chunk `i` of the device's queries, and one chunk of these keys.
         """
         rank, (leaves, structure) = lax.axis_index(self.axis), jax.tree.flatten(operands)
-        travels = [axes.travels for axes in split.sequence_axes(operands)]
+        travels = [axes.travels for axes in slices.sequence_axes(operands)]
 
         def hop(carry: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
             state, arrays = carry
@@ -125,7 +126,9 @@ class Ring(NamedTuple):
         first_query = split.chunk_of(lax.axis_index(self.axis), i, self.size) * height
         first_key = split.chunk_of(source, j, self.size) * width
         key_slice = j * width, source * keys + j * width, width
-        return Call(split.slice_call(operands, (i * height, height), key_slice, (first_query, first_key)), self.options)
+        return Call(
+            slices.slice_call(operands, (i * height, height), key_slice, (first_query, first_key)), self.options
+        )
 
     def hop(self, call: Call, known: Result | None = None) -> Result:
         """Computes the call of a pair in float32 at least, or returns `known`, with derivatives of `Engine.share`."""

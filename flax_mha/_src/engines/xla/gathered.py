@@ -13,10 +13,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from flax_mha._src.call.operands import Call, Result, Rows
+from flax_mha._src.call.slices import slice_call
 from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike
-from flax_mha._src.distributed.split import slice_call
 from flax_mha._src.engines.xla import dense
 from flax_mha._src.engines.xla.dense import ResultsOfHead
 from flax_mha._src.guard import guard

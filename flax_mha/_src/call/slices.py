@@ -1,0 +1,68 @@
+"""Cuts calls along their sequences."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from flax_mha._src.call.operands import Operands
+from flax_mha._src.core.tile import Scalar
+
+
+class SequenceAxes(NamedTuple):
+    """The sequence axes of one array of a call."""
+
+    queries: int | None  # number of the axis with an entry for each query, or None
+    keys: int | None  # number of the axis with an entry for each key, or None
+    travels: bool  # whether the array is split over devices as keys and values are, and so travels with them in a ring
+
+
+def sequence_axes(operands: Operands) -> list[SequenceAxes]:
+    """Finds the sequence axes of each array, in the order of `jax.tree.leaves`."""
+    batch = ["B"] * (operands.query.ndim - 3)
+    found = []
+    for x, axes in zip(jax.tree.leaves(operands), operands.axis_names(), strict=True):
+        names = [axis for name in axes.split() for axis in (batch if name == "B" else [name])]
+        # An axis "T|1" or "S|1" of length 1 is broadcast.
+        numbers = {name[0]: i for i, name in enumerate(names) if not name.endswith("|1") or x.shape[i] != 1}
+        found.append(SequenceAxes(numbers.get("T"), numbers.get("S"), travels_with_keys(names)))
+    return found
+
+
+def travels_with_keys(names: Sequence[str]) -> bool:
+    """Returns whether an array with these axes is split by keys; one with queries and keys is split by queries."""
+    return "S" in names and not {"T", "T|1"} & set(names)
+
+
+def slice_call(
+    operands: Operands,
+    queries: tuple[Scalar, int],
+    keys: tuple[Scalar, Scalar, int] | None,
+    positions: tuple[Scalar, Scalar],
+) -> Operands:
+    """Cuts some queries and keys out of the operands that a device holds.
+
+    `queries` are the first query and their number. `keys` are the first key in arrays that travel, the first key in
+    arrays with entries for all keys, and their number; None keeps all. `positions` of the first query and the first key
+    are relative to the offsets of `operands`.
+    """
+    first_held, first_of_all, width = (0, 0, operands.lengths[1]) if keys is None else keys
+
+    def cut(x: Array, axes: SequenceAxes) -> Array:
+        first_key = first_held if axes.travels else first_of_all
+        for axis, first, length in ((axes.queries, *queries), (axes.keys, first_key, width)):
+            if axis is not None and x.shape[axis] != length:
+                x = lax.dynamic_slice_in_dim(x, first, length, axis)
+        return x
+
+    shape = (1,) * (operands.query.ndim - 3)
+    offsets = operands.offsets.moved(*(jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in positions))
+    return map_arrays(cut, operands)._replace(offsets=offsets)
+
+
+def map_arrays(change: Callable[[Array, SequenceAxes], Array], operands: Operands) -> Operands:
+    leaves, structure = jax.tree.flatten(operands)
+    return jax.tree.unflatten(structure, map(change, leaves, sequence_axes(operands)))
