@@ -2,7 +2,8 @@
 
 Masked entries must not affect the output, but a weight of 0 times NaN is NaN. So, if anything may be masked:
 
-1. Before any product, `guard` replaces queries, keys and values that hold NaN or infinity by zeros. `Rows` holds
+1. Before any product, keys and values that hold NaN or infinity are replaced by zeros by `guard`, and queries by
+   engines (`Head.finite_query`): a CPU can often read queries where they are, but not change them there. `Rows` holds
    infinity for each of them.
 2. Engines add that infinity to the visible scores, so that the softmax of these rows is NaN, as it is without masks.
 3. Rows that are NaN get zero gradients, so that the gradients of all other rows stay finite.
@@ -28,7 +29,7 @@ from flax_mha._src.call.operands import Call, Rows
 
 
 def guard(call: Call, plan: Any) -> Call:
-    """Replaces queries, keys and values that are not finite by zeros, and sets `Operands.rows`, if `plan.guard`."""
+    """If `plan.guard`, replaces keys and values that are not finite by zeros, and sets `Operands.rows`."""
     operands, options = call
     if not plan.guard or not may_mask(call):
         return call
@@ -39,8 +40,7 @@ def guard(call: Call, plan: Any) -> Call:
     of_queries = flag(query)
     key, value, of_keys = zero_keys(operands.key, operands.value)
     rows = Rows(of_queries.astype(options.dtype), of_keys.astype(options.dtype))
-    query = zero(operands.query, of_queries)
-    return call._replace(operands=operands._replace(query=query, key=key, value=value, rows=rows))
+    return call._replace(operands=operands._replace(key=key, value=value, rows=rows))
 
 
 def may_mask(call: Call) -> bool:

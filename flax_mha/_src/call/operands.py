@@ -71,9 +71,9 @@ class HeadIds(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Queries and keys that `guard.py` replaced by zeros: infinity for those, 0 for all others.
+    """Queries and keys that are not finite (`guard.py`): infinity for those, 0 for all others.
 
-    A key is also replaced if its value held NaN or infinity.
+    A key also counts as not finite if its value is not.
     """
 
     query: Float[Array, "... T"]  # [B..., T, N]; in a `Head`, [T]
@@ -98,7 +98,7 @@ class Operands(NamedTuple):
     cache_scale: Float[Array, "*B S K 2"] | None = None  # scales of keys and values in 8 bits; see `KVCache.scale`
     # The keys that each query attends to, of which a key counts once; -1 stands for none. None: all keys.
     key_indices: Int[Array, "*B T #K k"] | None = None
-    rows: Rows | None = None  # which queries and keys `guard` replaced by zeros; None before, and if it does nothing
+    rows: Rows | None = None  # which queries and keys are not finite; None before `guard`, and if it does nothing
     tiles: Any = None  # the tiles to visit (`BlockMask`), if they are known before the call is computed
 
     @property

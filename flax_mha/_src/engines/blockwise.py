@@ -151,6 +151,7 @@ def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
 
     def row(part: tuple) -> ResultsOfHead:
         i, blocks, q, flags = part
+        q = q if flags is None else guard.zero(q, flags)
 
         def visit_tile(visit: TileVisit, rule: ScoreRule, state: online_softmax.State) -> online_softmax.State:
             keys, values = (visit.tile.cut_columns(x, 0) for x in (head.key, head.value))

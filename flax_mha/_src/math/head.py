@@ -18,6 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from flax_mha._src import guard
 from flax_mha._src.call.operands import Call, HeadIds, Operands, Options, Result, Rows
 from flax_mha._src.core.tile import Offsets, Tile
 from flax_mha._src.core.tracing import being_traced
@@ -42,6 +43,11 @@ class Head:
     indices: Int[Array, "... T k"] | None = None
 
     @property
+    def finite_query(self) -> Float[Array, "... T H"]:
+        """The queries, zeros instead of those that are not finite."""
+        return self.query if self.rows is None else guard.zero(self.query, self.rows.query)
+
+    @property
     def whole(self) -> Tile:
         """The tile that holds all scores of the head."""
         shape = (self.query.shape[0], self.key.shape[-2])
@@ -60,6 +66,7 @@ def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> H
     stored = dtype if stored is None else stored
     query = operands.query.astype(rule.dtype)
     if operands.scale is not None:
+        query = query if rows is None else guard.zero(query, rows.query)  # for the gradient of the scale
         query = query * operands.scale.astype(rule.dtype)
     elif dtype == rule.dtype:
         query = query * options.scale

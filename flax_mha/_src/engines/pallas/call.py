@@ -123,6 +123,7 @@ def prepare(plan: Plan, call: Call, interpret: Any) -> KernelCall:
     (operands, options), tiling = call, plan.tiling
     assert tiling is not None
     head = heads_of(call, plan.dtype, operands.query.dtype)
+    head = dataclasses.replace(head, query=head.finite_query)
     rule, rank = head.rule, head.query.ndim - 2
     mask = map_functions(functools.partial(_tile_mask, rank), rule.mask)
     if tiling.inside is not None:

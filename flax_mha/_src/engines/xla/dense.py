@@ -69,7 +69,7 @@ def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
     """
     query, key, rule, rows, poison = head.query, head.key, head.rule, head.rows, None
     if rows is not None and (fuse or rule.score_mod is not None):
-        poison = guard.poison_of_scores(rows)
+        query, poison = head.finite_query, guard.poison_of_scores(rows)
     elif rows is not None:  # cheaper: NaN in queries and keys, for masked scores are replaced
         query, key = guard.restore_nan(query, rows.query), guard.restore_nan(key, rows.key)
     s = rule.tile(rule.products(query, key), head.inputs, tile, poison, fuse)
@@ -79,7 +79,7 @@ def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
 def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
     """Computes `dense_head` by operations that JAX can differentiate; rows that are NaN have no gradient."""
     rule, whole = head.rule, head.whole
-    products = checkpoint_name(rule.products(head.query, head.key), "attention_scores")
+    products = checkpoint_name(rule.products(head.finite_query, head.key), "attention_scores")
     s = rule.differentiable_tile(products, head.inputs, whole)
     if head.rows is None:
         return _softmax(s, head.value, head.inputs, rule, whole, fuse)
