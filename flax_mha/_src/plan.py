@@ -172,6 +172,8 @@ def _plan_gathered(call: Call, count: int) -> Plan:
     queries = min(queries, max(keys // count, MAX_QUERIES_IN_PLACE))
     scores = queries * count
     looped, together = _looped_axes(call, scores), _max_heads_on_tpu(call, scores)
+    if looped is not None:  # heads that share a key head gather its keys together
+        looped = min(looped, call.operands.query.ndim - 2)
     return Plan(product_dtype(call, tiles=False), False, looped, together, gathered=queries)
 
 

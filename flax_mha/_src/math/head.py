@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,13 @@ from flax_mha.masks import Mask
 AnyArray = TypeVar("AnyArray", Array, np.ndarray)
 
 
+class Listed(NamedTuple):
+    """The keys that each query lists."""
+
+    first: Int[Array, ""]  # number of the first of these queries
+    indices: Int[Array, "t k"]  # indices of keys; -1 stands for none
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Head:
@@ -39,8 +46,7 @@ class Head:
     inputs: ScoreInputs
     rule: ScoreRule
     rows: Rows | None  # the queries and keys that were not finite; None if nothing can be masked
-    # The keys that each query lists, -1 for none; `key` and `value` are then [T, k, H]. None if all queries share keys.
-    indices: Int[Array, "... T k"] | None = None
+    listed: Listed | None = None  # the keys of each query, if `key` and `value` are [T, k, H]; else all share keys
 
     @property
     def finite_query(self) -> Float[Array, "... T H"]:
@@ -51,7 +57,8 @@ class Head:
     def whole(self) -> Tile:
         """The tile that holds all scores of the head."""
         shape = (self.query.shape[0], self.key.shape[-2])
-        return Tile(0, 0, shape, self.rule.offsets.values, ring=self.rule.ring, indices=self.indices)
+        first, indices = (0, None) if self.listed is None else self.listed
+        return Tile(first, 0, shape, self.rule.offsets.values, ring=self.rule.ring, indices=indices)
 
 
 def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> Head:

@@ -1,26 +1,28 @@
 """Attention of queries that list their keys (`key_indices`), in time and memory that grow with T k.
 
-A block of queries gathers its keys and values, [T, k, H] for each head, and is then computed as `dense.py` computes a
-head, but with keys of its own for each query. All derivatives are JAX's; those of keys and values are scatter-adds.
+Block by block, queries gather their keys and values, [t, k, H] for each head, and are then computed as `dense.py`
+computes a head, but with keys of its own for each query. Few queries, as in decoding, gather from the cache before
+anything else reads it. All derivatives are JAX's; those of keys and values are scatter-adds.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha._src.call.operands import Call, Result, Rows
-from flax_mha._src.call.slices import slice_call
+from flax_mha._src import guard
+from flax_mha._src.call.operands import Call, Operands, Options, Result, Rows
 from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.engines.xla import dense
 from flax_mha._src.engines.xla.dense import ResultsOfHead
-from flax_mha._src.guard import guard
-from flax_mha._src.math.head import Head, heads_of, map_heads, split_heads, to_caller
+from flax_mha._src.math.head import Head, Listed, heads_of, map_heads, split_heads, to_caller, vectors_by_head
 from flax_mha._src.plan import Plan
 from flax_mha.masks import Mask
 
@@ -35,49 +37,38 @@ class ListedMask(Mask):
 
 
 def attention(plan: Plan, call: Call) -> Result:
-    """Computes one block of queries after another."""
-    operands, (queries, _), height = call.operands, call.operands.lengths, plan.gathered
-    if height is None or queries <= height:
-        return _block(plan, call)
-    count = -(-queries // height)
-
-    def block(first: Int[Array, ""]) -> Result:
-        return _block(plan, call._replace(operands=slice_call(operands, (first, height), None, (first, 0))))
-
-    # The last block ends at the last query, and computes some queries of the one before again.
-    firsts = jnp.minimum(jnp.arange(count, dtype=jnp.int32) * height, queries - height)
-    results = lax.map(jax.checkpoint(block, prevent_cse=False), firsts)
-
-    def joined(x: Array) -> Array:
-        axis = operands.query.ndim - 3
-        before, last = jnp.moveaxis(x[:-1], 0, axis), x[-1]
-        again = count * height - queries
-        last = lax.slice_in_dim(last, again, height, axis=axis)
-        return jnp.concatenate([lax.collapse(before, axis, axis + 2), last], axis=axis)
-
-    return jax.tree.map(joined, results)
-
-
-def _block(plan: Plan, call: Call) -> Result:
-    """Gathers the keys of all queries, and computes their attention."""
+    """Computes output and log-sum-exp of all heads."""
     operands, options = call
-    indices, is_beyond = _unique(operands.key_indices, operands.key.shape[-3])  # type: ignore[arg-type]
-    batch, (queries, num_heads, count) = indices.shape[:-3], indices.shape[-3:]
-    places = jnp.swapaxes(indices, -1, -2).reshape(*batch, queries * count, num_heads, 1)
-    take = functools.partial(jnp.take_along_axis, indices=places, axis=-3, mode="clip")
-    key, value, scale = jax.tree.map(take, (operands.key, operands.value, operands.cache_scale))
-    if scale is not None:
-        key, value = dequantize_cache(key, value, scale, options.value_size, operands.query.dtype)
+    height, ring = plan.gathered, operands.key.shape[-3] if options.ring else None
+    assert operands.key_indices is not None
+    indices, is_beyond = _unique(operands.key_indices, operands.key.shape[-3])
+    are_few = height == operands.lengths[0]
+    key, value = _gathered(operands, options, indices if are_few else None)
     mask = ListedMask() if operands.mask is None else operands.mask & ListedMask()
-    gathered = operands._replace(key=key, value=value, mask=mask, cache_scale=None, key_indices=None)
-    guarded = guard(Call(gathered, options), plan._replace(guard=True))
-    head = heads_of(guarded, plan.dtype)
-    ring = operands.key.shape[-3] if options.ring else None
+    operands = operands._replace(key=key, value=value, mask=mask, cache_scale=None, key_indices=None)
+    head = heads_of(guard.guard(Call(operands, options), plan._replace(guard=True)), plan.dtype)
     head = dataclasses.replace(head, rule=dataclasses.replace(head.rule, ring=ring))
-    by_head = split_heads(indices, (num_heads, 1)), split_heads(is_beyond[..., None], (num_heads, 1))[..., 0]
-    each = varying_alike((head, *by_head))
-    results = map_heads(_one_head, each, operands.query.ndim - 1, plan.looped_axes or 0, plan.max_heads)
+    groups = indices.shape[-2], 1
+    lists = split_heads(indices, groups), vectors_by_head(is_beyond, groups)
+    one_head = functools.partial(_one_head, None if are_few else height)
+    axes = operands.query.ndim - 1
+    results = map_heads(one_head, varying_alike((head, *lists)), axes, plan.looped_axes or 0, plan.max_heads)
     return to_caller(results, operands.query.dtype)
+
+
+def _gathered(
+    operands: Operands, options: Options, indices: Int[Array, "*B T K k"] | None
+) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
+    """Returns keys and values as floats: all or, given `indices`, those of query 0, then those of query 1, ..."""
+    arrays: Any = operands.key, operands.value, operands.cache_scale
+    if indices is not None:
+        batch, (queries, num_heads, count) = indices.shape[:-3], indices.shape[-3:]
+        places = jnp.swapaxes(indices, -1, -2).reshape(*batch, queries * count, num_heads, 1)
+        arrays = jax.tree.map(lambda x: jnp.take_along_axis(x, places, axis=-3, mode="clip"), arrays)
+    key, value, scale = arrays
+    if scale is None:
+        return key, value
+    return dequantize_cache(key, value, scale, options.value_size, operands.query.dtype)
 
 
 def _unique(indices: Int[Array, "*B T K k"], keys: int) -> tuple[Int[Array, "*B T K k"], Bool[Array, "*B T K"]]:
@@ -85,15 +76,43 @@ def _unique(indices: Int[Array, "*B T K k"], keys: int) -> tuple[Int[Array, "*B 
     indices = lax.sort(indices, dimension=-1)
     repeated = indices[..., 1:] == indices[..., :-1]
     is_beyond = (indices[..., -1] >= keys) | (indices[..., 0] < -1)
-    return indices.at[..., 1:].set(jnp.where(repeated, -1, indices[..., 1:])), is_beyond
+    # Not `.at[..., 1:].set`: XLA's CPU (jax 0.10) would update in place, and read what it has written.
+    unique = jnp.where(repeated, -1, indices[..., 1:])
+    return jnp.concatenate([indices[..., :1], unique], axis=-1), is_beyond
 
 
-def _one_head(own: tuple[Head, Int[Array, "T k"], Bool[Array, " T"]]) -> ResultsOfHead:
+def _one_head(height: int | None, own: tuple[Head, Int[Array, "T k"], Bool[Array, " T"]]) -> ResultsOfHead:
+    """Computes one head, `height` queries at a time; None if keys were gathered for all queries together."""
     head, indices, is_beyond = own
-    rows = head.rows
-    if rows is not None:
-        of_queries = jnp.where(is_beyond, jnp.inf, rows.query).astype(rows.query.dtype)
-        rows = Rows(of_queries, rows.key.reshape(indices.shape))
-    key, value = (x.reshape(*indices.shape, x.shape[-1]) for x in (head.key, head.value))
-    head = dataclasses.replace(head, key=key, value=value, rows=rows, indices=indices)
-    return dense.dense_head(False, dataclasses.replace(head, inputs=head.inputs.cut(head.whole)))
+    (queries, count), rows = indices.shape, head.rows
+    assert rows is not None
+    head = dataclasses.replace(head, rows=rows._replace(query=jnp.where(is_beyond, jnp.inf, rows.query)))
+    if height is None:
+        return _block(head, jnp.int32(0), indices, lambda x: x.reshape(queries, count, *x.shape[1:]))
+
+    def block(first: Int[Array, ""]) -> ResultsOfHead:
+        listed = lax.dynamic_slice_in_dim(indices, first, height)
+        return _block(head, first, listed, lambda x: jnp.take(x, listed, axis=0, mode="clip"))
+
+    # The last block ends at the last query, and computes some queries of the one before again.
+    blocks, again = -(-queries // height), -queries % height
+    firsts = jnp.minimum(jnp.arange(blocks, dtype=jnp.int32) * height, queries - height)
+    results = lax.map(jax.checkpoint(block, prevent_cse=False), firsts)
+    return jax.tree.map(lambda x: jnp.concatenate([lax.collapse(x[:-1], 0, 2), x[-1, again:]]), results)
+
+
+def _block(
+    head: Head, first: Int[Array, ""], indices: Int[Array, "t k"], gather: Callable[[Array], Array]
+) -> ResultsOfHead:
+    """Computes the queries from `first` on, which list the keys `indices`, as `dense.py` computes a head."""
+    cut = functools.partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=indices.shape[0])
+    rows: Any = head.rows
+    part = dataclasses.replace(
+        head,
+        query=cut(head.query),
+        key=gather(head.key),
+        value=gather(head.value),
+        rows=Rows(cut(rows.query), gather(rows.key)),
+        listed=Listed(first, indices),
+    )
+    return dense.dense_head(False, dataclasses.replace(part, inputs=head.inputs.cut(part.whole)))
