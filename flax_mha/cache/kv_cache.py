@@ -72,6 +72,7 @@ class KVCache:
         per_row: bool = False,
         sharding: Sharding | None = None,
         value_size: int | None = None,
+        value_head_size: int | None = None,
     ) -> "KVCache":
         """Creates an empty cache.
 
@@ -79,7 +80,7 @@ class KVCache:
           batch: Size of the batch axis, or sizes of several batch axes.
           max_length: Number of tokens that the cache has room for.
           num_kv_heads: Number of key and value heads K.
-          head_size: Head size H of keys and values.
+          head_size: Head size H of keys, and of values unless `value_head_size` is set.
           dtype: Dtype of keys and values: floating point, or `int8` or `float8_e4m3fn` with float32 scales for each
             token and key head; see the attribute `scale`.
           window: The `left` of `local_window_size`; None means no limit. If `max_length` is at least window + 1 + 64,
@@ -87,6 +88,7 @@ class KVCache:
           per_row: True gives each sequence its own index.
           sharding: How a mesh splits the batch axes and heads of keys and values [B..., S, K, H].
           value_size: See the attribute, as in multi-head latent attention; pass None as the new values to `update`.
+          value_head_size: Head size Hv of values; None means `head_size`. Ignored with a `value_size`.
 
         Raises:
           ValueError: If an argument is out of range.
@@ -96,6 +98,7 @@ class KVCache:
             int_at_least("batch", size, 0)
         for name, size in (("max_length", max_length), ("num_kv_heads", num_kv_heads), ("head_size", head_size)):
             int_at_least(name, size, 1)
+        value_head_size = int_at_least("value_head_size", head_size if value_head_size is None else value_head_size, 1)
         check_dtype(dtype)
         validation.flag("per_row", per_row)
         if window is not None and (not is_int(window) or window < 0):
@@ -103,10 +106,10 @@ class KVCache:
         if value_size is not None and (not is_int(value_size) or not 1 <= value_size <= head_size):
             raise ValueError(f"value_size must be an int from 1 to head_size ({head_size}), but got {value_size!r}.")
         slots = max_length if window is None else min(max_length, window + 1 + SPARE)
-        shape, number = (*axes, slots, num_kv_heads, head_size), 2 if value_size is None else 1
-        entries = [place(jnp.zeros(shape, dtype), sharding) for _ in range(number)]
+        shape, sizes = (*axes, slots, num_kv_heads), (head_size, value_head_size)[: 2 if value_size is None else 1]
+        entries = [place(jnp.zeros((*shape, size), dtype), sharding) for size in sizes]
         index = place(jnp.zeros(axes if per_row else (), jnp.int32), sharding, len(axes) if per_row else 0)
-        scale = [place(jnp.zeros((*shape[:-1], 2), jnp.float32), sharding)] if is_quantized(dtype) else []
+        scale = [place(jnp.zeros((*shape, 2), jnp.float32), sharding)] if is_quantized(dtype) else []
         return cls.of_arrays(window, value_size, (*entries, index, *scale))
 
     @classmethod
@@ -250,10 +253,8 @@ class KVCache:
         """Does `update` without checking shapes and dtypes; adds the results of `_fit`: `tokens` and `room`."""
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
-        kind = Kind(self.window is not None, all_or_none=lengths is None)
-        entries: tuple[Array, ...] = key, value
-        if self.scale is not None:
-            entries = quantize_cache(key, value, self.value_size, self.key.dtype)
+        kind, options = Kind(self.window is not None, lengths is None), (self.value_size, self.key.dtype)
+        entries: Any = (key, value) if self.scale is None else quantize_cache(key, value, *options)
         written = write_entries(kind, self._entries, entries, self.index, added)
         return self._replace(written, self.index + added), tokens, room
 
@@ -348,10 +349,8 @@ class KVCache:
             )
         slots = int32("slots", slots)
         if slots.ndim != self.index.ndim + 1 or slots.shape[:-1] != self.index.shape or not slots.shape[-1]:
-            wanted = (*self.index.shape, "n")
-            raise ValueError(
-                f"slots must have shape ({', '.join(map(str, wanted))}) with n >= 1, but got {slots.shape}."
-            )
+            wanted = ", ".join(map(str, (*self.index.shape, "n")))
+            raise ValueError(f"slots must have shape ({wanted}) with n >= 1, but got {slots.shape}.")
         number = slots.shape[-1]
         lengths = self._for_each("lengths", number if lengths is None else lengths)
         start = self._for_each("index", slots[..., 0] if index is None else index)

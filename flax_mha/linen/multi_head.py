@@ -1,10 +1,11 @@
 """`MultiHeadDotProductAttention` for `flax.linen`, `MultiHeadAttention` and `SelfAttention`."""
 
+import dataclasses
 import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -21,7 +22,7 @@ from flax_mha._src.distributed.tensor_parallel import boxed, parameter_names
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import PASSED_ON, Arrays, FlaxModule, Given, call_module, dot_general, reach
 from flax_mha._src.modules.core import ExplainedAttention, core_of, explaining
-from flax_mha._src.modules.options import NormKind, check_has_features, check_options, norm_of
+from flax_mha._src.modules.options import NormKind, check_clip, check_has_features, check_options, norm_of
 from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.masks import Mask
@@ -101,6 +102,7 @@ class AttentionModule:
             *batch, length, num_heads, size = key.shape
             dtype, window = key.dtype if self.cache_dtype is None else self.cache_dtype, reach(self.local_window_size)
             options = {"per_row": self.per_row, "value_size": value_size}
+            options["value_head_size"] = getattr(self, "value_dim", None)
             made = KVCache.create(batch, length, num_heads, size, dtype, window, **options).arrays
             names = CACHED if value_size is None else (CACHED[0], *CACHED[2:])
             for name, x in zip(names, made, strict=False):
@@ -166,13 +168,20 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
     logits_soft_cap: float | None = None
     scale: float | None = None
     sinks: bool = False
-    gate: bool = False
+    gate: bool | Literal["elementwise", "head"] = False
     qk_norm_epsilon: float | None = None
     normalize_qk: bool | NormKind = False  # type: ignore[assignment]
     rope: RoPE | None = None
     per_row: bool = False
     head_axis: str | None = None
     cache_dtype: DTypeLike | None = None
+    _: dataclasses.KW_ONLY
+    exclusive: bool = False
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    out_norm: Literal["rms_norm"] | None = None
+    out_norm_epsilon: float | None = None
+    clip_qkv: float | None = None
+    value_dim: int | None = None
 
     @nn.compact
     def __call__(  # noqa: D417 - see the docstring
@@ -232,15 +241,17 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         head_size = qkv_features // self.num_heads
         init = self._split(nn.initializers.zeros_init(), "sinks")
         variables: list[nn.Variable] = []
+        value_dim = head_size if self.value_dim is None else self.value_dim
+        of_gate = (self.num_heads,) if self.gate == "head" else (self.num_heads, value_dim)
         return FlaxModule(
             module=self,
             query=self._dense("query", (self.num_heads, head_size)),
             key=self._dense("key", (num_kv_heads, head_size)),
-            value=self._dense("value", (num_kv_heads, head_size)),
+            value=self._dense("value", (num_kv_heads, value_dim)),
             out=self._dense("out", self.out_features or features),
             norms=(self._norm("query_ln"), self._norm("key_ln")) if self.normalize_qk else None,
             norms_after_rope=bool(self.normalize_qk) and norm_of(self.normalize_qk).after_rope,
-            gate=self._dense("gate", (self.num_heads, head_size)) if self.gate else None,
+            gate=self._dense("gate", of_gate) if self.gate else None,
             sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype) if self.sinks else None,
             cache=functools.partial(self._cache, variables, None),
             write=functools.partial(self._write, variables),
@@ -251,13 +262,18 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
                 qk_attn_weights_einsum=self.qk_attn_weights_einsum_cls and self.qk_attn_weights_einsum_cls(),
                 attn_weights_value_einsum=self.attn_weights_value_einsum_cls and self.attn_weights_value_einsum_cls(),
             ),
+            exclusive=self.exclusive,
+            gate_activation=self.gate_activation,
+            out_norm=self._out_norm() if self.out_norm else None,
+            clip_qkv=check_clip(self.clip_qkv),
         )
 
     explain = nn.nowrap(explaining(__call__))
 
-    def _dense(self, name: str, features: int | tuple[int, int]) -> nn.DenseGeneral:
+    def _dense(self, name: str, features: int | tuple[int, ...]) -> nn.DenseGeneral:
         """Makes the projection of this name: "query", "key", "value" and "gate" are to heads, "out" to features."""
-        is_out, axes = name == "out", {"value": "key", "gate": "query"}.get(name, name)
+        of_gate = "head_gate" if self.gate == "head" else "query"
+        is_out, axes = name == "out", {"value": "key", "gate": of_gate}.get(name, name)
         kernel_init, bias_init = (self.out_kernel_init, self.out_bias_init) if is_out else (None, None)
         product = self.out_dot_general if is_out else self.qkv_dot_general
         product_cls = self.out_dot_general_cls if is_out else self.qkv_dot_general_cls
@@ -278,9 +294,16 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
     def _norm(self, name: str) -> nn.Module:
         norm = norm_of(self.normalize_qk)
         options: dict[str, Any] = {"reduction_axes": norm.axes, "feature_axes": norm.scale_axes}
+        options["use_scale"] = norm.has_scale
         kind: Any = nn.RMSNorm if norm.is_rms else functools.partial(nn.LayerNorm, use_bias=norm.has_bias)
         epsilon = 1e-6 if self.qk_norm_epsilon is None else self.qk_norm_epsilon
         return kind(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=epsilon, name=name, **options)
+
+    def _out_norm(self) -> nn.Module:
+        init = self._split(nn.initializers.ones_init(), "out_norm")
+        epsilon = 1e-6 if self.out_norm_epsilon is None else self.out_norm_epsilon
+        options: dict[str, Any] = {"reduction_axes": (-2, -1), "feature_axes": (-2, -1), "scale_init": init}
+        return nn.RMSNorm(epsilon, dtype=self.dtype, param_dtype=self.param_dtype, name="out_norm", **options)
 
     def _stored(self) -> Any:
         return tuple(jnp.asarray(self.get_variable("cache", name)) for name in STORED)

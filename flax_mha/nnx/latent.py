@@ -201,5 +201,5 @@ class MultiHeadLatentAttention(AttentionModule):
             x = self.q_a_layernorm(self.q_a_proj(x))
         return getattr(self, self._query_name)(x)
 
-    def _cached_heads(self) -> tuple[int, int, int | None]:
-        return 1, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank
+    def _cached_heads(self) -> tuple[int, int, int | None, int | None]:
+        return 1, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank, None

@@ -71,6 +71,8 @@ class AttentionModule(nnx.Module):
                 layer.bias = _split(layer.bias, names["out_bias"] if name == "out" else names[name][1:])
         if self.sinks is not None:
             self.sinks = _split(self.sinks, names["sinks"])
+        if getattr(self, "out_norm", None) is not None:
+            self.out_norm.scale = _split(self.out_norm.scale, names["out_norm"])
 
     def init_cache(
         self: Any,
@@ -106,13 +108,13 @@ class AttentionModule(nnx.Module):
                 f"input_shape must be (batch..., length, {self.in_features}), the shape of the inputs, but got "
                 f"{tuple(input_shape)}; the module sets the number of heads and the head size."
             )
-        heads, size, value_size = self._cached_heads()
+        heads, size, value_size, value_dim = self._cached_heads()
         window = reach(self.local_window_size)
         names: tuple[str | None, ...] | None = None
         if self.head_axis is not None and sharding is None:
             split = tensor_parallel.parameter_names(self.head_axis, self.num_heads, heads)["key"]
             names = (*(None,) * len(batch), *(split if value_size is None else (None,) * len(split)))
-        cache = KVCache.create(batch, length, heads, size, dtype, window, per_row, sharding, value_size)
+        cache = KVCache.create(batch, length, heads, size, dtype, window, per_row, sharding, value_size, value_dim)
 
         def variable(x: Array | None) -> Any:
             if x is None:

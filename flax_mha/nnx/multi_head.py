@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -18,7 +18,7 @@ from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module, dot_general
 from flax_mha._src.modules.core import explaining
-from flax_mha._src.modules.options import Norm, NormKind, check_features, check_options, check_rngs, norm_of
+from flax_mha._src.modules.options import Norm, NormKind, check_clip, check_features, check_options, check_rngs, norm_of
 from flax_mha.attention import Implementation, ScoreMod
 from flax_mha.masks import Mask
 from flax_mha.nnx.module import AttentionModule
@@ -28,7 +28,7 @@ NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 # Arguments of the constructor that are arguments of `nnx.LinearGeneral`.
 OF_LINEAR = ("dtype", "param_dtype", "precision", "kernel_init", "bias_init", "kernel_metadata", "rngs")
 # Layers, and the names of their axes for `AttentionModule._split_heads`.
-OF_HEADS = (("query", "query"), ("key", "key"), ("value", "key"), ("out", "out"), ("gate", "query"))
+OF_HEADS = (("query", "query"), ("key", "key"), ("value", "key"), ("out", "out"))
 FLAX_ARGUMENTS = tuple(inspect.signature(nnx.MultiHeadAttention.__init__).parameters)[1:]
 
 
@@ -64,7 +64,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         LayerNorm, as in Flax. "layer_norm_bias": LayerNorm with a learned bias (Phi). "layer_norm_each_head": LayerNorm
         with a scale [heads, head size] (Command R+). "rms_norm": RMSNorm. "rms_norm_after_rope": RMSNorm after the
         rotation (Hunyuan). "rms_norm_all_heads": RMSNorm over all heads of a token together, with a scale [heads, head
-        size] (OLMo 2).
+        size] (OLMo 2). "rms_norm_no_scale": RMSNorm without a scale (Muse Glimmer).
       qk_norm_epsilon: Added to the variance in these norms; None means 1e-6, as in Flax.
       qkv_promote_dtype, out_promote_dtype, ln_promote_dtype: Functions that cast inputs and parameters to `dtype`: in
         the projections `query`, `key`, `value` and `gate`, in `out`, and in the norms of queries and keys.
@@ -84,13 +84,26 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30. None means no cap.
       sinks: Learn one additional logit per head, the parameter `sinks` [N], which is added only to the softmax's
         denominator.
-      gate: Multiply each head's output, before `out`, by the sigmoid of another projection of the input (Qwen3-Next,
-        arXiv:2505.06708). The projection `gate` has parameters with the same shapes as `query`.
+      gate: Multiply each head's output, before `out`, by the sigmoid of another projection of the input,
+        arXiv:2505.06708. True or "elementwise": one number for each feature of each head (Qwen3-Next); the projection
+        `gate` has parameters with the same shapes as `query`. "head": one number for each head (Laguna); the kernel of
+        `gate` is [in, heads], its bias [heads].
       rope: Rotary position embeddings (`flax_mha.rope.RoPE`) for queries and keys, after their norms; None means none.
       head_axis: Split the heads over this mesh axis, or the mesh axis of this logical axis (tensor parallelism).
         Parameters and caches get the metadata `out_sharding`, and are placed accordingly if the module is created under
         `jax.set_mesh`. If there are fewer key heads than devices on this axis, all devices hold all key heads; the mesh
         must then be set by `jax.set_mesh`.
+      exclusive: Remove from each head's output its component along the token's own value, in self-attention only
+        (exclusive self-attention, arXiv:2603.09078): o - (o . v) v / |v|^2, or o if v is 0. This is done before `gate`.
+        A token that attends only to itself, such as the first one in causal attention, keeps only rounding errors.
+      gate_activation: The function of the projection in `gate`: "sigmoid", or "softplus" (Laguna).
+      out_norm: "rms_norm" normalizes all features of all heads of a token together, after `gate` and before `out`
+        (BitNet b1.58). The norm `out_norm` has a learned scale [heads, head size]. None means no norm.
+      out_norm_epsilon: Added to the mean square in this norm; None means 1e-6.
+      clip_qkv: c > 0 clips queries, keys and values to [-c, c] before the rotation, and after norms that are also
+        before it (DBRX, MPT, OLMo, OLMoE). None means no limit.
+      value_dim: Head size of the values, and so of `out`, of an elementwise `gate` and of `out_norm`; None means the
+        head size of queries and keys (MiMo-V2: 128 and 192).
 
     Raises:
       ValueError: If an argument is out of range, or if heads and features do not fit together.
@@ -148,9 +161,15 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         local_window_size: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,
         sinks: bool = False,
-        gate: bool = False,
+        gate: bool | Literal["elementwise", "head"] = False,
         rope: RoPE | None = None,
         head_axis: str | None = None,
+        exclusive: bool = False,
+        gate_activation: Literal["sigmoid", "softplus"] = "sigmoid",
+        out_norm: Literal["rms_norm"] | None = None,
+        out_norm_epsilon: float | None = None,
+        clip_qkv: float | None = None,
+        value_dim: int | None = None,
     ) -> None:
         check_features(in_features=in_features, out_features=out_features, in_kv_features=in_kv_features)
         dropout_rate, logits_soft_cap = check_dropout_rate(dropout_rate), check_soft_cap(logits_soft_cap)
@@ -159,6 +178,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         check_rngs(rngs, nnx.Rngs)
         self.implementation, self.scale, self.logits_soft_cap = implementation, scale, logits_soft_cap
         self.local_window_size, self.rope, self.head_axis = local_window_size, rope, head_axis
+        self.clip_qkv = check_clip(clip_qkv)
+        self.exclusive, self.gate_activation = bool(exclusive), gate_activation
         changed = {
             "normalize_qk": bool(normalize_qk),
             "qkv_dot_general": qkv_dot_general or (None if qkv_dot_general_cls else dot_general),
@@ -175,18 +196,40 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             self.query_ln.epsilon = self.key_ln.epsilon = float(qk_norm_epsilon)  # type: ignore[union-attr]
         self.cached_lengths = self.cached_scale = nnx.data(None)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
-        self.gate: nnx.LinearGeneral | None = nnx.data(None)
-        if gate:
-            self.gate = nnx.LinearGeneral(
-                in_features,
-                (num_heads, self.head_dim),
-                promote_dtype=qkv_promote_dtype,
-                dot_general=self.qkv_dot_general,
-                dot_general_cls=qkv_dot_general_cls,
-                **{name: given[name] for name in (*OF_LINEAR, "use_bias", "bias_metadata")},
-            )
+        self.value_dim = self.head_dim if value_dim is None else int(value_dim)
+        self._add_layers(given)
         if head_axis is not None:
-            self._split_heads(self.num_kv_heads, OF_HEADS)
+            self._split_heads(self.num_kv_heads, (*OF_HEADS, ("gate", "head_gate" if gate == "head" else "query")))
+
+    def _add_layers(self, given: Mapping[str, Any]) -> None:
+        """Adds the layers that Flax's module lacks, and replaces those that `value_dim` changes."""
+        self.gate: nnx.LinearGeneral | None = nnx.data(None)
+        self.out_norm: nnx.RMSNorm | None = nnx.data(None)
+        options = {name: given[name] for name in (*OF_LINEAR, "use_bias", "bias_metadata")}
+
+        def linear(inputs: Any, outputs: Any, part: str = "qkv", **changes: Any) -> nnx.LinearGeneral:
+            names = ("promote_dtype", "dot_general", "dot_general_cls")
+            functions: dict[str, Any] = {name: getattr(self, f"{part}_{name}") for name in names}
+            return nnx.LinearGeneral(inputs, outputs, **functions, **options | changes)
+
+        of_heads = (self.num_heads, self.value_dim)
+        if given["gate"]:
+            self.gate = linear(self.in_features, of_heads[:1] if given["gate"] == "head" else of_heads)
+        if self.value_dim != self.head_dim:
+            self.value = linear(self.in_kv_features, (self.num_kv_heads, self.value_dim))
+            names = ("kernel_init", "bias_init", "kernel_metadata", "bias_metadata")
+            changes = {name: given[f"out_{name}"] or given[name] for name in names}
+            self.out = linear(of_heads, self.out_features, "out", axis=(-2, -1), **changes)
+        if given["out_norm"]:
+            self.out_norm = nnx.RMSNorm(
+                self.value_dim,
+                epsilon=1e-6 if given["out_norm_epsilon"] is None else float(given["out_norm_epsilon"]),
+                reduction_axes=(-2, -1),
+                feature_axes=(-2, -1),
+                promote_dtype=self.ln_promote_dtype,
+                **{name: given[name] for name in ("dtype", "param_dtype", "rngs")},
+            )
+            self.out_norm.scale = nnx.Param(jnp.ones(of_heads, self.param_dtype))
 
     def __call__(
         self,
@@ -260,6 +303,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         query, key, value, gate = layers = self.query, self.key, self.value, self.gate
         if qkv_sharding is not None and is_explicit(inputs_q):
             query, key, value, gate = (x and functools.partial(x, out_sharding=qkv_sharding) for x in layers)  # type: ignore
+            if self.gate is not None and self.gate.kernel.ndim == 2:  # of heads, without the last axis
+                gate = self.gate
         flax_arguments = self._flax_arguments(deterministic, rngs, sow_weights)
         if input_positions is not None:
             flax_arguments["input_positions"] = input_positions
@@ -278,19 +323,24 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             stored=None if self.cached_lengths is None else self._stored(),
             arguments=flax_arguments,
             features=(self.in_features, self.in_kv_features),
+            exclusive=self.exclusive,
+            gate_activation=self.gate_activation,
+            out_norm=self.out_norm,
+            clip_qkv=self.clip_qkv,
         )
         return call_module(parts, Given(**given, decode=self._first_given("decode", decode)))
 
     explain = explaining(__call__)
 
-    def _cached_heads(self) -> tuple[int, int, int | None]:
-        return self.num_kv_heads, self.head_dim, None
+    def _cached_heads(self) -> tuple[int, int, int | None, int | None]:
+        return self.num_kv_heads, self.head_dim, None, self.value_dim
 
     def _norm(self, kind: Norm, flax_norm: Any, heads: int, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
         """Makes a norm of this kind with the scale of `flax_norm` or, for one scale per head, a new one like it."""
         options: dict[str, Any] = {} if kind.is_rms else {"use_bias": False}
         norm: Any = (nnx.RMSNorm if kind.is_rms else nnx.LayerNorm)(
             self.head_dim,
+            use_scale=kind.has_scale,
             reduction_axes=kind.axes,
             feature_axes=kind.scale_axes,
             dtype=self.dtype,
@@ -299,6 +349,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             rngs=rngs,
             **options,
         )
+        if not kind.has_scale:
+            return norm
         norm.scale = scale = flax_norm.scale
         if len(kind.scale_axes) > 1:
             norm.scale = nnx.Param(jnp.ones((heads, self.head_dim), scale.dtype), **scale.get_metadata())

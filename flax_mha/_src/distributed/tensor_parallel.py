@@ -38,6 +38,8 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
         "out": (head_axis, None, None),
         "out_bias": (None,),
         "sinks": (head_axis,),
+        "head_gate": (None, head_axis),
+        "out_norm": (head_axis, None),
     }
 
 

@@ -19,6 +19,7 @@ from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.distributed.split import names_of
 from flax_mha._src.modules import sequences
 from flax_mha._src.modules.core import CoreAttention, Heads, core_of, decode
+from flax_mha._src.modules.output import apply_gate, exclude_own
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.latent import Latent
 from flax_mha.masks import Mask
@@ -45,18 +46,20 @@ class FlaxModule(NamedTuple):
     value: Layer | None = None  # projects inputs to values; None with `latent`
     norms: tuple[Layer, Layer] | None = None  # of queries and of keys
     norms_after_rope: bool = False
-    gate: Layer | None = None  # projects inputs to the gate before its sigmoid, [B..., T, N, H]
+    gate: Layer | None = None  # projects inputs to the gate before its activation, [B..., T, N, Hv] or [B..., T, N]
     latent: Latent | None = None  # computes keys and values of heads from the latents that `key` returns
     stored: Arrays | None = None  # keys, values and lengths that a call stored
     features: tuple[int, int] | None = None  # of queries, and of keys and values; None if the projections check them
+    exclusive: bool = False  # removes the component along each token's own value
+    gate_activation: str = "sigmoid"
+    out_norm: Layer | None = None  # over all features of the heads
+    clip_qkv: float | None = None  # the largest magnitude of queries, keys and values, before they are rotated
 
-    def output(self, x: Float[Array, "*B T N H"], inputs_q: Float[Array, "*B T D"]) -> Float[Array, "*B T Dout"]:
-        """Multiplies the attention's output by a sigmoid gate of the inputs, if there is one, and projects it back."""
-        if self.gate is None:
-            return self.out(x)
-        gate = jax.nn.sigmoid(self.gate(inputs_q))
-        # Outputs of padding are 0, and stay 0 although its inputs, and so its gate, may be NaN.
-        return self.out(x * jnp.where((x == 0) & jnp.isnan(gate), 0, gate).astype(x.dtype))
+    def output(self, x: Float[Array, "*B T N Hv"], value: Array, inputs_q: Array) -> Float[Array, "*B T Dout"]:
+        """Does what the options say with the attention's output: own values, gate, norm; then projects it back."""
+        x = exclude_own(x, value) if self.exclusive else x
+        x = x if self.gate is None else apply_gate(x, self.gate(inputs_q), self.gate_activation)
+        return self.out(x if self.out_norm is None else self.out_norm(x))
 
 
 class Given(NamedTuple):
@@ -93,6 +96,7 @@ def call_module(flax: FlaxModule, given: Given) -> Float[Array, "*B T Dout"]:
     if keys == "stored":
         sequences.check_stored(flax.module, {} if core is None else core.preset, given.mask, given.score_mod)
     inputs = _check_inputs(given, None if keys == "stored" else flax.features)
+    _check_exclusive(flax.exclusive, given, keys)
     self_attention = keys == "cache" or (keys == "inputs" and not given.is_cross)
     per_sequence: dict[str, Any] = {}
     if given.segment_ids is not None or given.lengths is not None:
@@ -119,7 +123,7 @@ def call_module(flax: FlaxModule, given: Given) -> Float[Array, "*B T Dout"]:
             x = (flax.module.attention_fn if core is None else core.function)(*heads, **arguments)
     if keys == "to store":
         arrays = *heads[1:], sequences.key_lengths(per_sequence.get("key_value_seq_lengths"), heads[1])
-    output = flax.output(validation.nan_if(is_no_mask, x), inputs[0])
+    output = flax.output(validation.nan_if(is_no_mask, x), heads[2], inputs[0])
     if arrays is not None:
         flax.write(arrays, keys == "to store")
     return output
@@ -170,6 +174,14 @@ def _check_inputs(given: Given, features: tuple[int, int] | None) -> tuple[Array
     return inputs_q, inputs_k, inputs_v
 
 
+def _check_exclusive(exclusive: bool, given: Given, keys: KeySource) -> None:
+    if exclusive and (given.is_cross or keys not in ("inputs", "cache")):
+        got = "inputs_k" if given.is_cross else "stored keys"
+        raise ValueError(
+            f"exclusive=True requires self-attention, but got {got}; use a module without it for cross-attention."
+        )
+
+
 def _heads(
     flax: FlaxModule, given: Given, keys: KeySource, inputs: tuple[Array, Array, Array], self_attention: bool
 ) -> tuple[Heads, KVCache | None, Array | None]:
@@ -183,6 +195,9 @@ def _heads(
         value = key[..., :0] if flax.value is None else flax.value(inputs_v)
     if not flax.norms_after_rope:
         query, key = _normalize(flax, query, key, keys)
+    if flax.clip_qkv is not None:
+        query, *others = (jnp.clip(x, -flax.clip_qkv, flax.clip_qkv) for x in (query, key, value))
+        key, value = (key, value) if keys == "stored" else others  # stored ones were clipped when they were stored
     if keys == "cache":
         cache = _cache_of(flax, query, key, value, given.is_cross)
     if flax.module.rope is not None or given.positions is not None:

@@ -1,12 +1,13 @@
 """Checks of constructor arguments that the modules share, and the table of norms of queries and keys."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from flax_mha._src.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
 from flax_mha._src.core import validation
 from flax_mha._src.core.validation import int_at_least, is_finite, is_int, number_in
+from flax_mha._src.modules.output import ACTIVATIONS
 from flax_mha._src.run import check_name
 from flax_mha.rope import RoPE, YaRN
 
@@ -17,6 +18,7 @@ NormKind = Literal[
     "rms_norm",
     "rms_norm_all_heads",
     "rms_norm_after_rope",
+    "rms_norm_no_scale",
 ]
 
 
@@ -28,6 +30,7 @@ class Norm(NamedTuple):
     scale_axes: tuple[int, ...] = (-1,)  # axes of the learned scale
     has_bias: bool = False
     after_rope: bool = False
+    has_scale: bool = True
 
 
 NORMS: dict[str, Norm] = {
@@ -37,6 +40,7 @@ NORMS: dict[str, Norm] = {
     "rms_norm": Norm(is_rms=True),
     "rms_norm_all_heads": Norm(is_rms=True, axes=(-2, -1), scale_axes=(-2, -1)),
     "rms_norm_after_rope": Norm(is_rms=True, after_rope=True),
+    "rms_norm_no_scale": Norm(is_rms=True, has_scale=False),
 }
 
 
@@ -57,18 +61,13 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
     check_window(options["local_window_size"])
     check_soft_cap(options["logits_soft_cap"])
     validation.flag("sinks", options["sinks"])
-    validation.flag("gate", options.get("gate", False))
     check_scale(options["scale"], validation.Shape((), 1, 1, 1, 1, 1, 1))
     normalize_qk, epsilon = options.get("normalize_qk", False), options.get("qk_norm_epsilon")
-    if normalize_qk not in (False, True, *NORMS):
-        names = '", "'.join(NORMS)
-        raise ValueError(f'normalize_qk must be False, True or one of "{names}", but got {normalize_qk!r}.')
-    if epsilon is not None:
-        _check_epsilon("qk_norm_epsilon", epsilon)
-        if not normalize_qk:
-            raise ValueError(
-                f'qk_norm_epsilon must be None without normalize_qk, but got {epsilon!r}; pass normalize_qk="rms_norm".'
-            )
+    if normalize_qk not in (False, True):
+        _check_choice("normalize_qk", normalize_qk, NORMS, "False, True")
+    _check_norm_epsilon("qk_norm_epsilon", epsilon, "normalize_qk", normalize_qk)
+    _check_output_options(options)
+    check_features(value_dim=options.get("value_dim"))
     head_axis, rope = options["head_axis"], options["rope"]
     if head_axis is not None and not isinstance(head_axis, str):
         raise ValueError(f"head_axis must be the name of a mesh axis or logical axis, but got {head_axis!r}.")
@@ -76,6 +75,28 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
         if not isinstance(rope, RoPE):
             raise ValueError(f"rope must be a flax_mha.rope.RoPE or None, but got {rope!r}.")
         rope.rotated_size(qkv_features // num_heads)
+
+
+def _check_output_options(options: Mapping[str, Any]) -> None:
+    validation.flag("exclusive", options.get("exclusive", False))
+    gate, activation = options.get("gate", False), options.get("gate_activation", "sigmoid")
+    if isinstance(gate, str):
+        _check_choice("gate", gate, ("elementwise", "head"), "True or False")
+    else:
+        validation.flag("gate", gate)
+    _check_choice("gate_activation", activation, ACTIVATIONS)
+    if activation != "sigmoid" and not gate:
+        raise ValueError(f'gate_activation must be "sigmoid" without gate, but got {activation!r}; pass gate=True.')
+    out_norm = options.get("out_norm")
+    if out_norm is not None:
+        _check_choice("out_norm", out_norm, ("rms_norm",), "None")
+    _check_norm_epsilon("out_norm_epsilon", options.get("out_norm_epsilon"), "out_norm", out_norm)
+
+
+def _check_choice(name: str, given: Any, choices: Collection[str], others: str = "") -> None:
+    if not isinstance(given, str) or given not in choices:
+        names = "one of " * (len(choices) > 1) + ", ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f"{name} must be {others and f'{others} or '}{names}, but got {given!r}.")
 
 
 def check_latent(options: Mapping[str, Any]) -> None:
@@ -112,6 +133,14 @@ def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
         )
 
 
+def check_clip(limit: Any) -> float | None:
+    """Returns `clip_qkv` as a float or None; raises a ValueError if it is neither None nor a number above 0."""
+    limit = number_in(limit)
+    if limit is not None and (not is_finite(limit) or limit <= 0):
+        raise ValueError(f"clip_qkv must be a concrete finite number > 0 or None, but got {limit!r}.")
+    return None if limit is None else float(limit)
+
+
 def check_features(**sizes: Any) -> None:
     """Raises a ValueError unless numbers of features, by the names of their arguments, are integers >= 1 or None."""
     for name, size in sizes.items():
@@ -129,6 +158,15 @@ def check_has_features(**inputs: Any) -> None:
 def _check_epsilon(name: str, epsilon: Any) -> None:
     if not is_finite(number_in(epsilon)) or epsilon <= 0:
         raise ValueError(f"{name} must be a finite number > 0, but got {epsilon!r}.")
+
+
+def _check_norm_epsilon(name: str, epsilon: Any, norm_name: str, norm: Any) -> None:
+    """Raises a ValueError unless the epsilon of a norm, both by the names of their arguments, is valid or None."""
+    if epsilon is None:
+        return
+    _check_epsilon(name, epsilon)
+    if not norm:
+        raise ValueError(f'{name} must be None without {norm_name}, but got {epsilon!r}; pass {norm_name}="rms_norm".')
 
 
 def check_rngs(rngs: Any, *kinds: type) -> None:

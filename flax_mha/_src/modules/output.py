@@ -1,0 +1,42 @@
+"""What modules do with the output of each head before they project it back to features."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from flax_mha._src.distributed.split import is_explicit
+
+ACTIVATIONS = {
+    "sigmoid": jax.nn.sigmoid,
+    "softplus": lambda gate: jax.nn.softplus(gate.astype(jnp.promote_types(gate.dtype, jnp.float32))),  # as in Laguna
+}
+
+
+def apply_gate(x: Float[Array, "*B T N Hv"], gate: Float[Array, "..."], activation: str) -> Array:
+    """Multiplies x by the activation of the gate, which has a number for each head or for each of its features."""
+    gate = ACTIVATIONS[activation](gate if gate.ndim == x.ndim else gate[..., None])
+    # Outputs of padding are 0, and stay 0 although its inputs, and so its gate, may be NaN or infinite.
+    return x * jnp.where((x == 0) & ~jnp.isfinite(gate), 0, gate).astype(x.dtype)
+
+
+def exclude_own(x: Float[Array, "*B T N Hv"], value: Float[Array, "*B T K Hv"]) -> Float[Array, "*B T N Hv"]:
+    """Computes x - (x . v) v / |v|^2, where v is the value of the same token and head; x if v is 0.
+
+    Zhai, Exclusive self attention, arXiv:2603.09078.
+    """
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    sharding: Any = jax.typeof(x).sharding if is_explicit(x) else None
+    value = jnp.repeat(value.astype(dtype), x.shape[-2] // value.shape[-2], axis=-2, out_sharding=sharding)
+    # The output of padding is 0, and stays 0 although its own value may be NaN.
+    is_padding = (x == 0).all(-1, keepdims=True) & ~jnp.isfinite(value).all(-1, keepdims=True)
+    value = jnp.where(is_padding, 0, value)
+    # The result does not depend on the length of v: dividing by the largest entry avoids overflow and underflow.
+    largest = lax.stop_gradient(jnp.abs(value).max(-1, keepdims=True))
+    is_zero = largest < jnp.finfo(dtype).tiny
+    value = value / jnp.where(is_zero, 1, largest)
+    squares = jnp.where(is_zero, 1, jnp.square(value).sum(-1, keepdims=True))
+    share = jnp.where(is_zero, 0, (x.astype(dtype) * value).sum(-1, keepdims=True) / squares)
+    return (x.astype(dtype) - share * value).astype(x.dtype)

@@ -1,0 +1,203 @@
+"""What modules do with heads before and after attention, against layers of PyTorch written from the definitions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from cases import refused
+from flax import nnx
+from marks import with_core
+
+import flax_mha
+from flax_mha import linen
+from flax_mha._src.modules.output import exclude_own
+from flax_mha.rope import RoPE
+
+B, T, D, N, K, H = 2, 7, 24, 4, 2, 6
+SIZES = {"num_heads": N, "num_kv_heads": K, "qkv_features": N * H}
+X = np.float32(np.random.default_rng(0).standard_normal((B, T, D)))
+LENGTHS = jnp.array([T, 4])
+BITNET = {"out_norm": "rms_norm", "out_norm_epsilon": 0.5}
+KINDS = {
+    "exclusive": {"exclusive": True},
+    "exclusive, gate": {"exclusive": True, "gate": True, "rope": RoPE(), "logits_soft_cap": 5.0},
+    "gate of heads": {"gate": "head", "use_bias": False},
+    "Laguna": {"gate": "head", "gate_activation": "softplus", "normalize_qk": "rms_norm", "rope": RoPE()},
+    "BitNet": BITNET | {"use_bias": False, "rope": RoPE()},
+    "Muse Glimmer": {"normalize_qk": "rms_norm_no_scale", "qk_norm_epsilon": 0.5, "gate": True, "rope": RoPE()},
+    "OLMoE": {"normalize_qk": "rms_norm_all_heads", "clip_qkv": 0.5, "rope": RoPE()},
+    "DBRX": {"clip_qkv": 0.8, "rope": RoPE()},
+    "MiMo-V2": {"value_dim": 5, "rope": RoPE(), "sinks": True},
+    "all": {"value_dim": 10, "clip_qkv": 1.0, "exclusive": True, "gate": "elementwise", "gate_activation": "softplus"}
+    | BITNET,
+}
+MODULES = pytest.mark.parametrize("kind", ["nnx", "linen"])
+close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
+
+
+def module_of(kind, decode=False, cache=None, length=T, **options):
+    """A function (inputs, **arguments) of a module with random parameters, and these; cached for decoding calls."""
+    module = flax_mha.MultiHeadAttention(in_features=D, decode=decode, rngs=nnx.Rngs(0), **SIZES | options)
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+    leaves, tree = jax.tree.flatten(params)
+    rng = np.random.default_rng(1)
+    params = tree.unflatten([jnp.asarray(0.5 * rng.standard_normal(x.shape), x.dtype) for x in leaves])
+    module = nnx.merge(graph, params, rest)
+    pure = jax.tree.map(np.array, nnx.to_pure_dict(params))
+    if kind == "nnx":
+        if decode:
+            module.init_cache((B, length, D), **cache or {})
+        return module, pure
+    layer = linen.MultiHeadDotProductAttention(decode=decode, **SIZES | options)
+    variables = {"params": pure}
+    if decode:
+        layer = layer.copy(per_row=(cache or {}).get("per_row", False), cache_dtype=(cache or {}).get("dtype"))
+        variables["cache"] = layer.init(jax.random.key(0), jnp.zeros((B, length, D)))["cache"]
+        return layer.bind(variables, mutable=["cache"]), pure
+    return functools.partial(layer.apply, variables), pure
+
+
+def torch_layer(params, x, options):
+    """The layer that the options describe, of dense scores; of NumPy's arrays or PyTorch's tensors."""
+    w = jax.tree.map(torch.as_tensor, params)
+    x = torch.as_tensor(x)
+
+    def project(name):
+        return torch.tensordot(x, w[name]["kernel"], 1) + w[name].get("bias", 0)
+
+    def rms_norm(y, name, epsilon, axes):
+        return y * torch.rsqrt(y.square().mean(axes, keepdim=True) + epsilon) * w.get(name, {}).get("scale", 1)
+
+    q, k, v = (project(name) for name in ("query", "key", "value"))
+    if kind := options.get("normalize_qk"):
+        epsilon, axes = options.get("qk_norm_epsilon", 1e-6), (-2, -1) if "all" in kind else (-1,)
+        q, k = (rms_norm(y, name, epsilon, axes) for y, name in ((q, "query_ln"), (k, "key_ln")))
+    if limit := options.get("clip_qkv"):
+        q, k, v = (y.clamp(-limit, limit) for y in (q, k, v))
+    if "rope" in options:
+        angles = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(0, H, 2) / H)
+        cos, sin = (torch.cat([f(angles)] * 2, -1)[:, None] for f in (torch.cos, torch.sin))
+        q, k = (y * cos + torch.cat([-y[..., H // 2 :], y[..., : H // 2]], -1) * sin for y in (q, k))
+    k, v = (y.repeat_interleave(N // K, dim=2) for y in (k, v))
+    scores = torch.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
+    if cap := options.get("logits_soft_cap"):
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
+    sinks = w["sinks"][:, None, None].expand(B, N, T, 1) if "sinks" in options else scores[..., :0]
+    y = torch.einsum("bnts,bsnh->btnh", torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :T], v)
+    if options.get("exclusive"):
+        unit = torch.nn.functional.normalize(v, dim=-1)
+        y = y - (y * unit).sum(-1, keepdim=True) * unit
+    if kind := options.get("gate"):
+        gate = getattr(torch.nn.functional, options.get("gate_activation", "sigmoid"))(project("gate"))
+        y = y * (gate[..., None] if kind == "head" else gate)
+    if "out_norm" in options:
+        y = rms_norm(y, "out_norm", options.get("out_norm_epsilon", 1e-6), (-2, -1))
+    return torch.einsum("btnh,nhd->btd", y, w["out"]["kernel"]) + w["out"].get("bias", 0)
+
+
+@MODULES
+@pytest.mark.parametrize("name", with_core(KINDS, "all", "Laguna"))
+def test_equals_pytorch(name, kind):
+    """In one call, with padding, and token for token over a cache with an index for each sequence."""
+    options = KINDS[name]
+    module, params = module_of(kind, **options)
+    expected = torch_layer(params, X, options)
+    close(module(X, is_causal=True), expected)
+    padded = jnp.asarray(X).at[1, 4:, 3].set(jnp.nan)
+    got = module(padded, is_causal=True, lengths=LENGTHS)
+    close(got[0], expected[0])
+    close(got[1, :4], expected[1, :4])
+    assert jnp.isfinite(got).all()
+    decoder, _ = module_of(kind, decode=True, cache={"per_row": True}, **options)
+    close(decoder(X[:, :3]), expected[:, :3])
+    close(decoder(X[:, 3:6]), expected[:, 3:6])
+    close(decoder(X[:, 6:]), expected[:, 6:])
+
+
+def test_gradients_equal_pytorch():
+    options = KINDS["all"]
+    module, params = module_of("linen", **options)
+    expected = jax.tree.map(lambda x: torch.tensor(x, requires_grad=True), params)
+    torch_layer(expected, X, options).sin().sum().backward()
+    got = jax.grad(lambda params: jnp.sin(module.func({"params": params}, X, is_causal=True)).sum())(params)
+    for path, slope in jax.tree.leaves_with_path(got):
+        want = functools.reduce(lambda tree, key: tree[key.key], path, expected).grad
+        np.testing.assert_allclose(slope, want, rtol=0, atol=1e-4, err_msg=str(path))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+@MODULES
+def test_caches(kind, dtype):
+    """Rings and caches of 8 bits, with values of another size; the own value is the new token's, and not rounded."""
+    options = KINDS["all"] | {"local_window_size": (3, 0)}
+    x = jnp.tile(X, (1, 12, 1))
+    expected = module_of(kind, **options)[0](x, is_causal=True)
+    decoder, _ = module_of(kind, decode=True, cache={"dtype": dtype}, length=x.shape[1], **options)
+    steps = [decoder(part) for part in jnp.split(x, [50, 51, 52, 60, 80], axis=1)]
+    cached = decoder.cached_value[...] if kind == "nnx" else decoder.variables["cache"]["cached_value"]
+    assert (cached.shape, cached.dtype) == ((B, 3 + 1 + 64, K, 10), dtype)
+    np.testing.assert_allclose(jnp.concatenate(steps, 1), expected, rtol=0, atol=2e-5 if dtype == jnp.float32 else 0.05)
+
+
+@pytest.mark.core
+@MODULES
+def test_stored_keys_are_clipped_once(kind):
+    """Rotated keys may be larger than the limit."""
+    options = {"clip_qkv": 0.3, "value_dim": 5, "rope": RoPE()}
+    y, positions = X[:, ::-1], jnp.arange(T)
+    expected = module_of(kind, **options)[0](X, y, positions=(positions, positions))
+    decoder, _ = module_of(kind, decode=True, **options)
+    decoder(X, y, positions=(positions, positions), store_keys=True)
+    close(decoder(X, positions=positions), expected)
+
+
+@pytest.mark.core
+def test_exclusive_values_of_any_length():
+    """The length of a value does not count; a value of 0 removes nothing, and has no gradient beside attention's."""
+    x, value = (jnp.asarray(X[..., i : i + 12].reshape(B, T, -1, 6)) for i in (0, 12))
+    expected = exclude_own(x, value[..., :1, :])
+    np.testing.assert_allclose((expected * value[..., :1, :]).sum(-1), 0, atol=1e-6)
+    for scale in (1e-34, 1e-20, 1e30):
+        close(exclude_own(x, scale * value[..., :1, :]), expected)
+    with jax.debug_nans(True):
+        output, pull = jax.vjp(exclude_own, x, 0 * value)
+        slopes = pull(x)
+    np.testing.assert_array_equal(output, x)
+    np.testing.assert_array_equal(slopes[0], x)
+    np.testing.assert_array_equal(slopes[1], 0)
+    spoilt = value.at[0, 0].set(jnp.nan)
+    assert jnp.isnan(exclude_own(x, spoilt)[0, 0]).all()
+    assert (exclude_own(x.at[0, 0].set(0), spoilt)[0, 0] == 0).all()
+
+
+REFUSED = [
+    ({"exclusive": 1}, {}, "exclusive must be True or False, but got 1"),
+    ({"exclusive": True}, {"inputs_k": X[:, :3]}, "exclusive=True requires self-attention, but got inputs_k; use"),
+    ({"gate": "heads"}, {}, 'gate must be True or False or one of "elementwise", "head", but got \'heads\''),
+    ({"gate": True, "gate_activation": "relu"}, {}, 'gate_activation must be one of "sigmoid", "softplus", but got'),
+    ({"gate_activation": "softplus"}, {}, "must be \"sigmoid\" without gate, but got 'softplus'; pass gate=True"),
+    ({"out_norm": True}, {}, 'out_norm must be None or "rms_norm", but got True'),
+    ({"out_norm_epsilon": 1e-5}, {}, 'out_norm_epsilon must be None without out_norm, .* pass out_norm="rms_norm"'),
+    ({"out_norm": "rms_norm", "out_norm_epsilon": 0.0}, {}, "out_norm_epsilon must be a finite number > 0, but got 0"),
+    *(({"clip_qkv": x}, {}, f"clip_qkv must be .* number > 0 or None, but got {x}") for x in (0.0, -1, jnp.inf, True)),
+    *(({"value_dim": x}, {}, f"value_dim must be an int >= 1, but got {x}") for x in (0, 2.0, True)),
+]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("options", "arguments", "message"), REFUSED)
+@MODULES
+def test_refused(options, arguments, message, kind):
+    if kind == "nnx":
+        refused(
+            message,
+            lambda: flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0), **options)(X, **arguments),
+        )
+    else:
+        layer = linen.MultiHeadDotProductAttention(N, **options)
+        refused(message, lambda: layer.init(jax.random.key(0), X, **arguments))
