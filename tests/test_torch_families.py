@@ -220,6 +220,7 @@ FAMILIES = {
     "granite": grouped("granite", port.llama, {"base": 1e4, "scale": 0.1}, attention_multiplier=0.1),
     "falcon_h1": grouped("falcon_h1", port.llama, {"base": 1e4, "scale": 0.5 * H**-0.5}, key_multiplier=0.5),
     "smollm3 without rotary positions": grouped("smollm3", port.llama, {"base": None}, no_rope_layers=[1, 0]),
+    "olmoe": grouped("olmoe", port.olmoe, {"limit": 0.7}, OF_ALL_HEADS, clip_qkv=0.7, **OLMO_2 | {"rope_theta": 1e4}),
     "olmo": grouped("olmo", port.olmo, {"limit": 0.7}, clip_qkv=0.7),
     "llama4": grouped("llama4_text", port.llama_4, {"chunk": WINDOW}, **LLAMA_4),
     "llama4 without rotary positions": grouped("llama4_text", port.llama_4, {"chunk": None}, layer=3, **LLAMA_4),

@@ -232,6 +232,14 @@ def persimmon(w, x, number) -> Tensor:
     return linear(w, "dense", decoder(q, k, v, rotate=rotary(x, 1e4, q.shape[-1] // 2)))
 
 
+def olmoe(w, x, number, kv_number, limit) -> Tensor:
+    """Norms come before the heads, and then clipping."""
+    qk = normed(w, linear(w, "q_proj", x), linear(w, "k_proj", x), 1e-5)
+    q, k, v = (y.clamp(-limit, limit) for y in (*qk, linear(w, "v_proj", x)))
+    q, k, v = heads(q, number), heads(k, kv_number), heads(v, kv_number)
+    return linear(w, "o_proj", decoder(q, k, v, rotate=rotary(x, 1e4)))
+
+
 def olmo(w, x, number, kv_number, limit) -> Tensor:
     qkv = (y.clamp(-limit, limit) for y in projected(w, x, number, kv_number))
     return linear(w, "o_proj", decoder(*qkv, rotate=rotary(x, 1e4)))

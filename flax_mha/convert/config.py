@@ -10,7 +10,6 @@ from jaxtyping import Array
 
 from flax_mha._src.core.validation import is_int
 from flax_mha._src.modules.attention_fn import attention_fn
-from flax_mha._src.modules.call import dot_general
 from flax_mha.convert.hf_config.config import ALIASES, LAYERS, read_config
 from flax_mha.convert.hf_config.families import FAMILIES, Family
 from flax_mha.convert.hf_config.layers import CHUNKED, FULL, SLIDING, Values, entry
@@ -24,7 +23,6 @@ UNSUPPORTED = (  # config keys that are refused if they are on, in one model typ
     ("use_bidirectional_attention", "", "sliding windows must be one-sided"),
     ("alibi", "falcon", "it adds ALiBi before scaling the scores"),
     ("qk_layernorm", "stablelm", "its norms have separate weights for each head"),
-    ("clip_qkv", "olmoe", "it clips the output of its norms"),
     ("rotary_value", "", "it rotates values"),
     ("use_shared_attention_adapter", "", "layers add adapters to shared weights"),
 )
@@ -36,9 +34,9 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     The arguments are `num_heads`, `in_features`, `qkv_features`, `out_features`, `num_kv_heads`, `use_bias`, `rope`,
     `scale`, `local_window_size`, `logits_soft_cap`, `sinks`, `gate`, `normalize_qk`, `qk_norm_epsilon`, and
     `kernel_metadata`, which `load_torch` uses to identify the model. Some models also need an `attention_fn` that
-    changes scores by position (ALiBi, the temperature of Llama 4), or a `qkv_dot_general` that clips projections
-    (OLMo). Modules for `flax.linen` take all arguments except `in_features` and `kernel_metadata`. For latent attention
-    (DeepSeek's `kv_lora_rank`), the arguments are for `MultiHeadLatentAttention`.
+    changes scores by position (ALiBi, the temperature of Llama 4), or `clip_qkv` (OLMo). Modules for `flax.linen` take
+    all arguments except `in_features` and `kernel_metadata`. For latent attention (DeepSeek's `kv_lora_rank`), the
+    arguments are for `MultiHeadLatentAttention`.
 
     Calls need two more arguments, which `from_hf` sets: `is_causal=True` in decoders, and in every layer of T5 the
     relative bias of the first layer, in the decoder `score_mod=recipes.t5_bias(table)["score_mod"]`.
@@ -86,7 +84,7 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     if changes := _position_arguments(family, values, described["num_heads"], rope is not None, kind == CHUNKED):
         described["attention_fn"] = attention_with(**changes)
     if values.get("clip_qkv"):
-        described["qkv_dot_general"] = _clipped_dot_general(values["clip_qkv"])
+        described["clip_qkv"] = values["clip_qkv"]
     return described
 
 
@@ -94,12 +92,6 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
 def attention_with(**arguments: Any) -> Any:
     """Returns `attention_fn` with these arguments preset; equal arguments give the same object."""
     return functools.partial(attention_fn, **arguments)
-
-
-@functools.cache
-def _clipped_dot_general(limit: float) -> Any:
-    """Returns a `dot_general` that clips its result to [-limit, limit]."""
-    return lambda *operands, **options: dot_general(*operands, **options).clip(-limit, limit)
 
 
 def _read(config: Any, layer: Any) -> tuple[Family, Values]:
@@ -140,8 +132,6 @@ def _check_supported(family: Family, values: Values) -> None:
     for key, reason in reasons.items():
         if values.get(key):
             raise ValueError(f"{key}={values[key]!r} in config is not supported: {reason}.")
-    if values.get("clip_qkv") and _use_bias(family, values):
-        raise ValueError("config must not combine biases with clip_qkv, but got both.")
     if values["model_type"] == "gpt_bigcode" and not values["multi_query"]:
         raise ValueError("config must have multi_query=True, but got False, which stacks weights in a different order.")
     if not values.get("alibi", True) and family.alibi:

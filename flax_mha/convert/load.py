@@ -91,6 +91,8 @@ def load_torch(
     if "query/bias" in variables:
         arrays = fill_with_zeros(arrays)
     problems = _mismatches(variables, arrays)
+    if getattr(module, "out_norm", None) is not None:
+        problems.append("out_norm.scale is missing from state_dict; create the module with out_norm=None")
     if not problems and check_options and not module.query.kernel.get_metadata().get(MODEL_TYPE):
         problems = _wrong_heads(module, layout, state_dict, prefix)
         problems += _missing_options(module, layout, arrays, state_dict, prefix)
