@@ -25,6 +25,9 @@ RING = (10, 0)
 OPTIONS = {"rope": RoPE(), "normalize_qk": "rms_norm", "sinks": True, "gate": True, "dropout_rate": 0.1}
 
 
+OF_HEADS = {"gate": "head", "out_norm": "rms_norm", "exclusive": True, "value_dim": 6, "clip_qkv": 1.0, "sinks": False}
+
+
 def inputs(length=24):
     return floats(0, 4, length, FEATURES)
 
@@ -111,6 +114,24 @@ def test_linen(num_kv_heads, kind):
     assert specs["params"]["query"]["kernel"] == jax.P(None, "model", None)
     placed = jax.tree.map(lambda x, spec: put(x, mesh, *spec), variables, specs)
     check(functools.partial(of_linen, layer), placed, mesh, kind, whole)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "kind"), [(N, "auto, set_mesh"), (2, "explicit, set_mesh")])
+def test_what_is_done_with_each_head(num_kv_heads, kind):
+    mesh, options = mesh_of(kind), OF_HEADS | {"dropout_rate": 0.0}
+    layers = [linen_layer(num_kv_heads, head_axis=axis, **options) for axis in (None, "model")]
+    variables = layers[0].init(jax.random.key(0), inputs())
+    with jax.set_mesh(mesh):
+        specs = nn.get_partition_spec(jax.jit(layers[1].init)(jax.random.key(0), inputs()))
+        split = nnx_layer(num_kv_heads, head_axis="model", **options)
+    assert specs["params"]["gate"]["kernel"] == jax.P(None, "model")
+    assert specs["params"]["out_norm"]["scale"] == jax.P("model", None)
+    assert tuple(split.gate.kernel[...].sharding.spec) == (None, "model")
+    assert tuple(split.out_norm.scale[...].sharding.spec) == ("model", None)
+    placed = jax.tree.map(lambda x, spec: put(x, mesh, *spec), variables, specs)
+    with context(mesh, kind):
+        answer = jax.jit(functools.partial(of_linen, layers[1]))(placed, put(inputs(), mesh, "data"))
+    compare(answer, jax.jit(functools.partial(of_linen, layers[0]))(variables, inputs()))
 
 
 @functools.cache
