@@ -53,7 +53,7 @@ html_theme_options = {
 # The hook below writes signatures as they stand in the source.
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
-python_maximum_signature_line_length = 80
+python_maximum_signature_line_length = 70  # leaves room for the link to the source
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Attributes", "params_style")]
@@ -69,6 +69,7 @@ def setup(app: Sphinx) -> None:
     """Adds to pages what only Sphinx can show, and tells autodoc how signatures look."""
     app.connect("autodoc-process-signature", signature_as_written)
     app.connect("autodoc-process-docstring", add_long_signature, priority=600)  # when napoleon has read it
+    app.connect("autodoc-process-docstring", keep_tildes)
     app.connect("html-page-context", break_names)
     app.connect("source-read", add_directives)
     app.connect("source-read", link_to_repository)
@@ -171,6 +172,11 @@ def add_long_signature(app: Sphinx, what: str, name: str, obj: Any, options: Any
         result = f" -> {returned}" if returned and what != "class" else ""
         whole = [f"{name.split('.')[-1]}(", *(f"    {argument}," for argument in arguments), f"){result}"]
         lines += ["", ".. rubric:: Signature", "", ".. code-block:: python", "", *(f"   {line}" for line in whole), ""]
+
+
+def keep_tildes(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Writes the operator as code and nothing else: in a name, a leading `~` is an instruction and not shown."""
+    lines[:] = [line.replace("`~`", "``~``") for line in lines]
 
 
 def arguments_as_written(obj: Any) -> tuple[list[str], str] | None:
