@@ -130,7 +130,7 @@ class RoPE:
 
     @property
     def attention_factor(self) -> float:
-        """The factor that cos and sin are multiplied by: 1 except with YaRN and LongRoPE."""
+        """The factor that cos and sin are multiplied by, 1 except with YaRN and LongRoPE."""
         return self._scaling.cos_sin_factor
 
     @property
