@@ -8,6 +8,7 @@ to their text here.
 import ast
 import dataclasses
 import functools
+import html
 import importlib.metadata
 import inspect
 import json
@@ -141,10 +142,18 @@ def link_to_repository(app: Sphinx, page: str, content: list[str]) -> None:
     content[0] = re.sub(r"(?<!!)(\[[^\[\]]*\])\((?!https?:)([^)#\s]+)\)", link, content[0])
 
 
+SHORT_NAME = 11  # characters, for which a phone has room
+BREAKS = re.compile(r"((?<=[^\W_])(?:_(?=[^\W_])|[./=(](?=\w))|(?<=[a-z])(?=[A-Z]))(?=[^<>]*<)")
+
+
 def break_names(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Lets long names in running text and tables break after underscores and dots, where a phone has no room."""
+    """Lets long names in running text and tables break between their words, and short ones and options nowhere."""
     for code in set(re.findall(r"<code[^>]*>.*?</code>", context.get("body", ""))):
-        context["body"] = context["body"].replace(code, re.sub(r"(?<=\w)([_.])(?=\w[^<>]*<)", r"\1<wbr>", code))
+        if len(html.unescape(re.sub("<.*?>", "", code))) <= SHORT_NAME:
+            shown = code.replace('class="', 'class="short ', 1)
+        else:
+            shown = BREAKS.sub(r"\1<wbr>", code).replace('class="pre">-', 'class="pre short">-')
+        context["body"] = context["body"].replace(code, shown)
 
 
 MOST_ARGUMENTS = 6  # of a signature that is shown whole, above the summary
