@@ -382,11 +382,11 @@ def _look(name: str) -> dict[str, str]:
     return {"color": LOOKS.setdefault(name, f"C{len(LOOKS) % 10}")}
 
 
-def save(figure: Figure, out: Path) -> None:
+def save(figure: Figure, out: Path, columns: int = 4) -> None:
     """Writes the picture, with one legend for all panels."""
     entries = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4)
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns)
     figure.savefig(out.with_name(f"{out.name}.png"), dpi=130)

@@ -156,17 +156,18 @@ def steps(text: data.Text, options, say) -> dict[str, measure.Row]:
 
 def plot(results: dict[str, measure.Row], title: str, options) -> None:
     """Loss against seconds."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(5, 4), layout="constrained")  # small, so that its text can be read on a phone
     axes = figure.subplots()
     for name, row in results.items():
         if "curve" in row:
             points = [(point["seconds"], point["val_loss"]) for point in row["curve"]]
             axes.plot(*zip(*points, strict=True), ".-", label=name)
     axes.axhline(results[TWIN]["loss"], color="0.6", linewidth=0.8)
-    axes.set(xlabel="seconds since the command", ylabel="validation loss (nats per character)", title=title)
+    axes.set(xlabel="seconds since the command", ylabel="validation loss (nats per character)")
+    axes.set_title(title, fontsize="medium")
     axes.set_ylim(top=min(3.0, axes.get_ylim()[1]))
     axes.grid(alpha=0.3)
-    measure.save(figure, options.out)
+    measure.save(figure, options.out, columns=2)
 
 
 def main() -> None:
