@@ -20,7 +20,7 @@ from flax_mha._src.call.arguments import (
 )
 from flax_mha._src.call.operands import Call, Result, ScoreMod, Sharding
 from flax_mha._src.core.tile import Offsets
-from flax_mha._src.core.tracing import readable, target_of, varying_alike
+from flax_mha._src.core.tracing import T, readable, target_of, varying_alike
 from flax_mha._src.core.validation import LARGEST, Shape, extremes, key_indices
 from flax_mha._src.plan import MAX_QUERIES_IN_PLACE, reads_in_place
 from flax_mha._src.run import Implementation, run
@@ -152,18 +152,20 @@ def over_cache(
     implementation: Implementation | None = None,
     latent: Latent | None = None,
     platform: str | None = None,
+    top_k: int = 0,
     **arguments: Unpack[CallArguments],
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
     """Computes `cached_attention` by a function `run(call, implementation)`, which computes a call or explains it.
 
-    A prompt of more than 16 tokens may meet an empty cache, for which there is a faster call. If it is not known
-    whether the cache is empty, both calls are traced, that of the empty one first, and one of them runs. Fewer tokens,
-    and masks or biases that differ by slot, take the general call. The caller has checked that keys and values fit.
+    A prompt of more than 16 tokens may meet an empty cache, for which there is a faster call; see `Step.by_emptiness`.
+    Fewer tokens, and masks or biases that differ by slot, take the general call. The caller has checked that keys and
+    values fit.
 
     With a `latent`, key and cache hold latents, but the query is not absorbed yet (see `Latent`). A prompt that meets
     an empty cache attends to keys and values of heads, which are fewer products; queries of later calls are absorbed.
 
-    `platform` is that of `canonical`.
+    `platform` is that of `canonical`. A list in `key_indices` has all keys that its query sees if these are at most
+    `top_k`.
     """
     heads = query
     if latent is not None:
@@ -181,7 +183,7 @@ def over_cache(
     step = Step(scoring, shape, key, value, cache, new, tokens, bias, mask, window, lengths is not None)
     if (indices := arguments.get("key_indices")) is not None:
         most = length if cache.window is None else LARGEST
-        step = step._replace(key_indices=key_indices(indices, shape._replace(key_length=most)))
+        step = step._replace(key_indices=key_indices(indices, shape._replace(key_length=most)), top_k=top_k)
     if scoring.options.score_mod is not None or isinstance(mask, Mask):
         room = step.check_lookups(room)
 
@@ -193,14 +195,7 @@ def over_cache(
         results = [output] if max_score is None else [output, max_score]
         return varying_alike((results, new.arrays))[0]  # inside `jax.shard_map`, both calls must return the same types
 
-    are_known = isinstance(number, int) and isinstance(length, int)  # else symbols, as in jax.export
-    by_slot = not (are_known and number <= length) and any(map(_differs_by_slot, (bias, mask)))
-    if (are_known and number <= MAX_QUERIES_IN_PLACE) or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
-        results = compute(False)
-    elif readable(cache.index):
-        results = compute(not np.any(np.asarray(cache.index)))
-    else:
-        results = lax.cond(jnp.all(cache.index == 0), lambda: compute(True), lambda: compute(False))
+    results = step.by_emptiness(compute)
     output, *max_score = (nan_without(room, x, cache.batch) for x in results)
     return output, new, *max_score
 
@@ -220,6 +215,7 @@ class Step(NamedTuple):
     window: tuple[int | None, int | None] | None
     is_padded: bool  # whether there may be padding among the new tokens
     key_indices: Int[Array, "..."] | None = None  # positions
+    top_k: int = 0  # lists have all keys that their queries see if these are at most as many
 
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
         """Returns this step with `query`, which is not absorbed, and keys and values of heads from the new latents."""
@@ -245,6 +241,20 @@ class Step(NamedTuple):
                 size = None if window is None else function.size(name)
                 sizes += [] if size is None else [size - ahead]
         return room & (ends <= min(sizes)) if sizes else room
+
+    def by_emptiness(self, compute: Callable[[bool], T]) -> T:
+        """Returns `compute(True)`, for new tokens alone, if a prompt meets an empty cache, else `compute(False)`.
+
+        If it is not known whether the cache is empty, both are traced, that of the empty one first, and one runs.
+        """
+        (number, length), mask, index = (self.shape.query_length, self.cache.length), self.mask, self.cache.index
+        are_known = isinstance(number, int) and isinstance(length, int)  # else symbols, as in jax.export
+        by_slot = not (are_known and number <= length) and any(map(_differs_by_slot, (self.bias, mask)))
+        if (are_known and number <= MAX_QUERIES_IN_PLACE) or by_slot or (isinstance(mask, Mask) and mask.lengths[1]):
+            return compute(False)
+        if readable(index):
+            return compute(not np.any(np.asarray(index)))
+        return lax.cond(jnp.all(index == 0), lambda: compute(True), lambda: compute(False))
 
     def masks(self, mask: ArrayLike | Mask | None, length: int) -> list[Mask | None]:
         """Lists the masks of a call with `length` keys, other than those of padding and of slots without a token."""
@@ -282,7 +292,8 @@ class Step(NamedTuple):
         value_size = None if scale is None else cache.value_size
         options = self.scoring.options._replace(cached=in_place, ring=by_one, value_size=value_size)
         scoring, offsets = self.scoring._replace(options=options), Offsets(query_offset, key_offset)
-        indices = self._listed(first, shape.key_length, by_one)
+        lists_all = is_empty and shape.key_length <= self.top_k
+        indices = None if lists_all else self._listed(first, shape.key_length, by_one)
         call = with_keys(scoring, key, value, shape, bias, masks, offsets, scale, indices)
         # What is read in place or gathered is dequantized there; nothing else reads 8 bits.
         return call if scale is None or indices is not None or reads_in_place(call) else self.call(is_empty, False)

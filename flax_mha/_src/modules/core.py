@@ -139,8 +139,12 @@ def decode(
     lengths: Any,
     latent: Latent | None,
     arguments: dict[str, Any],
+    top_k: int = 0,
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
-    """Computes attention over a cache by the core or, if it cannot, by the attention function."""
+    """Computes attention over a cache by the core or, if it cannot, by the attention function.
+
+    `top_k` is that of an indexer, which listed the keys; see `over_cache`.
+    """
     query, key, value = heads
     if cache.scale is None:
         key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
@@ -149,7 +153,7 @@ def decode(
         return _decode_by(function, core is not None, (query, key, value), cache, lengths, latent, **arguments)
     (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
     known = _core_arguments(arguments) | {"lengths": lengths, "latent": latent, "platform": core.platform}
-    output, new, *_ = over_cache(core.run, query, key, value, cache, **known)
+    output, new, *_ = over_cache(core.run, query, key, value, cache, top_k=top_k, **known)
     return output, new
 
 
