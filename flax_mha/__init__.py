@@ -5,6 +5,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from flax_mha._src.modules.attention_fn import attention_fn as attention_fn
+from flax_mha._src.modules.indexer import Indexer as Indexer
 from flax_mha.attention import dot_product_attention as dot_product_attention
 from flax_mha.attention import explain_implementation as explain_implementation
 from flax_mha.cache.kv_cache import KVCache as KVCache
@@ -25,6 +26,7 @@ from flax_mha.rope import RoPE as RoPE
 __all__ = [
     "CausalMask",
     "FunctionMask",
+    "Indexer",
     "KVCache",
     "LengthMask",
     "LocalMask",

@@ -9,22 +9,26 @@ import flax.linen as nn
 import jax.numpy as jnp
 from flax.linen.linear import default_kernel_init
 from flax.typing import PrecisionLike
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module, dot_general
+from flax_mha._src.modules.call import PASSED_ON, Arrays, FlaxModule, Given, call_module, dot_general, reach
 from flax_mha._src.modules.core import explaining
+from flax_mha._src.modules.indexer import Indexer, IndexLayers
 from flax_mha._src.modules.options import check_has_features, check_latent, yarn_scale
 from flax_mha.attention import Implementation, ScoreMod
+from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.latent import Latent, compress
 from flax_mha.linen.multi_head import AttentionModule
 from flax_mha.masks import Mask
 from flax_mha.rope import RoPE
 
 Init = Callable[..., Any]
+CACHED_INDEX = ("cached_index_key", "cached_index_scale")
 
 
 class MultiHeadLatentAttention(AttentionModule, nn.Module):
@@ -75,6 +79,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
     per_row: bool = False
     head_axis: str | None = None
     cache_dtype: DTypeLike | None = None
+    indexer: Indexer | None = None
 
     @nn.compact
     def __call__(
@@ -104,9 +109,10 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         init = self._split(nn.initializers.zeros_init(), "sinks")
         out_init = self._split(self.out_kernel_init or self.kernel_init, "out")
         out_features = inputs_q.shape[-1] if self.out_features is None else self.out_features
+        query, index_layers = self._query()
         parts = FlaxModule(
             module=self,
-            query=self._query(),
+            query=query,
             key=functools.partial(
                 compress,
                 self._dense("kv_a_proj_with_mqa", self.kv_lora_rank + self.qk_rope_head_dim, use_bias=self.use_bias),
@@ -116,6 +122,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
             latent=Latent(self._kernel(), self.qk_nope_head_dim, self.dtype, self.precision),
             out=self._dense("o_proj", out_features, self.use_bias, axis=(-2, -1), kernel_init=out_init),
             sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype) if self.sinks else None,
+            indexer=None if index_layers is None else index_layers(),
             cache=functools.partial(self._cache, variables, self.kv_lora_rank),
             write=functools.partial(self._write, variables),
             arguments=self._flax_arguments(mask, deterministic, dropout_rng, sow_weights) | yarn_scale(self),
@@ -125,34 +132,84 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
     explain = nn.nowrap(explaining(__call__))
 
     def _dense(self, name: str, features: int | tuple[int, int], use_bias: bool = False, **options: Any) -> Any:
-        options = {"kernel_init": self.kernel_init, "bias_init": self.bias_init} | options
-        return nn.DenseGeneral(
-            features,
-            use_bias=use_bias,
-            name=name,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
-            dot_general=dot_general,
-            **options,
-        )
+        return self._linear()(features, use_bias=use_bias, name=name, **options)
+
+    def _linear(self) -> Any:
+        """Returns `nn.DenseGeneral` with the options of all projections."""
+        options = {name: getattr(self, name) for name in ("kernel_init", "bias_init", "dtype", "param_dtype")}
+        return functools.partial(nn.DenseGeneral, precision=self.precision, dot_general=dot_general, **options)
 
     def _norm(self, name: str) -> nn.Module:
         return nn.RMSNorm(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=self.norm_epsilon, name=name)
 
-    def _query(self) -> Callable[[Array], Array]:
-        """Makes the projection of inputs to queries, by way of compressed queries if there is a `q_lora_rank`."""
+    def _query(self) -> tuple[Callable[[Array], Array], Callable[[], IndexLayers] | None]:
+        """Makes the projection of inputs to queries, by way of compressed queries if there is a `q_lora_rank`.
+
+        Also returns a function that makes the layers of the indexer, None without one.
+        """
         head = self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
         init = self._split(self.kernel_init, "query")
         if self.q_lora_rank is None:
-            return self._dense("q_proj", head, kernel_init=init)
+            return self._dense("q_proj", head, kernel_init=init), None
         compress = self._dense("q_a_proj", self.q_lora_rank, use_bias=self.use_bias)
         normalize, project = self._norm("q_a_layernorm"), self._dense("q_b_proj", head, kernel_init=init)
-        return lambda x: project(normalize(compress(x)))
+        index = functools.partial(self._index_layers, lambda x: normalize(compress(x)))
+        return lambda x: project(normalize(compress(x))), None if self.indexer is None else index
+
+    def _index_layers(self, compressed: Callable[[Array], Array]) -> IndexLayers:
+        indexer: Any = self.indexer
+        layers = _IndexerLayers(indexer, self._linear(), self.dtype, self.param_dtype, name="indexer")
+        variables: list[nn.Variable] = []
+
+        def query(x: Array) -> Array:
+            return layers.query(lax.stop_gradient(compressed(x)))
+
+        cache = functools.partial(self._cached_index, variables)
+        write = functools.partial(self._write, variables, stored=False)
+        return IndexLayers(indexer, query, layers.key, layers.weights, cache, write)
+
+    def _cached_index(self, variables: list[nn.Variable], key: Float[Array, "*B T 1 H"]) -> Arrays | None:
+        """Does `_cache` for the keys of the indexer, and their scales if they have 8 bits."""
+        is_made, (*batch, length, _, size) = self.has_variable("cache", CACHED_INDEX[0]), key.shape
+        arrays: tuple[Array | None, ...] = (None, None)
+        if not is_made:
+            dtype, window = key.dtype if self.cache_dtype is None else self.cache_dtype, reach(self.local_window_size)
+            made = KVCache.create(batch, length, 1, size, dtype, window, value_size=size)
+            arrays = made.key, made.scale
+        for name, x in zip(CACHED_INDEX, arrays, strict=True):
+            if x is not None or self.has_variable("cache", name):
+                variables.append(self.variable("cache", name, lambda x=x: x))
+        return tuple(jnp.asarray(variable.value) for variable in variables) if is_made else None
 
     def _kernel(self) -> Float[Array, "C N F"]:
         shape = self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim
         return _Kernel(self._split(_flat(self.kernel_init), "key"), shape, self.param_dtype, name="kv_b_proj")()
+
+
+class _IndexerLayers(nn.Module):
+    """The layers of an `Indexer`."""
+
+    config: Indexer
+    linear: Callable[..., Any]
+    dtype: Any
+    param_dtype: Any
+
+    def setup(self) -> None:
+        linear = functools.partial(self.linear, use_bias=False)
+        self.wq_b = linear((self.config.num_heads, self.config.head_dim))
+        self.wk = linear(self.config.head_dim)
+        self.weights_proj = linear(self.config.num_heads)
+        options: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "use_fast_variance": False}
+        self.k_norm = nn.LayerNorm(**options)
+
+    def query(self, x: Float[Array, "*B T R"]) -> Float[Array, "*B T N H"]:
+        return self.wq_b(x)
+
+    def key(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T H"]:
+        return self.k_norm(self.wk(x))
+
+    def weights(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T N"]:
+        return self.weights_proj(x)
 
 
 class _Kernel(nn.Module):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
@@ -15,6 +16,7 @@ from flax_mha._src.call.operands import Sharding
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module, dot_general
 from flax_mha._src.modules.core import explaining
+from flax_mha._src.modules.indexer import Indexer, IndexLayers
 from flax_mha._src.modules.options import check_features, check_latent, check_rngs, yarn_scale
 from flax_mha.attention import Implementation, ScoreMod
 from flax_mha.cache.latent import Latent, compress
@@ -22,6 +24,20 @@ from flax_mha.masks import Mask
 from flax_mha.nnx.module import AttentionModule
 from flax_mha.nnx.multi_head import NO_METADATA, OF_LINEAR
 from flax_mha.rope import RoPE
+
+
+class IndexerLayers(nnx.Module):
+    """The layers of an `Indexer`."""
+
+    def __init__(
+        self, config: Indexer, features: int, rank: int, linear: Any, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
+    ) -> None:
+        self.config = config
+        self.wq_b = linear(rank, (config.num_heads, config.head_dim), use_bias=False)
+        self.wk = linear(features, config.head_dim, use_bias=False)
+        options: Any = {"dtype": dtype, "param_dtype": param_dtype, "use_fast_variance": False, "rngs": rngs}
+        self.k_norm = nnx.LayerNorm(config.head_dim, epsilon=1e-6, **options)
+        self.weights_proj = linear(features, config.num_heads, use_bias=False)
 
 
 class MultiHeadLatentAttention(AttentionModule):
@@ -58,6 +74,8 @@ class MultiHeadLatentAttention(AttentionModule):
       rope: Rotary position embeddings for the rotary features; None means none. DeepSeek's are interleaved.
       head_axis: Split the heads over this mesh axis (tensor parallelism). Every device holds all of the compressions
         and of the cache, which has one key head.
+      indexer: Chooses the keys that each query attends to (DeepSeek V3.2, GLM 5); requires `q_lora_rank`. The cache
+        then also holds one index key per token. See `flax_mha.Indexer`.
 
     Raises:
       ValueError: If an argument is out of range.
@@ -111,6 +129,7 @@ class MultiHeadLatentAttention(AttentionModule):
         sinks: bool = False,
         rope: RoPE | None = None,
         head_axis: str | None = None,
+        indexer: Indexer | None = None,
     ) -> None:
         given = dict(locals())
         check_features(in_features=in_features, out_features=out_features)
@@ -135,6 +154,10 @@ class MultiHeadLatentAttention(AttentionModule):
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if sinks else nnx.data(None)
         self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
         self.cached_lengths = self.cached_scale = nnx.data(None)
+        self.cached_index_key = self.cached_index_scale = nnx.data(None)
+        self.indexer: Any = nnx.data(None)
+        if indexer is not None and q_lora_rank is not None:
+            self.indexer = IndexerLayers(indexer, in_features, q_lora_rank, linear, dtype, param_dtype, rngs)
         if head_axis is not None:
             self._split_heads(num_heads, ((self._query_name, "query"), ("kv_b_proj", "key"), ("o_proj", "out")))
 
@@ -186,6 +209,7 @@ class MultiHeadLatentAttention(AttentionModule):
             cache=self._cache,
             write=self._write,
             arguments=self._flax_arguments(deterministic, rngs, sow_weights) | yarn_scale(self),
+            indexer=self._index_layers(),
             features=(self.in_features, self.in_features),
         )
         return call_module(parts, Given(**given, decode=self._first_given("decode", decode)))
@@ -197,9 +221,23 @@ class MultiHeadLatentAttention(AttentionModule):
         return "q_proj" if self.q_lora_rank is None else "q_b_proj"
 
     def _query(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T N H"]:
-        if self.q_lora_rank is not None:
-            x = self.q_a_layernorm(self.q_a_proj(x))
-        return getattr(self, self._query_name)(x)
+        return getattr(self, self._query_name)(x if self.q_lora_rank is None else self._compressed_query(x))
+
+    def _compressed_query(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T R"]:
+        return self.q_a_layernorm(self.q_a_proj(x))
+
+    def _index_layers(self) -> IndexLayers | None:
+        layers = self.indexer
+        if layers is None:
+            return None
+        return IndexLayers(
+            indexer=layers.config,
+            query=lambda x: layers.wq_b(lax.stop_gradient(self._compressed_query(x))),
+            key=lambda x: layers.k_norm(layers.wk(x)),
+            weights=layers.weights_proj,
+            cache=self._cached_index,
+            write=self._write_index,
+        )
 
     def _cached_heads(self) -> tuple[int, int, int | None, int | None]:
         return 1, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank, None

@@ -1,5 +1,6 @@
 """`AttentionModule`: the base class of the attention modules for `flax.nnx`."""
 
+import functools
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,8 @@ class AttentionModule(nnx.Module):
     cache_index: Any
     cached_scale: Any
     cached_lengths: Any
+    cached_index_key: Any
+    cached_index_scale: Any
 
     def _explained(self: Any, platform: Platform | None, *inputs: Any, **arguments: Any) -> Explanation:
         """Explains the attention in a call, which a copy of this module traces."""
@@ -114,7 +117,8 @@ class AttentionModule(nnx.Module):
         if self.head_axis is not None and sharding is None:
             split = tensor_parallel.parameter_names(self.head_axis, self.num_heads, heads)["key"]
             names = (*(None,) * len(batch), *(split if value_size is None else (None,) * len(split)))
-        cache = KVCache.create(batch, length, heads, size, dtype, window, per_row, sharding, value_size, value_dim)
+        create = functools.partial(KVCache.create, batch, length)
+        cache = create(heads, size, dtype, window, per_row, sharding, value_size, value_dim)
 
         def variable(x: Array | None) -> Any:
             if x is None:
@@ -124,6 +128,13 @@ class AttentionModule(nnx.Module):
         self.cached_key, self.cached_scale = variable(cache.key), variable(cache.scale)
         self.cached_value = variable(cache.value if value_size is None else None)
         self.cache_index, self.cached_lengths = nnx.Cache(cache.index), nnx.data(None)
+        if (size := self._index_size()) is not None:
+            index = create(1, size, dtype, window, per_row, sharding, size)
+            self.cached_index_key, self.cached_index_scale = variable(index.key), variable(index.scale)
+
+    def _index_size(self: Any) -> int | None:
+        """Returns the features of the indexer's keys; None without an indexer."""
+        return None
 
     def set_view(
         self: Any,
@@ -185,6 +196,14 @@ class AttentionModule(nnx.Module):
     def _variables(self: Any) -> list[Any]:
         variables = self.cached_key, self.cached_value, self.cache_index, self.cached_scale
         return [variable for variable in variables if variable is not None]
+
+    def _cached_index(self: Any, *_: Array) -> Arrays | None:
+        """Returns the cached keys of the indexer, and their scales if they have 8 bits; None without such a cache."""
+        return _read([x for x in (self.cached_index_key, self.cached_index_scale) if x is not None]) or None
+
+    def _write_index(self: Any, arrays: Arrays) -> None:
+        for variable, array in zip((self.cached_index_key, self.cached_index_scale), arrays, strict=False):
+            _own(variable)[...] = array
 
     def _first_given(self: Any, name: str, argument: bool | None) -> bool:
         """Returns the argument of the call or, if that is None, the module's attribute `name`; one must not be None."""

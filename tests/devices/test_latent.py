@@ -55,6 +55,20 @@ def test_heads(kind):
     assert not any(split.cached_key[...].sharding.spec[1:])
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_an_indexer(kind):
+    """Every device chooses for its batch entries."""
+    options, mesh, x = {"decode": False, "indexer": flax_mha.Indexer(8, 7, 4)}, mesh_of(kind), inputs(29)
+    expected = jax.device_get(RUN(nnx_layer(**options), x))
+    with jax.set_mesh(mesh):
+        split, x = nnx_layer(**options, head_axis="model"), put(x, mesh, "data")
+        compare(RUN(split, x), expected)
+        split.init_cache((4, 40, FEATURES), sharding=jax.P("data", None, None, None))
+        step = nnx.jit(lambda module, x: module(x, decode=True))
+        outputs = [jax.device_get(step(split, x[:, i:j])) for i, j in ((0, 28), (28, 29))]
+    compare(np.concatenate(outputs, 1), expected)
+
+
 def of_linen(module, x):
     """The output of the linen module with the parameters of the nnx module."""
     layer = linen.MultiHeadLatentAttention(N, **SIZES, head_axis="model")

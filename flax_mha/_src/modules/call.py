@@ -3,6 +3,7 @@
 The modules pass what differs between `flax.nnx` and `flax.linen` in a `FlaxModule`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.distributed.split import names_of
 from flax_mha._src.modules import sequences
 from flax_mha._src.modules.core import CoreAttention, Heads, core_of, decode
+from flax_mha._src.modules.indexer import IndexLayers, choose
 from flax_mha._src.modules.output import apply_gate, exclude_own
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.latent import Latent
@@ -49,6 +51,7 @@ class FlaxModule(NamedTuple):
     gate: Layer | None = None  # projects inputs to the gate before its activation, [B..., T, N, Hv] or [B..., T, N]
     latent: Latent | None = None  # computes keys and values of heads from the latents that `key` returns
     stored: Arrays | None = None  # keys, values and lengths that a call stored
+    indexer: IndexLayers | None = None  # chooses the keys that queries attend to
     features: tuple[int, int] | None = None  # of queries, and of keys and values; None if the projections check them
     exclusive: bool = False  # removes the component along each token's own value
     gate_activation: str = "sigmoid"
@@ -111,9 +114,12 @@ def call_module(flax: FlaxModule, given: Given) -> Float[Array, "*B T Dout"]:
     if lengths is not None and not takes_lengths:
         arguments["mask"] = sequences.mask_padding(arguments.get("mask"), lengths, heads[1])
     arrays: Arrays | None = None
+    top_k, index_cache = 0, None
+    if flax.indexer is not None:
+        top_k, index_cache = _index(flax, flax.indexer, core, given, inputs[0], cache, arguments)
     if cache is not None:
         arguments.pop("is_causal", None)  # decoding is always causal
-        x, new = decode(flax.module.attention_fn, core, heads, cache, given.lengths, flax.latent, arguments)
+        x, new = decode(flax.module.attention_fn, core, heads, cache, given.lengths, flax.latent, arguments, top_k)
         arrays = new.arrays
     else:
         heads = heads if flax.latent is None else (heads[0], *flax.latent.expand(heads[1]))
@@ -126,7 +132,37 @@ def call_module(flax: FlaxModule, given: Given) -> Float[Array, "*B T Dout"]:
     output = flax.output(validation.nan_if(is_no_mask, x), heads[2], inputs[0])
     if arrays is not None:
         flax.write(arrays, keys == "to store")
+    if flax.indexer is not None and index_cache is not None:
+        flax.indexer.write(tuple(x for x in (index_cache.key, index_cache.scale) if x is not None))
     return output
+
+
+def _index(
+    flax: FlaxModule,
+    layers: IndexLayers,
+    core: CoreAttention | None,
+    given: Given,
+    inputs: Array,
+    cache: KVCache | None,
+    arguments: dict[str, Any],
+) -> tuple[int, KVCache | None]:
+    """Sets the argument `key_indices` by the indexer; returns its `top_k`, 0 if the call lists keys, and its cache."""
+    if core is None:
+        raise ValueError("attention_fn must be flax_mha.attention_fn with an indexer, but got another function.")
+    query, key, weights = layers.project(inputs)
+    start = 0 if cache is None else jnp.maximum(cache.index, 0)
+    if flax.module.rope is not None:
+        rope = dataclasses.replace(flax.module.rope, interleaved=layers.indexer.interleaved)
+        size = flax.module.qk_rope_head_dim
+        rotated = sequences.rotate(
+            query[..., :size], key[..., :size], rope, given.positions, True, start, stored=False, size=None
+        )
+        query, key = (jnp.concatenate([x, y[..., size:]], axis=-1) for x, y in zip(rotated, (query, key), strict=True))
+    index_cache = layers.cached(key, cache) if given.decode else None
+    sow_to = flax.arguments.get("module")
+    lists, index_cache = choose(layers.indexer, (query, key, weights), index_cache, given.lengths, arguments, sow_to)
+    arguments |= {} if lists is None else {"key_indices": lists}
+    return (layers.indexer.top_k if given.key_indices is None else 0), index_cache
 
 
 def _source_of_keys(given: Given, has_stored: bool) -> KeySource:

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 from flax_mha._src.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
 from flax_mha._src.core import validation
 from flax_mha._src.core.validation import int_at_least, is_finite, is_int, number_in
+from flax_mha._src.modules.indexer import Indexer
 from flax_mha._src.modules.output import ACTIVATIONS
 from flax_mha._src.run import check_name
 from flax_mha.rope import RoPE, YaRN
@@ -106,7 +107,21 @@ def check_latent(options: Mapping[str, Any]) -> None:
         if (not is_int(size) or size < 1) and (size is not None or not optional):
             raise ValueError(f"{name} must be an int >= 1{' or None' * optional}, but got {size!r}.")
     _check_epsilon("norm_epsilon", options["norm_epsilon"])
+    if (indexer := options["indexer"]) is not None:
+        _check_indexer(indexer, options)
     check_options(options, options["num_heads"] * options["qk_rope_head_dim"])  # the features that `rope` is for
+
+
+def _check_indexer(indexer: Any, options: Mapping[str, Any]) -> None:
+    if not isinstance(indexer, Indexer):
+        raise ValueError(f"indexer must be a flax_mha.Indexer or None, but got {indexer!r}.")
+    if options["q_lora_rank"] is None:
+        raise ValueError("q_lora_rank must be an int with an indexer, whose queries use it, but got None.")
+    if options["rope"] is not None and indexer.head_dim < options["qk_rope_head_dim"]:
+        raise ValueError(
+            f"head_dim of the indexer must be at least qk_rope_head_dim ({options['qk_rope_head_dim']}), but got "
+            f"{indexer.head_dim}."
+        )
 
 
 def yarn_scale(module: Any) -> dict[str, float]:

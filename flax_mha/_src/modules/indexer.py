@@ -1,0 +1,238 @@
+"""`Indexer`: how queries of latent attention choose their keys, in DeepSeek V3.2's sparse attention."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from flax_mha._src.call.arguments import canonical, check_inputs, check_scoring
+from flax_mha._src.call.operands import Call, accumulation_dtype
+from flax_mha._src.core import validation
+from flax_mha._src.core.tile import Tile
+from flax_mha._src.core.tracing import target_of, varying_alike
+from flax_mha._src.distributed.split import by_types, is_explicit, slice_call, unsplit
+from flax_mha._src.engines.xla.gathered import by_blocks
+from flax_mha._src.math.head import map_heads, scores_of
+from flax_mha._src.math.scores import ScoreInputs, ScoreRule
+from flax_mha.cache.cached_attention import Step, check_cache
+from flax_mha.cache.kv_cache import KVCache
+from flax_mha.masks import Mask
+
+Layer = Callable[[Array], Array]
+Choice = tuple[Float[Array, "*B T k"], Int[Array, "*B T k"]]  # index scores, and keys; -inf and -1 for none
+MAX_SCORES = 2**23  # index scores of heads that are in memory at a time
+# The attention's arguments that hide keys from the choice.
+HIDING: tuple[str, ...] = ("mask", "is_causal", "local_window_size", "query_seq_lengths", "key_value_seq_lengths")
+HIDING += ("query_segment_ids", "key_value_segment_ids", "query_offset", "key_value_offset")
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexer:
+    """The lightning indexer of DeepSeek V3.2: each query attends to the `top_k` keys with the largest index scores.
+
+    Small heads j of their own score key s for query t:
+
+        I[t, s] = sum_j w[t, j] relu(q[t, j] . k[s]) / sqrt(num_heads * head_dim)
+
+    The queries q are projections of the compressed queries, and the weights w are projections of the input. All heads
+    share the keys k, which are a LayerNorm of a projection of the input. The first `qk_rope_head_dim` features of
+    queries and keys are rotated. Equal scores choose the earlier key. Masked keys are never chosen; `bias` and
+    `score_mod` do not affect the choice. Masks must be the same for all heads; a `FunctionMask` is called for head 0.
+
+    Pass it to `MultiHeadLatentAttention(indexer=)`. The parameters are `wq_b` [q_lora_rank, num_heads, head_dim], `wk`
+    [in, head_dim], `k_norm` and `weights_proj` [in, num_heads], under `indexer`.
+
+    Args:
+      num_heads: Number of index heads (`index_n_heads` in configs).
+      head_dim: Features of each index head; at least `qk_rope_head_dim`.
+      top_k: Number of keys that each query attends to (`index_topk`).
+      interleaved: How the rotation pairs features: False in DeepSeek V3.2, True in GLM 5.
+
+    Raises:
+      ValueError: If an argument is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import flax_mha
+      >>> attention = flax_mha.MultiHeadLatentAttention(
+      ...     4, 64, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+      ...     indexer=flax_mha.Indexer(num_heads=8, head_dim=16, top_k=5), rngs=nnx.Rngs(0),
+      ... )
+      >>> attention(jnp.ones((2, 10, 64)), decode=False, is_causal=True).shape
+      (2, 10, 64)
+
+    Source: DeepSeek-AI, DeepSeek-V3.2-Exp, 2025, equation 1.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "head_dim", "top_k"):
+            validation.int_at_least(name, getattr(self, name), 1)
+        validation.flag("interleaved", self.interleaved)
+
+
+class IndexLayers(NamedTuple):
+    """An indexer with its layers and its cache for one call of a module."""
+
+    indexer: Indexer
+    query: Layer  # projects inputs [B..., T, D] to index queries [B..., T, N, H]
+    key: Layer  # to index keys [B..., T, H]
+    weights: Layer  # to weights of heads [B..., T, N]
+    cache: Callable[[Array], tuple[Array, ...] | None]  # returns cached index keys and scales, given new index keys
+    write: Callable[[tuple[Array, ...]], None]  # sets them to new arrays
+
+    def project(self, inputs: Float[Array, "*B T D"]) -> tuple[Array, Array, Array]:
+        """Returns queries, keys [B..., T, 1, H] and weights, which are 0 at padding; the inputs get no gradient."""
+        inputs = lax.stop_gradient(inputs)
+        factor = (self.indexer.num_heads * self.indexer.head_dim) ** -0.5
+        query, key, weights = self.query(inputs), self.key(inputs)[..., None, :], self.weights(inputs)
+        return query, key.astype(query.dtype), weights.astype(accumulation_dtype(weights.dtype)) * factor
+
+    def cached(self, key: Array, cache: KVCache | None) -> KVCache | None:
+        """Returns the cache of index keys, which has the index of the attention's `cache`; None if that is None."""
+        arrays = self.cache(key)
+        if cache is None:
+            return None
+        if arrays is None:
+            raise ValueError("the cache must have index keys (cached_index_key) for the indexer; create a new cache.")
+        made = KVCache.of_arrays(cache.window, key.shape[-1], (arrays[0], cache.index, *arrays[1:]))
+        made.check_fits(key, key[..., :0], key.shape[-3])
+        return made
+
+
+def choose(
+    indexer: Indexer,
+    projected: tuple[Array, Array, Array],
+    cache: KVCache | None,
+    lengths: Any,
+    arguments: Mapping[str, Any],
+    sow_to: Any = None,
+) -> tuple[Int[Array, "*B T k"] | None, KVCache | None]:
+    """Returns the positions of the keys that each query attends to, and the cache of index keys with the new ones.
+
+    The positions are None if there are at most `top_k` keys. `arguments` are those of the attention. `sow_to` is a
+    module that sows index scores and positions.
+    """
+    query, key, weights = projected
+    number: Any = key.shape[-3] if cache is None else cache.length
+    if not isinstance(number, int):
+        raise ValueError(f"the number of keys must be static with an indexer, but got {number}; export a fixed length.")
+    has_all = number <= indexer.top_k
+    added = None
+    if cache is not None:
+        stored = key if cache.scale is not None else key.astype(cache.key.dtype)
+        added = cache.append(stored, stored[..., :0], lengths)
+    new, given = None if added is None else added[0], arguments.get("key_indices")
+    if (has_all or given is not None) and sow_to is None:
+        return given, new
+    _check_mask(arguments.get("mask"))
+    hiding = {name: arguments[name] for name in HIDING if arguments.get(name) is not None}
+    if cache is None or added is None:
+        call = canonical(query[..., :1, :], key, key[..., :0], precision=arguments.get("precision"), **hiding)
+        scores, positions = _choose(call, query, weights, min(indexer.top_k, key.shape[-3]))
+    else:
+        step = _step(query, key, cache, added, lengths is not None, arguments)
+        scores, positions = _choose_cached(step, query, weights, indexer.top_k)
+    if sow_to is not None:
+        collection = nnx.Intermediate if isinstance(sow_to, nnx.Module) else "intermediates"
+        sow_to.sow(collection, "index_scores", scores)
+        sow_to.sow(collection, "key_indices", positions)
+    return (None if has_all else positions) if given is None else given, new
+
+
+def _check_mask(mask: Any) -> None:
+    if mask is not None and not isinstance(mask, Mask) and jnp.ndim(mask) > 2 and jnp.shape(mask)[-3] > 1:
+        raise ValueError(
+            "mask must be the same for all heads with an indexer, which chooses keys for all of them, but got shape "
+            f"{jnp.shape(mask)}; pass a mask [batch..., 1, queries, keys]."
+        )
+
+
+def _step(query: Array, key: Array, cache: KVCache, added: tuple, padded: bool, arguments: Mapping[str, Any]) -> Step:
+    """Returns the step whose keys are the index keys; it has one head, as its masks are for all."""
+    query, key, value, shape = check_inputs(query[..., :1, :], key, key[..., :0], any_dtypes=True)
+    mask = arguments.get("mask")
+    window = check_cache(cache, None, mask, arguments.get("local_window_size"))
+    target = target_of((query, cache.key))
+    scoring = check_scoring(query, shape, {"precision": arguments.get("precision")}, target)
+    new, tokens, _ = added
+    return Step(scoring, shape, key, value, cache, new, tokens, None, mask, window, padded)
+
+
+def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choice:
+    """Chooses among the keys in a cache and the new ones; a prompt that meets an empty cache, among the new ones."""
+    cache = step.cache
+    count = min(top_k, cache.length if cache.window is None else cache.length + step.shape.query_length)
+
+    def compute(is_empty: bool) -> Choice:
+        call = step.call(is_empty, False)
+        scores, indices = _choose(call, query, weights, min(count, call.operands.lengths[1]))
+        first = call.operands.offsets.values[1]
+        first = first if isinstance(first, int) else first[..., None, None]
+        rest = [(0, 0)] * (scores.ndim - 1) + [(0, count - scores.shape[-1])]
+        scores = jnp.pad(scores, rest, constant_values=-jnp.inf)
+        positions = jnp.pad(jnp.where(indices < 0, -1, indices + first), rest, constant_values=-1)
+        return varying_alike((scores, positions))
+
+    return step.by_emptiness(compute)
+
+
+def _choose(call: Call, query: Float[Array, "*B T N H"], weights: Float[Array, "*B T N"], count: int) -> Choice:
+    """Chooses among the keys of a call with one head, one block of queries after another."""
+    if is_explicit(query):
+        return _on_mesh(call, query, weights, count)
+    (queries, keys), rank, height, together = call.operands.lengths, query.ndim - 3, query.shape[-3], None
+    if call.options.has_known_sizes:
+        each = max(query.shape[-2] * keys, 1)
+        height = max(1, min(queries, MAX_SCORES // each))
+        together = max(1, MAX_SCORES // (height * each))
+
+    def block(first: Int[Array, ""]) -> Choice:
+        operands = slice_call(call.operands, (first, height), None, (first, 0))
+        part = [lax.dynamic_slice_in_dim(x, first, height, rank) for x in (query, weights)]
+        by_entry = [lax.expand_dims(x, (rank, rank + 1)) for x in (*part, operands.key[..., 0, :])]
+        entries = varying_alike((*by_entry, *scores_of(operands, call.options)))
+        chosen = map_heads(functools.partial(_one_entry, count), entries, rank + 2, max_vmapped=together)
+        return jax.tree.map(lambda x: lax.squeeze(x, (rank, rank + 1)), chosen)
+
+    return by_blocks(block, queries, height, rank)
+
+
+def _one_entry(count: int, entry: tuple[Array, Array, Array, ScoreInputs, ScoreRule]) -> Choice:
+    """Chooses for the queries [t, N, H] of one batch entry, given weights [t, N] and keys [S, H].
+
+    A visible key with NaN is always chosen, so that the output is NaN.
+    """
+    *arrays, inputs, rule = entry
+    query, weights, key = (jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in arrays)
+    contract = ((2,), (1,)), ((), ())
+    products = lax.dot_general(query, key, contract, precision=rule.precision, preferred_element_type=rule.dtype)
+    scores = jnp.einsum("tns,tn->ts", jax.nn.relu(products), weights.astype(rule.dtype), precision=rule.precision)
+    scores = jnp.where(jnp.isfinite(arrays[2]).all(-1)[None], scores, jnp.inf)
+    tile = Tile(0, 0, (query.shape[0], key.shape[0]), rule.offsets.values)
+    scores, indices = lax.top_k(rule.tile(scores, inputs, tile), count)
+    return scores, jnp.where(scores == -jnp.inf, -1, indices)
+
+
+def _on_mesh(call: Call, query: Array, weights: Array, count: int) -> Choice:
+    """Chooses on each device of a mesh with Explicit axes, for the batch entries that it holds."""
+    parts = by_types(call)
+    leaves, structure = jax.tree.flatten(call.operands)
+
+    def part(query: Array, weights: Array, *leaves: Array) -> Choice:
+        held = unsplit(call._replace(operands=jax.tree.unflatten(structure, leaves)))
+        return _choose(held, query, weights, count)
+
+    names = ["B T K H", "B T K", *call.operands.axis_names()]
+    return parts.shard_map(part, [query, weights, *leaves], names, parts.output_spec)

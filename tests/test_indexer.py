@@ -1,0 +1,280 @@
+"""The indexer of latent attention: what it chooses is what a dense formula chooses, in one call and while decoding."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import refused
+from flax import nnx
+from marks import with_core
+
+import flax_mha
+from flax_mha import Indexer, linen
+from flax_mha.rope import RoPE, apply_rope
+
+B, T, D, N, R = 2, 37, 24, 3, 4
+SIZES = {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": R, "v_head_dim": 8}
+SIZES |= {"rope": RoPE(interleaved=True)}
+TOP = 5
+
+
+def inputs(seed=0, shape=(B, T, D)):
+    return np.float32(np.random.default_rng(seed).standard_normal(shape))
+
+
+INDEXER = Indexer(8, 12, TOP)
+
+
+def made(indexer=INDEXER, **options):
+    module = flax_mha.MultiHeadLatentAttention(
+        N, D, **SIZES | {"decode": False} | options, indexer=indexer, rngs=nnx.Rngs(0)
+    )
+    if indexer is not None:  # weights of both signs, and a norm that shifts
+        module.indexer.k_norm.bias[...] = jnp.cos(jnp.arange(indexer.head_dim, dtype=jnp.float32))
+    return module
+
+
+def dense_scores(module, x):
+    """Equation 1 of the paper, all T x T scores at once."""
+    layers = module.indexer
+    rotate = functools.partial(
+        apply_rope, positions=jnp.arange(x.shape[1]), rope=RoPE(interleaved=layers.config.interleaved)
+    )
+
+    def rotated(y):
+        return jnp.concatenate([rotate(y[..., :R]), y[..., R:]], axis=-1)
+
+    query = rotated(layers.wq_b(module.q_a_layernorm(module.q_a_proj(x))))
+    key = rotated(layers.k_norm(layers.wk(x))[:, :, None])[:, :, 0]
+    weights = layers.weights_proj(x) / np.sqrt(np.float32(layers.config.num_heads * layers.config.head_dim))
+    return jnp.einsum("btns,btn->bts", jax.nn.relu(jnp.einsum("btnh,bsh->btns", query, key)), weights)
+
+
+def chosen(module, x, visible):
+    """A mask of the visible keys with the largest scores, the first of equal ones."""
+    scores = np.where(visible, np.asarray(dense_scores(module, x), np.float64), -np.inf)
+    order = np.argsort(-scores, axis=-1, kind="stable")[..., : module.indexer.config.top_k]
+    mask = np.zeros(scores.shape, bool)
+    np.put_along_axis(mask, order, True, axis=-1)
+    return (mask & visible)[:, None]
+
+
+def without_indexer(module, **options):
+    """A module with the same weights."""
+    other = made(None, **options)
+    nnx.update(other, {key: x for key, x in nnx.state(module, nnx.Param).items() if key != "indexer"})
+    return other
+
+
+def causal(window=T):
+    ahead = np.arange(T)[:, None] - np.arange(T)
+    return np.broadcast_to((ahead >= 0) & (ahead <= window), (B, T, T))
+
+
+def assert_close(got, expected, tolerance=1e-5):
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max(initial=1.0))
+
+
+CAUSAL = nnx.jit(lambda module, x: module(x, is_causal=True))
+DECODE = nnx.jit(lambda module, x: module(x, decode=True))
+LENGTHS, IDS = np.array([20, T]), np.repeat([0, 1], [11, T - 11])[None].repeat(B, 0)
+THIRDS = (np.arange(T) % 3 != 1)[None, None, None]
+SAME = (IDS[:, :, None] == IDS[:, None]) & causal()
+CALLS = {
+    "causal": ({}, {"is_causal": True}, causal()),
+    "GLM 5": ({"indexer": Indexer(6, 7, TOP, interleaved=True)}, {"is_causal": True}, causal()),
+    "window": ({"local_window_size": (9, 0)}, {"is_causal": True}, causal(9)),
+    "mask": ({}, {"mask": THIRDS}, np.broadcast_to(THIRDS[0], (B, T, T))),
+    "mask object": ({}, {"mask": flax_mha.FunctionMask(lambda b, h, q, k: (q - k) % 3 != 1)}, None),
+    "lengths": ({}, {"lengths": LENGTHS}, np.broadcast_to(np.arange(T) < LENGTHS[:, None, None], (B, T, T))),
+    "segments": ({}, {"segment_ids": IDS, "is_causal": True}, SAME),
+}
+
+
+@pytest.mark.parametrize("name", with_core(CALLS, "causal", "window", "lengths"))
+def test_it_chooses_what_a_dense_formula_chooses(name, monkeypatch):
+    """In blocks of queries, of which the last overlaps the one before, or all at once."""
+    if name in ("causal", "mask object", "lengths"):
+        monkeypatch.setattr("flax_mha._src.modules.indexer.MAX_SCORES", 8 * T * 7)
+    options, arguments, visible = CALLS[name]
+    visible = (np.arange(T)[:, None] - np.arange(T)) % 3 != 1 if visible is None else visible
+    module, x = made(**options), inputs()
+    mask = chosen(module, x, np.broadcast_to(visible, (B, T, T)))
+    options = {key: value for key, value in options.items() if key != "indexer"}
+    expected = without_indexer(module, **options)(x, mask=mask)
+    got = nnx.jit(lambda module, x: module(x, **arguments))(module, x)
+    shown = np.arange(T) < (LENGTHS[:, None] if name == "lengths" else T)
+    assert_close(np.where(shown[..., None], got, 0), np.where(shown[..., None], expected, 0))
+
+
+CACHES = {
+    "float32": {},
+    "each sequence its own index": {"per_row": True},
+    "8 bits": {"dtype": jnp.int8},
+    "ring": {"window": 6},
+    "ring in 8 bits": {"window": 6, "dtype": jnp.float8_e4m3fn},
+}
+
+
+def in_parts(step, x, sizes):
+    ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return jnp.concatenate([step(x[:, i:j]) for i, j in ends], axis=1)
+
+
+@pytest.mark.parametrize("name", with_core(CACHES, "float32", "ring"))
+def test_decoding_equals_one_call(name):
+    """The prompt is longer than the ring."""
+    options = dict(CACHES[name])
+    window = options.pop("window", None)
+    module = made(local_window_size=None if window is None else (window, 0))
+    x = inputs(shape=(B, 90, D))
+    whole = CAUSAL(module, x)
+    module.init_cache((B, 100, D), **options)
+    assert module.cached_index_key.shape == (B, 100 if window is None else 71, 1, 12)
+    got = in_parts(functools.partial(DECODE, module), x, (x.shape[1] - 11, 1, 1, 3, 1, 5))
+    if "8 bits" in name:  # rounding changes some choices, not most
+        assert np.mean(np.abs(got - whole).max(-1) < 0.1 * np.abs(whole).max()) > 0.7
+    else:
+        assert_close(got, whole)
+
+
+@pytest.mark.core
+def test_ragged_prompts_each_as_alone():
+    """What stands in padding is NaN."""
+    module, lengths, x = made(), np.array([25, 3]), inputs()
+    alone = [np.asarray(CAUSAL(module, x[i : i + 1]))[0] for i in range(B)]
+    module.init_cache((B, 50, D), per_row=True)
+    module.cached_index_key[...] = jnp.full_like(module.cached_index_key[...], jnp.nan)
+    step = nnx.jit(lambda module, x, lengths: module(x, lengths=lengths, decode=True))
+    padding = np.arange(25)[None, :, None] >= lengths[:, None, None]
+    got = np.asarray(step(module, np.where(padding, np.float32(np.nan), x[:, :25]), jnp.asarray(lengths)))
+    for row, length in enumerate(lengths):
+        assert_close(got[row, :length], alone[row][:length])
+    for i in range(4):
+        following = step(module, x[np.arange(B), lengths + i][:, None], jnp.ones(B, jnp.int32))
+        for row, length in enumerate(lengths):
+            assert_close(following[row, 0], alone[row][length + i])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_linen_is_the_same(dtype):
+    module, x = made(), inputs()
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    layer = linen.MultiHeadLatentAttention(N, **SIZES, indexer=Indexer(8, 12, TOP), cache_dtype=dtype)
+    fresh = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
+    assert jax.tree.map(lambda x: x.shape, fresh) == jax.tree.map(jnp.shape, params)
+    whole = jax.jit(functools.partial(layer.apply, is_causal=True))({"params": params}, x)
+    np.testing.assert_array_equal(whole, CAUSAL(module, x))
+    decoding = layer.clone(decode=True)
+    cache = jax.jit(decoding.init)(jax.random.key(0), jnp.zeros((B, 50, D)))["cache"]
+    scales = {"cached_scale", "cached_index_scale"} if dtype == jnp.int8 else set()
+    assert {*cache} == {"cached_key", "cache_index", "cached_index_key", *scales}
+    variables = {"params": params, "cache": cache}
+
+    apply = jax.jit(functools.partial(decoding.apply, mutable="cache"))
+
+    def step(x):
+        output, changed = apply(variables, x)
+        variables.update(changed)
+        return output
+
+    module.init_cache((B, 50, D), dtype=dtype)
+    sizes = (30, 1, 6)
+    assert_close(in_parts(step, x, sizes), in_parts(functools.partial(DECODE, module), x, sizes))
+
+
+@pytest.mark.core
+def test_with_few_keys_nothing_is_chosen():
+    """And a call that lists keys itself lists these."""
+    module, x = made(Indexer(8, 12, T)), inputs()
+    dense = without_indexer(module)
+    np.testing.assert_array_equal(module(x, is_causal=True), dense(x, is_causal=True))
+    assert module.explain(x).variant != "keys gathered for each query"
+    assert made().explain(x).variant == "keys gathered for each query"
+    for other in (module, dense):
+        other.init_cache((B, T, D))
+    np.testing.assert_array_equal(module(x, decode=True), dense(x, decode=True))
+    lists = np.random.default_rng(0).integers(-1, T, (B, T, 3))
+    np.testing.assert_array_equal(made()(x, key_indices=lists), without_indexer(made())(x, key_indices=lists))
+
+
+@pytest.mark.core
+def test_a_prompt_of_few_keys_in_a_long_cache():
+    module, x = made(Indexer(8, 12, 30)), inputs()
+    whole = CAUSAL(module, x)
+    module.init_cache((B, 100, D))
+    assert_close(in_parts(functools.partial(DECODE, module), x, (25, 1, 11)), whole)
+
+
+def loss_of_scores(module, x):
+    """The sum of what is sown; a real loss compares it with the weights."""
+    _, sown = nnx.capture(module, nnx.Intermediate)(x, is_causal=True, sow_weights=True)
+    scores, lists = (sown[name].get_value()[0] for name in ("index_scores", "key_indices"))
+    return jnp.sum(jnp.where(lists >= 0, jnp.sin(scores), 0)), (scores, lists)
+
+
+@pytest.mark.core
+def test_only_sown_scores_train_the_indexer():
+    module, x = made(), inputs()
+    of_output = nnx.jit(nnx.grad(lambda module: module(x, is_causal=True).var()))(module)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_output["indexer"]))
+    gradients, (scores, lists) = nnx.jit(nnx.grad(loss_of_scores, has_aux=True))(module, x)
+    mask = chosen(module, x, causal())[:, 0]
+    lists = np.asarray(lists)
+    assert all({*lists[b, t]} - {-1} == {*np.flatnonzero(mask[b, t])} for b in range(B) for t in range(T))
+    all_scores = np.take_along_axis(np.asarray(dense_scores(module, x)), np.maximum(lists, 0), -1)
+    assert_close(np.where(lists >= 0, scores, 0), np.where(lists >= 0, all_scores, 0))
+    total = nnx.grad(lambda module: jnp.sum(jnp.where(mask, jnp.sin(dense_scores(module, x)), 0)))
+    expected = nnx.jit(total)(module)
+    jax.tree.map(assert_close, nnx.to_pure_dict(gradients["indexer"]), nnx.to_pure_dict(expected["indexer"]))
+    assert not any(np.any(leaf) for name in ("q_a_proj", "kv_b_proj") for leaf in jax.tree.leaves(gradients[name]))
+
+
+@pytest.mark.core
+def test_nan_reaches_who_sees_it_only():
+    module, x = made(), np.array(inputs())
+    x[0, 9] = np.nan
+    got = np.asarray(CAUSAL(module, x))
+    is_nan = np.zeros((B, T, D), bool)
+    is_nan[0, 9:] = True
+    np.testing.assert_array_equal(np.isnan(got), is_nan)
+    mask = (np.arange(T) != 9)[None, None, None]
+    clean = module(inputs(), mask=mask)
+    np.testing.assert_array_equal(np.delete(module(x, mask=mask), 9, 1), np.delete(clean, 9, 1))
+
+
+def test_memory_grows_linearly():
+    """All scores of 8 index heads would take 8 * 4096 * 4096 * 4 bytes = 512 MiB."""
+    module = made()
+    graph, state = nnx.split(module)
+    x = jax.ShapeDtypeStruct((1, 4096, D), jnp.float32)
+    compiled = jax.jit(lambda state, x: nnx.merge(graph, state)(x, is_causal=True)).lower(state, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**27
+
+
+REFUSED = {
+    "indexer must be a flax_mha.Indexer or None": {"indexer": 5},
+    "q_lora_rank must be an int with an indexer": {"q_lora_rank": None},
+    "head_dim of the indexer must be at least qk_rope_head_dim": {"indexer": Indexer(8, 3, 5)},
+}
+
+
+@pytest.mark.core
+def test_what_is_refused():
+    for message, options in REFUSED.items():
+        options = SIZES | {"indexer": Indexer(8, 12, 5)} | options
+        refused(message, flax_mha.MultiHeadLatentAttention, N, D, **options, rngs=nnx.Rngs(0))
+        layer = linen.MultiHeadLatentAttention(N, **options)
+        refused(message, layer.init, jax.random.key(0), inputs())
+    refused("top_k must be an int >= 1", Indexer, 8, 12, 0)
+    refused("interleaved must be True or False", Indexer, 8, 12, 5, 1)
+    module, x = made(), inputs()
+    refused("mask must be the same for all heads", module, x, mask=np.ones((B, N, T, T), bool))
+    refused("attention_fn must be flax_mha.attention_fn", made(attention_fn=nnx.dot_product_attention), x)
+    module.init_cache((B, 50, D))
+    module.cached_index_key = nnx.data(None)
+    refused("the cache must have index keys", module, x, decode=True)
