@@ -71,6 +71,7 @@ OWN_ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "f
 SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 3}
 HEADS = {"num_key_value_heads": N, "head_dim": 8}
 LATENT = HEADS | {"rope_parameters": SCALED | {"mscale": 0.7, "mscale_all_dim": 1.3}}
+INDEXER = {"index_n_heads": 8, "index_head_dim": 12, "index_topk": 3}
 OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what shows more of them
     "bamba": {"attn_layer_indices": [1, 3]},
     "big_bird": {"attention_type": "original_full"},
@@ -79,8 +80,10 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "dbrx": {"attn_config": {"clip_qkv": 1.0, "kv_n_heads": K, "rope_theta": 500.0}},
     "deepseek_v2": LATENT | {"num_experts_per_tok": K},
     "deepseek_v3": LATENT | {"attention_bias": True},
+    "deepseek_v32": LATENT | INDEXER,
     "dots1": {"max_window_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": LATENT | INDEXER | {"indexer_types": ["full", "full", "shared", "full"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granite_swa": {"layer_rope_theta": [1e4, 0, 1e3, 1e4]},
     "granitemoehybrid": HYBRID | {"position_embedding_type": "rope"},

@@ -119,6 +119,15 @@ def latent(kind, port, **config):
     return Family(shapes=shapes, port=run, layout="hf_deepseek", **split(kind, **config))
 
 
+def indexed(kind, pairing):
+    """With three of five to thirteen keys."""
+    run, index = functools.partial(port.deepseek_v3, index=(pairing, 3)), {"index_n_heads": 8, "index_head_dim": 9}
+    shapes = {"wq_b.weight": (8 * 9, 9), "wk.weight": (9, D), "weights_proj.weight": (8, D)}
+    shapes |= {"k_norm.weight": (9,), "k_norm.bias": (9,)}
+    family = latent(kind, run, **COMPRESSED, **index, index_topk=3)
+    return family._replace(shapes=family.shapes | {f"indexer.{key}": shape for key, shape in shapes.items()})
+
+
 def encoder(kind, names, biased, layout, prefix, decodes=False, **config):
     *projections, out = names.split()
     run = functools.partial(port.plain, number=N, names=" ".join(projections), out=out, is_causal=decodes)
@@ -191,6 +200,8 @@ def t5_bias():
 
 FAMILIES = {
     "deepseek_v3": latent("deepseek_v3.DeepseekV3Attention", port.deepseek_v3, **COMPRESSED),
+    "deepseek_v32": indexed("deepseek_v32", port.rotate_halves),
+    "glm_moe_dsa": indexed("glm_moe_dsa", port.rotate_every_two),
     "minicpm3": latent("minicpm3.MiniCPM3Attention", port.minicpm_3, q_lora_rank=None),
     "llama": grouped("llama.LlamaAttention", port.llama, {"base": 5e5}, rope_theta=5e5),
     "mistral": grouped("mistral.MistralAttention", port.llama, {"base": 1e4, "window": WINDOW}, **MISTRAL),
@@ -249,8 +260,10 @@ FAMILIES = {
 }
 CORE = "llama, deepseek_v3, qwen3_next, gemma2 with a window, gpt_oss, falcon, llama4, cohere with norms"
 # Every option in a cache once; the other families differ from these only in numbers and layouts.
-DECODED = "llama, deepseek_v3, minicpm3, qwen3, gemma2 with a window, gemma3, gpt_oss with a window, gptj, qwen3_next, "
-DECODED += "bloom, t5, llama4, ministral3, hunyuan, persimmon"
+DECODED = (
+    "llama, deepseek_v3, deepseek_v32, minicpm3, qwen3, gemma2 with a window, gemma3, gpt_oss with a window, gptj, "
+)
+DECODED += "qwen3_next, bloom, t5, llama4, ministral3, hunyuan, persimmon"
 FROM_HF = "llama, deepseek_v3, qwen3_next, mistral, bloom, t5, bert, gpt2, opt, whisper, llama4, mpt, nanochat"
 
 

@@ -3,6 +3,7 @@
 A layer takes its weights under their real names and x [batch, length, features], and keeps all scores.
 """
 
+import functools
 import math
 
 import torch
@@ -122,7 +123,7 @@ def afmoe(w, x, number, kv_number, window) -> Tensor:
     return linear(w, "o_proj", out * torch.sigmoid(linear(w, "gate_proj", x)))
 
 
-def latent(w, x, number, sizes: tuple[int, int, int], rotate, scale=1.0) -> Tensor:
+def latent(w, x, number, sizes: tuple[int, int, int], rotate, scale=1.0, visible=None) -> Tensor:
     """`sizes` are those of the latent, of a head without its rotary part, and of that part, which all keys share."""
     size, content, rotary = sizes
     compressed = rms_norm(linear(w, "q_a_proj", x), w["q_a_layernorm.weight"]) if "q_a_proj.weight" in w else x
@@ -131,14 +132,34 @@ def latent(w, x, number, sizes: tuple[int, int, int], rotate, scale=1.0) -> Tens
     kv = heads(linear(w, "kv_b_proj", rms_norm(c, w["kv_a_layernorm.weight"])), number)
     q = torch.cat([q[..., :content], rotate(q[..., content:])], dim=-1)
     k = torch.cat([kv[..., :content], rotate(r[:, :, None]).expand(-1, -1, number, -1)], dim=-1)
-    return linear(w, "o_proj", decoder(q, k, kv[..., content:], scale=scale * (content + rotary) ** -0.5))
+    options = {"scale": scale * (content + rotary) ** -0.5, "visible": visible}
+    return linear(w, "o_proj", decoder(q, k, kv[..., content:], **options))
 
 
-def deepseek_v3(w, x, number, sizes) -> Tensor:
-    """With YaRN's factors of 0.7 for the rotary part and 1.3 for all features, both for queries and keys."""
+def deepseek_v3(w, x, number, sizes, index=None) -> Tensor:
+    """With YaRN's factors of 0.7 for the rotary part and 1.3 for all features, both for queries and keys.
+
+    `index` is the pairing and the number of keys of an indexer, if there is one (DeepSeek V3.2, GLM 5).
+    """
     part, whole = (0.1 * m * math.log(4.0) + 1 for m in (0.7, 1.3))
-    rotate = yarn(x, 1e4, sizes[2], 4.0, 4096, pairing=rotate_every_two, factor=part / whole)
-    return latent(w, x, number, sizes, rotate, whole**2)
+    rotate = functools.partial(yarn, x, 1e4, sizes[2], 4.0, 4096, factor=part / whole)
+    visible = None if index is None else indexed(w, x, sizes[2], rotate(pairing=index[0]), index[1])
+    return latent(w, x, number, sizes, rotate(pairing=rotate_every_two), whole**2, visible)
+
+
+def indexed(w, x, size, rotate, top: int) -> Tensor:
+    """The keys up to the query with the largest index scores; of equal ones the first."""
+    number = len(w["indexer.weights_proj.weight"])
+    compressed = rms_norm(linear(w, "q_a_proj", x), w["q_a_layernorm.weight"])
+    norm = w["indexer.k_norm.weight"], w["indexer.k_norm.bias"]
+    k = F.layer_norm(linear(w, "indexer.wk", x), norm[0].shape, *norm, eps=1e-6)[:, :, None]
+    q = heads(linear(w, "indexer.wq_b", compressed), number)
+    q, k = (torch.cat([rotate(y[..., :size]), y[..., size:]], dim=-1) for y in (q, k))
+    products = torch.relu(torch.einsum("bthd,bsgd->bths", q, k) * q.shape[-1] ** -0.5)
+    scores = torch.einsum("bths,bth->bts", products, linear(w, "indexer.weights_proj", x) * number**-0.5)
+    scores = scores.masked_fill(~causal(x.shape[1]), -math.inf)
+    chosen = scores.argsort(dim=-1, descending=True, stable=True)[..., :top]
+    return (torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True) & causal(x.shape[1]))[:, None]
 
 
 def minicpm_3(w, x, number, sizes) -> Tensor:

@@ -13,7 +13,7 @@ from flax_mha._src.modules.attention_fn import attention_fn
 from flax_mha.convert.hf_config.config import ALIASES, LAYERS, read_config
 from flax_mha.convert.hf_config.families import FAMILIES, Family
 from flax_mha.convert.hf_config.layers import CHUNKED, FULL, SLIDING, Values, entry
-from flax_mha.convert.latent import latent_sizes
+from flax_mha.convert.latent import indexer_of, latent_sizes
 from flax_mha.convert.layouts import MODEL_TYPE
 from flax_mha.masks import FunctionMask
 from flax_mha.recipes import alibi
@@ -66,7 +66,7 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
         rope = RoPE.from_config(config, SLIDING if kind == SLIDING else FULL, max_length)
         if values.get("layer_rope_theta"):
             rope = dataclasses.replace(rope, base=entry(values, "layer_rope_theta", layer))
-    described = latent_sizes(values) if family.latent else _sizes(values)
+    described = latent_sizes(values) | indexer_of(values) if family.latent else _sizes(values)
     described |= {"use_bias": _use_bias(family, values), "rope": rope}
     described["kernel_metadata"] = {MODEL_TYPE: values["model_type"]}
     if not family.latent:

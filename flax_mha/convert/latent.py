@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from flax_mha._src.core.validation import is_int
+from flax_mha._src.modules.indexer import Indexer
 from flax_mha._src.modules.options import LATENT_SIZES
 from flax_mha.convert.hf_config.layers import Values
 from flax_mha.convert.layouts import LATENT_KEYS
@@ -17,13 +18,17 @@ from flax_mha.convert.state_dict import to_numpy
 AXES = {"q_proj/kernel": "DNE", "q_a_proj/kernel": "DR", "q_a_proj/bias": "R", "q_a_layernorm/scale": "R"}
 AXES |= {"q_b_proj/kernel": "RNE", "kv_a_proj_with_mqa/kernel": "DA", "kv_a_proj_with_mqa/bias": "A"}
 AXES |= {"kv_a_layernorm/scale": "C", "kv_b_proj/kernel": "CNF", "o_proj/kernel": "NVO", "o_proj/bias": "O"}
+# Those of an indexer with I heads of X features.
+INDEX = {"indexer/wq_b/kernel": "RIX", "indexer/wk/kernel": "DX", "indexer/weights_proj/kernel": "DI"}
+INDEX |= {"indexer/k_norm/scale": "X", "indexer/k_norm/bias": "X"}
+AXES |= INDEX
 QUERIES = ({"q_proj/kernel"}, {"q_a_proj/kernel", "q_a_layernorm/scale", "q_b_proj/kernel"})
 
 
 def key_of(path: str) -> str:
     """Returns the key in a state_dict, such as `q_proj.weight`, of the parameter with Flax's path `q_proj/kernel`."""
-    name, leaf = path.split("/")
-    return f"{name}.{'bias' if leaf == 'bias' else 'weight'}"
+    *names, leaf = path.split("/")
+    return ".".join([*names, "bias" if leaf == "bias" else "weight"])
 
 
 PATHS = {key_of(path): path for path in AXES}
@@ -37,7 +42,8 @@ def is_latent(keys: Collection[str]) -> bool:
 def read_latent(entries: Mapping[str, Any], prefix: str, num_heads: int) -> Arrays:
     """Turns entries of a state_dict into arrays by Flax's paths, in Flax's shapes; `prefix` is for error messages."""
     entries = {key: value for key, value in entries.items() if not key.startswith("rotary_emb.")}
-    if extra := sorted({*entries} - {*PATHS}):
+    index_keys = {*map(key_of, INDEX)}
+    if extra := sorted({*entries} - ({*PATHS} if index_keys <= {*entries} else {*PATHS} - index_keys)):
         raise ValueError(
             "state_dict must contain only the weights of a latent attention layer, but also has "
             f"{', '.join(extra[:6])}."
@@ -48,14 +54,16 @@ def read_latent(entries: Mapping[str, Any], prefix: str, num_heads: int) -> Arra
             "state_dict must contain q_proj, or q_a_proj, q_a_layernorm and q_b_proj, but got "
             f"{', '.join(sorted(path.split('/')[0] for path in queries)) or 'none'}."
         )
-    arrays = {PATHS[key]: _to_flax(PATHS[key], to_numpy(prefix + key, x), num_heads) for key, x in entries.items()}
+    arrays = {PATHS[key]: to_numpy(prefix + key, x) for key, x in entries.items()}
+    index_heads = len(np.atleast_1d(arrays.get("indexer/weights_proj/kernel", 0)))
+    arrays = {path: _to_flax(path, x, index_heads if path in INDEX else num_heads) for path, x in arrays.items()}
     find_sizes(arrays, AXES)
     return arrays
 
 
 def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
     array = np.atleast_1d(array).T.copy()
-    axis = AXES[path].find("N")
+    axis = _axis_of_heads(AXES[path])
     if axis < 0:
         return array
     shape = (*array.shape[:axis], heads, array.shape[axis] // heads, *array.shape[axis + 1 :])
@@ -69,7 +77,9 @@ def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
 
 def latent_to_torch(params: Mapping[str, Any]) -> Arrays:
     """Turns the parameters of latent attention into a state_dict, the inverse of `read_latent`."""
-    leaves = {f"{name}/{leaf}": x for name in params for leaf, x in _items(params[name])}
+    layers = {name: params[name] for name in params if name != "indexer"}
+    layers |= {f"indexer/{name}": x for name, x in params.get("indexer", {}).items()}
+    leaves = {f"{name}/{leaf}": x for name, layer in layers.items() for leaf, x in _items(layer)}
     missing = {PATHS[key] for key in LATENT_KEYS} - {*leaves}
     if missing or {*leaves} - {*AXES}:
         extra = sorted({*leaves} - {*AXES})
@@ -85,8 +95,13 @@ def _items(x: Any) -> Any:
     return x.items() if isinstance(x, Mapping) else [("", x)]
 
 
+def _axis_of_heads(axes: str) -> int:
+    """Returns the axis of heads that are split in Flax; -1 if there is none."""
+    return max(axes.find("N"), axes.find("IX"))
+
+
 def _flatten_heads(axes: str, array: np.ndarray) -> np.ndarray:
-    axis = axes.find("N")
+    axis = _axis_of_heads(axes)
     return array if axis < 0 else array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
 
 
@@ -103,6 +118,19 @@ def latent_sizes(values: Values) -> dict[str, Any]:
             raise ValueError(f"{name} in config must be {expected}, but got {size!r}.")
     _check_consistent(values)
     return dict(zip(("num_heads", "in_features", *names[2:]), (values[name] for name in names), strict=True))
+
+
+def indexer_of(values: Values) -> dict[str, Indexer]:
+    """Returns the argument `indexer` of `MultiHeadLatentAttention`; no argument if the family has none."""
+    if "index_n_heads" not in values:
+        return {}
+    if values["q_lora_rank"] is None or values["index_head_dim"] < values["qk_rope_head_dim"]:
+        raise ValueError(
+            "config must set q_lora_rank, and index_head_dim to at least qk_rope_head_dim, but got "
+            f"{values['q_lora_rank']!r}, {values['index_head_dim']} and {values['qk_rope_head_dim']}."
+        )
+    names = ("index_n_heads", "index_head_dim", "index_topk", "indexer_rope_interleave")
+    return {"indexer": Indexer(*(values[name] for name in names))}
 
 
 def _check_consistent(values: Values) -> None:

@@ -66,6 +66,7 @@ SIZE, COUNT, WIDTH = _integer(1), _integer(0), _integer(2)
 FLAG = Kind("True or False", lambda x: isinstance(x, bool | np.bool_))
 TEXT = Kind("a string", _is_text)
 TEXTS = _list("strings", _is_text)
+TEXT_OR_TEXTS = Kind("a string or a list of strings", lambda x: _is_text(x) or TEXTS.fits(x))
 INDICES, INTEGERS = _list("integers", is_int), _list("positive integers", SIZE.fits)
 MAPPING = Kind("a dict", lambda x: isinstance(x, Mapping))
 POSITIVE = Kind("a finite number > 0", lambda x: is_finite(x) and x > 0)
@@ -94,9 +95,10 @@ KINDS: dict[str, Kind] = {
     **_each("num_attention_heads encoder_attention_heads decoder_attention_heads num_key_value_heads", SIZE),
     **_each("num_kv_heads hidden_size head_dim attention_hidden_size attention_chunk_size", SIZE),
     **_each("kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim", SIZE),
+    **_each("index_n_heads index_head_dim index_topk index_topk_freq", SIZE),
     **_each("relative_attention_max_distance full_attention_interval no_rope_layer_interval", SIZE),
     **_each("attn_layer_period prefix_dense_sliding_window_pattern global_attn_every_n_layers", SIZE),
-    **_each("max_window_layers first_k_dense_replace attn_layer_offset", COUNT),
+    **_each("max_window_layers first_k_dense_replace attn_layer_offset index_skip_topk_offset", COUNT),
     "local_attention": WIDTH,
     "sliding_window": Kind("an integer", is_int),  # configs without windows may have any
     "sliding_window_pattern": Kind("an integer >= 0", lambda x: COUNT.fits(x) or _is_text(x)),  # text: EXAONE
@@ -104,13 +106,13 @@ KINDS: dict[str, Kind] = {
     **_each("rope_pairs rope_reversed new_decoder_architecture multi_query alibi use_sliding_window", FLAG),
     **_each("use_bidirectional_attention use_qk_norm qk_layernorm causal attn_temperature_tuning", FLAG),
     **_each("is_decoder is_causal scale_attn_weights scale_attn_by_inverse_layer_idx use_mem_rope", FLAG),
-    **_each("use_shared_attention_adapter rotary_value", FLAG),
+    **_each("use_shared_attention_adapter rotary_value indexer_rope_interleave", FLAG),
     **_each("query_pre_attn_scalar attention_multiplier softmax_scale key_multiplier rms_norm_eps", POSITIVE),
     **_each("attn_logit_softcapping floor_scale", POSITIVE),
     **_each("clip_qkv attn_scale", NUMBER),
     **_each("position_embedding_type attention_type", TEXT),
-    **_each("layer_types mlp_layer_types attention_layers block_types", TEXTS),
-    "hybrid_override_pattern": Kind("a string or a list of strings", lambda x: _is_text(x) or TEXTS.fits(x)),
+    **_each("layer_types mlp_layer_types attention_layers block_types indexer_types", TEXTS),
+    **_each("hybrid_override_pattern index_topk_pattern", TEXT_OR_TEXTS),
     **_each("full_attn_idxs attn_layer_indices cross_attention_layers full_attn_layers", INDICES),
     "no_rope_layers": _list("0 and 1", lambda x: isinstance(x, int)),
     "layer_rope_theta": _list("finite numbers >= 0", NUMBER.fits),

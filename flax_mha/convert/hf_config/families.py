@@ -110,6 +110,10 @@ AFMOE: Values = BIAS | {"head_dim": 128, "sliding_window": 1024, "global_attn_ev
 QWEN_NEXT: Values = BIAS | QUARTER | {"head_dim": 256, "num_key_value_heads": 2, "full_attention_interval": 4}
 LATENTS: Values = BIAS | {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
 LATENTS |= {"v_head_dim": 128}
+INDEXER: Values = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048, "indexer_rope_interleave": False}
+GLM_5: Values = INDEXER | {"index_n_heads": 32, "indexer_rope_interleave": True, "q_lora_rank": 2048, "v_head_dim": 256}
+GLM_5 |= {"qk_nope_head_dim": 192, "indexer_types": None, "index_topk_pattern": None, "index_topk_freq": 1}
+GLM_5 |= {"index_skip_topk_offset": 2}
 MINICPM: Values = LATENTS | {"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
 MINICPM |= {"v_head_dim": None}
 MISTRAL_4 = MINISTRAL | {"factor": 128.0, "original_max_position_embeddings": 8192}
@@ -135,7 +139,7 @@ EXAONE_4 = Family(EXAONE, norm=RMS, layer_type=last_of(4), rotates=layers.slidin
 SWA: Values = {"attention_multiplier": 1.0, "sliding_window": 128, "layer_rope_theta": None}
 GRANITE_SWA = like(LLAMA, SWA, sinks=True, layer_type=first_of(4), rotates=layers.with_theta_rotate)
 LATENT = Family(LATENTS | {"rope_interleave": True}, "attention_bias", latent=True)
-INDEXED = Family(INTERLEAVE, refused="an indexer selects the keys of each query")
+INDEXED = Family(INTERLEAVE, refused="its indexer or its attention differs from DeepSeek V3.2's")
 QWEN_3_NEXT = Family(
     QWEN_NEXT, "attention_bias", RMS, norm_scale="1 + weight", gate=True, layer_type=listed(layers.rest_linear)
 )
@@ -277,6 +281,8 @@ FAMILIES: dict[str, Family] = {
     **alike("deepseek_v3 kimi_k2 youtu axk1", LATENT),
     "sarvam_mla": like(LATENT, {"q_lora_rank": None}),
     "deepseek_v2": Family(LATENTS | {"rope_pairs": True}, "attention_bias", latent=True),
+    "deepseek_v32": like(LATENT, INDEXER),
+    "glm_moe_dsa": like(LATENT, GLM_5, layer_type=layers.own_indexer),
     "glm4_moe_lite": like(LATENT, {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}),
     "minicpm3": Family(MINICPM, "attention_bias", latent=True),
     "mistral4": like(
@@ -342,7 +348,7 @@ FAMILIES: dict[str, Family] = {
     "longcat_flash": Family(
         INTERLEAVE | {"rope_theta": 1e7}, refused="it scales its latents, and has two in each layer"
     ),
-    **alike("axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 qwen4_exp_text", INDEXED),
+    **alike("axk2 deepseek_v4 dots3_note_text hy_v4 qwen4_exp_text", INDEXED),
     **alike("beam laguna lfm3 bailing_hybrid", GATED),
     "hrm_text": Family(BIAS, refused="its layers form two stacks, which run several times"),
     "gemma3n_text": like(SHARED_KEYS, {"rope_theta": 1e6, "rope_local_base_freq": 10_000.0}),

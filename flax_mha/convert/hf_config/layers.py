@@ -116,6 +116,17 @@ def kimi_linear(values: Values, layer: int) -> str:
     return FULL if is_full else "linear_attention"
 
 
+def own_indexer(values: Values, layer: int) -> str:
+    """Returns `FULL` for layers with an indexer of their own (GLM 5), others use the choice of an earlier layer."""
+    kinds = "indexer_types" if values.get("indexer_types") else "index_topk_pattern"
+    if values.get(kinds):
+        shares = entry(values | {kinds: list(values[kinds])}, kinds, layer) not in ("full", "F")
+    else:
+        first, freq = values["index_skip_topk_offset"] - 1, values["index_topk_freq"]
+        shares = max(layer - first, 0) % freq > 0
+    return "shared indexer" if shares else FULL
+
+
 def rotated_chunked(values: Values, layer: int) -> str:
     """Returns `CHUNKED` for layers with RoPE, `FULL` for the others."""
     return CHUNKED if listed_rotate(values, layer, "") else FULL
