@@ -13,10 +13,11 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha._src.call.arguments import canonical, check_inputs, check_scoring
 from flax_mha._src.call.operands import Call, accumulation_dtype
+from flax_mha._src.call.slices import slice_call
 from flax_mha._src.core import validation
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import target_of, varying_alike
-from flax_mha._src.distributed.split import by_types, is_explicit, slice_call, unsplit
+from flax_mha._src.distributed.split import by_types, is_explicit, unsplit
 from flax_mha._src.engines.xla.gathered import by_blocks
 from flax_mha._src.math.head import map_heads, scores_of
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
