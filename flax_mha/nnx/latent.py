@@ -241,3 +241,6 @@ class MultiHeadLatentAttention(AttentionModule):
 
     def _cached_heads(self) -> tuple[int, int, int | None, int | None]:
         return 1, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank, None
+
+    def _index_size(self) -> int | None:
+        return None if self.indexer is None else self.indexer.config.head_dim
