@@ -50,7 +50,7 @@ class Blockwise(Engine):
 
 
 def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
-    """Computes output and log-sum-exp of all heads, or returns `result` with the derivatives of `Engine.share`."""
+    """Computes output and log-sum-exp of all heads or, given `result`, returns it for `Engine.share`."""
     tiling: Any = plan.tiling
     head, blocks, axes = heads_of(call, plan.dtype), call.operands.tiles, call.operands.query.ndim - 1
     if blocks is None:
@@ -67,7 +67,7 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
-    """Makes the block mask of all heads, with `axes` leading axes [B..., K, G], of length 1 where heads share it.
+    """Makes the block mask of all heads; its `axes` leading axes [B..., K, G] have length 1 if heads share an entry.
 
     The block mask consists of NumPy arrays if mask and offsets hold no arrays.
     """
@@ -119,7 +119,7 @@ def _pad_to(x: Array, *lengths: int) -> Array:
 
 
 def _attention(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any) -> list[Array]:
-    """Computes `ResultsOfHead` of a padded head by a `Function`, or returns and differentiates the result `known`."""
+    """Computes `ResultsOfHead` of a padded head, or returns `known` ones; a `Function` makes both differentiable."""
     leaves, structure = jax.tree.flatten((head, blocks, known))
     shapes = (tiling.shape[0], head.value.shape[1]), *((tiling.shape[0],) for _ in range(1 + head.rule.returns_max))
     outputs = [jax.ShapeDtypeStruct(shape, head.rule.dtype) for shape in shapes]
@@ -173,7 +173,7 @@ def _join_rows(results: Any) -> ResultsOfHead:
 
 
 def _cut_rows(rows: Rows | None, of_queries: Array | None, tile: Tile) -> Rows | None:
-    """Combines a tile's part of `Rows.query` with that of `Rows.key`, which is cut out here."""
+    """Returns the tile's part of `rows`: `of_queries` is its part for queries; the part for keys is cut out here."""
     return None if rows is None or of_queries is None else Rows(of_queries, tile.cut_columns(rows.key, 0))
 
 

@@ -29,11 +29,11 @@ class Engine:
     shares: ClassVar[bool] = False
 
     def supports(self, call: Call) -> list[str]:
-        """Lists why it does not support a call, each reason with what to change; [] if it does."""
+        """Lists the reasons why this engine cannot compute a call, each with a remedy; empty if it can."""
         return []
 
     def plan(self, call: Call) -> tuple[Plan, Call]:
-        """Plans a call, and adds to it what is known before it is computed, such as the tiles to visit."""
+        """Plans a call; the returned call also holds everything known beforehand, such as the tiles to visit."""
         return Plan(call.operands.query.dtype, guard=False), call
 
     def forward(self, plan: Plan, call: Call) -> Result:
@@ -41,15 +41,15 @@ class Engine:
         raise NotImplementedError
 
     def share(self, plan: Plan, call: Call, result: Result) -> Result:
-        """Returns `result`, the output and log-sum-exp over more keys than those of the call, as in a ring of devices.
+        """Returns `result`, the output and log-sum-exp over more keys than the call has, as in a ring of devices.
 
-        Its derivative is the part of the derivative of `result` that comes from the keys of the call.
+        Its derivative is the call's *share*: the part of the derivative of `result` that comes from the call's keys.
         """
         raise NotImplementedError
 
 
 def reasons_against_dtype(dtypes: Sequence[DTypeLike], dtype: jnp.dtype) -> list[str]:
-    """Returns [a reason] if a kernel that computes the dtypes `dtypes` does not compute `dtype`, else []."""
+    """Returns [a reason] if `dtype` is not among the `dtypes` that a kernel computes, else []."""
     if dtype in dtypes:
         return []
     known = " and ".join(jnp.dtype(x).name for x in dtypes)
@@ -61,7 +61,7 @@ EMPTY = "an axis has length 0: pass non-empty arrays, or skip the call"
 
 
 def reason_against_platform(platform: str, devices: str, here: str) -> str:
-    """Returns the reason against a kernel for `devices`, if a call runs on `here`; `platform` is the caller's name."""
+    """Returns why a kernel for `devices` cannot run on the device `here`; `platform` is what to pass to explain it."""
     remedy = f'run it there, or explain it with platform="{platform}"'
     return f"it runs only on {devices}, but this call runs on {here}: {remedy}"
 

@@ -57,8 +57,8 @@ def linear_function(
 ) -> Function:
     """Makes a function that is linear in its arguments from number `first` on; see `Function`.
 
-    Its derivatives by arguments before `first` are those of `portable`, which computes the same as `evaluate`, or of
-    `evaluate` itself if `portable` is None.
+    Its derivatives with respect to arguments before `first` are the derivatives of `portable`, which computes the same
+    as `evaluate`, or of `evaluate` itself if `portable` is None.
     """
 
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
@@ -72,16 +72,16 @@ def linear_function(
 
 
 def is_linear_in_values(operands: Operands) -> bool:
-    """Returns whether `jax.linear_transpose` is tracing a function of the values, in which attention is linear."""
+    """Returns whether `jax.linear_transpose` is tracing attention as a function of only its values, which is linear."""
     if not isinstance(operands.value, JaxprTracer):
         return False
     return sum(isinstance(x, JaxprTracer) for x in jax.tree.leaves(operands)) == 1
 
 
 def as_function_of_values(call: Call, run: Callable[[Call], Result]) -> Result:
-    """Computes `run(call)` as one linear function of the values, whose transpose is the gradient.
+    """Computes `run(call)` as one operation that is linear in the values and that JAX can transpose.
 
-    The search for NaN in values is not linear, so the operations that compute attention cannot be transposed.
+    JAX cannot transpose the operations of `run` themselves, because the search for NaN in values is not linear.
     """
     value = call.operands.value
     leaves, structure = jax.tree.flatten(call.operands)
@@ -120,7 +120,7 @@ def reverse_only(x: Array, error: str) -> Array:
 
 
 def differentiate(function: Callable, arguments: Sequence[Any], tangents: Tangents) -> Sequence[Array]:
-    """Computes the tangents of a function's results by `jax.jvp`, from `tangents` of some arguments by number."""
+    """Computes the tangents of a function's results by `jax.jvp`; `tangents` maps argument numbers to tangents."""
 
     def of_some(*some: Array) -> list[Array]:
         return list(function(*replace_at(arguments, tangents, some)))

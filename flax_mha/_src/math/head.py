@@ -2,7 +2,7 @@
 
 In the layout of one head, every array of a call is [B..., K | 1, G | 1, part of one head]: B are the batch axes, K the
 key and value heads, G = N / K the query heads that share a key head (head n has key head n // G). Along an axis of
-length 1, all share one entry.
+length 1, all heads share one entry.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ AnyArray = TypeVar("AnyArray", Array, np.ndarray)
 
 
 class Listed(NamedTuple):
-    """The keys that each query lists."""
+    """The keys that some consecutive queries attend to, if each query lists its keys (`key_indices`)."""
 
     first: Int[Array, ""]  # number of the first of these queries
     indices: Int[Array, "t k"]  # indices of keys; -1 stands for none
@@ -38,7 +38,7 @@ class Listed(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The operands of one head, or with leading axes [B..., K, G] those of all heads."""
+    """The operands of one head or, with leading axes [B..., K, G], of all heads."""
 
     query: Float[Array, "... T H"]  # scaled, or to be scaled by `rule.scale`
     key: Float[Array, "... S H"]
@@ -50,7 +50,7 @@ class Head:
 
     @property
     def finite_query(self) -> Float[Array, "... T H"]:
-        """The queries, zeros instead of those that are not finite."""
+        """The queries, with zeros in place of those that hold NaN or infinity."""
         return self.query if self.rows is None else guard.zero(self.query, self.rows.query)
 
     @property
@@ -64,8 +64,8 @@ class Head:
 def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> Head:
     """Converts the operands of a call to the layout of one head.
 
-    `dtype` is that of matrix products: query, key and value are converted to it, or to `stored`, if the engine rounds
-    them to `dtype` later.
+    `dtype` is the dtype of operands of matrix products. Query, key and value are converted to it or, if the engine
+    rounds them to `dtype` later, to `stored`.
     """
     operands, options = call
     inputs, rule = scores_of(operands, options)
@@ -157,7 +157,7 @@ def split_heads(x: Float[Array, "*B L N F"], groups: tuple[int, int]) -> Float[A
 
 
 def vectors_by_head(x: Float[Array, "*B L N"], groups: tuple[int, int]) -> Float[Array, "*B K G L"]:
-    """Splits and moves the heads as `split_heads` does, for an array with one number for each position and head."""
+    """Does the same as `split_heads` for an array with one number, not a vector, for each position and head."""
     rank = x.ndim - 2
     x = lax.transpose(x, (*range(rank), rank + 1, rank))
     return lax.reshape(x, (*x.shape[:rank], *groups, x.shape[-1]))
@@ -176,7 +176,7 @@ def to_caller(
 def from_caller(
     result: Result, groups: tuple[int, int]
 ) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
-    """Converts output and log-sum-exp to the layout of one head, both in the dtype of the latter."""
+    """Converts output and log-sum-exp to the layout of one head, both in the dtype of the log-sum-exp."""
     lse: Any = result.lse
     return split_heads(result.output.astype(lse.dtype), groups), vectors_by_head(lse, groups)
 
@@ -192,9 +192,9 @@ def map_heads(
 ) -> Any:
     """Maps `one_head` over batch entries and heads, the first `axes` axes of every array.
 
-    Each of these axes has its full size, or 1: then all heads share one entry, which is never repeated, and whose
-    gradient is the sum over these heads. The first `looped_axes` axes are looped over (`lax.map`), the others are
-    vmapped.
+    Each of these axes has its full size or 1. Along an axis of length 1, all heads share one entry: it is never
+    repeated, and its gradient is the sum over these heads. The first `looped_axes` axes are looped over (`lax.map`),
+    the others are vmapped.
 
     Args:
       one_head: A function of a pytree of arrays.
@@ -227,7 +227,7 @@ def map_heads(
 
 
 def _loop(run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves: list) -> Any:
-    """Loops `run(leaves)` over the first axis of the mapped leaves, `group` entries at a time."""
+    """Loops `run(leaves)` over the first axis of the leaves that `is_mapped` marks, `group` entries at a time."""
 
     def entry(mapped: list) -> Any:
         following = iter(mapped)

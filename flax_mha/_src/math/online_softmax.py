@@ -57,7 +57,7 @@ def rescale(
     Args:
       state: The state before these keys.
       scores: Scores of a block of keys, -inf where masked.
-      row_poison: NaN for rows that become NaN if they see any of these keys, else 0; None if no row does.
+      row_poison: NaN for rows that become NaN if any of these keys is visible to them, else 0; None means 0.
       dtype: Dtype to which weights are rounded, also in the sum; None keeps that of the scores.
     """
     largest_now = jnp.max(scores, axis=1)
@@ -79,13 +79,13 @@ def update(
     weigh: Callable[[Array], Array],
     row_poison: Float[Array, " t"] | None = None,
 ) -> State:
-    """Takes one online-softmax step: `rescale`, then adds `weigh(weights [t, s])`, the weighted values [t, Hv]."""
+    """Takes one online-softmax step: `rescale`, then adds the weighted values [t, Hv] that `weigh(weights)` returns."""
     state, weights = rescale(state, scores, row_poison)
     return state._replace(output=state.output + weigh(weights))
 
 
 def finish(state: State) -> tuple[Float[Array, "*L t Hv"], Float[Array, "*L t"], Float[Array, "*L t"] | None]:
-    """Computes output, log-sum-exp and largest score (or None); for a row that saw no key 0, -inf and -inf."""
+    """Computes output, log-sum-exp and largest score (or None): 0, -inf and -inf in rows without visible keys."""
     total = state.running_sum
     total = lax.select(lax.eq(total, lax.full_like(total, 0)), lax.full_like(total, 1), total)
     return state.output / lax.expand_dims(total, (total.ndim,)), lax.log(total) + state.running_max, state.largest

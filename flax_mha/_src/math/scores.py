@@ -23,7 +23,7 @@ from flax_mha.masks import Mask
 
 
 class ScoreInputs(NamedTuple):
-    """The arrays of a head, besides query and key, that enter the scores and get gradients."""
+    """The arrays other than query and key that affect the scores of a head and get gradients."""
 
     bias: Float[Array, "... T S"] | None
     sink: Float[Array, "..."] | None
@@ -40,7 +40,7 @@ class ScoreInputs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScoreRule:
-    """The rule of one head that makes scores from products: scale, soft cap, `score_mod`, bias, mask; and dropout.
+    """How a head turns products of queries and keys into scores: scale, soft cap, `score_mod`, bias, mask; and dropout.
 
     Its arrays, like those of masks, have leading axes for batch and heads until `map_heads` has mapped them.
     """
@@ -73,7 +73,7 @@ class ScoreRule:
     def dot(self, a: Float[Array, "m k"], b: Array, *, transpose_b: bool = False) -> Array:
         """Computes a @ b, or a @ b.T, from operands in the narrower of their dtypes, summed in float32 at least.
 
-        If `b` has three axes, each row of `a` has a matrix of its own.
+        If `b` has three axes, each row of `a` is multiplied by its own matrix.
         """
         narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
         contract = ((1,), (b.ndim - 1 if transpose_b else b.ndim - 2,))
@@ -94,7 +94,10 @@ class ScoreRule:
         tile: Tile,
         rows: Rows | None,
     ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
-        """Computes a tile's scores and, with `rows`, what to add to their maximum; `inputs` are those of the head."""
+        """Computes a tile's scores and, if `rows` is given, a vector to add to the largest score of each row.
+
+        The vector is NaN for rows that must become NaN, else 0. `inputs` are the inputs of the whole head.
+        """
         products, poison, row_poison = self.products(query, key), None, None
         if rows is not None:
             # Without poison in the scores, XLA's CPU can fuse the product with the row maximum.
@@ -116,9 +119,9 @@ class ScoreRule:
     ) -> Float[Array, "t s"]:
         """Computes the scores of one tile, -inf where masked, from products of scaled queries and keys.
 
-        `inputs` are those of the tile (`ScoreInputs.cut`); `poison` is added to visible scores, see `guard.py`.
-        With `fused`, XLA's CPU backend can fuse the mask with the product before and the softmax after it, but no
-        masked product may be NaN, and nothing may be differentiated.
+        `inputs` are the tile's part (`ScoreInputs.cut`). `poison`, infinity or 0, is added to visible scores
+        (`guard.py`). With `fused`, XLA's CPU backend can fuse the mask with the matrix product before it and the
+        softmax after it; then no masked product may be NaN, and nothing may be differentiated.
         """
         visible = None if self.mask is None else self.mask.tile(tile)
         if inputs.bias is not None:
@@ -141,7 +144,7 @@ class ScoreRule:
         return jnp.where(visible, scores, -jnp.inf)
 
     def zero_masked(self, products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]) -> Float[Array, "t s"]:
-        """Replaces masked products by 0, because they may be infinite, and a derivative there NaN."""
+        """Replaces masked products by 0, because infinite ones could make derivatives NaN."""
         return jnp.where(visible, products, jnp.zeros_like(products))
 
     def apply_score_mod(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
@@ -150,7 +153,7 @@ class ScoreRule:
     def differentiable_tile(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> Float[Array, "t s"]:
-        """Computes the same as `tile`; its derivatives are finite if those of all visible scores are."""
+        """Computes the same as `tile`; masked scores add 0 to derivatives, even if `score_mod` has none for them."""
         if self.score_mod is None or not products.size:
             return self.tile(products, inputs, tile)
         visible = self.tile(*lax.stop_gradient((products, inputs)), tile) != -jnp.inf
@@ -159,7 +162,7 @@ class ScoreRule:
     def tile_vjp(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "t s"], Callable[[Array], tuple[Array, ScoreInputs]]]:
-        """Computes the scores of a tile, and the function from their cotangents to those of products and `inputs`."""
+        """Computes a tile's scores, and a function from their cotangents to the cotangents of products and `inputs`."""
         if self.score_mod is None:
             return jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
         scores = self.tile(products, inputs, tile)
@@ -169,11 +172,11 @@ class ScoreRule:
     def _scores_where(
         self, visible: Bool[Array, "t s"], products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> Float[Array, "t s"]:
-        """Computes `tile` from the scores that it shows: `score_mod` and the soft cap get no product of a masked one.
+        """Computes `tile`, given which scores are `visible`; `score_mod` and the soft cap get no masked product.
 
-        A captured array's derivative is a sum over all scores, to which masked ones contribute 0 times the derivative
-        of `score_mod`. That is NaN if the function has no derivative there, as log1p(q_idx - kv_idx) for a key after
-        the query. So masked scores are computed at the place of a visible one, whose derivative is in the sum anyway.
+        The derivative of a captured array is a sum over all scores. A masked score contributes 0 times the derivative
+        of `score_mod`, which is NaN if the function has no derivative there, such as log1p(q_idx - kv_idx) for a key
+        after the query. So masked scores are computed at a visible score's place; its derivative is in the sum anyway.
         """
         if not inputs.captured:
             scores = self.apply_score_mod(self._cap(self.zero_masked(products, visible)), inputs, tile)
@@ -194,7 +197,7 @@ class ScoreRule:
         return products if self.soft_cap is None else self.soft_cap * jnp.tanh(products / self.soft_cap)
 
     def _one_score(self, captured: list[Array]) -> Callable[[Array, Array, Array], Array]:
-        """Returns `score_mod` as a function of one score, its query position and its key position alone."""
+        """Returns `score_mod` as a function of (score, query position, key position), with other arguments fixed."""
         error, mod = self.forward_mode_error, self.score_mod
         guard = functools.partial(reverse_only, error=error) if error else lambda x: x
         arrays = [*map(guard, captured), *self.constants]
@@ -211,17 +214,17 @@ class ScoreRule:
         )
 
     def dropout_multiplier(self, tile: Tile, dtype: DTypeLike = jnp.float32) -> Float[Array, "t s"] | None:
-        """Computes the factors by which dropout multiplies the weights of a tile, from seed and positions alone.
+        """Computes the factors by which dropout multiplies the weights of a tile; None without dropout.
 
-        Threefry maps a counter, made of query position // 2 and key position, to two random words: the first is for
-        the query at the even position, the second for the one at the odd position. None without dropout.
+        They depend only on seed and positions. Threefry maps a counter, the pair (query position // 2, key position),
+        to two random words: the first for the query at the even position, the second for the query at the odd position.
         """
         if self.on_gpu or tile.indices is not None:
             return self.dropout_by_query(tile, dtype)
         return None if self.dropout_seed is None else self._factors(self._words_by_pairs(tile), dtype)
 
     def dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:
-        """Computes `dropout_multiplier` elementwise: each query computes both words and uses one, without reshaping."""
+        """Computes `dropout_multiplier` entry by entry: each computes both words of its counter, and uses one."""
         if self.dropout_seed is None:
             return None
         rows, columns = (jnp.broadcast_to(x, tile.shape) for x in (tile.query_positions, tile.key_positions))
@@ -234,7 +237,7 @@ class ScoreRule:
         return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
 
     def _words_by_pairs(self, tile: Tile) -> UInt32[Array, "t s"]:
-        """Computes a random word for each weight of a tile; a counter gives two, one for each query of a pair."""
+        """Computes a random word for each weight of a tile; each counter yields the words of queries 2n and 2n + 1."""
         (height, width), (query_offset, _) = tile.shape, tile.offsets
         first = jnp.asarray(tile.row + query_offset, jnp.int32)
         # If the offset is a number, tiles begin at even rows. (`in_place.py` begins at odd ones, but only over a cache,

@@ -15,7 +15,7 @@ PARITY = np.int32(0x1BD11BDA)
 def random_words(
     seed: tuple[Int[Array, ""], Int[Array, ""]], counter: tuple[Int[Array, "..."], Int[Array, "..."]]
 ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
-    """Computes two random words for each pair of counters."""
+    """Computes two random words from a seed of two words for each counter, which is a pair of words."""
     keys = (*seed, seed[0] ^ seed[1] ^ PARITY)
     a, b = counter[0] + keys[0], counter[1] + keys[1]
     for group in range(5):

@@ -45,7 +45,7 @@ class Argument(NamedTuple):
         return tuple(cls(kind, x.shape, x.dtype) for kind, x in zip(kinds, arrays, strict=True))
 
     def start(self, height: int | None = None) -> Array:
-        """Makes zeros to sum an output in or, given a `height`, its part for a row of tiles of this height.
+        """Returns zeros to accumulate the output in; given a `height`, only for one row of tiles of this height.
 
         The zeros for kind "keys" are transposed: a CPU multiplies matrices faster if the result is wide, [F, s].
         """
@@ -54,7 +54,7 @@ class Argument(NamedTuple):
         return jnp.zeros(shape, accumulation_dtype(jnp.dtype(self.dtype)))
 
     def finish(self, total: Array) -> Array:
-        """Converts a sum that began with `start` to the output."""
+        """Converts the sum accumulated from `start` to the output's layout and dtype, and multiplies it by `factor`."""
         total = total.T if self.kind in ("queries transposed", "keys") else total
         return (total if self.factor == 1.0 else total * self.factor).astype(self.dtype)
 
@@ -105,7 +105,7 @@ class TileSummand(NamedTuple):
     outputs: tuple[Argument, ...]
 
     def jvp(self, places: Sequence[int]) -> "TileSummand":
-        """Returns the tangent: residuals are all arguments, linear arguments the tangents of those at `places`."""
+        """Returns the tangent: all arguments are residuals, and it is linear in the tangents of those at `places`."""
         count = len(self.residuals)
 
         def compute(rule: ScoreRule, tile: Tile, arguments: Sequence, tangents: Sequence, _: bool) -> Sequence[Array]:
@@ -118,7 +118,7 @@ class TileSummand(NamedTuple):
         return TileSummand(compute, arguments, tuple(arguments[i] for i in places), self.outputs)
 
     def transposed(self) -> "TileSummand":
-        """Returns the function that computes the linear arguments' cotangents from those of the outputs."""
+        """Returns the function that computes the linear arguments' cotangents from the outputs' cotangents."""
 
         def compute(rule: ScoreRule, tile: Tile, residuals: Sequence, cotangents: Sequence, _: bool) -> list:
             def forward(linear: list[Array]) -> list[Array]:
@@ -137,7 +137,7 @@ class TileSummand(NamedTuple):
 
 
 def _part_shape(argument: Argument, tile: Tile) -> tuple[int, ...]:
-    """Returns the shape of what `TileVisit.cut` cuts out of an argument."""
+    """Returns the shape of the part of an argument that `TileVisit.cut` returns."""
     kind, shape = argument.kind, argument.shape
     if kind == "whole":
         return shape
@@ -167,7 +167,11 @@ def tile_sum(
 
 
 def _sum_of(tiling: Tiling, function: TileSummand, structure: Any, by_hand: Callable | None) -> Function:
-    """Makes a tile sum a `Function` of the leaves of (rule, blocks) in `structure`, residuals and linear arguments."""
+    """Makes the `Function` that computes a tile sum.
+
+    Its arguments are the leaves of (rule, blocks), whose pytree structure is `structure`, then residuals, then linear
+    arguments.
+    """
     count, first = structure.num_leaves, structure.num_leaves + len(function.residuals)
 
     def split(arguments: Sequence[Any]) -> tuple[ScoreRule, BlockMask, Sequence[Any]]:
@@ -199,7 +203,7 @@ def _sum_of(tiling: Tiling, function: TileSummand, structure: Any, by_hand: Call
 def _sum_rows(
     tiling: Tiling, function: TileSummand, rule: ScoreRule, blocks: BlockMask, arguments: Sequence[Any]
 ) -> Sequence[Array]:
-    """Computes a tile sum, one row of tiles after another; arguments are residuals, then linear ones."""
+    """Computes a tile sum, one row of tiles after another; `arguments` are residuals, then linear arguments."""
     kinds = [x.kind for x in (*function.residuals, *function.linear)]
     outputs, count = function.outputs, len(function.residuals)
     of_rows = [i for i, kind in enumerate(kinds) if kind.startswith("queries")]
@@ -236,7 +240,7 @@ def over_keys(
     step: Callable[[TileVisit, ScoreRule, T], T],
     state: T,
 ) -> T:
-    """Folds `step(visit, rule, state)` over the tiles that `blocks`, the block mask of row i of tiles, lists."""
+    """Folds `step(visit, rule, state)` over the tiles in row i of tiles, listed in `blocks`, the row's block mask."""
     mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
 
     def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:

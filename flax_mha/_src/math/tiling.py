@@ -1,8 +1,8 @@
 """Cuts the scores of one head into tiles, and lists the tiles to visit in a block mask, as FlexAttention does.
 
-Each row of tiles first visits the tiles that are visible throughout, without masking, then those that must be masked;
-empty tiles never. If the mask is known while tracing, the block mask is NumPy, and a tile may be cut to the rows that
-it needs. Otherwise the block mask is data, and bounds loops.
+In each row of tiles, the tiles that are visible throughout come first and need no masking; then come those that must be
+masked. Empty tiles are not visited. If the mask is known while tracing, the block mask is NumPy, and a tile may be cut
+to the rows that it needs. Otherwise the block mask is computed at run time, and bounds loops.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ class Tiling(NamedTuple):
 def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) -> Tiling:
     """Makes a tiling of T x S with the fewest tiles no larger than `largest`, and with the least padding.
 
-    Without `fine`, each tile is a single band and a single cell, which is best for masks that are data.
+    Without `fine`, each tile is a single band and a single cell, which is best for masks known only at run time.
     """
     bands = largest.bands if fine else 1
     rows, height = _cut_up(lengths[0], largest.height, bands)
@@ -90,7 +90,7 @@ def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) 
 
 
 def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
-    """Returns number and size of equal pieces that cover `length`; if several, their bands are multiples of 16."""
+    """Returns the number and size of equal pieces that cover `length`; the bands of several are multiples of 16."""
     count = max(-(-length // largest), 1)
     multiple = 16 * bands if count > 1 or bands > 1 else 1
     size = max(-(-length // (multiple * count)), 1) * multiple
@@ -114,7 +114,7 @@ def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
 
 
 def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
-    """Extends an array of a mask, with `axes` as in `masks/base.py`, to T and S in `shape`; repeats the last entry."""
+    """Repeats the last entry of a mask's array up to T and S in `shape`; `axes` are its names as in `masks/base.py`."""
     sizes = {"T": shape[0], "S": shape[1]}
     widths = [
         (0, 0 if name.endswith("|1") and size == 1 else sizes.get(name[0], size) - size)
@@ -145,7 +145,7 @@ class InsideMask(Mask):
 
 
 def _join_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Converts the occupancy of cells to that of tiles [rows, bands, tiles]; also returns the tiles' first cells."""
+    """Converts the occupancy of cells to tiles [rows, bands, tiles]; also returns the first cell of each tile."""
     cells_of_tile = tiling.width // tiling.cell_width
     start = _starts(np.asarray(some.any(1)), cells_of_tile)
     cells = np.minimum(start[:, None, :, None] + np.arange(cells_of_tile), tiling.cells - 1)
@@ -157,10 +157,10 @@ def _join_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.
 def _starts(some: np.ndarray, width: int) -> np.ndarray:
     """Places tiles, `width` cells wide, such that they cover all cells that are True in `some`.
 
-    Tiles begin at the next such cell, if that takes fewer tiles than beginning at multiples of their width.
+    Each tile begins at the next True cell, if that takes fewer tiles than beginning at multiples of their width.
 
     Returns:
-      The first cells of all tiles of each row [rows, tiles]; the number of cells stands for no tile.
+      The first cell of each tile [rows, tiles]; the number of cells marks that there is no tile.
     """
     rows, cells = some.shape
     aligned = some.reshape(rows, -1, width).any(2)
@@ -190,7 +190,7 @@ class TileBand(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """The tiles to visit in each row of tiles: full tiles first, then partial ones; the rest of a row is arbitrary."""
+    """The tiles to visit in each row of tiles: full tiles first, then partial ones; later entries are arbitrary."""
 
     column: IntMatrix  # first column of each tile [rows, tiles]
     band: Any  # first row, and one past the last, to compute [rows, tiles, 2]; None if the mask is data
@@ -265,7 +265,7 @@ def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tup
 
 
 def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> BlockMask:
-    """Makes the block mask of one head whose mask or offset is data: its numbers of tiles are data, and bound loops."""
+    """Makes the block mask of one head whose mask or offsets, and so its numbers of tiles, are run-time data."""
     column, _, num_full, num_tiles = tiles_of(tiling, mask, offsets)
     whole = (TileBand(0, tiling.height),)
     return BlockMask(column, jnp.zeros_like(column), num_full, num_tiles, whole, whole, single=False)
@@ -278,7 +278,7 @@ def cheapest(
     shapes: Sequence[TileShape],
     head_size: int,
 ) -> Tiling:
-    """Chooses, among tilings by `shapes`, the one with the least to compute for `masks`, known masks of some heads."""
+    """Chooses, of the tilings that `shapes` give, the one with the least to compute for `masks` of some heads."""
     candidates, costs = [tiling_of(lengths, shape, fine=True) for shape in shapes], []
     with jax.ensure_compile_time_eval():
         for candidate in candidates:
@@ -311,5 +311,5 @@ def cheapest_of_one(
 
 @functools.lru_cache(maxsize=256)
 def block_mask_of_one(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> BlockMask:
-    """Makes the block mask [1, ...] of a mask without arrays, the same for all heads; it is cached."""
+    """Makes and caches the block mask [1, ...] of a mask without arrays, which is the same for all heads."""
     return static_block_mask(tiling, (mask,), offsets)

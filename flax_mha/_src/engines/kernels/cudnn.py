@@ -117,7 +117,7 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
 def refusals(call: Call) -> list[str]:
     """Lists why cuDNN cannot compute a call; if there is no other reason, tries to compile the kernel.
 
-    For a GPU that is only assumed, this asks what an H100 computes, and compiles nothing.
+    If the GPU is only assumed, this lists why an H100 cannot compute the call, and compiles nothing.
     """
     mask, target, operands = kernel_mask.kernel_mask(call), call.options.target, call.operands
     here = H100 if target.assumed and target.platform == "gpu" else device(target.platform)
@@ -212,12 +212,12 @@ def failure(kernel: Kernel) -> list[str]:
 
 
 class Masked(NamedTuple):
-    """A kernel with a mask, around which `guard.around_kernel` keeps NaN and infinity out of masked positions."""
+    """A masked kernel for `guard.around_kernel`, which keeps NaN and infinity in masked keys out of the result."""
 
     kernel: Kernel
 
     def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Computes the output, 0 for queries that see no key, and arrays that must be finite for it to be right."""
+        """Computes the output, 0 for queries without visible keys, and arrays: if all are finite, it is correct."""
         query, key, value, bias, _ = arrays
         batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
         all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)
@@ -263,14 +263,17 @@ class CuDNN(Engine):
 
 
 def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
-    """Broadcasts the bias to every batch entry and head, with its axes in the order of the query."""
+    """Broadcasts the bias to all heads and batch entries, which become one axis; axes are in the query's order."""
     *batch, queries, num_heads, _ = operands.query.shape
     whole = jnp.broadcast_to(operands.bias, (*batch, num_heads, queries, operands.key.shape[-3]))  # type: ignore[arg-type]
     return jnp.swapaxes(kernel_mask.flat(whole, len(batch)), 1, 2)
 
 
 def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
-    """Computes [output] or, with `residual`, [output, log-sum-exp] by padding; `visible` is None if all see keys."""
+    """Runs the kernel on padded arrays, and returns [output] or, with `residual`, [output, log-sum-exp].
+
+    `visible` holds the first and the end key of each query; None if every query has a visible key.
+    """
     query, key, value, bias, _ = arrays
     batch, queries = query.shape[:2]
     lengths: Lengths = None, None
@@ -289,7 +292,7 @@ def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: boo
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _run(kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths) -> list[Array]:
-    """Calls the kernel. Under `jax.vmap`, its forward and backward pass get operands that are all mapped, or none."""
+    """Calls the kernel; under `jax.vmap`, its forward and backward pass get operands that are all mapped, or none."""
     return _call(kernel, residual, *_vmap_alike((arrays, lengths)))
 
 
@@ -313,9 +316,9 @@ _run.defvjp(_forward, _backward)
 
 
 def _vmap_alike(tree: T) -> T:
-    """Returns the arrays unchanged, but makes `vmap` map all of them or none; XLA removes it.
+    """Returns the arrays unchanged, but makes `vmap` map all of them or none; XLA removes these operations.
 
-    JAX's rules for this kernel want that (jax-ml/jax#34920, #36702).
+    JAX's rules to `vmap` this kernel require that (jax-ml/jax#34920, #36702).
     """
     firsts = [x.ravel()[0] for x in jax.tree.leaves(tree) if x.size]
     never = functools.reduce(jnp.logical_or, (x != x for x in firsts)) & False

@@ -1,8 +1,8 @@
 """Adds the derivatives that fused kernels lack: forward mode and higher orders, by a portable implementation.
 
-A kernel comes with a gradient, which cannot be differentiated again, and without a forward mode. Here its tangent is a
-linear function (`math/derivatives.py`) that the portable implementation evaluates. The transpose of the tangent is
-the kernel's gradient, and derivatives of this gradient are those of the portable gradient.
+A kernel comes with a gradient that cannot be differentiated again, and without a forward mode. Here the kernel's
+tangent is a linear function (`math/derivatives.py`) that the portable implementation evaluates. The transpose of the
+tangent is the kernel's gradient, and derivatives of this gradient are those of the portable gradient.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ KERNELS = ("pallas_call", "dot_product_attention")
 
 
 def with_derivatives(kernel: Attend, portable: Attend, operands: Operands, platform: str | None) -> Result:
-    """Computes output and log-sum-exp, which may be None, by `kernel`, and the derivatives that it lacks by `portable`.
+    """Computes output and log-sum-exp (or None) by `kernel`, and the derivatives that `kernel` lacks by `portable`.
 
     `kernel` has gradients of first order in reverse mode, `portable` derivatives of every order. `platform` is
     the kernel's platform if the program may be compiled for others too, else None; see `lower_for_platform.py`.
@@ -61,7 +61,7 @@ class _Functions(NamedTuple):
 
 
 def _outputs(jaxpr: ClosedJaxpr, wanted: Sequence[bool]) -> ClosedJaxpr:
-    """Removes all outputs of a jaxpr but the wanted ones, and the equations that only the others need."""
+    """Keeps only those outputs of a jaxpr that `wanted` marks, and the equations that they need."""
     return ClosedJaxpr(partial_eval.dce_jaxpr(jaxpr.jaxpr, list(wanted), instantiate=True)[0], jaxpr.consts)
 
 
@@ -80,7 +80,7 @@ class _ForwardPass(NamedTuple):
 
     @classmethod
     def of(cls, functions: _Functions, places: tuple[int, ...], arguments: Sequence[Any]) -> "_ForwardPass":
-        """Traces the kernel's forward pass, for gradients of the operands' leaves with the numbers `places`."""
+        """Traces the kernel's forward pass; the leaves of the operands at the indices `places` get gradients."""
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:
@@ -98,13 +98,13 @@ class _ForwardPass(NamedTuple):
         return cls(_outputs(jaxpr, kept), inputs, tuple(kept[results:]), places, structures[0])
 
     def all_residuals(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
-        """Lists all residuals in order: `kept` has the kernel's, all others are computed here from `arguments`."""
+        """Lists all residuals in order: the kernel's from `kept`, all others computed here from `arguments`."""
         computed, known = iter(jaxpr_as_fun(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
         return [next(known if flag else computed) for flag in self.of_kernel]
 
 
 def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | None = None) -> Function:
-    """Makes the `Function` that evaluates `jaxpr`; with `saved`, it is `saved.jaxpr`, which also returns residuals."""
+    """Makes the `Function` that evaluates `jaxpr`; with `saved`, it is `saved.jaxpr` and returns residuals, too."""
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
         return functions.run(jaxpr, arguments)
@@ -132,7 +132,7 @@ def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | 
 
 
 def _tangent(functions: _Functions, saved: _ForwardPass, num_leaves: int, outputs: Sequence[Any]) -> Function:
-    """Makes the tangent of the kernel's results: a `Function` of leaves, residuals, and tangents of `saved.places`."""
+    """Makes the tangent of the results: a `Function` of leaves, residuals, and tangents of leaves `saved.places`."""
     places, num_saved = saved.places, saved.pull.num_leaves
     first = num_leaves + num_saved
 

@@ -1,8 +1,8 @@
 """Runs a kernel for one platform in a program that may be compiled for other platforms, or for several at once.
 
 The platform is not known while a program is traced: `jit(backend="cpu")`, arrays on another device and `jax.export`
-decide it later, and `jax.lax.platform_dependent` chooses a branch then. But in a program for several platforms it
-compiles every branch for all of them, which fails for kernels; here the kernel is compiled for its platform alone.
+decide it later, and `jax.lax.platform_dependent` chooses a branch then. But in a program for several platforms, JAX
+compiles every branch for all of them, which fails for kernels; here the kernel is compiled only for its platform.
 """
 
 import functools
@@ -29,7 +29,7 @@ def lower_for_platform(platform: str, kernel: Attend, elsewhere: Attend, operand
 
 
 def compile_for(platform: str, jaxpr: ClosedJaxpr) -> Callable[..., list[Array]]:
-    """Makes a function that evaluates a jaxpr and is compiled for one platform alone; it has no derivatives."""
+    """Makes a function that evaluates a jaxpr and is compiled only for one platform; it has no derivatives."""
     return functools.partial(_compiled_for_p.bind, jaxpr=jaxpr, name=_lowering_name(platform))
 
 

@@ -21,9 +21,9 @@ from flax_mha.masks.base import conjuncts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KernelMask:
-    """A mask by which query i sees keys i - left to i + right that are in its segment and below the lengths.
+    """A mask that shows query i the keys i - left to i + right that are in its segment and below the lengths.
 
-    i is the number of the query in its array, not its position. None stands for no limit.
+    i is the index of the query in its array, not its position. None means no limit.
     """
 
     left: int | None = dataclasses.field(metadata={"static": True})  # negative if the window begins after key i
@@ -39,7 +39,7 @@ class KernelMask:
         return self.left is not None or self.right is not None or bool(jax.tree.leaves(self))
 
     def flat(self, batch: tuple[int, ...]) -> "KernelMask":
-        """Broadcasts all arrays over batch axes of the sizes `batch`, and flattens these to one axis."""
+        """Broadcasts the batch axes of all arrays to the sizes `batch`, and flattens them to one axis."""
         rank = len(batch)
         return jax.tree.map(lambda x: flat(jnp.broadcast_to(x, (*batch, *x.shape[rank:])), rank), self)
 
@@ -79,7 +79,7 @@ def _smaller(a: Any, b: Any) -> Any:
 
 
 def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> list[str]:
-    """Lists why fused kernels cannot compute a call with this mask; arguments named in `supported` are no reason."""
+    """Lists why fused kernels cannot compute a call with this mask; arguments named in `supported` are not refused."""
     operands, options = call
     has_band = mask.left is not None or mask.right is not None
     fixed = "is an array, but the kernel can shift a causal mask or window only by a constant: pass a Python int"
@@ -144,7 +144,7 @@ def visible_range(
 
 
 def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
-    """Returns True if no lengths or segments mask keys, and the window, if any, shows every query a key."""
+    """Returns True if there are no lengths or segments, and the window, if any, shows every query a key."""
     queries, keys = lengths
     if mask.query_lengths is not None or mask.key_lengths is not None or mask.segments is not None:
         return False
@@ -154,7 +154,7 @@ def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
 def masked_rows(
     mask: KernelMask, batch: int, lengths: tuple[int, int], bias: Float[Array, "B T N S"] | None = None
 ) -> Bool[Array, "B T #N"]:
-    """Computes which queries see no key with a bias other than -inf."""
+    """Computes which queries have no visible key; a bias of -inf hides a key, too."""
     if mask.segments is None and bias is None:
         first, end = visible_range(mask, batch, lengths)
         return (end <= first)[:, :, None]
@@ -185,7 +185,7 @@ class Arrays(NamedTuple):
 
 
 def clean(arrays: Arrays, mask: KernelMask, scale: float) -> tuple[Arrays, Bool[Array, "B T N 1"]]:
-    """Guards the arrays of a kernel; also returns which rows of its output are NaN."""
+    """Replaces NaN and infinity in a kernel's arrays by zeros; also returns which rows of its output must be NaN."""
     query, key, value, bias, _ = arrays
     batch, lengths, groups = query.shape[0], (query.shape[1], key.shape[1]), query.shape[2] // key.shape[2]
     key, value, of_keys = guard.zero_keys(key, value)
@@ -206,7 +206,7 @@ def clean(arrays: Arrays, mask: KernelMask, scale: float) -> tuple[Arrays, Bool[
 
 
 def _count(flags: Bool[Array, "B S N"], first: Int[Array, "B T"], end: Int[Array, "B T"]) -> Int[Array, "B T N"]:
-    """Counts the keys that are flagged among keys `first` to `end - 1` of each query."""
+    """Counts, for each query, the keys from `first` to `end - 1` whose flag is True."""
     sums = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
     at_end, at_first = (jnp.take_along_axis(sums, i[:, :, None], axis=1) for i in (jnp.maximum(first, end), first))
     return at_end - at_first

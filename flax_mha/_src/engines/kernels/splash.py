@@ -31,10 +31,10 @@ MOST_TILES = 512 * 512
 
 @dataclasses.dataclass(frozen=True)
 class Band(splash_masks.Mask):
-    """A splash mask that shows keys from `left` before the query to `right` after it, but no padding after `keys`.
+    """A splash mask that shows keys from `left` before the query to `right` after it, of the first `keys` keys.
 
-    Unlike splash's own masks, it returns a single value for a tile that is all True or all False: building the kernel
-    for 32768 queries and keys then takes 0.1 s instead of 6 to 11.
+    Unlike splash's own masks, it returns a single value for a tile that is all True or all False. Then building the
+    kernel for 32768 queries and keys takes 0.1 s instead of 6 to 11 s.
     """
 
     size: tuple[int, int]
@@ -89,13 +89,13 @@ def refusals(call: Call) -> list[str]:
 
 
 class Masked(NamedTuple):
-    """The kernel with its static options, around which `guard.around_kernel` keeps NaN out of masked positions."""
+    """The kernel's static options, for `guard.around_kernel`, which keeps NaN in masked keys out of the result."""
 
     soft_cap: float | None
     interpret: bool
 
     def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Computes the output, 0 for queries that see no key, and arrays that must be finite for it to be right."""
+        """Computes the output, 0 for queries without visible keys, and arrays: if all are finite, it is correct."""
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
         lengths = query.shape[2], key.shape[2]
         sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
@@ -158,7 +158,7 @@ def _scaled(query: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N
 
 
 def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
-    """Sets tiles of `rows` x `columns` in all kernels: forward leaves NaN in skipped tiles, so backward must skip them.
+    """Sets the same tiles in all kernels: forward leaves NaN in skipped tiles, so backward must skip the same ones.
 
     Backward is two kernels; a single fused one would store a gradient of the queries for every column of tiles.
     """
@@ -168,7 +168,7 @@ def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
 
 
 def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) -> splash_masks.Mask:
-    """Makes splash's mask of window and padding; a full one if all is hidden, as splash needs a visible tile."""
+    """Makes splash's mask of window and padding; if it hides everything, a full one, as splash needs a visible tile."""
     queries, keys = lengths
     size = queries + -queries % sides[0], keys + -keys % sides[1]
     nearest = 1 - queries if mask.left is None else max(-mask.left, 1 - queries)
@@ -194,7 +194,7 @@ def _segment_ids(
 
 
 def _unused(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
-    """Returns for each batch entry the least number >= 0 that is none of its ids."""
+    """Returns, for each batch entry, the least number >= 0 that is not among its ids."""
     numbers = jnp.arange(ids.shape[1] + 1, dtype=jnp.int32)
     taken = (ids[:, :, None] == numbers[None, None, :]).any(1)
     return jnp.argmin(taken, axis=1).astype(jnp.int32)

@@ -160,7 +160,7 @@ def prepare(plan: Plan, call: Call, interpret: Any) -> KernelCall:
 def _split(
     function: TracedFunction, captured: list[Array], batch: Any, head: Any, rank: int
 ) -> tuple[TileFunction, tuple[Array, ...]]:
-    """Splits a user's function, and computes its outer values for all heads, whose indices are `batch` and `head`."""
+    """Splits a user's function into its part for tiles and the values of its outer part, for heads `batch`, `head`."""
     tile = split(function, len(captured))
     one, ids = jnp.zeros((1,) * rank, jnp.int32), (("b", batch), ("h", head))
     used = (jnp.asarray(x) if x is not None and function.uses(name) else one for name, x in ids)
@@ -196,7 +196,7 @@ class _Wanted:
 
 
 def attend(call: KernelCall, known: Arrays | None) -> Arrays:
-    """Computes output, log-sum-exp and, if asked for, largest scores, or returns `known`; see `Engine.share`."""
+    """Computes output, log-sum-exp and, if asked for, largest scores, or returns `known` ones for `Engine.share`."""
     is_static = isinstance(call.occupancy.any_visible, np.ndarray)
 
     def call_of(inputs: Inputs, occupancy: Occupancy | None) -> KernelCall:
@@ -234,7 +234,7 @@ def _forward(call: KernelCall) -> Arrays:
 
 
 def _backward(call: KernelCall, wanted: _Wanted, results: Arrays, cotangents: Arrays) -> Inputs:
-    """Computes the gradients of the inputs from the results and their cotangents; None for inputs without one."""
+    """Computes gradients of the inputs from the results and their cotangents; None for inputs without gradient."""
     inputs = _round_operands(call.plan, call.inputs)
     query, d_output, lse, delta = _backward_rows(
         inputs.query,
@@ -265,8 +265,8 @@ def _backward_rows(
 ) -> tuple[Float[Array, "*L T H"], Float[Array, "*L T Hv"], Float[Array, "*L T"], Float[Array, "*L T"]]:
     """Prepares query, output cotangent, log-sum-exp and delta for the backward kernels.
 
-    delta is the sum of output times its cotangent in FlashAttention-2, algorithm 2, line 4, minus the cotangent of the
-    log-sum-exp. For rows without derivatives see `guard.derivative_rows`.
+    delta is the output times its cotangent, summed over features (FlashAttention-2, algorithm 2, line 4), minus the
+    cotangent of the log-sum-exp. For rows without derivatives see `guard.derivative_rows`.
     """
     d_output, d_lse = cotangents
     query, output, lse, finite = guard.derivative_rows(query, result, keys_are_finite)
@@ -276,6 +276,6 @@ def _backward_rows(
 
 
 def _sum_to(x: Array, like: Array) -> Array:
-    """Sums `x` to the shape of `like`: over its axes of length 1, along which heads share an entry."""
+    """Sums `x` over the axes that have length 1 in `like`, because heads share an entry there."""
     axes = tuple(axis for axis, size in enumerate(like.shape) if size == 1 != x.shape[axis])
     return x.sum(axes, keepdims=True)

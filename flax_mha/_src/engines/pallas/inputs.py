@@ -30,7 +30,7 @@ Sizes = tuple[int, ...]
 
 
 class KernelTile(Tile):
-    """A tile in a kernel, which gets only the tile's part of every array, so that its `cut` methods change nothing."""
+    """A tile inside a kernel: arrays there hold only the tile's part, so its `cut` methods return them unchanged."""
 
     def cut(self, x: Any) -> Array:
         return x
@@ -57,7 +57,7 @@ class TransposedTile(KernelTile):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileMask(Mask):
-    """A mask by a `mask_mod` that `split_function.py` has split: a function of tiles, and its outer values."""
+    """A `mask_mod` that `split_function.py` has split: its part for tiles, and the values of its outer part."""
 
     values: tuple[Array, ...] = dataclasses.field(metadata={"axes": "B N L"})
     function: TileFunction = dataclasses.field(metadata={"static": True})
@@ -87,7 +87,7 @@ class TileRule(ScoreRule):
     def tile_vjp(
         self, products: Float[Array, "..."], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "..."], Callable[[Array], tuple[Array, ScoreInputs]]]:
-        """Computes the scores of a tile, and the function from their gradients to those of products and `inputs`.
+        """Computes a tile's scores, and a function from their gradients to the gradients of products and `inputs`.
 
         The gradient of a captured value has an entry for each score [t, s], which the caller sums. It is 0 for masked
         scores, even if the derivative of `score_mod` there is NaN.
@@ -163,7 +163,7 @@ class KernelPlan(NamedTuple):
         return kept[::-1] if kept.endswith("H") and not self.features_last else kept
 
     def store(self, x: Array, axes: str, rank: int) -> Array:
-        """Pads an array with `rank` axes of heads, and reshapes it to [*heads, rows, columns]; numbers to [1, n]."""
+        """Pads an array with `rank` head axes, and reshapes it to [*heads, rows, columns]; [1, n] without `axes`."""
         heads = x.shape[:rank]
         x = jnp.swapaxes(x, -1, -2) if axes.startswith("H") else x
         part = x.shape[rank:] if x.ndim - rank == len(axes) else tuple(n for n in x.shape[rank:] if n != 1)
@@ -231,8 +231,9 @@ def load_tile(
 ) -> LoadedTile:
     """Loads the tile of one step from its blocks, `inputs`; `place` is the tile's row and column, counted in tiles.
 
-    `rows` are the arrays of `Kernel.kept_rows`, read from fast memory. If `transposed`, queries are along columns.
-    If not `masked`, all of the tile is visible, and the mask is not computed.
+    `rows` are the arrays with an entry per row of the tile if they are in fast memory (`Kernel.kept_rows`); if empty,
+    they are in `inputs`. If `transposed`, queries are along columns. If not `masked`, all of the tile is visible, and
+    the mask is not computed.
     """
     tiling = plan.tiling
     shape, columns = (tiling.height, tiling.width), (inputs.key, inputs.value)

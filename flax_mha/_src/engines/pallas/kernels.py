@@ -83,7 +83,7 @@ def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:
 
 
 def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> tuple[Array, list[Array | None]]:
-    """Computes the gradients of queries and, per head, of each of `inputs.values`, None unless it is `learned`."""
+    """Computes gradients of queries and, per head, of `inputs.values`; None for values that are not `learned`."""
     plan, inputs, _ = call
     *heads, length, head_size = inputs.query.shape
     shapes = [x.shape[len(heads) :] for x in inputs.values]
@@ -114,9 +114,9 @@ def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> tuple[Array,
 
 
 def _add_value(d_value: Array, entry: Array | None, total: Any) -> None:
-    """Adds a tile's gradients to `total`, the gradient of a number or, if `entry` holds indices, of a table's entries.
+    """Adds a tile's gradients to `total`, the gradient of one number or, if `entry` holds indices, of a table.
 
-    There is no scatter on TPUs: a table takes one pass for each entry between the least and the greatest.
+    There is no scatter on TPUs: a table takes one pass for each index from the least to the greatest in `entry`.
     """
     if entry is None:
         total[...] += jnp.broadcast_to(jnp.sum(d_value, keepdims=True), total.shape)

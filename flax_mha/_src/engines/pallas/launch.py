@@ -4,8 +4,8 @@ The grid has the axes of batch and heads, then the steps, one for each tile that
 data that a kernel reads before each step. A kernel has one block of results for each *group* of tiles: the forward
 kernel for each row of tiles, the gradients of keys and values for each column of tiles. The tiles of a group follow one
 another. Empty tiles are not listed, so they are neither fetched nor computed; a group of empty tiles keeps one, whose
-step only writes the result. If the mask is data, a list is as long as if no tile were empty, and its end repeats the
-last tile, for which nothing is fetched.
+step only writes the result. If the mask is known only at run time, the list has room for all tiles, and its end repeats
+the last tile, for which nothing is fetched.
 """
 
 import functools
@@ -65,7 +65,7 @@ class StepGrid(NamedTuple):
         return action, head, lax.shift_right_logical(tile, 16), tile & 0xFFFF
 
     def spec(self, axes: str, heads: Sizes, stored: Sizes, tiling: Tiling) -> pl.BlockSpec:
-        """Makes the spec that tells which block of an array of shape `stored` each step reads or writes.
+        """Makes the spec: which block of an array of shape `stored` each step reads or writes.
 
         `heads` are the array's sizes of batch and heads. `axes` names its other axes, a letter each; if there are
         none, all of the array is in scalar memory.
@@ -85,7 +85,7 @@ class StepGrid(NamedTuple):
 
 
 def flat_index(head: Sequence[Any], heads: Sizes) -> Any:
-    """Returns the index of the head with indices `head` in a flattened array [*heads]; heads share axes of size 1."""
+    """Returns the index of the head with indices `head` in a flattened array [*heads]; axes of size 1 are shared."""
     number: Any = 0
     for i, size in zip(head, heads, strict=True):
         number = number if size == 1 else number * size + i
@@ -99,7 +99,7 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> t
       occupancy: Occupancy of all tiles [*heads, rows, columns].
       sizes: Sizes of the axes of batch and heads.
       results: The same axes of the results, 1 if heads share a result.
-      by: Groups of tiles with one result: "T" rows, "S" columns, "TS" single tiles, "" all tiles.
+      by: Which tiles share a result: "T" each row, "S" each column, "TS" no two, "" all tiles.
 
     Returns:
       Actions and tiles, each an int32 array [*lists, steps], where all heads along an axis of length 1 share a list.
@@ -133,7 +133,7 @@ def _first(x: Any) -> Bool[Array, "*heads groups members"]:
 
 
 def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Bool[Array, "*heads groups members"]:
-    """Reshapes `x` [*heads, rows, columns] to one group for all tiles of a result; arguments as in `list_steps`."""
+    """Reshapes `x` [*heads, rows, columns] to groups of the tiles of a result; for arguments see `list_steps`."""
     rank = len(sizes)
     shared = [axis for axis in range(rank) if results[axis] == 1]
     separate = [axis for axis in range(rank) if results[axis] != 1]
@@ -182,11 +182,11 @@ class Kernel(NamedTuple):
 
     @property
     def by(self) -> str:
-        """Groups of tiles with one result: "T" rows, "S" columns, "TS" single tiles, "" all tiles."""
+        """Which tiles share a result: "T" each row, "S" each column, "TS" no two, "" all tiles."""
         return "".join(name for name in "TS" if name in self.results[0].names)
 
     def kept_rows(self, inputs: Inputs) -> list[Array]:
-        """Lists the arrays of a tile's rows if a group's tiles share them, to be loaded once per group; else none."""
+        """Lists the arrays with entries per row that all tiles of a group share, to load once per group; else none."""
         rows = inputs.of_rows(self.transposed)
         return rows if (self.by, rows[0].shape[:-2]) == ("S" if self.transposed else "T", self.heads) else []
 

@@ -85,7 +85,7 @@ class TileFunction:
         return [known[x] for x in self.numbers] + [x.table(known) for x in self.lookups.values()]
 
     def __call__(self, arguments: Sequence[Array], values: Sequence[Array], shape: tuple[int, int]) -> Array:
-        """Computes a tile of this shape from the arguments [score,] q_idx, kv_idx and the values of `look_up`."""
+        """Computes a tile of this shape from [score,] q_idx, kv_idx and the values that `look_up` returns."""
         known = dict(zip((*self.arguments, *self.numbers, *self.lookups), (*arguments, *values), strict=True))
         for equation in self.equations:
             if equation.outvars[0] not in known:
@@ -98,7 +98,7 @@ class TileFunction:
         """Replaces the tables [1, entries], which follow the numbers in `values`, by the entries at a tile's positions.
 
         Returns:
-          The values for `__call__` and, for each, the indices of its entries in the table, or None for a number.
+          The values for `__call__`, and for each value the indices of its entries in the table, None for a number.
         """
         count = len(self.numbers)
         entries: list[Any] = [None] * count

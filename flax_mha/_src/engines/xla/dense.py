@@ -34,7 +34,7 @@ def attention(plan: Plan, call: Call) -> Result:
 
 
 def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
-    """Computes output, log-sum-exp and largest scores of one head; 0, -inf and -inf for rows that see no key.
+    """Computes output, log-sum-exp and largest scores of one head: 0, -inf and -inf in rows without visible keys.
 
     It has derivatives of every order, in forward and reverse mode. For `fuse_rows` see `rows_of`.
     """
@@ -62,7 +62,7 @@ def _head_jvp(fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]) -> t
 
 
 def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
-    """Computes `ResultsOfHead` of rows that see no keys outside one tile; its callers define derivatives.
+    """Computes `ResultsOfHead` of rows whose visible keys are all in one tile; callers define the derivatives.
 
     `head` holds the tile's part of all arrays. With `fuse`, XLA's CPU compiles this to one kernel that writes no score
     to memory; finite numbers so large that masked products overflow may then make a row NaN.
@@ -95,7 +95,7 @@ def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
 def _raise_masked(s: Float[Array, "t s"]) -> Float[Array, "t s"]:
     """Replaces scores of -inf by the lowest finite number. Its derivative is the identity.
 
-    Nothing is lost by that: masked scores have weight 0, and no derivative.
+    This does not change results: masked scores have weight 0, and no derivative.
     """
     return jnp.where(s == -jnp.inf, jnp.finfo(s.dtype).min, s)
 
@@ -111,7 +111,7 @@ def _softmax(
     tile: Tile,
     fused: bool = False,
 ) -> ResultsOfHead:
-    """Computes `ResultsOfHead` of rows from their scores and values in a tile; `fused` is that of `ScoreRule.tile`."""
+    """Computes `ResultsOfHead` of rows from their scores and values in a tile; for `fused` see `ScoreRule.tile`."""
     lowest = jnp.finfo(s.dtype).min
     # Masked scores may be replaced by the lowest number, unless a bias or `score_mod` may give it to visible scores.
     replaced = s.size > 0 and not (fused or rule.on_gpu or inputs.bias is not None or rule.score_mod is not None)

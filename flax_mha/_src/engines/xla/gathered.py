@@ -1,8 +1,8 @@
 """Attention of queries that list their keys (`key_indices`), in time and memory that grow with T k.
 
-Block by block, queries gather their keys and values, [t, k, H] for each head, and are then computed as `dense.py`
-computes a head, but with keys of its own for each query. Few queries, as in decoding, gather from the cache before
-anything else reads it. All derivatives are JAX's; those of keys and values are scatter-adds.
+Each block of queries gathers its keys and values, [t, k, H] for each head, and is then computed like a head in
+`dense.py`, except that each query has its own keys. Few queries, as in decoding, gather from the cache before anything
+else reads it. All derivatives are JAX's; those of keys and values are scatter-adds.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from flax_mha.masks import Mask
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ListedMask(Mask):
-    """Hides the places in lists of keys that hold no key."""
+    """Hides the entries of -1 in lists of keys, which mean no key."""
 
     def tile(self, tile: Tile) -> Bool[Array, "t s"]:
         return jnp.asarray(tile.indices) >= 0
@@ -59,7 +59,7 @@ def attention(plan: Plan, call: Call) -> Result:
 def _gathered(
     operands: Operands, options: Options, indices: Int[Array, "*B T K k"] | None
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
-    """Returns keys and values as floats: all or, given `indices`, those of query 0, then those of query 1, ..."""
+    """Returns keys and values as floats: all or, given `indices`, those that query 0 lists, then query 1, ..."""
     arrays: Any = operands.key, operands.value, operands.cache_scale
     if indices is not None:
         batch, (queries, num_heads, count) = indices.shape[:-3], indices.shape[-3:]
@@ -72,7 +72,7 @@ def _gathered(
 
 
 def _unique(indices: Int[Array, "*B T K k"], keys: int) -> tuple[Int[Array, "*B T K k"], Bool[Array, "*B T K"]]:
-    """Sorts each list, replaces repeated keys by -1, and returns which queries list a key that does not exist."""
+    """Sorts each list and replaces repeated keys by -1; also returns which queries list a key that does not exist."""
     indices = lax.sort(indices, dimension=-1)
     repeated = indices[..., 1:] == indices[..., :-1]
     is_beyond = (indices[..., -1] >= keys) | (indices[..., 0] < -1)
@@ -82,7 +82,7 @@ def _unique(indices: Int[Array, "*B T K k"], keys: int) -> tuple[Int[Array, "*B 
 
 
 def _one_head(height: int | None, own: tuple[Head, Int[Array, "T k"], Bool[Array, " T"]]) -> ResultsOfHead:
-    """Computes one head, `height` queries at a time; None if keys were gathered for all queries together."""
+    """Computes one head, `height` queries at a time; `height` is None if all keys were gathered before."""
     head, indices, is_beyond = own
     (queries, count), rows = indices.shape, head.rows
     assert rows is not None
@@ -118,7 +118,7 @@ def by_blocks(block: Callable[[Int[Array, ""]], T], queries: int, height: int, a
 def _block(
     head: Head, first: Int[Array, ""], indices: Int[Array, "t k"], gather: Callable[[Array], Array]
 ) -> ResultsOfHead:
-    """Computes the queries from `first` on, which list the keys `indices`, as `dense.py` computes a head."""
+    """Computes the queries from `first` on by `dense_head`; they list the keys `indices`, which `gather` reads."""
     cut = functools.partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=indices.shape[0])
     rows: Any = head.rows
     part = dataclasses.replace(

@@ -3,7 +3,7 @@
 Elsewhere keys and values are put into the layout of one head, which reads and writes all of them. Here a loop reads
 blocks of keys [B..., S, K, H] in place, a block for all heads, and only from the first to the last block in which a
 query of the batch entry sees a key. A step of decoding costs what its sequence has written to the cache, not what the
-cache can hold. Where most of the cache has been written, blocks are larger, or all of it is one block, which spares
+cache can hold. If most of the cache has been written, blocks are larger, or all of it is one block, which spares
 even the copy of a block.
 
 A matrix product for each key head copies the keys of this head. For few queries, one block-diagonal product for all
@@ -271,7 +271,11 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: online_softmax.
 def _read_block(
     blocks: KeyBlocks, part: BatchSlice, column: Scalar
 ) -> tuple[list[Array], Array, list[Array] | None, Float[Array, "*B K 1 s"] | None]:
-    """Reads a block of keys (split by `_scaled_features`), values, scales [*B, K, 1, s] or None, and flags or None."""
+    """Reads a block of keys (split by `_scaled_features`) and values, their scales, and which keys are not finite.
+
+    Scales are [*B, K, 1, s], or None except for 8 bits. The last result holds infinity for keys or values that were not
+    finite, else 0; it is None unless `part.guarded`.
+    """
     groups, scale, flags = (part.key.shape[-2], 1), None, None
     read = functools.partial(_block, part=part, column=column, width=blocks.width)
     keys = [read(part.key, features, dtype=part.query.dtype) for features in _scaled_features(blocks)]
@@ -293,7 +297,7 @@ def _read_block(
 
 
 def _scaled_features(blocks: KeyBlocks) -> list[slice]:
-    """Returns a slice of the keys' features for each scale: all, or those after the first `value_size`, then these."""
+    """Returns a slice of the keys' features for each scale: all, or [value_size:] and [:value_size]."""
     number = blocks.value_size
     return [slice(None)] if number is None else [slice(number, None), slice(number)]
 
@@ -301,7 +305,7 @@ def _scaled_features(blocks: KeyBlocks) -> list[slice]:
 def _block(
     x: Shaped[Array, "*B S K F"], features: slice, part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
 ) -> Float[Array, "*B s K f"]:
-    """Reads `width` keys, values or scales from `column` on, of the batch entries in `part`, unscaled, as `dtype`."""
+    """Reads `width` keys, values or scales of `x` from `column` on, for the batch entries in `part`, as `dtype`."""
     bits, has_8_bits = BITS.get(x.dtype.name) if platform() == "cpu" else None, x.dtype.itemsize == 1
     batch, (length, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
 
@@ -327,7 +331,7 @@ def _block(
 
 
 def _visited(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> tuple[Scalar, Scalar]:
-    """Finds the first block of keys in which some query may see a key, and the end, one past the last such block."""
+    """Returns the range of blocks, first and end (exclusive), that may hold a visible key of some query."""
     some = _seen(blocks, part, num_keys)
     some = some.any(range(some.ndim - 1))
     before, after = (jnp.argmax(x).astype(jnp.int32) for x in (some, some[::-1]))
@@ -335,7 +339,7 @@ def _visited(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> tuple[Scalar
 
 
 def _seen(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> Bool[Array, "*#B #K #G count"]:
-    """Computes for each of the `count` blocks of keys whether some query may see a key in it."""
+    """Returns for each of the `count` blocks of keys whether it may hold a visible key of some query."""
     rule, count = part.rule, -(-num_keys // blocks.width)
     if rule.ring is not None:  # the whole ring, or the slots written so far
         newest = jnp.asarray(rule.offsets.values[1])
