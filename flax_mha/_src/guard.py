@@ -4,7 +4,7 @@ Masked entries must not affect the output, but a weight of 0 times NaN is NaN. S
 
 1. Before any product, keys and values that hold NaN or infinity are replaced by zeros by `guard`, and queries by
    engines (`Head.finite_query`): a CPU can often read queries where they are, but not change them there. `Rows` holds
-   infinity for each of them.
+   infinity for each query and key that is replaced.
 2. Engines add that infinity to the visible scores, so that the softmax of these rows is NaN, as it is without masks.
 3. Rows that are NaN get zero gradients, so that the gradients of all other rows stay finite.
 
@@ -29,7 +29,7 @@ from flax_mha._src.call.operands import Call, Rows
 
 
 def guard(call: Call, plan: Any) -> Call:
-    """If `plan.guard`, replaces keys and values that are not finite by zeros, and sets `Operands.rows`."""
+    """If `plan.guard`, replaces keys and values that hold NaN or infinity by zeros, and sets `Operands.rows`."""
     operands, options = call
     if not plan.guard or not may_mask(call):
         return call
@@ -58,7 +58,7 @@ def flag(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:
 
 @functools.partial(jax.checkpoint, prevent_cse=False)  # saves the flags for the backward pass, not all conditions
 def zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L F"]:
-    """Replaces flagged vectors by zeros."""
+    """Replaces vectors by zeros if their entry in `flags`, as returned by `flag`, is infinity."""
     infinite = lax.broadcast_in_dim(lax.eq(flags, lax.full_like(flags, jnp.inf)), x.shape, tuple(range(flags.ndim)))
     return lax.select(infinite, lax.full_like(x, 0), x)
 
@@ -66,18 +66,18 @@ def zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L
 def zero_keys(
     key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"]
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Float[Array, "*B S K"]]:
-    """Replaces a key and its value by zeros if either is not finite; also returns the keys' flags."""
+    """Replaces a key and its value by zeros if either is not finite; also returns infinity for these keys, else 0."""
     flags = lax.max(flag(key), flag(value).astype(key.dtype))
     return zero(key, flags), zero(value, flags), flags
 
 
 def restore_nan(x: Float[Array, "n F"], flags: Float[Array, " n"]) -> Float[Array, "n F"]:
-    """Replaces flagged vectors, which are zeros, by NaN, for engines that replace masked scores."""
+    """Turns the zeros of flagged vectors back into NaN, for engines that overwrite masked scores."""
     return x + jnp.expand_dims(flags * 0, -1).astype(x.dtype)
 
 
 def poison_of_scores(rows: Rows) -> Float[Array, "T S"]:
-    """Returns what is added to visible scores: infinity if the query or the key was replaced, else 0."""
+    """Returns a term to add to visible scores: infinity if the query or the key held NaN or infinity, else 0."""
     if rows.key.ndim == 2:  # each query has keys of its own
         return rows.query[:, None] + rows.key
     shape = (*rows.query.shape, *rows.key.shape)
@@ -85,9 +85,9 @@ def poison_of_scores(rows: Rows) -> Float[Array, "T S"]:
 
 
 def poison_of_rows(rows: Rows, unmasked: bool) -> Float[Array, " T"]:
-    """Returns what is added to the largest score of each row: NaN if its query was replaced, else 0.
+    """Returns a term to add to the largest score of each row: NaN if its query held NaN or infinity, else 0.
 
-    If `unmasked`, all rows see all keys, and one replaced key makes all rows NaN.
+    If `unmasked`, every query attends to every key, so a single key with NaN or infinity makes all rows NaN.
     """
     flags = rows.query
     if unmasked:
@@ -96,18 +96,18 @@ def poison_of_rows(rows: Rows, unmasked: bool) -> Float[Array, " T"]:
 
 
 def poison_rows(largest: Float[Array, " t"], poison: Float[Array, " t"]) -> Float[Array, " t"]:
-    """Adds poison to the largest score of each row that sees a key."""
+    """Adds `poison`, NaN or 0, to the largest score of each row that has a visible key."""
     return lax.select(lax.gt(largest, lax.full_like(largest, -jnp.inf)), largest + poison, largest)
 
 
 def derivative_rows(
     query: Float[Array, "*L T H"], result: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]], keys_are_finite: bool
 ) -> tuple[Float[Array, "*L T H"], Float[Array, "*L T Hv"], Float[Array, "*L T"], Bool[Array, "*L T"]]:
-    """Prepares query, output and log-sum-exp for derivatives, and returns which rows have derivatives.
+    """Prepares `query` and `result` (output, log-sum-exp) for derivatives; also returns which rows have derivatives.
 
-    A row has none if its log-sum-exp is not finite: it saw no key, or NaN or infinity. Its log-sum-exp is replaced by
-    infinity, which makes its weights 0, and its output by 0. If `keys_are_finite`, its query is replaced by 0, too, so
-    that its products are 0 and cannot overflow.
+    A row has no derivatives if its log-sum-exp is not finite: its query attends to no key, or to NaN or infinity. Then
+    its log-sum-exp becomes infinity, which makes its weights 0, and its output becomes 0. If `keys_are_finite`, its
+    query becomes 0, too, so that products with it are 0 and cannot overflow.
     """
     output, lse = result
     finite = jnp.isfinite(lse)
@@ -117,9 +117,10 @@ def derivative_rows(
 
 
 def backward_weights(s: Float[Array, "..."], lse: Float[Array, "..."], may_be_nan: bool) -> Float[Array, "..."]:
-    """Computes weights exp(s - lse) from scores; 0 in rows without derivatives, whose log-sum-exp must be infinity.
+    """Computes weights exp(s - lse) from scores; they are 0 in rows without derivatives.
 
-    `derivative_rows` makes it so. `may_be_nan`: scores in these rows may be NaN, as with a bias or a `score_mod`.
+    `derivative_rows` has set `lse` to infinity in these rows. `may_be_nan`: whether their scores may be NaN, as with a
+    bias or a `score_mod`.
     """
     s = jnp.where(lse == jnp.inf, jnp.full_like(s, -jnp.inf), s) if may_be_nan else s
     return jnp.exp(s - lse)
@@ -129,15 +130,15 @@ class Fused(Protocol):
     """A fused kernel; static and hashable."""
 
     def run(self, arrays: Any, mask: Any, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Computes the output, and the arrays [B, L, ...] that decide: if all are finite, it is right."""
+        """Computes the output, and arrays [B, L, ...] to check: if all of them are finite, the output is correct."""
 
     def clean(self, arrays: Any, mask: Any) -> tuple[Any, Bool[Array, "B T N 1"]]:
-        """Returns guarded arrays, and which rows of the output are NaN."""
+        """Returns the arrays without NaN and infinity, and which rows of the output must become NaN."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def around_kernel(fused: Fused, arrays: Any, mask: Any) -> Array:
-    """Computes the output of a fused kernel, right with NaN and infinity; differentiable once, in reverse mode."""
+    """Runs a fused kernel, and again by `on_guarded` if anything was not finite; has first-order gradients."""
     output, decisive = fused.run(arrays, mask, False)
     return lax.cond(all_finite(*decisive), lambda: output, lambda: on_guarded(fused, arrays, mask))
 
@@ -168,7 +169,7 @@ around_kernel.defvjp(_forward, _backward)
 
 
 def on_guarded(fused: Fused, arrays: Any, mask: Any) -> Array:
-    """Runs a fused kernel on guarded arrays, and makes rows NaN that see NaN or infinity; these have no gradient."""
+    """Runs a fused kernel on guarded arrays; rows that attend to NaN or infinity become NaN, without a gradient."""
     finite, is_nan = fused.clean(arrays, mask)
     output, _ = fused.run(finite, mask, False)
     return jnp.where(is_nan, jnp.full_like(output, jnp.nan), output)
@@ -192,6 +193,6 @@ def _all_finite_of_all(axis_size: int, in_batched: list[bool], *arrays: Array) -
 
 
 def _combine_alike(flags: list[Array]) -> list[Array]:
-    """Combines boolean arrays of the same shape by `and`, to one for each shape."""
+    """Combines all boolean arrays of the same shape by `and`; returns one array for each shape."""
     shapes = dict.fromkeys(x.shape for x in flags)
     return [functools.reduce(jnp.logical_and, [x for x in flags if x.shape == shape]) for shape in shapes]

@@ -93,8 +93,8 @@ class KeyBlocks(NamedTuple):
       sequential: Whether batch entries run one after another, each with its own number of blocks; else together.
       dtype: Dtype of queries, keys and weights in matrix products.
       block_diagonal: Whether one matrix product serves all heads, as `in_place.py` describes.
-      wide: Blocks to use instead if more than half of the keys are visible; None to use these blocks then, too.
-      value_size: If given, the first `value_size` features of keys are the values; their scale is not that of the rest.
+      wide: Blocks to use instead if more than half of the keys are visible; None uses these blocks in every case.
+      value_size: If given, the first `value_size` features of keys are the values, and have a scale of their own.
       whole: Whether all keys are one block of all batch entries, for few enough scores (`fitting`).
     """
 
@@ -108,7 +108,7 @@ class KeyBlocks(NamedTuple):
     whole: bool = False
 
     def fitting(self, scores: int, numbers: int) -> "KeyBlocks":
-        """Returns the blocks for so many scores, and numbers in keys and values, including axes added by `vmap`."""
+        """Returns the blocks for so many scores, and so many numbers in keys and values, with the axes of `vmap`."""
         wide = self.wide if scores <= MAX_SCORES_WHOLE or self.wide is None or not self.wide.whole else None
         return wide if wide is not None and wide.whole and numbers <= MAX_NUMBERS_WHOLE else self._replace(wide=wide)
 
@@ -148,7 +148,7 @@ class Plan(NamedTuple):
 
 
 def plan_xla(call: Call) -> Plan:
-    """Plans a call by "xla": keys are read in place if blocks are chosen for them, else all scores computed at once."""
+    """Plans a call by "xla": keys are gathered if queries list them, else read in place, or all scores are computed."""
     if call.operands.key_indices is not None:
         return _plan_gathered(call, call.operands.key_indices.shape[-1])
     blocks = blocks_in_place(call)
@@ -163,8 +163,8 @@ def plan_xla(call: Call) -> Plan:
 def _plan_gathered(call: Call, count: int) -> Plan:
     """Plans a call whose queries list `count` keys each.
 
-    A block of queries gathers about as many keys as there are. Then the gradients of keys that a block adds to those of
-    other blocks take no longer than the gathered keys themselves, and memory stays linear.
+    A block of queries gathers about S keys in all. Then memory stays linear, and adding the block's gradients of keys
+    to those of other blocks takes no longer than gathering its keys.
     """
     queries, keys = call.operands.lengths
     if not call.options.has_known_sizes:
@@ -178,7 +178,7 @@ def _plan_gathered(call: Call, count: int) -> Plan:
 
 
 def plan_tiles(call: Call) -> tuple[Plan, Call]:
-    """Plans a call computed tile by tile; the call gets what is known about the tiles to visit."""
+    """Plans a call computed tile by tile; the returned call holds the tiles to visit, if they are known."""
     call = with_occupancy(call)
     tiling, blocks = tiles(call)
     scores = tiling.height * tiling.width
@@ -189,7 +189,7 @@ def plan_tiles(call: Call) -> tuple[Plan, Call]:
 
 
 def with_occupancy(call: Call) -> Call:
-    """Returns the call with a mask that knows the occupancy of CELL x CELL squares, if the mask's data are known."""
+    """Stores in the call's mask which CELL x CELL squares are visible, if the mask's arrays can be read."""
     operands = call.operands
     if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
         return call  # a mask without arrays knows it already
@@ -299,9 +299,9 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
 def _dtype_in_place(call: Call) -> jnp.dtype:
     """Chooses the dtype of the products of keys that are read in place, on one CPU.
 
-    It is bfloat16 if the CPU multiplies bfloat16, queries are bfloat16, and keys and values are, too, or in 8 bits.
-    Products are then scaled instead of queries, so only weights are rounded. That makes the log-sum-exp less exact: if
-    it is returned, or precision is raised, the dtype is `options.dtype`.
+    The dtype is bfloat16 if the CPU multiplies bfloat16, queries are bfloat16, and keys and values have bfloat16 or 8
+    bits. Products are then scaled instead of queries, so only weights are rounded. That makes the log-sum-exp less
+    exact: if it is returned, or precision is raised, the dtype is `options.dtype`.
     """
     operands, options = call
     is_narrow = {x.dtype for x in operands[:3]} == {jnp.dtype(jnp.bfloat16)}
@@ -314,9 +314,9 @@ def _dtype_in_place(call: Call) -> jnp.dtype:
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     """Chooses the dtype in which query, key, value and weights enter matrix products; sums are float32 at least.
 
-    It is the dtype of the query, if that has 16 bits and is faster: on accelerators, and in large tiles on CPUs with a
-    matrix unit for bfloat16 (AMX). Other CPUs, and calls with more precision than the default, get `options.dtype`.
-    `tiles`: the call is computed tile by tile.
+    It is the query's dtype, if that has 16 bits and makes products faster: on accelerators, and in large tiles on CPUs
+    with a matrix unit for bfloat16 (AMX). Other CPUs, and calls with more precision than the default, get
+    `options.dtype`. `tiles`: whether the call is computed tile by tile.
     """
     operands, options = call
     dtype, wide = operands.query.dtype, options.dtype
@@ -355,14 +355,14 @@ def _looped_axes(call: Call, scores: int) -> int | None:
 
 
 def _max_heads_on_tpu(call: Call, scores: int) -> int | None:
-    """Limits the heads that run together, given the number of scores of one head in memory at once; None: all."""
+    """Returns how many heads may run together on a TPU if each holds `scores` scores in memory; None for no limit."""
     if call.options.target[:2] != ON_ONE_TPU or not call.options.has_known_sizes:
         return None
     return max(MAX_SCORES_TPU // max(scores, 1), 1)
 
 
 def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
-    """Chooses the fastest tiling, with its block mask [B..., K | 1, G | 1] if the mask holds arrays, all concrete.
+    """Chooses the fastest tiling, and makes its block mask [B..., K | 1, G | 1] if the mask holds concrete arrays.
 
     Otherwise the block mask is None: the caller computes it (`blockwise._block_mask`), at trace time or in the program.
     """

@@ -134,7 +134,7 @@ def choose(call: Call) -> str:
 
 
 def refusals(name: str, call: Call, in_ring: bool = False) -> list[str]:
-    """Lists why an engine does not support a call on one device; `in_ring`: a step of strategy="ring"."""
+    """Lists why an engine does not support a call on one device; `in_ring`: whether it is a step of strategy="ring"."""
     engine = ENGINES[name]
     if in_ring and not engine.shares:
         names = " and ".join(f'"{name}"' for name in NAMES if ENGINES[name].shares)
@@ -201,7 +201,7 @@ def _run_in_ring(call: Call, context: Context, implementation: str | None) -> Re
 
 
 def _exchanging(context: Context | None, attend: Callable[[Call], Any]) -> Callable[[Call], Any]:
-    """Wraps `attend`, for one device, in the communication of "ulysses" or "allgather"; else returns `attend`."""
+    """Wraps `attend`, which runs on one device, in the communication of "ulysses" or "allgather", if requested."""
     if context is None or context.strategy == "ring":
         return attend
     strategy = ulysses if context.strategy == "ulysses" else allgather
@@ -213,14 +213,14 @@ _compiled_on_mesh = jax.jit(split.run_on_mesh, static_argnames=("options", "part
 
 @jax.jit
 def _max_score(lse: Float[Array, "*B T N"], largest: Float[Array, "*B T N"]) -> Float[Array, "*B N"]:
-    """Computes each head's largest score from that of each row, NaN if a row's log-sum-exp is; without a gradient."""
+    """Computes each head's largest score from the rows' `largest`; NaN if a row's `lse` is NaN. Has no gradient."""
     lse, largest = lax.stop_gradient((lse, largest))
     largest = jnp.max(largest, axis=-2, initial=-jnp.inf)
     return jnp.where(jnp.isnan(lse).any(-2), jnp.nan, largest)  # `jnp.max` may lose NaN
 
 
 def explain(call: Call, implementation: str | None) -> Explanation:
-    """Explains which engine `run` would use for the part of the call on each device, or raises its error."""
+    """Explains which engine `run` would use for the part of a call on each device, or raises the error of `run`."""
     check_name(implementation)
     parts, target, found = _split_of(call), call.options.target, []
     if parts is None:

@@ -1,4 +1,4 @@
-"""Checks the arguments of `dot_product_attention`, as `core/validation.py` does, and makes a `Call` of them."""
+"""Checks the arguments of `dot_product_attention`, with `core/validation.py`, and makes a `Call` of them."""
 
 import functools
 import math
@@ -87,7 +87,7 @@ class CallArguments(Arguments, total=False):
 def check_inputs(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, any_dtypes: bool = False
 ) -> tuple[Array, Array, Array, Shape]:
-    """Converts query, key and value to arrays that fit together (in dtype, too, unless `any_dtypes`); adds sizes."""
+    """Converts query, key and value to arrays, checks shapes and, unless `any_dtypes`, equal dtypes; adds the sizes."""
     meaning = "[batch..., length, heads, head size]"
     query, key, value = (
         x if isinstance(x, jax.Array) else as_array(name, x, f"an array {meaning}")
@@ -127,7 +127,7 @@ def check_inputs(
 
 
 def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], meaning: str) -> Array | None:
-    """Checks that bias or sinks broadcast to `shape` (in errors: `meaning`), and gives them its rank."""
+    """Checks that bias or sinks broadcast to `shape`, called `meaning` in errors, and adds axes up to its rank."""
     if value is None:
         return None
     array = as_array(name, value, "an array of floats")
@@ -174,7 +174,7 @@ def check_window(size: Any) -> tuple[int | None, int | None] | None:
 
 
 def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
-    """Checks a scale and returns (number, None), which is static, or (1.0, array) for a JAX array."""
+    """Checks a scale; returns (number, None) for a static number, or (1.0, array) for a JAX array."""
     if value is None:
         return 1 / math.sqrt(shape.head_size), None
     value = validation.unwrapped(value)
@@ -251,7 +251,7 @@ def check_dropout(rate: float, rng: Any) -> float:
 
 @functools.cache
 def _raw_key_shape(implementation: str) -> tuple[int, ...]:
-    """Returns the shape of a raw key of this implementation of random numbers."""
+    """Returns the shape of a raw key of the random number generator with this name, such as "threefry2x32"."""
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).shape
 
 

@@ -19,7 +19,7 @@ DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
 
 class _NoOffset(int):
-    """The default of an offset: 0, for arrays that are whole sequences. A slice may have the offset 0, too."""
+    """The default offset: 0, for arrays that are whole sequences. A caller's own offset of 0 may be for a slice."""
 
 
 NO_OFFSET = _NoOffset(0)
@@ -40,7 +40,7 @@ class Context(NamedTuple):
     mesh: Mesh | AbstractMesh | None
 
     def with_sharding(self, sharding: Any, rank: int) -> "Context":
-        """Adds the mesh, batch axes and head axis of the query's sharding; raises a ValueError if they contradict."""
+        """Adds mesh, batch axes and head axis of the query's sharding; raises a ValueError if they contradict these."""
         if sharding is None or rank < 3:  # a query of rank < 3 is refused later
             return self
         spec: PartitionSpec = getattr(sharding, "spec", sharding)
@@ -108,7 +108,7 @@ class Operands(NamedTuple):
 
     @property
     def groups(self) -> tuple[int, int]:
-        """The number of key heads K, and of query heads that share one of them, G = N / K."""
+        """The number of key heads K, and the number of query heads that share a key head, G = N / K."""
         return self.key.shape[-2], self.query.shape[-2] // self.key.shape[-2]
 
     def axis_names(self) -> list[str]:

@@ -33,7 +33,10 @@ def sequence_axes(operands: Operands) -> list[SequenceAxes]:
 
 
 def travels_with_keys(names: Sequence[str]) -> bool:
-    """Returns whether an array with these axes is split by keys; one with queries and keys is split by queries."""
+    """Returns whether an array with these axes is split by keys, and so travels with them around a ring of devices.
+
+    An array with axes for queries and keys is split by queries.
+    """
     return "S" in names and not {"T", "T|1"} & set(names)
 
 
@@ -45,9 +48,9 @@ def slice_call(
 ) -> Operands:
     """Cuts some queries and keys out of the operands that a device holds.
 
-    `queries` are the first query and their number. `keys` are the first key in arrays that travel, the first key in
-    arrays with entries for all keys, and their number; None keeps all. `positions` of the first query and the first key
-    are relative to the offsets of `operands`.
+    `queries` is (first query, number of queries). `keys` is (first key in arrays that travel, which hold only this
+    device's keys; first key in arrays with entries for all keys; number of keys), or None for all keys. `positions` of
+    the first query and the first key are relative to the offsets of `operands`.
     """
     first_held, first_of_all, width = (0, 0, operands.lengths[1]) if keys is None else keys
 

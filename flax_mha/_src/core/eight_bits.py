@@ -1,4 +1,4 @@
-"""Numbers in 8 bits, with one scale for each vector of them."""
+"""Quantizes vectors to 8-bit numbers, with one scale for each vector."""
 
 import functools
 
@@ -13,14 +13,14 @@ LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
 
 def is_quantized(dtype: DTypeLike) -> bool:
-    """Returns whether this is int8 or float8_e4m3fn, the dtypes of 8 bits whose numbers come with scales."""
+    """Returns whether `dtype` is int8 or float8_e4m3fn, the 8-bit dtypes whose numbers come with scales."""
     return jnp.dtype(dtype) in LARGEST
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 @functools.partial(jax.jit, static_argnums=1)
 def quantize(x: Float[Array, "... F"], dtype: jnp.dtype) -> tuple[Array, Float[Array, "... 1"]]:
-    """Divides each vector by its scale and rounds it to the 8-bit `dtype`; returns numbers and float32 scales.
+    """Divides each vector [F] by its scale and rounds it to `dtype`; returns 8-bit numbers and float32 scales.
 
     A vector of zeros has scale 0. A vector with NaN or infinity becomes zeros with scale NaN.
     """
@@ -75,5 +75,5 @@ def dequantize_cache(
 
 
 def _parts(key: Array, value: Array, value_size: int | None) -> tuple[Array, Array]:
-    """Returns the arrays with one scale each: key and value, or features of keys after and before a `value_size`."""
+    """Returns the two separately scaled arrays: key and value, or key[..., value_size:] and key[..., :value_size]."""
     return (key, value) if value_size is None else (key[..., value_size:], key[..., :value_size])

@@ -23,7 +23,7 @@ IntMatrix = Int[Array, "rows columns"] | np.ndarray
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Offsets:
-    """Positions of the first query and the first key: each a number, which is static, or an int32 array [B...]."""
+    """The positions of the first query and the first key: each a static int, or an int32 array [B...]."""
 
     query_array: Any = None  # position of the first query if it is an array, else None
     key_array: Any = None  # position of the first key if it is an array, else None
@@ -43,7 +43,7 @@ class Offsets:
 
     @property
     def are_known(self) -> bool:
-        """Whether both positions are numbers."""
+        """Whether both positions are ints, not arrays."""
         return self.query_array is None and self.key_array is None
 
     def moved(self, query: Any, key: Any) -> "Offsets":
@@ -111,7 +111,7 @@ class Tile(NamedTuple):
         return self.cut(x[None, :])
 
     def map_positions(self, function: Callable[..., Array], *scores: Float[Array, "t s"]) -> Array:
-        """Maps `function(*scores, query position, key position)` over the tile, one score after another."""
+        """Maps `function`, which takes scalars (*scores, query position, key position), over the tile."""
         if self.indices is not None:
             positions = jnp.broadcast_arrays(self.query_positions, self.key_positions)
             return jax.vmap(jax.vmap(function))(*scores, *positions)
@@ -120,7 +120,7 @@ class Tile(NamedTuple):
         return by_row(*scores, self.query_positions[:, 0], self.key_positions[0])
 
     def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
-        """Cuts the tile's columns out of `x`, whose axis `axis` has length S."""
+        """Cuts the tile's columns out of `x` along `axis`, the axis with an entry for each key."""
         return lax.dynamic_slice_in_dim(x, self.column, self.shape[1], axis, allow_negative_indices=False)
 
     def add(self, x: Array, part: Array) -> Array:
@@ -132,7 +132,7 @@ class Tile(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The scores of one head cut into tiles of one shape; the last ones may reach beyond T and S, into padding."""
+    """The scores of one head cut into tiles of one shape; the last tiles may reach beyond T and S, into padding."""
 
     counts: tuple[int, int]  # rows and columns of tiles
     tile_shape: tuple[int, int]  # rows and columns of a tile
@@ -140,7 +140,7 @@ class Grid(NamedTuple):
     lengths: tuple[int, int] | None = None  # T and S if tiles reach beyond them, else None
 
     def bounds(self, axis: int, positions: bool = False) -> tuple[IntMatrix, IntMatrix]:
-        """Returns the first and last row [rows, 1] or column [1, columns] of all tiles, or their `positions`."""
+        """Returns the first and last row [rows, 1] (`axis` 0) or column [1, columns] (1) of all tiles, or positions."""
         size = self.tile_shape[axis]
         first = np.expand_dims(np.arange(self.counts[axis], dtype=np.int32) * np.int32(size), 1 - axis)
         last = first + np.int32(size - 1)

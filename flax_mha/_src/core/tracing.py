@@ -41,7 +41,7 @@ def multiplies_bfloat16(on: str | None = None) -> bool:
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """Reads the CPU's features from Linux; none elsewhere."""
+    """Returns the CPU's features as Linux lists them; empty on other systems."""
     info = pathlib.Path("/proc/cpuinfo")
     return frozenset(info.read_text().split()) if info.exists() else frozenset()
 
@@ -49,7 +49,7 @@ def cpu_features() -> frozenset[str]:
 def target_of(arrays: Sequence[Array], asked: str | None = None) -> Target:
     """Returns the devices that a call is compiled for: those of its arrays or, while tracing, the default ones.
 
-    If a platform is `asked` for, returns the same number of devices on that platform, even if none exists here.
+    `asked` names a platform to put in place of the platform of these devices; this machine need not have it.
     """
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         mesh = jax.sharding.get_abstract_mesh()
@@ -75,7 +75,7 @@ def _target_of_sharding(sharding: jax.sharding.Sharding) -> Target:
 
 
 def reasons_against_kernel(target: Target) -> list[str]:
-    """Lists why a Pallas kernel cannot run in this trace: it computes on one device and does not know meshes."""
+    """Lists why a Pallas kernel cannot run in this trace: kernels run on one device, and do not support meshes."""
     reasons = []
     if target.may_be_split:
         reasons.append("on multiple devices, it needs to know how its arrays are sharded: pass qkv_sharding")
@@ -86,7 +86,7 @@ def reasons_against_kernel(target: Target) -> list[str]:
 
 
 def without_mesh() -> AbstractContextManager:
-    """Makes a context that hides the mesh while a function of scalars is traced, unless all its axes are Manual."""
+    """Makes a context in which a function of scalars is traced without the mesh, unless all its axes are Manual."""
     axis_types = jax.sharding.get_abstract_mesh().axis_types
     if all(kind is jax.sharding.AxisType.Manual for kind in axis_types):
         return nullcontext()
@@ -94,7 +94,7 @@ def without_mesh() -> AbstractContextManager:
 
 
 def readable(x: Array | np.ndarray) -> bool:
-    """Returns whether an array is not traced, and this process holds all of it."""
+    """Returns whether the values of `x` can be read: it is not traced, and this process holds all of it."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
@@ -106,7 +106,7 @@ def being_traced() -> bool:
 def varying_alike(tree: T) -> T:
     """Casts arrays to vary over the same mesh axes, which loops and custom derivatives require in `jax.shard_map`.
 
-    The type of an array there lists the mesh axes along which devices may hold different values.
+    Inside `jax.shard_map`, the type of an array lists the mesh axes along which devices may hold different values.
     """
     leaves, structure = jax.tree.flatten(tree)
     axes = frozenset().union(*map(_varying_axes, leaves))
@@ -175,7 +175,7 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 
 
 def evaluate(jaxpr: Jaxpr, values: Sequence[Array]) -> list[Array]:
-    """Evaluates a jaxpr without constants; in `jax.shard_map`, casts the operands of each equation to vary alike."""
+    """Evaluates a jaxpr without constants; in `jax.shard_map`, calls `varying_alike` on each equation's operands."""
     if not any(map(_varying_axes, values)):
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values)
     known = dict(zip(jaxpr.invars, values, strict=True))

@@ -25,11 +25,11 @@ F = TypeVar("F", bound=Callable)
 
 
 class TracedFunction:
-    """The jaxpr of a function of ([score,] b, h, q_idx, kv_idx). Two that are equal compute the same.
+    """The jaxpr of a function of ([score,] b, h, q_idx, kv_idx). Equal instances compute the same.
 
     Attributes:
       name: Name of the function in errors; not compared.
-      jaxpr: Its arguments are the captured arrays, then those of the function.
+      jaxpr: Its arguments are the captured arrays, then the arguments of the function.
       made_for: The sizes given to the decorator `made_for`; not compared.
     """
 
@@ -58,13 +58,16 @@ class TracedFunction:
         return any("callback" in equation.primitive.name for equation in equations(self.jaxpr))
 
     def uses(self, position: str) -> bool:
-        """Returns whether the function reads this argument, one of `POSITIONS`."""
+        """Returns whether the function reads the argument `position`: "b", "h", "q_idx" or "kv_idx"."""
         variable = self.jaxpr.invars[POSITIONS.index(position) - len(POSITIONS)]
         return any(v is variable for atoms in (*(e.invars for e in self.jaxpr.eqns), self.jaxpr.outvars) for v in atoms)
 
     @functools.cached_property
     def lookups(self) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Lookups at one of `POSITIONS`, if no condition on it may discard the entry: its name, axis, array's shape."""
+        """Array lookups at index b, h, q_idx or kv_idx: (name of the index, axis, shape of the array).
+
+        If a condition depends on the index, the lookup is left out, because the condition may discard its result.
+        """
         held, conditional, found = _positions(self.jaxpr), _conditional(self.jaxpr), []
         for equation in (e for e in self.jaxpr.eqns if e.primitive.name == "dynamic_slice"):
             array, *indices = _atoms(equation)
@@ -76,15 +79,15 @@ class TracedFunction:
         return found
 
     def size(self, position: str) -> int | None:
-        """Returns the number of values of b, h, q_idx or kv_idx that its arrays have entries for; None if any."""
+        """Returns for how many values of `position` the function's arrays have entries; None if it sets no limit."""
         sizes = [shape[axis] for name, axis, shape in self.lookups if name == position]
         return min([*sizes, *(size for name, size in self.made_for.items() if name == position)], default=None)
 
     def check(self, last: Mapping[str, int | None]) -> None:
-        """Raises a ValueError if `made_for` has other sizes, or if a lookup is certainly beyond the end of an array.
+        """Raises a ValueError if the call's sizes differ from `made_for`, or if a lookup is certainly out of bounds.
 
-        JAX clamps an index that is too large: a table that is too short would give wrong numbers and no error. `last`
-        holds the largest visible value of each of `POSITIONS`, None if it is not known.
+        JAX clamps an index that is too large, so a table that is too short would give wrong numbers and no error.
+        `last` maps b, h, q_idx and kv_idx to their largest visible value, or to None if it is not known.
         """
         for name, size in self.made_for.items():
             value = last[name]
@@ -114,7 +117,10 @@ def made_for(**sizes: int) -> Callable[[F], F]:
 
 
 class Trace(NamedTuple):
-    """A traced function, and the arrays that its jaxpr takes first: those that get gradients, then all others."""
+    """A traced function and the arrays that it captures: `learned` get gradients, `constants` do not.
+
+    The jaxpr takes these arrays first, in this order.
+    """
 
     function: TracedFunction
     learned: list[Array]
@@ -122,10 +128,10 @@ class Trace(NamedTuple):
 
 
 def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
-    """Traces a `score_mod` of scores of dtype `score`, or a `mask_mod`, with the values that it captures now.
+    """Traces a `score_mod` (`score` is the dtype of scores) or a `mask_mod` (None); captured values are read now.
 
     Raises:
-      ValueError: If `name` is no function, raises an error, or returns anything but one score or one bool.
+      ValueError: If `function` is not callable, raises an error, or does not return one score or one bool.
     """
     closed = _checked_jaxpr(name, function, score)
     # NumPy arrays are copied: JAX would keep the first values of one that changes, for as long as it holds the array.
@@ -147,7 +153,7 @@ def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
 
 
 def _checked_jaxpr(name: str, function: Any, score: jnp.dtype | None) -> ClosedJaxpr:
-    """Traces a function and checks that it returns one bool, or one score."""
+    """Traces a function and checks that it returns one scalar, of dtype `score` or, if `score` is None, a bool."""
     if not callable(function):
         raise ValueError(f"{name} must be a function of scalars, but got {function!r}.")
     scores = {} if score is None else {"score": score}
@@ -171,7 +177,7 @@ def _checked_jaxpr(name: str, function: Any, score: jnp.dtype | None) -> ClosedJ
 
 
 def _name_of(function: Any) -> str:
-    """Returns the name of a function, of the function in a partial, or of a callable object's class."""
+    """Returns the name of a function, of the function inside a `functools.partial`, or of a callable's class."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", type(function).__qualname__).replace("<locals>.", "")
@@ -190,7 +196,7 @@ def _fix(error: Exception) -> str:
 
 
 def _key(compared: Any) -> tuple:
-    """Returns a jaxpr's text and the `id`s of constants and callbacks inside it; of a function, only its `id`."""
+    """Returns what identifies a function, its `id`, or a jaxpr: its text, and the `id`s of constants and callbacks."""
     if not isinstance(compared, Jaxpr | ClosedJaxpr):
         return (id(compared),)
     inside = list(equations(compared))
@@ -201,10 +207,10 @@ def _key(compared: Any) -> tuple:
 
 
 def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
-    """Returns what to compare if a `score_mod` has custom derivatives, whose rules are not part of a jaxpr.
+    """Returns what else to compare if a `score_mod` has custom derivatives: their rules are not part of its jaxpr.
 
-    This is a trace of its derivative. If that has other custom derivatives, or if a rule raises an error, the function
-    itself is compared, too.
+    The list holds the jaxpr of the derivative and, if that has more custom derivatives, the function itself. If a rule
+    raises an error, it holds only the function.
     """
 
     def custom(jaxpr: Any) -> set[tuple]:
@@ -227,7 +233,7 @@ def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
 
 
 def _positions(jaxpr: Any) -> dict[Any, str]:
-    """Maps variables to the position that they hold, possibly cast, or with the axis's length added if negative."""
+    """Maps each variable that holds b, h, q_idx or kv_idx to its name; a cast or wrapped negative index counts, too."""
     held, from_end = dict[Any, str](zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)), dict[Any, str]()
     for equation in jaxpr.eqns:
         name, result, atoms = equation.primitive.name, (*equation.outvars, None)[0], _atoms(equation)
@@ -241,7 +247,7 @@ def _positions(jaxpr: Any) -> dict[Any, str]:
 
 
 def _conditional(jaxpr: Any) -> set[str]:
-    """Finds positions on which a condition depends, or control flow; entries of arrays count as independent."""
+    """Finds which of b, h, q_idx and kv_idx decide a condition or control flow, other than through array entries."""
     sources, found = {v: {name} for v, name in zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)}, set[str]()
     for equation in jaxpr.eqns:
         name, atoms = equation.primitive.name, _atoms(equation)

@@ -38,7 +38,7 @@ class Shape(NamedTuple):
         return (*self.batch, self.num_heads, self.query_length, self.key_length)
 
     def indices(self, by_batch: bool, by_head: bool) -> tuple[Array | np.ndarray, np.ndarray]:
-        """Returns indices of batch entries [B...], counted over all axes, and of heads [N]; else 0, with length 1."""
+        """Returns the flat index of each batch entry [B...] and the index of each head [N]; one 0 if not asked for."""
         batch = self.batch if by_batch else (1,) * len(self.batch)
         count = math.prod(batch)
         entries = np.arange(count, dtype=np.int32) if isinstance(count, int) else jnp.arange(count, dtype=jnp.int32)
@@ -58,8 +58,8 @@ def mask(value: ArrayLike | None, shape: Shape) -> Array:
 def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
     """Converts a mask that Flax accepts, booleans or the numbers 0 and 1, to a boolean array.
 
-    Other numbers are most likely an additive mask of 0 and -inf, whose meaning is the opposite. They are an error; for
-    traced numbers, the second result is whether there are any: pass it and the output to `nan_if`.
+    Other numbers are most likely an additive mask of 0 and -inf, whose meaning is the opposite, and raise a ValueError.
+    For traced numbers, the second result says whether there are others: pass it and the output to `nan_if`.
     """
     array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
     if array.dtype == bool:
@@ -75,12 +75,12 @@ def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
 
 
 def nan_if(flag: Bool[Array, ""] | None, x: Array) -> Array:
-    """Returns NaN everywhere if the flag holds, else `x`; None never holds."""
+    """Returns `x`, or NaN in its place if `flag` is True; a `flag` of None counts as False."""
     return x if flag is None else jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
 
 
 def _mask_fix(array: Array, shape: Shape) -> str:
-    """Returns advice on the missing axes of a mask [B..., S] or [B..., T | 1, S | 1]; else an empty string."""
+    """Returns advice if a mask has shape [B..., S] or [B..., T | 1, S | 1], so that axes are missing; else ""."""
     rank, keys = len(shape.batch), shape.key_length
     first, sizes = "..." if rank > 1 else ":", array.shape[rank:]
     if not rank or array.shape[:rank] != shape.batch:
@@ -120,7 +120,7 @@ def segment_ids(
     shape: Shape,
     names: tuple[str, str] = ("query_segment_ids", "key_value_segment_ids"),
 ) -> tuple[Array, Array]:
-    """Checks segment ids [B..., T] and [B..., S], called `names` in errors; if T = S, one of the two is enough."""
+    """Checks segment ids [B..., T] and [B..., S], called `names` in errors; if T = S, either may be None."""
     if query_ids is None and key_ids is None:
         raise ValueError("SegmentMask(query_ids, key_value_ids) requires integer arrays, but got None.")
     lengths, checked = (shape.query_length, shape.key_length), []
@@ -140,7 +140,7 @@ def segment_ids(
 
 
 def key_indices(value: ArrayLike | None, shape: Shape) -> Array | None:
-    """Checks indices of keys [B..., T, k] or [B..., T, K, k], and adds the axis of key heads."""
+    """Checks indices of keys [B..., T, k] or [B..., T, K, k], and adds the axis of key heads if it is missing."""
     if value is None:
         return None
     indices, keys, each = int32("key_indices", value), shape.key_length, (*shape.batch, shape.query_length)
@@ -189,7 +189,7 @@ def as_array(name: str, value: Any, expected: str) -> Array:
 
 
 def broadcastable(name: str, array: Any, shape: tuple[int, ...], meaning: str, fix: str = "") -> Array:
-    """Checks that an array broadcasts to `shape` (in errors: `meaning`, `fix`), and adds axes up to its rank."""
+    """Adds leading axes up to the rank of `shape`; if the array does not fit, the error holds `meaning` and `fix`."""
     fits = array.ndim <= len(shape) and all(
         n in (1, size) for n, size in zip(reversed(array.shape), reversed(shape), strict=False)
     )
@@ -208,7 +208,7 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 def int_at_least(name: str, value: object, least: int) -> int:
-    """Converts an integer of Python or NumPy to a Python int; raises a ValueError if it is none, or below `least`."""
+    """Converts an integer of Python or NumPy to an int; raises a ValueError if it is below `least`, or no integer."""
     if not is_int(value) or value < least:
         raise ValueError(f"{name} must be an int >= {least}, but got {value!r}.")
     return int(value)
@@ -238,7 +238,7 @@ def number_in(value: Any) -> Any:
 
 
 def integers(name: str, value: Any) -> Any:
-    """Converts integers to an array, of NumPy if their values are known: JAX would reduce 64 bits to 32."""
+    """Converts integers to a NumPy array if their values are known, because JAX would reduce 64 bits to 32."""
     value = unwrapped(value)
     is_int32 = isinstance(value, jax.Array) and value.dtype == jnp.int32
     try:
@@ -263,7 +263,7 @@ def int32(name: str, value: Any) -> Array:
 
 
 def ids_int32(name: str, value: Any) -> Array:
-    """Converts ids to int32, or raises a ValueError, so that two of them are equal exactly if the given ids are.
+    """Converts ids to int32, so that different ids stay different; raises a ValueError if they are out of range.
 
     Traced ids cannot be checked: those of 64 bits keep their dtype, and uint32 wraps around.
     """
@@ -280,7 +280,7 @@ def ids_int32(name: str, value: Any) -> Array:
 
 
 def extremes(array: Array) -> tuple[int, int]:
-    """Returns the least and the greatest of integers; 0 and 0 if there are none or they are not known."""
+    """Returns the least and the greatest entry of an array; 0 and 0 if it is empty or its values are not known."""
     if not readable(array) or not array.size:
         return 0, 0
     known = np.asarray(array)

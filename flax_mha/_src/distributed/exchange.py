@@ -19,7 +19,7 @@ from flax_mha._src.distributed import split
 
 
 def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> Result:
-    """Computes a device's queries; `attend` gets some of the heads of the whole sequence."""
+    """Computes the attention of a device's queries; `attend` gets whole sequences, with some of the heads."""
     operands, options = call
     axis, is_zigzag = context.axis, context.layout == "zigzag"
     order = split.chunk_order(context.layout, lax.axis_size(axis))
@@ -36,7 +36,7 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> R
 
 
 def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) -> Result:
-    """Computes a device's queries; `attend` gets a chunk of them at a time, and all keys."""
+    """Computes the attention of a device's queries; `attend` gets all keys, and a chunk of the queries at a time."""
     operands, options = call
     devices, rank = lax.axis_size(context.axis), lax.axis_index(context.axis)
     key, value = (

@@ -40,7 +40,7 @@ Trainable = dict[str, Any]  # the operands of a call that have derivatives, by n
 def attention(call: Call, context: Context, engine: Engine, portable: Engine) -> Result:
     """Computes a device's part of a call, inside `jax.shard_map`, with hops by `engine`.
 
-    `portable` computes derivatives: it must have those of every order.
+    `portable` computes the derivatives, and must itself have derivatives of every order.
     """
     operands, options = call
     ring, step = _ring_of(Call(operands, options._replace(return_residual=True)), context)
@@ -52,7 +52,7 @@ def attention(call: Call, context: Context, engine: Engine, portable: Engine) ->
 
 
 def first_step(call: Call, context: Context) -> Call:
-    """Returns the call that the first hop computes for the first of a device's queries."""
+    """Returns the call of the first hop, for the first chunk of a device's queries."""
     return _ring_of(call, context)[1]
 
 
@@ -64,7 +64,7 @@ def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
 
 
 def _of_hops(operands: Operands) -> Operands:
-    """Returns the operands of hops: sinks are added after the last hop, and `head_ids` holds the random words."""
+    """Returns the operands for hops: sinks are added after the last hop, and dropout uses the words in `head_ids`."""
     return operands._replace(sinks=None, dropout_rng=None)
 
 
@@ -85,7 +85,7 @@ class Ring(NamedTuple):
 
     @property
     def portable(self) -> "Ring":
-        """The ring whose hops have derivatives of every order."""
+        """This ring with hops by the engine that has derivatives of every order."""
         return self._replace(engines=self.engines[-1:])
 
     def fold(
@@ -97,8 +97,9 @@ class Ring(NamedTuple):
     ) -> T:
         """Folds `step(held, cut, i, state)` over all pairs of chunks in all hops, and returns the last state.
 
-        `held` are `operands`, but with the keys and values that another device had before the first hop. `cut` makes
-        the call of the pair from `held`: chunk `i` of the device's queries, and one chunk of these keys.
+        `held` is `operands` with the keys and values that the device holds in this hop, which came from another device.
+        `cut(held)` makes the call of a pair: chunk `i` of the device's queries, and one chunk of these keys.
+        `after_hop` changes the state at the end of each hop.
         """
         rank, (leaves, structure) = lax.axis_index(self.axis), jax.tree.flatten(operands)
         travels = [axes.travels for axes in slices.sequence_axes(operands)]
@@ -131,7 +132,7 @@ class Ring(NamedTuple):
         )
 
     def hop(self, call: Call, known: Result | None = None) -> Result:
-        """Computes the call of a pair in float32 at least, or returns `known`, with derivatives of `Engine.share`."""
+        """Computes the call of a pair in float32 at least or, given `known`, calls `Engine.share` with it."""
         operands, (engine, plan) = call.operands, self.engines[0]
         query, key, value = (x.astype(self.options.dtype) for x in operands[:3])
         call = guard(call._replace(operands=operands._replace(query=query, key=key, value=value)), plan)
@@ -192,7 +193,7 @@ def _merge_hops(ring: Ring, operands: Operands) -> Result:
 def _tangents(ring: Ring, operands: Operands, known: Result, d_operands: Trainable) -> Result:
     """Computes the tangents of `known`, output and log-sum-exp over all keys: the sum of the shares of all hops.
 
-    The tangents of keys and values travel around the ring with them.
+    The tangents of keys and values travel around the ring with the keys and values.
     """
     ring = ring.portable
 

@@ -26,7 +26,7 @@ from flax_mha._src.math.head import head_ids
 
 
 def mesh_axes(mesh: Any, *kinds: AxisType) -> list[str]:
-    """Lists the names of a mesh's axes of these types."""
+    """Lists the names of the mesh axes whose type is one of `kinds`."""
     return [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind in kinds]
 
 
@@ -119,7 +119,7 @@ class Split(NamedTuple):
 
 
 def by_types(call: Call) -> Split:
-    """Returns the split that the types of query, key and value contain; one of them is on a mesh with Explicit axes."""
+    """Returns the split given by the types of query, key and value, at least one of which is on an Explicit mesh."""
     arrays = call.operands[:3]
     mesh = next(jax.typeof(x).sharding.mesh for x in arrays if is_explicit(x))
     specs = [jax.typeof(x).sharding.spec for x in arrays]
@@ -127,14 +127,14 @@ def by_types(call: Call) -> Split:
 
 
 def by_caller(call: Call, sharding: Any) -> Split | None:
-    """Returns the split by `qkv_sharding`, on the mesh that it has or that of `jax.set_mesh`; None without a mesh."""
+    """Returns the split by `qkv_sharding`, on its own mesh or the one of `jax.set_mesh`; None if there is no mesh."""
     mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
     known = _known_axes("qkv_sharding", mesh, [name for axes in spec for name in names_of(axes)], "a NamedSharding")
     return _split(mesh, known, [spec], call, "qkv_sharding") if known else None
 
 
 def by_placement(call: Call) -> Split | None:
-    """Returns the split by the shardings of concrete arrays; None without one mesh of devices that can be split so."""
+    """Returns the split by the shardings of concrete arrays; None if they share no mesh, or do not fit the call."""
     shardings: list[Any] = [x.sharding for x in call.operands[:3]]
     if not all(isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings):
         return None
@@ -146,7 +146,7 @@ def by_placement(call: Call) -> Split | None:
 
 
 def by_context(call: Call, context: Context) -> Split:
-    """Returns the split by `context_parallel`; without `batch_axes` or `head_axis`, these are split as in the query."""
+    """Returns the split by `context_parallel`; if `batch_axes` or `head_axis` is None, the query's split is used."""
     mesh, spec = _mesh_and_spec(call, context)
     batch = [context.batch_axes or spec[0], *spec[1:-3]] if len(spec) > 3 else []
     heads = context.head_axis or spec[-2]
@@ -212,7 +212,7 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
 
 
 def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, source: str) -> Split:
-    """Makes the split by specs of query, key and value, or by one for all; error messages name their `source`."""
+    """Makes the split by the PartitionSpecs of query, key and value, or by one for all; errors name their `source`."""
     query, key, *_ = call.operands
     by_axis = zip(*(pad_spec(spec, query.ndim) for spec in specs), strict=True)
     given = [{axes for axes in each if axes not in (None, ())} for each in by_axis]
@@ -287,7 +287,7 @@ def unsplit(call: Call) -> Call:
 
 
 def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
-    """Returns `part`, a device's part of `whole`; if key heads are not split, with the one that its queries use."""
+    """Returns `part`, a device's part of `whole`; if key heads are not split, with only the key head of its queries."""
     if parts.heads == parts.key_heads:
         return part
     group_size = whole.query.shape[-2] // whole.key.shape[-2]
@@ -336,5 +336,5 @@ def chunk_order(layout: Layout, devices: int) -> np.ndarray:
 
 
 def chunk_of(rank: Any, number: Any, devices: int) -> Any:
-    """Returns the index in the sequence of a device's chunk 0, which is `rank`, or of chunk 1 (only in "zigzag")."""
+    """Returns which chunk of the sequence is chunk `number` (0 or, in "zigzag", also 1) of the device `rank`."""
     return rank + number * (2 * devices - 1 - 2 * rank)

@@ -20,10 +20,11 @@ Names = tuple[str | None, ...]
 
 
 def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[str, Names]:
-    """Returns the names of axes for Flax's metadata of each parameter, if `head_axis` splits the heads.
+    """Returns the axis names of each parameter, for Flax's metadata; `head_axis` is the name of the axis of heads.
 
-    "query", and "key" for keys and values, are for kernels [features, heads, H]; a bias lacks the first name. A cache
-    [B..., S, K, H] ends with "key", all None if there are fewer key heads than devices.
+    The entries "query" and "key" (for keys and values) name the axes of kernels [features, heads, H]; a bias lacks the
+    first axis. The last axes of a cache [B..., S, K, H] have the names in "key", all None if there are fewer key heads
+    than devices.
     """
     parts = _size(head_axis)
     if num_heads % parts:
