@@ -103,7 +103,7 @@ class _ContextAttention:
         object.__setattr__(self, "core", core)
 
     def __call__(self, query: Array, *others: Any, qkv_sharding: Sharding | None = None, **arguments: Any) -> Array:
-        """Computes `attention_fn`; `qkv_sharding`, passed by modules that split heads, is added to the context."""
+        """Computes `attention_fn`; `qkv_sharding`, passed by modules that split heads, completes `self.context`."""
         _check_computes(query, arguments)
         sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
         return attention_fn(query, *others, qkv_sharding=sharding, **arguments)

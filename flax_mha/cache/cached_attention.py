@@ -1,4 +1,4 @@
-"""`cached_attention`: attention of new tokens over those in a cache and themselves."""
+"""`cached_attention`: attention of new tokens over the tokens in a cache and themselves."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Unpack, overload
@@ -157,15 +157,14 @@ def over_cache(
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
     """Computes `cached_attention` by a function `run(call, implementation)`, which computes a call or explains it.
 
-    A prompt of more than 16 tokens may meet an empty cache, for which there is a faster call; see `Step.by_emptiness`.
+    A prompt of more than 16 tokens takes a faster call if the cache is empty; see `Step.by_emptiness`.
     Fewer tokens, and masks or biases that differ by slot, take the general call. The caller has checked that keys and
     values fit.
 
-    With a `latent`, key and cache hold latents, but the query is not absorbed yet (see `Latent`). A prompt that meets
-    an empty cache attends to keys and values of heads, which are fewer products; queries of later calls are absorbed.
+    With a `latent`, key and cache hold latents, but the query is not absorbed yet (see `Latent`). If the cache is
+    empty, a prompt attends to keys and values of heads, which takes fewer products; otherwise queries are absorbed.
 
-    `platform` is that of `canonical`. A list in `key_indices` has all keys that its query sees if these are at most
-    `top_k`.
+    For `platform` see `canonical`. If a query sees at most `top_k` keys, its list in `key_indices` has all of them.
     """
     heads = query
     if latent is not None:
@@ -218,15 +217,15 @@ class Step(NamedTuple):
     top_k: int = 0  # lists have all keys that their queries see if these are at most as many
 
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
-        """Returns this step with `query`, which is not absorbed, and keys and values of heads from the new latents."""
+        """Returns this step with `query`, which is not absorbed; new keys and values are expanded from latents."""
         query, key, value, shape = check_inputs(query, *latent.expand(self.key), any_dtypes=True)
         scoring = check_scoring(query, shape, arguments, self.scoring.options.target)
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)
 
     def check_lookups(self, room: Bool[Array, "..."] | bool) -> Bool[Array, "..."] | bool:
-        """Returns `room`, False for sequences at positions for which user functions' arrays have no entry.
+        """Returns `room`, but False for sequences at positions that arrays of user functions have no entry for.
 
-        JAX would clamp the index there. Raises a ValueError if such a position is known.
+        JAX would clamp such an index. Raises a ValueError if the position is known.
         """
         masks, score_mod = self.masks(self.mask, self.cache.length), self.scoring.options.score_mod
         ends = jnp.where(self.tokens > 0, self.cache.index + self.tokens, 0)
@@ -263,7 +262,7 @@ class Step(NamedTuple):
         return [CausalMask(), window, None if mask is None else given_mask(mask, shape)]
 
     def call(self, is_empty: bool, in_place: bool) -> Call:
-        """Makes a `Call` over the new tokens alone if `is_empty`, else over the cache, read `in_place` if possible."""
+        """Makes a `Call` over only the new tokens if `is_empty`, else over the cache, read `in_place` if possible."""
         cache, query, rank = self.cache, self.scoring.operands.query, len(self.shape.batch)
         is_ring = not is_empty and cache.window is not None
         by_one = is_ring and in_place and self.shape.query_length == 1
@@ -299,7 +298,7 @@ class Step(NamedTuple):
         return call if scale is None or indices is not None or reads_in_place(call) else self.call(is_empty, False)
 
     def _listed(self, first: Any, number: int, by_slot: bool) -> Int[Array, "..."] | None:
-        """Converts `key_indices` to indices of the `number` keys of a call, -1 for positions that are not among them.
+        """Converts the positions in `key_indices` to indices of the `number` keys of a call; -1 for other positions.
 
         `first` is the position of the first key or, if `by_slot`, of the newest key in a ring.
         """
@@ -326,7 +325,7 @@ def _by_batch(x: Int[Array, "..."], rank: int) -> Int[Array, "..."]:
 
 
 def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, Int[Array, "..."]]:
-    """Returns the keys and values of a ring, then those of new tokens, in order of position, and the first position.
+    """Returns keys and values of a ring, then of the new tokens, in order of position; also the first position.
 
     Keys and values are [B..., S + T, K, _]; positions below 0 hold no token. The first position is shaped as the index.
     """
@@ -337,7 +336,7 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
 
 
 def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) -> tuple[int | None, int | None] | None:
-    """Returns the window as (left, right), or None; raises a ValueError if it, bias or mask does not fit the cache."""
+    """Returns the window as (left, right), or None; raises a ValueError if it, the bias or the mask does not fit."""
     window = None if local_window_size is None else check_window(local_window_size)
     if cache.window is None:
         for name, x in (("bias", bias), ("mask", mask)):
@@ -375,7 +374,7 @@ def _differs_by_slot(x: Any) -> bool:
 
 
 def _of_first_slots(x: Any, number: int) -> Any:
-    """Cuts a bias or mask [..., S] to the first `number` slots, where a prompt goes; leaves [..., 1] and objects."""
+    """Cuts a bias or mask [..., S] to the slots of a prompt, the first `number`; leaves [..., 1] and mask objects."""
     if isinstance(x, Mask) or not _differs_by_slot(x):
         return x
     return (x if isinstance(x, np.ndarray) else jnp.asarray(x))[..., :number]

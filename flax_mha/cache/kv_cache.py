@@ -130,7 +130,7 @@ class KVCache:
         return key, value
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
-        """Raises a ValueError unless new keys and values fit; of a given `number` of tokens, in any dtype."""
+        """Raises a ValueError unless new keys and values fit; if `number` tokens are expected, dtypes may differ."""
         given, expected = None if self.scale is None else self.scale.shape, (*self.key.shape[:-1], 2)
         if given != (expected if self.key.dtype.itemsize == 1 else None):
             raise ValueError(
@@ -160,7 +160,7 @@ class KVCache:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Key, value unless there is a `value_size`, index, and the scale if there is one."""
+        """The arrays of the cache: key, value (except with a `value_size`), index, and scale (if there is one)."""
         key, value, *scale = self._entries
         return key, *([value] if self.value_size is None else []), self.index, *scale
 
@@ -250,7 +250,7 @@ class KVCache:
     def append(
         self, key: Array, value: Array, lengths: ArrayLike | None = None
     ) -> tuple["KVCache", Int[Array, "..."], Bool[Array, "..."] | bool]:
-        """Does `update` without checking shapes and dtypes; adds the results of `_fit`: `tokens` and `room`."""
+        """Does `update` without checking shapes and dtypes; also returns the number of new tokens and `has_room`."""
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
         kind, options = Kind(self.window is not None, lengths is None), (self.value_size, self.key.dtype)
@@ -395,5 +395,5 @@ class KVCache:
         return jnp.broadcast_to(positions, (*self.batch, self.length))
 
     def counted(self, number: int) -> Int[Array, "... n"]:
-        """Returns 0, 1, ..., `number` - 1, after an axis of length 1 for each axis of the index."""
+        """Returns 0, 1, ..., `number` - 1, with a leading axis of length 1 for each axis of the index."""
         return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))

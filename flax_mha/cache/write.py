@@ -1,6 +1,6 @@
 """Checks new keys and values, and writes them into a cache, in place if the cache is donated.
 
-On a CPU they are written as slices: XLA's scatter copies the new entries there, and up to jax 0.11 converts a whole
+On a CPU, entries are written as slices: XLA's scatter copies the new entries there, and up to jax 0.11 converts a whole
 bfloat16 cache to float32 and back.
 """
 
@@ -44,7 +44,7 @@ def check_dtype(dtype: DTypeLike) -> None:
 
 
 def check_entries(name: str, new: Array, cached: Array, number: int | None, any_dtype: bool) -> None:
-    """Raises a ValueError unless new keys or values fit; None is any `number` of tokens."""
+    """Raises a ValueError unless new keys or values fit the cache; if `number` is None, of any number of tokens."""
     sizes = (*cached.shape[:-3], "T" if number is None else number, *cached.shape[-2:])
     given = (*new.shape[:-3], "T", *new.shape[-2:]) if number is None else new.shape
     if new.ndim != cached.ndim or given != sizes:
@@ -85,7 +85,8 @@ def write_entries(
 ) -> tuple[Shaped[Array, "*B S K _"], ...]:
     """Writes the first `added` new entries of each sequence, in the cache's dtypes, into the slots from `index` on.
 
-    `index` (of a ring: a position; any number if `added` is 0) and `added` (from 0 to T) are [B...], or [] for all.
+    `index` and `added` (from 0 to T) are [B...], or [] for all sequences. In a ring, `index` is a position. If `added`
+    is 0, `index` may be any number.
     """
     first, *rest = map(jnp.asarray, cached)  # a checkpoint may have been read as NumPy's arrays
     index, added = (jnp.asarray(x).astype(jnp.int32) for x in (index, added))
@@ -204,7 +205,7 @@ def _write_sequence(
 ) -> Float[Array, "*B S K H"]:
     """Writes the first `added` new entries of one sequence, at the indices `place` of the batch axes, from `index` on.
 
-    `new` may be the bits of the entries (`_bits`). With a `place` of zeros it may hold the entries of all sequences.
+    `new` may be the bits of the entries (`_bits`). If `place` is zeros, `new` may hold the entries of all sequences.
     """
     length, size = cached.shape[-3], min(new.shape[-3], cached.shape[-3])
     first = index % length if kind.ring else index
@@ -234,7 +235,7 @@ def _update_slice(
     start: tuple[Array, ...],
     in_use: Bool[Array, "..."],
 ) -> Float[Array, "*B S K H"]:
-    """Writes entries, or their bits, into the slice from `start` on where `in_use`, one bool or one per slot, holds."""
+    """Writes entries, or their bits, into the slice from `start` on if `in_use` is True (one bool, or one per slot)."""
     if not _is_converted(cached):
         before = lax.dynamic_slice(cached, start, entries.shape)
         return lax.dynamic_update_slice(cached, jnp.where(in_use, entries, before), start)

@@ -343,7 +343,7 @@ class CausalMask(_Window):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrittenMask(Mask):
-    """Shows keys at positions >= 0: in a ring or with a negative first position, the others were never written."""
+    """Shows keys at positions >= 0; keys at negative positions, as in a ring that is not full, were never written."""
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return tile.key_positions >= 0

@@ -83,7 +83,7 @@ class _Comparable:
         return cls(mask_mod, traced, (traced.function, *map(_key, traced.constants)))
 
     def __reduce__(self) -> tuple:
-        """Copies and pickles only the function, which is traced again, because a jaxpr can be neither."""
+        """Copies and pickles only the function, and traces it again: a jaxpr can be neither copied nor pickled."""
         return _Comparable.of, (self.mask_mod,)
 
 
@@ -149,8 +149,8 @@ def check_lookups(
 ) -> None:
     """Checks that user functions fit the call's sizes, and look up only entries that their arrays have.
 
-    `lengths` are T and S. Positions are only checked if no mask may hide them but causal masks, windows, and the mask
-    whose function makes the lookup.
+    `lengths` are T and S. Positions that another mask may hide are not checked; causal masks, windows and the mask
+    whose own function makes the lookup do not count as such.
     """
     sizes = {"b": math.prod(shape.batch), "h": shape.num_heads}
     last = {name: size - 1 if isinstance(size, int) and size else None for name, size in sizes.items()}
@@ -162,9 +162,9 @@ def check_lookups(
 def with_windows(
     masks: Sequence[Mask | None], score_mod: TracedFunction | None
 ) -> list[tuple[TracedFunction, Window | None]]:
-    """Lists the user functions of canonical masks, and `score_mod`, each with a window (left, right).
+    """Lists the user functions of canonical masks, and `score_mod`, each with the window (left, right) of all masks.
 
-    Only this window and the function itself hide positions; None if other masks may hide some.
+    The window is None if masks other than windows and the function's own mask may hide positions.
     """
     functions = [*(part.function for part in functions_of(masks)), *([] if score_mod is None else [score_mod])]
     return [(function, _window_beside(masks, function)) for function in functions]
@@ -182,7 +182,7 @@ def _window_beside(masks: Sequence[Mask | None], function: TracedFunction) -> Wi
 
 
 def _last_visible(offsets: Offsets, lengths: tuple[int, int], window: Window) -> tuple[int | None, int | None]:
-    """Returns the largest positions of a query and of a key in its window; None if unknown, or if there are none."""
+    """Returns the largest positions of a query and of a key that the window shows; None if unknown or absent."""
     queries, keys = (_span(offset, length) for offset, length in zip(offsets.values, lengths, strict=True))
     if window == (None, None):
         return tuple(None if x is None else int(x[1].max()) for x in (queries, keys))  # type: ignore[return-value]
@@ -256,7 +256,7 @@ def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
 
 
 def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
-    """Does `_occupancies`, with results in NumPy, even while tracing."""
+    """Computes `_occupancies` as NumPy arrays, even while tracing."""
     with jax.ensure_compile_time_eval():
         offsets = jnp.asarray(grid.offsets[0], jnp.int32), jnp.asarray(grid.offsets[1], jnp.int32)
         return Occupancy(*map(np.asarray, _occupancies(heads, offsets, grid._replace(offsets=(0, 0)))))

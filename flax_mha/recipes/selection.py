@@ -22,7 +22,7 @@ def top_blocks(
 
     Args:
       query: Queries, which are also passed to the attention; rotate them first.
-      key: Keys, in the same way.
+      key: Keys, which are also passed to the attention; rotate them first.
       block: Number of keys in a block; the last block may have fewer.
       count: Number of blocks for each query, its own included.
       query_offset: Position of the first query.

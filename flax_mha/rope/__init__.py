@@ -260,7 +260,7 @@ def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
 
 
 def _check_sections(sections: Any, layout: Any) -> tuple[int, ...] | None:
-    """Returns `sections` as a tuple of integers, or None; raises a ValueError unless it is one and fits the layout."""
+    """Returns `sections` as a tuple of integers, or None; raises a ValueError if `sections` or `layout` is invalid."""
     if layout not in get_args(SectionLayout):
         raise ValueError(f"section_layout must be one of {', '.join(get_args(SectionLayout))}, but got {layout!r}.")
     if sections is None:
