@@ -182,6 +182,8 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
     out_norm_epsilon: float | None = None
     clip_qkv: float | None = None
     value_dim: int | None = None
+    normalize_value: bool = False
+    share_kv: bool = False
 
     @nn.compact
     def __call__(  # noqa: D417 - see the docstring
@@ -228,8 +230,8 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         inputs_k, inputs_v, may_be_mask = _inputs(inputs_k, inputs_v, inputs_kv)
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         parts = self._parts(inputs_q.shape[-1], mask, deterministic, dropout_rng, sow_weights)
-        if may_be_mask:  # its features rarely fit; Flax's error about them comes before those about other axes
-            values = parts.value(inputs_v)  # type: ignore[misc]
+        if may_be_mask and parts.value is not None:  # its features rarely fit; Flax's error about them comes before those about other axes
+            values = parts.value(inputs_v)
             parts = parts._replace(value=lambda _: values)
         return call_module(parts, Given(**given, decode=self.decode))
 
@@ -247,9 +249,10 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             module=self,
             query=self._dense("query", (self.num_heads, head_size)),
             key=self._dense("key", (num_kv_heads, head_size)),
-            value=self._dense("value", (num_kv_heads, value_dim)),
+            value=None if self.share_kv else self._dense("value", (num_kv_heads, value_dim)),
             out=self._dense("out", self.out_features or features),
             norms=(self._norm("query_ln"), self._norm("key_ln")) if self.normalize_qk else None,
+            value_norm=self._norm("value_ln", "rms_norm", use_scale=False) if self.normalize_value else None,
             norms_after_rope=bool(self.normalize_qk) and norm_of(self.normalize_qk).after_rope,
             gate=self._dense("gate", of_gate) if self.gate else None,
             sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype) if self.sinks else None,
@@ -291,10 +294,9 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             precision=self.precision,
         )
 
-    def _norm(self, name: str) -> nn.Module:
-        norm = norm_of(self.normalize_qk)
-        options: dict[str, Any] = {"reduction_axes": norm.axes, "feature_axes": norm.scale_axes}
-        options["use_scale"] = norm.has_scale
+    def _norm(self, name: str, kind_name: bool | str = "", **options: Any) -> nn.Module:
+        norm = norm_of(kind_name or self.normalize_qk)
+        options = {"use_scale": norm.has_scale, "reduction_axes": norm.axes, "feature_axes": norm.scale_axes} | options
         kind: Any = nn.RMSNorm if norm.is_rms else functools.partial(nn.LayerNorm, use_bias=norm.has_bias)
         epsilon = 1e-6 if self.qk_norm_epsilon is None else self.qk_norm_epsilon
         return kind(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=epsilon, name=name, **options)

@@ -65,7 +65,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         with a scale [heads, head size] (Command R+). "rms_norm": RMSNorm. "rms_norm_after_rope": RMSNorm after the
         rotation (Hunyuan). "rms_norm_all_heads": RMSNorm over all heads of a token together, with a scale [heads, head
         size] (OLMo 2). "rms_norm_no_scale": RMSNorm without a scale (Muse Glimmer).
-      qk_norm_epsilon: Added to the variance in these norms; None means 1e-6, as in Flax.
+      qk_norm_epsilon: Added to the variance in these norms, and in that of values; None means 1e-6, as in Flax.
       qkv_promote_dtype, out_promote_dtype, ln_promote_dtype: Functions that cast inputs and parameters to `dtype`: in
         the projections `query`, `key`, `value` and `gate`, in `out`, and in the norms of queries and keys.
       qkv_dot_general, out_dot_general: Functions with the signature of `jax.lax.dot_general` that compute the products
@@ -89,6 +89,10 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         `gate` has parameters with the same shapes as `query`. "head": one number for each head (Laguna); the kernel of
         `gate` is [in, heads], its bias [heads].
       rope: Rotary position embeddings (`flax_mha.rope.RoPE`) for queries and keys, after their norms; None means none.
+      normalize_value: Normalize each head of the values by RMSNorm without a scale, with the epsilon of queries and keys
+        (Gemma 3n, Gemma 4).
+      share_kv: Use the projected keys, before their norm and rotation, as values (Gemma 4's `attention_k_eq_v`); there
+        is no parameter `value`, and calls accept no `inputs_v`.
       head_axis: Split the heads over this mesh axis, or the mesh axis of this logical axis (tensor parallelism).
         Parameters and caches get the metadata `out_sharding`, and are placed accordingly if the module is created under
         `jax.set_mesh`. If there are fewer key heads than devices on this axis, all devices hold all key heads; the mesh
@@ -170,6 +174,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         out_norm_epsilon: float | None = None,
         clip_qkv: float | None = None,
         value_dim: int | None = None,
+        normalize_value: bool = False,
+        share_kv: bool = False,
     ) -> None:
         check_features(in_features=in_features, out_features=out_features, in_kv_features=in_kv_features)
         dropout_rate, logits_soft_cap = check_dropout_rate(dropout_rate), check_soft_cap(logits_soft_cap)
@@ -192,8 +198,15 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
                 self._norm(norm_of(normalize_qk), layer_norm, heads, rngs)
                 for layer_norm, heads in ((self.query_ln, num_heads), (self.key_ln, self.num_kv_heads))
             )
-        if qk_norm_epsilon is not None:
-            self.query_ln.epsilon = self.key_ln.epsilon = float(qk_norm_epsilon)  # type: ignore[union-attr]
+        self.value_ln: nnx.RMSNorm | None = nnx.data(None)
+        if normalize_value:
+            options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "promote_dtype": ln_promote_dtype}
+            self.value_ln = nnx.RMSNorm(self.head_dim, use_scale=False, rngs=rngs, **options)
+        for norm in (self.query_ln, self.key_ln, self.value_ln):
+            if norm is not None and qk_norm_epsilon is not None:
+                norm.epsilon = float(qk_norm_epsilon)
+        if share_kv:
+            self.value = nnx.data(None)
         self.cached_lengths = self.cached_scale = nnx.data(None)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
         self.value_dim = self.head_dim if value_dim is None else int(value_dim)
@@ -315,6 +328,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             value=value,
             out=self.out if out_sharding is None else functools.partial(self.out, out_sharding=out_sharding),
             norms=None if self.query_ln is None or self.key_ln is None else (self.query_ln, self.key_ln),
+            value_norm=self.value_ln,
             norms_after_rope=self.norms_after_rope,
             sinks=None if self.sinks is None else self.sinks[...],
             gate=gate,

@@ -45,7 +45,8 @@ class FlaxModule(NamedTuple):
     cache: Callable[[Array, Array], Arrays | None]  # returns the cache, given query and key; None if this call makes it
     write: Callable[[Arrays, bool], None]  # sets the cache to new arrays or, if True, to keys, values and lengths
     arguments: dict[str, Any]  # arguments of the attention function as Flax's module passes them
-    value: Layer | None = None  # projects inputs to values; None with `latent`
+    value: Layer | None = None  # projects inputs to values; None with `latent`, or if projected keys are the values
+    value_norm: Layer | None = None
     norms: tuple[Layer, Layer] | None = None  # of queries and of keys
     norms_after_rope: bool = False
     gate: Layer | None = None  # projects inputs to the gate before its activation, [B..., T, N, Hv] or [B..., T, N]
@@ -98,7 +99,8 @@ def call_module(flax: FlaxModule, given: Given) -> Float[Array, "*B T Dout"]:
     keys, core = _source_of_keys(given, flax.stored is not None), core_of(flax.module.attention_fn)
     if keys == "stored":
         sequences.check_stored(flax.module, {} if core is None else core.preset, given.mask, given.score_mod)
-    inputs = _check_inputs(given, None if keys == "stored" else flax.features)
+    shares_kv = flax.value is None and flax.latent is None
+    inputs = _check_inputs(given, None if keys == "stored" else flax.features, shares_kv)
     _check_exclusive(flax.exclusive, given, keys)
     self_attention = keys == "cache" or (keys == "inputs" and not given.is_cross)
     per_sequence: dict[str, Any] = {}
@@ -182,7 +184,9 @@ def _source_of_keys(given: Given, has_stored: bool) -> KeySource:
     return "stored"
 
 
-def _check_inputs(given: Given, features: tuple[int, int] | None) -> tuple[Array, Array, Array]:
+def _check_inputs(
+    given: Given, features: tuple[int, int] | None, shares_kv: bool
+) -> tuple[Array, Array, Array]:
     inputs_q, inputs_k, inputs_v = given.inputs_q, given.inputs_k, given.inputs_v
     if inputs_k is None and inputs_v is not None:
         raise ValueError(
@@ -191,6 +195,11 @@ def _check_inputs(given: Given, features: tuple[int, int] | None) -> tuple[Array
         )
     inputs_k = inputs_q if inputs_k is None else inputs_k
     inputs_v = inputs_k if inputs_v is None else inputs_v
+    if shares_kv and inputs_v is not inputs_k:
+        raise ValueError(
+            "inputs_v must be None with share_kv=True, because values are projections of inputs_k, but got an array; "
+            "leave inputs_v out."
+        )
     inputs = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
     shapes = ", ".join(f"{name} {x.shape}" for name, x in inputs.items())
     if not inputs_q.ndim == inputs_k.ndim == inputs_v.ndim >= 2:
@@ -228,7 +237,7 @@ def _heads(
         key, value, lengths = flax.stored  # type: ignore[misc]
     else:
         key = flax.key(inputs_k)
-        value = key[..., :0] if flax.value is None else flax.value(inputs_v)
+        value = _value(flax, key, inputs_v)
     if not flax.norms_after_rope:
         query, key = _normalize(flax, query, key, keys)
     if flax.clip_qkv is not None:
@@ -244,6 +253,14 @@ def _heads(
     if flax.norms_after_rope:
         query, key = _normalize(flax, query, key, keys)
     return (query, key, value), cache, lengths
+
+
+def _value(flax: FlaxModule, key: Array, inputs_v: Array) -> Array:
+    """Returns the values: projected inputs or, if they share the projection, keys before norm and rotation."""
+    if flax.latent is not None:
+        return key[..., :0]
+    value = key if flax.value is None else flax.value(inputs_v)
+    return value if flax.value_norm is None else flax.value_norm(value)
 
 
 def _normalize(flax: FlaxModule, query: Array, key: Array, keys: KeySource) -> tuple[Array, Array]:

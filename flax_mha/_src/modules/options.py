@@ -62,13 +62,20 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
     check_window(options["local_window_size"])
     check_soft_cap(options["logits_soft_cap"])
     validation.flag("sinks", options["sinks"])
+    for name in ("normalize_value", "share_kv"):
+        validation.flag(name, options.get(name, False))
     check_scale(options["scale"], validation.Shape((), 1, 1, 1, 1, 1, 1))
     normalize_qk, epsilon = options.get("normalize_qk", False), options.get("qk_norm_epsilon")
     if normalize_qk not in (False, True):
         _check_choice("normalize_qk", normalize_qk, NORMS, "False, True")
-    _check_norm_epsilon("qk_norm_epsilon", epsilon, "normalize_qk", normalize_qk)
+    has_norm = normalize_qk or options.get("normalize_value")
+    _check_norm_epsilon("qk_norm_epsilon", epsilon, "normalize_qk", has_norm)
     _check_output_options(options)
     check_features(value_dim=options.get("value_dim"))
+    if options.get("share_kv") and options.get("value_dim") is not None:
+        raise ValueError(
+            f"value_dim must be None with share_kv=True, whose values are keys, but got {options['value_dim']}."
+        )
     head_axis, rope = options["head_axis"], options["rope"]
     if head_axis is not None and not isinstance(head_axis, str):
         raise ValueError(f"head_axis must be the name of a mesh axis or logical axis, but got {head_axis!r}.")
