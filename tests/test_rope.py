@@ -10,7 +10,7 @@ import pytest
 from jax import export
 from marks import with_core
 
-from flax_mha.rope import NTK, Linear, Llama3, LongRoPE, RoPE, YaRN, apply_rope
+from flax_mha.rope import NTK, Linear, Llama3, LongRoPE, Proportional, RoPE, YaRN, apply_rope
 
 H = 16
 FACTORS = [1.0, 1.1, 1.5, 2.0, 4.0, 8.0, 16.0, 16.5]
@@ -22,6 +22,7 @@ SCALINGS = {
     "yarn": YaRN(4.0, 256),
     "yarn, mscale": YaRN(40.0, 256, mscale=1.0, mscale_all_dim=0.7),
     "longrope": LongRoPE(FACTORS, 1.2),
+    "proportional": Proportional(0.45, 2.0),  # 3 of 8 pairs
 }
 ROPES = {
     **{name: RoPE(1000.0, scaling=scaling) for name, scaling in SCALINGS.items()},

@@ -11,7 +11,7 @@ import torch
 import torch_rope
 from marks import with_core
 
-from flax_mha.rope import Linear, Llama3, LongRoPE, RoPE, YaRN, apply_rope
+from flax_mha.rope import Linear, Llama3, LongRoPE, Proportional, RoPE, YaRN, apply_rope
 
 PHI_3 = {"model_type": "phi3", "max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
 PHI_3 |= {"rope_theta": 10000.0, "rope_scaling": {"type": "longrope"}}
@@ -62,6 +62,9 @@ MODELS = {
     ),
     "gemma_3_local": Model(RoPE(10_000.0), 256, GEMMA_3, {"layer_type": "sliding_attention"}),
     "gemma_3_global": Model(RoPE(1e6, scaling=Linear(8.0)), 256, GEMMA_3, {"layer_type": "full_attention"}),
+    "gemma_4_global": Model(
+        RoPE(1e6, scaling=Proportional(0.25)), 512, {"model_type": "gemma4_text"}, {"layer_type": "full_attention"}
+    ),
     "phi_2": model("phi", 80, RoPE(fraction=0.4), rope_theta=10000.0, partial_rotary_factor=0.4),
     "gpt_neox": model("gpt_neox", 96, RoPE(fraction=0.25), rotary_pct=0.25, rotary_emb_base=10000),
     "gpt_j": model("gptj", 256, RoPE(fraction=64 / 256, interleaved=True), rotary_dim=64, n_embd=4096, n_head=16),

@@ -73,6 +73,13 @@ gpt_j = plain(10_000.0, rotate_every_two, fraction=0.25)
 glm_4 = plain(10_000.0, rotate_every_two, fraction=0.5)
 
 
+def gemma_4_global(x: Tensor, positions: Tensor, fraction: float = 0.25) -> Tensor:
+    """Pairs are those of the whole head, of which the first quarter rotates."""
+    pairs = x.shape[-1] // 2
+    turning = 1_000_000.0 ** (-torch.arange(int(fraction * pairs), dtype=torch.float64) / pairs)
+    return rotate_halves(x, angles(positions, torch.cat([turning, torch.zeros(pairs - len(turning)).double()])))
+
+
 def yarn_frequencies(base: float, size: int, factor: float, length: int, truncate: bool, fast: float = 32.0) -> Tensor:
     """Between the pairs that turn `fast` times and once in `length`, by index, they go from kept to divided."""
     low, high = (size / 2 * math.log(length / (2 * math.pi * turns)) / math.log(base) for turns in (fast, 1.0))

@@ -11,7 +11,7 @@ from typing import Any
 from flax_mha._src.core.validation import is_int
 from flax_mha.convert.hf_config.config import read_config
 from flax_mha.convert.hf_config.layers import FULL, SLIDING, Values, sliding_rotate
-from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Reversed, Scaling, YaRN, check_number
+from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Proportional, Reversed, Scaling, YaRN, check_number
 
 LAYER_TYPES = (FULL, SLIDING)
 # Keys of rope parameters: those that every rope_type may have; and the optional and the required ones of each.
@@ -23,6 +23,7 @@ LONGROPE = {"factor", "attention_factor", "short_mscale", "long_mscale"}
 KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": (set(), {"factor"}),
+    "proportional": ({"factor"}, set()),
     "llama3": ({ORIGINAL}, {"factor", "low_freq_factor", "high_freq_factor"}),
     "yarn": ({ORIGINAL, "factor", *YARN}, set()),
     "ntk_alpha": ({"factor", *YARN}, {"alpha"}),
@@ -57,13 +58,15 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
     if "patch_size" in values and "rope_theta" not in family.keys:
         return _read_vision(values)
     parameters = {key: values[key] for key in MROPE & {*family.keys}} | _parameters(values, layer_type)
-    if family.keys and not family.refused and "partial_rotary_factor" not in family.keys:
+    kind = _rope_type(parameters)
+    is_proportional = kind == "proportional"
+    if family.keys and not family.refused and not is_proportional and "partial_rotary_factor" not in family.keys:
         parameters.pop("partial_rotary_factor", None)  # Transformers does not read it for this family
-    scaling = _scaling(_rope_type(parameters), parameters, values, max_length)
+    scaling = _scaling(kind, parameters, values, max_length)
     return {
         "scaling": Reversed(scaling or Scaling()) if "rope_reversed" in family.keys else scaling,
         "base": parameters["rope_theta"],
-        "fraction": _fraction(parameters, given, family.keys),
+        "fraction": 1.0 if is_proportional else _fraction(parameters, given, family.keys),
         "interleaved": values.get("rope_interleave", values.get("rope_pairs", False)),
         **_sections(values, parameters),
     }
@@ -157,6 +160,9 @@ def _rope_type(parameters: Values) -> str:
 def _scaling(rope_type: str, given: Values, values: Values, max_length: Any) -> Scaling | None:
     if rope_type == "default":
         return None
+    if rope_type == "proportional":
+        fraction: Any = given.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+        return Proportional(fraction, given.get("factor", 1.0))
     if rope_type in ("linear", "ntk_alpha"):
         return Linear(given["factor"]) if rope_type == "linear" else NTK(given["alpha"])
     longest = values.get("max_position_embeddings")

@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.core.validation import LARGEST, SMALLEST, extremes, integers, is_int
-from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Scaling, YaRN, check_number
+from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Proportional, Scaling, YaRN, check_number
 
 SectionLayout = Literal["contiguous", "interleaved", "axial", "axial_strided"]
-__all__ = ["NTK", "Linear", "Llama3", "LongRoPE", "RoPE", "YaRN", "apply_rope"]
+__all__ = ["NTK", "Linear", "Llama3", "LongRoPE", "Proportional", "RoPE", "YaRN", "apply_rope"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RoPE:
         i and i + R/2 (the Hugging Face files of Llama, Qwen, Gemma, Phi, GPT-NeoX). The wrong choice gives wrong
         outputs without an error.
       scaling: How to change the frequencies for sequences longer than in pretraining: None, `Linear`, `NTK`, `Llama3`,
-        `YaRN` or `LongRoPE`.
+        `YaRN` or `LongRoPE`; or `Proportional`, which leaves slow pairs unrotated.
       sections: For positions with D coordinates, such as frame, row and column: the number of pairs that each
         coordinate rotates, R/2 in total (`mrope_section` of Qwen2-VL). Positions then have a last axis of length D.
         None: each position is one number.
@@ -45,12 +45,13 @@ class RoPE:
         NTK, are not supported: keys that were cached earlier would have been rotated with other frequencies.
 
     Example:
-      >>> from flax_mha.rope import Linear, Llama3, RoPE, YaRN
+      >>> from flax_mha.rope import Linear, Llama3, Proportional, RoPE, YaRN
       >>> llama_3 = RoPE(base=500_000.0)
       >>> llama_3_1 = RoPE(base=500_000.0, scaling=Llama3(8.0, 1.0, 4.0, original_max_position=8192))
       >>> qwen_3 = RoPE(base=1_000_000.0)
       >>> gemma_3_local = RoPE(base=10_000.0)
       >>> gemma_3_global = RoPE(base=1_000_000.0, scaling=Linear(8.0))  # 1B: without the scaling
+      >>> gemma_4_global = RoPE(base=1_000_000.0, scaling=Proportional(0.25))
       >>> phi_2 = RoPE(fraction=0.4)
       >>> gpt_neox = RoPE(fraction=0.25)
       >>> gpt_j = RoPE(fraction=64 / 256, interleaved=True)  # rotary_dim / head size
@@ -82,7 +83,7 @@ class RoPE:
             raise ValueError(f"interleaved must be True or False, but got {self.interleaved!r}.")
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             raise ValueError(
-                "scaling must be None, Linear, NTK, Llama3, YaRN or LongRoPE, but got "
+                "scaling must be None, Linear, NTK, Llama3, YaRN, LongRoPE or Proportional, but got "
                 f"{self.scaling!r}; for a Hugging Face dict, use RoPE.from_config."
             )
         object.__setattr__(self, "sections", _check_sections(self.sections, self.section_layout))

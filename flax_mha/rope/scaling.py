@@ -53,6 +53,31 @@ class Linear(Scaling):
 
 
 @dataclasses.dataclass(frozen=True)
+class Proportional(Scaling):
+    """Rotates the fastest pairs only: of R/2 pairs the first floor(fraction * R / 2), with f / factor (Gemma 4).
+
+    Unlike `RoPE.fraction`, this keeps the pairs (features i and i + R/2) and frequencies of the whole head.
+
+    Attributes:
+      fraction: The rotated part of a head, in (0, 1].
+      factor: The divisor of the frequencies, at least 1.
+    """
+
+    fraction: float
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._check("fraction", above=0.0)
+        self._check("factor", at_least=1.0)
+        if self.fraction > 1:
+            raise ValueError(f"Proportional(fraction) must be in (0, 1], but got {self.fraction!r}.")
+
+    def frequencies(self, base: float, size: int) -> np.ndarray:
+        rotates = np.arange(size // 2) < int(self.fraction * size // 2)
+        return np.where(rotates, super().frequencies(base, size) / self.factor, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Reversed(Scaling):
     """Negates the frequencies of `scaling`, to rotate in the opposite direction (nanochat)."""
 
