@@ -26,6 +26,7 @@ from flax_mha._src.plan import MAX_QUERIES_IN_PLACE, reads_in_place
 from flax_mha._src.run import Implementation, run
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.latent import Latent
+from flax_mha.cache.shared import Appended
 from flax_mha.cache.write import entries_at
 from flax_mha.masks import CausalMask, LengthMask, LocalMask, Mask, WrittenMask
 from flax_mha.masks.function import check_lookups, with_windows
@@ -153,6 +154,7 @@ def over_cache(
     latent: Latent | None = None,
     platform: str | None = None,
     top_k: int = 0,
+    appended: Appended | None = None,
     **arguments: Unpack[CallArguments],
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
     """Computes `cached_attention` by a function `run(call, implementation)`, which computes a call or explains it.
@@ -165,6 +167,7 @@ def over_cache(
     empty, a prompt attends to keys and values of heads, which takes fewer products; otherwise queries are absorbed.
 
     For `platform` see `canonical`. If a query sees at most `top_k` keys, its list in `key_indices` has all of them.
+    `appended` is the result of `cache.append`, if keys and values were added before.
     """
     heads = query
     if latent is not None:
@@ -177,7 +180,7 @@ def over_cache(
             f"query and key must have the same length (the number of new tokens), but got {number} and {keys}."
         )
     window = check_cache(cache, bias, mask, arguments.get("local_window_size"))
-    new, tokens, room = cache.append(key, value, lengths)
+    new, tokens, room = cache.append(key, value, lengths) if appended is None else appended
     scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value), platform))
     step = Step(scoring, shape, key, value, cache, new, tokens, bias, mask, window, lengths is not None)
     if (indices := arguments.get("key_indices")) is not None:

@@ -184,6 +184,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
     value_dim: int | None = None
     normalize_value: bool = False
     share_kv: bool = False
+    reuse_kv: bool = False
 
     @nn.compact
     def __call__(  # noqa: D417 - see the docstring
@@ -207,6 +208,8 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
         key_indices: Int[Array, "..."] | None = None,
+        kv: Any = None,
+        return_kv: bool = False,
     ) -> Float[Array, "*B T Dout"]:
         """Projects the inputs to heads, computes attention, and projects the result to `out_features`.
 
@@ -230,7 +233,9 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         inputs_k, inputs_v, may_be_mask = _inputs(inputs_k, inputs_v, inputs_kv)
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         parts = self._parts(inputs_q.shape[-1], mask, deterministic, dropout_rng, sow_weights)
-        if may_be_mask and parts.value is not None:  # its features rarely fit; Flax's error about them comes before those about other axes
+        if (
+            may_be_mask and parts.value is not None
+        ):  # its features rarely fit; Flax's error about them comes before those about other axes
             values = parts.value(inputs_v)
             parts = parts._replace(value=lambda _: values)
         return call_module(parts, Given(**given, decode=self.decode))
@@ -248,10 +253,12 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         return FlaxModule(
             module=self,
             query=self._dense("query", (self.num_heads, head_size)),
-            key=self._dense("key", (num_kv_heads, head_size)),
-            value=None if self.share_kv else self._dense("value", (num_kv_heads, value_dim)),
+            key=None if self.reuse_kv else self._dense("key", (num_kv_heads, head_size)),
+            value=None if self.share_kv or self.reuse_kv else self._dense("value", (num_kv_heads, value_dim)),
             out=self._dense("out", self.out_features or features),
-            norms=(self._norm("query_ln"), self._norm("key_ln")) if self.normalize_qk else None,
+            norms=(self._norm("query_ln"), None if self.reuse_kv else self._norm("key_ln"))
+            if self.normalize_qk
+            else None,
             value_norm=self._norm("value_ln", "rms_norm", use_scale=False) if self.normalize_value else None,
             norms_after_rope=bool(self.normalize_qk) and norm_of(self.normalize_qk).after_rope,
             gate=self._dense("gate", of_gate) if self.gate else None,
@@ -348,6 +355,8 @@ class SelfAttention(MultiHeadDotProductAttention):
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
         key_indices: Int[Array, "..."] | None = None,
+        kv: Any = None,
+        return_kv: bool = False,
     ) -> Float[Array, "*B T Dout"]:
         """Calls `MultiHeadDotProductAttention` with `inputs_q` as queries, keys and values."""
         given = dict(locals())

@@ -85,7 +85,7 @@ class AttentionModule(nnx.Module):
         per_row: bool = False,
         sharding: Sharding | None = None,
     ) -> None:
-        """Creates an empty cache for decoding.
+        """Creates an empty cache for decoding; does nothing in a module with `reuse_kv`, which needs none.
 
         With a `local_window_size` and a large enough S, the cache is a ring buffer, which never overflows; see
         `flax_mha.kv_cache.KVCache.create`.
@@ -101,6 +101,8 @@ class AttentionModule(nnx.Module):
         Raises:
           ValueError: If a size is missing, negative or does not fit the module, or if the dtype is not floating point.
         """
+        if getattr(self, "reuse_kv", False):
+            return
         if dtype is None:
             dtype = self.dtype if self.dtype is not None else self.param_dtype
         if len(input_shape) < 2:
@@ -159,7 +161,8 @@ class AttentionModule(nnx.Module):
         self.deterministic = self.deterministic if deterministic is None else deterministic
         self.decode = self.decode if decode is None else decode
         for name, size, partner in (("batch_size", batch_size, max_length), ("max_length", max_length, batch_size)):
-            if size is None and (partner is not None or (decode and self.cached_key is None)):
+            lacks_cache = self.cached_key is None and not getattr(self, "reuse_kv", False)
+            if size is None and (partner is not None or (decode and lacks_cache)):
                 raise TypeError(f"'{name}' must be provided when initializing cache.")
         if batch_size is not None and max_length is not None:
             batch = batch_size if isinstance(batch_size, Sequence) else (batch_size,)

@@ -89,10 +89,12 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         `gate` has parameters with the same shapes as `query`. "head": one number for each head (Laguna); the kernel of
         `gate` is [in, heads], its bias [heads].
       rope: Rotary position embeddings (`flax_mha.rope.RoPE`) for queries and keys, after their norms; None means none.
-      normalize_value: Normalize each head of the values by RMSNorm without a scale, with the epsilon of queries and keys
+      normalize_value: Normalize each head of the values by RMSNorm without a scale; the epsilon is `qk_norm_epsilon`
         (Gemma 3n, Gemma 4).
       share_kv: Use the projected keys, before their norm and rotation, as values (Gemma 4's `attention_k_eq_v`); there
         is no parameter `value`, and calls accept no `inputs_v`.
+      reuse_kv: Attend to the keys and values of an earlier layer, which every call passes as `kv` (Gemma 3n, Gemma 4):
+        no parameters `key`, `value` and `key_ln`, and no cache. The earlier layer has the same key heads and head size.
       head_axis: Split the heads over this mesh axis, or the mesh axis of this logical axis (tensor parallelism).
         Parameters and caches get the metadata `out_sharding`, and are placed accordingly if the module is created under
         `jax.set_mesh`. If there are fewer key heads than devices on this axis, all devices hold all key heads; the mesh
@@ -176,6 +178,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         value_dim: int | None = None,
         normalize_value: bool = False,
         share_kv: bool = False,
+        reuse_kv: bool = False,
     ) -> None:
         check_features(in_features=in_features, out_features=out_features, in_kv_features=in_kv_features)
         dropout_rate, logits_soft_cap = check_dropout_rate(dropout_rate), check_soft_cap(logits_soft_cap)
@@ -205,8 +208,9 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         for norm in (self.query_ln, self.key_ln, self.value_ln):
             if norm is not None and qk_norm_epsilon is not None:
                 norm.epsilon = float(qk_norm_epsilon)
-        if share_kv:
-            self.value = nnx.data(None)
+        self.reuse_kv = reuse_kv
+        for name in ("value",) if share_kv else ("key", "value", "key_ln") if reuse_kv else ():
+            setattr(self, name, nnx.data(None))
         self.cached_lengths = self.cached_scale = nnx.data(None)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
         self.value_dim = self.head_dim if value_dim is None else int(value_dim)
@@ -267,6 +271,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         store_keys: bool = False,
         sow_max_score: bool = False,
         key_indices: Int[Array, "..."] | None = None,
+        kv: Any = None,
+        return_kv: bool = False,
     ) -> Float[Array, "*B T Dout"]:
         """Projects the inputs to heads, computes attention, and projects the result to `out_features`.
 
@@ -306,6 +312,10 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             `attention_max_score`, for example for QK-Clip.
           key_indices: The keys that each query attends to: [B..., T, k] or [B..., T, K, k], as in
             `dot_product_attention`. While decoding, these are positions of tokens in the sequence.
+          kv: Keys and values of an earlier layer's call in the same step, a `flax_mha.kv_cache.SharedKV`; required if
+            `reuse_kv` is True, else None. Pass masks, `lengths` and `positions` to both layers.
+          return_kv: Return a pair: the output, and this call's `flax_mha.kv_cache.SharedKV`, for later layers. Requires
+            self-attention.
 
         Raises:
           ValueError: If inputs do not fit the module or each other, or if the cache is missing, has another shape, or
@@ -327,7 +337,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             key=key,
             value=value,
             out=self.out if out_sharding is None else functools.partial(self.out, out_sharding=out_sharding),
-            norms=None if self.query_ln is None or self.key_ln is None else (self.query_ln, self.key_ln),
+            norms=None if self.query_ln is None else (self.query_ln, self.key_ln),
             value_norm=self.value_ln,
             norms_after_rope=self.norms_after_rope,
             sinks=None if self.sinks is None else self.sinks[...],

@@ -215,3 +215,31 @@ def test_bad_input(heads, kv_heads, head_axis, words):
     options = {"num_kv_heads": kv_heads, "head_axis": head_axis, "rngs": nnx.Rngs(0)}
     with jax.set_mesh(mesh_of("auto")), pytest.raises(ValueError, match=words):
         flax_mha.MultiHeadAttention(heads, 2 * heads, **options)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_shared_keys_and_values(kind):
+    """The heads of both layers are split, and those of the cache, which the second layer only reads."""
+
+    def pair():
+        options, rngs = {"num_kv_heads": 2, "rope": RoPE(), "decode": True}, nnx.Rngs(0)
+        first = flax_mha.MultiHeadAttention(N, FEATURES, head_axis="model", rngs=rngs, **options)
+        second = flax_mha.MultiHeadAttention(N, FEATURES, head_axis="model", rngs=rngs, reuse_kv=True, **options)
+        first.init_cache((2, 9, FEATURES))
+        return nnx.List([first, second])
+
+    @nnx.jit
+    def step(layers, x):
+        y, kv = layers[0](x, return_kv=True)
+        return layers[1](y, kv=kv)
+
+    def decode():
+        layers, x = pair(), floats(0, 2, 9, FEATURES)
+        steps = [np.asarray(step(layers, x[:, i:j])) for i, j in ((0, 6), (6, 7), (7, 9))]
+        return np.concatenate(steps, axis=1), layers[0].cached_key.get_value().sharding
+
+    expected, _ = decode()
+    with jax.set_mesh(jax.make_mesh((2,), ("model",), axis_types=(kind,))):
+        got, sharding = decode()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+    assert sharding.spec[2] == "model"

@@ -24,11 +24,13 @@ from flax_mha._src.modules.indexer import IndexLayers, choose
 from flax_mha._src.modules.output import apply_gate, exclude_own
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.latent import Latent
+from flax_mha.cache.shared import Appended, SharedKV
 from flax_mha.masks import Mask
 
 # Where the keys of a call come from. "inputs": from its inputs. "cache": from the cache and from its inputs, which go
 # into the cache. "to store": from its inputs, and later calls use these keys, too. "stored": from an earlier call.
-KeySource = Literal["inputs", "cache", "stored", "to store"]
+# "shared": from the call of another module, and from that module's cache.
+KeySource = Literal["inputs", "cache", "stored", "to store", "shared"]
 Layer = Callable[[Array], Array]
 Arrays = tuple[Array, ...]
 OPTIONS = ("implementation", "scale", "local_window_size", "logits_soft_cap")
@@ -39,7 +41,7 @@ class FlaxModule(NamedTuple):
 
     module: Any  # has the options
     query: Layer  # projects inputs [B..., T, D] to queries [B..., T, N, H]
-    key: Layer  # projects inputs to keys; with `latent`, to the one key [latent, rotary key] that all heads share
+    key: Layer | None  # projects inputs to keys; with `latent`, to the one key [latent, rotary key] of all heads
     out: Layer  # projects the attention's output [B..., T, N, Hv] back to features
     sinks: Array | None  # [N]
     cache: Callable[[Array, Array], Arrays | None]  # returns the cache, given query and key; None if this call makes it
@@ -47,7 +49,7 @@ class FlaxModule(NamedTuple):
     arguments: dict[str, Any]  # arguments of the attention function as Flax's module passes them
     value: Layer | None = None  # projects inputs to values; None with `latent`, or if projected keys are the values
     value_norm: Layer | None = None
-    norms: tuple[Layer, Layer] | None = None  # of queries and of keys
+    norms: tuple[Layer, Layer | None] | None = None  # of queries and of keys
     norms_after_rope: bool = False
     gate: Layer | None = None  # projects inputs to the gate before its activation, [B..., T, N, Hv] or [B..., T, N]
     latent: Latent | None = None  # computes keys and values of heads from the latents that `key` returns
@@ -84,6 +86,8 @@ class Given(NamedTuple):
     sow_max_score: bool = False
     store_keys: bool = False
     key_indices: Any = None
+    kv: SharedKV | None = None
+    return_kv: bool = False
 
     @property
     def is_cross(self) -> bool:
@@ -94,19 +98,21 @@ class Given(NamedTuple):
 PASSED_ON = frozenset(Given._fields) - {"decode"}
 
 
-def call_module(flax: FlaxModule, given: Given) -> Float[Array, "*B T Dout"]:
-    """Computes the output of a module, and writes its cache if nothing has raised."""
+def call_module(flax: FlaxModule, given: Given) -> Any:
+    """Computes the output of a module, and writes its cache if nothing has raised; adds a `SharedKV` if asked."""
+    _check_sharing(flax, given)
     keys, core = _source_of_keys(given, flax.stored is not None), core_of(flax.module.attention_fn)
     if keys == "stored":
         sequences.check_stored(flax.module, {} if core is None else core.preset, given.mask, given.score_mod)
-    shares_kv = flax.value is None and flax.latent is None
-    inputs = _check_inputs(given, None if keys == "stored" else flax.features, shares_kv)
+    shares_kv = flax.value is None and flax.latent is None and keys != "shared"
+    inputs = _check_inputs(given, None if keys in ("stored", "shared") else flax.features, shares_kv)
     _check_exclusive(flax.exclusive, given, keys)
-    self_attention = keys == "cache" or (keys == "inputs" and not given.is_cross)
+    self_attention = keys in ("cache", "shared") or (keys == "inputs" and not given.is_cross)
+    is_cached = keys == "cache" or (given.kv is not None and given.kv.cache is not None)
     per_sequence: dict[str, Any] = {}
     if given.segment_ids is not None or given.lengths is not None:
         inputs, per_sequence = sequences.per_sequence_arguments(
-            inputs, given.segment_ids, given.lengths, self_attention, given.decode, keys == "cache"
+            inputs, given.segment_ids, given.lengths, self_attention, given.decode, is_cached
         )
     heads, cache, lengths = _heads(flax, given, keys, inputs, self_attention)
     takes_lengths = core is not None and core.context is None
@@ -115,28 +121,42 @@ def call_module(flax: FlaxModule, given: Given) -> Float[Array, "*B T Dout"]:
     arguments, is_no_mask = _arguments(flax, core, keys, given, per_sequence, heads[0], decoding=cache is not None)
     if lengths is not None and not takes_lengths:
         arguments["mask"] = sequences.mask_padding(arguments.get("mask"), lengths, heads[1])
-    arrays: Arrays | None = None
     top_k, index_cache = 0, None
     if flax.indexer is not None:
         top_k, index_cache = _index(flax, flax.indexer, core, given, inputs[0], cache, arguments)
-    if cache is not None:
-        arguments.pop("is_causal", None)  # decoding is always causal
-        x, new = decode(flax.module.attention_fn, core, heads, cache, given.lengths, flax.latent, arguments, top_k)
-        arrays = new.arrays
-    else:
-        heads = heads if flax.latent is None else (heads[0], *flax.latent.expand(heads[1]))
-        if core is not None and core.computes(heads, arguments):
-            x = core.run(*core.call_of(*heads, **arguments)).output
-        else:
-            x = (flax.module.attention_fn if core is None else core.function)(*heads, **arguments)
-    if keys == "to store":
-        arrays = *heads[1:], sequences.key_lengths(per_sequence.get("key_value_seq_lengths"), heads[1])
+    x, appended = _attend(flax, core, given, heads, cache, arguments, top_k)
     output = flax.output(validation.nan_if(is_no_mask, x), heads[2], inputs[0])
-    if arrays is not None:
-        flax.write(arrays, keys == "to store")
+    if keys == "to store":
+        lengths = sequences.key_lengths(per_sequence.get("key_value_seq_lengths"), heads[1])
+        flax.write((*heads[1:], lengths), True)
+    elif keys == "cache" and appended is not None:
+        flax.write(appended.cache.arrays, False)
     if flax.indexer is not None and index_cache is not None:
         flax.indexer.write(tuple(x for x in (index_cache.key, index_cache.scale) if x is not None))
-    return output
+    if not given.return_kv:
+        return output
+    return output, given.kv or SharedKV(*heads[1:], cache, appended, given.decode, given.lengths is not None)
+
+
+def _attend(
+    flax: FlaxModule,
+    core: CoreAttention | None,
+    given: Given,
+    heads: Heads,
+    cache: KVCache | None,
+    arguments: dict[str, Any],
+    top_k: int,
+) -> tuple[Float[Array, "*B T N Hv"], Appended | None]:
+    """Computes the attention and, with a cache, what it becomes."""
+    if cache is not None:
+        arguments.pop("is_causal", None)  # decoding is always causal
+        appended = None if given.kv is None else given.kv.appended
+        function, latent = flax.module.attention_fn, flax.latent
+        return decode(function, core, heads, cache, given.lengths, latent, appended, arguments, top_k)
+    heads = heads if flax.latent is None else (heads[0], *flax.latent.expand(heads[1]))
+    if core is not None and core.computes(heads, arguments):
+        return core.run(*core.call_of(*heads, **arguments)).output, None
+    return (flax.module.attention_fn if core is None else core.function)(*heads, **arguments), None
 
 
 def _index(
@@ -156,9 +176,8 @@ def _index(
     if flax.module.rope is not None:
         rope = dataclasses.replace(flax.module.rope, interleaved=layers.indexer.interleaved)
         size = flax.module.qk_rope_head_dim
-        rotated = sequences.rotate(
-            query[..., :size], key[..., :size], rope, given.positions, True, start, stored=False, size=None
-        )
+        parts = query[..., :size], key[..., :size]
+        rotated = sequences.rotate(*parts, rope, given.positions, True, start, stored=False, shared=False, size=None)
         query, key = (jnp.concatenate([x, y[..., size:]], axis=-1) for x, y in zip(rotated, (query, key), strict=True))
     index_cache = layers.cached(key, cache) if given.decode else None
     sow_to = flax.arguments.get("module")
@@ -172,6 +191,8 @@ def _source_of_keys(given: Given, has_stored: bool) -> KeySource:
         raise ValueError("store_keys=True requires decode=True; pass decode=True, or leave store_keys out.")
     if given.store_keys and given.inputs_k is None:
         raise ValueError("store_keys=True requires inputs_k, but got None; store_keys is for cross-attention.")
+    if given.kv is not None:
+        return "shared"
     if not given.decode:
         return "inputs"
     if given.store_keys or not has_stored:
@@ -184,9 +205,26 @@ def _source_of_keys(given: Given, has_stored: bool) -> KeySource:
     return "stored"
 
 
-def _check_inputs(
-    given: Given, features: tuple[int, int] | None, shares_kv: bool
-) -> tuple[Array, Array, Array]:
+def _check_sharing(flax: FlaxModule, given: Given) -> None:
+    """Raises a ValueError unless the module and its call agree on whether keys and values are another module's."""
+    if flax.latent is not None:
+        return
+    validation.flag("return_kv", given.return_kv)
+    reuses = flax.module.reuse_kv
+    if not isinstance(given.kv, SharedKV | None) or reuses == (given.kv is None):
+        expected = "the SharedKV that the call of an earlier layer returns with return_kv=True" if reuses else "None"
+        fix = "" if reuses else "; create the module with reuse_kv=True"
+        raise ValueError(f"kv must be {expected} if reuse_kv={reuses}, but got {type(given.kv).__name__}{fix}.")
+    others = [x for x in (given.inputs_k, given.inputs_v) if x is not None and x is not given.inputs_q]
+    if (reuses or given.return_kv) and (others or given.store_keys or flax.stored is not None):
+        name = "reuse_kv=True" if reuses else "return_kv=True"
+        raise ValueError(
+            f"{name} requires self-attention, but got other inputs or stored keys; leave out inputs_k, inputs_v and "
+            "store_keys."
+        )
+
+
+def _check_inputs(given: Given, features: tuple[int, int] | None, shares_kv: bool) -> tuple[Array, Array, Array]:
     inputs_q, inputs_k, inputs_v = given.inputs_q, given.inputs_k, given.inputs_v
     if inputs_k is None and inputs_v is not None:
         raise ValueError(
@@ -235,8 +273,12 @@ def _heads(
     query, cache, lengths = flax.query(inputs_q), None, None
     if keys == "stored":
         key, value, lengths = flax.stored  # type: ignore[misc]
+    elif given.kv is not None:
+        key, value, cache = given.kv.key, given.kv.value, given.kv.cache
+        number = getattr(flax.module, "num_kv_heads", None) or flax.module.num_heads
+        given.kv.check((*query.shape[:-2], number, query.shape[-1]), given.decode, given.lengths is not None)
     else:
-        key = flax.key(inputs_k)
+        key = flax.key(inputs_k)  # type: ignore[misc]
         value = _value(flax, key, inputs_v)
     if not flax.norms_after_rope:
         query, key = _normalize(flax, query, key, keys)
@@ -248,7 +290,8 @@ def _heads(
     if flax.module.rope is not None or given.positions is not None:
         start = 0 if cache is None else jnp.maximum(cache.index, 0)
         size = None if flax.latent is None else key.shape[-1] - flax.latent.size
-        by_position = (flax.module.rope, given.positions, self_attention, start, keys == "stored", size)
+        was_rotated = keys == "stored", keys == "shared"
+        by_position = (flax.module.rope, given.positions, self_attention, start, *was_rotated, size)
         query, key = sequences.rotate(query, key, *by_position)
     if flax.norms_after_rope:
         query, key = _normalize(flax, query, key, keys)
@@ -264,10 +307,11 @@ def _value(flax: FlaxModule, key: Array, inputs_v: Array) -> Array:
 
 
 def _normalize(flax: FlaxModule, query: Array, key: Array, keys: KeySource) -> tuple[Array, Array]:
-    """Normalizes query and key if there are norms; stored keys were normalized when they were stored."""
+    """Normalizes query and key if there are norms; stored and shared keys were normalized by an earlier call."""
     if flax.norms is None:
         return query, key
-    return flax.norms[0](query), key if keys == "stored" else flax.norms[1](key)
+    normalize_query, normalize_key = flax.norms
+    return normalize_query(query), key if keys in ("stored", "shared") else normalize_key(key)  # type: ignore[misc]
 
 
 def _cache_of(flax: FlaxModule, query: Array, key: Array, value: Array, is_cross: bool) -> KVCache | None:

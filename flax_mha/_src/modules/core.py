@@ -21,6 +21,7 @@ from flax_mha._src.run import Implementation
 from flax_mha.cache.cached_attention import check_cache, in_order, nan_without, over_cache
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.latent import Latent
+from flax_mha.cache.shared import Appended
 from flax_mha.masks import ArrayMask, CausalMask, Mask
 
 # Arguments of `attention_fn` that are arguments of `dot_product_attention`.
@@ -138,23 +139,27 @@ def decode(
     cache: KVCache,
     lengths: Any,
     latent: Latent | None,
+    appended: Appended | None,
     arguments: dict[str, Any],
     top_k: int = 0,
-) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
+) -> tuple[Float[Array, "*B T N Hv"], Appended]:
     """Computes attention over a cache by the core or, if it cannot, by the attention function.
 
-    `top_k` is that of an indexer, which listed the keys; see `over_cache`.
+    Adds the keys and values to the cache, unless they were `appended` before. `top_k` is that of an indexer, which
+    listed the keys; see `over_cache`.
     """
     query, key, value = heads
     if cache.scale is None:
         key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
+    appended = Appended(*cache.append(key, value, lengths)) if appended is None else appended
     if core is None or not core.computes((query,), arguments):
         function = attention_fn if core is None else core.function
-        return _decode_by(function, core is not None, (query, key, value), cache, lengths, latent, **arguments)
+        output = _decode_by(function, core is not None, (query, key, value), cache, appended, latent, **arguments)
+        return output, appended
     (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
     known = _core_arguments(arguments) | {"lengths": lengths, "latent": latent, "platform": core.platform}
-    output, new, *_ = over_cache(core.run, query, key, value, cache, top_k=top_k, **known)
-    return output, new
+    output, *_ = over_cache(core.run, query, key, value, cache, top_k=top_k, appended=appended, **known)
+    return output, appended
 
 
 def _decode_by(
@@ -162,12 +167,12 @@ def _decode_by(
     is_ours: bool,
     heads: Heads,
     cache: KVCache,
-    lengths: Any,
+    appended: Appended,
     latent: Latent | None,
     mask: Any = None,
     local_window_size: Any = None,
     **arguments: Any,
-) -> tuple[Float[Array, "*B T N Hv"], KVCache]:
+) -> Float[Array, "*B T N Hv"]:
     """Decodes by an attention function, which gets all keys and values, and a mask of the visible ones."""
     query, key, value = heads
     window = check_cache(cache, arguments.get("bias"), mask, local_window_size)
@@ -176,7 +181,7 @@ def _decode_by(
             "key_indices must be None over a ring cache if another function than flax_mha's computes attention, or if "
             "weights are sown, but got an array; use a cache without a window."
         )
-    new, tokens, room = cache.append(key, value, lengths)
+    new, tokens, room = appended
     index = jnp.maximum(cache.index, 0)
     (keys, values), first = new.floats(key.dtype), jnp.zeros_like(index)
     if cache.window is not None:
@@ -199,7 +204,7 @@ def _decode_by(
     if is_ours or mask is not None:
         # With a causal mask, lookups by position can be checked.
         visible = CausalMask() & (ArrayMask(visible) if mask is None else mask & ArrayMask(visible))
-    return nan_without(room, function(query, keys, values, mask=visible, **arguments), cache.batch), new
+    return nan_without(room, function(query, keys, values, mask=visible, **arguments), cache.batch)
 
 
 class ExplainedAttention:

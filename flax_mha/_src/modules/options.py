@@ -62,8 +62,13 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
     check_window(options["local_window_size"])
     check_soft_cap(options["logits_soft_cap"])
     validation.flag("sinks", options["sinks"])
-    for name in ("normalize_value", "share_kv"):
+    for name in ("normalize_value", "share_kv", "reuse_kv"):
         validation.flag(name, options.get(name, False))
+    for name in ("normalize_value", "share_kv"):
+        if options.get("reuse_kv") and options[name]:
+            raise ValueError(
+                f"{name} must be False with reuse_kv=True, because values come from an earlier layer, but got True."
+            )
     check_scale(options["scale"], validation.Shape((), 1, 1, 1, 1, 1, 1))
     normalize_qk, epsilon = options.get("normalize_qk", False), options.get("qk_norm_epsilon")
     if normalize_qk not in (False, True):

@@ -91,9 +91,10 @@ def rotate(
     self_attention: bool,
     start: Int[Array, "..."] | int,
     stored: bool,
+    shared: bool,
     size: int | None,
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K Hk"]]:
-    """Rotates query and key by their positions; `stored` keys were rotated by the call that stored them.
+    """Rotates query and key by their positions; `stored` and `shared` keys were rotated by an earlier call.
 
     Positions are [B..., T] or [T], with a last axis of coordinates if `rope` has sections, or a pair for queries and
     keys. None counts from `start`, [] or [B...], but from 0 for the keys of cross-attention. With a `size`, only the
@@ -118,7 +119,7 @@ def rotate(
         positions = positions, positions
     if len(positions) != 2:
         raise ValueError(f"positions must be one array or a pair (queries, keys), but got {len(positions)} arrays.")
-    return _rotate_end(query, positions[0], rope, size), _rotate_end(key, positions[1], rope, size)
+    return _rotate_end(query, positions[0], rope, size), key if shared else _rotate_end(key, positions[1], rope, size)
 
 
 def _rotate_end(
