@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from flax_mha.convert.hf_config.config import UNKNOWN
 from flax_mha.convert.hf_config.families import FAMILIES
 from flax_mha.convert.latent import is_latent
 from flax_mha.convert.layouts import LAYOUTS
-from flax_mha.convert.state_dict import attention_entries, layer_prefix, recognize
+from flax_mha.convert.state_dict import attention_entries, layer_prefix, recognize, with_shared
 
 TABLE = Path(__file__).with_suffix(".md")
 LAYERS, LENGTH, PROMPT, TOLERANCE = 4, 13, 5, 5e-5
@@ -62,7 +63,8 @@ SMALL |= {"mamba_n_groups": 1, "n_group": 1, "topk_group": 1, "first_k_dense_rep
 SMALL |= {"bos_token_id": 1, "eos_token_id": 2, "image_token_id": 3, "image_token_index": 3}
 SMALL |= {"is_decoder": True, "is_encoder_decoder": False}
 MADE_ANEW = "transformers_version architectures id2label label2id model_type max_seq_len layer_types layers_block_type "
-MADE_ANEW += "mlp_layer_types no_rope_layers attention_layers layer_rope_theta"
+MADE_ANEW += "mlp_layer_types no_rope_layers attention_layers layer_rope_theta per_layer_config "
+MADE_ANEW += "activation_sparsity_pattern"
 KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 ZAMBA = {"layers_block_type": ["linear_attention", "hybrid"] * 2}
@@ -72,6 +74,8 @@ SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_p
 HEADS = {"num_key_value_heads": N, "head_dim": 8}
 LATENT = HEADS | {"rope_parameters": SCALED | {"mscale": 0.7, "mscale_all_dim": 1.3}}
 INDEXER = {"index_n_heads": 8, "index_head_dim": 12, "index_topk": 3}
+GEMMA_4 = {"attention_k_eq_v": True, "global_head_dim": 32, "num_global_key_value_heads": 1}
+GEMMA_4 |= {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2}
 OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what shows more of them
     "bamba": {"attn_layer_indices": [1, 3]},
     "big_bird": {"attention_type": "original_full"},
@@ -82,6 +86,9 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "deepseek_v3": LATENT | {"attention_bias": True},
     "deepseek_v32": LATENT | INDEXER,
     "dots1": {"max_window_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": 48} | KINDS,
+    "gemma4_text": GEMMA_4,
+    "gemma4_unified_text": GEMMA_4 | {"attention_k_eq_v": False},
     "glm4_moe_lite": LATENT,
     "glm_moe_dsa": LATENT | INDEXER | {"indexer_types": ["full", "full", "shared", "full"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -122,6 +129,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "zamba": ZAMBA,
     "zamba2": ZAMBA | {"use_mem_rope": True, "mamba_headdim": 16, "hybrid_layer_ids": [1, 3]},
 }
+TEXT_ONLY = {"gemma3n": "gemma3n_text"}  # whose image encoder needs timm: its text model
 ATTENTIONS = ("attn", "attention", "self_att", "temporal_block", "mixer")  # in the names of modules
 
 
@@ -138,9 +146,11 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
     """Makes a config small, and leaves out what its class makes of other values."""
     small = {}
     for key, value in config.items():
+        if key in MADE_ANEW.split():
+            continue
         if isinstance(value, dict) and not key.startswith("rope_"):
             small[key] = shrink(value)
-        elif key not in MADE_ANEW.split():
+        else:
             small[key] = SMALL[key] if key in SMALL and value is not None and not isinstance(value, list) else value
     return small
 
@@ -155,7 +165,10 @@ def tiny(name: str, changes: dict[str, Any]) -> Any:
     """Makes a random model whose scores are about 1."""
     kind, config = getattr(transformers, MODELS[name]), config_class(name)
     torch.manual_seed(0)
-    model = kind(config(**shrink(config().to_dict()) | OTHERS.get(config.model_type, {}) | changes)).eval()
+    small = shrink(config().to_dict()) | OTHERS.get(config.model_type, {}) | changes
+    if "text_config" in small:
+        small["text_config"] |= OTHERS.get(model_type_of(name), {})
+    model = kind(config(**small)).eval()
     for key, parameter in model.named_parameters():
         if any(part in key for part in ATTENTIONS) and "vision" not in key:
             drawn = torch.randn_like(parameter)
@@ -166,7 +179,7 @@ def tiny(name: str, changes: dict[str, Any]) -> Any:
 
 def projections(state_dict: dict[str, Tensor], prefix: str) -> list[str]:
     """Returns the names of the first layer that queries pass, and of the last layer of an attention."""
-    entries = attention_entries(state_dict, prefix)[1]
+    entries = with_shared(attention_entries(state_dict, prefix)[1], N, K)
     if is_latent(entries):
         return ["q_a_proj" if "q_a_proj.weight" in entries else "q_proj", "o_proj"]
     layout = LAYOUTS[recognize(entries)]
@@ -196,12 +209,19 @@ def model_type_of(name: str) -> str:
     return getattr(text, "model_type", "") or config().to_dict()["text_config"]["model_type"]
 
 
+def run(module: Any, x: jax.Array, source: Any, source_x: jax.Array, **arguments: Any) -> jax.Array:
+    """Calls a layer, with the keys and values of its source if that is another layer."""
+    if source is module:
+        return module(x, **arguments)
+    return module(x, kv=source(source_x, return_kv=True, **arguments)[1], **arguments)
+
+
 def check(name: str, changes: dict[str, Any]) -> Result:
     """Compares all layers of a family with ours, and the decoding of the last one."""
     model_type = model_type_of(name)
     if refused := FAMILIES.get(model_type, UNKNOWN).refused:
         return Result(model_type, [], refused=refused)
-    model = tiny(name, changes)
+    model = tiny(TEXT_ONLY.get(name, name), changes)
     config, state_dict = model.config.to_dict(), model.state_dict()
     prefixes: dict[int, str] = {}
     for layer in range(LAYERS):
@@ -210,18 +230,23 @@ def check(name: str, changes: dict[str, Any]) -> Result:
         except ValueError as error:
             refused = str(error)
         else:
-            prefixes[layer] = layer_prefix(state_dict, layer, "")
+            prefixes[layer] = layer_prefix(with_shared(state_dict, N, K), layer, "")
     if not prefixes:
         return Result(model_type, [], refused=refused)
-    arrays, differences = capture(model, list(prefixes.values())), []
+    arrays, differences, found = capture(model, list(prefixes.values())), [], {}
     for layer, prefix in prefixes.items():
         x, expected = jnp.asarray(arrays[prefix][0].numpy()), arrays[prefix][1].numpy()
         module = convert.from_hf(config, state_dict, layer)
-        results = [module(x)]
+        if module.reuse_kv:  # of the last layer of its type
+            source, source_x = found[module.local_window_size]
+        else:
+            found[module.local_window_size] = source, source_x = module, x
+        results = [run(module, x, source, source_x)]
         if layer == max(prefixes):
-            module.init_cache(x.shape)
+            source.init_cache(x.shape)
             steps = [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, LENGTH))]
-            results.append(jnp.concatenate([module(x[:, i:j], decode=True) for i, j in steps], axis=1))
+            outputs = [run(module, x[:, i:j], source, source_x[:, i:j], decode=True) for i, j in steps]
+            results.append(jnp.concatenate(outputs, axis=1))
         differences += [np.abs(result - expected).max() / max(1.0, np.abs(expected).max()) for result in results]
     return Result(model_type, list(prefixes), float(max(differences)))
 

@@ -326,3 +326,16 @@ def plain(w, x, number, names, out, is_causal=False, scale=None) -> Tensor:
 
 def timm(w, x, number) -> Tensor:
     return linear(w, "proj", core(*linear(w, "qkv", x).unflatten(-1, (3, number, -1)).unbind(2)))
+
+
+def gemma_4(w, x, number, kv_number, rotate, window, kv=None):
+    """Gemma 3n, too: values are normalized, or are keys; scores are not scaled; `kv` are another layer's.
+
+    Returns the output, and keys and values for later layers.
+    """
+    q = rotate(rms_norm(heads(linear(w, "q_proj", x), number), w["q_norm.weight"]))
+    if kv is None:
+        k = heads(linear(w, "k_proj", x), kv_number)
+        v = heads(linear(w, "v_proj", x), kv_number) if "v_proj.weight" in w else k
+        kv = rotate(rms_norm(k, w["k_norm.weight"])), rms_norm(v)
+    return linear(w, "o_proj", core(q, *kv, visible=causal(x.shape[1], window), scale=1.0)), kv

@@ -12,7 +12,7 @@ from flax_mha._src.core.validation import is_int
 from flax_mha._src.modules.attention_fn import attention_fn
 from flax_mha.convert.hf_config.config import ALIASES, LAYERS, read_config
 from flax_mha.convert.hf_config.families import FAMILIES, Family
-from flax_mha.convert.hf_config.layers import CHUNKED, FULL, SLIDING, Values, entry
+from flax_mha.convert.hf_config.layers import CHUNKED, FULL, SLIDING, Values, entry, of_layer, reuses_keys
 from flax_mha.convert.latent import indexer_of, latent_sizes
 from flax_mha.convert.layouts import MODEL_TYPE
 from flax_mha.masks import FunctionMask
@@ -34,9 +34,11 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     The arguments are `num_heads`, `in_features`, `qkv_features`, `out_features`, `num_kv_heads`, `use_bias`, `rope`,
     `scale`, `local_window_size`, `logits_soft_cap`, `sinks`, `gate`, `normalize_qk`, `qk_norm_epsilon`, and
     `kernel_metadata`, which `load_torch` uses to identify the model. Some models also need an `attention_fn` that
-    changes scores by position (ALiBi, the temperature of Llama 4), or `clip_qkv` (OLMo). Modules for `flax.linen` take
-    all arguments except `in_features` and `kernel_metadata`. For latent attention (DeepSeek's `kv_lora_rank`), the
-    arguments are for `MultiHeadLatentAttention`.
+    changes scores by position (ALiBi, the temperature of Llama 4), or `clip_qkv` (OLMo). Gemma 3n and 4 also need
+    `normalize_value`, `share_kv` and `reuse_kv`: a layer with `reuse_kv=True` takes the `kv` of the last layer without
+    it that has the same `local_window_size`. Modules for `flax.linen` take all arguments except `in_features` and
+    `kernel_metadata`. For latent attention (DeepSeek's `kv_lora_rank`), the arguments are for
+    `MultiHeadLatentAttention`.
 
     Calls need two more arguments, which `from_hf` sets: `is_causal=True` in decoders, and in every layer of T5 the
     relative bias of the first layer, in the decoder `score_mod=recipes.t5_bias(table)["score_mod"]`.
@@ -61,7 +63,7 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     """
     family, values = _read(config, layer)
     kind = _layer_type(family, values, layer)
-    rope = None
+    values, rope = of_layer(values, layer, kind), None
     if "rope_theta" in family.keys and family.rotates(values, layer, kind):
         rope = RoPE.from_config(config, SLIDING if kind == SLIDING else FULL, max_length)
         if values.get("layer_rope_theta"):
@@ -81,6 +83,10 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
             "normalize_qk": norm,
             "qk_norm_epsilon": float(values.get("rms_norm_eps", 1e-6)) if norm else None,
         }
+    if family.value_norm:
+        reuses = reuses_keys(values, layer, family.layer_type)
+        shares = kind == FULL and not reuses and bool(values.get("attention_k_eq_v"))
+        described |= {"normalize_value": not reuses, "share_kv": shares, "reuse_kv": reuses}
     if changes := _position_arguments(family, values, described["num_heads"], rope is not None, kind == CHUNKED):
         described["attention_fn"] = attention_with(**changes)
     if values.get("clip_qkv"):
@@ -130,7 +136,7 @@ def _check_supported(family: Family, values: Values) -> None:
     if values.get("attention_type") == "block_sparse":
         reasons["attention_type"] = "queries attend to randomly chosen blocks; set 'original_full'"
     for key, reason in reasons.items():
-        if values.get(key):
+        if values.get(key) and values[key] != "vision":  # only tokens of images attend to later ones
             raise ValueError(f"{key}={values[key]!r} in config is not supported: {reason}.")
     if values["model_type"] == "gpt_bigcode" and not values["multi_query"]:
         raise ValueError("config must have multi_query=True, but got False, which stacks weights in a different order.")

@@ -16,7 +16,7 @@ from flax_mha.convert.hf_config.config import read_config
 from flax_mha.convert.hf_config.families import Family
 from flax_mha.convert.hf_config.layers import Values
 from flax_mha.convert.load import load_torch
-from flax_mha.convert.state_dict import T5_TABLE, layer_prefix, to_numpy
+from flax_mha.convert.state_dict import T5_TABLE, layer_prefix, to_numpy, with_shared
 from flax_mha.recipes import t5_bias
 
 HEADS = ("encoder_attention_heads", "decoder_attention_heads")  # a config with both parts has both keys
@@ -70,8 +70,12 @@ def from_hf(
       >>> attention(jnp.ones((1, 5, 8))).shape  # causal, as in the model
       (1, 5, 8)
     """
-    prefix = layer_prefix(state_dict, layer, prefix)
     family, values = read_config(config)
+    if family.value_norm and not family.refused:
+        sizes = describe(config, layer, max_length=max_length)
+        if sizes["share_kv"] or sizes["reuse_kv"]:
+            state_dict = with_shared(state_dict, sizes["num_heads"], sizes["num_kv_heads"])
+    prefix = layer_prefix(state_dict, layer, prefix)
     is_decoder = "decoder" in prefix or ("encoder" not in prefix and bool(values.get("is_decoder")))
     mine, other = HEADS[::-1] if is_decoder else HEADS
     config = {key: value for key, value in config.items() if key != other or mine not in config}

@@ -13,7 +13,7 @@ from flax import nnx
 from flax_mha.convert.latent import AXES
 from flax_mha.convert.layouts import LATENT, LAYOUTS, MODEL_TYPE, NORM_BIASES, NORMS, OTHER_AXES, TORCH_AXES, LayoutName
 from flax_mha.convert.shapes import Arrays
-from flax_mha.convert.state_dict import T5_TABLE, attention_entries
+from flax_mha.convert.state_dict import T5_TABLE, attention_entries, with_shared
 from flax_mha.convert.weights import family_of, fill_with_zeros, norm_offset, read
 from flax_mha.nnx import MultiHeadLatentAttention
 
@@ -82,6 +82,9 @@ def load_torch(
         )
     family = family_of(module.query.kernel)
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
+    shares, reuses = module.value is None, getattr(module, "reuse_kv", False)
+    if shares:
+        state_dict = with_shared(state_dict, module.num_heads, module.num_kv_heads)
     layout, arrays = read(state_dict, module.num_heads, module.num_kv_heads, prefix, offset)
     if layout == LATENT:
         raise ValueError("module must be a MultiHeadLatentAttention for latent weights, but got a MultiHeadAttention.")
@@ -90,6 +93,9 @@ def load_torch(
         arrays |= {path: np.ones(variables[path].shape, np.float32) for path in NORMS if path in variables}
     if "query/bias" in variables:
         arrays = fill_with_zeros(arrays)
+    if reuses or (shares and np.array_equal(arrays["key/kernel"], arrays["value/kernel"])):
+        lacks = ("key/", "value/", "key_ln/") if reuses else ("value/",)
+        arrays = {path: array for path, array in arrays.items() if not path.startswith(lacks)}
     problems = _mismatches(variables, arrays)
     if getattr(module, "out_norm", None) is not None:
         problems.append("out_norm.scale is missing from state_dict; create the module with out_norm=None")
@@ -164,6 +170,7 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
         array = arrays[path]
         value = "True" if "_ln/" not in path else '"rms_norm"' if array.ndim == 1 else '"rms_norm_all_heads"'
         value = '"layer_norm_bias"' if "_ln/" in path and _has_biases(arrays) else value
+        option, value = ("share_kv", "False") if path.startswith("value/") else (option, value)
         if path not in variables:
             problems.append(f"{name} is missing from the module; create it with {option}={value}")
         elif variables[path].shape != array.shape:

@@ -121,6 +121,24 @@ def layer_prefix(state_dict: Any, layer: int, prefix: str) -> str:
     return prefix + "".join(found)
 
 
+def with_shared(state_dict: Mapping[str, Any], num_heads: int, num_kv_heads: int) -> dict[str, Any]:
+    """Adds the keys and values that layers of Gemma 3n and 4 lack, so that these layers have a layout.
+
+    Values are the keys. Keys that another layer has are stand-ins of the right shape, parts of the queries.
+    """
+    added: dict[str, Any] = {}
+    for name in state_dict:
+        attention, found, end = name.rpartition("q_proj.")
+        if not found or f"{attention}o_proj.{end}" not in state_dict:
+            continue
+        query = state_dict[name]
+        key = state_dict.get(f"{attention}k_proj.{end}", query[: len(query) * num_kv_heads // num_heads])
+        added |= {f"{attention}k_proj.{end}": key, f"{attention}v_proj.{end}": key}
+        if f"{attention}q_norm.weight" in state_dict:
+            added[f"{attention}k_norm.weight"] = state_dict[f"{attention}q_norm.weight"]
+    return added | dict(state_dict)
+
+
 def to_numpy(name: str, value: Any) -> np.ndarray:
     """Returns a tensor or array as numpy, bit for bit; raises a ValueError unless it holds floating point numbers."""
     if hasattr(value, "detach"):

@@ -25,11 +25,20 @@ ALIASES: dict[str, tuple[str, ...]] = {
 ALIASES["num_attention_heads"] += ("decoder_attention_heads", "decoder_num_attention_heads")
 COMMON = {"num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "rms_norm_eps"}
 COMMON |= {"rope_theta", "rope_parameters", "rope_scaling", "layer_types", "position_embedding_type"}
+COMMON |= {"num_hidden_layers"}
 # Keys whose null has a meaning; a null under any other key means that it is left out.
-NULL_COUNTS = ("sliding_window", "attn_logit_softcapping", "num_key_value_heads", "local_attention", "q_lora_rank")
+NULL_COUNTS: tuple[str, ...] = (
+    "sliding_window",
+    "attn_logit_softcapping",
+    "num_key_value_heads",
+    "local_attention",
+    "q_lora_rank",
+)
+NULL_COUNTS += ("global_head_dim",)
 # The model types of text models, by those of the multimodal models whose `text_config` may lack one.
 PARTS = {"emu3": "emu3_text_model", "gemma3": "gemma3_text", "llama4": "llama4_text", "mllama": "mllama_text_model"}
 PARTS |= {name: f"{name}_text" for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")}
+PARTS |= {name: f"{name}_text" for name in ("gemma3n", "gemma4", "gemma4_unified")}
 OPTIONAL = {key for family in FAMILIES.values() for key in family.keys} - COMMON  # read by some families alone
 UNKNOWN = Family({}, refused="it is not known")
 
@@ -73,6 +82,7 @@ POSITIVE = Kind("a finite number > 0", lambda x: is_finite(x) and x > 0)
 NUMBER = Kind("a finite number >= 0", lambda x: is_finite(x) and x >= 0)
 FRACTION = Kind("a number in (0, 1]", lambda x: is_finite(x) and 0 < x <= 1)
 
+WAYS = ("all", "vision")  # in which tokens attend to later ones
 # The numbers of layers in a config.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
 NESTED = ("rope_scaling", "rope_parameters")
@@ -96,15 +106,18 @@ KINDS: dict[str, Kind] = {
     **_each("num_kv_heads hidden_size head_dim attention_hidden_size attention_chunk_size", SIZE),
     **_each("kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim", SIZE),
     **_each("index_n_heads index_head_dim index_topk index_topk_freq", SIZE),
+    **_each("global_head_dim num_global_key_value_heads", SIZE),
     **_each("relative_attention_max_distance full_attention_interval no_rope_layer_interval", SIZE),
     **_each("attn_layer_period prefix_dense_sliding_window_pattern global_attn_every_n_layers", SIZE),
     **_each("max_window_layers first_k_dense_replace attn_layer_offset index_skip_topk_offset", COUNT),
+    **_each("num_kv_shared_layers", COUNT),
     "local_attention": WIDTH,
     "sliding_window": Kind("an integer", is_int),  # configs without windows may have any
     "sliding_window_pattern": Kind("an integer >= 0", lambda x: COUNT.fits(x) or _is_text(x)),  # text: EXAONE
     **_each("attention_bias attention_out_bias use_bias bias qkv_bias use_qkv_bias enable_bias", FLAG),
     **_each("rope_pairs rope_reversed new_decoder_architecture multi_query alibi use_sliding_window", FLAG),
-    **_each("use_bidirectional_attention use_qk_norm qk_layernorm causal attn_temperature_tuning", FLAG),
+    "use_bidirectional_attention": Kind("True, False, 'all' or 'vision'", lambda x: FLAG.fits(x) or x in WAYS),
+    **_each("attention_k_eq_v use_qk_norm qk_layernorm causal attn_temperature_tuning", FLAG),
     **_each("is_decoder is_causal scale_attn_weights scale_attn_by_inverse_layer_idx use_mem_rope", FLAG),
     **_each("use_shared_attention_adapter rotary_value indexer_rope_interleave", FLAG),
     **_each("query_pre_attn_scalar attention_multiplier softmax_scale key_multiplier rms_norm_eps", POSITIVE),
@@ -117,7 +130,7 @@ KINDS: dict[str, Kind] = {
     "no_rope_layers": _list("0 and 1", lambda x: isinstance(x, int)),
     "layer_rope_theta": _list("finite numbers >= 0", NUMBER.fits),
     "attention_types": _list("pairs [layer types, repetitions]", _is_repeated),
-    "linear_attn_config": MAPPING,
+    **_each("linear_attn_config per_layer_config", MAPPING),
 }
 
 
@@ -137,7 +150,8 @@ def check_types(values: Mapping[str, Any], keys: Iterable[str], names: Mapping[s
             for inner in value.values():  # by type of layer
                 check_types(inner if isinstance(inner, Mapping) else {}, ROTARY, {})
         if kind is MAPPING and key not in NESTED:
-            check_types(value, KINDS, {})
+            for part in (value, *(x for x in value.values() if isinstance(x, Mapping))):
+                check_types(part, KINDS, {})
 
 
 def read_config(config: Any) -> tuple[Family, Values]:
@@ -163,6 +177,8 @@ def read_config(config: Any) -> tuple[Family, Values]:
         values = dict(values["attn_config"]) | {key: x for key, x in values.items() if key not in OPTIONAL}
     if isinstance(model_type, str) and model_type in PARTS and "patch_size" not in text:  # a vision encoder
         values["model_type"] = PARTS[model_type]
+    if isinstance(model_type, str) and model_type in FAMILIES and FAMILIES[model_type].refused:
+        values["model_type"] = model_type
     if not isinstance(values.get("model_type", ""), str):
         raise ValueError(f"model_type must be a string, but got {values['model_type']!r}.")
     names: dict[str, str] = {}

@@ -38,6 +38,7 @@ class Family(NamedTuple):
     gate: bool = False  # a sigmoid of the input multiplies the attention's output
     latent: bool = False  # keys and values are projections of one latent vector per token
     scale: float | None = None  # the factor of query . key, if it does not depend on sizes
+    value_norm: bool = False  # values are normalized, and layers may share keys and values
     alibi: bool = False
     layer_type: LayerType = full
     rotates: Rotates = layers.all_rotate
@@ -77,6 +78,15 @@ GEMMA: Values = BIAS | {"head_dim": 256, "use_bidirectional_attention": False}
 GEMMA_2: Values = GEMMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 2304}
 GEMMA_2 |= {"query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 2}
 GEMMA_3: Values = GEMMA_2 | {"rope_theta": 1e6, "rope_local_base_freq": 10_000.0, "sliding_window_pattern": 6}
+GEMMA_3N: Values = GEMMA_3 | {"hidden_size": 2048, "num_key_value_heads": 2, "sliding_window": 512}
+GEMMA_3N |= {"num_hidden_layers": 35, "num_kv_shared_layers": 15}
+GEMMA_3N = {key: x for key, x in GEMMA_3N.items() if key not in ("query_pre_attn_scalar", "sliding_window_pattern")}
+GEMMA_4_ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
+GEMMA_4_ROPE |= {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}}
+GEMMA_4: Values = {key: x for key, x in GEMMA_3N.items() if key != "rope_local_base_freq"}
+GEMMA_4 |= {"hidden_size": 2304, "num_key_value_heads": 4, "num_hidden_layers": 30, "num_kv_shared_layers": 0}
+GEMMA_4 |= {"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": None}
+GEMMA_4 |= {"rope_parameters": GEMMA_4_ROPE, "attention_k_eq_v": False}
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 YARN |= {"original_max_position_embeddings": 4096}
 GPT_OSS: Values = BIAS | {"attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128}
@@ -140,11 +150,14 @@ SWA: Values = {"attention_multiplier": 1.0, "sliding_window": 128, "layer_rope_t
 GRANITE_SWA = like(LLAMA, SWA, sinks=True, layer_type=first_of(4), rotates=layers.with_theta_rotate)
 LATENT = Family(LATENTS | {"rope_interleave": True}, "attention_bias", latent=True)
 INDEXED = Family(INTERLEAVE, refused="its indexer or its attention differs from DeepSeek V3.2's")
+GEMMA_4_TEXT = Family(
+    GEMMA_4, "attention_bias", RMS, value_norm=True, scale=1.0, layer_type=layers.last_full(last_of(6, ""))
+)
 QWEN_3_NEXT = Family(
     QWEN_NEXT, "attention_bias", RMS, norm_scale="1 + weight", gate=True, layer_type=listed(layers.rest_linear)
 )
 GATED = Family(BIAS, refused="its output gate is not a sigmoid for each feature")
-SHARED_KEYS = Family(ROPE, refused="it normalizes values, and layers reuse keys and values from earlier layers")
+ASSISTANT = "its layers attend to the keys and values of another model"
 RELATIVE = Family({}, refused="its scores depend on products of queries and distance embeddings")
 
 FAMILIES: dict[str, Family] = {
@@ -207,6 +220,9 @@ FAMILIES: dict[str, Family] = {
         "gemma2 vaultgemma", Family(GEMMA_2 | {"attn_logit_softcapping": 50.0}, "attention_bias", layer_type=last_of(2))
     ),
     "gemma3_text": Family(GEMMA_3, "attention_bias", RMS, norm_scale="1 + weight", layer_type=last_of(6)),
+    "gemma3n_text": Family(GEMMA_3N, "attention_bias", RMS, value_norm=True, scale=1.0, layer_type=last_of(5, "")),
+    "gemma4_text": GEMMA_4_TEXT,
+    "gemma4_unified_text": like(GEMMA_4_TEXT, {"sliding_window": 1024, "use_bidirectional_attention": "vision"}),
     "gpt_oss": Family(GPT_OSS, "attention_bias", sinks=True, layer_type=last_of(2)),
     "olmo": like(LLAMA, {"clip_qkv": None}),
     "olmoe": like(OLMO_2, {"clip_qkv": None}),
@@ -351,8 +367,7 @@ FAMILIES: dict[str, Family] = {
     **alike("axk2 deepseek_v4 dots3_note_text hy_v4 qwen4_exp_text", INDEXED),
     **alike("beam laguna lfm3 bailing_hybrid", GATED),
     "hrm_text": Family(BIAS, refused="its layers form two stacks, which run several times"),
-    "gemma3n_text": like(SHARED_KEYS, {"rope_theta": 1e6, "rope_local_base_freq": 10_000.0}),
-    **alike("gemma4_text gemma4_unified_text gemma4_assistant gemma4_unified_assistant", SHARED_KEYS),
+    **alike("gemma4_assistant gemma4_unified_assistant", like(GEMMA_4_TEXT, {}, refused=ASSISTANT)),
     **alike("mamba mamba2 falcon_mamba rwkv xlstm", Family({}, refused="it is recurrent and has no softmax over keys")),
     **alike("xlnet prophetnet inkling_text inkling2_text inkling2_loop_text", RELATIVE),
     **alike(

@@ -6,7 +6,7 @@ no self-attention. A `Rotates` returns True if the layer has RoPE. Both get the 
 number of the layer, from 0; `Rotates` also gets the type of the layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Values = dict[str, Any]
@@ -74,6 +74,41 @@ def last_of(number: int, key: str = "sliding_window_pattern") -> LayerType:
 def first_of(number: int, key: str = "") -> LayerType:
     """Returns a rule by which the first of every n layers is full, and the others slide; see `last_of`."""
     return listed(lambda values, layer: sliding(values, layer) if layer % period(values, key, number) else FULL)
+
+
+def last_full(otherwise: LayerType) -> LayerType:
+    """Returns a rule by which the last layer is full, and for the others the rule `otherwise` decides."""
+    return lambda values, layer: FULL if layer == values["num_hidden_layers"] - 1 else otherwise(values, layer)
+
+
+def of_layer(values: Values, layer: int, layer_type: str) -> Values:
+    """Returns the values for one layer: Gemma 4's full layers have other heads than those that slide."""
+    if "global_head_dim" not in values:
+        return values
+    if values["per_layer_config"] is None:
+        others = {"head_dim": values["global_head_dim"]}
+        others |= {"num_key_value_heads": values["num_global_key_value_heads"]} if values["attention_k_eq_v"] else {}
+        changed = others if layer_type == FULL else {}
+    else:
+        changed = values["per_layer_config"].get(str(layer), values["per_layer_config"].get(layer, {}))
+    if not isinstance(changed, Mapping):
+        raise ValueError(f"per_layer_config must contain a dict for each layer, but got {changed!r} for layer {layer}.")
+    return values | {key: value for key, value in changed.items() if value is not None}
+
+
+def reuses_keys(values: Values, layer: int, layer_type: LayerType) -> bool:
+    """Returns True for the last `num_kv_shared_layers`, which use keys and values of the last layer of their type.
+
+    Raises a ValueError if there is no such layer before all of them.
+    """
+    number, shared = values["num_hidden_layers"], values["num_kv_shared_layers"]
+    first = max(number - shared, 0)
+    if layer >= first and layer_type(values, layer) not in {layer_type(values, i) for i in range(first)}:
+        raise ValueError(
+            f"num_kv_shared_layers must leave an earlier layer of the same type as layer {layer}, which uses its keys "
+            f"and values, but got {shared} with num_hidden_layers={number}."
+        )
+    return layer >= first
 
 
 def upper_slide(values: Values, layer: int) -> str:

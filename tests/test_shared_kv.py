@@ -1,0 +1,294 @@
+"""Keys and values that layers share, and norms of values: Gemma 3n and Gemma 4 against a port in PyTorch."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch_families as port
+from cases import refused
+from flax import nnx
+from flax_cases import flax_rules
+from marks import with_core
+from torch_rope import gemma_4_global
+
+import flax_mha
+from flax_mha import convert, linen
+from flax_mha.rope import RoPE
+
+B, T, D, N, K, H, WINDOW = 2, 13, 24, 4, 2, 8, 4
+GLOBAL_H = 512
+X = np.float32(np.random.default_rng(0).standard_normal((B, T, D)))
+SIZES = {"hidden_size": D, "num_attention_heads": N, "num_key_value_heads": K, "head_dim": H, "sliding_window": WINDOW}
+TYPES = ["sliding_attention", "full_attention"] * 2
+SIZES |= {"num_hidden_layers": 4, "layer_types": TYPES, "num_kv_shared_layers": 2}
+GLOBAL = {"global_head_dim": GLOBAL_H, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+PER_LAYER = {str(i): {"head_dim": GLOBAL_H, "num_key_value_heads": 1} for i in (1, 3)}
+MODELS = {
+    "gemma3n": {"model_type": "gemma3n", "text_config": SIZES | {"num_hidden_layers": 4}},
+    "gemma4": SIZES | GLOBAL | {"model_type": "gemma4_text"},
+    "gemma4, as Transformers 5 writes it": SIZES
+    | {"model_type": "gemma4_unified_text", "per_layer_config": PER_LAYER, "attention_k_eq_v": True},
+}
+assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
+
+
+def weights(name):
+    """Those of four layers, of which the last two have no keys and values, and full layers of Gemma 4 no values."""
+    rng, found = np.random.default_rng(1), {}
+    for i in range(4):
+        is_global = i % 2 == 1 and name != "gemma3n"
+        size, kv = (GLOBAL_H, 1) if is_global else (H, K)
+        shapes = {"q_proj": (N * size, D), "o_proj": (D, N * size), "q_norm": (size,)}
+        shapes |= {"k_proj": (kv * size, D), "k_norm": (size,)} if i < 2 else {}
+        shapes |= {"v_proj": (kv * size, D)} if i < 2 and not is_global else {}
+        for key, shape in shapes.items():
+            drawn = rng.standard_normal(shape) * (shape[-1] ** -0.5 if len(shape) == 2 else 0.3 * (H / size) ** 0.5)
+            found[f"model.layers.{i}.self_attn.{key}.weight"] = torch.from_numpy(np.float32(drawn))
+    return found
+
+
+def expected(name, x):
+    """Each layer adds to its input."""
+    x, state, kvs = torch.from_numpy(x), weights(name), {}
+    for i in range(4):
+        w = {key.split("self_attn.")[1]: value for key, value in state.items() if f".{i}.self_attn" in key}
+        if i % 2 == 0 or name == "gemma3n":
+            rotate = port.rotary(x, 1e4 if i % 2 == 0 else 1e6)
+        else:
+            rotate = lambda y: gemma_4_global(y, torch.arange(T).expand(B, -1))  # noqa: E731
+        kv_number = 1 if i % 2 == 1 and name != "gemma3n" else K
+        output, kvs[i % 2] = port.gemma_4(w, x, N, kv_number, rotate, None if i % 2 else WINDOW, kvs.get(i % 2))
+        x = x + output
+    return x.numpy()
+
+
+@nnx.jit
+def run(layers, x, arguments):
+    kvs = {}
+    for i, layer in enumerate(layers):
+        output, kvs[i % 2] = layer(x, return_kv=True, **({"kv": kvs[i % 2]} if i > 1 else {}), **arguments)
+        x = x + output
+    return x
+
+
+@pytest.mark.parametrize("name", with_core(MODELS, "gemma4"))
+def test_layers_of_a_model_equal_the_port(name):
+    """In one call and over caches: the first two layers have one, and the others nothing of their own."""
+    layers = nnx.List([convert.from_hf(MODELS[name], weights(name), i) for i in range(4)])
+    want = expected(name, X)
+    assert_close(run(layers, X, {}), want)
+    for layer in layers:
+        layer.init_cache((B, T, D))
+        layer.decode = True
+    assert layers[2].key is layers[2].value is layers[3].cached_key is None
+    assert (layers[1].value is None) == (name != "gemma3n")
+    assert sorted(nnx.to_pure_dict(nnx.state(layers, nnx.Cache))) == [0, 1]
+    for i, j in ((0, 5), (5, 6), (6, 9), (9, 13)):
+        assert_close(run(layers, X[:, i:j], {}), want[:, i:j])
+
+
+def test_what_a_config_must_say():
+    gemma4 = MODELS["gemma4"]
+    too_many = gemma4 | {"num_kv_shared_layers": 3}
+    refused(
+        "num_kv_shared_layers must leave an earlier layer of the same type as layer 3", convert.describe, too_many, 3
+    )
+    for model_type in ("gemma4_assistant", "gemma4_unified_assistant"):
+        refused("keys and values of another model", convert.describe, {"model_type": model_type, "text_config": gemma4})
+    refused("use_bidirectional_attention='all'", convert.describe, gemma4 | {"use_bidirectional_attention": "all"})
+    assert convert.describe(gemma4 | {"use_bidirectional_attention": "vision"})["scale"] == 1.0
+    state = weights("gemma4")
+    state["model.layers.1.self_attn.v_proj.weight"] = torch.zeros(GLOBAL_H, D)
+    with pytest.raises(ValueError, match=r"value.kernel is missing from the module; create it with share_kv=False"):
+        convert.from_hf(gemma4, state, 1)
+
+
+OPTIONS = {"num_kv_heads": K, "normalize_qk": "rms_norm", "qk_norm_epsilon": 0.1, "rope": RoPE(), "use_bias": False}
+
+
+class Pair(nnx.Module):
+    """A layer that attends to the keys and values of the one before it."""
+
+    def __init__(self, decode=False, **options):
+        options, rngs = OPTIONS | options, nnx.Rngs(0)
+        self.first = flax_mha.MultiHeadAttention(N, D, normalize_value=True, decode=decode, rngs=rngs, **options)
+        self.second = flax_mha.MultiHeadAttention(N, D, reuse_kv=True, decode=decode, rngs=rngs, **options)
+
+    def __call__(self, x, **arguments):
+        y, kv = self.first(x, return_kv=True, **arguments)
+        return self.second(x + y, kv=kv, **arguments)
+
+
+class LinenPair(nn.Module):
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x, **arguments):
+        layer = functools.partial(linen.MultiHeadDotProductAttention, N, decode=self.decode, **OPTIONS)
+        y, kv = layer(normalize_value=True, name="first")(x, return_kv=True, **arguments)
+        return layer(reuse_kv=True, name="second")(x + y, kv=kv, **arguments)
+
+
+def dense(params, x):
+    """The formula, in NumPy's einsum, causal."""
+
+    def norm(y, scale=None):
+        return y / jnp.sqrt((y**2).mean(-1, keepdims=True) + 0.1) * (1 if scale is None else scale[None, None, None])
+
+    def attend(p, x, kv):
+        query = jnp.einsum("btd,dnh->btnh", x, p["query"]["kernel"])
+        query = flax_mha.rope.apply_rope(norm(query, p["query_ln"]["scale"]), jnp.arange(T), RoPE())
+        key, value = (jnp.repeat(y, N // K, axis=2) for y in kv)
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(D // N)
+        shares = jax.nn.softmax(jnp.where(np.tri(T, dtype=bool), scores, -jnp.inf))
+        return jnp.einsum("bnts,bsnh,nhd->btd", shares, value, p["out"]["kernel"])
+
+    first = params["first"]
+    key, value = (jnp.einsum("btd,dnh->btnh", x, first[name]["kernel"]) for name in ("key", "value"))
+    key = flax_mha.rope.apply_rope(norm(key, first["key_ln"]["scale"]), jnp.arange(T), RoPE())
+    kv = key, norm(value)
+    return attend(params["second"], x + attend(first, x, kv), kv)
+
+
+@pytest.mark.core
+def test_outputs_and_gradients_equal_the_formula():
+    """Also with each layer in remat, and in linen; gradients of keys come from both layers."""
+    graph, params = nnx.split(Pair())
+    shapes = jax.tree.map(jnp.shape, nnx.to_pure_dict(params))
+    assert {*shapes["second"]} == {"query", "query_ln", "out"}
+    assert jax.tree.map(jnp.shape, LinenPair().init(jax.random.key(0), X)["params"]) == shapes
+
+    def of_nnx(params, x, call=Pair.__call__):
+        return call(nnx.merge(graph, params), x, is_causal=True)
+
+    def of_linen(params, x):
+        return LinenPair().apply({"params": nnx.to_pure_dict(params)}, x, is_causal=True)
+
+    def in_remat(params, x):
+        return of_nnx(params, x, lambda pair, x, **given: nnx.remat(functools.partial(Pair.__call__, **given))(pair, x))
+
+    functions = (lambda params, x: dense(nnx.to_pure_dict(params), x), of_linen, of_nnx, in_remat)
+    (want, slopes), *others = (
+        jax.jit(jax.value_and_grad(lambda *given, f=f: (f(*given) ** 2).sum(), argnums=(0, 1)))(params, X)
+        for f in functions
+    )
+    for value, grads in others:
+        np.testing.assert_allclose(value, want, rtol=1e-5)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), grads, slopes)
+    assert_close(jax.vmap(functools.partial(of_nnx, params))(X), of_nnx(params, X))
+
+
+CACHES = {
+    "float": {},
+    "ring": {"local_window_size": (WINDOW, 0)},
+    "8 bits": {"dtype": jnp.int8},
+    "ring in 8 bits": {"local_window_size": (WINDOW, 0), "dtype": jnp.float8_e4m3fn},
+    "lengths": {"per_row": True},
+}
+
+
+@pytest.mark.parametrize("name", with_core(CACHES, "ring"))
+def test_decoding_equals_the_whole_sequence(name):
+    """Prompts of different lengths, whose padding holds NaN; a ring is overwritten by later calls."""
+    given = dict(CACHES[name])
+    options = {"local_window_size": given.pop("local_window_size")} if "ring" in name else {}
+    pair, total = Pair(**options), 150
+    x = np.float32(np.random.default_rng(2).standard_normal((B, total, D)))
+    want = pair(x, is_causal=True)
+    pair.first.init_cache((B, total, D), **given)
+    step, atol = nnx.jit(functools.partial(Pair.__call__, decode=True)), 0.1 if "8 bits" in name else 1e-5
+    starts, calls = [0, 0], ((20, (20, 7)), (1, (1, 1)), (30, (30, 12))) if name == "lengths" else None
+    for number, lengths in calls or [(number, (number,) * 2) for number in (40, 1, 1, 30, 3, 70, 5)]:
+        part = np.full((B, number, D), np.nan, np.float32)
+        for b, length in enumerate(lengths):
+            part[b, :length] = x[b, starts[b] : starts[b] + length]
+        got = step(pair, part, **({"lengths": jnp.array(lengths)} if calls else {}))
+        for b, length in enumerate(lengths):
+            np.testing.assert_allclose(got[b, :length], want[b, starts[b] : starts[b] + length], rtol=0, atol=atol)
+            starts[b] += length
+    assert {*nnx.to_pure_dict(nnx.state(pair, nnx.Cache))} == {"first"}
+
+
+def test_decoding_in_linen_and_by_another_function():
+    """Sown weights and other attention functions read the same cache; nothing is cached twice."""
+    params = LinenPair().init(jax.random.key(0), X)["params"]
+    want = LinenPair().apply({"params": params}, X, is_causal=True)
+    cache = LinenPair(decode=True).init(jax.random.key(0), X)["cache"]
+    assert {*cache} == {"first"}
+    for i, arguments in ((0, {}), (5, {"sow_weights": True}), (6, {}), (9, {"sow_max_score": True})):
+        part = X[:, i : {0: 5, 5: 6, 6: 9, 9: 13}[i]]
+        variables = {"params": params, "cache": cache}
+        got, changed = LinenPair(decode=True).apply(variables, part, mutable=["cache", "intermediates"], **arguments)
+        cache = changed["cache"]
+        assert_close(got, want[:, i : i + part.shape[1]])
+
+
+@pytest.mark.core
+def test_masks_and_positions_are_those_of_each_call():
+    pair = Pair()
+    lengths, positions = jnp.array([T, 5]), jnp.arange(T) + 3
+    padded = jnp.asarray(X).at[1, 5:].set(jnp.nan)
+    got = pair(padded, lengths=lengths, is_causal=True, positions=positions)
+    assert_close(got.at[1, 5:].set(0), pair(X, is_causal=True).at[1, 5:].set(0))
+    slopes = nnx.grad(lambda pair: pair(padded, lengths=lengths)[1, :5].sum())(pair)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(slopes))
+    segments = jnp.array([[0] * 6 + [1] * 7] * 2)
+    halves = [pair(x, is_causal=True) for x in (X[:, :6], X[:, 6:])]
+    assert_close(pair(X, is_causal=True, segment_ids=segments), jnp.concatenate(halves, axis=1))
+    explanation = pair.second.explain(X, kv=pair.first(X, return_kv=True)[1], is_causal=True)
+    assert explanation.chosen == pair.first.explain(X, is_causal=True).chosen
+    scanned = jax.lax.scan(lambda x, _: (x + pair.second(x, kv=pair.first(X, return_kv=True)[1]), None), X, None, 2)[0]
+    assert scanned.shape == X.shape
+
+
+@pytest.mark.core
+def test_wrong_uses_are_refused():
+    pair, other = Pair(), Pair(num_kv_heads=1)
+    _, kv = pair.first(X, return_kv=True)
+    kv_of_other = other.first(X, return_kv=True)[1]
+    lengths = jnp.array([T, 5])
+    for call, error in (
+        (lambda: pair.second(X), "kv must be the SharedKV that the call of an earlier layer returns .* got NoneType"),
+        (lambda: pair.second(X, kv=(kv.key, kv.value)), "kv must be the SharedKV .* but got tuple"),
+        (lambda: pair.first(X, kv=kv), "kv must be None if reuse_kv=False, .*; create the module with reuse_kv=True"),
+        (lambda: pair.second(X, kv=kv_of_other), r"shape \(2, 13, 2, 6\), .* but got \(2, 13, 1, 6\)"),
+        (lambda: pair.second(X[:, 1:], kv=kv), r"shape \(2, 12, 2, 6\), .* from the same step"),
+        (
+            lambda: pair.second(X, kv=kv, lengths=lengths),
+            "lengths must be set in the calls of both layers or in neither, .* only set in this call",
+        ),
+        (lambda: pair.second(X, kv=kv, decode=True), "decode must be set in the calls of both layers"),
+        (lambda: pair.second(X, X + 1, kv=kv), "reuse_kv=True requires self-attention"),
+        (lambda: pair.first(X, X + 1, return_kv=True), "return_kv=True requires self-attention"),
+        (lambda: pair.first(X, return_kv=1), "return_kv must be True or False"),
+        (lambda: Pair(share_kv=True), "share_kv must be False with reuse_kv=True"),
+        (lambda: Pair(share_kv=1), "share_kv must be True or False"),
+    ):
+        refused(error, call)
+    shared = flax_mha.MultiHeadAttention(N, D, share_kv=True, decode=False, rngs=nnx.Rngs(0))
+    refused("inputs_v must be None with share_kv=True", shared, X, X, X + 1)
+    layer = linen.MultiHeadDotProductAttention(N, share_kv=True)
+    refused("inputs_v must be None with share_kv=True", layer.init, jax.random.key(0), X, X, X + 1)
+    refused(
+        "normalize_value must be False with reuse_kv",
+        linen.MultiHeadAttention(N, reuse_kv=True, normalize_value=True).init,
+        jax.random.key(0),
+        X,
+    )
+
+
+def test_shared_layers_in_views_and_in_16_bits():
+    pair = Pair(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    view = nnx.view(pair, decode=True, batch_size=B, max_length=T)
+    assert view.second.cached_key is None
+    with flax_rules():  # of Flax's norms
+        want = pair(jnp.asarray(X, jnp.bfloat16), is_causal=True)
+        step = nnx.jit(Pair.__call__)
+        steps = [step(view, jnp.asarray(X[:, i:j], jnp.bfloat16)) for i, j in ((0, 9), (9, 10), (10, T))]
+    got = jnp.concatenate(steps, axis=1)
+    assert got.dtype == want.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=0, atol=0.1)
