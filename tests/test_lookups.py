@@ -54,6 +54,15 @@ REFUSED = {
     "block_diffusion": (recipes.block_diffusion(27, 3), "created for 54 query positions, but the call has 56"),
     "neighborhood": (recipes.neighborhood(5, 11, 3), "neighborhood.visible .* 55 query positions, but the call has 56"),
     "shifted_windows": (recipes.shifted_windows(jnp.ones((9, 4)), 8, 8, 2), "created for 4 heads, but"),
+    "sliding_tiles": (
+        recipes.sliding_tiles((1, 5, 11), (1, 1, 1), (1, 3, 3)),
+        "created for 55 query positions, but the",
+    ),
+    "forgetting, heads": (recipes.forgetting(jnp.zeros((B, T, 4))), "created for 4 heads, but the call has 8"),
+    "forgetting, batch": (recipes.forgetting(jnp.zeros((T, 8))), "created for 1 batch entries, but the call has 2"),
+    "forgetting": (recipes.forgetting(jnp.zeros((B, 55, 8))), "forgetting.score_mod .* for 55 query positions, but"),
+    "relative_terms": (recipes.relative_terms(jnp.zeros((B, 8, 55, 9))), "created for 55 query positions, but"),
+    "relative_terms, heads": (recipes.relative_terms(jnp.zeros((B, 9, T, 9))), "created for 9 heads, but"),
     "tree_causal": (recipes.tree_causal([-1, 0, 1], 52), "created for 55 query positions, but the call has 56"),
     "tree_causal, batch": (recipes.tree_causal([[-1, 0, 1]] * 3, 53), "for 3 batch entries, but the call has 2"),
     "block_sparse, blocks": (

@@ -67,6 +67,18 @@ for tree, parents in zip(TREES, PARENTS + S - 7, strict=True):
     for i, parent in enumerate(parents, S - 7):
         tree[i] |= (column[0] == i) | (tree[parent] if parent >= S - 7 else False)
 
+# Sliding tiles: the tile of each of 64 tokens of a video along its axes, four frames of 4 x 4 tokens; text follows.
+tiles = np.array([[t, h, w] for t in range(2) for h in range(2) for w in range(4) for _ in range(4)])
+starts = np.clip(tiles - [0, 1, 1], 0, [1, 0, 1])  # windows of (1, 2, 3) of (2, 2, 4) tiles
+NEAR = np.ones((S, S), bool)
+NEAR[:64, :64] = ((tiles >= starts[:, None]) & (tiles < starts[:, None] + [1, 2, 3])).all(-1)
+GATES = np.log(1 / (1 + np.exp(-rng.standard_normal((B, S, N)) - 2))).astype(np.float32)
+SUMS = np.moveaxis(np.cumsum(GATES, 1, np.float64), -1, 1)
+TERMS = {
+    name: rng.standard_normal((B, N, S, width)).astype(np.float32)
+    for name, width in (("relative terms", 20), ("relative terms, clipped", 20), ("relative terms, both sides", 41))
+}
+
 # How to make it, and what is visible.
 MASKS = {
     "causal": (recipes.causal, CAUSAL),
@@ -84,12 +96,42 @@ MASKS = {
         np.where(NOISED[:, None], np.where(NOISED, BEHIND == 0, BEHIND > 0), ~NOISED & (BEHIND >= 0)),
     ),
     "neighborhood": (lambda: recipes.neighborhood(7, 10, 4), np.kron(natten(7, 4), natten(10, 4))[:S, :S]),
+    "sliding tiles": (lambda: recipes.sliding_tiles((4, 4, 4), (2, 2, 1), (1, 2, 3), text=3), NEAR),
     "tree": (lambda: recipes.tree_causal(jnp.asarray(PARENTS), [S - 7, S - 7]), TREES[:, None]),
 }
 
 
 def looked_up(name, table):
     return np.moveaxis(table[BUCKETS[name]], -1, 0)
+
+
+def terms_of(name):
+    """For each score, the index of its term in the learned array, and whether it has one."""
+    width = TERMS[name].shape[-1]
+    distance = row - column + (width // 2 if name.endswith("both sides") else 0)
+    has_one = ((distance >= 0) & (distance < width)) | name.endswith("clipped")
+    batch, head = np.ogrid[:B, :N]
+    return (batch[..., None, None], head[..., None, None], row, np.clip(distance, 0, width - 1)), has_one
+
+
+def relative(name, mask, **options):
+    places, has_one = terms_of(name)
+    added = np.where(has_one, TERMS[name][places], 0)
+    return lambda terms: recipes.relative_terms(terms, **options), TERMS[name], {"mask": mask, "added": added}
+
+
+def gradient_of_learned(name, d_added):
+    """The gradient of what is learned, from that of what it adds to the scores [B, N, S, S]."""
+    if name == "forgetting":
+        d_sums = d_added.sum(-1) - d_added.sum(-2)
+        return np.moveaxis(np.cumsum(d_sums[..., ::-1], -1)[..., ::-1], 1, -1)
+    gradient = np.zeros_like(RECIPES[name][1], np.float64)
+    if name in BUCKETS:
+        np.add.at(gradient, BUCKETS[name], np.moveaxis(d_added.sum(0), 0, -1))
+    else:
+        places, has_one = terms_of(name)
+        np.add.at(gradient, places, d_added * has_one)
+    return gradient
 
 
 # How to make it of what is learned, what that is, and the arguments of the dense formula.
@@ -116,6 +158,10 @@ RECIPES = {name: (make, None, {"mask": mask}) for name, (make, mask) in MASKS.it
         OFFSETS,
         {"mask": SWIN_MASK, "added": looked_up("shifted windows", OFFSETS)},
     ),
+    "forgetting": (recipes.forgetting, GATES, {"mask": CAUSAL, "added": SUMS[..., None] - SUMS[..., None, :]}),
+    "relative terms": relative("relative terms", CAUSAL),
+    "relative terms, clipped": relative("relative terms, clipped", CAUSAL, clip=True),
+    "relative terms, both sides": relative("relative terms, both sides", np.ones_like(CAUSAL), bidirectional=True),
 }
 
 
@@ -144,10 +190,8 @@ def dense(name, inputs, cotangent, keep=None):
     (output, _), grads = reference.attention(**arrays, **arguments, keep=keep, cotangents=cotangents)
     if "added" in arguments:
         d_added = grads.pop(0)
-        if name in BUCKETS:
-            d_table = np.zeros_like(RECIPES[name][1], np.float64)
-            np.add.at(d_table, BUCKETS[name], np.moveaxis(d_added.sum(0), 0, -1))
-            grads.append(d_table)
+        if RECIPES[name][1] is not None:
+            grads.append(gradient_of_learned(name, d_added))
     return output, grads
 
 
@@ -233,6 +277,26 @@ BAD = {
     "windows": (lambda: recipes.shifted_windows(OFFSETS, 8, 10, 4), "multiples of window, 4, but got 8 and 10"),
     "windows, shift": (lambda: recipes.shifted_windows(OFFSETS, 8, 8, 4, 4), "shift must be less than window, 4, but"),
     "windows, table": (lambda: recipes.shifted_windows(TABLE, 8, 8, 4), r"heads\] = \(49, N\), but got \(12, 6\)"),
+    "gates, axes": (lambda: recipes.forgetting(SINKS), r"log_gates must be floats \[.*\], but got float32 \(6,\)"),
+    "gates, integers": (lambda: recipes.forgetting(IDS), r"log_gates must be floats .*, but got int"),
+    "terms, axes": (lambda: recipes.relative_terms(TABLE), r"terms must be floats \[.*\], but got float32 \(12, 6\)"),
+    "terms, none": (lambda: recipes.relative_terms(np.zeros((2, 3, 0))), "terms must have at least 1 distance"),
+    "terms, even": (
+        lambda: recipes.relative_terms(np.zeros((2, 3, 4)), bidirectional=True),
+        r"an odd number of distances if bidirectional, but got shape \(2, 3, 4\)",
+    ),
+    "terms, offsets": (lambda: recipes.relative_terms(GATES, [1, 2]), "one for each of 1 batch entries, but got 2"),
+    "terms, offset": (lambda: recipes.relative_terms(GATES, 0.5), "query_offset must have an integer dtype"),
+    "tiles, axes": (
+        lambda: recipes.sliding_tiles((4, 4), (1, 2, 2), (1, 1, 1)),
+        r"video must be three ints .*\(4, 4\)",
+    ),
+    "tiles, zero": (lambda: recipes.sliding_tiles((4, 4, 4), (1, 0, 2), (1, 1, 1)), r"tile\[1\] must be an int >= 1"),
+    "tiles, cut": (lambda: recipes.sliding_tiles((4, 4, 4), (1, 3, 2), (1, 1, 1)), "multiple of tile, .* but got "),
+    "tiles, window": (
+        lambda: recipes.sliding_tiles((4, 4, 4), (1, 2, 2), (1, 3, 1)),
+        r"window must be at most video / tile = \(4, 2, 2\) along each axis, but got \(1, 3, 1\)",
+    ),
 }
 
 
@@ -271,6 +335,9 @@ AT_8K = {
     "block-sparse": lambda: recipes.block_sparse(jnp.asarray(rng.random((HEADS, 32, 32)) < 0.2), 512),
     "block diffusion": lambda: recipes.block_diffusion(LONG // 2, 32),
     "shifted windows": lambda: recipes.shifted_windows(jnp.ones((225, HEADS)), 64, 128, window=8, shift=4),
+    "sliding tiles": lambda: recipes.sliding_tiles((8, 32, 32), (4, 8, 8), (1, 3, 3)),
+    "forgetting": (recipes.forgetting, (1, LONG, HEADS)),
+    "relative terms": (recipes.relative_terms, (1, HEADS, LONG, 128)),
     "tree": lambda: recipes.tree_causal(PARENTS[0], LONG - 7),
 }
 
@@ -279,12 +346,13 @@ AT_8K = {
 def test_memory_at_8k(name, monkeypatch):
     """Of the gradient: at most 1/16 of the dense computation's temporaries, and no array that has both lengths."""
     monkeypatch.undo()
-    x = jax.ShapeDtypeStruct((1, LONG, HEADS, 64), jnp.float32)
+    make, *learned = AT_8K[name] if isinstance(AT_8K[name], tuple) else (AT_8K[name],)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (*[(1, LONG, HEADS, 64)] * 3, *learned)]
 
-    def loss(query, key, value):
-        return dot_product_attention(query, key, value, **AT_8K[name]()).sum()
+    def loss(query, key, value, *learned):
+        return dot_product_attention(query, key, value, **make(*learned)).sum()
 
-    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x)
+    lowered = jax.jit(jax.grad(loss, range(len(arrays)))).lower(*arrays)
     assert f"{LONG}x{LONG}" not in lowered.as_text()
     dense_bytes = HEADS * LONG**2 * 4 * 2  # scores, and the weights' cotangent
     assert lowered.compile().memory_analysis().temp_size_in_bytes <= dense_bytes / 16

@@ -1,7 +1,8 @@
-"""Sixteen kinds of attention in plain Python: each function returns arguments for `dot_product_attention`.
+"""Twenty kinds of attention in plain Python: functions return arguments for `dot_product_attention`.
 
 You can also pass the masks and score functions to the call of a module. For `soft_cap` and `attention_sinks`, modules
-take constructor arguments instead; see these recipes. `combine` joins several recipes.
+take constructor arguments instead; see these recipes. `combine` joins several recipes. `differential` takes the
+difference of two calls, so it returns the output instead of arguments.
 
 For another kind of attention, copy a recipe and change a line; memory stays O(T + S). The arguments of masks and score
 functions are named as in PyTorch's FlexAttention, so its recipes can be ported line by line.
@@ -23,11 +24,15 @@ from flax_mha.recipes.masks import neighborhood as neighborhood
 from flax_mha.recipes.masks import prefix_lm as prefix_lm
 from flax_mha.recipes.masks import shared_prefix as shared_prefix
 from flax_mha.recipes.masks import shifted_windows as shifted_windows
+from flax_mha.recipes.masks import sliding_tiles as sliding_tiles
 from flax_mha.recipes.masks import sliding_window as sliding_window
 from flax_mha.recipes.masks import tree_causal as tree_causal
 from flax_mha.recipes.scores import alibi as alibi
 from flax_mha.recipes.scores import attention_sinks as attention_sinks
 from flax_mha.recipes.scores import combine as combine
+from flax_mha.recipes.scores import differential as differential
+from flax_mha.recipes.scores import forgetting as forgetting
+from flax_mha.recipes.scores import relative_terms as relative_terms
 from flax_mha.recipes.scores import soft_cap as soft_cap
 from flax_mha.recipes.scores import t5_bias as t5_bias
 from flax_mha.recipes.selection import top_blocks as top_blocks

@@ -1,5 +1,8 @@
 """Recipes that are masks; `shifted_windows` also adds a bias."""
 
+import functools
+import math
+import operator
 from typing import Any
 
 import jax
@@ -206,13 +209,76 @@ def neighborhood(height: int, width: int, size: int) -> dict[str, Any]:
     if size > min(height, width):
         raise ValueError(f"size must not exceed the image size, {height} x {width}, but got {size}.")
 
-    def is_near(q: Array, kv: Array, length: int) -> Array:
-        first = jnp.clip(q - size // 2, 0, length - size)
-        return (first <= kv) & (kv < first + size)
-
     @made_for(q_idx=height * width, kv_idx=height * width)
     def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return is_near(q_idx // width, kv_idx // width, height) & is_near(q_idx % width, kv_idx % width, width)
+        rows = _is_near(q_idx // width, kv_idx // width, height, size)
+        return rows & _is_near(q_idx % width, kv_idx % width, width, size)
+
+    return {"mask": FunctionMask(visible)}
+
+
+def _is_near(q: Array, kv: Array, length: int, size: int) -> Array:
+    """Returns whether `kv` is among the `size` places around `q`, moved into 0 to `length` - 1 at borders."""
+    first = jnp.clip(q - size // 2, 0, length - size)
+    return (first <= kv) & (kv < first + size)
+
+
+def _three(name: str, value: object) -> tuple[int, int, int]:
+    """Checks sizes along the axes of a video."""
+    if not isinstance(value, tuple | list) or len(value) != 3:
+        raise ValueError(f"{name} must be three ints (frames, rows, columns), but got {value!r}.")
+    frames, rows, columns = (int_at_least(f"{name}[{i}]", x, 1) for i, x in enumerate(value))
+    return frames, rows, columns
+
+
+def sliding_tiles(
+    video: tuple[int, int, int], tile: tuple[int, int, int], window: tuple[int, int, int], text: int = 0
+) -> dict[str, Any]:
+    """Lets video tokens attend to the tiles around their tile. Zhang et al., Sliding Tile Attention, arXiv:2502.04507.
+
+    The sequence holds one tile after another, and the tokens of each in order; sizes are (frames, rows, columns). Tiles
+    that are too far away are then blocks of scores that are never computed. At borders the window is moved into the
+    video, so that every token attends to window[0] * window[1] * window[2] tiles.
+
+    Args:
+      video: Tokens of the video, multiples of `tile`.
+      tile: Tokens of a tile.
+      window: Tiles that each token attends to along each axis, from 1 to video / tile. The authors' code shows a tile
+        more if this is even and less than video / tile.
+      text: Number of text tokens after the video, as in HunyuanVideo; all tokens attend to them, and they to all.
+
+    Raises:
+      ValueError: If an argument is out of range; in the attention, if there are more tokens.
+
+    Example:
+      >>> from flax_mha import recipes
+      >>> print(recipes.sliding_tiles(video=(1, 2, 4), tile=(1, 2, 1), window=(1, 1, 3))["mask"])
+      ██████··
+      ██████··
+      ██████··
+      ██████··
+      ··██████
+      ··██████
+      ··██████
+      ··██████
+    """
+    video, tile, window = (_three(name, x) for name, x in (("video", video), ("tile", tile), ("window", window)))
+    text, tokens = int_at_least("text", text, 0), math.prod(video)
+    tiles = [x // y for x, y in zip(video, tile, strict=True)]
+    if any(x % y for x, y in zip(video, tile, strict=True)):
+        raise ValueError(f"video must be a multiple of tile, {tile}, along each axis, but got {video}.")
+    if any(x > y for x, y in zip(window, tiles, strict=True)):
+        raise ValueError(f"window must be at most video / tile = {tuple(tiles)} along each axis, but got {window}.")
+
+    def tile_of(index: Array) -> tuple[Array, Array, Array]:
+        number = index // math.prod(tile)
+        return number // (tiles[1] * tiles[2]), number // tiles[2] % tiles[1], number % tiles[2]
+
+    @made_for(q_idx=tokens + text, kv_idx=tokens + text)
+    def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        axes = zip(tile_of(q_idx), tile_of(kv_idx), tiles, window, strict=True)
+        near = functools.reduce(operator.and_, (_is_near(*axis) for axis in axes))
+        return near | (q_idx >= tokens) | (kv_idx >= tokens) if text else near
 
     return {"mask": FunctionMask(visible)}
 

@@ -1,18 +1,23 @@
-"""Recipes that change scores, and `combine`."""
+"""Recipes that change scores, `differential`, and `combine`."""
 
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
 
+from flax_mha._src.call.arguments import Arguments, unexpected
+from flax_mha._src.call.operands import accumulation_dtype
+from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.user_function import NAMES, made_for
-from flax_mha._src.core.validation import as_array, int_at_least
-from flax_mha.masks import CausalMask, LocalMask
+from flax_mha._src.core.validation import DTYPES, as_array, extremes, int32, int_at_least, is_int
+from flax_mha.attention import Implementation, dot_product_attention
+from flax_mha.masks import CausalMask, LocalMask, Mask
 
 
 def alibi(num_heads: int) -> dict[str, Any]:
@@ -90,6 +95,172 @@ def attention_sinks(sinks: Float[Array, " N"], width: int = 127) -> dict[str, An
     the sinks are then a parameter of the module.
     """
     return {"mask": LocalMask(width, 0), "sinks": sinks}
+
+
+def forgetting(log_gates: Float[Array, "*B S N"]) -> dict[str, Any]:
+    """Lowers scores by what a head has forgotten since the key. Lin et al., Forgetting Transformer, arXiv:2503.02130.
+
+    With c the cumulative sum of `log_gates` over tokens, in float32 at least, the score of query i and key j becomes
+
+        score + c[i] - c[j], for keys up to the query.
+
+    For decoding with a cache, pass the gates of all tokens so far, with zeros up to the length of the cache.
+
+    Args:
+      log_gates: Logarithm of the forget gate of each token and head, such as `jax.nn.log_sigmoid(gates(x))`; finite.
+        Receives a gradient.
+
+    Raises:
+      ValueError: If `log_gates` has no axes for tokens and heads, or no floating-point dtype; in the attention, if it
+        has another number of batch entries or heads, or fewer tokens.
+    """
+    log_gates = _floats("log_gates", log_gates, "[batch..., tokens, heads]")
+    gates = log_gates.reshape(-1, *log_gates.shape[-2:]).astype(accumulation_dtype(log_gates.dtype))
+    sums = jnp.cumsum(jnp.swapaxes(gates, 1, 2), axis=2)
+    batch, heads, length = sums.shape
+
+    @made_for(b=batch, h=heads, q_idx=length, kv_idx=length)
+    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return score + (sums[b, h, q_idx] - sums[b, h, kv_idx]).astype(score.dtype)
+
+    return {"mask": CausalMask(), "score_mod": score_mod}
+
+
+def relative_terms(
+    terms: Float[Array, "*B N T W"],
+    query_offset: int | Int[Array, "*B"] = 0,
+    *,
+    clip: bool = False,
+    bidirectional: bool = False,
+) -> dict[str, Any]:
+    """Adds a term that each query computes for each distance. Transformer-XL, arXiv:1901.02860; XLNet; Inkling.
+
+    The score of query i and key j becomes score + terms[..., i, i - j], for keys up to the query. In these models the
+    terms are products of queries and embeddings of distances. Scores are scaled before the terms are added: multiply
+    the terms of Transformer-XL and XLNet by the scale. The T x S array of all terms is never built.
+
+    Args:
+      terms: For each query, its term for the distances 0 to W - 1; receives a gradient.
+      query_offset: Position of the first query, for decoding with a cache; the same as in the attention.
+      clip: What keys at larger distances get: False adds 0 (Inkling); True adds the term of the largest distance
+        (`clamp_len` in Transformer-XL and XLNet). To mask these keys, combine with `sliding_window(W - 1)`.
+      bidirectional: Queries also attend to keys after them (XLNet): term w is for the distance i - j = w - W // 2, and
+        W must be odd.
+
+    Raises:
+      ValueError: If `terms` does not have three axes or more, or a floating-point dtype, or if W is even with
+        `bidirectional`; in the attention, if there are other numbers of batch entries or heads, or later queries. A
+        query outside the terms gets NaN if its position is not known while tracing.
+    """
+    terms = _floats("terms", terms, "[batch..., heads, queries, distances]", 3)
+    *_, heads, rows, width = terms.shape
+    if not width or (bidirectional and width % 2 == 0):
+        kind = "an odd number of distances if bidirectional" if bidirectional else "at least 1 distance"
+        raise ValueError(f"terms must have {kind}, but got shape {terms.shape}.")
+    terms, first = terms.reshape(-1, heads, rows, width), int32("query_offset", query_offset).reshape(-1)
+    if first.size not in (1, terms.shape[0]):
+        raise ValueError(
+            f"query_offset must be one int, or one for each of {terms.shape[0]} batch entries, but got {first.size}."
+        )
+    zero = width // 2 if bidirectional else 0
+    sizes = {"q_idx": extremes(first)[1] + rows} if readable(first) else {}
+
+    @made_for(b=terms.shape[0], h=heads, **sizes)
+    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        row = q_idx - (first[0] if first.size == 1 else jnp.asarray(first)[b])
+        place = q_idx - kv_idx + zero
+        term = terms[b, h, jnp.clip(row, 0, rows - 1), jnp.clip(place, 0, width - 1)].astype(score.dtype)
+        term = term if clip else jnp.where((place >= 0) & (place < width), term, 0.0)
+        return score + jnp.where((row >= 0) & (row < rows), term, jnp.nan)
+
+    return {"score_mod": score_mod} if bidirectional else {"mask": CausalMask(), "score_mod": score_mod}
+
+
+def _floats(name: str, value: Any, meaning: str, rank: int = 2) -> Array:
+    """Checks an array of floats with `rank` axes or more."""
+    array = as_array(name, value, f"an array {meaning}")
+    if array.ndim < rank or array.dtype.name not in DTYPES:
+        raise ValueError(f"{name} must be floats {meaning}, but got {array.dtype} {array.shape}.")
+    return array
+
+
+def differential(
+    query: Float[Array, "*B T 2*N H"],
+    key: Float[Array, "*B S 2*K H"],
+    value: Float[Array, "*B S K Hv"],
+    vectors: Float[Array, "4 H"],
+    layer: int | Int[Array, ""],
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    epsilon: float = 1e-5,
+    implementation: Implementation | None = None,
+    **arguments: Unpack[Arguments],
+) -> Float[Array, "*B T N Hv"]:
+    """Computes the difference of two softmaxes. Ye et al., Differential Transformer, arXiv:2410.05258; DiffLlama.
+
+    Unlike other recipes, this function computes the attention, by two calls of `dot_product_attention`. The first half
+    of the query and key heads is for the first softmax, the other half for the second. With the rows q1, k1, q2, k2 of
+    `vectors`, for each head
+
+        start = 0.8 - 0.6 * exp(-0.3 * layer)
+        weight = exp(q1 . k1) - exp(q2 . k2) + start
+        heads = softmax(scale * query1 @ key1.T) @ value - weight * softmax(scale * query2 @ key2.T) @ value
+        out = (1 - start) * heads / sqrt(mean(heads^2) + epsilon).
+
+    Multiply the result by the norm's learned scale [Hv], if the model has one. The authors' code interleaves the heads
+    of the two softmaxes: pass `jnp.concatenate([x[..., 0::2, :], x[..., 1::2, :]], axis=-2)` for query and key.
+
+    Args:
+      query: Heads of the first softmax, then of the second; rotate them first.
+      key: In the same way. N must be a multiple of K.
+      value: Shared by both softmaxes; in the models, Hv = 2 H.
+      vectors: Learned; normal with a standard deviation of 0.1 at first.
+      layer: Index of the layer, from 0; may be traced.
+      bias: As in `dot_product_attention`, for N heads, like all other arguments; both softmaxes use it.
+      mask: For both softmaxes.
+      epsilon: Added to the mean of squares.
+      implementation: As in `dot_product_attention`.
+      **arguments: Other arguments of `dot_product_attention`, without `return_residual` and `return_max_score`.
+
+    Raises:
+      ValueError: If `query` or `key` does not have twice the heads, if `vectors` does not have four rows of the head
+        size, or as in `dot_product_attention`.
+    """
+    for name in sorted(arguments.keys() - Arguments.__optional_keys__):
+        raise unexpected("differential", name)
+    query = _floats("query", query, "[batch..., queries, 2 heads, head size]", 3)
+    key = _floats("key", key, "[batch..., keys, 2 key heads, head size]", 3)
+    value = _floats("value", value, "[batch..., keys, key heads, value size]", 3)
+    vectors = _floats("vectors", vectors, "[4, head size]")
+    if query.shape[-2] % 2 or key.shape[-2] != 2 * value.shape[-2]:
+        raise ValueError(
+            "query must have an even number of heads, and key twice as many as value, but got query "
+            f"{query.shape}, key {key.shape}, value {value.shape}."
+        )
+    if vectors.shape != (4, query.shape[-1]):
+        raise ValueError(f"vectors must have shape [4, head size] = (4, {query.shape[-1]}), but got {vectors.shape}.")
+    layer = int_at_least("layer", layer, 0) if is_int(layer) else int32("layer", layer)
+    rng = arguments.pop("dropout_rng", None)
+    rngs: Any = (None, None) if rng is None else jax.random.split(rng)
+    first, second = (
+        dot_product_attention(
+            q, k, value, bias, mask, implementation=implementation, **arguments | {"dropout_rng": rng}
+        )
+        for q, k, rng in zip(jnp.split(query, 2, -2), jnp.split(key, 2, -2), rngs, strict=True)
+    )
+    return _difference(first, second, vectors, layer, epsilon)
+
+
+def _difference(first: Array, second: Array, vectors: Array, layer: Any, epsilon: float) -> Array:
+    """Combines the outputs of the two softmaxes of `differential`, in float32 at least."""
+    dtype = accumulation_dtype(first.dtype)
+    q1, k1, q2, k2 = vectors.astype(dtype)
+    start = 0.8 - 0.6 * jnp.exp(-0.3 * jnp.asarray(layer, dtype))
+    weight = jnp.exp(jnp.sum(q1 * k1)) - jnp.exp(jnp.sum(q2 * k2)) + start
+    heads = first.astype(dtype) - weight * second.astype(dtype)
+    size = jnp.mean(heads**2, axis=-1, keepdims=True)
+    return ((1 - start) * heads * jax.lax.rsqrt(size + epsilon)).astype(first.dtype)
 
 
 def combine(*recipes: dict[str, Any]) -> dict[str, Any]:

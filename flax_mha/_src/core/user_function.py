@@ -78,6 +78,15 @@ class TracedFunction:
                     found.append((held[index], axis, array.aval.shape))
         return found
 
+    @functools.cached_property
+    def entries_of_heads(self) -> list[bool]:
+        """Whether each captured array is only looked up as array[b, h, ...], so that a head needs one entry of it."""
+        held, found = _positions(self.jaxpr), []
+        for variable in self.jaxpr.invars[: -len(POSITIONS)]:
+            uses = [e for e in self.jaxpr.eqns if any(x is variable for x in e.invars)]
+            found.append(bool(uses) and all(_is_entry(e, held) for e in uses) and variable not in self.jaxpr.outvars)
+        return found
+
     def size(self, position: str) -> int | None:
         """Returns for how many values of `position` the function's arrays have entries; None if it sets no limit."""
         sizes = [shape[axis] for name, axis, shape in self.lookups if name == position]
@@ -244,6 +253,13 @@ def _positions(jaxpr: Any) -> dict[Any, str]:
         elif name == "select_n" and atoms[1] in held and from_end.get(atoms[2]) == held[atoms[1]]:
             held[result] = held[atoms[1]]
     return held
+
+
+def _is_entry(equation: Any, held: Mapping[Any, str]) -> bool:
+    """Returns whether an equation looks up one entry array[b, h, ...]."""
+    if equation.primitive.name != "dynamic_slice" or equation.params["slice_sizes"][:2] != (1, 1):
+        return False
+    return [held.get(x) for x in _atoms(equation)[1:3]] == ["b", "h"]
 
 
 def _conditional(jaxpr: Any) -> set[str]:

@@ -95,7 +95,7 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
     inputs = ScoreInputs(
         bias=None if operands.bias is None else convert(operands.bias, "B N T S"),
         sink=None if operands.sinks is None else convert(operands.sinks, "B N").astype(options.dtype),
-        captured=[convert(x, "") for x in operands.captured],
+        captured=_captured_by_head(operands, options, convert),
     )
     ids = zip(head_ids(operands, options), ("B", "N", "B N words"), strict=True)
     batch, head, seed = (None if x is None else convert(x, axes) for x, axes in ids)
@@ -116,6 +116,24 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
         on_gpu=options.target.platform == "gpu",
     )
     return inputs, rule
+
+
+def _captured_by_head(operands: Operands, options: Options, convert: Callable[[Array, str], Array]) -> list[Array]:
+    """Gives each head its own entry of arrays that `score_mod` only looks up as array[b, h, ...]; all else whole.
+
+    Gradients of captured arrays are summed over tiles, so each tile takes time in proportion to the arrays of its head.
+    An entry has the shape [1, 1, ...]: the lookup clamps the indices b and h to 0.
+    """
+    batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
+    ids, arrays = operands.head_ids, list(operands.captured)
+    for i, x in enumerate(arrays):
+        is_entry = options.score_mod is not None and options.score_mod.entries_of_heads[i]
+        if is_entry and ids is not None and ids.batch is not None:  # a slice of a larger call
+            x = x[ids.batch.reshape(-1, 1), ids.head]
+        is_entry = is_entry and x.shape[:2] == (math.prod(batch), num_heads)
+        shape = (*batch, num_heads, 1, 1, *x.shape[2:])
+        arrays[i] = convert(x.reshape(shape), "B N 1 1 ...") if is_entry else convert(x, "")
+    return arrays
 
 
 def head_ids(operands: Operands, options: Options) -> HeadIds:
