@@ -23,6 +23,13 @@ BLOCKS = np.tri(4, dtype=bool) & (np.eye(4, dtype=bool) | (np.arange(4) == 0))
 
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 6, 8]
 
+KINDS = np.arange(8) * 0.7
+ROWS, COLUMNS = np.indices((LENGTH, LENGTH))
+GATES = np.full((LENGTH, HEADS), -0.03, np.float32)
+GATES[[9, 23]] = np.float32([[-1.5], [-1.0]])
+TERMS = np.cos(np.arange(12) * (0.2 + np.arange(LENGTH)[:, None] / LENGTH)).astype(np.float32)
+QUERY, KEY = (np.cos(np.outer(np.arange(LENGTH), x) + x**2).astype(np.float32)[:, None] for x in (KINDS, KINDS + 0.5))
+
 # What each picture shows; a recipe's picture has its name.
 RECIPES: dict[str, Mapping[str, Any]] = {
     "causal": recipes.causal(),
@@ -41,6 +48,11 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "shifted_windows": recipes.shifted_windows(
         np.linspace(0, -4, 49, dtype=np.float32)[:, None].repeat(HEADS, 1), 4, 8, window=4, shift=2
     ),
+    "sliding_tiles": recipes.sliding_tiles((4, 2, 4), (1, 2, 1), (3, 1, 3)),
+    "forgetting": recipes.forgetting(GATES),
+    "relative_terms": recipes.relative_terms(TERMS[None].repeat(HEADS, 0)),
+    "top_blocks": recipes.top_blocks(QUERY, KEY, block=4, count=3),
+    "differential": {"mask": CausalMask()},
     "tree_causal": recipes.tree_causal(PARENTS, LENGTH - len(PARENTS)),
 }
 MASKS: dict[str, Mask] = {
@@ -51,13 +63,18 @@ MASKS: dict[str, Mask] = {
 
 def draw() -> dict[str, str]:
     """The text of each picture by its file's name: of masks, and beside them of what recipes do to scores."""
-    masks = MASKS | {name: arguments["mask"] for name, arguments in RECIPES.items()}
-    panels = {name: _mask(mask.picture(LENGTH, LENGTH)) for name, mask in masks.items()}
+    panels = {name: _mask(mask.picture(LENGTH, LENGTH)) for name, mask in MASKS.items()}
     for name, arguments in RECIPES.items():
+        visible = arguments["mask"].picture(LENGTH, LENGTH)
+        if "key_indices" in arguments:
+            listed = np.asarray(arguments["key_indices"])[:, 0]
+            visible = visible & (listed[:, :, None] == np.arange(LENGTH)).any(1)
+        panels[name] = _mask(visible)
         if "score_mod" in arguments:
-            panels[f"{name}_scores"] = _added(arguments["mask"], arguments["score_mod"])
+            panels[f"{name}_scores"] = _added(visible, arguments["score_mod"])
         if "logits_soft_cap" in arguments:
             panels[f"{name}_scores"] = _cap(arguments["logits_soft_cap"])
+    panels |= _differential()
     panels |= {"hero": draw_curves(curves())}
     return {f"{name}-{theme}.svg": _svg(panel, colors) for name, panel in panels.items() for theme, colors in THEMES}
 
@@ -133,15 +150,32 @@ def _mask(visible: np.ndarray) -> Picture:
     return _scores([(visible, 1.0)], f"visible: {100 * visible.mean():.0f} %")
 
 
-def _added(mask: Mask, score_mod: Any) -> Picture:
-    """What a `score_mod` makes of scores of 0 in the first head, where they are visible: eight shades."""
-    q_idx, kv_idx = np.indices((LENGTH, LENGTH), np.int32)
-    added = np.asarray(score_mod(jnp.zeros((LENGTH, LENGTH)), 0, 0, jnp.asarray(q_idx), jnp.asarray(kv_idx)))
-    visible = mask.picture(LENGTH, LENGTH)
-    low, high = added[visible].min(), added[visible].max()
-    shade = np.round(7 * (added - low) / (high - low))
+def _shaded(visible: np.ndarray, values: np.ndarray, title: str) -> Picture:
+    """Values from the smallest to the largest visible one, in eight shades."""
+    low, high = values[visible].min(), values[visible].max()
+    shade = np.round(7 * (values - low) / (high - low))
     layers = [(visible & (shade == level), 0.3 + 0.1 * level) for level in range(8)]
-    return _scores(layers, f"added in head 0: {low:.3g} to {high:.3g}")
+    return _scores(layers, title.format(low, high))
+
+
+def _added(visible: np.ndarray, score_mod: Any) -> Picture:
+    """What a `score_mod` makes of scores of 0 in the first head, where they are visible."""
+    places = jnp.asarray(ROWS, jnp.int32), jnp.asarray(COLUMNS, jnp.int32)
+    added = np.asarray(score_mod(jnp.zeros((LENGTH, LENGTH)), 0, 0, *places))
+    return _shaded(visible, added, "added in head 0: {:.3g} to {:.3g}")
+
+
+def _differential() -> dict[str, Picture]:
+    """The weights of a softmax over a signal and noise, and what is left without those of a softmax over the noise."""
+    visible = COLUMNS <= ROWS
+    noise = 1.5 * np.cos(3.0 * ROWS * COLUMNS + COLUMNS**2)
+    signal = 2.5 * ((COLUMNS == ROWS) | (COLUMNS == ROWS // 2))
+    first, second = (np.where(visible, np.exp(x), 0) for x in (noise + signal, noise))
+    first, second = (x / x.sum(1, keepdims=True) for x in (first, second))
+    names = {"differential": first, "differential_scores": first - 0.5 * second}
+    titles = "first softmax", "difference of two"
+    weights = {name: np.maximum(x, 0) / x.max(1, keepdims=True) for name, x in names.items()}
+    return {name: _shaded(visible, x, title) for (name, x), title in zip(weights.items(), titles, strict=True)}
 
 
 def _cap(cap: float) -> Picture:

@@ -7,7 +7,9 @@ import pytest
 from cases import by_the_rule_of_flash_attention, close, naive_attention
 
 from flax_mha import dot_product_attention, recipes
+from flax_mha.cached_attention import cached_attention
 from flax_mha.conformance import reference
+from flax_mha.kv_cache import KVCache
 
 B, N, K, H, S = 2, 6, 2, 8, 67
 row, column = np.arange(S)[:, None], np.arange(S)[None, :]
@@ -324,6 +326,39 @@ def test_bfloat16_by_the_rule_of_flash_attention(name, implementation):
     output = jax.jit(lambda *arguments: gradient(*arguments)[1])(arrays, RECIPES[name][1])  # traced, but not compiled
     truth, _ = dense(name, arrays, np.ones((B, S, N, H)))
     by_the_rule_of_flash_attention([output], [simple], [truth])
+
+
+STEPS = {"float32": {}, "each sequence its own index": {"per_row": True}, "ring": {"window": 9}}
+
+
+@pytest.mark.parametrize("name", ["forgetting", "relative terms"])
+@pytest.mark.parametrize("kind", STEPS)
+def test_decoding_equals_one_call(name, kind):
+    """A step passes the terms of its queries with their position, or the gates of all tokens so far."""
+    arrays, learned, window = inputs(), jnp.asarray(RECIPES[name][1]), STEPS[kind].get("window")
+    cache = KVCache.create(B, S, num_kv_heads=K, head_size=H, dtype=jnp.float32, **STEPS[kind])
+    more = {} if window is None else {"local_window_size": (window, 0)}
+    want = dot_product_attention(**arrays, **RECIPES[name][0](learned), **more)
+
+    @jax.jit
+    def step(cache, learned, **arrays):
+        if name == "forgetting":
+            return cached_attention(**arrays, cache=cache, **recipes.forgetting(learned), **more)
+        return cached_attention(**arrays, cache=cache, **recipes.relative_terms(learned, cache.index), **more)
+
+    for first, end in ((0, 9), (9, 10), (10, 11), (11, 20)):
+        so_far = jnp.where(jnp.arange(S)[None, :, None] < end, learned, 0.0) if name == "forgetting" else None
+        new = {n: x[:, first:end] for n, x in arrays.items()}
+        output, cache = step(cache, learned[:, :, first:end] if so_far is None else so_far, **new)
+        np.testing.assert_allclose(output, want[:, first:end], rtol=0, atol=1e-5)
+
+
+def test_queries_outside_the_terms_are_nan():
+    """Where the position is not known while tracing; no other query changes."""
+    terms = TERMS["relative terms"]
+    attend = jax.jit(lambda offset: dot_product_attention(**inputs(), **recipes.relative_terms(terms, offset)))
+    np.testing.assert_array_equal(np.isnan(attend(3)).any((0, 2, 3)), np.arange(S) < 3)
+    np.testing.assert_array_equal(np.isnan(attend(-3)).any((0, 2, 3)), np.arange(S) >= S - 3)
 
 
 LONG, HEADS = 8192, 4

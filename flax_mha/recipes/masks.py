@@ -1,8 +1,6 @@
 """Recipes that are masks; `shifted_windows` also adds a bias."""
 
-import functools
 import math
-import operator
 from typing import Any
 
 import jax
@@ -209,18 +207,15 @@ def neighborhood(height: int, width: int, size: int) -> dict[str, Any]:
     if size > min(height, width):
         raise ValueError(f"size must not exceed the image size, {height} x {width}, but got {size}.")
 
+    def is_near(q: Array, kv: Array, length: int) -> Array:
+        first = jnp.clip(q - size // 2, 0, length - size)
+        return (first <= kv) & (kv < first + size)
+
     @made_for(q_idx=height * width, kv_idx=height * width)
     def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        rows = _is_near(q_idx // width, kv_idx // width, height, size)
-        return rows & _is_near(q_idx % width, kv_idx % width, width, size)
+        return is_near(q_idx // width, kv_idx // width, height) & is_near(q_idx % width, kv_idx % width, width)
 
     return {"mask": FunctionMask(visible)}
-
-
-def _is_near(q: Array, kv: Array, length: int, size: int) -> Array:
-    """Returns whether `kv` is among the `size` places around `q`, moved into 0 to `length` - 1 at borders."""
-    first = jnp.clip(q - size // 2, 0, length - size)
-    return (first <= kv) & (kv < first + size)
 
 
 def _three(name: str, value: object) -> tuple[int, int, int]:
@@ -276,8 +271,10 @@ def sliding_tiles(
 
     @made_for(q_idx=tokens + text, kv_idx=tokens + text)
     def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        axes = zip(tile_of(q_idx), tile_of(kv_idx), tiles, window, strict=True)
-        near = functools.reduce(operator.and_, (_is_near(*axis) for axis in axes))
+        near: Any = True
+        for q, kv, count, size in zip(tile_of(q_idx), tile_of(kv_idx), tiles, window, strict=True):
+            first = jnp.clip(q - size // 2, 0, count - size)
+            near &= (first <= kv) & (kv < first + size)
         return near | (q_idx >= tokens) | (kv_idx >= tokens) if text else near
 
     return {"mask": FunctionMask(visible)}
