@@ -11,6 +11,7 @@ from cases import nothing_is_compiled
 from marks import with_core
 
 from flax_mha import dot_product_attention
+from flax_mha._src.core.user_function import trace
 from flax_mha.masks import FunctionMask
 
 T, N = 24, 2
@@ -422,3 +423,28 @@ def test_scores_that_the_function_masks_itself_have_safe_derivatives(transform, 
 
     for got, want in zip(derivative(lambda x: x), derivative(lambda x: jnp.maximum(x, 0)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@BOTH
+def test_each_head_gets_its_own_entry_of_an_array_by_batch_and_head(implementation):
+    """If all lookups are array[b, h, ...]; the array may be larger than the call, or also used as a whole."""
+    terms = jnp.asarray(rng.standard_normal((3, N, T)), jnp.float32)
+
+    def only_entries(terms):
+        return lambda score, b, h, q, k: score + terms[b, h, q] * terms[b, h, k]
+
+    def also_whole(terms):
+        return lambda score, b, h, q, k: score + terms[b, h, q] * terms[b, h, k] + terms[1, 0, 0]
+
+    def loss(make, terms):
+        return jnp.sin(attend(make(terms), implementation)).sum()
+
+    traces = [trace("score_mod", make(terms), jnp.dtype("float32")) for make in (only_entries, also_whole)]
+    assert [x.function.entries_of_heads[0] for x in traces] == [True, False]
+
+    def by_bias(terms):
+        bias = terms[:1, :, :, None] * terms[:1, :, None, :]
+        return jnp.sin(dot_product_attention(*ARRAYS, bias)).sum()
+
+    for make, given in ((only_entries, terms[:1]), (only_entries, terms), (also_whole, terms)):
+        close(jax.grad(functools.partial(loss, make))(given), jax.grad(by_bias)(given))
