@@ -1,7 +1,4 @@
-"""`call_module`: the call of every module, from its inputs to its output and to the arrays of its cache.
-
-The modules pass what differs between `flax.nnx` and `flax.linen` in a `FlaxModule`.
-"""
+"""`call_module`: the call of every module; a `FlaxModule` holds what differs between `flax.nnx` and `flax.linen`."""
 
 import dataclasses
 from collections.abc import Callable

@@ -11,13 +11,11 @@ heads is faster: every query is padded with zeros to the features of all key hea
 contribute 0, and of its outputs only those of the query's head are used. That multiplies K times as much, but reads
 every key once, in place. In such a product, a key that is not finite makes the products of other heads NaN, too.
 
-Numbers in 8 bits are exact in bfloat16, and each of their scales belongs to a token and head. So queries in bfloat16
-and keys in bfloat16 or 8 bits are multiplied as they are, where the CPU has products of bfloat16, and the scales
-multiply scores and weights.
+Numbers in 8 bits are exact in bfloat16. Where the CPU has products of bfloat16, keys in bfloat16 or 8 bits are multiplied
+as they are, and the scales multiply scores and weights.
 
-Looking for keys and values that are not finite would take as long as all the rest. So this is done only if an output is
-not finite: then everything is computed again with zeros in their place, as `guard.py` describes. Visible products that
-are not finite make the output NaN, so that nothing can hide them.
+Looking for keys and values that are not finite would take as long as all the rest. So if an output is not finite, all
+is computed again with zeros in their place (`guard.py`). Visible products that are not finite make the output NaN.
 """
 
 import functools
