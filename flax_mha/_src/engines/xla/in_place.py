@@ -3,16 +3,15 @@
 Elsewhere keys and values are put into the layout of one head, which reads and writes all of them. Here a loop reads
 blocks of keys [B..., S, K, H] in place, a block for all heads, and only from the first to the last block in which a
 query of the batch entry sees a key. A step of decoding costs what its sequence has written to the cache, not what the
-cache can hold. If most of the cache has been written, blocks are larger, or all of it is one block, which spares
-even the copy of a block.
+cache can hold. If most of the cache has been written, blocks are larger, or all of it is one block, without a copy.
 
 A matrix product for each key head copies the keys of this head. For few queries, one block-diagonal product for all
 heads is faster: every query is padded with zeros to the features of all key heads, so that the keys of other heads
 contribute 0, and of its outputs only those of the query's head are used. That multiplies K times as much, but reads
 every key once, in place. In such a product, a key that is not finite makes the products of other heads NaN, too.
 
-Numbers in 8 bits are exact in bfloat16. Where the CPU has products of bfloat16, keys in bfloat16 or 8 bits are multiplied
-as they are, and the scales multiply scores and weights.
+Numbers in 8 bits are exact in bfloat16. Where the CPU multiplies bfloat16, keys in bfloat16 or 8 bits are multiplied as
+they are, and the scales multiply scores and weights.
 
 Looking for keys and values that are not finite would take as long as all the rest. So if an output is not finite, all
 is computed again with zeros in their place (`guard.py`). Visible products that are not finite make the output NaN.
