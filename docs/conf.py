@@ -82,6 +82,7 @@ CONTENTS = {
         "Start": ["quickstart", "From Flax <from-flax>", "from-pytorch", "families", "known-issues"],
         "Use": [
             "everyday",
+            "model-features",
             "Masks and score functions <masks>",
             "padding",
             "Decoding <inference>",

@@ -54,4 +54,4 @@ def enough_memory(options: str) -> Iterator[None]:
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise UserError(f"the device has too little memory: lower {options}") from error
+        raise UserError(f"there is not enough memory on the device: reduce {options}") from error

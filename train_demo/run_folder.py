@@ -125,7 +125,7 @@ def read_config(out: Path) -> Config:
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{out / CONFIG} is damaged ({reason(error)}): start over with a different --out") from error
     raise UserError(
-        f"{out} contains a run with model version {version}, but this program can continue only version "
+        f"{out} contains a run with model version {version}, but this program can resume only runs with version "
         f"{MODEL_VERSION}: train again with a different --out"
     )
 

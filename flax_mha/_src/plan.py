@@ -342,8 +342,8 @@ def _may_round(options: Options) -> bool:
 def _looped_axes(call: Call, scores: int) -> int | None:
     """Counts the leading axes [B..., K, G] to loop over, given the number of scores of one head in memory at once.
 
-    On a CPU, enough that the scores computed together fit in its caches; the caller may raise the number. None on
-    accelerators, where arrays may be split, and for symbolic sizes: then no axis may be looped over.
+    On a CPU, enough that the scores computed together fit in its caches; the caller may raise the number. Returns None,
+    which forbids loops, on accelerators, if a mesh may split the arrays, and if sizes are symbolic.
     """
     if call.options.target[:2] != ON_ONE_CPU or not call.options.has_known_sizes:
         return None  # an accelerator vmaps heads, and a mesh may split them

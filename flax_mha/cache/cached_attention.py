@@ -220,7 +220,7 @@ class Step(NamedTuple):
     top_k: int = 0  # lists have all keys that their queries see if these are at most as many
 
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
-        """Returns this step with `query`, which is not absorbed; new keys and values are expanded from latents."""
+        """Returns this step with an unabsorbed `query`, and keys and values of heads in place of the new latents."""
         query, key, value, shape = check_inputs(query, *latent.expand(self.key), any_dtypes=True)
         scoring = check_scoring(query, shape, arguments, self.scoring.options.target)
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)

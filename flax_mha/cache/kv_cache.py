@@ -395,5 +395,5 @@ class KVCache:
         return jnp.broadcast_to(positions, (*self.batch, self.length))
 
     def counted(self, number: int) -> Int[Array, "... n"]:
-        """Returns 0, 1, ..., `number` - 1, with a leading axis of length 1 for each axis of the index."""
+        """Returns 0, 1, ..., `number` - 1, with leading axes of length 1 if each sequence has its own index."""
         return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))

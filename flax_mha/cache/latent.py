@@ -57,7 +57,7 @@ class Latent(NamedTuple):
 def compress(
     project: Callable[[Array], Array], normalize: Callable[[Array], Array], size: int, x: Float[Array, "*B T D"]
 ) -> Float[Array, "*B T 1 CR"]:
-    """Computes the key that all heads share: the latent, which has `size` features, then the rotary key."""
+    """Computes from x the key that all heads share: the normalized latent of `size` features, then the rotary key."""
     both = project(x)
     latent = normalize(both[..., :size])
     return jnp.concatenate([latent, both[..., size:].astype(latent.dtype)], axis=-1)[..., None, :]

@@ -100,7 +100,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         `jax.set_mesh`. If there are fewer key heads than devices on this axis, all devices hold all key heads; the mesh
         must then be set by `jax.set_mesh`.
       exclusive: Remove from each head's output its component along the token's own value, in self-attention only
-        (exclusive self-attention, arXiv:2603.09078): o - (o . v) v / |v|^2, or o if v is 0. This is done before `gate`.
+        (exclusive self-attention, arXiv:2603.09078): o - (o . v) v / (v . v), or o if v is 0. Done before `gate`.
         A token that attends only to itself, such as the first one in causal attention, keeps only rounding errors.
       gate_activation: The function of the projection in `gate`: "sigmoid", or "softplus" (Laguna).
       out_norm: "rms_norm" normalizes all features of all heads of a token together, after `gate` and before `out`

@@ -270,9 +270,9 @@ def test_ulysses_keeps_the_fused_kernel(monkeypatch):
 
 X = jnp.ones((2, 16, 4, 8))
 REFUSED = {
-    "no mesh": ({"mesh": None}, {}, "'context', and no mesh is set; use jax.set_mesh, or mesh="),
-    "an unknown axis": ({"axis": "sequence"}, {}, r"'sequence', and the mesh has \('data', 'context'\)"),
-    "an unknown batch axis": ({"batch_axes": ("data", "x")}, {}, "'x', and the mesh has"),
+    "no mesh": ({"mesh": None}, {}, "'context'; no mesh is set; use jax.set_mesh, or mesh="),
+    "an unknown axis": ({"axis": "sequence"}, {}, r"'sequence'; the mesh has \('data', 'context'\)"),
+    "an unknown batch axis": ({"batch_axes": ("data", "x")}, {}, "'x'; the mesh has"),
     "an axis twice": ({"batch_axes": "context"}, {}, "must be different mesh axes"),
     "a strategy": ({"strategy": "star"}, {}, "strategy must be 'ring' or 'ulysses' or 'allgather', but got 'star'"),
     "a layout": ({"layout": "random"}, {}, "layout must be 'contiguous' or 'zigzag', but got 'random'"),

@@ -146,7 +146,7 @@ def test_few_queries_of_many_keys():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (jax.P("rows"), r"use axis names of the mesh, but got 'rows', and the mesh has \('data', 'model'\)"),
+        (jax.P("rows"), r"use mesh axis names, but got 'rows'; the mesh has \('data', 'model'\)"),
         (jax.P(None, "data"), "split the same way, over batch axes and heads, but got .* from qkv_sharding"),
         (jax.P(None, None, None, "model"), "the head size .* cannot be split, but got .* from qkv_sharding"),
         (jax.P(("data", "model")), "the size of batch axis 0 must be a multiple of 8, the number of devices"),

@@ -88,7 +88,7 @@ class TracedFunction:
         return found
 
     def size(self, position: str) -> int | None:
-        """Returns for how many values of `position` the function's arrays have entries; None if it sets no limit."""
+        """Returns how many entries the function's arrays have along `position` ("q_idx", say); None without lookups."""
         sizes = [shape[axis] for name, axis, shape in self.lookups if name == position]
         return min([*sizes, *(size for name, size in self.made_for.items() if name == position)], default=None)
 
@@ -263,7 +263,7 @@ def _is_entry(equation: Any, held: Mapping[Any, str]) -> bool:
 
 
 def _conditional(jaxpr: Any) -> set[str]:
-    """Finds which of b, h, q_idx and kv_idx decide a condition or control flow, other than through array entries."""
+    """Finds which of b, h, q_idx and kv_idx decide a condition or control flow; lookups by them do not count."""
     sources, found = {v: {name} for v, name in zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)}, set[str]()
     for equation in jaxpr.eqns:
         name, atoms = equation.primitive.name, _atoms(equation)

@@ -148,8 +148,8 @@ def key_indices(value: ArrayLike | None, shape: Shape) -> Array | None:
         indices = indices[..., None, :]
     if indices.ndim != len(each) + 2 or indices.shape[:-2] != each or indices.shape[-2] not in (1, shape.num_kv_heads):
         raise ValueError(
-            f"key_indices must have shape [batch..., queries, k] or [batch..., queries, key heads, k], here {each} or "
-            f"{(*each, shape.num_kv_heads)} with k after it, but got {np.shape(value)}."
+            "key_indices must have shape [batch..., queries, k] or [batch..., queries, key heads, k] (here, "
+            f"{each} or {(*each, shape.num_kv_heads)} followed by k), but got {np.shape(value)}."
         )
     if not indices.shape[-1]:
         raise ValueError("key_indices must list at least 1 key per query, but got 0; use -1 for no key.")

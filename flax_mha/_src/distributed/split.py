@@ -169,7 +169,7 @@ def _known_axes(argument: str, mesh: Any, named: Sequence[str], fix: str) -> lis
         if unknown & set(mesh_axes(mesh, AxisType.Manual)):
             have = "this axis is already Manual: call it outside jax.shard_map"
         got = ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"{argument} must use axis names of the mesh, but got {got}, and {have}.")
+        raise ValueError(f"{argument} must use mesh axis names, but got {got}; {have}.")
     return known
 
 

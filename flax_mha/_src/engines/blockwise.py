@@ -119,7 +119,7 @@ def _pad_to(x: Array, *lengths: int) -> Array:
 
 
 def _attention(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any) -> list[Array]:
-    """Computes `ResultsOfHead` of a padded head, or returns `known` ones; a `Function` makes both differentiable."""
+    """Computes `ResultsOfHead` of a padded head; given `known` ones, returns these, with the head's derivatives."""
     leaves, structure = jax.tree.flatten((head, blocks, known))
     shapes = (tiling.shape[0], head.value.shape[1]), *((tiling.shape[0],) for _ in range(1 + head.rule.returns_max))
     outputs = [jax.ShapeDtypeStruct(shape, head.rule.dtype) for shape in shapes]

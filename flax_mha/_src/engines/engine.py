@@ -61,7 +61,7 @@ EMPTY = "an axis has length 0: pass non-empty arrays, or skip the call"
 
 
 def reason_against_platform(platform: str, devices: str, here: str) -> str:
-    """Returns why a kernel for `devices` cannot run on the device `here`; `platform` is what to pass to explain it."""
+    """Returns why a kernel for `devices` cannot run on the device `here`; suggests `explain(platform=platform)`."""
     remedy = f'run it there, or explain it with platform="{platform}"'
     return f"it runs only on {devices}, but this call runs on {here}: {remedy}"
 

@@ -211,7 +211,7 @@ def _choose(call: Call, query: Float[Array, "*B T N H"], weights: Float[Array, "
 
 
 def _one_entry(count: int, entry: tuple[Array, Array, Array, ScoreInputs, ScoreRule]) -> Choice:
-    """Chooses for the queries [t, N, H] of one batch entry, given weights [t, N] and keys [S, H].
+    """Chooses the keys of each query of one batch entry, given queries [t, N, H], weights [t, N] and keys [S, H].
 
     A visible key with NaN is always chosen, so that the output is NaN.
     """

@@ -316,7 +316,7 @@ _run.defvjp(_forward, _backward)
 
 
 def _vmap_alike(tree: T) -> T:
-    """Returns the arrays unchanged, but makes `vmap` map all of them or none; XLA removes these operations.
+    """Returns equal arrays that `vmap` maps either all or not at all; XLA removes what this adds to the program.
 
     JAX's rules to `vmap` this kernel require that (jax-ml/jax#34920, #36702).
     """
