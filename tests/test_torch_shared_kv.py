@@ -292,3 +292,27 @@ def test_shared_layers_in_views_and_in_16_bits():
     got = jnp.concatenate(steps, axis=1)
     assert got.dtype == want.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=0, atol=0.1)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_shared_keys_are_clipped_once_and_values_have_a_size_of_their_own(kind):
+    """Rotated keys may be larger than the limit."""
+    options = {"num_kv_heads": K, "clip_qkv": 0.3, "value_dim": 5, "rope": RoPE()}
+    if kind == "nnx":
+        first = flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0), **options)
+        second = flax_mha.MultiHeadAttention(N, D, decode=False, reuse_kv=True, rngs=nnx.Rngs(0), **options)
+        assert second.key is second.value is None
+        second.query, second.out = first.query, first.out
+    else:
+        modules = [linen.MultiHeadDotProductAttention(N, reuse_kv=reuse, **options) for reuse in (False, True)]
+        params = modules[0].init(jax.random.key(0), X)["params"]
+        of_second = {"params": {name: params[name] for name in ("query", "out")}}
+        first = functools.partial(modules[0].apply, {"params": params})
+        second = functools.partial(modules[1].apply, of_second)
+    want, kv = first(X, is_causal=True, return_kv=True)
+    assert kv.value.shape == (B, T, K, 5)
+    assert np.abs(kv.key).max() > 0.3
+    assert_close(second(X, kv=kv, is_causal=True), want)
+    exclusive = linen.MultiHeadDotProductAttention(N, reuse_kv=True, exclusive=True, **options)
+    refused("exclusive=True requires self-attention, but got the kv", exclusive.init, jax.random.key(0), X, kv=kv)

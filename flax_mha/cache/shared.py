@@ -27,7 +27,7 @@ class SharedKV:
 
     Attributes:
       key: Keys of the call's tokens after norm and rotation, [B..., T, K, H].
-      value: Values after their norm, [B..., T, K, H].
+      value: Values after their norm, [B..., T, K, Hv].
       cache: The cache before the call, with the keys of earlier tokens; None if the call did not use a cache.
       appended: The cache with the call's tokens, which is the only one that is kept; None without a cache.
       decode: Whether the call decoded.
@@ -45,19 +45,20 @@ class SharedKV:
     """
 
     key: Float[Array, "*B T K H"]
-    value: Float[Array, "*B T K H"]
+    value: Float[Array, "*B T K Hv"]
     cache: KVCache | None = None
     appended: Appended | None = None
     decode: bool = dataclasses.field(default=False, metadata={"static": True})
     has_lengths: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def check(self, shape: tuple[int, ...], decode: bool, has_lengths: bool) -> None:
-        """Raises a ValueError unless a call whose keys would have this shape can use these keys and values."""
-        if self.key.shape != shape or self.value.shape != shape:
+    def check(self, shape: tuple[int, ...], value_size: int, decode: bool, has_lengths: bool) -> None:
+        """Raises a ValueError unless a call can use these keys and values; its own keys would have this shape."""
+        of_values = (*shape[:-1], value_size)
+        if self.key.shape != shape or self.value.shape != of_values:
             raise ValueError(
-                f"kv must have keys and values of shape {shape}, as this layer's own would have, but got "
-                f"{self.key.shape} and {self.value.shape}; pass the kv of an earlier layer with the same key heads and "
-                "head size, from the same step."
+                f"kv must have keys of shape {shape}, and values of shape {of_values}, as this layer's own would have, "
+                f"but got {self.key.shape} and {self.value.shape}; pass the kv of an earlier layer with the same key "
+                "heads and head sizes, from the same step."
             )
         for name, here, there in (("decode", decode, self.decode), ("lengths", has_lengths, self.has_lengths)):
             if here != there:

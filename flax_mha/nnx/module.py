@@ -40,6 +40,7 @@ class AttentionModule(nnx.Module):
     """The base class of both attention modules: the cache, dropout, and `explain`; subclasses set the attributes."""
 
     __signature__ = _ConstructorSignature()
+    reuse_kv: bool = False  # whether calls take their keys and values from an earlier layer
 
     cached_key: Any
     cached_value: Any
@@ -101,7 +102,7 @@ class AttentionModule(nnx.Module):
         Raises:
           ValueError: If a size is missing, negative or does not fit the module, or if the dtype is not floating point.
         """
-        if getattr(self, "reuse_kv", False):
+        if self.reuse_kv:
             return
         if dtype is None:
             dtype = self.dtype if self.dtype is not None else self.param_dtype
@@ -161,7 +162,7 @@ class AttentionModule(nnx.Module):
         self.deterministic = self.deterministic if deterministic is None else deterministic
         self.decode = self.decode if decode is None else decode
         for name, size, partner in (("batch_size", batch_size, max_length), ("max_length", max_length, batch_size)):
-            lacks_cache = self.cached_key is None and not getattr(self, "reuse_kv", False)
+            lacks_cache = self.cached_key is None and not self.reuse_kv
             if size is None and (partner is not None or (decode and lacks_cache)):
                 raise TypeError(f"'{name}' must be provided when initializing cache.")
         if batch_size is not None and max_length is not None:

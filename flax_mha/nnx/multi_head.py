@@ -233,7 +233,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         if given["gate"]:
             self.gate = linear(self.in_features, of_heads[:1] if given["gate"] == "head" else of_heads)
         if self.value_dim != self.head_dim:
-            self.value = linear(self.in_kv_features, (self.num_kv_heads, self.value_dim))
+            if not self.reuse_kv:
+                self.value = linear(self.in_kv_features, (self.num_kv_heads, self.value_dim))
             names = ("kernel_init", "bias_init", "kernel_metadata", "bias_metadata")
             changes = {name: given[f"out_{name}"] or given[name] for name in names}
             self.out = linear(of_heads, self.out_features, "out", axis=(-2, -1), **changes)

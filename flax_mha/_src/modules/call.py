@@ -256,9 +256,9 @@ def _check_inputs(given: Given, features: tuple[int, int] | None, shares_kv: boo
 
 def _check_exclusive(exclusive: bool, given: Given, keys: KeySource) -> None:
     if exclusive and (given.is_cross or keys not in ("inputs", "cache")):
-        got = "inputs_k" if given.is_cross else "stored keys"
+        got = "inputs_k" if given.is_cross else "the kv of an earlier layer" if keys == "shared" else "stored keys"
         raise ValueError(
-            f"exclusive=True requires self-attention, but got {got}; use a module without it for cross-attention."
+            f"exclusive=True requires self-attention, but got {got}; use exclusive=False for those."
         )
 
 
@@ -273,7 +273,8 @@ def _heads(
     elif given.kv is not None:
         key, value, cache = given.kv.key, given.kv.value, given.kv.cache
         number = getattr(flax.module, "num_kv_heads", None) or flax.module.num_heads
-        given.kv.check((*query.shape[:-2], number, query.shape[-1]), given.decode, given.lengths is not None)
+        shape, value_size = (*query.shape[:-2], number, query.shape[-1]), flax.module.value_dim or query.shape[-1]
+        given.kv.check(shape, value_size, given.decode, given.lengths is not None)
     else:
         key = flax.key(inputs_k)  # type: ignore[misc]
         value = _value(flax, key, inputs_v)
@@ -281,7 +282,8 @@ def _heads(
         query, key = _normalize(flax, query, key, keys)
     if flax.clip_qkv is not None:
         query, *others = (jnp.clip(x, -flax.clip_qkv, flax.clip_qkv) for x in (query, key, value))
-        key, value = (key, value) if keys == "stored" else others  # stored ones were clipped when they were stored
+        # Stored and shared ones were clipped before they were rotated.
+        key, value = (key, value) if keys in ("stored", "shared") else others
     if keys == "cache":
         cache = _cache_of(flax, query, key, value, given.is_cross)
     if flax.module.rope is not None or given.positions is not None:
