@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from flax_mha._src import guard
 from flax_mha._src.call.operands import Call, HeadIds, Operands, Options, Result, Rows
 from flax_mha._src.core.tile import Offsets, Tile
-from flax_mha._src.core.tracing import being_traced
+from flax_mha._src.core.tracing import T, being_traced
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
 from flax_mha.masks import Mask
 
@@ -32,7 +32,7 @@ class Listed(NamedTuple):
     """The keys that some consecutive queries attend to, if each query lists its keys (`key_indices`)."""
 
     first: Int[Array, ""]  # number of the first of these queries
-    indices: Int[Array, "t k"]  # indices of keys; -1 stands for none
+    indices: Int[Array, "t k"]  # indices of keys; -1 means no key
 
 
 @jax.tree_util.register_dataclass
@@ -253,6 +253,24 @@ def _loop(run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves:
 
     mapped = [leaf for leaf, flag in zip(leaves, is_mapped, strict=True) if flag]
     return lax.map(entry, mapped, batch_size=None if group == 1 else group)
+
+
+def by_blocks(block: Callable[[Int[Array, ""]], T], queries: int, height: int, axis: int) -> T:
+    """Concatenates along an axis the arrays that `block(first)` returns for `height` queries from the first one on."""
+    if queries <= height:
+        return block(jnp.int32(0))
+    count = -(-queries // height)
+    # The last block ends at the last query, and computes some queries of the one before again.
+    firsts = jnp.minimum(jnp.arange(count, dtype=jnp.int32) * height, queries - height)
+    results = lax.map(jax.checkpoint(block, prevent_cse=False), firsts)
+
+    def joined(x: Array) -> Array:
+        before, last = jnp.moveaxis(x[:-1], 0, axis), x[-1]
+        again = count * height - queries
+        last = lax.slice_in_dim(last, again, height, axis=axis)
+        return jnp.concatenate([lax.collapse(before, axis, axis + 2), last], axis=axis)
+
+    return jax.tree.map(joined, results)
 
 
 def one_of(operands: Any, place: tuple[int, ...]) -> Any:

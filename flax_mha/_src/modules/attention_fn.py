@@ -112,13 +112,13 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     scored: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": is_causal, "precision": precision, **extra}
     if module is not None:
         weights = _weights(query, key, **scored)
-        _sow(module, "attention_weights", weights if force_fp32_for_softmax else weights.astype(query.dtype))
+        sow(module, "attention_weights", weights if force_fp32_for_softmax else weights.astype(query.dtype))
     attend = functools.partial(dot_product_attention, implementation=implementation, **scored, **dropout)
     if max_score_module is None:
         output = attend(query, key, value)
     else:
         output, max_score = attend(query, key, value, return_max_score=True)
-        _sow(max_score_module, "attention_max_score", max_score)
+        sow(max_score_module, "attention_max_score", max_score)
     return validation.nan_if(is_no_mask, output)
 
 
@@ -127,7 +127,8 @@ attention_fn.core = CoreAttention(  # type: ignore[attr-defined]
 )
 
 
-def _sow(module: Any, name: str, x: Array) -> None:
+def sow(module: Any, name: str, x: Array) -> None:
+    """Sows an array in a module of nnx or linen, as Flax's modules sow weights."""
     module.sow(nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", name, x)
 
 

@@ -257,9 +257,7 @@ def _check_inputs(given: Given, features: tuple[int, int] | None, shares_kv: boo
 def _check_exclusive(exclusive: bool, given: Given, keys: KeySource) -> None:
     if exclusive and (given.is_cross or keys not in ("inputs", "cache")):
         got = "inputs_k" if given.is_cross else "the kv of an earlier layer" if keys == "shared" else "stored keys"
-        raise ValueError(
-            f"exclusive=True requires self-attention, but got {got}; use exclusive=False for those."
-        )
+        raise ValueError(f"exclusive=True requires self-attention, but got {got}; use exclusive=False for those.")
 
 
 def _heads(

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -18,9 +17,9 @@ from flax_mha._src.core import validation
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import target_of, varying_alike
 from flax_mha._src.distributed.split import by_types, is_explicit, unsplit
-from flax_mha._src.engines.xla.gathered import by_blocks
-from flax_mha._src.math.head import map_heads, scores_of
+from flax_mha._src.math.head import by_blocks, map_heads, scores_of
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
+from flax_mha._src.modules.attention_fn import sow
 from flax_mha.cache.cached_attention import Step, check_cache
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.masks import Mask
@@ -146,9 +145,8 @@ def choose(
         step = _step(query, key, cache, added, lengths is not None, arguments)
         scores, positions = _choose_cached(step, query, weights, indexer.top_k)
     if sow_to is not None:
-        collection = nnx.Intermediate if isinstance(sow_to, nnx.Module) else "intermediates"
-        sow_to.sow(collection, "index_scores", scores)
-        sow_to.sow(collection, "key_indices", positions)
+        sow(sow_to, "index_scores", scores)
+        sow(sow_to, "key_indices", positions)
     return (None if has_all else positions) if given is None else given, new
 
 
@@ -172,7 +170,7 @@ def _step(query: Array, key: Array, cache: KVCache, added: tuple, padded: bool, 
 
 
 def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choice:
-    """Chooses among the keys in a cache and the new ones; a prompt that meets an empty cache, among the new ones."""
+    """Chooses among the cached and the new keys; for a prompt and an empty cache, only among the new ones."""
     cache = step.cache
     count = min(top_k, cache.length if cache.window is None else cache.length + step.shape.query_length)
 

@@ -19,10 +19,19 @@ from flax_mha._src import guard
 from flax_mha._src.call.operands import Call, Operands, Options, Result, Rows
 from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.core.tile import Tile
-from flax_mha._src.core.tracing import T, varying_alike
+from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.engines.xla import dense
 from flax_mha._src.engines.xla.dense import ResultsOfHead
-from flax_mha._src.math.head import Head, Listed, heads_of, map_heads, split_heads, to_caller, vectors_by_head
+from flax_mha._src.math.head import (
+    Head,
+    Listed,
+    by_blocks,
+    heads_of,
+    map_heads,
+    split_heads,
+    to_caller,
+    vectors_by_head,
+)
 from flax_mha._src.plan import Plan
 from flax_mha.masks import Mask
 
@@ -95,24 +104,6 @@ def _one_head(height: int | None, own: tuple[Head, Int[Array, "T k"], Bool[Array
         return _block(head, first, listed, lambda x: jnp.take(x, listed, axis=0, mode="clip"))
 
     return by_blocks(block, queries, height, 0)
-
-
-def by_blocks(block: Callable[[Int[Array, ""]], T], queries: int, height: int, axis: int) -> T:
-    """Concatenates along an axis the arrays that `block(first)` returns for `height` queries from the first one on."""
-    if queries <= height:
-        return block(jnp.int32(0))
-    count = -(-queries // height)
-    # The last block ends at the last query, and computes some queries of the one before again.
-    firsts = jnp.minimum(jnp.arange(count, dtype=jnp.int32) * height, queries - height)
-    results = lax.map(jax.checkpoint(block, prevent_cse=False), firsts)
-
-    def joined(x: Array) -> Array:
-        before, last = jnp.moveaxis(x[:-1], 0, axis), x[-1]
-        again = count * height - queries
-        last = lax.slice_in_dim(last, again, height, axis=axis)
-        return jnp.concatenate([lax.collapse(before, axis, axis + 2), last], axis=axis)
-
-    return jax.tree.map(joined, results)
 
 
 def _block(

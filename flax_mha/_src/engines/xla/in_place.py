@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -37,7 +36,7 @@ from flax_mha._src.core.tile import Grid, Scalar, Tile
 from flax_mha._src.core.tracing import by_mapped_axis, platform, varying_alike, varying_as
 from flax_mha._src.engines.xla import dense
 from flax_mha._src.math import online_softmax
-from flax_mha._src.math.head import map_heads, scores_of, split_heads, to_caller, vectors_by_head
+from flax_mha._src.math.head import by_blocks, map_heads, scores_of, split_heads, to_caller, vectors_by_head
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
 from flax_mha._src.plan import KeyBlocks, Plan
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
@@ -200,22 +199,14 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
 def _blocks_of_rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
     """Computes the `Results` of one block of queries after another."""
     length, axis = part.query.shape[-2], part.query.ndim - 2
-    count = -(-length // blocks.height)
-    if count == 1:
+    if length <= blocks.height:
         return _rows(blocks, part)
 
     def rows(row: Scalar) -> Results:
         query = lax.dynamic_slice_in_dim(part.query, row, blocks.height, axis)
         return _rows(blocks, part._replace(query=query, row=row))
 
-    # The last block ends at the last query: it computes some queries of the one before again.
-    firsts = np.minimum(np.arange(count) * blocks.height, length - blocks.height)
-    results, again = lax.map(rows, jnp.asarray(firsts, jnp.int32)), count * blocks.height - length
-
-    def joined(x: Float[Array, "blocks ..."]) -> Float[Array, "..."]:
-        return jnp.concatenate([*x[:-1], lax.slice_in_dim(x[-1], again, blocks.height, axis=axis)], axis=axis)
-
-    return jax.tree.map(joined, results)
+    return by_blocks(rows, length, blocks.height, axis)
 
 
 def _rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
