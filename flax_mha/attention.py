@@ -125,9 +125,9 @@ def dot_product_attention(
       query_segment_ids: int [B..., T]; a query attends only to keys in the same segment.
       key_value_segment_ids: int [B..., S]; if T = S, you can pass only one of the two.
       key_indices: int [B..., T, k], or [B..., T, K, k]: the keys that each query attends to, by their index in `key`;
-        -1 stands for none, and a key that is listed twice counts once. Other masks also apply. Time and memory then
-        grow with T k instead of T S. An index outside the keys is an error or, if its value is traced, makes the output
-        of its query NaN.
+        -1 means no key, and repeated indices count once. Other masks also apply. Time and memory then grow with T k
+        instead of T S. An index outside the keys is an error or, if its value is traced, makes the output of its query
+        NaN.
       logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30. None means no cap.
       sinks: Broadcasts to [B..., N]. One additional logit per head, which is added to the softmax's denominator but has
         no value.

@@ -106,8 +106,8 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
         of padding is 0. Requires a cache created with `per_row=True`.
       scale: As in `dot_product_attention`, like all other arguments.
       local_window_size: (left, right). If the cache is a ring, `left` must be given and at most the cache's `window`.
-      key_indices: int [B..., T, k], or [B..., T, K, k]: positions of the tokens that each query attends to; -1, and
-        positions after the query, stand for none.
+      key_indices: int [B..., T, k], or [B..., T, K, k]: positions of the tokens that each query attends to. -1 means no
+        token; positions after the query are masked.
       implementation: Name of the implementation; None lets the library choose. A named implementation gets the whole
         cache, as arrays of keys and values.
       qkv_sharding: How a mesh splits the query and the cache.
@@ -159,9 +159,8 @@ def over_cache(
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
     """Computes `cached_attention` by a function `run(call, implementation)`, which computes a call or explains it.
 
-    A prompt of more than 16 tokens takes a faster call if the cache is empty; see `Step.by_emptiness`.
-    Fewer tokens, and masks or biases that differ by slot, take the general call. The caller has checked that keys and
-    values fit.
+    A prompt of more than 16 tokens takes a faster call if the cache is empty; see `Step.by_emptiness`. Fewer tokens,
+    and masks or biases that differ by slot, take the general call. The caller has checked that keys and values fit.
 
     With a `latent`, key and cache hold latents, but the query is not absorbed yet (see `Latent`). If the cache is
     empty, a prompt attends to keys and values of heads, which takes fewer products; otherwise queries are absorbed.
@@ -245,9 +244,9 @@ class Step(NamedTuple):
         return room & (ends <= min(sizes)) if sizes else room
 
     def by_emptiness(self, compute: Callable[[bool], T]) -> T:
-        """Returns `compute(True)`, for new tokens alone, if a prompt meets an empty cache, else `compute(False)`.
+        """Returns `compute(True)`, over only the new tokens, for a prompt and an empty cache; else `compute(False)`.
 
-        If it is not known whether the cache is empty, both are traced, that of the empty one first, and one runs.
+        If it is not known whether the cache is empty, both are traced, `compute(True)` first, and one of them runs.
         """
         (number, length), mask, index = (self.shape.query_length, self.cache.length), self.mask, self.cache.index
         are_known = isinstance(number, int) and isinstance(length, int)  # else symbols, as in jax.export

@@ -96,7 +96,7 @@ class Operands(NamedTuple):
     dropout_rng: Array | None
     head_ids: "HeadIds | None" = None  # indices and random words, if these operands are a slice of a larger call
     cache_scale: Float[Array, "*B S K 2"] | None = None  # scales of keys and values in 8 bits; see `KVCache.scale`
-    # The keys that each query attends to, of which a key counts once; -1 stands for none. None: all keys.
+    # Indices of the keys that each query attends to; -1 means no key, repeated indices count once. None: all keys.
     key_indices: Int[Array, "*B T #K k"] | None = None
     rows: Rows | None = None  # which queries and keys are not finite; None before `guard`, and if it does nothing
     tiles: Any = None  # the tiles to visit (`BlockMask`), if they are known before the call is computed

@@ -65,7 +65,7 @@ class Tile(NamedTuple):
     # Number S of slots of a ring cache: the key at position p is in column p mod S, and slots that were never written
     # have negative positions. `offsets` then holds the position of the newest key, not of key 0.
     ring: int | None = None
-    # The keys that each row lists, if columns are not consecutive keys; -1 stands for none.
+    # The keys that each row lists, if columns are not consecutive keys; -1 means no key.
     indices: Int[Array, "t s"] | None = None
 
     @property
