@@ -1,4 +1,4 @@
-"""Masks as functions of positions; only `ArrayMask` holds T x S values."""
+"""Mask objects, which compute masks from positions; only `ArrayMask` stores T x S values."""
 
 from flax_mha.masks.arrays import ArrayMask as ArrayMask
 from flax_mha.masks.arrays import LengthMask as LengthMask

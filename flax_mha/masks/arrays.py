@@ -1,4 +1,4 @@
-"""Masks given by arrays: lengths, segments and booleans."""
+"""Masks that hold arrays: lengths of sequences, segment ids, or booleans."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from flax_mha.masks.base import Mask, Occupancy
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LengthMask(Mask):
-    """Shows keys and queries at positions below the lengths of their sequences, int [B...]; None means no limit.
+    """Masks padding: queries and keys at or after the length of their sequence, int [B...]; None means no padding.
 
     Example:
       >>> from flax_mha import LengthMask
@@ -53,7 +53,7 @@ class LengthMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class SegmentMask(Mask):
-    """Shows keys in the same segment as the query, for packed sequences: int [B..., T] and [B..., S].
+    """Lets queries attend to keys with the same segment id; ids are int [B..., T] and [B..., S].
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,7 +81,7 @@ class SegmentMask(Mask):
         return SegmentMask(*validation.segment_ids(self.query_ids, self.key_value_ids, shape))
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Computes occupancy by the least and greatest id in each tile; ids may be in any order."""
+        """Compares the smallest and largest ids in each tile, which is safe for ids in any order."""
         q_ids = self.query_ids.reshape(grid.counts[0], 1, grid.tile_shape[0])
         k_ids = self.key_value_ids.reshape(1, grid.counts[1], grid.tile_shape[1])
         q_low, q_high, k_low, k_high = q_ids.min(-1), q_ids.max(-1), k_ids.min(-1), k_ids.max(-1)

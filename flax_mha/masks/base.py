@@ -1,15 +1,14 @@
 """The base class of masks, windows, and masks combined by `&`, `|` and `~`.
 
-A mask has two methods. `tile` computes which scores of one tile are visible. `occupancy` computes for all tiles of a
-grid whether some scores may be visible, or else the tile is skipped, and whether all are, which needs no masking.
+A score is visible if its query attends to its key; a mask hides all others. `tile` computes which scores of one tile, a
+rectangle of the T x S scores of one head, are visible. `occupancy` classifies all tiles of a grid: tiles without
+visible scores are skipped, and tiles without hidden scores need no masking.
 
-Masks are pytrees: numbers such as the width of a window are static, arrays are leaves. Metadata names the axes of an
-array in a canonical mask: "B" means all batch axes and "N" the heads; both come first and may have length 1.
-"T" and "S" have an entry per query and per key; "T|1" and "S|1" may also have length 1. An array without names has any
-shape, and is the same for all heads.
-
-A user's arrays have any shapes that broadcast. `canonical` checks them against the sizes of a call and adds the leading
-axes in their metadata. `tile` and `occupancy` are called with the part of each array for one head.
+Masks are pytrees: numbers such as the width of a window are static, arrays are leaves. A user's arrays have any shapes
+that broadcast. `canonical` checks them against the sizes of a call, and adds the axes named in the metadata of their
+fields: "B" means all batch axes and "N" the heads; both come first and may have length 1. "T" and "S" have an entry per
+query and per key; "T|1" and "S|1" may also have length 1. An array without names has any shape, and is the same for all
+heads. `tile` and `occupancy` run on a mask whose arrays have been cut to one head, without the axes "B" and "N".
 """
 
 import dataclasses
@@ -27,18 +26,18 @@ from flax_mha._src.core.tile import BoolMatrix, Grid, Tile
 from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.validation import LARGEST, SMALLEST, Shape, is_int
 
-Window = tuple[int | None, int | None]  # positions (left, right) of a query that are visible; None means no limit
+Window = tuple[int | None, int | None]  # (left, right): how far a query attends before and after itself; None: no limit
 
 
 class Occupancy(NamedTuple):
-    """For each tile of a grid, whether some scores may be visible, and whether all are; broadcast to `Grid.counts`."""
+    """For each tile of a grid, whether scores may be visible, and whether all are; broadcasts to `Grid.counts`."""
 
     any_visible: BoolMatrix
     all_visible: BoolMatrix
 
 
 def part_axes(axes: str) -> list[str]:
-    """Lists the names in `axes` that one head's part of an array has: all but "B" and "N"."""
+    """Lists the axes that remain when an array with these axes is cut to one head: all but "B" and "N"."""
     return [name for name in axes.split() if name not in "BN"]
 
 
@@ -52,7 +51,7 @@ class Mask:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.metadata.get("axes") and type(value) is list:  # a pytree of numbers to JAX
+            if field.metadata.get("axes") and type(value) is list:  # JAX would treat each number as a leaf
                 is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value))
                 object.__setattr__(self, field.name, (jnp if is_traced else np).asarray(value))
 
@@ -61,11 +60,11 @@ class Mask:
         raise NotImplementedError
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Computes which tiles may have visible scores, and which certainly have no hidden ones."""
+        """Computes which tiles may have visible scores, and which have no hidden ones; by default, it is unknown."""
         return Occupancy(np.ones(grid.counts, bool), np.zeros(grid.counts, bool))
 
     def canonical(self, shape: Shape) -> "Mask":
-        """Checks arrays against the sizes of a call, and adds the axes that they lack, with length 1."""
+        """Returns the mask with arrays that fit a call: checked against its sizes, missing axes added with length 1."""
         return self
 
     def map_arrays(self, change: Callable[[Array, str], Array]) -> "Mask":
@@ -88,7 +87,7 @@ class Mask:
         return None
 
     def picture(self, queries: int, keys: int) -> Bool[np.ndarray, "queries keys"]:
-        """Computes the visible scores of the first queries and keys, in the first head of the first batch entry."""
+        """Returns the mask as an array, for the first queries and keys of the first head and batch entry."""
         lengths = max(queries, self.lengths[0]), max(keys, self.lengths[1])
         first = self.map_arrays(_first_head).canonical(Shape((), *lengths, 1, 1, 1, 1)).map_arrays(_first_head)
         return np.broadcast_to(first.tile(Tile(0, 0, lengths)), lengths)[:queries, :keys]
@@ -137,7 +136,7 @@ class Mask:
 
 
 def axes_of(mask: Mask | None) -> list[str]:
-    """Lists the axis names of each array, in the order of `jax.tree.leaves`."""
+    """Lists the axis names, such as "B T", of each array in the mask, in the order of `jax.tree.leaves(mask)`."""
     return [] if mask is None else jax.tree.leaves(mask.map_arrays(lambda _, axes: axes))  # type: ignore[arg-type, return-value]
 
 
@@ -164,7 +163,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Combined(Mask):
-    """A mask combined from other masks, its parts."""
+    """The base class of masks that combine other masks, their `parts`."""
 
     @property
     def parts(self) -> tuple[Mask, ...]:
@@ -184,7 +183,7 @@ class _Combined(Mask):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pair(_Combined):
-    """Two masks, combined by a logical operator."""
+    """The base class of `And` and `Or`, which combine two masks by a logical operator."""
 
     left: Mask
     right: Mask
@@ -200,7 +199,7 @@ class _Pair(_Combined):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class And(_Pair):
-    """Shows the keys that both masks show."""
+    """Lets queries attend to the keys that both masks leave visible: `left & right`."""
 
     operator = operator.and_
 
@@ -223,7 +222,7 @@ def conjuncts(mask: Mask | None) -> list[Mask]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Or(_Pair):
-    """Shows the keys that at least one of two masks shows."""
+    """Lets queries attend to the keys that at least one of two masks leaves visible: `left | right`."""
 
     operator = operator.or_
 
@@ -231,7 +230,7 @@ class Or(_Pair):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Not(_Combined):
-    """Shows the keys that a mask hides."""
+    """Lets queries attend to exactly the keys that a mask hides: `~mask`."""
 
     mask: Mask
 
@@ -245,7 +244,7 @@ class Not(_Combined):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Window(Mask):
-    """The base class of masks that show the keys in a window."""
+    """The base class of `LocalMask` and `CausalMask`: visible keys form a range of positions around the query."""
 
     @property
     def window(self) -> Window:
@@ -275,7 +274,9 @@ def _int32(distance: int) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalMask(_Window):
-    """Shows keys from `left` positions before the query to `right` positions after it, inclusive; None means no limit.
+    """Lets queries attend to keys from `left` positions before to `right` positions after their own, inclusive.
+
+    None means no limit on that side.
 
     Raises:
       ValueError: If `left` or `right` is not an integer, or if the window is empty because left + right < 0.
@@ -314,7 +315,7 @@ class LocalMask(_Window):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class CausalMask(_Window):
-    """Shows keys up to the query's own position plus `offset`.
+    """Lets queries attend to keys up to their own position plus `offset`.
 
     Raises:
       ValueError: If `offset` is not an integer.
@@ -343,7 +344,7 @@ class CausalMask(_Window):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrittenMask(Mask):
-    """Shows keys at positions >= 0; keys at negative positions, as in a ring that is not full, were never written."""
+    """Hides the slots of a ring cache that were never written; their positions are negative."""
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return tile.key_positions >= 0

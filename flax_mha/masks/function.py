@@ -1,4 +1,4 @@
-"""`FunctionMask`: a mask given by a Python function of positions; and checks of what such functions look up."""
+"""`FunctionMask`, a mask given by a Python function of positions, and checks of the array entries that it looks up."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from flax_mha.masks.base import LocalMask, Mask, Occupancy, Window, conjuncts
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionMask(Mask):
-    """Shows the keys for which `mask_mod(b, h, q_idx, kv_idx)` is True, as in PyTorch's FlexAttention.
+    """Lets queries attend to keys for which `mask_mod(b, h, q_idx, kv_idx)` is True, as in PyTorch's FlexAttention.
 
     The arguments of `mask_mod` are int32 scalars: the index of the batch entry (flattened if there are several batch
     axes), the index of the head, the position of the query (including `query_offset`) and the position of the key
@@ -56,7 +56,7 @@ class FunctionMask(Mask):
         return TracedMask(captured, batch, head, function)
 
     def tree_flatten(self) -> tuple[tuple, "_Comparable"]:
-        """Returns no arrays: `jax.jit` sees captured values as constants, as in other functions that it traces."""
+        """Returns no arrays: captured values are constants for `jax.jit`, as in any function that it traces."""
         return (), _Comparable.of(self.mask_mod)
 
     @classmethod
@@ -66,19 +66,19 @@ class FunctionMask(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class _Comparable:
-    """The static part of a flattened `FunctionMask`; equal if the functions, traced while flattening, are equal."""
+    """A `mask_mod` that `jax.jit` can compare: equal if the traced functions and captured values are equal."""
 
     mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(compare=False)
-    # Kept alive, because the key holds the `id` of objects in it.
+    # Never read; keeps alive the objects whose `id` is in `key`.
     traced: Trace | None = dataclasses.field(compare=False, repr=False)
     key: tuple = dataclasses.field(repr=False)
 
     @classmethod
     def of(cls, mask_mod: Callable[[Array, Array, Array, Array], Array]) -> "_Comparable":
-        """Traces the function, or compares it by identity if it cannot be traced."""
+        """Traces `mask_mod`; a function that cannot be traced is compared by identity."""
         try:
             traced = trace("mask_mod", mask_mod)
-        except ValueError:  # attention with this mask raises it
+        except ValueError:  # raised again when attention uses the mask
             return cls(mask_mod, None, (mask_mod,))
         return cls(mask_mod, traced, (traced.function, *map(_key, traced.constants)))
 
@@ -88,7 +88,7 @@ class _Comparable:
 
 
 def _key(array: Array) -> tuple:
-    """Returns a hashable key, equal for arrays with equal values; a traced array is compared by identity."""
+    """Returns what `_Comparable` compares of a captured array: its values or, if it is traced, its identity."""
     if isinstance(array, jax.core.Tracer):
         return (id(array),)
     values = np.asarray(jax.random.key_data(array) if is_key(array) else array)
@@ -105,9 +105,9 @@ class TracedMask(Mask):
     batch: Int[Array, "..."] | np.ndarray | None = dataclasses.field(metadata={"axes": "B"})
     head: Int[Array, "..."] | np.ndarray | None = dataclasses.field(metadata={"axes": "N"})
     function: TracedFunction = dataclasses.field(metadata={"static": True})
-    # Occupancy of squares of `cell` rows and columns, if the function was evaluated before the call.
+    # Occupancy of squares with `cell` rows and columns, if the function was evaluated before the call.
     known: Occupancy | None = dataclasses.field(default=None, metadata={"axes": "B N rows columns"})
-    # The same, static, as bytes and their shape, if the function captures nothing and is the same for all heads.
+    # The same as static bytes and a shape, if the function captures nothing and is the same for all heads.
     known_bytes: tuple[bytes, bytes, tuple[int, int]] | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
@@ -119,7 +119,7 @@ class TracedMask(Mask):
         return tile.map_positions(one)
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Evaluates the function for one row of tiles at a time, unless the occupancy is known."""
+        """Evaluates the function for one row of tiles at a time, to save memory, unless `with_occupancy` has."""
         if self.known_bytes is not None:
             *known, shape = self.known_bytes
             return _coarser(Occupancy(*(np.frombuffer(x, bool).reshape(shape) for x in known)), self.cell, grid)
@@ -136,7 +136,7 @@ class TracedMask(Mask):
 
 
 def functions_of(mask: Any) -> list[TracedMask]:
-    """Lists the parts of a canonical mask, or of several, that call a user's function."""
+    """Lists the parts of one or several canonical masks that call a user's function."""
     return [part for part in jax.tree.leaves(mask, is_leaf=_calls_function) if _calls_function(part)]
 
 
@@ -147,10 +147,10 @@ def check_lookups(
     offsets: Offsets,
     lengths: tuple[int, int],
 ) -> None:
-    """Checks that user functions fit the call's sizes, and look up only entries that their arrays have.
+    """Raises a ValueError if a user function does not fit the call, or looks up an entry outside a captured array.
 
-    `lengths` are T and S. Positions that another mask may hide are not checked; causal masks, windows and the mask
-    whose own function makes the lookup do not count as such.
+    `lengths` are T and S. Lookups are checked at the positions that causal masks and windows leave visible, but not if
+    another mask, except the function's own, may hide some of these positions.
     """
     sizes = {"b": math.prod(shape.batch), "h": shape.num_heads}
     last = {name: size - 1 if isinstance(size, int) and size else None for name, size in sizes.items()}
@@ -162,7 +162,7 @@ def check_lookups(
 def with_windows(
     masks: Sequence[Mask | None], score_mod: TracedFunction | None
 ) -> list[tuple[TracedFunction, Window | None]]:
-    """Lists the user functions of canonical masks, and `score_mod`, each with the window (left, right) of all masks.
+    """Lists the user functions of `masks`, then `score_mod`, each with the intersection of all windows (left, right).
 
     The window is None if masks other than windows and the function's own mask may hide positions.
     """
@@ -182,7 +182,7 @@ def _window_beside(masks: Sequence[Mask | None], function: TracedFunction) -> Wi
 
 
 def _last_visible(offsets: Offsets, lengths: tuple[int, int], window: Window) -> tuple[int | None, int | None]:
-    """Returns the largest positions of a query and of a key that the window shows; None if unknown or absent."""
+    """Returns the largest positions of a query and of a key in each other's window; None if unknown or without any."""
     queries, keys = (_span(offset, length) for offset, length in zip(offsets.values, lengths, strict=True))
     if window == (None, None):
         return tuple(None if x is None else int(x[1].max()) for x in (queries, keys))  # type: ignore[return-value]
@@ -197,7 +197,7 @@ def _last_visible(offsets: Offsets, lengths: tuple[int, int], window: Window) ->
 
 
 def _span(offset: int | Array, length: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the first and the last position in each sequence that begins at `offset`; None if unknown or empty."""
+    """Returns the first and last position of sequences that begin at `offset`; None if unknown or without tokens."""
     if not isinstance(length, int) or not length or not (isinstance(offset, int) or readable(offset)):
         return None
     first = np.asarray(offset, np.int64)
@@ -214,12 +214,12 @@ def _calls_function(part: Any) -> bool:
 
 
 def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask | None:
-    """Stores the occupancy of `cell` x `cell` squares in each part of a mask whose captured arrays are known."""
+    """Stores in a mask which `cell` x `cell` squares its functions hide, if their captured arrays are known."""
     counts = max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell))
     grid = Grid(counts, (cell, cell), offsets, lengths)
 
     def with_known(mask: TracedMask) -> TracedMask:
-        if mask.batch is None or mask.head is None:  # made by `_static_mask`
+        if mask.batch is None or mask.head is None:  # already evaluated by `_static_mask`
             return mask
         if mask.function.has_callback or not all(map(readable, (*mask.captured, mask.batch))):
             return mask
@@ -234,7 +234,7 @@ def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[i
 
 
 def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
-    """Computes the occupancy of the tiles of `grid` from squares of `cell` rows and columns."""
+    """Computes the occupancy of the tiles of `grid` from `known`, the occupancy of `cell` x `cell` squares."""
     some: BoolMatrix
     full: BoolMatrix
     some, full = known
@@ -248,7 +248,7 @@ def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
 
 @functools.lru_cache(maxsize=64)
 def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
-    """Makes the mask of a function without captured arrays, with occupancy that is static and computed once."""
+    """Makes the mask of a function that captures no arrays; evaluates it once and stores the occupancy as static."""
     head = np.zeros(1, np.int32)
     some, full = _evaluated(TracedMask([], head, head, function), grid)
     known = some.tobytes(), full.tobytes(), grid.counts
@@ -256,7 +256,7 @@ def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
 
 
 def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
-    """Computes `_occupancies` as NumPy arrays, even while tracing."""
+    """Computes `_occupancies` now, even while tracing, and returns NumPy arrays."""
     with jax.ensure_compile_time_eval():
         offsets = jnp.asarray(grid.offsets[0], jnp.int32), jnp.asarray(grid.offsets[1], jnp.int32)
         return Occupancy(*map(np.asarray, _occupancies(heads, offsets, grid._replace(offsets=(0, 0)))))
@@ -266,7 +266,7 @@ def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
 def _occupancies(heads: TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid) -> Occupancy:
     """Computes the occupancy [heads, rows, columns] for each pair in `heads.batch`, `heads.head`, one by one.
 
-    `offsets` are used instead of those of `grid`: they are not static, so new ones need no compilation.
+    `offsets` replaces `grid.offsets`, which is static: every new pair would compile again.
     """
 
     def one(head: tuple[Array, Array]) -> Occupancy:
