@@ -1,4 +1,4 @@
-"""`cached_attention`, attention over a cache; `flax_mha.cache` holds the code."""
+"""The public import path of `cached_attention`, attention over a key-value cache; the code is in `flax_mha.cache`."""
 
 from flax_mha.cache.cached_attention import cached_attention
 

@@ -1,4 +1,4 @@
-"""`KVCache`, the cache of keys and values for decoding, and `SharedKV`; `flax_mha.cache` holds the code."""
+"""The public import path of `KVCache`, the cache for decoding, and `SharedKV`; the code is in `flax_mha.cache`."""
 
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.shared import SharedKV

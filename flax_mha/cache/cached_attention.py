@@ -62,7 +62,7 @@ def cached_attention(
     return_max_score: Literal[True],
     **arguments: Unpack[CommonArguments],
 ) -> tuple[Array, KVCache, Array]: ...
-def cached_attention(  # noqa: D417 - dot_product_attention has the others
+def cached_attention(  # noqa: D417 - dot_product_attention describes the others
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B T K H"],
     value: Float[Array, "*B T K Hv"] | None,
@@ -100,8 +100,8 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
         features of the keys.
       cache: The keys and values of the previous tokens.
       bias: Added to the scores; broadcasts to [B..., N, T, S], where S is the number of cache slots.
-      mask: bool, broadcasts to [B..., N, T, S]. Or a mask object, which uses positions; only the key axis of its arrays
-        uses slots.
+      mask: bool, broadcasts to [B..., N, T, S]. Or a mask object, which uses positions; but if it holds an array with a
+        key axis, this axis has an entry for each slot.
       lengths: int [B...]: number of new tokens of each sequence before the padding at its end; None means T. The output
         of padding is 0. Requires a cache created with `per_row=True`.
       scale: As in `dot_product_attention`, like all other arguments.
@@ -119,7 +119,8 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
       these tokens are cached.
 
     Raises:
-      ValueError: If arguments do not fit together, or, if the index is not traced, if there is no room or no entry.
+      ValueError: If arguments do not fit together. If the cache's index is not traced, also if there is no room in the
+        cache, or no entry in an array of `score_mod` or `mask`.
       NotImplementedError: If the named implementation cannot compute this call.
 
     Example:
@@ -138,7 +139,7 @@ def cached_attention(  # noqa: D417 - dot_product_attention has the others
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache must be a KVCache, but got {type(cache).__name__}; create one with KVCache.create.")
     key, value = cache.new_entries(key, value)
-    return over_cache(run, **arguments | {"key": key, "value": value})  # type: ignore[return-value]  # of so many
+    return over_cache(run, **arguments | {"key": key, "value": value})  # type: ignore[return-value]  # 2 or 3 results
 
 
 def over_cache(
@@ -159,13 +160,13 @@ def over_cache(
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
     """Computes `cached_attention` by a function `run(call, implementation)`, which computes a call or explains it.
 
-    A prompt of more than 16 tokens takes a faster call if the cache is empty; see `Step.by_emptiness`. Fewer tokens,
-    and masks or biases that differ by slot, take the general call. The caller has checked that keys and values fit.
+    If the cache is empty, a prompt of more than 16 tokens attends only to itself, which is faster; see
+    `Step.by_emptiness`. All other calls read the cache. The caller has checked that `key` and `value` fit the cache.
 
-    With a `latent`, key and cache hold latents, but the query is not absorbed yet (see `Latent`). If the cache is
-    empty, a prompt attends to keys and values of heads, which takes fewer products; otherwise queries are absorbed.
+    With `latent`, the key and the cache hold latents, and `query` is not absorbed yet (see `Latent`). A prompt in an
+    empty cache expands latents to keys and values of all heads, which takes fewer products; other calls absorb `query`.
 
-    For `platform` see `canonical`. If a query sees at most `top_k` keys, its list in `key_indices` has all of them.
+    For `platform`, see `canonical`. A query with at most `top_k` visible keys lists all of them in `key_indices`.
     `appended` is the result of `cache.append`, if keys and values were added before.
     """
     heads = query
@@ -202,10 +203,10 @@ def over_cache(
 
 
 class Step(NamedTuple):
-    """The checked arguments of one `cached_attention`, and the cache before and after its tokens were added."""
+    """The checked arguments of one `cached_attention`, and its cache before and after the new tokens were added."""
 
-    scoring: Call
-    shape: Shape  # of the new tokens alone
+    scoring: Call  # the query and the options; keys, values and masks are added by `call`
+    shape: Shape  # of attention among the new tokens only
     key: Array
     value: Array
     cache: KVCache
@@ -216,18 +217,18 @@ class Step(NamedTuple):
     window: tuple[int | None, int | None] | None
     is_padded: bool  # whether there may be padding among the new tokens
     key_indices: Int[Array, "..."] | None = None  # positions
-    top_k: int = 0  # lists have all keys that their queries see if these are at most as many
+    top_k: int = 0  # a query with at most this many visible keys lists all of them
 
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
-        """Returns this step with an unabsorbed `query`, and keys and values of heads in place of the new latents."""
+        """Returns this step with a `query` that is not absorbed, and new latents expanded to keys and values."""
         query, key, value, shape = check_inputs(query, *latent.expand(self.key), any_dtypes=True)
         scoring = check_scoring(query, shape, arguments, self.scoring.options.target)
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)
 
     def check_lookups(self, room: Bool[Array, "..."] | bool) -> Bool[Array, "..."] | bool:
-        """Returns `room`, but False for sequences at positions that arrays of user functions have no entry for.
+        """Returns `room`, but False for sequences that are longer than an array that a user function looks up.
 
-        JAX would clamp such an index. Raises a ValueError if the position is known.
+        JAX would clamp the index and return a wrong entry. Raises a ValueError instead if the length is known.
         """
         masks, score_mod = self.masks(self.mask, self.cache.length), self.scoring.options.score_mod
         ends = jnp.where(self.tokens > 0, self.cache.index + self.tokens, 0)
@@ -244,7 +245,7 @@ class Step(NamedTuple):
         return room & (ends <= min(sizes)) if sizes else room
 
     def by_emptiness(self, compute: Callable[[bool], T]) -> T:
-        """Returns `compute(True)`, over only the new tokens, for a prompt and an empty cache; else `compute(False)`.
+        """Returns `compute(is_empty)`: True for a prompt in an empty cache, which attends only to itself, else False.
 
         If it is not known whether the cache is empty, both are traced, `compute(True)` first, and one of them runs.
         """
@@ -258,13 +259,13 @@ class Step(NamedTuple):
         return lax.cond(jnp.all(index == 0), lambda: compute(True), lambda: compute(False))
 
     def masks(self, mask: ArrayLike | Mask | None, length: int) -> list[Mask | None]:
-        """Lists the masks of a call with `length` keys, other than those of padding and of slots without a token."""
+        """Lists the causal mask, the window and `mask` for `length` keys; `call` adds padding and empty slots."""
         window = None if self.window is None else LocalMask(*self.window)
         shape = self.shape._replace(key_length=length)
         return [CausalMask(), window, None if mask is None else given_mask(mask, shape)]
 
     def call(self, is_empty: bool, in_place: bool) -> Call:
-        """Makes a `Call` over only the new tokens if `is_empty`, else over the cache, read `in_place` if possible."""
+        """Makes a `Call` over only the new tokens if `is_empty`, else over the cache, if possible read `in_place`."""
         cache, query, rank = self.cache, self.scoring.operands.query, len(self.shape.batch)
         is_ring = not is_empty and cache.window is not None
         by_one = is_ring and in_place and self.shape.query_length == 1
@@ -280,7 +281,7 @@ class Step(NamedTuple):
         else:
             key, value = (self.new.key, self.new.value) if in_place else self.new.floats(query.dtype)
         if cache.value_size is not None and not value.shape[-1]:
-            # To cut values out of keys would copy a cache that is read in place; so the output is cut instead.
+            # Cutting the values out of the keys would copy a cache that is read in place; the output is cut instead.
             value = key if in_place else key[..., : cache.value_size]
         if not in_place:
             key, value = key.astype(query.dtype), value.astype(query.dtype)
@@ -296,11 +297,11 @@ class Step(NamedTuple):
         lists_all = is_empty and shape.key_length <= self.top_k
         indices = None if lists_all else self._listed(first, shape.key_length, by_one)
         call = with_keys(scoring, key, value, shape, bias, masks, offsets, scale, indices)
-        # What is read in place or gathered is dequantized there; nothing else reads 8 bits.
+        # Only attention in place, and over gathered keys, can dequantize 8 bits itself; all others need floats.
         return call if scale is None or indices is not None or reads_in_place(call) else self.call(is_empty, False)
 
     def _listed(self, first: Any, number: int, by_slot: bool) -> Int[Array, "..."] | None:
-        """Converts the positions in `key_indices` to indices of the `number` keys of a call; -1 for other positions.
+        """Converts the positions in `key_indices` to indices of a call's `number` keys; -1 if it has no such key.
 
         `first` is the position of the first key or, if `by_slot`, of the newest key in a ring.
         """
@@ -315,7 +316,7 @@ class Step(NamedTuple):
 
 
 def nan_without(room: Bool[Array, "..."] | bool, x: Array, batch: tuple[int, ...]) -> Array:
-    """Returns x [B..., ...], NaN for sequences whose new tokens found no room in the cache."""
+    """Returns x [B..., ...], but NaN for sequences with `room` False, whose new tokens did not fit into the cache."""
     if room is True:
         return x
     return jnp.where(jnp.asarray(room)[(..., *(None,) * (x.ndim - len(batch)))], x, jnp.nan)
@@ -327,9 +328,9 @@ def _by_batch(x: Int[Array, "..."], rank: int) -> Int[Array, "..."]:
 
 
 def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, Int[Array, "..."]]:
-    """Returns keys and values of a ring, then of the new tokens, in order of position; also the first position.
+    """Returns a ring's keys and values in order of position, followed by those of the new tokens: [B..., S + T, K, _].
 
-    Keys and values are [B..., S + T, K, _]; positions below 0 hold no token. The first position is shaped as the index.
+    Also returns the position of the first key, in the shape of the cache's index; no token has a position below 0.
     """
     first = jnp.maximum(cache.index, 0) - cache.length
     slots = (first[..., None] + cache.counted(cache.length)) % cache.length
@@ -338,7 +339,7 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
 
 
 def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) -> tuple[int | None, int | None] | None:
-    """Returns the window as (left, right), or None; raises a ValueError if it, the bias or the mask does not fit."""
+    """Raises a ValueError unless window, bias and mask fit the cache; returns the window as (left, right), or None."""
     window = None if local_window_size is None else check_window(local_window_size)
     if cache.window is None:
         for name, x in (("bias", bias), ("mask", mask)):
@@ -371,12 +372,12 @@ def _differs_by_slot(x: Any) -> bool:
         return x.lengths[1] > 0
     try:
         return x is not None and np.shape(x)[-1:] not in ((), (1,))
-    except ValueError:  # ragged lists, which are refused where arrays are made of them
+    except ValueError:  # a ragged list, which is refused later
         return False
 
 
 def _of_first_slots(x: Any, number: int) -> Any:
-    """Cuts a bias or mask [..., S] to the slots of a prompt, the first `number`; leaves [..., 1] and mask objects."""
+    """Cuts a bias or mask [..., S] to the first `number` slots, a prompt's; does not cut [..., 1] and mask objects."""
     if isinstance(x, Mask) or not _differs_by_slot(x):
         return x
     return (x if isinstance(x, np.ndarray) else jnp.asarray(x))[..., :number]

@@ -87,7 +87,7 @@ class KVCache:
             the cache is a ring of window + 1 + 64 slots.
           per_row: True gives each sequence its own index.
           sharding: How a mesh splits the batch axes and heads of keys and values [B..., S, K, H].
-          value_size: See the attribute, as in multi-head latent attention; pass None as the new values to `update`.
+          value_size: See the attribute; for multi-head latent attention. `update` then takes None as values.
           value_head_size: Head size Hv of values; None means `head_size`. Ignored with a `value_size`.
 
         Raises:
@@ -114,14 +114,14 @@ class KVCache:
 
     @classmethod
     def of_arrays(cls, window: int | None, value_size: int | None, arrays: Sequence[Array]) -> "KVCache":
-        """Makes a cache of its `arrays`: a ring if there are as many slots as `create` makes for this window."""
+        """Makes a cache from its `arrays`; a ring, if there are as many slots as `create` makes for this window."""
         key, *others = arrays
         value, index, *scale = others if value_size is None else (key[..., :0], *others)
         is_ring = window is not None and key.shape[-3] == window + 1 + SPARE
         return cls(key, value, index, window if is_ring else None, value_size, *scale)
 
     def new_entries(self, key: ArrayLike, value: ArrayLike | None) -> tuple[Array, Array]:
-        """Returns keys and values of new tokens as arrays that fit; values are [B..., T, K, 0] with a `value_size`."""
+        """Checks new keys and values, and returns them as arrays; values are [B..., T, K, 0] with a `value_size`."""
         key = jnp.asarray(key)
         if value is not None and self.value_size is not None:
             raise ValueError("value must be None if the values are part of the cached keys, but got an array.")
@@ -130,7 +130,7 @@ class KVCache:
         return key, value
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
-        """Raises a ValueError unless new keys and values fit; if `number` tokens are expected, dtypes may differ."""
+        """Raises a ValueError unless new keys and values fit; with a `number` of tokens, dtypes may differ."""
         given, expected = None if self.scale is None else self.scale.shape, (*self.key.shape[:-1], 2)
         if given != (expected if self.key.dtype.itemsize == 1 else None):
             raise ValueError(
@@ -166,7 +166,7 @@ class KVCache:
 
     @property
     def _entries(self) -> tuple[Array, ...]:
-        """The arrays with an entry for each slot, [B..., S, K, _]."""
+        """The arrays with an entry for each slot: key, value and, for 8 bits, scale, [B..., S, K, _]."""
         return (self.key, self.value) if self.scale is None else (self.key, self.value, self.scale)
 
     def _replace(self, entries: Sequence[Array], index: Array) -> "KVCache":
@@ -199,15 +199,15 @@ class KVCache:
         return jnp.broadcast_to(lengths, self.index.shape)
 
     def has_room(self, number: int = 1, lengths: ArrayLike | None = None) -> Bool[Array, "..."] | bool:
-        """Returns True if there is room for `number` more tokens; under `jit`, an array with the shape of the index.
+        """Returns whether there is room for `number` more tokens: True, or under `jit` an array shaped like the index.
 
         Raises:
-          ValueError: If `update` would raise one.
+          ValueError: If `update` would raise one, so without room if the index is not traced.
         """
         return self._fit(number, lengths)[0]
 
     def _fit(self, number: int, lengths: ArrayLike | None) -> tuple[Bool[Array, "..."] | bool, Int[Array, "..."]]:
-        """Returns the result of `has_room`, and the number of new tokens without padding, shaped as the index."""
+        """Returns the result of `has_room`, and the number of new tokens without padding, shaped like the index."""
         if self.window is None and lengths is None and isinstance(number, int) and number > self.length:
             raise ValueError(
                 f"the cache is too short: got {number} new tokens for {self.length} slots; create a longer cache."
@@ -250,7 +250,7 @@ class KVCache:
     def append(
         self, key: Array, value: Array, lengths: ArrayLike | None = None
     ) -> tuple["KVCache", Int[Array, "..."], Bool[Array, "..."] | bool]:
-        """Does `update` without checking shapes and dtypes; also returns the number of new tokens and `has_room`."""
+        """Like `update`, without checks of shapes and dtypes; also returns the number of new tokens and `has_room`."""
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
         kind, options = Kind(self.window is not None, lengths is None), (self.value_size, self.key.dtype)
@@ -286,7 +286,7 @@ class KVCache:
             )
         changes: dict[str, Any] = {}
         if self.window is not None:
-            # The removed tokens overwrote these slots: a query that needs the old contents gets NaN, no stale numbers.
+            # The removed tokens overwrote these slots: a query that needs the old contents must get NaN, no stale keys.
             first_lost = jnp.maximum(new, self.length)
             lost = self.positions() >= (first_lost[..., None] if self.is_per_row else first_lost)
             name, x = ("key", self.key) if self.scale is None else ("scale", self.scale)
@@ -395,5 +395,5 @@ class KVCache:
         return jnp.broadcast_to(positions, (*self.batch, self.length))
 
     def counted(self, number: int) -> Int[Array, "... n"]:
-        """Returns 0, 1, ..., `number` - 1, with leading axes of length 1 if each sequence has its own index."""
+        """Returns 0, ..., `number` - 1, with leading axes of length 1 that broadcast to an index for each sequence."""
         return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))

@@ -1,11 +1,11 @@
-"""Latent attention: keys and values of all heads are linear in one short vector per token, which is what is cached.
+"""Latent attention: keys and values of all heads are linear in one short vector per token, the latent, which is cached.
 
-With the latent c of a token [C], the rotary part r of its key [R], which all heads share, and a head's matrices W, V:
+With a token's latent c [C] and the rotary part r [R] of its key, which all heads share, and a head's matrices W and V:
 
     query . key = q . (W c) + q_r . r = (W^T q) . c + q_r . r        value = V c
 
-So queries can be multiplied into the cache ("absorbed"), where [c, r] is the one key that all heads have, its first C
-features are the value, and V is applied to what the attention returns. Liu et al., DeepSeek-V2, arXiv:2405.04434.
+So attention can run on the cache itself if queries are multiplied by W^T ("absorbed"). All heads then share the keys
+[c, r]; the values are their first C features; and V multiplies the output. Liu et al., DeepSeek-V2, arXiv:2405.04434.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from jaxtyping import Array, Float
 
 
 class Latent(NamedTuple):
-    """The matrices W and V of all heads, in one kernel, and products by them; the module's docstring defines them."""
+    """Multiplies by the matrices W and V of all heads, which are in one kernel; this file's docstring defines them."""
 
-    kernel: Float[Array, "C N F"]  # W and V of the module's docstring
+    kernel: Float[Array, "C N F"]  # W, then V, along the axis F
     key_size: int  # the features of a head's query and key that are not rotary, the first ones of F
     dtype: Any = None  # of the products; None infers it
     precision: Any = None
@@ -38,14 +38,14 @@ class Latent(NamedTuple):
         return jnp.concatenate([content, rotary], axis=-1), value
 
     def absorb(self, query: Float[Array, "*B T N H"]) -> Float[Array, "*B T N CR"]:
-        """Multiplies queries by W^T: their products with cached keys [c, r] are then those with the keys of heads."""
+        """Multiplies queries by W^T: products with cached keys [c, r] then equal those with the keys of all heads."""
         content, rotary = query[..., : self.key_size], query[..., self.key_size :]
         absorbed = self._product("...nf,cnf->...nc", content, self.kernel[..., : self.key_size])
         return jnp.concatenate([absorbed, rotary.astype(absorbed.dtype)], axis=-1)
 
     def project(self, x: Float[Array, "*B T N CR"]) -> Float[Array, "*B T N Hv"]:
-        """Drops the last R features of the attention's output, averages of cached keys [c, r], and multiplies by V."""
-        # As one program with the product, XLA's CPU does not transpose V, but multiplies along its strides.
+        """Turns averages of cached keys [c, r], attention's output, into those of values: V times the average of c."""
+        # Without the barrier, XLA on CPUs fuses the transpose into the product, which then reads V with strides.
         by_head = lax.optimization_barrier(jnp.swapaxes(self.kernel[..., self.key_size :], 0, 1))
         return self._product("...nc,ncf->...nf", x[..., : self.size], by_head)
 
@@ -57,7 +57,7 @@ class Latent(NamedTuple):
 def compress(
     project: Callable[[Array], Array], normalize: Callable[[Array], Array], size: int, x: Float[Array, "*B T D"]
 ) -> Float[Array, "*B T 1 CR"]:
-    """Computes from x the key that all heads share: the normalized latent of `size` features, then the rotary key."""
+    """Computes from inputs x the key of all heads: the normalized latent of `size` features, then the rotary key."""
     both = project(x)
     latent = normalize(both[..., :size])
     return jnp.concatenate([latent, both[..., size:].astype(latent.dtype)], axis=-1)[..., None, :]

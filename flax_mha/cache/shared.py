@@ -10,7 +10,7 @@ from flax_mha.cache.kv_cache import KVCache
 
 
 class Appended(NamedTuple):
-    """The result of `KVCache.append`."""
+    """The result of `KVCache.append`: the new cache, how many tokens each sequence added, and if they had room."""
 
     cache: KVCache
     tokens: Int[Array, "..."]
@@ -29,7 +29,7 @@ class SharedKV:
       key: Keys of the call's tokens after norm and rotation, [B..., T, K, H].
       value: Values after their norm, [B..., T, K, Hv].
       cache: The cache before the call, with the keys of earlier tokens; None if the call did not use a cache.
-      appended: The cache with the call's tokens, which is the only one that is kept; None without a cache.
+      appended: The cache with the call's tokens added, which is the cache to keep; None without a cache.
       decode: Whether the call decoded.
       has_lengths: Whether the call had `lengths`.
 
@@ -52,7 +52,7 @@ class SharedKV:
     has_lengths: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def check(self, shape: tuple[int, ...], value_size: int, decode: bool, has_lengths: bool) -> None:
-        """Raises a ValueError unless a call can use these keys and values; its own keys would have this shape."""
+        """Raises a ValueError unless a call can use these instead of its own keys, which would have this `shape`."""
         of_values = (*shape[:-1], value_size)
         if self.key.shape != shape or self.value.shape != of_values:
             raise ValueError(

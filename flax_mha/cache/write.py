@@ -26,9 +26,9 @@ _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 
 class Kind(NamedTuple):
-    """The static options of `write_entries`."""
+    """Static options of `write_entries`: what to do at the end of the cache, and without room for all entries."""
 
-    ring: bool  # whether the first slot follows the last; of more entries than slots, the last are then kept
+    ring: bool  # whether writing continues at the first slot after the last, and overwrites older entries
     all_or_none: bool  # whether a sequence adds either all of its T new entries or, without room, none
 
 
@@ -44,7 +44,7 @@ def check_dtype(dtype: DTypeLike) -> None:
 
 
 def check_entries(name: str, new: Array, cached: Array, number: int | None, any_dtype: bool) -> None:
-    """Raises a ValueError unless new keys or values fit the cache; if `number` is None, of any number of tokens."""
+    """Raises a ValueError unless `new` keys or values fit the `cached` ones, for `number` tokens or, if None, any."""
     sizes = (*cached.shape[:-3], "T" if number is None else number, *cached.shape[-2:])
     given = (*new.shape[:-3], "T", *new.shape[-2:]) if number is None else new.shape
     if new.ndim != cached.ndim or given != sizes:
@@ -62,7 +62,7 @@ def check_entries(name: str, new: Array, cached: Array, number: int | None, any_
 
 
 def _by_device(function: Callable[..., T], cached: Shaped[Array, "*B S K _"], *others: tuple[Array, str]) -> T:
-    """Calls `function(cached, *others)`; on a mesh with Explicit axes, on each device for its part of `cached`.
+    """Calls `function(cached, *others)`, on a mesh with Explicit axes once per device, with its part of the arrays.
 
     Each other array is paired with the names of its axes, such as "B T K H".
     """
@@ -83,10 +83,10 @@ def write_entries(
     index: Int[Array, "..."],
     added: Int[Array, "..."],
 ) -> tuple[Shaped[Array, "*B S K _"], ...]:
-    """Writes the first `added` new entries of each sequence, in the cache's dtypes, into the slots from `index` on.
+    """Writes the first `added` entries of each sequence in `new` into the slots of `cached` from `index` on.
 
-    `index` and `added` (from 0 to T) are [B...], or [] for all sequences. In a ring, `index` is a position. If `added`
-    is 0, `index` may be any number.
+    Entries are keys, values or scales of tokens, in the cache's dtypes. `index` and `added` (from 0 to T) are [B...],
+    or [] for all sequences. In a ring, `index` is a position. If `added` is 0, `index` may be any number.
     """
     first, *rest = map(jnp.asarray, cached)  # a checkpoint may have been read as NumPy's arrays
     index, added = (jnp.asarray(x).astype(jnp.int32) for x in (index, added))
@@ -140,7 +140,7 @@ def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _write_slices(kind: Kind, *arrays: Array) -> Array:
-    """Writes one array by slices, with the derivative of `_scatter`."""
+    """Writes one array by slices, for CPUs, where a scatter copies; has the derivative of `_scatter`."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Array) -> Array:
@@ -191,7 +191,7 @@ def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: A
 
 
 def _fills_one_slice(kind: Kind, new: Array) -> bool:
-    """Returns whether a sequence's new entries are one slice, of which either all or none are written."""
+    """Returns whether a sequence's new entries fill consecutive slots, and either all or none are written."""
     return kind.all_or_none and (new.shape[-3] == 1 or not kind.ring)
 
 
@@ -203,7 +203,7 @@ def _write_sequence(
     index: Int[Array, ""],
     added: Int[Array, ""],
 ) -> Float[Array, "*B S K H"]:
-    """Writes the first `added` new entries of one sequence, at the indices `place` of the batch axes, from `index` on.
+    """Writes the first `added` new entries of one sequence into its slots from `index` on; `place` is its batch index.
 
     `new` may be the bits of the entries (`_bits`). If `place` is zeros, `new` may hold the entries of all sequences.
     """
@@ -212,7 +212,7 @@ def _write_sequence(
     if _fills_one_slice(kind, new):
         return _update_slice(cached, new, _start(place, first), added > 0)
     starts = [jnp.clip(first, 0, length - size), jnp.zeros_like(first)]
-    for start in starts if kind.ring and size < length else starts[:1]:  # a ring goes on at its start
+    for start in starts if kind.ring and size < length else starts[:1]:  # the end of a ring, then its start
         entry_of_slot = start + jnp.arange(size, dtype=jnp.int32) - index
         if kind.ring:  # the last added entry of each slot
             entry_of_slot = added - 1 - (added - 1 - entry_of_slot) % length
@@ -224,7 +224,7 @@ def _write_sequence(
 
 
 def _start(place: tuple[Array, ...], slot: Int[Array, ""]) -> tuple[Array, ...]:
-    """Returns the start indices, one for each axis [B..., S, K, H], of a slice from this sequence and slot on."""
+    """Returns the index along each axis [B..., S, K, H] where a slice of this sequence and slot starts."""
     zero = jnp.zeros_like(slot)
     return varying_alike((*place, slot, zero, zero))
 
@@ -244,7 +244,7 @@ def _update_slice(
     def read(cached: Array) -> Array:
         return lax.dynamic_slice(_bits(cached), start, entries.shape)
 
-    # XLA goes over all slots, and of a single head writes each again, unless the features come in three parts.
+    # With a single head, XLA writes all slots again, unless the features are written in three parts.
     in_parts = cached.shape[-2] == 1 and (entries.shape[-3] == 1 or in_use.ndim > 0)
 
     def write(cached: Array) -> Array:
