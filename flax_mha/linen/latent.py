@@ -135,7 +135,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         return self._linear()(features, use_bias=use_bias, name=name, **options)
 
     def _linear(self) -> Any:
-        """Returns `nn.DenseGeneral` with the options of all projections."""
+        """Returns `nn.DenseGeneral`, preset with the options that all projections share."""
         options = {name: getattr(self, name) for name in ("kernel_init", "bias_init", "dtype", "param_dtype")}
         return functools.partial(nn.DenseGeneral, precision=self.precision, dot_general=dot_general, **options)
 
@@ -143,9 +143,9 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         return nn.RMSNorm(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=self.norm_epsilon, name=name)
 
     def _query(self) -> tuple[Callable[[Array], Array], Callable[[], IndexLayers] | None]:
-        """Makes the projection of inputs to queries, by way of compressed queries if there is a `q_lora_rank`.
+        """Returns a function that projects inputs to queries, through compressed queries if `q_lora_rank` is set.
 
-        Also returns a function that makes the layers of the indexer, None without one.
+        Also returns a function that makes the layers of the indexer; None without an indexer.
         """
         head = self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
         init = self._split(self.kernel_init, "query")
@@ -169,7 +169,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         return IndexLayers(indexer, query, layers.key, layers.weights, cache, write)
 
     def _cached_index(self, variables: list[nn.Variable], key: Float[Array, "*B T 1 H"]) -> Arrays | None:
-        """Does `_cache` for the keys of the indexer, and their scales if they have 8 bits."""
+        """Like `_cache`, but returns the indexer's keys, and their scales if they have 8 bits."""
         is_made, (*batch, length, _, size) = self.has_variable("cache", CACHED_INDEX[0]), key.shape
         arrays: tuple[Array | None, ...] = (None, None)
         if not is_made:
@@ -187,7 +187,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
 
 
 class _IndexerLayers(nn.Module):
-    """The layers of an `Indexer`."""
+    """The projections and the norm of an `Indexer`, which chooses the keys that each query attends to."""
 
     config: Indexer
     linear: Callable[..., Any]
@@ -213,7 +213,7 @@ class _IndexerLayers(nn.Module):
 
 
 class _Kernel(nn.Module):
-    """Holds the kernel of a projection as a parameter; the attention multiplies by it in several ways."""
+    """Creates the kernel of `kv_b_proj` without a projection: `Latent` multiplies by its parts separately."""
 
     init_kernel: Init
     shape: tuple[int, ...]
@@ -225,5 +225,5 @@ class _Kernel(nn.Module):
 
 
 def _flat(init: Init) -> Init:
-    """Initializes kernels [in, heads, size] as [in, heads * size], like `nn.DenseGeneral`."""
+    """Makes `init` draw kernels [in, heads, size] as [in, heads * size], with the variance of `nn.DenseGeneral`."""
     return lambda key, shape, dtype: init(key, (shape[0], math.prod(shape[1:])), dtype).reshape(shape)

@@ -28,15 +28,15 @@ from flax_mha.cache.kv_cache import KVCache
 from flax_mha.masks import Mask
 from flax_mha.rope import RoPE
 
-CACHED = ("cached_key", "cached_value", "cache_index", "cached_scale")  # variables of `KVCache.arrays`
-STORED = ("cached_key", "cached_value", "cached_lengths")  # variables of the keys that `store_keys` stores
+CACHED = ("cached_key", "cached_value", "cache_index", "cached_scale")  # variables that hold `KVCache.arrays`
+STORED = ("cached_key", "cached_value", "cached_lengths")  # variables that a call with `store_keys` sets
 
 
 class AttentionModule:
-    """The base class of both attention modules: the cache, dropout, tensor parallelism, and `explain`."""
+    """The base class of both attention modules: manages the cache, dropout, tensor parallelism and `explain`."""
 
     def _explained(self: Any, platform: Platform | None, *inputs: Any, **arguments: Any) -> Explanation:
-        """Explains the attention in a call, which a copy of this module traces."""
+        """Explains which implementation a call uses, by tracing a copy of this module."""
         variables = None if self.scope is None else self.variables  # not traced, so that the cache's index is known
         explained = ExplainedAttention(self.attention_fn, platform)
         layer = self.clone(attention_fn=explained, parent=None)
@@ -51,7 +51,7 @@ class AttentionModule:
         return explained.explanations[0]
 
     def _split(self: Any, init: Callable[..., Any], parameter: str, bias: bool = False) -> Callable[..., Any]:
-        """Returns `init`; if `head_axis` is set, it boxes a kernel, or `bias`, with the mesh axes of `parameter`."""
+        """Wraps `init` to box the kernel (or the bias) of `parameter` with its mesh axes, if `head_axis` is set."""
         if self.head_axis is None or not self.is_initializing():
             return init
         num_kv_heads = getattr(self, "num_kv_heads", None) or self.num_heads
@@ -66,7 +66,7 @@ class AttentionModule:
         sow_weights: bool,
         **others: Any,
     ) -> dict[str, Any]:
-        """Returns Flax's arguments for the attention function, but no optional ones that its signature lacks."""
+        """Returns the arguments that Flax passes to `attention_fn`, except optional ones that its signature lacks."""
         rate = check_dropout_rate(self.dropout_rate)
         keeps_all = rate == 0.0 or merge_param("deterministic", self.deterministic, deterministic)
         if not keeps_all and dropout_rng is None:
@@ -86,7 +86,7 @@ class AttentionModule:
             return arguments
         known = inspect.signature(self.attention_fn).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        # A function that lacks one of these must fail.
+        # Never left out: a function without them must fail, instead of ignoring a mask or dropout.
         needed = {"module"} | ({"mask"} if mask is not None else set())
         needed |= set() if keeps_all else {"dropout_rng", "dropout_rate"}
         return {name: x for name, x in arguments.items() if takes_all or name in known or name in needed}
@@ -94,9 +94,9 @@ class AttentionModule:
     def _cache(
         self: Any, variables: list[nn.Variable], value_size: int | None, query: Array, key: Array
     ) -> Arrays | None:
-        """Returns the arrays of the cache, see `KVCache.arrays`, and adds its variables to `variables`.
+        """Returns the arrays of the cache, ordered as in `KVCache.arrays`; None if this call creates the cache.
 
-        Returns None if this call makes the cache.
+        Appends the cache's variables to the list `variables`, for `_write`.
         """
         if not self.has_variable("cache", "cached_key"):
             *batch, length, num_heads, size = key.shape
@@ -109,7 +109,7 @@ class AttentionModule:
                 variables.append(self.variable("cache", name, lambda x=x: x))
             return None
         variables += [self.variable("cache", name, None) for name in CACHED if self.has_variable("cache", name)]
-        key, *others = (jnp.asarray(variable.value) for variable in variables)  # NumPy's, of a checkpoint
+        key, *others = (jnp.asarray(variable.value) for variable in variables)  # a checkpoint may hold NumPy's arrays
         size = key.shape[-1] if value_size is None else query.shape[-1]
         expected = (*key.shape[:-3], query.shape[-3], self.num_heads, size)
         if query.shape != expected:
@@ -233,9 +233,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         inputs_k, inputs_v, may_be_mask = _inputs(inputs_k, inputs_v, inputs_kv)
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         parts = self._parts(inputs_q.shape[-1], mask, deterministic, dropout_rng, sow_weights)
-        if (
-            may_be_mask and parts.value is not None
-        ):  # its features rarely fit; Flax's error about them comes before those about other axes
+        if may_be_mask and parts.value is not None:  # projected first: Flax reports its number of features first
             values = parts.value(inputs_v)
             parts = parts._replace(value=lambda _: values)
         return call_module(parts, Given(**given, decode=self.decode))
@@ -281,7 +279,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
     explain = nn.nowrap(explaining(__call__))
 
     def _dense(self, name: str, features: int | tuple[int, ...]) -> nn.DenseGeneral:
-        """Makes the projection of this name: "query", "key", "value" and "gate" are to heads, "out" to features."""
+        """Makes the projection `name`: "out" maps heads to features; all others map features to heads."""
         of_gate = "head_gate" if self.gate == "head" else "query"
         is_out, axes = name == "out", {"value": "key", "gate": of_gate}.get(name, name)
         kernel_init, bias_init = (self.out_kernel_init, self.out_bias_init) if is_out else (None, None)
@@ -319,7 +317,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """The same module as `MultiHeadDotProductAttention`, auto-named `MultiHeadAttention_0` as in Flax."""
+    """The same as `MultiHeadDotProductAttention`, but auto-named `MultiHeadAttention_0`, as in Flax."""
 
 
 class SelfAttention(MultiHeadDotProductAttention):
@@ -367,7 +365,7 @@ class SelfAttention(MultiHeadDotProductAttention):
 
 
 def _inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array | None) -> tuple[Any, Any, bool]:
-    """Returns keys, values, and whether the values have the shape of a mask; warns as Flax does."""
+    """Returns the inputs of keys and values, and whether `inputs_v` is shaped like a mask; warns like Flax."""
     if inputs_kv is not None:
         if inputs_k is not None or inputs_v is not None:
             raise ValueError(

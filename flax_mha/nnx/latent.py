@@ -27,7 +27,7 @@ from flax_mha.rope import RoPE
 
 
 class IndexerLayers(nnx.Module):
-    """The layers of an `Indexer`."""
+    """The projections and the norm of an `Indexer`, which chooses the keys that each query attends to."""
 
     def __init__(
         self, config: Indexer, features: int, rank: int, linear: Any, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
@@ -72,8 +72,8 @@ class MultiHeadLatentAttention(AttentionModule):
       scale: Factor that multiplies query . key; None means 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), times
         (0.1 mscale_all_dim ln(factor) + 1)^2 if `rope` has a `YaRN` with `mscale_all_dim`, as in DeepSeek.
       rope: Rotary position embeddings for the rotary features; None means none. DeepSeek's are interleaved.
-      head_axis: Split the heads over this mesh axis (tensor parallelism). Every device holds all of the compressions
-        and of the cache, which has one key head.
+      head_axis: Split the heads over this mesh axis (tensor parallelism). Every device holds the whole cache, which has
+        only one key head, and all projections that have no axis of heads.
       indexer: Chooses the keys that each query attends to (DeepSeek V3.2, GLM 5); requires `q_lora_rank`. The cache
         then also holds one index key per token. See `flax_mha.Indexer`.
 

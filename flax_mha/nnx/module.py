@@ -24,9 +24,9 @@ from flax_mha.cache.kv_cache import KVCache
 
 
 class _ConstructorSignature:
-    """The attribute `__signature__` of a class, which its metaclass would hide from `help` and editors.
+    """Makes `help` and editors show the arguments of the constructor, which Flax's metaclass hides.
 
-    Instances have no such attribute, so that `inspect.signature` returns the signature of their call.
+    Instances have no attribute `__signature__`, so `inspect.signature(module)` returns the arguments of the call.
     """
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
@@ -37,7 +37,7 @@ class _ConstructorSignature:
 
 
 class AttentionModule(nnx.Module):
-    """The base class of both attention modules: the cache, dropout, and `explain`; subclasses set the attributes."""
+    """The base class of both attention modules: manages the cache, dropout, tensor parallelism and `explain`."""
 
     __signature__ = _ConstructorSignature()
     reuse_kv: bool = False  # whether calls take their keys and values from an earlier layer
@@ -51,12 +51,12 @@ class AttentionModule(nnx.Module):
     cached_index_scale: Any
 
     def _explained(self: Any, platform: Platform | None, *inputs: Any, **arguments: Any) -> Explanation:
-        """Explains the attention in a call, which a copy of this module traces."""
+        """Explains which implementation a call uses, by tracing a copy of this module, whose state does not change."""
         graph, state = nnx.split(self)
         explained = ExplainedAttention(self.attention_fn, platform)
 
         def call() -> Array:
-            # New variables with the same arrays, not traced, so that the cache's index is known.
+            # New variables, but the same arrays, not traced ones: the choice may depend on the cache's index.
             module = nnx.merge(graph, jax.tree.map(lambda array: array, state))
             module.attention_fn = explained
             return module(*inputs, **arguments)
@@ -65,7 +65,7 @@ class AttentionModule(nnx.Module):
         return explained.explanations[0]
 
     def _split_heads(self: Any, num_kv_heads: int, layers: Iterable[tuple[str, str]]) -> None:
-        """Splits the parameters of layers over `head_axis`, each by a name of `tensor_parallel.parameter_names`."""
+        """Splits parameters over `head_axis`; `layers` pairs each attribute with its key in `parameter_names`."""
         names = tensor_parallel.parameter_names(self.head_axis, self.num_heads, num_kv_heads)
         for attribute, name in layers:
             layer = getattr(self, attribute)
@@ -136,7 +136,7 @@ class AttentionModule(nnx.Module):
             self.cached_index_key, self.cached_index_scale = variable(index.key), variable(index.scale)
 
     def _index_size(self: Any) -> int | None:
-        """Returns the features of the indexer's keys; None without an indexer."""
+        """Returns the number of features of the indexer's keys; None without an indexer."""
         return None
 
     def set_view(
@@ -172,13 +172,13 @@ class AttentionModule(nnx.Module):
     if not TYPE_CHECKING:  # a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            # Errors of Python about the arguments of a call print `__qualname__`, or else the whole module.
+            # Python's TypeErrors about a call's arguments print `__qualname__` or, without it, the whole module.
             if name == "__qualname__":
                 return type(self).__qualname__
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def _cache(self: Any, *_: Array) -> Arrays:
-        """Returns the arrays of the cache; see `KVCache.arrays`."""
+        """Returns the arrays of the cache, ordered as in `KVCache.arrays`; raises a ValueError without a cache."""
         if self.cached_key is None or self.cache_index is None:
             raise ValueError(
                 "Autoregressive cache not initialized, call ``init_cache`` first: "
@@ -253,14 +253,14 @@ def _read(variables: Sequence[Any]) -> Arrays:
 
 
 def _own(variable: nnx.Variable) -> nnx.Variable:
-    """Copies a NumPy array in the variable, as in a restored state: Flax would write into the caller's array."""
+    """Replaces a NumPy array in a restored variable by a copy: Flax would write into the caller's array."""
     if isinstance(variable.get_value(), np.ndarray | np.generic):
         variable.set_value(jnp.array(variable.get_value()))
     return variable
 
 
 def _split(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
-    """Returns a copy of the variable, split over the mesh axes `names`: its metadata `out_sharding`."""
+    """Returns a copy of the variable with the metadata `out_sharding=names`, which splits it over these mesh axes."""
     metadata = {name: x for name, x in variable.get_metadata().items() if name != "eager_sharding"}
     if "out_sharding" in metadata:
         raise ValueError(

@@ -65,11 +65,11 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         with a scale [heads, head size] (Command R+). "rms_norm": RMSNorm. "rms_norm_after_rope": RMSNorm after the
         rotation (Hunyuan). "rms_norm_all_heads": RMSNorm over all heads of a token together, with a scale [heads, head
         size] (OLMo 2). "rms_norm_no_scale": RMSNorm without a scale (Muse Glimmer).
-      qk_norm_epsilon: Added to the variance in these norms, and in that of values; None means 1e-6, as in Flax.
+      qk_norm_epsilon: Added to the variance in the norms of queries, keys and values; None means 1e-6, as in Flax.
       qkv_promote_dtype, out_promote_dtype, ln_promote_dtype: Functions that cast inputs and parameters to `dtype`: in
         the projections `query`, `key`, `value` and `gate`, in `out`, and in the norms of queries and keys.
-      qkv_dot_general, out_dot_general: Functions with the signature of `jax.lax.dot_general` that compute the products
-        of the same projections, for example quantized ones; None uses the default.
+      qkv_dot_general, out_dot_general: Functions with the signature of `jax.lax.dot_general` that multiply by the
+        kernels (of `query`, `key`, `value` and `gate`; of `out`), for example quantized; None uses the default.
       qkv_dot_general_cls, out_dot_general_cls: Classes that each projection instantiates, without arguments, as its
         `qkv_dot_general` or `out_dot_general`.
       rngs: Random streams for parameters and dropout.
@@ -94,7 +94,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       share_kv: Use the projected keys, before their norm and rotation, as values (Gemma 4's `attention_k_eq_v`); there
         is no parameter `value`, and calls accept no `inputs_v`.
       reuse_kv: Attend to the keys and values of an earlier layer, which every call passes as `kv` (Gemma 3n, Gemma 4):
-        no parameters `key`, `value` and `key_ln`, and no cache. The earlier layer has the same key heads and head size.
+        no parameters `key`, `value` and `key_ln`, and no cache. Both layers must have the same key heads and head size.
       head_axis: Split the heads over this mesh axis, or the mesh axis of this logical axis (tensor parallelism).
         Parameters and caches get the metadata `out_sharding`, and are placed accordingly if the module is created under
         `jax.set_mesh`. If there are fewer key heads than devices on this axis, all devices hold all key heads; the mesh
@@ -290,7 +290,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
           decode: Add the T tokens of this call to the cache, and attend to all tokens in it; None uses the
             constructor's value.
           is_causal: Queries attend only to keys up to their own position. Decoding calls are always causal.
-          out_sharding: Sharding of the output, for `out`.
+          out_sharding: Sharding of the module's output, passed to the projection `out`.
           qkv_sharding: Sharding of query, key and value [B..., T, N, H], for the attention (see
             `dot_product_attention`) and, on a mesh with Explicit axes, for their projections.
           input_positions: Passed to `attention_fn`, as in Flax; the default function does not accept it.
@@ -327,7 +327,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         query, key, value, gate = layers = self.query, self.key, self.value, self.gate
         if qkv_sharding is not None and is_explicit(inputs_q):
             query, key, value, gate = (x and functools.partial(x, out_sharding=qkv_sharding) for x in layers)  # type: ignore
-            if self.gate is not None and self.gate.kernel.ndim == 2:  # of heads, without the last axis
+            if self.gate is not None and self.gate.kernel.ndim == 2:  # gate="head": a kernel [in, heads]
                 gate = self.gate
         flax_arguments = self._flax_arguments(deterministic, rngs, sow_weights)
         if input_positions is not None:
@@ -361,7 +361,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         return self.num_kv_heads, self.head_dim, None, self.value_dim
 
     def _norm(self, kind: Norm, flax_norm: Any, heads: int, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
-        """Makes a norm of this kind with the scale of `flax_norm` or, for one scale per head, a new one like it."""
+        """Makes the norm that `kind` describes, with `flax_norm.scale` or, if each head has its own, new scales."""
         options: dict[str, Any] = {} if kind.is_rms else {"use_bias": False}
         norm: Any = (nnx.RMSNorm if kind.is_rms else nnx.LayerNorm)(
             self.head_dim,
