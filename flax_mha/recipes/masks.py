@@ -46,7 +46,7 @@ def dilated(step: int) -> dict[str, Any]:
 
 
 def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> dict[str, Any]:
-    """Shows blocks of `block` x `block` scores if `table` is True. Zaheer et al., BigBird, arXiv:2007.14062.
+    """Computes only blocks of `block` x `block` scores with True in `table`. Zaheer et al., BigBird, arXiv:2007.14062.
 
     For each head, the table must have a row for each block of queries and a column for each block of keys.
 
@@ -219,7 +219,7 @@ def neighborhood(height: int, width: int, size: int) -> dict[str, Any]:
 
 
 def _three(name: str, value: object) -> tuple[int, int, int]:
-    """Checks sizes along the axes of a video."""
+    """Raises a ValueError unless `value` is (frames, rows, columns), positive integers, as a tuple or list."""
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise ValueError(f"{name} must be three ints (frames, rows, columns), but got {value!r}.")
     frames, rows, columns = (int_at_least(f"{name}[{i}]", x, 1) for i, x in enumerate(value))
@@ -231,14 +231,14 @@ def sliding_tiles(
 ) -> dict[str, Any]:
     """Lets video tokens attend to the tiles around their tile. Zhang et al., Sliding Tile Attention, arXiv:2502.04507.
 
-    The sequence holds one tile after another, and the tokens of each in order; sizes are (frames, rows, columns). Tiles
-    that are too far away are then blocks of scores that are never computed. At borders the window is moved into the
+    Sizes are (frames, rows, columns). Order the sequence tile by tile, and by frame, row and column within a tile: then
+    tiles outside the window are blocks of scores that are never computed. At borders the window is moved into the
     video, so that every token attends to window[0] * window[1] * window[2] tiles.
 
     Args:
       video: Tokens of the video, multiples of `tile`.
       tile: Tokens of a tile.
-      window: Tiles that each token attends to along each axis, from 1 to video / tile. The authors' code shows a tile
+      window: Tiles that each token attends to along each axis, from 1 to video / tile. The authors' code uses one tile
         more if this is even and less than video / tile.
       text: Number of text tokens after the video, as in HunyuanVideo; all tokens attend to them, and they to all.
 

@@ -1,4 +1,4 @@
-"""Recipes that change scores, `differential`, and `combine`."""
+"""Recipes that change scores; `differential`, which subtracts two softmaxes; and `combine`, which joins recipes."""
 
 import functools
 import operator
@@ -49,7 +49,7 @@ def _alibi(num_heads: int) -> Callable[..., Array]:
 
 
 def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128, bidirectional: bool = False) -> dict[str, Any]:
-    """Adds a learned bias by distance, in buckets; `table` gets a gradient. Raffel et al., T5, arXiv:1910.10683, 2.1.
+    """Adds a learned bias per bucket of distances; `table` gets a gradient. Raffel et al., T5, arXiv:1910.10683, 2.1.
 
     Half of the buckets hold one distance each; the others grow logarithmically up to `max_distance`. The attention is
     causal unless `bidirectional` is True, as in encoders; the upper half of the table is then for keys after the query.
@@ -89,7 +89,7 @@ def soft_cap(cap: float = 50.0) -> dict[str, Any]:
 
 
 def attention_sinks(sinks: Float[Array, " N"], width: int = 127) -> dict[str, Any]:
-    """Adds a learned logit per head to the softmax's sum, in a `sliding_window(width)`. gpt-oss, arXiv:2508.10925.
+    """Adds a learned logit per head to the softmax's denominator, in a `sliding_window`. gpt-oss, arXiv:2508.10925.
 
     For `dot_product_attention`. For a module, pass `sinks=True` and `local_window_size=(width, 0)` to the constructor;
     the sinks are then a parameter of the module.
@@ -98,7 +98,7 @@ def attention_sinks(sinks: Float[Array, " N"], width: int = 127) -> dict[str, An
 
 
 def forgetting(log_gates: Float[Array, "*B S N"]) -> dict[str, Any]:
-    """Lowers scores by what a head has forgotten since the key. Lin et al., Forgetting Transformer, arXiv:2503.02130.
+    """Lowers scores by the forget gates of tokens after the key. Lin et al., Forgetting Transformer, arXiv:2503.02130.
 
     With c the cumulative sum of `log_gates` over tokens, in float32 at least, the score of query i and key j becomes
 
@@ -177,7 +177,7 @@ def relative_terms(
 
 
 def _floats(name: str, value: Any, meaning: str, rank: int = 2) -> Array:
-    """Checks an array of floats with `rank` axes or more."""
+    """Returns `value` as an array; raises a ValueError unless it holds floats and has at least `rank` axes."""
     array = as_array(name, value, f"an array {meaning}")
     if array.ndim < rank or array.dtype.name not in DTYPES:
         raise ValueError(f"{name} must be floats {meaning}, but got {array.dtype} {array.shape}.")
@@ -306,7 +306,7 @@ def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common_sizes(score_mods: list[Any]) -> dict[str, int]:
-    """Merges the `made_for` sizes of several functions: b and h must agree, q_idx and kv_idx become the smallest."""
+    """Merges the sizes that several functions are `made_for`: b and h must agree; positions take the smallest."""
     common: dict[str, int] = {}
     for name, size in (item for one in score_mods for item in getattr(one, "made_for", {}).items()):
         if name in "bh" and common.get(name, size) != size:

@@ -17,8 +17,8 @@ def top_blocks(
 
     Causal. Keys are cut into blocks, and a block is represented by the mean of its keys. Of the blocks before its own,
     a query attends to those `count - 1` whose mean has the largest product with the query; query heads that share a key
-    head share blocks, chosen by the sum of their products. The choice has no gradient. Choosing takes T S / block
-    products; attention then takes T x count x block instead of T x S.
+    head share blocks, chosen by the sum of their products. The choice has no gradient. Choosing takes T x S / block
+    products of vectors; attention then takes T x count x block products instead of T x S.
 
     Args:
       query: Queries, which are also passed to the attention; rotate them first.

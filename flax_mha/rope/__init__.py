@@ -216,7 +216,7 @@ def apply_rope(
     rotates = np.arange(by_coordinate.shape[-1])[:, None] == rope.coordinates(x.shape[-1])
     frequencies = np.where(rotates, rope.frequencies(x.shape[-1]), 0).astype(dtype)  # [D, R / 2]
     angles: Any = 0
-    for i, row in enumerate(frequencies):  # one term of the sum is not 0; a lookup would be a gather
+    for i, row in enumerate(frequencies):  # only one coordinate rotates a pair; indexing by pair would be a gather
         coordinate = by_coordinate[..., i]
         coordinate = coordinate.reshape((1,) * (x.ndim - 2 - coordinate.ndim) + coordinate.shape + (1, 1))
         angles += coordinate.astype(dtype) * row.reshape((1,) * (x.ndim - 1) + (-1,))
@@ -231,7 +231,7 @@ def apply_rope(
 
 
 def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
-    """Checks the arguments of `apply_rope`; returns x and the positions as JAX arrays."""
+    """Raises a ValueError unless the arguments of `apply_rope` fit; returns `x` and `positions` as JAX arrays."""
     if not isinstance(rope, RoPE):
         raise ValueError(f"rope must be a RoPE, but got {rope!r}; use RoPE() or RoPE.from_config(config).")
     try:

@@ -1,4 +1,4 @@
-"""Scalings of rotary frequencies for sequences longer than in the pretraining, computed in numpy float64."""
+"""Ways to change rotary frequencies for sequences longer than in pretraining, computed in NumPy float64."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ def check_number(name: str, value: Any, *, above: float | None = None, at_least:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The base class of all scalings; does not change the frequencies."""
+    """The base class of all scalings, which change the frequencies of `RoPE`; this one leaves them unchanged."""
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
         """Returns the frequencies of `size` features in radians per position: float64 `[size / 2]`."""
@@ -41,7 +41,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Linear(Scaling):
-    """Position interpolation: f / factor, as if all positions were closer together. Chen et al., arXiv:2306.15595."""
+    """Position interpolation: f / factor, as if tokens were `factor` times closer. Chen et al., arXiv:2306.15595."""
 
     factor: float
 
@@ -54,7 +54,7 @@ class Linear(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Proportional(Scaling):
-    """Rotates the fastest pairs only: of R/2 pairs the first floor(fraction * R / 2), with f / factor (Gemma 4).
+    """Rotates only the fastest pairs: the first floor(fraction * R / 2) of R/2, with frequencies f / factor (Gemma 4).
 
     Unlike `RoPE.fraction`, this keeps the pairs (features i and i + R/2) and frequencies of the whole head.
 
@@ -93,7 +93,7 @@ class Reversed(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class NTK(Scaling):
-    """NTK-aware interpolation with a fixed factor: base * factor^(R / (R - 2)), for R rotated features.
+    """NTK-aware interpolation: replaces `base` by base * factor^(R / (R - 2)), for R rotated features.
 
     The fastest pair keeps its frequency, and the slowest is slowed down by the full factor. Peng et al.,
     arXiv:2309.00071, section 3.1. (The dynamic variant, whose factor grows with the sequence, is not supported.)
@@ -217,8 +217,8 @@ class YaRN(Scaling):
 class LongRoPE(Scaling):
     """Divides each frequency by its own factor: pair i has f[i] / factors[i] (Phi-3). Ding et al., arXiv:2402.13753.
 
-    Models have factors for short and for long sequences. Choose by the longest sequence that you will use, and do not
-    change them later, because cached keys keep their rotation. `RoPE.from_config(config, max_length=...)` chooses.
+    Models have one list of factors for short and one for long sequences. Choose by the longest sequence that you will
+    use, or let `RoPE.from_config(config, max_length=...)` choose. Do not change factors later: cached keys keep theirs.
 
     Attributes:
       factors: One number above 0 for each rotated pair.
