@@ -1,7 +1,7 @@
 """Checks an attention function against the equation in float64.
 
-`python -m flax_mha.conformance PACKAGE.FUNCTION` tells apart what a function computes, what it refuses, what it defines
-by another convention, and what it gets wrong. The function may take any of the arguments of
+`python -m flax_mha.conformance PACKAGE.FUNCTION` lists which calls a function computes, which raise an error, which
+follow another convention, and which are wrong. The function may take any of the arguments of
 `flax_mha.dot_product_attention`.
 """
 

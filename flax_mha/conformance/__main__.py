@@ -18,7 +18,7 @@ CELLS = SYMBOLS | {"other convention": "*other*", "wrong": "**WRONG**"}  # in Ma
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 1 if a check found a wrong answer, else 0; exits with 2 if an argument is wrong."""
+    """Runs the command; returns exit status 1 if a check found a wrong answer, else 0. Wrong arguments exit with 2."""
     parser = argparse.ArgumentParser(
         prog="python -m flax_mha.conformance",
         description="Checks attention functions against the equation in float64: outputs, gradients, masked NaN, "

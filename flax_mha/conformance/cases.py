@@ -1,4 +1,4 @@
-"""The table of cases: small calls that every attention function must compute, with prime lengths.
+"""The table of cases: small calls, with prime lengths, that every attention function must compute.
 
 The tests run each case with every implementation, and `python -m flax_mha.conformance` with any other function.
 """
@@ -44,12 +44,12 @@ class Case:
         self.traced, self.static = dict(traced or {}), static
 
     def arrays(self, seed: int = 0, dtype: DTypeLike = np.float32) -> dict[str, NDArray]:
-        """Draws query, key, value and, if there are any, bias and sinks, by name, in the order of their gradients."""
+        """Draws random arrays by name: query, key, value and, if the case has them, bias and sinks, in this order."""
         rng = np.random.default_rng(seed)
         return {name: rng.standard_normal(shape).astype(dtype) for name, shape in self.shapes.items()}
 
     def cotangents(self, seed: int = 1, dtype: DTypeLike = np.float32) -> tuple[NDArray, ...]:
-        """Draws the cotangents of the output [B..., T, N, Hv] and of the log-sum-exp [B..., T, N]."""
+        """Draws random cotangents of the output [B..., T, N, Hv] and of the log-sum-exp [B..., T, N]."""
         rng = np.random.default_rng(seed)
         return tuple(rng.standard_normal(shape).astype(dtype) for shape in self.output_shapes)
 

@@ -1,4 +1,4 @@
-"""The checks of an attention function, `CHECKS`, which compare its results with those of the reference."""
+"""The table of checks, `CHECKS`: each compares results of an attention function with the float64 reference."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from flax_mha.conformance.cases import CASES, Case, H, N, S, T
 
 Attention = Callable[..., Any]
 Kind = Literal["computes", "refuses", "other convention", "wrong"]
-# Definitions of other packages, with the reference's arguments for them.
+# Conventions of other packages, each with the arguments by which the reference follows it.
 CONVENTIONS: dict[str, dict[str, Any]] = {
     "queries without visible keys return the mean of the values": {"masked_rows": "mean"},
     "queries without visible keys return the mean of the values, and padded queries 0": {
@@ -33,7 +33,7 @@ class Result(NamedTuple):
     Attributes:
       name: The name of the check.
       kind: "computes" if output and gradients are right; "refuses" if the function raised an error; "other convention"
-        if they are right by one of `CONVENTIONS`; "wrong" otherwise.
+        if they are right under one of `CONVENTIONS`; "wrong" otherwise.
       detail: The convention, the difference, or the first line of the error.
     """
 
@@ -43,11 +43,11 @@ class Result(NamedTuple):
 
 
 class WrongAnswerError(Exception):
-    """Raised if a function's result is not the reference's, or if it raises no error although it must."""
+    """Raised if a function's result differs from the reference, or if it accepts a call that it must refuse."""
 
 
 class OtherConventionError(Exception):
-    """Raised if a function's result is right by a convention that is not ours."""
+    """Raised if a function's result is right only under one of `CONVENTIONS`, not under this package's."""
 
 
 def check(function: Attention, name: str) -> Result:
@@ -72,7 +72,7 @@ def check(function: Attention, name: str) -> Result:
 
 
 def _compare_by_conventions(compare: Callable[..., None]) -> None:
-    """Calls `compare`, which takes arguments of the reference, by our convention and then by the others."""
+    """Calls `compare` under our convention, then under the others until one fits; else raises the closest error."""
     try:
         compare()
     except WrongAnswerError as error:
@@ -83,7 +83,7 @@ def _compare_by_conventions(compare: Callable[..., None]) -> None:
         try:
             compare(**arguments)
         except WrongAnswerError as error:
-            if "gradient" in str(error) and "gradient" not in str(closest):  # the output is right by this convention
+            if "gradient" in str(error) and "gradient" not in str(closest):  # only here, the output is right
                 closest = error
         else:
             raise OtherConventionError(convention)
@@ -128,12 +128,12 @@ def _compare_case(
     gradients: Mapping[str, Any],
     dtype: Any = np.float32,
 ) -> None:
-    """Compares output and gradients with the reference's for these arrays."""
+    """Compares a function's output and gradients with those of the reference for `arrays` and `cotangent`."""
 
     def compare(**convention: Any) -> None:
         want, want_gradients = _reference(case, arrays, cotangent, **convention)
         _compare("output", out, want, dtype)
-        # A row of NaN, times a cotangent of 0 even, makes gradients NaN.
+        # A row of NaN makes gradients NaN, even if its cotangent is 0.
         _compare_gradients(gradients, want_gradients, dtype, nan_fits=bool(np.isnan(want).any()))
 
     _compare_by_conventions(compare)
@@ -184,7 +184,7 @@ def _check_lse(case: Case, function: Attention) -> None:
 
 
 def _check_hidden(number: float, places: Mapping[str, tuple], function: Attention) -> None:
-    """Checks that `number`, NaN or infinity, changes no result at `places`, masked indices of query, key or value."""
+    """Checks that masked entries never affect results: writes `number`, NaN or infinity, to `places` in arrays."""
     mask = np.ones((2, 1, T, S), bool)
     for name, (entry, place, *_) in places.items():
         mask[(entry, 0, place) if name == "query" else (entry, 0, slice(None), place)] = False
@@ -216,7 +216,7 @@ def _check_large_scores(function: Attention) -> None:
     out = jax.jit(_causal(function))(arrays)
     if not np.isfinite(out).all():
         raise WrongAnswerError("output: not finite")
-    if np.abs(out - want).max() > 0.01:  # scores of some thousands are rounded by some 1e-4
+    if np.abs(out - want).max() > 0.01:  # float32 rounds scores in the thousands by about 1e-4
         raise WrongAnswerError(f"output: off by {np.abs(out - want).max():.2g}")
 
 

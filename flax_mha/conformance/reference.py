@@ -1,11 +1,11 @@
-"""The reference: attention in float64 numpy, for all heads at once, with a gradient written by hand."""
+"""The reference of the checks: attention in float64 NumPy, with gradients written by hand."""
 
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-ArrayLike = Any  # of numpy
+ArrayLike = Any  # NumPy's
 
 
 def attention(
@@ -28,14 +28,14 @@ def attention(
 ) -> Any:
     """Computes (output, log-sum-exp) and, given their cotangents, the gradients of query, key, value, bias and sinks.
 
-    With `return_max_score` the largest score of each head follows the log-sum-exp. `masking` is for `visible_scores`.
+    `return_max_score` appends the largest score of each head to this pair. `masking`: arguments of `visible_scores`.
 
-    In place of a `score_mod`, `added` [..., N, T, S] is added to the scores, and -inf hides; its gradient precedes all
-    others. In place of dropout, the weights are multiplied by `keep` [..., N, T, S].
+    `added` [..., N, T, S] replaces a `score_mod`: it is added to the scores, and -inf masks; its gradient comes first.
+    `keep` [..., N, T, S] replaces dropout: it multiplies the weights.
 
-    Conventions of other packages: `masked_rows` is the output of queries without visible keys: zeros, the mean of the
-    values (also of padded queries, or with zeros for these), or NaN, whose gradients are those of zeros. `cap_bias`
-    caps the sum of score and bias.
+    Two arguments follow other packages. `masked_rows` is the output of queries without visible keys: zeros, the mean of
+    the values ("mean, padding zeros": 0 for padded queries), or NaN, with the gradients of zeros. `cap_bias` caps the
+    sum of score and bias.
     """
     # [..., heads, length, size]
     q, k, v = (np.moveaxis(np.asarray(x, np.float64), -2, -3) for x in (query, key, value))
@@ -111,7 +111,7 @@ def visible_scores(
     query_segment_ids: ArrayLike = None,
     key_value_segment_ids: ArrayLike = None,
 ) -> NDArray:
-    """Returns a bool array [..., N, T, S]: True for scores that masks, lengths, segments and positions show."""
+    """Returns a bool array of this shape [..., N, T, S]: True for scores that no argument masks."""
     visible = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape)
     window, query_ids, key_ids = local_window_size, query_segment_ids, key_value_segment_ids
     position = np.arange(shape[-2])[:, None] + _over_heads(query_offset)

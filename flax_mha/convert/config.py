@@ -19,7 +19,7 @@ from flax_mha.masks import FunctionMask
 from flax_mha.recipes import alibi
 from flax_mha.rope import RoPE
 
-UNSUPPORTED = (  # config keys that are refused if they are on, in one model type or, if that is empty, in all; and why
+UNSUPPORTED = (  # config keys that `describe` refuses if they are set; the model type, empty for all; and the reason
     ("use_bidirectional_attention", "", "sliding windows must be one-sided"),
     ("alibi", "falcon", "it adds ALiBi before scaling the scores"),
     ("qk_layernorm", "stablelm", "its norms have separate weights for each head"),
@@ -35,13 +35,13 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     `scale`, `local_window_size`, `logits_soft_cap`, `sinks`, `gate`, `normalize_qk`, `qk_norm_epsilon`, and
     `kernel_metadata`, which `load_torch` uses to identify the model. Some models also need an `attention_fn` that
     changes scores by position (ALiBi, the temperature of Llama 4), or `clip_qkv` (OLMo). Gemma 3n and 4 also need
-    `normalize_value`, `share_kv` and `reuse_kv`: a layer with `reuse_kv=True` takes the `kv` of the last layer without
-    it that has the same `local_window_size`. Modules for `flax.linen` take all arguments except `in_features` and
-    `kernel_metadata`. For latent attention (DeepSeek's `kv_lora_rank`), the arguments are for
+    `normalize_value`, `share_kv` and `reuse_kv`: a layer with `reuse_kv=True` takes the `kv` of the last layer that has
+    `reuse_kv=False` and the same `local_window_size`. Modules for `flax.linen` take all arguments except `in_features`
+    and `kernel_metadata`. For latent attention (DeepSeek's `kv_lora_rank`), the arguments are for
     `MultiHeadLatentAttention`.
 
-    Calls need two more arguments, which `from_hf` sets: `is_causal=True` in decoders, and in every layer of T5 the
-    relative bias of the first layer, in the decoder `score_mod=recipes.t5_bias(table)["score_mod"]`.
+    Calls need two more arguments, which `from_hf` sets: `is_causal=True` in decoders, and in every layer of T5, for the
+    bias table of the first layer, `score_mod=recipes.t5_bias(table)["score_mod"]` (`bidirectional=True` in encoders).
 
     Args:
       config: The dict of a `config.json`, or `config.to_dict()`. For a multimodal model, its `text_config` is used; for
@@ -96,7 +96,7 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
 
 @functools.cache
 def attention_with(**arguments: Any) -> Any:
-    """Returns `attention_fn` with these arguments preset; equal arguments give the same object."""
+    """Returns `attention_fn` with these arguments preset; equal arguments give one object, so `jit` reuses code."""
     return functools.partial(attention_fn, **arguments)
 
 
@@ -112,7 +112,7 @@ def _read(config: Any, layer: Any) -> tuple[Family, Values]:
     if family.refused:
         raise ValueError(f"model_type {model_type!r} is not supported: {family.refused}.")
     values = family.keys | given
-    if "local_attention" in values and values["sliding_window"] is None:  # ModernBERT counts both sides
+    if "local_attention" in values and values["sliding_window"] is None:  # ModernBERT: both sides together
         values["sliding_window"] = (values["local_attention"] or 0) // 2
     _check_layer(layer, values)
     _check_supported(family, values)
@@ -136,7 +136,7 @@ def _check_supported(family: Family, values: Values) -> None:
     if values.get("attention_type") == "block_sparse":
         reasons["attention_type"] = "queries attend to randomly chosen blocks; set 'original_full'"
     for key, reason in reasons.items():
-        if values.get(key) and values[key] != "vision":  # only tokens of images attend to later ones
+        if values.get(key) and values[key] != "vision":  # "vision": only tokens of images attend to later ones
             raise ValueError(f"{key}={values[key]!r} in config is not supported: {reason}.")
     if values["model_type"] == "gpt_bigcode" and not values["multi_query"]:
         raise ValueError("config must have multi_query=True, but got False, which stacks weights in a different order.")
@@ -151,7 +151,7 @@ def _check_supported(family: Family, values: Values) -> None:
 
 
 def _layer_type(family: Family, values: Values, layer: int) -> str:
-    """Returns the type of the layer; raises a ValueError if the layer has no self-attention."""
+    """Returns the type of the layer, such as `FULL` or `SLIDING`; raises a ValueError if it has no self-attention."""
     kind = family.layer_type(values, layer)
     if kind not in (FULL, SLIDING) and (kind != CHUNKED or "attention_chunk_size" not in values):
         raise ValueError(
@@ -169,7 +169,7 @@ def _size(values: Values, name: str) -> int:
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    """Returns `num_heads`, `num_kv_heads` and the numbers of features, as arguments of the module by name."""
+    """Returns the arguments of the module that are sizes: `num_heads`, `num_kv_heads` and numbers of features."""
     heads, hidden = _size(values, "num_attention_heads"), _size(values, "hidden_size")
     features = hidden
     if "attention_hidden_size" in values:  # Zamba: the input of its attention includes the embeddings
@@ -255,7 +255,7 @@ def _position_arguments(
 
 @functools.cache
 def _temperature(factor: float, length: float, first: float) -> Any:
-    """Returns a `score_mod` that multiplies scores by 1 + factor log(1 + floor((query position + first) / length))."""
+    """Returns a `score_mod`, Llama 4's temperature: score * (1 + factor log(1 + floor((q_idx + first) / length)))."""
 
     def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         count = jnp.floor((q_idx.astype(jnp.float32) + first) / length)
@@ -266,5 +266,5 @@ def _temperature(factor: float, length: float, first: float) -> Any:
 
 @functools.cache
 def _chunk_mask(size: int) -> FunctionMask:
-    """Returns a mask by which queries see the keys of their own chunk of `size` positions."""
+    """Returns a mask that lets queries attend to the keys in their own chunk of `size` positions."""
     return FunctionMask(lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size)

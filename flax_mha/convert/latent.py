@@ -1,4 +1,4 @@
-"""Converts latent attention: weights, whose names in Flax are those in PyTorch, and the sizes in a config."""
+"""Converts latent attention (DeepSeek): the weights, which have the same names in Flax, and the sizes in a config."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,12 +13,12 @@ from flax_mha.convert.layouts import LATENT_KEYS
 from flax_mha.convert.shapes import Arrays, find_sizes
 from flax_mha.convert.state_dict import to_numpy
 
-# The axes of each parameter in Flax. N heads; a head has E features in queries, V in values and F in `kv_b_proj`. The
-# latent has C features, A with the rotary key beside it, and compressed queries have R.
+# Letters of the axes of each parameter in Flax: D input and O output features; N heads with E features in queries, V in
+# values and F in `kv_b_proj`; C features of the latent, A with the rotary key; R of compressed queries.
 AXES = {"q_proj/kernel": "DNE", "q_a_proj/kernel": "DR", "q_a_proj/bias": "R", "q_a_layernorm/scale": "R"}
 AXES |= {"q_b_proj/kernel": "RNE", "kv_a_proj_with_mqa/kernel": "DA", "kv_a_proj_with_mqa/bias": "A"}
 AXES |= {"kv_a_layernorm/scale": "C", "kv_b_proj/kernel": "CNF", "o_proj/kernel": "NVO", "o_proj/bias": "O"}
-# Those of an indexer with I heads of X features.
+# The same for an indexer with I heads of X features.
 INDEX = {"indexer/wq_b/kernel": "RIX", "indexer/wk/kernel": "DX", "indexer/weights_proj/kernel": "DI"}
 INDEX |= {"indexer/k_norm/scale": "X", "indexer/k_norm/bias": "X"}
 AXES |= INDEX
@@ -35,12 +35,12 @@ PATHS = {key_of(path): path for path in AXES}
 
 
 def is_latent(keys: Collection[str]) -> bool:
-    """Returns True if these are the keys of a latent attention (DeepSeek's): all of `LATENT_KEYS` are among them."""
+    """Returns True if the keys of a state_dict include `LATENT_KEYS`, so that they belong to latent attention."""
     return {*LATENT_KEYS} <= {*keys}
 
 
 def read_latent(entries: Mapping[str, Any], prefix: str, num_heads: int) -> Arrays:
-    """Turns entries of a state_dict into arrays by Flax's paths, in Flax's shapes; `prefix` is for error messages."""
+    """Converts one attention's entries of a state_dict to arrays in Flax's shapes, by path; `prefix` is for errors."""
     entries = {key: value for key, value in entries.items() if not key.startswith("rotary_emb.")}
     index_keys = {*map(key_of, INDEX)}
     if extra := sorted({*entries} - ({*PATHS} if index_keys <= {*entries} else {*PATHS} - index_keys)):
@@ -76,7 +76,7 @@ def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
 
 
 def latent_to_torch(params: Mapping[str, Any]) -> Arrays:
-    """Turns the parameters of latent attention into a state_dict, the inverse of `read_latent`."""
+    """Converts the parameters of latent attention to a state_dict, the inverse of `read_latent`."""
     layers = {name: params[name] for name in params if name != "indexer"}
     layers |= {f"indexer/{name}": x for name, x in params.get("indexer", {}).items()}
     leaves = {f"{name}/{leaf}": x for name, layer in layers.items() for leaf, x in _items(layer)}
@@ -96,7 +96,7 @@ def _items(x: Any) -> Any:
 
 
 def _axis_of_heads(axes: str) -> int:
-    """Returns the axis of heads that are split in Flax; -1 if there is none."""
+    """Returns the index of the axis of heads, which PyTorch merges with the next axis; -1 if there is none."""
     return max(axes.find("N"), axes.find("IX"))
 
 
@@ -106,7 +106,7 @@ def _flatten_heads(axes: str, array: np.ndarray) -> np.ndarray:
 
 
 def latent_sizes(values: Values) -> dict[str, Any]:
-    """Returns the sizes among the arguments of `MultiHeadLatentAttention`; raises a ValueError if one does not fit."""
+    """Reads the size arguments of `MultiHeadLatentAttention` from a config; raises a ValueError if one is wrong."""
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
     if values.get("v_head_dim") is None and is_int(hidden) and is_int(heads) and heads:
         values = values | {"v_head_dim": hidden // heads}
@@ -121,7 +121,7 @@ def latent_sizes(values: Values) -> dict[str, Any]:
 
 
 def indexer_of(values: Values) -> dict[str, Indexer]:
-    """Returns the argument `indexer` of `MultiHeadLatentAttention`; no argument if the family has none."""
+    """Reads the argument `indexer` of `MultiHeadLatentAttention` from a config; returns {} if it has no indexer."""
     if "index_n_heads" not in values:
         return {}
     if values["q_lora_rank"] is None or values["index_head_dim"] < values["qk_rope_head_dim"]:

@@ -19,7 +19,7 @@ from flax_mha.convert.load import load_torch
 from flax_mha.convert.state_dict import T5_TABLE, layer_prefix, to_numpy, with_shared
 from flax_mha.recipes import t5_bias
 
-HEADS = ("encoder_attention_heads", "decoder_attention_heads")  # a config with both parts has both keys
+HEADS = ("encoder_attention_heads", "decoder_attention_heads")  # an encoder-decoder model has both
 
 
 def from_hf(

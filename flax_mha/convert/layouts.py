@@ -10,19 +10,19 @@ from typing import Any, Literal, NamedTuple
 
 LayoutName = (
     Literal["torch", "torch_separate"]  # torch.nn.MultiheadAttention, the second with kdim or vdim
-    | Literal["note_mha", "bert_self_attention", "d2l_mha", "masked_self_attention"]  # those of tests/torch_port.py
+    | Literal["note_mha", "bert_self_attention", "d2l_mha", "masked_self_attention"]  # of tests/torch_port.py
     | Literal["hf_bert", "hf_distilbert"]  # BERT, RoBERTa, ELECTRA
     | Literal["hf_llama", "hf_qwen2"]  # Llama, Mistral, Qwen 3, Gemma, gpt-oss; Qwen 2 has no bias after the attention
-    | Literal["hf_qwen3_next"]  # and Qwen 3.5: query and gate of a head side by side
-    | Literal["hf_hunyuan", "hf_lfm2", "hf_modernbert", "hf_moshi"]  # as Llama's, with other names
+    | Literal["hf_qwen3_next"]  # and Qwen 3.5: stacks query and gate of each head
+    | Literal["hf_hunyuan", "hf_lfm2", "hf_modernbert", "hf_moshi"]  # like Llama, with other names
     | Literal["hf_phi", "hf_phi3", "hf_neox"]  # the last also of Falcon, Bloom and Persimmon
     | Literal["hf_codegen", "hf_mpt", "hf_ctrl"]  # the second also of DBRX
     | Literal["hf_clip", "hf_whisper", "hf_gpt_neo", "hf_gptj"]  # CLIP, SigLIP, OPT, BART, Wav2Vec2; three others
-    | Literal["hf_gpt2", "nanogpt"]  # one with the weights [in, out] of Conv1D, the other with those of Linear
-    | Literal["hf_vit", "timm"]  # ViT and DINO; Transformers 5 names their weights as Llama's
+    | Literal["hf_gpt2", "nanogpt"]  # weights of Conv1D [in, out], and of Linear [out, in]
+    | Literal["hf_vit", "timm"]  # ViT and DINO; in Transformers 5, they have Llama's names
     | Literal["hf_vit_unbiased", "hf_vit5_unbiased", "timm_unbiased"]  # no biases of queries, keys and values
     | Literal["hf_t5"]
-    | Literal["hf_deepseek"]  # latent attention, which stands in flax_mha/convert/latent.py
+    | Literal["hf_deepseek"]  # latent attention; see convert/latent.py, not LAYOUTS
 )
 QKV = ("query", "key", "value")
 ALL = (*QKV, "out")
@@ -35,7 +35,7 @@ NORM_BIASES = ("query_ln/bias", "key_ln/bias")
 WITH_GATES = (*PATHS, "gate/kernel", "gate/bias")
 FLAX_AXES = dict(zip(WITH_GATES, ["QNH", "SKH", "VKH", "NHO", "NH", "KH", "KH", "O", "QNH", "NH"], strict=True))
 TORCH_AXES = dict(zip(WITH_GATES, ["AQ", "BS", "BV", "OA", "A", "B", "B", "O", "AQ", "A"], strict=True))
-OTHER_AXES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N", NORM_BIASES[0]: "H", NORM_BIASES[1]: "H"}  # in PyTorch, too
+OTHER_AXES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N", NORM_BIASES[0]: "H", NORM_BIASES[1]: "H"}  # and in PyTorch
 NORMS_OF_ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}  # in Flax; PyTorch has one axis, except in Cohere
 SIZES = {"Q": "query in", "S": "key in", "V": "value in", "A": "query out", "B": "key out", "O": "out"}
 
@@ -49,14 +49,14 @@ MODEL_TYPE = "model_type"  # the name of kernel metadata that `describe` sets an
 class Layout(NamedTuple):
     """Describes the weights of a PyTorch attention: their keys in the state_dict, and what each key stacks.
 
-    The rows of a stacked array are [groups, heads of a group, H]: with one group all query heads, then all key heads,
-    then all value heads. `groups=0` means one group for each key head or, if query and gate are stacked, for each head.
+    The rows of a stacked array are [groups, heads of a group, H]. A group holds some query heads, then key heads, then
+    value heads. `groups=0` means one group for each key head or, if query and gate are stacked, for each query head.
     """
 
     stacks: dict[str, list[str]]  # for each key of the state_dict, the Flax paths that it stacks, in order
     equal: str  # letters of axes that must have the same size
-    biased: tuple[tuple[str, ...], ...]  # the projections with a bias, for each way in which models have biases
-    ignored: tuple[str, ...] = ()  # prefixes of keys that are no part of the attention
+    biased: tuple[tuple[str, ...], ...]  # the sets of projections with a bias that models have
+    ignored: tuple[str, ...] = ()  # prefixes of keys that do not belong to the attention
     groups: int = 1
     transposed: bool = False  # weights are [in, out]
     rotary: str = ""  # names of the models with this layout that need rotary positions
@@ -68,11 +68,11 @@ class Layout(NamedTuple):
         return any({"query/kernel", "key/kernel"} <= {*paths} for paths in self.stacks.values())
 
     def key_of(self, path: str) -> str:
-        """Returns the key in the state_dict of the array that is, or stacks, the parameter with this Flax path."""
+        """Returns the key in the state_dict of the array that contains the parameter with this Flax path."""
         return next(key for key, paths in self.stacks.items() if path in paths)
 
     def difference(self, keys: Collection[str]) -> tuple[list[str], list[str]]:
-        """Compares keys with the layout: returns those not in the layout, and missing keys of the layout's weights."""
+        """Returns which of the keys are not in the layout, and which keys of the layout's weights are missing."""
         extra = {key for key in keys if not key.startswith(self.ignored)} - {*self.stacks}
         missing = {key for key, paths in self.stacks.items() if paths[0] in KERNELS} - {*keys}
         return sorted(extra), sorted(missing)
@@ -93,10 +93,10 @@ def _layout(
     gate: str = "",
     **rest: Any,
 ) -> Layout:
-    """Makes a layout from `keys`, a text with the keys of query, key, value and out; a `*` is "weight" or "bias".
+    """Makes a layout from `keys`, the keys of query, key, value and out in one string; `*` means "weight" or "bias".
 
-    `biases` is such a text for the biases, if their keys differ, `gate` the key of a gate, and `others` the keys of
-    norms and sinks in the order of `OTHER_AXES`, "-" for none. All other arguments are fields of `Layout`.
+    `biases` are the keys of the biases, if they differ; `gate` is the key of a gate; `others` are the keys of norms and
+    sinks in the order of `OTHER_AXES`, "-" for none. All other arguments are fields of `Layout`.
     """
     names = f"{keys} {biases or keys}".split() + [gate] * bool(gate) * 2
     names = [

@@ -17,10 +17,10 @@ from flax_mha.convert.state_dict import T5_TABLE, attention_entries, with_shared
 from flax_mha.convert.weights import family_of, fill_with_zeros, norm_offset, read
 from flax_mha.nnx import MultiHeadLatentAttention
 
-SHOWN = 8  # parameters in an error
+SHOWN = 8  # problems that an error lists
 # The option of the module that makes a parameter, by the end of the parameter's path.
 OPTIONS = {"bias": "use_bias", "scale": "normalize_qk", "sinks": "sinks", "kernel": "gate"}
-# A key beside the attention in layers of Gemma 2 and later; Gemma 2 has no norms of queries.
+# Layers of Gemma 2 and later have this key next to the attention; only Gemma 2 has no norm of queries.
 GEMMA = "pre_feedforward_layernorm.weight"
 
 
@@ -118,7 +118,7 @@ def _load_latent(
     qk_norm_offset: float | None,
     check_options: bool,
 ) -> None:
-    """Does `load_torch` for a module of latent attention."""
+    """Implements `load_torch` for a module of latent attention."""
     if qk_norm_offset is not None:
         raise ValueError(f"qk_norm_offset must be None for latent attention, but got {qk_norm_offset!r}.")
     layout, arrays = read(state_dict, module.num_heads, module.num_heads, prefix, 0.0)
@@ -182,12 +182,12 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
 
 
 def _has_biases(arrays: Arrays) -> bool:
-    """Returns True if the norms of queries and keys have biases: they then subtract the mean."""
+    """Returns True if the norms of queries and keys have biases: they are LayerNorms, which subtract the mean."""
     return NORM_BIASES[0] in arrays
 
 
 def _wrong_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-    """Returns a message for each array beside the weights, such as T5's table, that shows other heads than `module`."""
+    """Returns a message for each array, such as T5's bias table, whose shape implies other heads than `module` has."""
     problems, rope = [], getattr(module, "rope", None)
     frequencies = attention_entries(state_dict, prefix)[1].get("rotary_emb.inv_freq")
     if frequencies is not None and rope is not None:

@@ -1,7 +1,7 @@
 """Reads the rotary embedding of a Hugging Face config.
 
-Transformers 4 spreads it over the config (`rope_theta`, `rope_scaling`, `partial_rotary_factor`, ...), Transformers 5
-collects it in `rope_parameters`, with one dict for each type of layer where these differ.
+Transformers 4 spreads it over the config (`rope_theta`, `rope_scaling`, `partial_rotary_factor`, ...). Transformers 5
+collects it in `rope_parameters`, with one dict for each type of layer if the types differ.
 """
 
 import math
@@ -14,7 +14,7 @@ from flax_mha.convert.hf_config.layers import FULL, SLIDING, Values, sliding_rot
 from flax_mha.rope.scaling import NTK, Linear, Llama3, LongRoPE, Proportional, Reversed, Scaling, YaRN, check_number
 
 LAYER_TYPES = (FULL, SLIDING)
-# Keys of rope parameters: those that every rope_type may have; and the optional and the required ones of each.
+# Keys of rope parameters: COMMON for every rope_type; KEYS: the optional and the required ones of each rope_type.
 COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 COMMON |= {"llama_4_scaling_beta", "max_position_embeddings"}  # Ministral 3, which scales queries by position
 ORIGINAL = "original_max_position_embeddings"
@@ -29,7 +29,7 @@ KEYS: dict[str, tuple[set[str], set[str]]] = {
     "ntk_alpha": ({"factor", *YARN}, {"alpha"}),
     "longrope": ({ORIGINAL, *LONGROPE}, {"short_factor", "long_factor"}),
 }
-MROPE = {"mrope_section", "mrope_interleaved", "interleaved"}  # the last two mean the same; Qwen3-Omni has the last
+MROPE = {"mrope_section", "mrope_interleaved", "interleaved"}  # the last two are synonyms; Qwen3-Omni uses the last
 OTHER_MROPE = ("ernie4_5_vl", "hunyuan_vl")  # starts of model types with sections in an order that RoPE lacks
 # Vision encoders with axial positions: model type, without a final `_vision`, to section_layout and interleaved.
 QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
@@ -73,7 +73,7 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
 
 
 def _read_vision(values: Values) -> dict[str, Any]:
-    """Returns the constructor arguments of a vision encoder's `RoPE`: two coordinates rotate half of the pairs each."""
+    """Returns the arguments of a vision encoder's `RoPE`: row and column of a patch rotate half of the pairs each."""
     name = values.get("model_type", "")
     if name.removesuffix("_vision") not in VISION:
         raise ValueError(f"model_type must be one of {', '.join(VISION)} with a patch_size, but got {name!r}.")
@@ -101,7 +101,7 @@ def _sections(values: Values, parameters: Values) -> dict[str, Any]:
 
 
 def _parameters(values: Values, layer_type: str | None) -> Values:
-    """Returns one dict of rope parameters, `rope_theta` among them, for layers of one type, as in Transformers 5."""
+    """Returns the rope parameters of one type of layer as one dict with a `rope_theta`, as in Transformers 5."""
     found = values.get("rope_scaling") or values.get("rope_parameters") or {}
     local_base = values.get("rope_local_base_freq")
     nested = any(isinstance(value, Mapping) for value in found.values())
@@ -190,7 +190,7 @@ def _scaling(rope_type: str, given: Values, values: Values, max_length: Any) -> 
 
 
 def _fraction(*sources: Values) -> float:
-    """Returns the rotated fraction of a head from the first dict that has it, else 1; rounds down to whole features."""
+    """Returns the rotated fraction of a head from the first source that has it, else 1; rounded to whole features."""
     told = (source for source in sources if {"partial_rotary_factor", "rotary_dim"} & {*source})
     source = next(told, {"partial_rotary_factor": 1.0})
     fraction = source.get("partial_rotary_factor")

@@ -10,7 +10,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int) -> Iterable[np.ndarray]:
-    """Cuts the array of one key into the weights [out, in] or biases [out] of `layout.stacks[key]`."""
+    """Cuts the array under one key into the weights [out, in] or biases [out] that `layout.stacks[key]` names."""
     array = array.T if layout.transposed else array
     if len(layout.stacks[key]) == 1:
         return [array]
@@ -29,7 +29,7 @@ def cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int) 
 
 
 def join(layout: Layout, paths: list[str], found: Arrays, sizes: Mapping[str, int]) -> np.ndarray:
-    """Stacks the weights or biases `found` under these Flax paths in a new array in C order, the inverse of `cut`."""
+    """Stacks the arrays in `found` with these Flax paths into a new array in C order; the inverse of `cut`."""
     groups = 1 if len(paths) == 1 else layout.groups or sizes["K" if layout.is_stacked else "N"]
     arrays = [found[path] for path in paths]
     rows = [array.reshape(groups, -1, *array.shape[1:]) for array in arrays]
@@ -38,7 +38,7 @@ def join(layout: Layout, paths: list[str], found: Arrays, sizes: Mapping[str, in
 
 
 def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
-    """Returns the size of each letter in `axes`, the axes of each array; raises a ValueError if arrays disagree."""
+    """Returns the size of each letter in `axes`, which names the axes of each array; refuses arrays that disagree."""
     sizes: dict[str, int] = {}
     for path, array in arrays.items():
         expected = ", ".join(str(sizes.get(letter, letter)) for letter in axes[path])
@@ -49,7 +49,7 @@ def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
 
 
 def head_sizes(sizes: Mapping[str, int], heads: int, kv_heads: int) -> dict[str, int]:
-    """Returns heads N and K, and their size H; raises a ValueError unless they make up the features in `sizes`."""
+    """Returns N and K, the numbers of heads, and H, their size; raises a ValueError if the features do not split so."""
     size, rest = divmod(sizes["A"], heads)
     if rest or size * kv_heads != sizes["B"]:
         raise ValueError(
@@ -60,7 +60,7 @@ def head_sizes(sizes: Mapping[str, int], heads: int, kv_heads: int) -> dict[str,
 
 
 def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
-    """Returns why the layout cannot hold the arrays, whose axes have these sizes by letter; an empty text if it can."""
+    """Returns why the layout cannot hold the arrays, or an empty string; `sizes` maps letters of axes to sizes."""
     biased = tuple(name for name in ALL if f"{name}/bias" in arrays)
     if biased not in layout.biased:
         choices = " or on ".join(", ".join(choice) or "none" for choice in layout.biased)

@@ -20,7 +20,7 @@ SHOWN = 6  # keys or layers in an error
 
 
 def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]]:
-    """Returns the prefix, with a dot at its end, and the entries below it, by their keys without the prefix."""
+    """Returns the prefix, ending in a dot, and the entries of the keys that start with it, without the prefix."""
     if not isinstance(state_dict, Mapping):
         fix = "pass module.state_dict()" if hasattr(state_dict, "state_dict") else "pass a dict of names to tensors"
         raise ValueError(f"state_dict must map names to tensors, but got a {type(state_dict).__name__}; {fix}.")
@@ -83,7 +83,7 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
 
 
 def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """Returns whether the weights' orientation, the gate and the biases fit a layout, as several have the same keys."""
+    """Ranks layouts that have the same keys: returns whether orientation, gate and biases fit `layout`."""
     key = layout.key_of("query/kernel")
     shape, out_shape = (tuple(getattr(entries[x], "shape", ())) for x in (key, layout.key_of("out/kernel")))
     is_doubled = len(shape) == len(out_shape) == 2 and shape[0] == 2 * out_shape[1]
@@ -109,7 +109,7 @@ def attention_layers(keys: Iterable[str]) -> list[str]:
 
 
 def layer_prefix(state_dict: Any, layer: int, prefix: str) -> str:
-    """Returns the prefix of the self-attention of a layer, or the given prefix if no key names that layer."""
+    """Extends `prefix` to the self-attention of a layer; returns `prefix` itself if no key names that layer."""
     prefix, entries = attention_entries(state_dict, prefix)
     found = [name for name in attention_layers(entries) if not OTHERS.search(name)]
     found = [name for name in found if re.findall(r"(?:^|\.)(\d+)\.", name)[:1] == [str(layer)]]
@@ -122,9 +122,9 @@ def layer_prefix(state_dict: Any, layer: int, prefix: str) -> str:
 
 
 def with_shared(state_dict: Mapping[str, Any], num_heads: int, num_kv_heads: int) -> dict[str, Any]:
-    """Adds the keys and values that layers of Gemma 3n and 4 lack, so that these layers have a layout.
+    """Adds key and value weights to layers of Gemma 3n and 4 that lack them, so that these layers fit a layout.
 
-    Values are the keys. Keys that another layer has are stand-ins of the right shape, parts of the queries.
+    Missing values are copies of the keys. Missing keys are placeholders of the right shape, cut from the queries.
     """
     added: dict[str, Any] = {}
     for name in state_dict:
@@ -175,7 +175,7 @@ def _list_names(names: list[str]) -> str:
 
 
 def _list_layers(layers: list[str], prefix: str = "") -> str:
-    """Lists prefixes of layers for an error; those that differ in numbers only share a line."""
+    """Lists prefixes of layers for an error; prefixes that differ only in numbers share a line."""
     alike: dict[str, list[str]] = {}
     for layer in layers:
         alike.setdefault(re.sub(r"\d+", "*", layer), []).append(prefix + layer)

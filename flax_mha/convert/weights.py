@@ -135,7 +135,7 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
 
 
 def family_of(kernel: Any) -> Family:
-    """Returns the family of the model that `describe` wrote into a kernel's metadata; `Family({})` without any."""
+    """Returns the model family that `describe` wrote into a kernel's metadata; an empty one if there is none."""
     metadata = kernel.get_metadata() if hasattr(kernel, "get_metadata") else {}  # an nnx.Variable
     return FAMILIES.get(metadata.get(MODEL_TYPE, ""), Family({}))
 
@@ -203,7 +203,7 @@ def fill_with_zeros(arrays: Arrays) -> Arrays:
 
 
 def _drop_zeros(layout: Layout, arrays: Arrays) -> Arrays:
-    """Leaves out biases of zeros if models of this layout may lack them, else returns all arrays."""
+    """Leaves out biases that are zero, if models of this layout may lack them; else returns all arrays."""
     biased = {name for name in ALL if f"{name}/bias" in arrays}
     for choice in layout.biased:
         dropped = {f"{name}/bias" for name in biased - {*choice}}

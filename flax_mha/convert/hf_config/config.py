@@ -1,4 +1,4 @@
-"""`read_config`: the model family of a Hugging Face config, and its values, checked by the table `KINDS`."""
+"""`read_config`: reads the model family and the values of a Hugging Face config, which the table `KINDS` checks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from flax_mha._src.core.validation import LARGEST, is_finite, is_int
 from flax_mha.convert.hf_config.families import FAMILIES, Family
 from flax_mha.convert.hf_config.layers import Values
 
-# Other keys of the same meaning; of several in one config the first in this order counts.
+# Other names of keys. If a config has several of them, the first in this order counts.
 ALIASES: dict[str, tuple[str, ...]] = {
     "num_attention_heads": ("n_head", "num_heads", "n_heads", "attention_heads", "encoder_attention_heads"),
     "num_key_value_heads": ("kv_n_heads",),
@@ -39,12 +39,12 @@ NULL_COUNTS += ("global_head_dim",)
 PARTS = {"emu3": "emu3_text_model", "gemma3": "gemma3_text", "llama4": "llama4_text", "mllama": "mllama_text_model"}
 PARTS |= {name: f"{name}_text" for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")}
 PARTS |= {name: f"{name}_text" for name in ("gemma3n", "gemma4", "gemma4_unified")}
-OPTIONAL = {key for family in FAMILIES.values() for key in family.keys} - COMMON  # read by some families alone
+OPTIONAL = {key for family in FAMILIES.values() for key in family.keys} - COMMON  # read only by some families
 UNKNOWN = Family({}, refused="it is not known")
 
 
 class Kind(NamedTuple):
-    """What the value under a key must be: in words, and as a function."""
+    """The type and range of a config value: in words, for errors, and as a function that checks a value."""
 
     expected: str
     fits: Callable[[Any], bool]
@@ -63,7 +63,7 @@ def _is_text(x: Any) -> bool:
 
 
 def _is_repeated(x: Any) -> bool:
-    """Returns whether `x` is a pair of a list of layer types and how often it is repeated."""
+    """Returns whether `x` is a pair: a list of layer types, and the number of its repetitions."""
     return isinstance(x, list | tuple) and len(x) == 2 and TEXTS.fits(x[0]) and COUNT.fits(x[1])
 
 
@@ -82,8 +82,8 @@ POSITIVE = Kind("a finite number > 0", lambda x: is_finite(x) and x > 0)
 NUMBER = Kind("a finite number >= 0", lambda x: is_finite(x) and x >= 0)
 FRACTION = Kind("a number in (0, 1]", lambda x: is_finite(x) and 0 < x <= 1)
 
-WAYS = ("all", "vision")  # in which tokens attend to later ones
-# The numbers of layers in a config.
+WAYS = ("all", "vision")  # of `use_bidirectional_attention`: which tokens attend to later ones
+# Keys of the number of layers.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
 NESTED = ("rope_scaling", "rope_parameters")
 # Parameters of rotary embeddings, in the config itself or nested in `NESTED`.
@@ -137,7 +137,7 @@ KINDS: dict[str, Kind] = {
 def check_types(values: Mapping[str, Any], keys: Iterable[str], names: Mapping[str, str]) -> None:
     """Raises a ValueError for the value of a key that has the wrong type or is out of range; null always fits.
 
-    `names` has the name that a key has in the config, if that is another.
+    For errors, `names` maps keys that the config has under another name to that name.
     """
     for key in keys:
         if key not in KINDS or values.get(key) is None:
@@ -157,9 +157,9 @@ def check_types(values: Mapping[str, Any], keys: Iterable[str], names: Mapping[s
 def read_config(config: Any) -> tuple[Family, Values]:
     """Returns the family of a config, `UNKNOWN` if `FAMILIES` lacks its model type, and the config's values by key.
 
-    The value of an alias is also under its name in `ALIASES`. Nulls are left out, except those of `NULL_COUNTS`, and so
-    are keys that only other families read, unless the family is refused: as in Transformers, a Llama has no window even
-    if its config has a `sliding_window`. Raises a ValueError for a value that has not the type of its key.
+    Aliases also get their main name in `ALIASES`. Nulls are left out, except for the keys in `NULL_COUNTS`. Keys that
+    only other families read are left out, unless the family is refused: as in Transformers, a `sliding_window` in the
+    config of a Llama has no effect. Raises a ValueError for a value of the wrong type.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"config must be a dict, but got {type(config).__name__}; use config.to_dict().")
@@ -175,7 +175,7 @@ def read_config(config: Any) -> tuple[Family, Values]:
     values = {key: value for key, value in text.items() if value is not None or key in NULL_COUNTS}
     if isinstance(values.get("attn_config"), Mapping):  # MPT, DBRX
         values = dict(values["attn_config"]) | {key: x for key, x in values.items() if key not in OPTIONAL}
-    if isinstance(model_type, str) and model_type in PARTS and "patch_size" not in text:  # a vision encoder
+    if isinstance(model_type, str) and model_type in PARTS and "patch_size" not in text:  # not for a vision encoder
         values["model_type"] = PARTS[model_type]
     if isinstance(model_type, str) and model_type in FAMILIES and FAMILIES[model_type].refused:
         values["model_type"] = model_type

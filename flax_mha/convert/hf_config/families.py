@@ -22,18 +22,18 @@ from flax_mha.convert.hf_config.layers import (
 
 
 class Family(NamedTuple):
-    """Describes the attention of a Hugging Face model type: what a reader of its config must know beside the config.
+    """Describes the attention of a Hugging Face model type: everything that its config does not say.
 
-    `keys` are the keys that its config may have in addition to `COMMON` in config.py, with their defaults in
-    Transformers; keys that only other families have are not read. A family whose queries and keys are rotated has a
-    `rope_theta` among them.
+    `keys` maps the keys that its config may have, in addition to `COMMON` in config.py, to their defaults in
+    Transformers. Keys that only other families have are not read. A family rotates queries and keys if its `keys`
+    contain `rope_theta`.
     """
 
     keys: Values
-    bias: str | bool = False  # if projections have biases; or config keys, any of which switches them on
+    bias: str | bool = False  # whether projections have biases; or config keys, any of which adds them
     norm: str | Literal[False] = False  # the `normalize_qk` of the module
     norm_key: str = ""  # the config key that switches the norms on; empty if they are always on
-    norm_scale: Literal["weight", "1 + weight", "none"] = "weight"  # the factor of the normalized queries and keys
+    norm_scale: Literal["weight", "1 + weight", "none"] = "weight"  # what multiplies normalized queries and keys
     sinks: bool = False
     gate: bool = False  # a sigmoid of the input multiplies the attention's output
     latent: bool = False  # keys and values are projections of one latent vector per token
@@ -42,7 +42,7 @@ class Family(NamedTuple):
     alibi: bool = False
     layer_type: LayerType = full
     rotates: Rotates = layers.all_rotate
-    causal: str | bool | None = True  # or the config key of that boolean; None: causal in decoders only
+    causal: str | bool | None = True  # or the config key of this boolean; None: causal only in decoders
     refused: str = ""  # why `describe` refuses the family; `RoPE.from_config` still reads its keys
 
 
@@ -55,7 +55,7 @@ def alike(names: str, family: Family) -> dict[str, Family]:
     return dict.fromkeys(names.split(), family)
 
 
-# Config keys with their defaults, which families share or which are too long for their row.
+# Config keys and defaults that several families share, or that are too long for one row.
 ROPE: Values = {"rope_theta": 10_000.0}
 MILLION: Values = {"rope_theta": 1e6}
 BIAS: Values = ROPE | {"attention_bias": False}
@@ -134,7 +134,7 @@ SARVAM |= {"use_qk_norm": True, "use_qkv_bias": False}
 LARA_MINI = ("linear_attention", layers.SLIDING, "linear_attention", FULL, layers.SLIDING)
 ZAMBA: Values = {"attention_hidden_size": None, "use_shared_attention_adapter": False}
 
-# Families that several model types share, or that are the start of others.
+# Families that several model types share, or that other families extend.
 RMS: Any = "rms_norm"
 LLAMA = Family(BIAS, "attention_bias")
 BERT = Family({"is_decoder": False}, True, causal="is_decoder")
@@ -360,7 +360,7 @@ FAMILIES: dict[str, Family] = {
     **alike("vit dinov2 distilbert wav2vec2 clip siglip clip_vision_model", ENCODER),
     **alike("siglip_text_model siglip_vision_model", ENCODER),
     "clip_text_model": Family({}, True),
-    # What the module cannot compute.
+    # Families that the module cannot compute.
     "longcat_flash": Family(
         INTERLEAVE | {"rope_theta": 1e7}, refused="it scales its latents, and has two in each layer"
     ),
@@ -382,7 +382,7 @@ FAMILIES: dict[str, Family] = {
     "mimo_v2_flash": Family(ROPE, refused="its keys and values have different head sizes"),
     "reformer": Family({}, refused="hashes determine which keys are visible"),
     "zaya": Family(ROPE, refused="its queries, keys and values pass through convolutions"),
-    # Of the others only rotary positions are known.
+    # Families whose configs are only read for rotary positions.
     "modernbert": Family(MODERNBERT, refused="only its rotary positions are supported"),
     "moonshine": Family(PAIRS | {"partial_rotary_factor": 0.9}, refused="only its rotary positions are supported"),
 }

@@ -1,9 +1,9 @@
 """Rules that read single layers from a Hugging Face config: the type of a layer's attention, and if it has RoPE.
 
-The table of families has two rules for models whose layers are not all alike. A `LayerType` returns the type of a
-layer: `FULL`, `SLIDING` (the layer "slides": it has a window) or `CHUNKED` attention, or another text if the layer has
-no self-attention. A `Rotates` returns True if the layer has RoPE. Both get the values of the config, by key, and the
-number of the layer, from 0; `Rotates` also gets the type of the layer.
+Layers of one model may differ, so the table of families contains two rules. A `LayerType` returns the type of a layer:
+`FULL`, `SLIDING` (the layer "slides": it has a window) or `CHUNKED` attention, or another string if the layer has no
+self-attention. A `Rotates` returns True if the layer has RoPE. Both take the values of the config, by key, and the
+number of the layer, from 0; `Rotates` also takes the type of the layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ LayerType = Callable[[Values, int], str]
 Rotates = Callable[[Values, int, str], bool]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-NAMES = {"attention": FULL, "hybrid": FULL, "global": FULL, "*": FULL, "local": SLIDING}  # of some configs
+NAMES = {"attention": FULL, "hybrid": FULL, "global": FULL, "*": FULL, "local": SLIDING}  # names in some configs
 
 
 def entry(values: Values, key: str, layer: int) -> Any:
@@ -36,7 +36,7 @@ def sliding(values: Values, layer: int) -> str:
 
 
 def windowed(layer_type: LayerType) -> LayerType:
-    """Returns a rule like `layer_type`, but its layers of full attention slide if the config has a window."""
+    """Returns the rule `layer_type`, except that `FULL` layers become `SLIDING` if the config has a window."""
 
     def windowed_type(values: Values, layer: int) -> str:
         found = layer_type(values, layer)
@@ -46,7 +46,7 @@ def windowed(layer_type: LayerType) -> LayerType:
 
 
 def listed(otherwise: LayerType) -> LayerType:
-    """Returns a rule that reads the list `layer_types`; after its end, or without it, the rule `otherwise` decides."""
+    """Returns a rule that reads the config's list `layer_types`; for layers not in it, the rule `otherwise` decides."""
 
     def layer_type(values: Values, layer: int) -> str:
         types = values.get("layer_types") or ()
@@ -56,7 +56,7 @@ def listed(otherwise: LayerType) -> LayerType:
 
 
 def period(values: Values, key: str, otherwise: int = 1) -> int:
-    """Returns the integer under `key`, or `otherwise` if there is none; raises a ValueError for a text (EXAONE)."""
+    """Returns n, for every n-th layer: the integer under `key`, else `otherwise`; refuses a string (EXAONE)."""
     found = values.get(key) or otherwise
     if not isinstance(found, int):
         raise ValueError(f"{key} must be an integer for layers not listed in layer_types, but got {found!r}.")
@@ -64,7 +64,7 @@ def period(values: Values, key: str, otherwise: int = 1) -> int:
 
 
 def last_of(number: int, key: str = "sliding_window_pattern") -> LayerType:
-    """Returns a rule by which the last of every n layers is full, and the others slide, unless `layer_types` is given.
+    """Returns a rule: the last of every n layers is `FULL`, the others `SLIDING`, unless a config has `layer_types`.
 
     n is the value of `key` in the config, or `number` if there is none.
     """
@@ -72,17 +72,17 @@ def last_of(number: int, key: str = "sliding_window_pattern") -> LayerType:
 
 
 def first_of(number: int, key: str = "") -> LayerType:
-    """Returns a rule by which the first of every n layers is full, and the others slide; see `last_of`."""
+    """Returns a rule: the first of every n layers is `FULL`, the others `SLIDING`; n is as in `last_of`."""
     return listed(lambda values, layer: sliding(values, layer) if layer % period(values, key, number) else FULL)
 
 
 def last_full(otherwise: LayerType) -> LayerType:
-    """Returns a rule by which the last layer is full, and for the others the rule `otherwise` decides."""
+    """Returns a rule: the last layer is `FULL`; the rule `otherwise` decides for the others."""
     return lambda values, layer: FULL if layer == values["num_hidden_layers"] - 1 else otherwise(values, layer)
 
 
 def of_layer(values: Values, layer: int, layer_type: str) -> Values:
-    """Returns the values for one layer: Gemma 4's full layers have other heads than those that slide."""
+    """Returns the values that apply to one layer: in Gemma 4, `FULL` and `SLIDING` layers have different heads."""
     if "global_head_dim" not in values:
         return values
     if values["per_layer_config"] is None:
@@ -97,7 +97,7 @@ def of_layer(values: Values, layer: int, layer_type: str) -> Values:
 
 
 def reuses_keys(values: Values, layer: int, layer_type: LayerType) -> bool:
-    """Returns True for the last `num_kv_shared_layers`, which use keys and values of the last layer of their type.
+    """Returns True for the last `num_kv_shared_layers`, which use keys and values of an earlier layer of their type.
 
     Raises a ValueError if there is no such layer before all of them.
     """
@@ -152,7 +152,7 @@ def kimi_linear(values: Values, layer: int) -> str:
 
 
 def own_indexer(values: Values, layer: int) -> str:
-    """Returns `FULL` for layers with an indexer of their own (GLM 5), others use the choice of an earlier layer."""
+    """Returns `FULL` for layers with their own indexer (GLM 5); other layers use the choice of an earlier layer."""
     kinds = "indexer_types" if values.get("indexer_types") else "index_topk_pattern"
     if values.get(kinds):
         shares = entry(values | {kinds: list(values[kinds])}, kinds, layer) not in ("full", "F")
@@ -168,12 +168,12 @@ def rotated_chunked(values: Values, layer: int) -> str:
 
 
 def unrotated_slide(values: Values, layer: int) -> str:
-    """Returns `FULL` for layers with RoPE; the others slide, if the config has a window."""
+    """Returns `FULL` for layers with RoPE; the others are `SLIDING` if the config has a window."""
     return FULL if listed_rotate(values, layer, "") else sliding(values, layer)
 
 
 def indices(key: str, otherwise: LayerType) -> LayerType:
-    """Returns a rule: layers listed under `key` are full, others have no attention; without it, `otherwise` decides."""
+    """Returns a rule: `FULL` for layers listed under `key`, else "no attention"; without a list, `otherwise`."""
 
     def layer_type(values: Values, layer: int) -> str:
         found = values.get(key)
@@ -196,7 +196,7 @@ def periodic(values: Values, layer: int) -> str:
 
 
 def cycle(key: str, *otherwise: str) -> LayerType:
-    """Returns a rule that repeats the types under `key`, a list or a text of letters; if none, those in `otherwise`."""
+    """Returns a rule that repeats the types under `key`, a list or string of letters; `otherwise` is the default."""
 
     def layer_type(values: Values, layer: int) -> str:
         types = values.get(key) or otherwise
@@ -208,7 +208,7 @@ def cycle(key: str, *otherwise: str) -> LayerType:
 
 
 def gpt_neo(values: Values, layer: int) -> str:
-    """Returns the type by `attention_types`, lists and how often each is repeated: `[[["global", "local"], 12]]`."""
+    """Returns the type from `attention_types`, pairs of a list and its repetitions: `[[["global", "local"], 12]]`."""
     types = [name for names, times in values["attention_types"] for name in names * times]
     types = values.get("attention_layers") or types
     return NAMES.get(types[layer], types[layer]) if layer < len(types) else FULL
@@ -223,7 +223,7 @@ def all_rotate(values: Values, layer: int, layer_type: str) -> bool:
 
 
 def listed_rotate(values: Values, layer: int, layer_type: str) -> bool:
-    """Returns True for a 1 in `no_rope_layers`; without that list, for all but every `no_rope_layer_interval`-th."""
+    """Returns True for a 1 in the list `no_rope_layers`; without it, except for every `no_rope_layer_interval`-th."""
     if values.get("no_rope_layers"):
         return bool(entry(values, "no_rope_layers", layer))
     return bool((layer + 1) % values["no_rope_layer_interval"])
@@ -256,10 +256,10 @@ def with_theta_rotate(values: Values, layer: int, layer_type: str) -> bool:
 
 
 def given_rotate(values: Values, layer: int, layer_type: str) -> bool:
-    """Returns True if `rope_parameters` has an entry, and not null, for the type of the layer."""
+    """Returns True if `rope_parameters` has an entry other than null for the type of the layer."""
     return (values.get("rope_parameters") or {}).get(layer_type) is not None
 
 
 def given_theta_rotates(values: Values, layer: int, layer_type: str) -> bool:
-    """Returns True for all layers, but False if the config has `rope_parameters` without a `rope_theta`."""
+    """Returns True, for all layers, unless the config has `rope_parameters` without a `rope_theta`."""
     return (values.get("rope_parameters") or {"rope_theta": 1}).get("rope_theta") is not None
