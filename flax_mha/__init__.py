@@ -1,4 +1,4 @@
-"""The multi-head attention that Flax users import."""
+"""Exact multi-head attention for JAX and Flax: functions, modules for nnx and linen, masks, RoPE and caches."""
 
 import importlib
 import importlib.metadata
@@ -22,7 +22,7 @@ from flax_mha.nnx import MultiHeadAttention as MultiHeadAttention
 from flax_mha.nnx import MultiHeadLatentAttention as MultiHeadLatentAttention
 from flax_mha.rope import RoPE as RoPE
 
-# What `from flax_mha import *` brings. No modules: `linen`, `nnx`, `plot` are names of others, too.
+# Names that `from flax_mha import *` binds. No modules: names such as `nnx` and `linen` would replace Flax's.
 __all__ = [
     "CausalMask",
     "FunctionMask",
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Modules that are imported when they are asked for.
+# Modules that are imported on first access, so that `import flax_mha` stays fast.
 _ON_FIRST_USE = ("cached_attention", "convert", "kv_cache", "linen", "plot", "recipes", "rope")
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of the package
+if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept misspelled names
 
     def __getattr__(name: str) -> Any:
         if name in _ON_FIRST_USE:

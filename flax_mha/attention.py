@@ -1,7 +1,7 @@
 """`dot_product_attention` and `explain_implementation`: the public signatures.
 
-`call.arguments.canonical` checks the arguments and returns a `Call`: operands (arrays) and options (static). Then
-`_src/run.py` splits it over devices, chooses an engine, and computes it.
+`canonical` checks the arguments and returns a `Call`, which holds the arrays and the static options. `_src/run.py` then
+splits the call over devices, chooses an implementation, and computes it.
 """
 
 import inspect
@@ -88,7 +88,7 @@ def dot_product_attention(
 ) -> Array | tuple[Array, ...]:
     """Computes exact multi-head attention with memory linear in the sequence lengths.
 
-    For each head, with a softmax over the visible keys in at least float32::
+    For each head, with a softmax over the visible (not masked) keys, in at least float32::
 
         out = dropout(softmax(score_mod(soft_cap(scale * query @ key.T)) + bias)) @ value
 
@@ -137,8 +137,8 @@ def dot_product_attention(
         query and key (int32). Captured arrays and numbers are read at every call. Inside your own `jit` they are read
         while tracing, so pass values that change as arguments. Captured floating-point arrays receive gradients.
         Returning -inf masks the score. Looking up `b`, `h`, `q_idx` or `kv_idx` outside a captured array is an error if
-        sizes are known while tracing, unless a condition uses that position, or a mask other than a causal mask or a
-        window may hide it. Computed indices are not checked; JAX then returns the last entry.
+        sizes are known while tracing, unless the function has a condition on this index, or a mask other than a causal
+        mask or a window may hide it. Computed indices are not checked: beyond the array, JAX returns the last entry.
       dropout_rate: Fraction of the softmax's weights set to 0, in [0, 1); the others are scaled by 1 / (1 - rate).
       dropout_rng: Key of `jax.random`; required if `dropout_rate > 0`. The dropped weights depend only on the key, the
         batch entry, the head and the positions, so they are the same in every implementation.
@@ -188,7 +188,7 @@ def dot_product_attention(
     return results if len(results) > 1 else output
 
 
-def explain_implementation(  # noqa: D417 - dot_product_attention has the others
+def explain_implementation(  # noqa: D417 - dot_product_attention describes the others
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
@@ -215,8 +215,8 @@ def explain_implementation(  # noqa: D417 - dot_product_attention has the others
       change. `print` shows them as a table.
 
     Raises:
-      ValueError: If the platform is unknown, or as in `dot_product_attention`.
-      NotImplementedError: As in `dot_product_attention`.
+      ValueError: If `platform` is unknown, or if `dot_product_attention` would raise one.
+      NotImplementedError: If `dot_product_attention` would raise one.
 
     Example:
       >>> import jax.numpy as jnp
@@ -232,7 +232,7 @@ def explain_implementation(  # noqa: D417 - dot_product_attention has the others
     return explain(call, implementation)
 
 
-# For `help` and editors, which do not resolve `Unpack`.
+# Shows all arguments in `help` and editors, which do not resolve `Unpack`.
 explain_implementation.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [
         *inspect.signature(dot_product_attention).parameters.values(),

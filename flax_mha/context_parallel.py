@@ -83,7 +83,7 @@ def context_parallel(
 
 
 def _names(name: str, axes: Any) -> Axes:
-    """Checks mesh axes: returns one name, a tuple of several, or None."""
+    """Checks the mesh axes passed as argument `name`; returns one name, a tuple of several, or None."""
     names = tuple(axes) if isinstance(axes, tuple | list) else () if axes is None else (axes,)
     if not all(isinstance(x, str) for x in names):
         raise ValueError(f"{name} must be the name of a mesh axis, a tuple of names or None, but got {axes!r}.")
@@ -92,24 +92,24 @@ def _names(name: str, axes: Any) -> Axes:
 
 @dataclasses.dataclass(frozen=True)
 class _ContextAttention:
-    """The `attention_fn` that `context_parallel` makes."""
+    """The function that `context_parallel` returns; a dataclass, so that equal arguments make equal functions."""
 
     context: Context
 
-    core: CoreAttention = dataclasses.field(init=False, repr=False, compare=False)  # what modules call
+    core: CoreAttention = dataclasses.field(init=False, repr=False, compare=False)  # called by modules
 
     def __post_init__(self) -> None:
         core = dataclasses.replace(attention_fn.core, function=self, context=self.context)  # type: ignore[attr-defined]
         object.__setattr__(self, "core", core)
 
     def __call__(self, query: Array, *others: Any, qkv_sharding: Sharding | None = None, **arguments: Any) -> Array:
-        """Computes `attention_fn`; `qkv_sharding`, passed by modules that split heads, completes `self.context`."""
+        """Calls `attention_fn` on split sequences; `qkv_sharding` fills in the mesh axes that `context` lacks."""
         _check_computes(query, arguments)
         sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
         return attention_fn(query, *others, qkv_sharding=sharding, **arguments)
 
 
-# For `help` and editors: the arguments are those of `attention_fn`.
+# Shows the arguments of `attention_fn` in `help` and editors.
 _SIGNATURE = inspect.signature(attention_fn)
 _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _ContextAttention.__call__.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ _ContextAttention.__call__.__signature__ = _SIGNATURE.replace(  # type: ignore[a
 
 
 def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
-    """Checks that no argument needs whole sequences on one device."""
+    """Raises a ValueError if an argument, such as a custom einsum, needs whole sequences on one device."""
     given = [name for name, x in arguments.items() if x is not None and (name == "module" or "einsum" in name)]
     if given or jnp.iscomplexobj(query):
         got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
@@ -149,7 +149,7 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
 
 
 def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """Reorders an array along its sequence axis to the "zigzag" order for this number of devices.
+    """Reorders `x` along its sequence axis `axis` for `context_parallel(layout="zigzag")` on this number of devices.
 
     Raises:
       ValueError: If the axis cannot be cut into 2 * `devices` chunks.
@@ -165,7 +165,7 @@ def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
 
 
 def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """Inverts `to_zigzag`.
+    """Restores the original order of an array that `to_zigzag` has reordered.
 
     Raises:
       ValueError: As in `to_zigzag`.
@@ -186,6 +186,6 @@ def _with_chunks(x: ArrayLike, order: np.ndarray, axis: int) -> Any:
     return reorder_chunks(array, order, axis)
 
 
-# `flax_mha.context_parallel` is this function, and also the name of this module: both have these attributes.
+# `flax_mha.context_parallel` is the function, which hides this module: it needs the module's other functions.
 for _function in (to_zigzag, from_zigzag, zigzag_positions):
     setattr(context_parallel, _function.__name__, _function)
