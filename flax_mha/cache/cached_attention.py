@@ -211,7 +211,7 @@ class Step(NamedTuple):
     value: Array
     cache: KVCache
     new: KVCache
-    tokens: Int[Array, "..."]  # the number of new tokens without padding, shaped as the index
+    tokens: Int[Array, "..."]  # the number of new tokens without padding, shaped like the index
     bias: ArrayLike | None
     mask: ArrayLike | Mask | None
     window: tuple[int | None, int | None] | None
@@ -236,7 +236,7 @@ class Step(NamedTuple):
             last = extremes(ends)[1] - 1
             check_lookups(self.shape, score_mod, masks, Offsets.of(last, 0), (1, last + 1))
             return room
-        check_lookups(self.shape, score_mod, masks, Offsets.of(ends, 0), (1, 0))  # batch entries and heads
+        check_lookups(self.shape, score_mod, masks, Offsets.of(ends, 0), (1, 0))  # checks b and h
         sizes = []
         for function, window in with_windows(masks, score_mod):
             for name, ahead in (("q_idx", 0), ("kv_idx", 0 if window is None else min(window[1] or 0, 0))):

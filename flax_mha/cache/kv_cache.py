@@ -315,7 +315,7 @@ class KVCache:
             raise ValueError(f"rows must be between 0 and {self.batch[0] - 1}, but got values from {least} to {most}.")
         rows = jnp.where(rows < 0, self.batch[0], rows)  # out of range, not counted from the end
         index = take_entries(self.index, rows, -1) if self.is_per_row else self.index
-        # Entries that do not exist become NaN; 8 bits have none, but their scale does.
+        # Sequences that do not exist become NaN. 8-bit numbers cannot be NaN, but their scale can.
         entries = [take_entries(x, rows, 0 if is_quantized(x.dtype) else math.nan) for x in self._entries]
         return self._replace(entries, index)
 

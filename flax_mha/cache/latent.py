@@ -34,7 +34,7 @@ class Latent(NamedTuple):
         """Computes the keys [W c, r] and the values V c of all heads from cached keys [c, r]."""
         heads = self._product("...c,cnf->...nf", key[..., 0, : self.size], self.kernel)
         content, value = heads[..., : self.key_size], heads[..., self.key_size :]
-        rotary = key[..., self.size :].astype(heads.dtype) + jnp.zeros_like(content[..., :1])  # split as heads are
+        rotary = key[..., self.size :].astype(heads.dtype) + jnp.zeros_like(content[..., :1])  # sharded like heads
         return jnp.concatenate([content, rotary], axis=-1), value
 
     def absorb(self, query: Float[Array, "*B T N H"]) -> Float[Array, "*B T N CR"]:

@@ -20,8 +20,8 @@ from flax_mha._src.core.eight_bits import is_quantized
 from flax_mha._src.core.tracing import T, by_mapped_axis, target_of, varying_alike, varying_as
 from flax_mha._src.distributed.split import Split, mesh_axes, pad_spec
 
-# To write a part of a bfloat16 array, XLA on a CPU converts the whole array to float32 and back, up to jax 0.11. With
-# float8 all versions do so, to float16.
+# Up to jax 0.11, XLA on a CPU converts a whole bfloat16 array to float32 and back in order to write a part of it. All
+# versions convert float8 arrays, to float16.
 _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 
@@ -128,7 +128,7 @@ def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) 
 
 
 def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
-    """Gathers the entries [B..., n, K, H] of these slots [n] or [B..., n], and concatenates new ones after them."""
+    """Gathers the entries [B..., n, K, H] in these slots, [n] or [B..., n], and appends the new ones, if any."""
 
     def gather(cached: Array, slots: Array, *new: Array) -> Array:
         slots = jnp.broadcast_to(slots, (*cached.shape[:-3], slots.shape[-1]))[..., None, None]

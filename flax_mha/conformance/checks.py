@@ -83,7 +83,7 @@ def _compare_by_conventions(compare: Callable[..., None]) -> None:
         try:
             compare(**arguments)
         except WrongAnswerError as error:
-            if "gradient" in str(error) and "gradient" not in str(closest):  # only here, the output is right
+            if "gradient" in str(error) and "gradient" not in str(closest):  # the output fits it
                 closest = error
         else:
             raise OtherConventionError(convention)

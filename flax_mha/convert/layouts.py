@@ -9,15 +9,15 @@ from collections.abc import Collection
 from typing import Any, Literal, NamedTuple
 
 LayoutName = (
-    Literal["torch", "torch_separate"]  # torch.nn.MultiheadAttention, the second with kdim or vdim
+    Literal["torch", "torch_separate"]  # torch.nn.MultiheadAttention; the second has kdim or vdim
     | Literal["note_mha", "bert_self_attention", "d2l_mha", "masked_self_attention"]  # of tests/torch_port.py
     | Literal["hf_bert", "hf_distilbert"]  # BERT, RoBERTa, ELECTRA
     | Literal["hf_llama", "hf_qwen2"]  # Llama, Mistral, Qwen 3, Gemma, gpt-oss; Qwen 2 has no bias after the attention
     | Literal["hf_qwen3_next"]  # and Qwen 3.5: stacks query and gate of each head
     | Literal["hf_hunyuan", "hf_lfm2", "hf_modernbert", "hf_moshi"]  # like Llama, with other names
-    | Literal["hf_phi", "hf_phi3", "hf_neox"]  # the last also of Falcon, Bloom and Persimmon
-    | Literal["hf_codegen", "hf_mpt", "hf_ctrl"]  # the second also of DBRX
-    | Literal["hf_clip", "hf_whisper", "hf_gpt_neo", "hf_gptj"]  # CLIP, SigLIP, OPT, BART, Wav2Vec2; three others
+    | Literal["hf_phi", "hf_phi3", "hf_neox"]  # hf_neox: also Falcon, Bloom and Persimmon
+    | Literal["hf_codegen", "hf_mpt", "hf_ctrl"]  # hf_mpt: also DBRX
+    | Literal["hf_clip", "hf_whisper", "hf_gpt_neo", "hf_gptj"]  # hf_clip: also SigLIP, OPT, BART, Wav2Vec2
     | Literal["hf_gpt2", "nanogpt"]  # weights of Conv1D [in, out], and of Linear [out, in]
     | Literal["hf_vit", "timm"]  # ViT and DINO; in Transformers 5, they have Llama's names
     | Literal["hf_vit_unbiased", "hf_vit5_unbiased", "timm_unbiased"]  # no biases of queries, keys and values

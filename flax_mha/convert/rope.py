@@ -30,7 +30,7 @@ KEYS: dict[str, tuple[set[str], set[str]]] = {
     "longrope": ({ORIGINAL, *LONGROPE}, {"short_factor", "long_factor"}),
 }
 MROPE = {"mrope_section", "mrope_interleaved", "interleaved"}  # the last two are synonyms; Qwen3-Omni uses the last
-OTHER_MROPE = ("ernie4_5_vl", "hunyuan_vl")  # starts of model types with sections in an order that RoPE lacks
+OTHER_MROPE = ("ernie4_5_vl", "hunyuan_vl")  # prefixes of model types that order sections as RoPE cannot
 # Vision encoders with axial positions: model type, without a final `_vision`, to section_layout and interleaved.
 QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
 VISION: dict[str, tuple[str, bool]] = dict.fromkeys(QWEN_VISION, ("axial", False))

@@ -1,4 +1,4 @@
-"""`MultiHeadDotProductAttention` for `flax.linen`, `MultiHeadAttention` and `SelfAttention`."""
+"""Multi-head attention modules for `flax.linen`: `MultiHeadDotProductAttention` and its two subclasses."""
 
 import dataclasses
 import functools
@@ -365,7 +365,7 @@ class SelfAttention(MultiHeadDotProductAttention):
 
 
 def _inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array | None) -> tuple[Any, Any, bool]:
-    """Returns the inputs of keys and values, and whether `inputs_v` is shaped like a mask; warns like Flax."""
+    """Returns inputs of keys and values, and whether `inputs_v` may be a mask, as in old Flax; warns if so."""
     if inputs_kv is not None:
         if inputs_k is not None or inputs_v is not None:
             raise ValueError(

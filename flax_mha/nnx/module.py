@@ -56,7 +56,7 @@ class AttentionModule(nnx.Module):
         explained = ExplainedAttention(self.attention_fn, platform)
 
         def call() -> Array:
-            # New variables, but the same arrays, not traced ones: the choice may depend on the cache's index.
+            # New variables with the same arrays, which are not traced: the choice may depend on the cache's index.
             module = nnx.merge(graph, jax.tree.map(lambda array: array, state))
             module.attention_fn = explained
             return module(*inputs, **arguments)

@@ -35,7 +35,7 @@ NULL_COUNTS: tuple[str, ...] = (
     "q_lora_rank",
 )
 NULL_COUNTS += ("global_head_dim",)
-# The model types of text models, by those of the multimodal models whose `text_config` may lack one.
+# Multimodal model types whose `text_config` may lack a model type, and the type of their text model.
 PARTS = {"emu3": "emu3_text_model", "gemma3": "gemma3_text", "llama4": "llama4_text", "mllama": "mllama_text_model"}
 PARTS |= {name: f"{name}_text" for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")}
 PARTS |= {name: f"{name}_text" for name in ("gemma3n", "gemma4", "gemma4_unified")}

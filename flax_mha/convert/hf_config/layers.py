@@ -1,4 +1,4 @@
-"""Rules that read single layers from a Hugging Face config: the type of a layer's attention, and if it has RoPE.
+"""Rules that read single layers from a Hugging Face config: the type of a layer's attention, and whether it has RoPE.
 
 Layers of one model may differ, so the table of families contains two rules. A `LayerType` returns the type of a layer:
 `FULL`, `SLIDING` (the layer "slides": it has a window) or `CHUNKED` attention, or another string if the layer has no
@@ -173,7 +173,7 @@ def unrotated_slide(values: Values, layer: int) -> str:
 
 
 def indices(key: str, otherwise: LayerType) -> LayerType:
-    """Returns a rule: `FULL` for layers listed under `key`, else "no attention"; without a list, `otherwise`."""
+    """Returns a rule: `FULL` for layers listed under `key`, else "no attention"; without it, the rule `otherwise`."""
 
     def layer_type(values: Values, layer: int) -> str:
         found = values.get(key)
