@@ -1,1 +1,1 @@
-"""Code that several implementations share."""
+"""The math that engines share: layout of heads, scores, online softmax, tiles, sums over tiles, derivatives."""

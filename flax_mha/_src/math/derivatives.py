@@ -3,8 +3,8 @@
 The tangent of attention is a linear function of its inputs' tangents, and the transpose of that function is the
 backward pass of FlashAttention. `jax.custom_vjp` takes only the transpose, so it has no forward mode. `jax.custom_jvp`
 takes only the tangent, and loses its rule in a loop that is differentiated in reverse mode.
-`jax.custom_derivatives.linear_call` takes both, but supports neither `jax.vmap` nor derivatives by arguments in which
-the function is not linear. The JAX primitive in this file supports all of it.
+`jax.custom_derivatives.linear_call` takes both, but supports neither `jax.vmap` nor derivatives with respect to
+arguments in which the function is not linear. The JAX primitive in this file supports all of them.
 """
 
 import dataclasses
@@ -32,13 +32,12 @@ class Function:
     outputs: Sequence[Any]  # arrays, or structures, with the shapes and dtypes of the outputs
     # `evaluate(*arguments)` computes the outputs; it need not be differentiable.
     evaluate: Callable[..., Sequence[Array]]
-    # `jvp(arguments, tangents)` computes the outputs, and their tangents (None for zero) from those of some arguments.
+    # `jvp(arguments, tangents)` computes the outputs and their tangents (None for zero) from some arguments' tangents.
     jvp: Callable[[Sequence[Any], Tangents], Any]
-    # `transpose(residuals, cotangents)` computes the cotangents of the linear arguments; residuals are the arguments
-    # before these, cotangents those of the outputs.
+    # `transpose(residuals, cotangents)` maps the outputs' cotangents to cotangents of the linear arguments; `residuals`
+    # are all arguments before the linear ones.
     transpose: Callable[[Sequence[Any], Sequence[Array]], Sequence[Array]] | None = None
-    # Number of the first linear argument: the function is jointly linear in it and all that follow; None if it is not
-    # linear.
+    # The function is jointly linear in the argument with this number and all that follow; None: not linear.
     first_linear: int | None = None
     # The jaxpr of `evaluate`, if JAX must find operations in it that depend on their devices.
     jaxpr: ClosedJaxpr | None = None
@@ -55,10 +54,10 @@ def linear_function(
     portable: Callable[..., Sequence[Array]] | None = None,
     jaxpr: ClosedJaxpr | None = None,
 ) -> Function:
-    """Makes a function that is linear in its arguments from number `first` on; see `Function`.
+    """Makes a `Function` that is linear in its arguments from number `first` on, so its tangent is the function itself.
 
-    Its derivatives with respect to arguments before `first` are the derivatives of `portable`, which computes the same
-    as `evaluate`, or of `evaluate` itself if `portable` is None.
+    With respect to earlier arguments, JAX differentiates `portable`, which computes the same as `evaluate`; None means
+    `evaluate`.
     """
 
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
@@ -72,16 +71,16 @@ def linear_function(
 
 
 def is_linear_in_values(operands: Operands) -> bool:
-    """Returns whether `jax.linear_transpose` is tracing attention as a function of only its values, which is linear."""
+    """Returns whether only the values are traced, as by `jax.linear_transpose`: attention is linear in its values."""
     if not isinstance(operands.value, JaxprTracer):
         return False
     return sum(isinstance(x, JaxprTracer) for x in jax.tree.leaves(operands)) == 1
 
 
 def as_function_of_values(call: Call, run: Callable[[Call], Result]) -> Result:
-    """Computes `run(call)` as one operation that is linear in the values and that JAX can transpose.
+    """Computes `run(call)` as one operation that is linear in the values, for `jax.linear_transpose`.
 
-    JAX cannot transpose the operations of `run` themselves, because the search for NaN in values is not linear.
+    JAX cannot transpose the operations inside `run`, because the search for NaN in the values is not linear.
     """
     value = call.operands.value
     leaves, structure = jax.tree.flatten(call.operands)
@@ -106,7 +105,7 @@ def as_function_of_values(call: Call, run: Callable[[Call], Result]) -> Result:
 
 
 def reverse_only(x: Array, error: str) -> Array:
-    """Returns `x`; its derivative is the identity in reverse mode, and raises NotImplementedError in forward mode."""
+    """Returns `x`, for functions without forward mode: gradients pass unchanged, tangents raise NotImplementedError."""
 
     def refuse(*_: Array) -> Sequence[Array]:
         raise NotImplementedError(error)
@@ -120,7 +119,7 @@ def reverse_only(x: Array, error: str) -> Array:
 
 
 def differentiate(function: Callable, arguments: Sequence[Any], tangents: Tangents) -> Sequence[Array]:
-    """Computes the tangents of a function's results by `jax.jvp`; `tangents` maps argument numbers to tangents."""
+    """Computes the tangents of `function(*arguments)` by `jax.jvp`; `tangents` maps argument numbers to tangents."""
 
     def of_some(*some: Array) -> list[Array]:
         return list(function(*replace_at(arguments, tangents, some)))
@@ -129,7 +128,7 @@ def differentiate(function: Callable, arguments: Sequence[Any], tangents: Tangen
 
 
 def replace_at(leaves: Sequence[Array], places: Iterable[int], some: Sequence[Array]) -> list[Array]:
-    """Returns `leaves` with those at the indices `places` replaced by `some`."""
+    """Returns a copy of the list `leaves` with the arrays `some` at the indices `places`."""
     replaced = dict(zip(places, some, strict=True))
     return [replaced.get(i, x) for i, x in enumerate(leaves)]
 
@@ -172,7 +171,7 @@ def _batch(
     for i, (x, axis) in enumerate(zip(arguments, axes, strict=True)):
         if axis is not None:
             x = jnp.moveaxis(x, axis, 0)
-        elif i >= first_linear:  # a cotangent has an entry for each call; the transpose of this sums them
+        elif i >= first_linear:  # `_transpose` returns a cotangent for each mapped call; the broadcast sums them
             x = jnp.broadcast_to(x, (size, *x.shape))
         mapped.append(x)
         flags.append(axis is not None or i >= first_linear)

@@ -1,8 +1,8 @@
 """Converts a call to the layout of one head, and maps functions of one head over batch and heads (`map_heads`).
 
-In the layout of one head, every array of a call is [B..., K | 1, G | 1, part of one head]: B are the batch axes, K the
-key and value heads, G = N / K the query heads that share a key head (head n has key head n // G). Along an axis of
-length 1, all heads share one entry.
+The math is written for one head. In the *layout of one head*, batch and heads come first in every array: [B..., K | 1,
+G | 1, array of one head]. B are the batch axes, K counts key heads, and G = N / K counts the query heads that share a
+key head (head n has key head n // G). Along an axis of length 1, all heads share one entry.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ AnyArray = TypeVar("AnyArray", Array, np.ndarray)
 
 
 class Listed(NamedTuple):
-    """The keys that some consecutive queries attend to, if each query lists its keys (`key_indices`)."""
+    """The lists of keys of t consecutive queries, for calls in which each query lists its keys (`key_indices`)."""
 
     first: Int[Array, ""]  # number of the first of these queries
     indices: Int[Array, "t k"]  # indices of keys; -1 means no key
@@ -38,15 +38,15 @@ class Listed(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The operands of one head or, with leading axes [B..., K, G], of all heads."""
+    """The arrays and the score rule of one head or, with leading axes [B..., K, G], of all heads."""
 
     query: Float[Array, "... T H"]  # scaled, or to be scaled by `rule.scale`
     key: Float[Array, "... S H"]
     value: Float[Array, "... S Hv"]
     inputs: ScoreInputs
     rule: ScoreRule
-    rows: Rows | None  # the queries and keys that were not finite; None if nothing can be masked
-    listed: Listed | None = None  # the keys of each query, if `key` and `value` are [T, k, H]; else all share keys
+    rows: Rows | None  # flags of queries and keys that were not finite; None if nothing can be masked
+    listed: Listed | None = None  # if given, each query has its own keys and values [T, k, H]; else all share keys
 
     @property
     def finite_query(self) -> Float[Array, "... T H"]:
@@ -62,10 +62,10 @@ class Head:
 
 
 def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> Head:
-    """Converts the operands of a call to the layout of one head.
+    """Converts the arrays of a call to the layout of one head; scales the queries if that does not round them.
 
-    `dtype` is the dtype of operands of matrix products. Query, key and value are converted to it or, if the engine
-    rounds them to `dtype` later, to `stored`.
+    Matrix products take operands of `dtype`. Query, key and value are converted to it or, for an engine that rounds
+    them to `dtype` itself, to `stored`.
     """
     operands, options = call
     inputs, rule = scores_of(operands, options)
@@ -87,7 +87,7 @@ def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> H
 
 
 def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreRule]:
-    """Makes the score inputs and the score rule of a call, in the layout of one head."""
+    """Collects everything except query and key that a call's scores depend on, in the layout of one head."""
     num_heads, num_kv_heads = operands.query.shape[-2], operands.key.shape[-2]
     groups, rank = (num_kv_heads, num_heads // num_kv_heads), operands.query.ndim - 3
     convert = functools.partial(by_head, batch_rank=rank, groups=groups)
@@ -119,10 +119,10 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
 
 
 def _captured_by_head(operands: Operands, options: Options, convert: Callable[[Array, str], Array]) -> list[Array]:
-    """Gives each head its own entry of arrays that `score_mod` only looks up as array[b, h, ...]; all else whole.
+    """Cuts arrays that `score_mod` captures and indexes only as array[b, h, ...] into an entry for each head.
 
-    Gradients of captured arrays are summed over tiles, so each tile takes time in proportion to the arrays of its head.
-    An entry has the shape [1, 1, ...]: the lookup clamps the indices b and h to 0.
+    Every tile adds to the gradients of its head's captured arrays, so small arrays save time. The entry has the shape
+    [1, 1, ...], and `score_mod` still works: JAX clamps the indices b and h to 0. Heads share all other arrays.
     """
     batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
     ids, arrays = operands.head_ids, list(operands.captured)
@@ -137,7 +137,7 @@ def _captured_by_head(operands: Operands, options: Options, convert: Callable[[A
 
 
 def head_ids(operands: Operands, options: Options) -> HeadIds:
-    """Makes the indices of batch entries and heads for `score_mod`, and two random words per head to seed dropout."""
+    """Makes the indices b and h that `score_mod` gets, and two random words for each head, which seed its dropout."""
     if operands.head_ids is not None:
         return operands.head_ids
     batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
@@ -152,10 +152,10 @@ def head_ids(operands: Operands, options: Options) -> HeadIds:
 
 
 def by_head(x: AnyArray, axes: str, batch_rank: int, groups: tuple[int, int]) -> AnyArray:
-    """Converts an array [B..., N | 1, part], of which any axes may be missing, to the layout of one head.
+    """Converts an array to the layout of one head; batch and head axes that it lacks get length 1.
 
-    `axes` are its axis names as in `masks/base.py`, for example "B N T S"; `batch_rank` is the number of batch axes,
-    `groups` are K and G.
+    `axes` names the array's axes, for example "B N T S" (see `masks/base.py`); `batch_rank` is the number of batch
+    axes, and `groups` is (K, G).
     """
     names = axes.split()
     batch = batch_rank if "B" in names else 0
@@ -169,13 +169,13 @@ def mask_by_head(mask: Mask, batch_rank: int, groups: tuple[int, int]) -> Mask:
 
 
 def split_heads(x: Float[Array, "*B L N F"], groups: tuple[int, int]) -> Float[Array, "*B K G L F"]:
-    """Splits the heads of queries, or of keys and values with groups (K, 1), and moves them before the length."""
+    """Converts vectors to the layout of one head; `groups` is (K, G) for queries, and (K, 1) for keys and values."""
     x = jnp.moveaxis(x, -2, -3)
     return x.reshape(*x.shape[:-3], *groups, *x.shape[-2:])
 
 
 def vectors_by_head(x: Float[Array, "*B L N"], groups: tuple[int, int]) -> Float[Array, "*B K G L"]:
-    """Does the same as `split_heads` for an array with one number, not a vector, for each position and head."""
+    """Converts an array with one number for each position and head to the layout of one head; see `split_heads`."""
     rank = x.ndim - 2
     x = lax.transpose(x, (*range(rank), rank + 1, rank))
     return lax.reshape(x, (*x.shape[:rank], *groups, x.shape[-1]))
@@ -185,7 +185,7 @@ def to_caller(
     results: tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "*B K G T"] | None],
     dtype: DTypeLike,
 ) -> Result:
-    """Converts output, log-sum-exp and largest scores (or None) to the caller's layout, and the output to `dtype`."""
+    """Converts results from the layout of one head to the caller's layout [B..., T, N], and the output to `dtype`."""
     output, lse, largest = results
     output, lse = join_heads(output).astype(dtype), join_heads(lse[..., None])[..., 0]
     return Result(output, lse, None if largest is None else join_heads(largest[..., None])[..., 0])
@@ -200,7 +200,7 @@ def from_caller(
 
 
 def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
-    """Inverts `split_heads`."""
+    """Inverts `split_heads`: converts vectors from the layout of one head to the caller's layout."""
     x = x.reshape(*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:])
     return jnp.moveaxis(x, -3, -2)
 
@@ -256,11 +256,11 @@ def _loop(run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves:
 
 
 def by_blocks(block: Callable[[Int[Array, ""]], T], queries: int, height: int, axis: int) -> T:
-    """Concatenates along an axis the arrays that `block(first)` returns for `height` queries from the first one on."""
+    """Loops over blocks of queries, `block(first)` for `height` queries from `first` on; joins results along `axis`."""
     if queries <= height:
         return block(jnp.int32(0))
     count = -(-queries // height)
-    # The last block ends at the last query, and computes some queries of the one before again.
+    # The last block ends at the last query, so it may compute some queries of the block before it again.
     firsts = jnp.minimum(jnp.arange(count, dtype=jnp.int32) * height, queries - height)
     results = lax.map(jax.checkpoint(block, prevent_cse=False), firsts)
 
@@ -274,7 +274,7 @@ def by_blocks(block: Callable[[Int[Array, ""]], T], queries: int, height: int, a
 
 
 def one_of(operands: Any, place: tuple[int, ...]) -> Any:
-    """Selects the operands of the head with the indices `place` along the leading axes."""
+    """Takes the arrays of one head out of `operands`; `place` is the head's index along each leading axis."""
     return jax.tree.map(lambda x: x[tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))], operands)
 
 
@@ -283,10 +283,10 @@ def _squeezed(x: Array | np.ndarray, axes: tuple[int, ...]) -> Array | np.ndarra
 
 
 def numbers_as_arrays(call: Call) -> Call:
-    """Converts the scale and nonzero offsets to arrays, so that new values of them do not cause recompilation.
+    """Converts the scale and nonzero offsets to arrays, so that a call with other values does not compile again.
 
-    While an outer `jit` is tracing, they stay Python numbers: that program is compiled anyway, and constants make it
-    faster. Offsets of 0 always stay numbers, so that the tiles to visit can be computed at trace time.
+    Inside a caller's `jit` they stay Python numbers: that program is compiled anyway, and constants make it faster.
+    Offsets of 0 always stay numbers, so that the tiles to visit can be computed at trace time.
     """
     if being_traced():
         return call

@@ -1,7 +1,7 @@
 """The online softmax: attention over keys that arrive in blocks, from a running maximum, sum and output of each row.
 
-Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867; the output as in FlashAttention,
-arXiv:2205.14135, section 3.1.
+A *row* is the scores of one query. Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867;
+the output as in FlashAttention, arXiv:2205.14135, section 3.1.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from flax_mha._src.guard import poison_rows
 
 
 class State(NamedTuple):
-    """The running softmax of each row over the keys so far."""
+    """The state between blocks: the unfinished softmax of each row over the keys so far; `finish` completes it."""
 
     running_max: Float[Array, " t"]  # the largest score, the sink included
     running_sum: Float[Array, " t"]  # the sum of exp(score - running_max)
-    output: Float[Array, "t Hv"]  # the sum of exp(score - running_max) * value, which `finish` divides
-    largest: Float[Array, " t"] | None = None  # the largest score without the sink, if `return_max_score` asks for it
+    output: Float[Array, "t Hv"]  # the sum of exp(score - running_max) * value; `finish` divides it by the sum
+    largest: Float[Array, " t"] | None = None  # the largest score without the sink, if `return_max_score` needs it
 
 
 def start(
@@ -52,18 +52,18 @@ def rescale(
     row_poison: Float[Array, " t"] | None = None,
     dtype: DTypeLike | None = None,
 ) -> tuple[State, Float[Array, "t s"]]:
-    """Takes one online-softmax step without the value product: returns the rescaled state and the new weights.
+    """Adds a block of keys to the state, except its values: returns the rescaled state and the block's weights.
 
     Args:
       state: The state before these keys.
       scores: Scores of a block of keys, -inf where masked.
-      row_poison: NaN for rows that become NaN if any of these keys is visible to them, else 0; None means 0.
-      dtype: Dtype to which weights are rounded, also in the sum; None keeps that of the scores.
+      row_poison: NaN for rows whose result must be NaN if any of these keys is visible, else 0; None means 0.
+      dtype: Dtype to which weights are rounded, also in the sum; None keeps the dtype of the scores.
     """
     largest_now = jnp.max(scores, axis=1)
     largest_now = largest_now if row_poison is None else poison_rows(largest_now, row_poison)
     running_max = lax.max(state.running_max, largest_now)
-    # A row that has seen no key has the maximum -inf. It is replaced by a finite number, because -inf - -inf is NaN.
+    # A row without a visible key so far has the maximum -inf. Replace it: -inf - -inf would be NaN.
     shift = lax.max(running_max, lax.full_like(running_max, jnp.finfo(running_max.dtype).min))
     weights = lax.exp(scores - lax.expand_dims(shift, (1,)))
     weights = weights if dtype is None else weights.astype(dtype)
@@ -79,13 +79,13 @@ def update(
     weigh: Callable[[Array], Array],
     row_poison: Float[Array, " t"] | None = None,
 ) -> State:
-    """Takes one online-softmax step: `rescale`, then adds the weighted values [t, Hv] that `weigh(weights)` returns."""
+    """Adds a block of keys to the state; `weigh(weights)` returns the weighted sums [t, Hv] of the block's values."""
     state, weights = rescale(state, scores, row_poison)
     return state._replace(output=state.output + weigh(weights))
 
 
 def finish(state: State) -> tuple[Float[Array, "*L t Hv"], Float[Array, "*L t"], Float[Array, "*L t"] | None]:
-    """Computes output, log-sum-exp and largest score (or None): 0, -inf and -inf in rows without visible keys."""
+    """Converts the last state to output, log-sum-exp, largest score (or None); 0, -inf, -inf if no key is visible."""
     total = state.running_sum
     total = lax.select(lax.eq(total, lax.full_like(total, 0)), lax.full_like(total, 1), total)
     return state.output / lax.expand_dims(total, (total.ndim,)), lax.log(total) + state.running_max, state.largest

@@ -1,4 +1,4 @@
-"""Computes the scores of a tile of one head from its products of queries and keys: `ScoreRule`."""
+"""`ScoreRule` turns products query . key into scores, for a tile: a rectangle of the T x S scores of one head."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ class ScoreInputs(NamedTuple):
     captured: list[Array]
 
     def cut(self, tile: Tile) -> "ScoreInputs":
-        """Cuts out the tile's part, in float32 at least, so that gradients of tiles are summed in float32, too."""
+        """Cuts the bias to a tile, and converts it to at least float32, so that its gradients are summed in float32."""
         bias = self.bias
         if bias is not None:
             bias = tile.cut(bias).astype(accumulation_dtype(bias.dtype))
@@ -42,10 +42,10 @@ class ScoreInputs(NamedTuple):
 class ScoreRule:
     """How a head turns products of queries and keys into scores: scale, soft cap, `score_mod`, bias, mask; and dropout.
 
-    Its arrays, like those of masks, have leading axes for batch and heads until `map_heads` has mapped them.
+    Its arrays, and the arrays of its mask, have leading axes for batch and heads until `map_heads` has mapped them.
     """
 
-    mask: Mask | None  # None masks nothing, as for tiles that are visible throughout
+    mask: Mask | None  # None masks nothing, as in tiles that are visible throughout
     offsets: Offsets  # positions of the first query and the first key
     dropout_seed: UInt32[Array, "... 2"] | None  # two random words, or None without dropout
     batch: Int[Array, "..."] | None  # index of the batch entry (flattened), for `score_mod`
@@ -54,12 +54,12 @@ class ScoreRule:
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})  # of scores and sums, float32 or float64
     soft_cap: float | None = dataclasses.field(metadata={"static": True})  # c in c * tanh(s / c)
     score_mod: TracedFunction | None = dataclasses.field(metadata={"static": True})
-    dropout_rate: float = dataclasses.field(metadata={"static": True})  # share of the weights that are dropped
+    dropout_rate: float = dataclasses.field(metadata={"static": True})  # fraction of the weights that are dropped
     precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})  # of matrix products
-    scale: float = dataclasses.field(default=1.0, metadata={"static": True})  # of products with unscaled queries
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})  # of the products; 1 if queries are scaled
     ring: int | None = dataclasses.field(default=None, metadata={"static": True})  # slots of a ring cache, see `Tile`
-    returns_max: bool = dataclasses.field(default=False, metadata={"static": True})  # the largest score of each row
-    # Whether XLA's GPU compiler gets dropout and softmax in the form that it fuses.
+    returns_max: bool = dataclasses.field(default=False, metadata={"static": True})  # whether to return largest scores
+    # Whether dropout and softmax take the form that XLA's GPU compiler fuses.
     on_gpu: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def masks_scores(self, inputs: ScoreInputs) -> bool:
@@ -94,19 +94,19 @@ class ScoreRule:
         tile: Tile,
         rows: Rows | None,
     ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
-        """Computes a tile's scores and, if `rows` is given, a vector to add to the largest score of each row.
+        """Computes a tile's scores and, given `rows`, a vector to add to each query's largest score: NaN or 0.
 
-        The vector is NaN for rows that must become NaN, else 0. `inputs` are the inputs of the whole head.
+        `rows` flags queries and keys that held NaN or infinity (`guard.py`). `inputs` belong to the whole head.
         """
         products, poison, row_poison = self.products(query, key), None, None
         if rows is not None:
-            # Without poison in the scores, XLA's CPU can fuse the product with the row maximum.
+            # If possible, flags change the row maximum, not the scores: XLA's CPU can then fuse it with the product.
             masks = self.masks_scores(inputs)
             poison, row_poison = rows.key[None] if masks else None, guard.poison_of_rows(rows, not masks)
         return self.tile(products, inputs.cut(tile), tile, poison), row_poison
 
     def weigh(self, weights: Float[Array, "t s"], value: Float[Array, "s Hv"], tile: Tile) -> Float[Array, "t Hv"]:
-        """Computes the sums of a tile's values, weighted by `weights` after dropout."""
+        """Drops some of a tile's weights (dropout), and returns their product with the values."""
         return self.dot(times(weights, self.dropout_multiplier(tile, weights.dtype)), value)
 
     def tile(
@@ -119,7 +119,7 @@ class ScoreRule:
     ) -> Float[Array, "t s"]:
         """Computes the scores of one tile, -inf where masked, from products of scaled queries and keys.
 
-        `inputs` are the tile's part (`ScoreInputs.cut`). `poison`, infinity or 0, is added to visible scores
+        `inputs` are already cut to the tile (`ScoreInputs.cut`). `poison`, infinity or 0, is added to visible scores
         (`guard.py`). With `fused`, XLA's CPU backend can fuse the mask with the matrix product before it and the
         softmax after it; then no masked product may be NaN, and nothing may be differentiated.
         """
@@ -144,7 +144,7 @@ class ScoreRule:
         return jnp.where(visible, scores, -jnp.inf)
 
     def zero_masked(self, products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]) -> Float[Array, "t s"]:
-        """Replaces masked products by 0, because infinite ones could make derivatives NaN."""
+        """Replaces masked products by 0, because infinite products could make derivatives NaN."""
         return jnp.where(visible, products, jnp.zeros_like(products))
 
     def apply_score_mod(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
@@ -153,7 +153,7 @@ class ScoreRule:
     def differentiable_tile(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> Float[Array, "t s"]:
-        """Computes the same as `tile`; masked scores add 0 to derivatives, even if `score_mod` has none for them."""
+        """Computes `tile` for differentiation: masked scores add 0 to gradients, even if `score_mod` would add NaN."""
         if self.score_mod is None or not products.size:
             return self.tile(products, inputs, tile)
         visible = self.tile(*lax.stop_gradient((products, inputs)), tile) != -jnp.inf
@@ -162,7 +162,7 @@ class ScoreRule:
     def tile_vjp(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "t s"], Callable[[Array], tuple[Array, ScoreInputs]]]:
-        """Computes a tile's scores, and a function from their cotangents to the cotangents of products and `inputs`."""
+        """Computes a tile's scores, and a function that maps their cotangents to those of `products` and `inputs`."""
         if self.score_mod is None:
             return jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
         scores = self.tile(products, inputs, tile)
@@ -176,7 +176,7 @@ class ScoreRule:
 
         The derivative of a captured array is a sum over all scores. A masked score contributes 0 times the derivative
         of `score_mod`, which is NaN if the function has no derivative there, such as log1p(q_idx - kv_idx) for a key
-        after the query. So masked scores are computed at a visible score's place; its derivative is in the sum anyway.
+        after the query. So a masked score gets the positions of a visible score, whose derivative is in the sum anyway.
         """
         if not inputs.captured:
             scores = self.apply_score_mod(self._cap(self.zero_masked(products, visible)), inputs, tile)
@@ -197,7 +197,7 @@ class ScoreRule:
         return products if self.soft_cap is None else self.soft_cap * jnp.tanh(products / self.soft_cap)
 
     def _one_score(self, captured: list[Array]) -> Callable[[Array, Array, Array], Array]:
-        """Returns `score_mod` as a function of (score, query position, key position), with other arguments fixed."""
+        """Returns `score_mod` as a function of (score, query position, key position) for this head's b and h."""
         error, mod = self.forward_mode_error, self.score_mod
         guard = functools.partial(reverse_only, error=error) if error else lambda x: x
         arrays = [*map(guard, captured), *self.constants]
@@ -205,7 +205,7 @@ class ScoreRule:
 
     @property
     def forward_mode_error(self) -> str | None:
-        """The error message if scores have no derivatives in forward mode, else None."""
+        """The error message if `score_mod` cannot be differentiated in forward mode, else None."""
         if self.score_mod is None or not self.score_mod.has_custom_vjp:
             return None
         return (
@@ -216,7 +216,7 @@ class ScoreRule:
     def dropout_multiplier(self, tile: Tile, dtype: DTypeLike = jnp.float32) -> Float[Array, "t s"] | None:
         """Computes the factors by which dropout multiplies the weights of a tile; None without dropout.
 
-        They depend only on seed and positions. Threefry maps a counter, the pair (query position // 2, key position),
+        The factors depend only on seed and positions. Threefry maps a counter, (query position // 2, key position),
         to two random words: the first for the query at the even position, the second for the query at the odd position.
         """
         if self.on_gpu or tile.indices is not None:
@@ -224,7 +224,7 @@ class ScoreRule:
         return None if self.dropout_seed is None else self._factors(self._words_by_pairs(tile), dtype)
 
     def dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:
-        """Computes `dropout_multiplier` entry by entry: each computes both words of its counter, and uses one."""
+        """Computes `dropout_multiplier` by elementwise operations: every score computes both words and uses one."""
         if self.dropout_seed is None:
             return None
         rows, columns = (jnp.broadcast_to(x, tile.shape) for x in (tile.query_positions, tile.key_positions))
@@ -237,7 +237,7 @@ class ScoreRule:
         return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
 
     def _words_by_pairs(self, tile: Tile) -> UInt32[Array, "t s"]:
-        """Computes a random word for each weight of a tile; each counter yields the words of queries 2n and 2n + 1."""
+        """Computes a tile's random words from half as many Threefry counters: one serves two queries, 2n and 2n + 1."""
         (height, width), (query_offset, _) = tile.shape, tile.offsets
         first = jnp.asarray(tile.row + query_offset, jnp.int32)
         # If the offset is a number, tiles begin at even rows. (`in_place.py` begins at odd ones, but only over a cache,

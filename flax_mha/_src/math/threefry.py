@@ -1,7 +1,7 @@
-"""Threefry-2x32, the generator of `jax.random`, in int32 operations that a TPU's vector unit has.
+"""Threefry-2x32, the generator of `jax.random`, written with int32 operations, which TPU kernels can run.
 
-Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011, doi:10.1145/2063384.2063405. It returns the same
-words as `jax.extend.random.threefry_2x32`.
+Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011, doi:10.1145/2063384.2063405. The words are the same
+as those of `jax.extend.random.threefry_2x32`.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ PARITY = np.int32(0x1BD11BDA)
 def random_words(
     seed: tuple[Int[Array, ""], Int[Array, ""]], counter: tuple[Int[Array, "..."], Int[Array, "..."]]
 ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
-    """Computes two random words from a seed of two words for each counter, which is a pair of words."""
+    """Hashes each counter, a pair of words, with the seed, another pair, to two random words."""
     keys = (*seed, seed[0] ^ seed[1] ^ PARITY)
     a, b = counter[0] + keys[0], counter[1] + keys[1]
     for group in range(5):

@@ -1,9 +1,9 @@
 """Sums over the tiles of one head, with derivatives of every order in memory O(T + S).
 
 A *tile sum* calls a function for each tile with the tile's parts of its arguments, and adds the results to the tile's
-parts of the outputs. It is linear in some arguments. Its tangent is a tile sum of the function's tangent, and its
-transpose is a tile sum of the transposed function. So all derivatives visit the same tiles, and hold the scores of one
-tile at a time.
+parts of the outputs. It is linear in some arguments; the others are its *residuals*. Its tangent is a tile sum of the
+function's tangent, and its transpose is a tile sum of the transposed function. So all derivatives visit the same tiles,
+and hold the scores of one tile at a time. A *row of tiles* is all tiles with the same queries.
 """
 
 import dataclasses
@@ -33,19 +33,19 @@ Kind = Literal["queries", "queries transposed", "keys", "keys transposed", "scor
 
 
 class Argument(NamedTuple):
-    """The kind, shape and dtype of an argument or an output of a tile sum; an output is multiplied by `factor`."""
+    """Describes an argument or an output of a tile sum: how tiles are cut out of it (`kind`), its shape and dtype."""
 
     kind: Kind
     shape: tuple[int, ...]
     dtype: DTypeLike
-    factor: float = 1.0
+    factor: float = 1.0  # the sum is multiplied by it, if this is an output
 
     @classmethod
     def of(cls, kinds: Iterable[Any], arrays: Iterable[Array]) -> "tuple[Argument, ...]":
         return tuple(cls(kind, x.shape, x.dtype) for kind, x in zip(kinds, arrays, strict=True))
 
     def start(self, height: int | None = None) -> Array:
-        """Returns zeros to accumulate the output in; given a `height`, only for one row of tiles of this height.
+        """Returns zeros to accumulate the output in; with `height`, only for one row of tiles of this height.
 
         The zeros for kind "keys" are transposed: a CPU multiplies matrices faster if the result is wide, [F, s].
         """
@@ -60,22 +60,22 @@ class Argument(NamedTuple):
 
 
 class TileVisit(NamedTuple):
-    """A tile to compute, which begins `first` rows below the top of its row of tiles."""
+    """A tile to compute, whose first query is number `first` among the queries of its row of tiles."""
 
     first: int
     tile: Tile
 
     def rows(self, x: Array, axis: int = 0) -> Array:
-        """Cuts the tile's rows out of an array that holds its row of tiles along `axis`."""
+        """Cuts the tile's queries out of an array whose `axis` has an entry for each query of the row of tiles."""
         height = self.tile.shape[0]
         return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
 
     def put_rows(self, x: Array, part: Array, axis: int = 0) -> Array:
-        """Replaces the tile's rows by `part`, in an array that holds its row of tiles along `axis`."""
+        """Returns `x` with `part` in place of the entries that `rows(x, axis)` cuts out."""
         return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
 
     def cut(self, kind: Kind, x: Array) -> Array:
-        """Cuts the tile's part out of an argument, which holds only the tile's row of tiles if `kind` is "queries"."""
+        """Cuts the tile's part out of an argument; if `kind` is "queries", `x` holds only the tile's row of tiles."""
         axis = int(kind.endswith("transposed"))
         if kind.startswith("queries"):
             return self.rows(x, axis)
@@ -84,7 +84,7 @@ class TileVisit(NamedTuple):
         return self.tile.cut(x) if kind == "scores" else x
 
     def add(self, kind: Kind, x: Array, part: Array) -> Array:
-        """Adds the tile's `part` to a sum `x`, which is one row of tiles for kind "queries", and [F, S] for "keys"."""
+        """Adds the tile's `part` to the sum `x` from `Argument.start`; for "queries", `x` holds one row of tiles."""
         part, axis = part.astype(x.dtype), int(kind.endswith("transposed"))
         if kind.startswith("queries"):
             return self.put_rows(x, self.rows(x, axis) + part, axis)
@@ -95,17 +95,17 @@ class TileVisit(NamedTuple):
 
 
 class TileSummand(NamedTuple):
-    """A function of one tile, to be summed over tiles."""
+    """The function that a tile sum calls for each tile, and the description of its arguments and outputs."""
 
     # `compute(rule, tile, residuals, linear, is_safe)` returns the tile's parts of the outputs, from its parts of the
-    # arguments. It is differentiated with `is_safe`, for which see `ScoreRule.differentiable_tile`.
+    # arguments. It is differentiated with `is_safe`: then it must use `ScoreRule.differentiable_tile`.
     compute: Callable[..., Sequence[Array]]
     residuals: tuple[Argument, ...]  # the arguments in which it is not linear
     linear: tuple[Argument, ...]  # the arguments in which it is linear
     outputs: tuple[Argument, ...]
 
     def jvp(self, places: Sequence[int]) -> "TileSummand":
-        """Returns the tangent: all arguments are residuals, and it is linear in the tangents of those at `places`."""
+        """Returns the tangent, which is linear in tangents of the arguments `places`; all arguments are residuals."""
         count = len(self.residuals)
 
         def compute(rule: ScoreRule, tile: Tile, arguments: Sequence, tangents: Sequence, _: bool) -> Sequence[Array]:
@@ -158,7 +158,7 @@ def tile_sum(
     linear: Sequence[Array],
     by_hand: Callable[[ScoreRule, BlockMask, Sequence[Array], Sequence[Array]], Sequence[Array]] | None = None,
 ) -> list[Array]:
-    """Sums a function over the tiles of one head that `blocks` lists.
+    """Sums a function over the tiles of one head that `blocks` lists; see the top of this file.
 
     `by_hand(rule, blocks, residuals, cotangents)` computes the transpose; None uses `function.transposed`.
     """
@@ -167,10 +167,9 @@ def tile_sum(
 
 
 def _sum_of(tiling: Tiling, function: TileSummand, structure: Any, by_hand: Callable | None) -> Function:
-    """Makes the `Function` that computes a tile sum.
+    """Makes `tile_sum` a JAX operation of the leaves of (rule, blocks), then residuals, then linear arguments.
 
-    Its arguments are the leaves of (rule, blocks), whose pytree structure is `structure`, then residuals, then linear
-    arguments.
+    `structure` is the pytree structure of (rule, blocks).
     """
     count, first = structure.num_leaves, structure.num_leaves + len(function.residuals)
 
@@ -203,7 +202,7 @@ def _sum_of(tiling: Tiling, function: TileSummand, structure: Any, by_hand: Call
 def _sum_rows(
     tiling: Tiling, function: TileSummand, rule: ScoreRule, blocks: BlockMask, arguments: Sequence[Any]
 ) -> Sequence[Array]:
-    """Computes a tile sum, one row of tiles after another; `arguments` are residuals, then linear arguments."""
+    """Evaluates a tile sum, one row of tiles after another; `arguments` are residuals, then linear arguments."""
     kinds = [x.kind for x in (*function.residuals, *function.linear)]
     outputs, count = function.outputs, len(function.residuals)
     of_rows = [i for i, kind in enumerate(kinds) if kind.startswith("queries")]
@@ -240,7 +239,7 @@ def over_keys(
     step: Callable[[TileVisit, ScoreRule, T], T],
     state: T,
 ) -> T:
-    """Folds `step(visit, rule, state)` over the tiles in row i of tiles, listed in `blocks`, the row's block mask."""
+    """Folds `step(visit, rule, state)` over the tiles that `blocks` lists for row `i` of tiles."""
     mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
 
     def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:
@@ -265,13 +264,13 @@ def _visit_band(band: Any, visits: Sequence[Callable[[Scalar, T], T]], n: Scalar
 
 
 def element(x: Any, place: Scalar) -> Int[Array, ""]:
-    """Reads one entry of a vector."""
+    """Reads x[place] from a vector, without the operations that JAX adds for negative indices."""
     first = [jnp.asarray(place, jnp.int32)]
     return lax.dynamic_slice(x, first, (1,), allow_negative_indices=False).reshape(())
 
 
 def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
-    """Returns arrays to loop over rows of tiles: row numbers, block masks, and each array [T, ...] cut into rows."""
+    """Returns arrays to scan over rows of tiles: their numbers, block masks, and parts of `arrays` [T, ...]."""
     shape = (tiling.rows, tiling.height)
     parts = (None if x is None else x.reshape(*shape, *x.shape[1:]) for x in arrays)
     return jnp.arange(tiling.rows, dtype=jnp.int32), blocks, *parts

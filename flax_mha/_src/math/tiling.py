@@ -1,8 +1,9 @@
-"""Cuts the scores of one head into tiles, and lists the tiles to visit in a block mask, as FlexAttention does.
+"""Cuts the scores of one head into tiles, and lists the tiles to visit in a *block mask*, like FlexAttention.
 
-In each row of tiles, the tiles that are visible throughout come first and need no masking; then come those that must be
-masked. Empty tiles are not visited. If the mask is known while tracing, the block mask is NumPy, and a tile may be cut
-to the rows that it needs. Otherwise the block mask is computed at run time, and bounds loops.
+A tile is *full* if all of its scores are visible, *partial* if some are, else empty: its *occupancy*. Each row of tiles
+(tiles with the same queries) visits full tiles first, without a mask, then partial tiles, and no empty ones. If the
+mask is known while tracing, the block mask holds NumPy arrays, and a tile may be cut to the rows that it needs.
+Otherwise the block mask is computed at run time, and bounds loops.
 """
 
 import dataclasses
@@ -22,9 +23,9 @@ from flax_mha.masks.base import part_axes
 # Size of the squares whose occupancy is computed if the mask is known while tracing; a tile may begin at each of them.
 CELL = 128
 
-# What a tile of n scores costs on a CPU, in scores of a large one. From PARALLEL multiplications on, n times the head
-# size, XLA uses all cores for a matrix product, and a tile costs n + STEP; a smaller one costs SERIAL * n. Scores that
-# must be masked cost more.
+# The cost of a tile of n scores on a CPU, in units of one score of a large tile. XLA uses all cores for matrix products
+# of at least PARALLEL multiplications (n times the head size): such a tile costs n + STEP, a smaller one SERIAL * n. In
+# partial tiles, n is multiplied by MASKED.
 PARALLEL, STEP, SERIAL = 2**23, 24 * 1024, 2
 MASKED = 1.15
 
@@ -51,7 +52,7 @@ class Tiling(NamedTuple):
     height: int  # rows of a tile
     width: int  # columns of a tile
     bands: int  # number of bands in a tile
-    cells: int  # number of cells in all columns
+    cells: int  # number of cells side by side, over all keys
     cell_width: int  # columns of a cell
 
     @property
@@ -69,7 +70,7 @@ class Tiling(NamedTuple):
         return self.height // self.bands
 
     def grid(self, offsets: tuple[Scalar, Scalar]) -> Grid:
-        """Makes the grid of rectangles, one band by one cell, whose occupancy decides which tiles are visited."""
+        """Makes the grid of rectangles (one band by one cell) whose occupancy decides which tiles to visit."""
         counts, shape = (self.rows * self.bands, self.cells), (self.band_height, self.cell_width)
         return Grid(counts, shape, offsets, self.inside)
 
@@ -78,9 +79,9 @@ class Tiling(NamedTuple):
 
 
 def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) -> Tiling:
-    """Makes a tiling of T x S with the fewest tiles no larger than `largest`, and with the least padding.
+    """Makes a tiling of T x S (`lengths`) with the fewest tiles no larger than `largest`, and with the least padding.
 
-    Without `fine`, each tile is a single band and a single cell, which is best for masks known only at run time.
+    Without `fine`, each tile is a single band and cell (see `Tiling`), which is best for masks known only at run time.
     """
     bands = largest.bands if fine else 1
     rows, height = _cut_up(lengths[0], largest.height, bands)
@@ -90,7 +91,7 @@ def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) 
 
 
 def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
-    """Returns the number and size of equal pieces that cover `length`; the bands of several are multiples of 16."""
+    """Returns number and size of equal pieces that cover `length`, in multiples of 16 for each band if several."""
     count = max(-(-length // largest), 1)
     multiple = 16 * bands if count > 1 or bands > 1 else 1
     size = max(-(-length // (multiple * count)), 1) * multiple
@@ -98,7 +99,7 @@ def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
 
 
 def occupancy(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> Occupancy:
-    """Computes the occupancy of `tiling.grid` by the mask of one head, as NumPy arrays if the mask is known."""
+    """Computes which rectangles of `tiling.grid` have some, or only, visible scores; in NumPy if the mask is known."""
     grid, mask = tiling.grid(offsets), padded_mask(mask, tiling)
     everything = np.ones(grid.counts, bool)
     some, full = (everything, everything) if mask is None else mask.occupancy(grid)
@@ -106,7 +107,7 @@ def occupancy(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar])
 
 
 def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
-    """Extends the mask of one head to whole tiles, and masks the padding."""
+    """Extends the mask of one head to the length of whole tiles, and hides the padding."""
     if tiling.inside is None:
         return mask
     inside = InsideMask(*tiling.lengths)
@@ -114,7 +115,7 @@ def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
 
 
 def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
-    """Repeats the last entry of a mask's array up to T and S in `shape`; `axes` are its names as in `masks/base.py`."""
+    """Pads a mask's array to the T and S in `shape` with copies of its last entry; `axes` as in `masks/base.py`."""
     sizes = {"T": shape[0], "S": shape[1]}
     widths = [
         (0, 0 if name.endswith("|1") and size == 1 else sizes.get(name[0], size) - size)
@@ -145,7 +146,7 @@ class InsideMask(Mask):
 
 
 def _join_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Converts the occupancy of cells to tiles [rows, bands, tiles]; also returns the first cell of each tile."""
+    """Joins cells to tiles: returns the occupancy of each tile's bands [rows, bands, tiles], and its first cell."""
     cells_of_tile = tiling.width // tiling.cell_width
     start = _starts(np.asarray(some.any(1)), cells_of_tile)
     cells = np.minimum(start[:, None, :, None] + np.arange(cells_of_tile), tiling.cells - 1)
@@ -155,12 +156,12 @@ def _join_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.
 
 
 def _starts(some: np.ndarray, width: int) -> np.ndarray:
-    """Places tiles, `width` cells wide, such that they cover all cells that are True in `some`.
+    """Chooses the first cell of each tile, `width` cells wide, so that tiles cover all True cells of `some`.
 
-    Each tile begins at the next True cell, if that takes fewer tiles than beginning at multiples of their width.
+    Each tile begins at the next True cell, if that takes fewer tiles than beginning at multiples of `width`.
 
     Returns:
-      The first cell of each tile [rows, tiles]; the number of cells marks that there is no tile.
+      The first cell of each tile [rows, tiles]; an entry equal to the number of cells means no tile.
     """
     rows, cells = some.shape
     aligned = some.reshape(rows, -1, width).any(2)
@@ -190,16 +191,16 @@ class TileBand(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """The tiles to visit in each row of tiles: full tiles first, then partial ones; later entries are arbitrary."""
+    """One head's tiles to visit in each row of tiles: full tiles, then partial ones; later entries are arbitrary."""
 
     column: IntMatrix  # first column of each tile [rows, tiles]
-    band: Any  # first row, and one past the last, to compute [rows, tiles, 2]; None if the mask is data
+    band: Any  # first row, and one past the last, to compute [rows, tiles, 2]; None if not known while tracing
     num_full: Int[Array, " rows"] | np.ndarray  # number of tiles that are visible throughout
     num_tiles: Int[Array, " rows"] | np.ndarray  # number of full tiles, and partial ones, which must be masked
 
 
 def tiles_of(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> RowTiles:
-    """Lists the tiles of one head, as NumPy arrays if its mask is known while tracing."""
+    """Lists the tiles to visit for one head, in NumPy arrays if its mask is known while tracing."""
     xp: Any
     some, full = (x.reshape(tiling.rows, tiling.bands, tiling.cells) for x in occupancy(tiling, mask, offsets))
     if isinstance(some, jax.core.Tracer):  # then `tiling` was made without `fine`: tiles are cells
@@ -239,7 +240,7 @@ class BlockMask:
 
 
 def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tuple[int, int]) -> BlockMask:
-    """Makes the block mask [heads, ...] of heads whose masks are known while tracing."""
+    """Makes the block mask [heads, ...] of heads whose masks are all known while tracing."""
     with jax.ensure_compile_time_eval():
         heads = [tiles_of(tiling, mask, offsets) for mask in masks]
     count = max(head.column.shape[1] for head in heads)
@@ -265,7 +266,7 @@ def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tup
 
 
 def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> BlockMask:
-    """Makes the block mask of one head whose mask or offsets, and so its numbers of tiles, are run-time data."""
+    """Makes the block mask of one head as part of the program, for a mask or offsets known only at run time."""
     column, _, num_full, num_tiles = tiles_of(tiling, mask, offsets)
     whole = (TileBand(0, tiling.height),)
     return BlockMask(column, jnp.zeros_like(column), num_full, num_tiles, whole, whole, single=False)
@@ -278,7 +279,7 @@ def cheapest(
     shapes: Sequence[TileShape],
     head_size: int,
 ) -> Tiling:
-    """Chooses, of the tilings that `shapes` give, the one with the least to compute for `masks` of some heads."""
+    """Returns the tiling that costs the least for the `masks` of some heads, with one of the tile `shapes`."""
     candidates, costs = [tiling_of(lengths, shape, fine=True) for shape in shapes], []
     with jax.ensure_compile_time_eval():
         for candidate in candidates:
@@ -297,7 +298,7 @@ def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_s
     return float(each[number < some[:, None]].sum())
 
 
-# For masks without arrays: the layers of a model, and the traces of its training step, ask the same again and again.
+# Cached for masks without arrays: all layers of a model, and all traces of its training step, need the same tiling.
 @functools.lru_cache(maxsize=256)
 def cheapest_of_one(
     lengths: tuple[int, int],
