@@ -3,7 +3,7 @@
 import textwrap
 from typing import NamedTuple
 
-# What an explanation assumes of devices that are not here.
+# What an explanation assumes about a platform that this machine lacks.
 ASSUMPTIONS = {
     "cpu": None,
     "gpu": "This assumes H100s (compute capability 9.0). cuDNN did not run, and may still reject the shapes.",
@@ -19,8 +19,8 @@ class Explanation(NamedTuple):
       chosen: The implementation that computes the call.
       refusals: For each implementation, the reasons why it cannot run, as "reason: remedy"; an empty list if it can
         run.
-      on_cpu: The implementation that computes the call if the traced program is compiled for a CPU; None if this is the
-        chosen one.
+      on_cpu: The implementation that runs instead if the traced program is compiled for a CPU; None if it is the chosen
+        one.
       variant: The algorithm of the chosen implementation, in words; None if it has only one algorithm.
       note: What the explanation assumes about a requested `platform` that is not available, else None.
     """

@@ -1,11 +1,12 @@
 """The rule for NaN and infinity in queries, keys and values, the same in every engine.
 
-Masked entries must not affect the output, but a weight of 0 times NaN is NaN. So, if anything may be masked:
+Masked keys must not affect the output, but a weight of 0 times NaN is NaN. So, if anything may be masked:
 
 1. Before any product, keys and values that hold NaN or infinity are replaced by zeros by `guard`, and queries by
    engines (`Head.finite_query`): a CPU can often read queries where they are, but not change them there. `Rows` holds
-   infinity for each query and key that is replaced.
-2. Engines add that infinity to the visible scores, so that the softmax of these rows is NaN, as it is without masks.
+   a flag, infinity, for each query and key that is replaced.
+2. Engines add these flags (*poison*) to visible scores. So the softmax of an affected row, the scores of one query, is
+   NaN, as without masks.
 3. Rows that are NaN get zero gradients, so that the gradients of all other rows stay finite.
 
 If nothing can be masked, NaN propagates by itself, and none of this is done.
@@ -29,7 +30,7 @@ from flax_mha._src.call.operands import Call, Rows
 
 
 def guard(call: Call, plan: Any) -> Call:
-    """If `plan.guard`, replaces keys and values that hold NaN or infinity by zeros, and sets `Operands.rows`."""
+    """If `plan.guard`, replaces keys and values with NaN or infinity by zeros, and flags them in `Operands.rows`."""
     operands, options = call
     if not plan.guard or not may_mask(call):
         return call
@@ -50,7 +51,7 @@ def may_mask(call: Call) -> bool:
 
 
 def flag(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:
-    """Returns infinity for vectors that hold NaN or infinity, and 0 for all others, without a gradient."""
+    """Returns infinity for each vector [F] that holds NaN or infinity, else 0, without a gradient."""
     is_finite = lax.reduce_and(lax.is_finite(lax.stop_gradient(x)), (x.ndim - 1,))
     zeros = lax.full(is_finite.shape, 0, x.dtype)
     return lax.select(is_finite, zeros, lax.full_like(zeros, jnp.inf))
@@ -72,7 +73,7 @@ def zero_keys(
 
 
 def restore_nan(x: Float[Array, "n F"], flags: Float[Array, " n"]) -> Float[Array, "n F"]:
-    """Turns the zeros of flagged vectors back into NaN, for engines that overwrite masked scores."""
+    """Turns flagged vectors, which are zeros, into NaN again, for engines that overwrite masked scores."""
     return x + jnp.expand_dims(flags * 0, -1).astype(x.dtype)
 
 
@@ -106,8 +107,8 @@ def derivative_rows(
     """Prepares `query` and `result` (output, log-sum-exp) for derivatives; also returns which rows have derivatives.
 
     A row has no derivatives if its log-sum-exp is not finite: its query attends to no key, or to NaN or infinity. Then
-    its log-sum-exp becomes infinity, which makes its weights 0, and its output becomes 0. If `keys_are_finite`, its
-    query becomes 0, too, so that products with it are 0 and cannot overflow.
+    its log-sum-exp becomes infinity, which makes its weights 0, and its output becomes 0. If `keys_are_finite`, the
+    query becomes 0, too, so that products with this query are 0 and cannot overflow.
     """
     output, lse = result
     finite = jnp.isfinite(lse)
@@ -127,7 +128,7 @@ def backward_weights(s: Float[Array, "..."], lse: Float[Array, "..."], may_be_na
 
 
 class Fused(Protocol):
-    """A fused kernel; static and hashable."""
+    """What `around_kernel` needs of a fused kernel; instances are static and hashable."""
 
     def run(self, arrays: Any, mask: Any, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
         """Computes the output, and arrays [B, L, ...] to check: if all of them are finite, the output is correct."""
@@ -138,7 +139,7 @@ class Fused(Protocol):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def around_kernel(fused: Fused, arrays: Any, mask: Any) -> Array:
-    """Runs a fused kernel, and again by `on_guarded` if anything was not finite; has first-order gradients."""
+    """Runs a fused kernel; if anything was not finite, runs it again by `on_guarded`. Has first-order gradients."""
     output, decisive = fused.run(arrays, mask, False)
     return lax.cond(all_finite(*decisive), lambda: output, lambda: on_guarded(fused, arrays, mask))
 
@@ -147,7 +148,7 @@ def _forward(fused: Fused, arrays: Any, mask: Any) -> tuple[Array, tuple]:
     output, pull, decisive = jax.vjp(lambda arrays: fused.run(arrays, mask, True), arrays, has_aux=True)
     finite = all_finite(*decisive)
     chosen = lax.cond(finite, lambda: output, lambda: on_guarded(fused, arrays, mask))
-    # The kernel's gradient needs its output. Replaced by the chosen output, which is then the same, it is stored once.
+    # The kernel's gradient stores the output. Store `chosen` instead, which then is equal, so that there is one copy.
     pull = jax.tree.map(lambda x: chosen if x is output else x, pull)
     return chosen, (pull, finite, arrays, mask)
 
@@ -169,7 +170,7 @@ around_kernel.defvjp(_forward, _backward)
 
 
 def on_guarded(fused: Fused, arrays: Any, mask: Any) -> Array:
-    """Runs a fused kernel on guarded arrays; rows that attend to NaN or infinity become NaN, without a gradient."""
+    """Runs a fused kernel with zeros for NaN and infinity; rows that attend to these become NaN, without a gradient."""
     finite, is_nan = fused.clean(arrays, mask)
     output, _ = fused.run(finite, mask, False)
     return jnp.where(is_nan, jnp.full_like(output, jnp.nan), output)
@@ -181,7 +182,7 @@ def all_finite(*arrays: Float[Array, "B L *rest"]) -> Bool[Array, ""]:
 
     Under `vmap`, it returns one bool for all calls together, so that a `lax.cond` on it stays a branch.
     """
-    # XLA reads arrays of one shape in one kernel, and reduces them to rows, which are combined in the same way.
+    # Arrays of one shape are combined before they are reduced, first to rows: then XLA reads them in one kernel.
     entries = _combine_alike([lax.is_finite(x) for x in arrays])
     rows = _combine_alike([x.all(range(2, x.ndim)) for x in entries])
     return functools.reduce(jnp.logical_and, [x.all() for x in rows])

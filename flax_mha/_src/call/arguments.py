@@ -23,7 +23,7 @@ from flax_mha._src.core.validation import DTYPES, Shape, as_array, broadcastable
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
 from flax_mha.masks.function import check_lookups
 
-# Arguments of a module's call, and the arguments of functions that replace them.
+# Arguments that only modules accept, and the arguments of functions to use instead.
 SIBLINGS = {
     "lengths": "query_seq_lengths and key_value_seq_lengths",
     "segment_ids": "query_segment_ids and key_value_segment_ids",
@@ -39,7 +39,7 @@ def unexpected(function: str, name: str) -> TypeError:
 
 
 def naming_siblings(function: F) -> F:
-    """Makes a function refuse the arguments in `SIBLINGS` by an error that says what to use instead."""
+    """Wraps a function so that the errors for arguments in `SIBLINGS` say what to use instead."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -87,7 +87,7 @@ class CallArguments(Arguments, total=False):
 def check_inputs(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, any_dtypes: bool = False
 ) -> tuple[Array, Array, Array, Shape]:
-    """Converts query, key and value to arrays, checks shapes and, unless `any_dtypes`, equal dtypes; adds the sizes."""
+    """Converts query, key and value to arrays, checks shapes and, unless `any_dtypes`, dtypes; also returns sizes."""
     meaning = "[batch..., length, heads, head size]"
     query, key, value = (
         x if isinstance(x, jax.Array) else as_array(name, x, f"an array {meaning}")
@@ -127,7 +127,7 @@ def check_inputs(
 
 
 def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], meaning: str) -> Array | None:
-    """Checks that bias or sinks broadcast to `shape`, called `meaning` in errors, and adds axes up to its rank."""
+    """Checks that bias or sinks are floats that broadcast to `shape` (in errors: `meaning`), and adds leading axes."""
     if value is None:
         return None
     array = as_array(name, value, "an array of floats")
@@ -138,7 +138,7 @@ def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], mea
 
 
 def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) -> Offsets:
-    """Checks the first positions of queries and keys: all positions and distances must fit in int32."""
+    """Checks the positions of the first query and key: all positions and distances must fit in int32."""
     offsets, ends = [], []
     for name, value, length in (
         ("query_offset", query_offset, shape.query_length),
@@ -174,7 +174,7 @@ def check_window(size: Any) -> tuple[int | None, int | None] | None:
 
 
 def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
-    """Checks a scale; returns (number, None) for a static number, or (1.0, array) for a JAX array."""
+    """Checks a scale; returns (number, None) for a number known while tracing, or (1.0, array) for a JAX array."""
     if value is None:
         return 1 / math.sqrt(shape.head_size), None
     value = validation.unwrapped(value)
@@ -191,7 +191,7 @@ def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
 
 
 def check_precision(value: Any) -> Any:
-    """Checks that `jax.lax.dot_general` accepts this precision, and returns it in a form that can be hashed."""
+    """Checks that `jax.lax.dot_general` accepts `value` as its precision, and returns it in a hashable form."""
     value = tuple(value) if isinstance(value, list) else value
     try:
         _dot_with(value)
@@ -251,7 +251,7 @@ def check_dropout(rate: float, rng: Any) -> float:
 
 @functools.cache
 def _raw_key_shape(implementation: str) -> tuple[int, ...]:
-    """Returns the shape of a raw key of the random number generator with this name, such as "threefry2x32"."""
+    """Returns the shape of a raw key of the random number generator `implementation`, such as "threefry2x32"."""
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).shape
 
 
@@ -283,7 +283,7 @@ def canonical(
 ) -> Call:
     """Checks the arguments of `dot_product_attention`, combines all masks into one, and makes a `Call`.
 
-    `platform` is the platform to explain the call for; None means the one on which it is computed.
+    To explain the call for another platform, pass its name as `platform`; None means the one that computes the call.
     """
     if unknown := arguments.keys() - CallArguments.__optional_keys__:
         raise unexpected("dot_product_attention", min(unknown))
@@ -311,7 +311,7 @@ def canonical(
 def check_scoring(
     query: Array, shape: Shape, arguments: CallArguments, target: Target, return_residual: bool = False
 ) -> Call:
-    """Checks the arguments that need no keys, and traces `score_mod`; `with_keys` completes the call."""
+    """Checks the arguments that do not depend on keys, and traces `score_mod`; `with_keys` completes the call."""
     number, scale_array = check_scale(arguments.get("scale"), shape)
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
     score_mod = arguments.get("score_mod")
@@ -360,7 +360,7 @@ def with_keys(
     cache_scale: Array | None = None,
     key_indices: Array | None = None,
 ) -> Call:
-    """Completes a call of `check_scoring`: checks the bias, and lookups of user functions; see `Operands`."""
+    """Adds keys, values, bias and masks to a call that `check_scoring` made; checks bias and lookups of functions."""
     present = [mask for mask in masks if mask is not None]
     operands = scoring.operands._replace(
         key=key,

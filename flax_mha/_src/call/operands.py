@@ -1,4 +1,4 @@
-"""A call of attention as a value: its checked arguments, in the form that every implementation takes."""
+"""A call of attention as a value: its checked arguments as arrays (`Operands`) and static `Options`."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -19,7 +19,7 @@ DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
 
 class _NoOffset(int):
-    """The default offset: 0, for arrays that are whole sequences. A caller's own offset of 0 may be for a slice."""
+    """The type of `NO_OFFSET`, a 0 that means whole sequences; a caller's own 0 may be the offset of a slice."""
 
 
 NO_OFFSET = _NoOffset(0)
@@ -30,7 +30,7 @@ Layout = Literal["contiguous", "zigzag"]
 
 
 class Context(NamedTuple):
-    """The arguments of `context_parallel`."""
+    """The arguments of `context_parallel`: the mesh axes that split sequence, batch and heads, and the strategy."""
 
     axis: str
     strategy: Strategy
@@ -40,7 +40,7 @@ class Context(NamedTuple):
     mesh: Mesh | AbstractMesh | None
 
     def with_sharding(self, sharding: Any, rank: int) -> "Context":
-        """Adds mesh, batch axes and head axis of the query's sharding; raises a ValueError if they contradict these."""
+        """Fills in mesh, batch axes and head axis from the query's sharding; raises a ValueError if both disagree."""
         if sharding is None or rank < 3:  # a query of rank < 3 is refused later
             return self
         spec: PartitionSpec = getattr(sharding, "spec", sharding)
@@ -71,9 +71,9 @@ class HeadIds(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Queries and keys that are not finite (`guard.py`): infinity for those, 0 for all others.
+    """Flags from `guard.py`: infinity for each query or key that held NaN or infinity, else 0.
 
-    A key also counts as not finite if its value is not.
+    A key is also flagged if its value held NaN or infinity.
     """
 
     query: Float[Array, "... T"]  # [B..., T, N]; in a `Head`, [T]
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The checked arrays of a call, in the caller's layout; None for absent ones."""
+    """The checked arrays of a call, in the caller's layout; None for each array that the call does not have."""
 
     query: Float[Array, "*B T N H"]
     key: Float[Array, "*B S K H"]
@@ -98,7 +98,7 @@ class Operands(NamedTuple):
     cache_scale: Float[Array, "*B S K 2"] | None = None  # scales of keys and values in 8 bits; see `KVCache.scale`
     # Indices of the keys that each query attends to; -1 means no key, repeated indices count once. None: all keys.
     key_indices: Int[Array, "*B T #K k"] | None = None
-    rows: Rows | None = None  # which queries and keys are not finite; None before `guard`, and if it does nothing
+    rows: Rows | None = None  # which queries and keys were not finite; None before `guard`, or if nothing is masked
     tiles: Any = None  # the tiles to visit (`BlockMask`), if they are known before the call is computed
 
     @property
@@ -112,7 +112,7 @@ class Operands(NamedTuple):
         return self.key.shape[-2], self.query.shape[-2] // self.key.shape[-2]
 
     def axis_names(self) -> list[str]:
-        """Lists each array's axis names, defined in `masks/base.py`, in the order of `jax.tree.leaves`."""
+        """Lists the axis names of each array, such as "B T N H" (see `masks/base.py`), in pytree order."""
         named = [
             (self.query, "B T N H"),
             (self.key, "B S K H"),
@@ -132,7 +132,7 @@ class Operands(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The static (hashable) part of a call."""
+    """The static (hashable) part of a call, known while tracing."""
 
     scale: float  # factor of query . key if it is a number, else 1
     soft_cap: float | None
@@ -146,9 +146,9 @@ class Options(NamedTuple):
     has_known_sizes: bool  # whether all sizes are numbers, not symbols of `jax.export`
     dtype: jnp.dtype  # of softmax and sums: float32, or float64 for float64 inputs
     cached: bool = False  # whether keys and values are a cache, which is read in place
-    ring: bool = False  # whether they are a ring cache; the key offset is then the position of the newest key
+    ring: bool = False  # whether the cache is a ring; the key offset is then the position of the newest key
     return_max_score: bool = False
-    value_size: int | None = None  # that of a `KVCache` in 8 bits, which is read in place
+    value_size: int | None = None  # `KVCache.value_size` of a cache in 8 bits, which is read in place
 
 
 class Call(NamedTuple):
@@ -159,7 +159,7 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of a call."""
+    """The result of a call; `run` returns it in the caller's layout."""
 
     output: Float[Array, "*B T N Hv"]
     lse: Float[Array, "*B T N"] | None  # the log-sum-exp of the scores; None if a kernel does not return it

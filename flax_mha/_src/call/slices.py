@@ -1,4 +1,4 @@
-"""Cuts calls along their sequences."""
+"""Cuts the arrays of a call along its sequences: the queries and keys of a ring's step, or a block of queries."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,15 +13,15 @@ from flax_mha._src.core.tile import Scalar
 
 
 class SequenceAxes(NamedTuple):
-    """The sequence axes of one array of a call."""
+    """Which axes of one array of a call have an entry for each query or key."""
 
     queries: int | None  # number of the axis with an entry for each query, or None
     keys: int | None  # number of the axis with an entry for each key, or None
-    travels: bool  # whether the array is split over devices as keys and values are, and so travels with them in a ring
+    travels: bool  # whether the array is split over devices like keys and values, and so travels with them in a ring
 
 
 def sequence_axes(operands: Operands) -> list[SequenceAxes]:
-    """Finds the sequence axes of each array, in the order of `jax.tree.leaves`."""
+    """Finds the axes of queries and keys in each array, in the order of `jax.tree.leaves`."""
     batch = ["B"] * (operands.query.ndim - 3)
     found = []
     for x, axes in zip(jax.tree.leaves(operands), operands.axis_names(), strict=True):
@@ -33,9 +33,9 @@ def sequence_axes(operands: Operands) -> list[SequenceAxes]:
 
 
 def travels_with_keys(names: Sequence[str]) -> bool:
-    """Returns whether an array with these axes is split by keys, and so travels with them around a ring of devices.
+    """Returns whether an array with the axes `names` is split along the keys, and so travels around a ring of devices.
 
-    An array with axes for queries and keys is split by queries.
+    An array with axes of both queries and keys is split along the queries.
     """
     return "S" in names and not {"T", "T|1"} & set(names)
 
@@ -46,7 +46,7 @@ def slice_call(
     keys: tuple[Scalar, Scalar, int] | None,
     positions: tuple[Scalar, Scalar],
 ) -> Operands:
-    """Cuts some queries and keys out of the operands that a device holds.
+    """Cuts some queries and keys out of all operands that a device holds, and moves the offsets.
 
     `queries` is (first query, number of queries). `keys` is (first key in arrays that travel, which hold only this
     device's keys; first key in arrays with entries for all keys; number of keys), or None for all keys. `positions` of

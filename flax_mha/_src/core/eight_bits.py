@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-# The largest number of each dtype, to which the largest number of a vector is scaled.
+# The largest number of each dtype; a vector is scaled so that its largest number becomes this.
 LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
 
@@ -40,13 +40,13 @@ def _quantize_jvp(dtype: jnp.dtype, primals: tuple, tangents: tuple) -> tuple:
 
 def as_floats(x: Array, dtype: DTypeLike) -> Array:
     """Converts 8-bit numbers to `dtype` without scaling them; uint8 numbers are the bits of float8_e4m3fn."""
-    if x.dtype == jnp.uint8:  # a float16 with their sign, exponent and fraction is 2^-8 of their number
+    if x.dtype == jnp.uint8:  # as a float16, whose exponent bias is 15 instead of 7, the bits mean the value * 2^-8
         signed = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16)
         bits = (signed << jnp.int16(7)) & jnp.int16(-0x4001)
         x = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * 256
     if jnp.dtype(dtype) != jnp.bfloat16:
         return x.astype(dtype)
-    # Exact, so the lower half of a float32 is 0; XLA's CPU takes twice as long to round.
+    # Every 8-bit number is exact in bfloat16, the upper half of a float32; XLA's CPU takes twice as long to round.
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) >> jnp.uint32(16)
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), dtype)
 
@@ -59,7 +59,7 @@ def dequantize(x: Array, scale: Float[Array, "... 1"], dtype: DTypeLike) -> Arra
 def quantize_cache(
     key: Float[Array, "... H"], value: Float[Array, "... Hv"], value_size: int | None, dtype: jnp.dtype
 ) -> tuple[Array, Array, Float[Array, "... 2"]]:
-    """Quantizes keys and values, and returns them and their scales; `KVCache` describes `value_size` and `scale`."""
+    """Quantizes keys and values; with a `value_size`, the values are the first features of keys, with own scales."""
     numbers, scales = zip(*(quantize(x, dtype) for x in _parts(key, value, value_size)), strict=True)
     entries = numbers if value_size is None else (jnp.concatenate(numbers[::-1], axis=-1), value)
     return *entries, jnp.concatenate(scales, axis=-1)
@@ -68,7 +68,7 @@ def quantize_cache(
 def dequantize_cache(
     key: Array, value: Array, scale: Float[Array, "... 2"], value_size: int | None, dtype: DTypeLike
 ) -> tuple[Float[Array, "... H"], Float[Array, "... Hv"]]:
-    """Inverts `quantize_cache` up to rounding; with a `value_size`, returns the first features of keys as values."""
+    """Inverts `quantize_cache` up to rounding; with a `value_size`, the values are the first features of the keys."""
     parts = _parts(key, value, value_size)
     key, value = (dequantize(x, scale[..., i : i + 1], dtype) for i, x in enumerate(parts))
     return key if value_size is None else jnp.concatenate([value, key], axis=-1), value

@@ -1,7 +1,7 @@
-"""The geometry of tiles: rectangles of the scores of one head, and the grid that they form.
+"""The geometry of tiles, rectangles of the T x S scores of one head, and the grid that they form.
 
-Row i of the scores is query i, column j is key j. A row or column is a place in the arrays of a call; a *position* is a
-place in the sequence: query i has position `offsets[0] + i`, and key j has position `offsets[1] + j`. Masks,
+Row i of the scores belongs to query i, column j to key j. Rows and columns are indices into the arrays of a call. A
+*position* is an index into the sequence: query i has position `offsets[0] + i`, and key j `offsets[1] + j`. Masks,
 `score_mod` and dropout use positions; arrays are cut by rows and columns.
 """
 
@@ -27,7 +27,7 @@ class Offsets:
 
     query_array: Any = None  # position of the first query if it is an array, else None
     key_array: Any = None  # position of the first key if it is an array, else None
-    numbers: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})  # of both, 0 for an array
+    numbers: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})  # the ints; 0 for an array
 
     @classmethod
     def of(cls, query: Any, key: Any) -> "Offsets":
@@ -53,19 +53,19 @@ class Offsets:
 
 
 class Tile(NamedTuple):
-    """A rectangle of the scores of one head."""
+    """A rectangle of the scores of one head; its methods compute positions, and cut its part out of arrays."""
 
     row: Scalar  # its first row
     column: Scalar  # its first column
-    shape: tuple[int, int]  # rows and columns
+    shape: tuple[int, int]  # number of its rows (t) and columns (s)
     offsets: tuple[Scalar, Scalar] = (0, 0)  # positions of query 0 and of key 0
-    # T and S if the tile may reach beyond them, into padding. Padding has the position of the last query or key: user
-    # functions are only called for positions that exist.
+    # T and S if the tile may reach beyond them, into padding. Padding gets the position of the last query or key, so
+    # that users' functions are only called for positions that exist.
     lengths: tuple[int, int] | None = None
     # Number S of slots of a ring cache: the key at position p is in column p mod S, and slots that were never written
     # have negative positions. `offsets` then holds the position of the newest key, not of key 0.
     ring: int | None = None
-    # The keys that each row lists, if columns are not consecutive keys; -1 means no key.
+    # The key of each score if every query lists its own keys; -1 means no key. Columns are then places in these lists.
     indices: Int[Array, "t s"] | None = None
 
     @property
@@ -95,7 +95,7 @@ class Tile(NamedTuple):
         return indices if self.lengths is None else jnp.minimum(indices, jnp.int32(max(self.lengths[axis] - 1, 0)))
 
     def cut(self, x: Array | np.ndarray) -> Array:
-        """Cuts the tile's part out of `x` [T | 1, S | 1]; an axis of length 1 is broadcast and stays whole."""
+        """Cuts the tile's part out of `x` [T | 1, S | 1]; an axis of length 1 is kept, to be broadcast."""
         if x.shape[0] != 1:
             x = lax.dynamic_slice_in_dim(x, self.row, self.shape[0], 0, allow_negative_indices=False)
         if self.indices is not None and x.shape[1] != 1:
@@ -103,15 +103,15 @@ class Tile(NamedTuple):
         return jnp.asarray(x) if x.shape[1] == 1 else self.cut_columns(x, 1)
 
     def cut_queries(self, x: Array | np.ndarray) -> Array:
-        """Cuts the tile's part out of `x` [T], in the shape of `query_positions`."""
+        """Cuts the entries of the tile's queries out of `x` [T], in the shape of `query_positions`."""
         return self.cut(x[:, None])
 
     def cut_keys(self, x: Array | np.ndarray) -> Array:
-        """Cuts the tile's part out of `x` [S], in the shape of `key_positions`."""
+        """Cuts the entries of the tile's keys out of `x` [S], in the shape of `key_positions`."""
         return self.cut(x[None, :])
 
     def map_positions(self, function: Callable[..., Array], *scores: Float[Array, "t s"]) -> Array:
-        """Maps `function`, which takes scalars (*scores, query position, key position), over the tile."""
+        """Maps a function of scalars (*scores, query position, key position) over all scores of the tile."""
         if self.indices is not None:
             positions = jnp.broadcast_arrays(self.query_positions, self.key_positions)
             return jax.vmap(jax.vmap(function))(*scores, *positions)
@@ -120,7 +120,7 @@ class Tile(NamedTuple):
         return by_row(*scores, self.query_positions[:, 0], self.key_positions[0])
 
     def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
-        """Cuts the tile's columns out of `x` along `axis`, the axis with an entry for each key."""
+        """Cuts the tile's keys out of `x` along `axis`, which has an entry for each key."""
         return lax.dynamic_slice_in_dim(x, self.column, self.shape[1], axis, allow_negative_indices=False)
 
     def add(self, x: Array, part: Array) -> Array:
@@ -140,7 +140,7 @@ class Grid(NamedTuple):
     lengths: tuple[int, int] | None = None  # T and S if tiles reach beyond them, else None
 
     def bounds(self, axis: int, positions: bool = False) -> tuple[IntMatrix, IntMatrix]:
-        """Returns the first and last row [rows, 1] (`axis` 0) or column [1, columns] (1) of all tiles, or positions."""
+        """Returns each tile's first and last row (`axis` 0) or column (`axis` 1), or their positions."""
         size = self.tile_shape[axis]
         first = np.expand_dims(np.arange(self.counts[axis], dtype=np.int32) * np.int32(size), 1 - axis)
         last = first + np.int32(size - 1)
@@ -150,6 +150,6 @@ class Grid(NamedTuple):
         return (first + self.offsets[axis], last + self.offsets[axis]) if positions else (first, last)
 
     def distance_bounds(self) -> tuple[IntMatrix, IntMatrix]:
-        """Returns the least and the greatest key position minus query position in each tile [rows, columns]."""
+        """Returns, for each tile, the least and the greatest difference of key position minus query position."""
         (q_first, q_last), (k_first, k_last) = self.bounds(0, positions=True), self.bounds(1, positions=True)
         return k_first - q_last, k_last - q_first

@@ -24,8 +24,8 @@ class Target(NamedTuple):
     """The devices for which a call is compiled."""
 
     platform: str  # "cpu", "gpu" or "tpu"
-    may_be_split: bool  # whether XLA's partitioner may split arrays whose types do not contain a split
-    assumed: bool = False  # whether a call is explained for devices of this platform, none of which may be here
+    may_be_split: bool  # whether XLA's partitioner may split arrays over devices although their types show no split
+    assumed: bool = False  # whether a call is only explained for this platform, which this machine may lack
 
 
 def platform() -> str:
@@ -35,7 +35,7 @@ def platform() -> str:
 
 
 def multiplies_bfloat16(on: str | None = None) -> bool:
-    """Returns whether `on`, or else JAX's default platform, is a CPU that multiplies bfloat16 (AVX-512 BF16, AMX)."""
+    """Returns whether the platform `on` (default: JAX's) is a CPU that multiplies bfloat16 (AVX-512 BF16, AMX)."""
     return (platform() if on is None else on) == "cpu" and bool({"amx_bf16", "avx512_bf16"} & cpu_features())
 
 
@@ -49,7 +49,7 @@ def cpu_features() -> frozenset[str]:
 def target_of(arrays: Sequence[Array], asked: str | None = None) -> Target:
     """Returns the devices that a call is compiled for: those of its arrays or, while tracing, the default ones.
 
-    `asked` names a platform to put in place of the platform of these devices; this machine need not have it.
+    `asked` replaces the platform of these devices, to explain a call for devices that this machine may lack.
     """
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         mesh = jax.sharding.get_abstract_mesh()
@@ -75,7 +75,7 @@ def _target_of_sharding(sharding: jax.sharding.Sharding) -> Target:
 
 
 def reasons_against_kernel(target: Target) -> list[str]:
-    """Lists why a Pallas kernel cannot run in this trace: kernels run on one device, and do not support meshes."""
+    """Lists why a Pallas kernel cannot run in this trace; a kernel runs on one device, and does not support a mesh."""
     reasons = []
     if target.may_be_split:
         reasons.append("on multiple devices, it needs to know how its arrays are sharded: pass qkv_sharding")
@@ -86,7 +86,7 @@ def reasons_against_kernel(target: Target) -> list[str]:
 
 
 def without_mesh() -> AbstractContextManager:
-    """Makes a context in which a function of scalars is traced without the mesh, unless all its axes are Manual."""
+    """Makes a context without the mesh, to trace a user's function without shardings, unless all axes are Manual."""
     axis_types = jax.sharding.get_abstract_mesh().axis_types
     if all(kind is jax.sharding.AxisType.Manual for kind in axis_types):
         return nullcontext()
@@ -94,7 +94,7 @@ def without_mesh() -> AbstractContextManager:
 
 
 def readable(x: Array | np.ndarray) -> bool:
-    """Returns whether the values of `x` can be read: it is not traced, and this process holds all of it."""
+    """Returns whether the values of `x` can be read now: `x` is not traced, and this process holds all of it."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
@@ -134,7 +134,7 @@ def is_key(x: Any) -> bool:
 
 
 def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tuple) -> T:
-    """Calls `function(*operands)` in a rule for `jax.vmap`, by `jax.shard_map` if the mapped axis is split over a mesh.
+    """Calls `function(*operands)` for a custom rule of `jax.vmap`; if a mesh splits the mapped axis, in `shard_map`.
 
     The mapped axis is the first axis of every result and of every array in `operands` whose `is_batched` is True.
     """
@@ -175,7 +175,7 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 
 
 def evaluate(jaxpr: Jaxpr, values: Sequence[Array]) -> list[Array]:
-    """Evaluates a jaxpr without constants; in `jax.shard_map`, calls `varying_alike` on each equation's operands."""
+    """Evaluates a jaxpr without constants; in `jax.shard_map`, casts operands of each equation by `varying_alike`."""
     if not any(map(_varying_axes, values)):
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values)
     known = dict(zip(jaxpr.invars, values, strict=True))

@@ -2,8 +2,8 @@
 
 `jit` compiles again when a static argument is unequal to those that it has seen. A Python function is a poor static
 argument: two lambdas are never equal, and a function whose closure has changed still equals itself. So every attention
-call traces the function again; a program that a user has jitted does so only when it is traced itself. Two traces are
-equal if their printed jaxprs and everything that the text omits are equal. Captured arrays are arguments of the jaxpr.
+call traces the function again (inside a user's `jit`, only while JAX traces the program). Two traces are equal if their
+printed jaxprs and everything that the text omits are equal. Captured arrays are arguments of the jaxpr.
 """
 
 import functools
@@ -25,11 +25,11 @@ F = TypeVar("F", bound=Callable)
 
 
 class TracedFunction:
-    """The jaxpr of a function of ([score,] b, h, q_idx, kv_idx). Equal instances compute the same.
+    """The jaxpr of a user's function of ([score,] b, h, q_idx, kv_idx). Equal instances compute the same.
 
     Attributes:
       name: Name of the function in errors; not compared.
-      jaxpr: Its arguments are the captured arrays, then the arguments of the function.
+      jaxpr: Its inputs are the captured arrays, then the arguments of the function.
       made_for: The sizes given to the decorator `made_for`; not compared.
     """
 
@@ -49,12 +49,12 @@ class TracedFunction:
 
     @property
     def has_custom_vjp(self) -> bool:
-        """True if it calls a function with a `jax.custom_vjp`, which has no forward mode."""
+        """True if the user's function calls one with a `jax.custom_vjp`, which has no forward mode."""
         return any(equation.primitive.name == "custom_vjp_call" for equation in equations(self.jaxpr))
 
     @property
     def has_callback(self) -> bool:
-        """True if it calls back into Python, so that its value may differ from call to call."""
+        """True if the user's function calls back into Python, so that its value may differ from call to call."""
         return any("callback" in equation.primitive.name for equation in equations(self.jaxpr))
 
     def uses(self, position: str) -> bool:
@@ -64,7 +64,7 @@ class TracedFunction:
 
     @functools.cached_property
     def lookups(self) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Array lookups at index b, h, q_idx or kv_idx: (name of the index, axis, shape of the array).
+        """Lookups of arrays at index b, h, q_idx or kv_idx, as (name of the index, axis, shape of the array).
 
         If a condition depends on the index, the lookup is left out, because the condition may discard its result.
         """
@@ -80,7 +80,7 @@ class TracedFunction:
 
     @functools.cached_property
     def entries_of_heads(self) -> list[bool]:
-        """Whether each captured array is only looked up as array[b, h, ...], so that a head needs one entry of it."""
+        """For each captured array, whether it is only looked up as array[b, h, ...]: then a head needs one entry."""
         held, found = _positions(self.jaxpr), []
         for variable in self.jaxpr.invars[: -len(POSITIONS)]:
             uses = [e for e in self.jaxpr.eqns if any(x is variable for x in e.invars)]
@@ -88,7 +88,7 @@ class TracedFunction:
         return found
 
     def size(self, position: str) -> int | None:
-        """Returns how many entries the function's arrays have along `position` ("q_idx", say); None without lookups."""
+        """Returns how many values of `position` ("q_idx", say) the function's arrays have room for; None: no limit."""
         sizes = [shape[axis] for name, axis, shape in self.lookups if name == position]
         return min([*sizes, *(size for name, size in self.made_for.items() if name == position)], default=None)
 
@@ -128,7 +128,7 @@ def made_for(**sizes: int) -> Callable[[F], F]:
 class Trace(NamedTuple):
     """A traced function and the arrays that it captures: `learned` get gradients, `constants` do not.
 
-    The jaxpr takes these arrays first, in this order.
+    The first inputs of the jaxpr are the arrays `learned`, then `constants`.
     """
 
     function: TracedFunction
@@ -137,7 +137,7 @@ class Trace(NamedTuple):
 
 
 def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
-    """Traces a `score_mod` (`score` is the dtype of scores) or a `mask_mod` (None); captured values are read now.
+    """Traces a `score_mod` (`score` is the dtype of scores) or `mask_mod` (`score` is None); reads captured values now.
 
     Raises:
       ValueError: If `function` is not callable, raises an error, or does not return one score or one bool.
@@ -205,7 +205,7 @@ def _fix(error: Exception) -> str:
 
 
 def _key(compared: Any) -> tuple:
-    """Returns what identifies a function, its `id`, or a jaxpr: its text, and the `id`s of constants and callbacks."""
+    """Returns a key that identifies a function (its `id`) or a jaxpr (text, and `id`s of constants and callbacks)."""
     if not isinstance(compared, Jaxpr | ClosedJaxpr):
         return (id(compared),)
     inside = list(equations(compared))
@@ -216,10 +216,10 @@ def _key(compared: Any) -> tuple:
 
 
 def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
-    """Returns what else to compare if a `score_mod` has custom derivatives: their rules are not part of its jaxpr.
+    """Lists what to compare in addition to a `score_mod`'s jaxpr, which omits the rules of its custom derivatives.
 
-    The list holds the jaxpr of the derivative and, if that has more custom derivatives, the function itself. If a rule
-    raises an error, it holds only the function.
+    That is the jaxpr of the derivative and, if it has more custom derivatives, the function itself. If a rule raises an
+    error, the list holds only the function.
     """
 
     def custom(jaxpr: Any) -> set[tuple]:
@@ -242,7 +242,7 @@ def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
 
 
 def _positions(jaxpr: Any) -> dict[Any, str]:
-    """Maps each variable that holds b, h, q_idx or kv_idx to its name; a cast or wrapped negative index counts, too."""
+    """Maps variables that hold b, h, q_idx or kv_idx, perhaps cast or wrapped if negative, to the argument's name."""
     held, from_end = dict[Any, str](zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)), dict[Any, str]()
     for equation in jaxpr.eqns:
         name, result, atoms = equation.primitive.name, (*equation.outvars, None)[0], _atoms(equation)
@@ -256,18 +256,18 @@ def _positions(jaxpr: Any) -> dict[Any, str]:
 
 
 def _is_entry(equation: Any, held: Mapping[Any, str]) -> bool:
-    """Returns whether an equation looks up one entry array[b, h, ...]."""
+    """Returns whether an equation looks up one entry array[b, h, ...]; `held` comes from `_positions`."""
     if equation.primitive.name != "dynamic_slice" or equation.params["slice_sizes"][:2] != (1, 1):
         return False
     return [held.get(x) for x in _atoms(equation)[1:3]] == ["b", "h"]
 
 
 def _conditional(jaxpr: Any) -> set[str]:
-    """Finds which of b, h, q_idx and kv_idx decide a condition or control flow; lookups by them do not count."""
+    """Returns which of b, h, q_idx and kv_idx decide a condition or control flow, so that lookups may be discarded."""
     sources, found = {v: {name} for v, name in zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)}, set[str]()
     for equation in jaxpr.eqns:
         name, atoms = equation.primitive.name, _atoms(equation)
-        is_sign = name == "lt" and atoms[1] is None and equation.invars[1].val == 0  # as JAX asks of every index
+        is_sign = name == "lt" and atoms[1] is None and equation.invars[1].val == 0  # JAX checks this for each index
         read = atoms[:1] if name in ("dynamic_slice", "gather") else atoms
         of = set[str]().union(*(sources.get(x, ()) for x in read))
         sources.update(dict.fromkeys(equation.outvars, of))
@@ -277,5 +277,5 @@ def _conditional(jaxpr: Any) -> set[str]:
 
 
 def _atoms(equation: Any) -> list[Any]:
-    """Returns the operands of an equation: variables, and None for numbers."""
+    """Returns the operands of an equation: its variables, and None in place of literal numbers."""
     return [None if isinstance(x, Literal) else x for x in equation.invars]

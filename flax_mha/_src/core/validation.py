@@ -1,6 +1,6 @@
 """Checks that masks and calls share: each function checks one argument and returns it in canonical form.
 
-Every error names the argument, what is expected, what was given and how to fix it. Traced values are not checked.
+Every error names the argument, the expected value, the given value and a fix. Traced values are not checked.
 Lengths, positions and ids of any integer dtype become int32, never with a silent change of their meaning.
 """
 
@@ -17,12 +17,12 @@ from jaxtyping import Array, Bool
 from flax_mha._src.core.tracing import being_traced, readable
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-# Positions and their differences are int32. A window or a length that is larger limits nothing.
+# The range of int32, the dtype of positions and their differences. A larger window or length limits nothing.
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)
 
 
 class Shape(NamedTuple):
-    """The sizes of one call."""
+    """The sizes of a call, against which its arguments are checked."""
 
     batch: tuple[int, ...]
     query_length: int
@@ -34,11 +34,11 @@ class Shape(NamedTuple):
 
     @property
     def scores(self) -> tuple[int, ...]:
-        """[B..., N, T, S], to which bias and mask broadcast."""
+        """The shape of all scores, [B..., N, T, S], to which bias and mask must broadcast."""
         return (*self.batch, self.num_heads, self.query_length, self.key_length)
 
     def indices(self, by_batch: bool, by_head: bool) -> tuple[Array | np.ndarray, np.ndarray]:
-        """Returns the flat index of each batch entry [B...] and the index of each head [N]; one 0 if not asked for."""
+        """Returns flat indices of batch entries [B...] and indices of heads [N], each only if wanted, else a 0."""
         batch = self.batch if by_batch else (1,) * len(self.batch)
         count = math.prod(batch)
         entries = np.arange(count, dtype=np.int32) if isinstance(count, int) else jnp.arange(count, dtype=jnp.int32)
@@ -58,8 +58,8 @@ def mask(value: ArrayLike | None, shape: Shape) -> Array:
 def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
     """Converts a mask that Flax accepts, booleans or the numbers 0 and 1, to a boolean array.
 
-    Other numbers are most likely an additive mask of 0 and -inf, whose meaning is the opposite, and raise a ValueError.
-    For traced numbers, the second result says whether there are others: pass it and the output to `nan_if`.
+    Other numbers raise a ValueError: most likely they are an additive mask of 0 and -inf, with the opposite meaning.
+    Traced numbers cannot be read; the second result is True if there are others: pass it and the output to `nan_if`.
     """
     array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
     if array.dtype == bool:
@@ -80,7 +80,7 @@ def nan_if(flag: Bool[Array, ""] | None, x: Array) -> Array:
 
 
 def _mask_fix(array: Array, shape: Shape) -> str:
-    """Returns advice if a mask has shape [B..., S] or [B..., T | 1, S | 1], so that axes are missing; else ""."""
+    """Returns advice to add axes if the mask has shape [B..., S] or [B..., T | 1, S | 1], else ""."""
     rank, keys = len(shape.batch), shape.key_length
     first, sizes = "..." if rank > 1 else ":", array.shape[rank:]
     if not rank or array.shape[:rank] != shape.batch:
@@ -92,7 +92,7 @@ def _mask_fix(array: Array, shape: Shape) -> str:
 
 
 def per_sequence(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
-    """Checks one integer per sequence, or one for all; returns int32 that broadcasts to [B...]."""
+    """Checks an argument of one integer per sequence, or one for all; returns int32 that broadcasts to [B...]."""
     if value is None:
         return None
     array = int32(name, value)
@@ -102,7 +102,7 @@ def per_sequence(name: str, value: ArrayLike | None, shape: Shape) -> Array | No
 
 
 def lengths(name: str, value: ArrayLike | None, shape: Shape, most: int | None = None) -> Array | None:
-    """Checks one length from 0 to `most` (None: no limit) per sequence, or one for all, as in `per_sequence`."""
+    """Checks an argument of one length per sequence, or one for all, from 0 to `most` (None: no limit)."""
     array = per_sequence(name, value, shape)
     if array is None:
         return None
@@ -120,7 +120,7 @@ def segment_ids(
     shape: Shape,
     names: tuple[str, str] = ("query_segment_ids", "key_value_segment_ids"),
 ) -> tuple[Array, Array]:
-    """Checks segment ids [B..., T] and [B..., S], called `names` in errors; if T = S, either may be None."""
+    """Checks segment ids [B..., T] and [B..., S]; if T = S, either may be None. Errors call them `names`."""
     if query_ids is None and key_ids is None:
         raise ValueError("SegmentMask(query_ids, key_value_ids) requires integer arrays, but got None.")
     lengths, checked = (shape.query_length, shape.key_length), []
@@ -140,7 +140,7 @@ def segment_ids(
 
 
 def key_indices(value: ArrayLike | None, shape: Shape) -> Array | None:
-    """Checks indices of keys [B..., T, k] or [B..., T, K, k], and adds the axis of key heads if it is missing."""
+    """Checks lists of keys, [B..., T, k] or [B..., T, K, k], and adds the axis of key heads K if it is missing."""
     if value is None:
         return None
     indices, keys, each = int32("key_indices", value), shape.key_length, (*shape.batch, shape.query_length)
@@ -189,7 +189,7 @@ def as_array(name: str, value: Any, expected: str) -> Array:
 
 
 def broadcastable(name: str, array: Any, shape: tuple[int, ...], meaning: str, fix: str = "") -> Array:
-    """Adds leading axes up to the rank of `shape`; if the array does not fit, the error holds `meaning` and `fix`."""
+    """Checks that an array broadcasts to `shape`, and adds leading axes up to its rank; `meaning` describes `shape`."""
     fits = array.ndim <= len(shape) and all(
         n in (1, size) for n, size in zip(reversed(array.shape), reversed(shape), strict=False)
     )
@@ -198,31 +198,31 @@ def broadcastable(name: str, array: Any, shape: tuple[int, ...], meaning: str, f
     if array.ndim == len(shape):
         return array
     if readable(array) and being_traced():
-        array = np.asarray(array)  # a JAX array would no longer be known once it is reshaped
+        array = np.asarray(array)  # reshaping a JAX array while tracing would hide its values
     return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Returns whether `value` is an integer of Python or NumPy, and no bool."""
+    """Returns whether `value` is an integer of Python or NumPy, but not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def int_at_least(name: str, value: object, least: int) -> int:
-    """Converts an integer of Python or NumPy to an int; raises a ValueError if it is below `least`, or no integer."""
+    """Returns `value` as an int; raises a ValueError if it is not an integer of Python or NumPy, or below `least`."""
     if not is_int(value) or value < least:
         raise ValueError(f"{name} must be an int >= {least}, but got {value!r}.")
     return int(value)
 
 
 def unwrapped(value: Any) -> Any:
-    """Returns the array that a variable of `flax.nnx` or another object with `__jax_array__` holds; else `value`."""
+    """Returns the array inside a variable of `flax.nnx` (or any object with `__jax_array__`), else `value` itself."""
     if isinstance(value, jax.Array | type) or not hasattr(value, "__jax_array__"):
         return value
     return value.__jax_array__()
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """Returns whether `value` is a finite real number of Python or NumPy that float64 can hold, and no bool."""
+    """Returns whether `value` is a finite real number of Python or NumPy that fits in float64, but not a bool."""
     try:
         return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond float64
@@ -230,7 +230,7 @@ def is_finite(value: object) -> TypeGuard[float]:
 
 
 def number_in(value: Any) -> Any:
-    """Returns the Python number in a 0-d array of JAX or NumPy whose value is known; anything else unchanged."""
+    """Converts a 0-d array whose value can be read to a Python number; returns anything else unchanged."""
     array = unwrapped(value)
     if not isinstance(array, jax.Array | np.ndarray) or array.ndim or not readable(array):
         return value
@@ -238,7 +238,7 @@ def number_in(value: Any) -> Any:
 
 
 def integers(name: str, value: Any) -> Any:
-    """Converts integers to a NumPy array if their values are known, because JAX would reduce 64 bits to 32."""
+    """Converts integers to an array: in NumPy if their values can be read, because JAX would cut 64 bits to 32."""
     value = unwrapped(value)
     is_int32 = isinstance(value, jax.Array) and value.dtype == jnp.int32
     try:
@@ -265,7 +265,7 @@ def int32(name: str, value: Any) -> Array:
 def ids_int32(name: str, value: Any) -> Array:
     """Converts ids to int32, so that different ids stay different; raises a ValueError if they are out of range.
 
-    Traced ids cannot be checked: those of 64 bits keep their dtype, and uint32 wraps around.
+    Traced ids cannot be checked: 64-bit ids keep their dtype, and uint32 wraps around.
     """
     array = integers(name, value)
     fits = np.dtype(array.dtype).itemsize < 4 or array.dtype == np.int32
@@ -280,7 +280,7 @@ def ids_int32(name: str, value: Any) -> Array:
 
 
 def extremes(array: Array) -> tuple[int, int]:
-    """Returns the least and the greatest entry of an array; 0 and 0 if it is empty or its values are not known."""
+    """Returns the least and the greatest entry of an array; (0, 0) if it is empty or its values cannot be read."""
     if not readable(array) or not array.size:
         return 0, 0
     known = np.asarray(array)
