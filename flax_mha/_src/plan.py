@@ -1,8 +1,9 @@
 """Every measured number, and every choice made from one: which sizes run dense, tile shapes, loops over heads.
 
-These choices change results only by rounding. The numbers were measured on CPUs, those of GPUs counted in compiled
-programs (`benchmarks/compiled.py`); accelerators use tiles of one shape, and run all heads together, or as many as the
-fast memory of a TPU holds.
+These choices change results only by rounding. The numbers were measured on CPUs; the GPU's were counted in compiled
+programs (`benchmarks/compiled.py`). Accelerators use tiles of one shape, and run all heads together, or as many as the
+fast memory of a TPU holds. The engine "xla" has three algorithms: it computes all scores of a head at once (*dense*),
+reads blocks of keys *in place*, without a copy, or, if queries list their keys, gathers these.
 """
 
 import functools
@@ -30,20 +31,18 @@ from flax_mha._src.math.tiling import (
 )
 from flax_mha.masks.function import with_occupancy as with_known_occupancy
 
-# Where axes may be looped over, and where XLA makes one kernel of a product, a softmax and a product: `platform` and
-# `may_be_split` of a `Target`.
+# The first two fields of a `Target`, `platform` and `may_be_split`, for one CPU and one TPU.
 ON_ONE_CPU, ON_ONE_TPU = ("cpu", False), ("tpu", False)
 
-# Up to this many scores of a head, T * S, all of them at once are about as fast as tiles, and sooner compiled.
+# Up to this many scores of a head, T * S, dense attention is about as fast as tiles, and compiles faster.
 MAX_SCORES_DENSE = 256 * 256
 
-# The budget of "xla" on a GPU: so many scores of all heads, 1 GiB of float32, are computed at once. A tile there
-# launches some 25 kernels: counted in bytes and launches by benchmarks/compiled.py, tiles gained next to nothing within
-# the budget, even if a window leaves few of them.
+# On a GPU, up to this many scores of all heads, 1 GiB of float32, are computed at once. In bytes and launches, counted
+# by benchmarks/compiled.py, tiles gain next to nothing then, even with a window: a tile launches some 25 kernels.
 MAX_SCORES_GPU = 2**28
 
-# Tile shapes to choose from: large enough for fast matrix products, small enough for the caches. The first serves masks
-# that are not known while tracing, and accelerators. Up to 704 keys, a tile of 2 MiB holds whole rows.
+# Tile shapes to choose from: large enough for fast matrix products, small enough for the caches. The first is used for
+# masks that are not known while tracing, and on accelerators. Up to 704 keys, a tile of 2 MiB holds whole rows.
 TILE_SHAPES = (
     TileShape(512, 512),
     TileShape(1024, 512, 2),
@@ -55,47 +54,46 @@ TILE_SHAPES = (
 # The limits below count the scores of one head that are in memory at once: all of them, or those of one tile.
 # Up to this many, XLA's CPU backend compiles product, softmax and product into one fast kernel.
 MAX_SCORES_FUSED = 256 * 256
-MIN_SCORES_FUSED_IN_ALL = 512 * 1024  # if all heads together have at least this many, 2 MiB in float32
+MIN_SCORES_FUSED_IN_ALL = 512 * 1024  # that kernel is used if all heads have at least this many, 2 MiB in float32
 MAX_SCORES_ALL_HEADS = 128 * 128  # up to this many, all batch entries and heads are vmapped together on a CPU
-# Up to this many, and this many for all heads of one batch entry, the heads of one entry are vmapped together.
+# Up to the first number, and the second for all heads of one batch entry, the heads of one entry are vmapped together.
 MAX_SCORES_ONE_ENTRY, MAX_SCORES_ONE_ENTRY_IN_ALL = 512 * 512, 8 * 512 * 512
 
-# On a TPU so many scores run together at most. Those of one tile, float32, then stay in the fast memory of a v5e: with
-# eight times as many, a tile step moves 2.2 GiB instead of 8 x 32 MiB.
+# On a TPU, the heads that run together have at most this many scores. Then the float32 scores of a step over tiles stay
+# in the fast memory of a v5e: with eight times as many, a step moves 2.2 GiB instead of 8 x 32 MiB.
 MAX_SCORES_TPU = 64 * 512 * 512
 
 EXAMPLES = 4  # if a mask differs between heads, the tile shape is chosen by looking at up to this many of them
 
-# On a CPU, keys are read in place for at most so many queries over at least so many keys; those of a cache always are.
+# On a CPU, keys are read in place for at most this many queries over at least this many keys; a cache always is.
 MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
-# The blocks: at most so many queries; at most so many numbers in the keys and values of all heads; and the least and
-# the largest number of keys.
+# Limits of a block: its queries, the numbers in its keys and values of all heads, and its least and most keys.
 MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
 MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
-# Blocks are wider if products are in bfloat16, if the cache has 8 bits, or if most keys are visible. Then they have at
-# most so many bytes of keys and values in the dtype of the products, and so many scores of one batch entry.
+# Blocks are wider if products are in bfloat16, if the cache has 8 bits, or if most keys are visible. These limit such a
+# block: the bytes of its keys and values in the dtype of the products, and its scores of one batch entry.
 MAX_BYTES_WIDE, MAX_SCORES_WIDE = 2 * 2**20, 64 * 1024
 # One block-diagonal product serves all heads (`in_place.py`) if K * T * N, a measure of its work, is at most the first.
 # All keys may be one block if K * T * N is at most the second, and B * T * N * S, the number of scores, the third.
 MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
-# Up to so many numbers in keys and values, 512 KiB in float32, all keys are one block however many are visible: a step
-# over such a cache compiles in half the time. The second pass, on guarded keys, then holds a copy of them.
+# Up to this many numbers in keys and values, 512 KiB in float32, all keys are one block however many are visible: a
+# step over such a cache compiles in half the time. If an output is not finite, the second pass holds a copy of them.
 MAX_NUMBERS_WHOLE = 128 * 1024
-MAX_WIDTH_ACCELERATOR = 4096  # of keys in a block on accelerators, which compute all batch entries together
+MAX_WIDTH_ACCELERATOR = 4096  # most keys in a block on accelerators, which compute all batch entries together
 
 
 class KeyBlocks(NamedTuple):
-    """Blocks of queries and keys, for attention that reads keys in place.
+    """The sizes of the blocks of queries and keys for attention that reads keys in place (`in_place.py`).
 
     Attributes:
       height: Number of queries in a block.
       width: Number of keys in a block.
-      sequential: Whether batch entries run one after another, each with its own number of blocks; else together.
+      sequential: Whether batch entries run one after another, each with its own number of blocks, or all together.
       dtype: Dtype of queries, keys and weights in matrix products.
-      block_diagonal: Whether one matrix product serves all heads, as `in_place.py` describes.
+      block_diagonal: Whether one matrix product serves all heads; see `in_place.py`.
       wide: Blocks to use instead if more than half of the keys are visible; None uses these blocks in every case.
       value_size: If given, the first `value_size` features of keys are the values, and have a scale of their own.
-      whole: Whether all keys are one block of all batch entries, for few enough scores (`fitting`).
+      whole: Whether all keys are one block, for all batch entries at once, if scores are few enough (`fitting`).
     """
 
     height: int
@@ -108,21 +106,21 @@ class KeyBlocks(NamedTuple):
     whole: bool = False
 
     def fitting(self, scores: int, numbers: int) -> "KeyBlocks":
-        """Returns the blocks for so many scores, and so many numbers in keys and values, with the axes of `vmap`."""
+        """Decides whether to use `wide`, given numbers of scores and of entries in keys and values under `jax.vmap`."""
         wide = self.wide if scores <= MAX_SCORES_WHOLE or self.wide is None or not self.wide.whole else None
         return wide if wide is not None and wide.whole and numbers <= MAX_NUMBERS_WHOLE else self._replace(wide=wide)
 
 
 class Plan(NamedTuple):
-    """How an engine computes a call: static, made once by `Engine.plan`, and never changed.
+    """How an engine computes a call. `Engine.plan` makes it once; it is static, and never changes.
 
     Attributes:
       dtype: Dtype of the operands of matrix products.
       guard: Whether `guard.guard` makes the operands finite before the engine gets them.
-      looped_axes: Number of leading axes [B..., K, G] to loop over ("blockwise" may loop over more); None forbids
-        loops, because arrays may be split between devices.
+      looped_axes: Number of leading axes [B..., K, G] to loop over ("blockwise" may loop over more), the others are
+        vmapped; None forbids loops, because arrays may be split between devices.
       max_heads: Largest number of heads that run together; None sets no limit, as on CPUs and GPUs.
-      fuses_rows: Whether XLA's CPU backend compiles `dense.rows_of`, for a head or a tile, to one fast kernel.
+      fuses_rows: Whether XLA's CPU backend compiles the attention of a head or a tile to one kernel (`dense.rows_of`).
       tiling: The tiles of one head; None for engines without tiles.
       in_place: The blocks of keys that "xla" reads in place; None computes all scores at once.
       gathered: The number of queries whose keys "xla" gathers at a time, if each query lists its keys; else None.
@@ -139,7 +137,7 @@ class Plan(NamedTuple):
 
     @property
     def variant(self) -> str | None:
-        """The algorithm in words, for engines that have several."""
+        """The algorithm in words, for explanations; None for engines that have only one."""
         if self.tiling is not None:
             return None
         if self.gathered is not None:
@@ -148,7 +146,7 @@ class Plan(NamedTuple):
 
 
 def plan_xla(call: Call) -> Plan:
-    """Plans a call by "xla": keys are gathered if queries list them, else read in place, or all scores are computed."""
+    """Plans a call by "xla": gathers keys if queries list them, else reads keys in place or computes all scores."""
     if call.operands.key_indices is not None:
         return _plan_gathered(call, call.operands.key_indices.shape[-1])
     blocks = blocks_in_place(call)
@@ -163,8 +161,8 @@ def plan_xla(call: Call) -> Plan:
 def _plan_gathered(call: Call, count: int) -> Plan:
     """Plans a call whose queries list `count` keys each.
 
-    A block of queries gathers about S keys in all. Then memory stays linear, and adding the block's gradients of keys
-    to those of other blocks takes no longer than gathering its keys.
+    A block of queries gathers about S keys in all. Then memory stays linear, and adding up the gradients of keys from
+    all blocks takes no longer than gathering the keys.
     """
     queries, keys = call.operands.lengths
     if not call.options.has_known_sizes:
@@ -178,7 +176,7 @@ def _plan_gathered(call: Call, count: int) -> Plan:
 
 
 def plan_tiles(call: Call) -> tuple[Plan, Call]:
-    """Plans a call computed tile by tile; the returned call holds the tiles to visit, if they are known."""
+    """Plans a call that is computed tile by tile; the returned call holds the tiles to visit, if they are known."""
     call = with_occupancy(call)
     tiling, blocks = tiles(call)
     scores = tiling.height * tiling.width
@@ -192,13 +190,13 @@ def with_occupancy(call: Call) -> Call:
     """Stores in the call's mask which CELL x CELL squares are visible, if the mask's arrays can be read."""
     operands = call.operands
     if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
-        return call  # a mask without arrays knows it already
+        return call  # a mask without arrays computes this by itself
     mask = with_known_occupancy(operands.mask, operands.lengths, operands.offsets.numbers, CELL)
     return call._replace(operands=operands._replace(mask=mask))
 
 
 def is_memory_bound(call: Call) -> bool:
-    """Returns whether reading the keys takes most of the time, as in decoding; then "xla" is the fastest."""
+    """Returns whether reading the keys takes most of the time, for example in decoding: then "xla" is the fastest."""
     return (call.options.has_known_sizes and call.operands.query.shape[-3] == 1) or reads_in_place(call)
 
 
@@ -215,7 +213,7 @@ def prefers_dense(call: Call) -> bool:
 def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
     """Returns whether XLA's CPU backend compiles `dense.rows_of` to one fast kernel that writes no score to memory.
 
-    `scores` is the number of scores of a head, or of one of the `rows` tiles of a head that are computed together.
+    `scores` counts the scores of a head or, if the head is cut into `rows` tiles computed together, of one tile.
     """
     if not _may_fuse(call, scores):
         return False
@@ -237,15 +235,15 @@ def _product_size(call: Call) -> int:
 
 
 def reads_in_place(call: Call) -> bool:
-    """Returns whether "xla" reads keys and values where they are, instead of putting them in the layout of one head.
+    """Returns whether "xla" reads keys and values where they are, without copying them to the layout of one head.
 
-    It does for a cache, and for few queries over many keys on a CPU.
+    "xla" does so for a cache, and for few queries over many keys on a CPU.
     """
     operands, options = call
     if not options.has_known_sizes or not all(x.size for x in operands[:3]) or operands.key_indices is not None:
         return False
     if options.score_mod is not None and options.score_mod.has_custom_vjp:
-        return False  # the derivative of what is read in place is that of a dense attention, by a rule for jax.jvp
+        return False  # `in_place.py` has a rule for jax.jvp, which cannot differentiate a custom_vjp
     queries, keys = operands.lengths
     few = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE and options.target.platform == "cpu"
     return few or options.cached
@@ -267,7 +265,7 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
     dtype = _dtype_in_place(call) if in_turn else options.dtype
     numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
     widest = min(MAX_BYTES_WIDE // dtype.itemsize // numbers, MAX_SCORES_WIDE // (queries * operands.query.shape[-2]))
-    # Fewer and larger blocks of what is converted, or multiplied in fewer bits.
+    # Keys that are converted, or multiplied in fewer bits, take fewer and larger blocks.
     width = (2 if has_8_bits else 1) * MAX_NUMBERS_IN_PLACE // numbers
     width = widest if in_turn and (has_8_bits or dtype != options.dtype) else width
     width = min(keys, max(MIN_WIDTH_IN_PLACE, min(width // 64 * 64, MAX_WIDTH_IN_PLACE)))
@@ -280,12 +278,12 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
 
 
 def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None:
-    """Chooses the blocks to use if most keys are visible: all keys, or `widest` keys at most; None to use `blocks`."""
+    """Chooses larger blocks to use if most keys are visible: all keys, or `widest` at most; None to use `blocks`."""
     operands, (queries, num_heads) = call.operands, call.operands.query.shape[-3:-1]
     keys, num_kv_heads = operands.key.shape[-3:-1]
     scores, joint_rows = math.prod(operands.query.shape[:-1]) * keys, queries * num_heads * num_kv_heads
     few = scores <= MAX_SCORES_WHOLE and joint_rows <= MAX_JOINT_ROWS_WHOLE and queries <= MAX_HEIGHT_IN_PLACE
-    if few and operands.key.dtype == blocks.dtype:  # other keys would have to be converted, all of them at once
+    if few and operands.key.dtype == blocks.dtype:  # keys of another dtype would all have to be converted at once
         return blocks._replace(width=keys, sequential=False, block_diagonal=True, whole=True)
     has_8_bits, entries = operands.cache_scale is not None, math.prod(operands.query.shape[:-3])
     if has_8_bits and widest >= 2 * keys and entries > 1:  # one after the other, entries take 1.2 times as long
@@ -297,7 +295,7 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
 
 
 def _dtype_in_place(call: Call) -> jnp.dtype:
-    """Chooses the dtype of the products of keys that are read in place, on one CPU.
+    """Chooses the dtype of matrix products with keys that are read in place on one CPU.
 
     The dtype is bfloat16 if the CPU multiplies bfloat16, queries are bfloat16, and keys and values have bfloat16 or 8
     bits. Products are then scaled instead of queries, so only weights are rounded. That makes the log-sum-exp less
@@ -314,9 +312,9 @@ def _dtype_in_place(call: Call) -> jnp.dtype:
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     """Chooses the dtype in which query, key, value and weights enter matrix products; sums are float32 at least.
 
-    It is the query's dtype, if that has 16 bits and makes products faster: on accelerators, and in large tiles on CPUs
-    with a matrix unit for bfloat16 (AMX). Other CPUs, and calls with more precision than the default, get
-    `options.dtype`. `tiles`: whether the call is computed tile by tile.
+    A query's dtype of 16 bits is kept if it makes products faster: on accelerators, and in large tiles on CPUs with a
+    matrix unit for bfloat16 (AMX). Other CPUs, and calls with more precision than the default, use `options.dtype`.
+    `tiles`: whether the call is computed tile by tile.
     """
     operands, options = call
     dtype, wide = operands.query.dtype, options.dtype
@@ -334,16 +332,16 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
 
 
 def _may_round(options: Options) -> bool:
-    """Returns whether operands of matrix products may be rounded to the dtype of query, key and value."""
+    """Returns whether matrix products may take operands in the query's dtype: precision is the default everywhere."""
     precisions = (options.precision, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
     return all(precision in DEFAULT_PRECISION for precision in precisions)
 
 
 def _looped_axes(call: Call, scores: int) -> int | None:
-    """Counts the leading axes [B..., K, G] to loop over, given the number of scores of one head in memory at once.
+    """Chooses how many leading axes [B..., K, G] to loop over, so that the scores computed together fit in CPU caches.
 
-    On a CPU, enough that the scores computed together fit in its caches; the caller may raise the number. Returns None,
-    which forbids loops, on accelerators, if a mesh may split the arrays, and if sizes are symbolic.
+    `scores` is how many scores a head holds at a time; the caller may loop over more axes. Returns None, which forbids
+    loops, on accelerators, if a mesh may split the arrays, and if sizes are symbolic.
     """
     if call.options.target[:2] != ON_ONE_CPU or not call.options.has_known_sizes:
         return None  # an accelerator vmaps heads, and a mesh may split them
@@ -362,9 +360,9 @@ def _max_heads_on_tpu(call: Call, scores: int) -> int | None:
 
 
 def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
-    """Chooses the fastest tiling, and makes its block mask [B..., K | 1, G | 1] if the mask holds concrete arrays.
+    """Chooses the fastest tiling, and lists the tiles to visit (`BlockMask`) if the mask holds concrete arrays.
 
-    Otherwise the block mask is None: the caller computes it (`blockwise._block_mask`), at trace time or in the program.
+    Otherwise the list is None: the caller computes it (`blockwise._block_mask`), at trace time or in the program.
     """
     operands, options = call
     lengths, axes = operands.lengths, operands.query.ndim - 1

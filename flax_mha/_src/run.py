@@ -50,14 +50,14 @@ class _Engines(dict[str, Engine]):
 
 
 ENGINES = _Engines()
-# Kernels that None chooses, by published speeds: this package has not been run on a GPU or a TPU.
+# Kernels that `implementation=None` chooses, by published speeds: this package has not been run on a GPU or a TPU.
 PREFERRED = {"gpu": ("cudnn",), "tpu": ("splash",)}
-# The engine whose derivatives kernels borrow, and that computes the steps of a ring unless another one is named.
+# The engine that computes the derivatives that kernels lack, and the steps of a ring unless another one is named.
 PORTABLE = "blockwise"
 
 
 def run(call: Call, implementation: str | None) -> Result:
-    """Computes a call by the named or a chosen engine; `Result.largest` is the largest score of each head [B..., N].
+    """Computes a call by the named engine, or chooses one; `Result.largest` is each head's largest score [B..., N].
 
     Raises:
       ValueError: If no implementation has this name.
@@ -81,7 +81,7 @@ def run(call: Call, implementation: str | None) -> Result:
 
 
 def on_device(call: Call, implementation: str | None = None) -> Result:
-    """Computes a call on one device, by the named or a chosen engine."""
+    """Computes a call on one device by the engine named `implementation`; None chooses one."""
     name, elsewhere = implementation, None
     if name is None:
         name = choose(call)
@@ -113,7 +113,7 @@ def _compute_with(call: Call, engine: Engine, operands: Operands) -> Result:
 
 
 def compute(engine: Engine, call: Call) -> Result:
-    """Plans, guards and computes a call on one device."""
+    """Plans a call on one device, guards it against NaN, and computes it by `engine`."""
     plan, call = engine.plan(call)
     return _compute(engine, plan, *call)
 
@@ -134,7 +134,7 @@ def choose(call: Call) -> str:
 
 
 def refusals(name: str, call: Call, in_ring: bool = False) -> list[str]:
-    """Lists why an engine does not support a call on one device; `in_ring`: whether it is a step of strategy="ring"."""
+    """Lists why an engine does not support a call on one device; `in_ring`: the call is a step of strategy="ring"."""
     engine = ENGINES[name]
     if in_ring and not engine.shares:
         names = " and ".join(f'"{name}"' for name in NAMES if ENGINES[name].shares)
@@ -162,9 +162,9 @@ def _check_supported(implementation: str, reasons: list[str]) -> None:
 
 
 def _on_cpu(call: Call, name: str) -> Call | None:
-    """Returns the call with a CPU as its target, if a kernel (`name`) was chosen while tracing, else None.
+    """Returns the same call for a CPU, if the engine `name` is a kernel chosen while tracing, else None.
 
-    The program may still be compiled for a CPU; see `lower_for_platform.py`.
+    The program that is being traced may be compiled for a CPU after all; see `lower_for_platform.py`.
     """
     target = call.options.target
     if ENGINES[name].platform is None or target.assumed or not being_traced():
@@ -174,7 +174,7 @@ def _on_cpu(call: Call, name: str) -> Call | None:
 
 
 def _split_of(call: Call) -> split.Split | None:
-    """Returns the split of a call over devices, given by the caller, by types or by concrete arrays; else None."""
+    """Returns how a mesh splits a call, according to the caller, array types or concrete arrays; None: not split."""
     sharding, arrays = call.options.sharding, call.operands[:3]
     if isinstance(sharding, Context):
         return split.by_context(call, sharding)
@@ -183,7 +183,7 @@ def _split_of(call: Call) -> split.Split | None:
     if any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in arrays):
         return split.by_types(call)
     if not call.options.target.may_be_split or any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return None  # XLA's partitioner may split what is traced
+        return None  # XLA's partitioner may split traced arrays
     return split.by_placement(call)
 
 
@@ -201,7 +201,7 @@ def _run_in_ring(call: Call, context: Context, implementation: str | None) -> Re
 
 
 def _exchanging(context: Context | None, attend: Callable[[Call], Any]) -> Callable[[Call], Any]:
-    """Wraps `attend`, which runs on one device, in the communication of "ulysses" or "allgather", if requested."""
+    """Wraps `attend`, which runs on one device, in the communication that "ulysses" or "allgather" needs."""
     if context is None or context.strategy == "ring":
         return attend
     strategy = ulysses if context.strategy == "ulysses" else allgather
@@ -220,7 +220,7 @@ def _max_score(lse: Float[Array, "*B T N"], largest: Float[Array, "*B T N"]) -> 
 
 
 def explain(call: Call, implementation: str | None) -> Explanation:
-    """Explains which engine `run` would use for the part of a call on each device, or raises the error of `run`."""
+    """Explains which engine `run` would use on each device, or raises the error that `run` would raise."""
     check_name(implementation)
     parts, target, found = _split_of(call), call.options.target, []
     if parts is None:
