@@ -1,8 +1,8 @@
 """The strategies "ulysses" and "allgather" for a sequence that is split over devices.
 
-"ulysses": by an all-to-all, each device gets some of the heads over the whole sequence, computes their attention, and
-sends the output back: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509. "allgather": each device collects all keys
-and values, and computes the attention of its queries.
+"ulysses": an all-to-all gives each device some of the heads over the whole sequence; the device computes their
+attention, and another all-to-all sends the output back: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
+"allgather": each device collects all keys and values, and computes the attention of its queries.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from flax_mha._src.distributed import split
 
 
 def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> Result:
-    """Computes the attention of a device's queries; `attend` gets whole sequences, with some of the heads."""
+    """Computes a device's part of a call by strategy "ulysses"; `attend` gets some heads of the whole sequence."""
     operands, options = call
     axis, is_zigzag = context.axis, context.layout == "zigzag"
     order = split.chunk_order(context.layout, lax.axis_size(axis))
@@ -36,7 +36,7 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> R
 
 
 def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) -> Result:
-    """Computes the attention of a device's queries; `attend` gets all keys, and a chunk of the queries at a time."""
+    """Computes a device's part of a call by strategy "allgather"; `attend` gets all keys and a chunk of queries."""
     operands, options = call
     devices, rank = lax.axis_size(context.axis), lax.axis_index(context.axis)
     key, value = (

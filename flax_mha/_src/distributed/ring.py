@@ -2,14 +2,15 @@
 
 Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889. Each of N devices
 keeps its queries, and sends keys and values around the ring. In each of N *hops*, a device attends to the keys that it
-holds, while it sends them to the next device. The online softmax merges the results, in float32 at least.
+holds, while it sends them to the next device. The online softmax merges the results, in float32 at least. In "zigzag",
+a device holds two chunks of the sequence; a hop computes each pair of a chunk of queries and a chunk of keys.
 
-Given output and log-sum-exp over all keys, the derivative of attention is a sum over keys. So the tangent is one more
-pass around the ring, and each hop computes its *share*: the sum over its own keys (`Engine.share`). The
+Given output and log-sum-exp over all keys (`known`), the derivative of attention is a sum over keys. So the tangent is
+one more pass around the ring, and each hop computes its *share*: the sum over its own keys (`Engine.share`). The
 transpose of the tangent, the backward pass, is another. JAX differentiates these passes for higher orders.
 
-No hop is skipped, whatever the mask. All devices run one program, so the positions of a hop's keys are data, and its
-block mask is made at run time; tiles that are masked throughout are not computed.
+No hop is skipped, whatever the mask. All devices run one program, so the positions of a hop's keys, and the tiles to
+visit, are known only at run time; tiles that are masked throughout are not computed.
 """
 
 import functools
@@ -34,13 +35,13 @@ from flax_mha._src.math.online_softmax import State
 from flax_mha._src.plan import Plan
 
 Cut = Callable[[Operands], Call]  # cuts a pair of chunks out of a device's operands; see `Ring.fold`
-Trainable = dict[str, Any]  # the operands of a call that have derivatives, by name
+Trainable = dict[str, Any]  # the operands of a call that get derivatives, by name
 
 
 def attention(call: Call, context: Context, engine: Engine, portable: Engine) -> Result:
-    """Computes a device's part of a call, inside `jax.shard_map`, with hops by `engine`.
+    """Computes a device's part of a call inside `jax.shard_map`; `engine` computes the hops, forward and backward.
 
-    `portable` computes the derivatives, and must itself have derivatives of every order.
+    `portable` computes all other derivatives, and must itself have derivatives of every order.
     """
     operands, options = call
     ring, step = _ring_of(Call(operands, options._replace(return_residual=True)), context)
@@ -52,19 +53,19 @@ def attention(call: Call, context: Context, engine: Engine, portable: Engine) ->
 
 
 def first_step(call: Call, context: Context) -> Call:
-    """Returns the call of the first hop, for the first chunk of a device's queries."""
+    """Returns the call of the first pair, to plan or refuse the call: all pairs have the same shapes."""
     return _ring_of(call, context)[1]
 
 
 def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
-    """Returns the ring, without engines, and its `first_step`."""
+    """Makes the ring of a call, still without engines, and the call of its `first_step`."""
     operands, chunks = _of_hops(call.operands), 2 if context.layout == "zigzag" else 1
     ring = Ring(context.axis, lax.axis_size(context.axis), chunks, operands.query.ndim - 3, call.options)
     return ring, ring.slice(operands, lax.axis_index(ring.axis), 0, 0)
 
 
 def _of_hops(operands: Operands) -> Operands:
-    """Returns the operands for hops: sinks are added after the last hop, and dropout uses the words in `head_ids`."""
+    """Removes operands that hops do not use: sinks, added after the last hop, and the dropout key (see `head_ids`)."""
     return operands._replace(sinks=None, dropout_rng=None)
 
 
@@ -85,7 +86,7 @@ class Ring(NamedTuple):
 
     @property
     def portable(self) -> "Ring":
-        """This ring with hops by the engine that has derivatives of every order."""
+        """The same ring with hops computed by the engine that has derivatives of every order."""
         return self._replace(engines=self.engines[-1:])
 
     def fold(
@@ -95,11 +96,11 @@ class Ring(NamedTuple):
         state: T,
         after_hop: Callable[[T], T] = lambda state: state,
     ) -> T:
-        """Folds `step(held, cut, i, state)` over all pairs of chunks in all hops, and returns the last state.
+        """Loops over all hops and, in each, all pairs: updates `state` by `step(held, cut, i, state)`.
 
         `held` is `operands` with the keys and values that the device holds in this hop, which came from another device.
         `cut(held)` makes the call of a pair: chunk `i` of the device's queries, and one chunk of these keys.
-        `after_hop` changes the state at the end of each hop.
+        `after_hop` updates the state at the end of each hop.
         """
         rank, (leaves, structure) = lax.axis_index(self.axis), jax.tree.flatten(operands)
         travels = [axes.travels for axes in slices.sequence_axes(operands)]
@@ -132,14 +133,14 @@ class Ring(NamedTuple):
         )
 
     def hop(self, call: Call, known: Result | None = None) -> Result:
-        """Computes the call of a pair in float32 at least or, given `known`, calls `Engine.share` with it."""
+        """Computes the call of a pair in float32 at least; given `known`, returns it by `Engine.share` instead."""
         operands, (engine, plan) = call.operands, self.engines[0]
         query, key, value = (x.astype(self.options.dtype) for x in operands[:3])
         call = guard(call._replace(operands=operands._replace(query=query, key=key, value=value)), plan)
         return engine.forward(plan, call) if known is None else engine.share(plan, call, known)
 
     def share(self, held: Operands, cut: Cut, known: Result) -> Callable[[Trainable], Result]:
-        """Makes a function of the trainable operands that returns `known`; its derivatives are this pair's share."""
+        """Makes a function of the trainable operands that returns `known`; its derivative is this pair's share."""
         return lambda trainable: self.hop(cut(held._replace(**trainable)), known)
 
     def send(self, tree: T) -> T:
@@ -151,7 +152,7 @@ class Ring(NamedTuple):
         return trainable | self.send({name: trainable[name] for name in ("key", "value")})
 
     def rows(self, results: T, chunk: Scalar) -> T:
-        """Cuts the rows of one chunk of queries out of results."""
+        """Cuts the entries of one chunk of queries out of arrays of results."""
 
         def cut(x: Array) -> Array:
             size = x.shape[self.rows_axis] // self.chunks
@@ -160,7 +161,7 @@ class Ring(NamedTuple):
         return jax.tree.map(cut, results)
 
     def put_rows(self, results: T, chunk: Scalar, parts: T) -> T:
-        """Returns `results` with `parts` in place of the rows that `rows` cuts out."""
+        """Returns `results` with `parts` in place of the entries that `rows(results, chunk)` cuts out."""
 
         def put(x: Array, part: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(x, part, chunk * part.shape[self.rows_axis], self.rows_axis)
@@ -169,7 +170,7 @@ class Ring(NamedTuple):
 
 
 def _merge_hops(ring: Ring, operands: Operands) -> Result:
-    """Computes output, log-sum-exp and, if asked for, largest scores over all keys, by merging all hops.
+    """Runs the forward pass: merges the results of all hops to output, log-sum-exp and, if wanted, largest scores.
 
     In the online softmax, the result over some keys is like one more key: its score is the log-sum-exp and its value is
     the output. The state keeps maximum and sum apart; a merged log-sum-exp would be rounded in every hop.
@@ -223,7 +224,7 @@ def _gradients(ring: Ring, operands: Operands, known: Result, cotangents: Result
 
 
 def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> tuple[Array, Array]:
-    """Adds sinks, one score per head without a value, to the softmax behind output and log-sum-exp; returns both."""
+    """Adds sinks (one score per head, without a value) to a finished softmax; returns new output and log-sum-exp."""
     # Rows that are NaN, or have neither a visible score nor a sink, stay as they are and have no gradient.
     proper = (lse < jnp.inf) & ((lse > -jnp.inf) | (sinks > -jnp.inf))
     a, b = (jnp.where(proper, x, jnp.zeros_like(x)) for x in (lse, jnp.broadcast_to(sinks, lse.shape)))
@@ -232,7 +233,7 @@ def _with_sinks(output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]) -> tup
 
 
 def _results(ring: Ring, operands: Operands) -> Any:
-    """Computes `_merge_hops` as one operation, whose derivatives are `_tangents` and `_gradients`."""
+    """Computes `_merge_hops` as one JAX operation with the derivatives `_tangents` and `_gradients`."""
     leaves, structure = jax.tree.flatten(operands)
     rows, dtype = operands.query.shape[:-1], ring.options.dtype
     shapes = (*rows, operands.value.shape[-1]), *(rows for _ in range(1 + ring.options.return_max_score))
@@ -254,9 +255,9 @@ def _results(ring: Ring, operands: Operands) -> Any:
 
 
 def _linear(compute: Callable, ring: Ring, operands: Operands, known: Result, linear: Any) -> list[Array]:
-    """Returns the leaves of `compute(ring, operands, known, linear)`, as one operation that JAX can transpose.
+    """Computes `compute(ring, operands, known, linear)` as one operation that JAX can transpose; returns its leaves.
 
-    `compute` is `_tangents`, or its transpose `_gradients`; `linear` are the tangents or cotangents.
+    `compute` is `_tangents` or its transpose `_gradients`, and `linear` holds the tangents or cotangents.
     """
     leaves, residuals = jax.tree.flatten((operands, known))
     linear_leaves, structure = jax.tree.flatten(linear)

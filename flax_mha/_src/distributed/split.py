@@ -2,9 +2,9 @@
 
 A split is known if the caller gives it (`qkv_sharding`, `context_parallel`), if the types of the arrays contain it (on
 a mesh with Explicit axes), or if the arrays are concrete. Otherwise, XLA's partitioner splits the call. `run_on_mesh`
-computes the parts inside `jax.shard_map`, each as a call of its own. They need no communication unless the sequence is
-split, and any engine can compute them, fused kernels too; `ring.py` and `exchange.py` are the strategies for that case,
-with `slice_call` and `reorder_keys`.
+computes each device's part inside `jax.shard_map`, as a call of its own, by any engine, fused kernels too. The parts
+need no communication unless the sequence is split; `ring.py` and `exchange.py` are the strategies for that case. They
+cut the sequence into equal *chunks*: each device holds one or, with the layout "zigzag", two.
 """
 
 import math
@@ -41,7 +41,7 @@ def number_of_parts(mesh: Any, axes: Axes) -> int:
 
 
 def is_explicit(x: Any) -> bool:
-    """Returns whether the type of an array contains its split, as on a mesh with Explicit axes."""
+    """Returns whether the type of an array shows how it is split, as on a mesh with Explicit axes."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
@@ -54,7 +54,7 @@ def pad_spec(spec: Iterable[Any], rank: int) -> tuple[Any, ...]:
 def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
     """Returns the mesh axes that split the key heads, if `axes` split the query heads into `parts`.
 
-    None if there are fewer key heads than parts: then every device holds all of them.
+    Returns None if there are fewer key heads than parts: then every device holds all key heads.
     """
     if num_kv_heads % parts and parts % num_kv_heads:
         raise ValueError(
@@ -65,7 +65,7 @@ def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
 
 
 class Split(NamedTuple):
-    """The mesh axes that split the batch axes, the heads and the sequence of a call."""
+    """How a mesh splits a call: the mesh axes that split its batch axes, its heads and its sequence."""
 
     mesh: Mesh | AbstractMesh
     manual: frozenset[str]  # the mesh axes of the `jax.shard_map` in which the parts are computed
@@ -75,13 +75,13 @@ class Split(NamedTuple):
     context: Context | None = None  # the arguments of `context_parallel`; None if the sequence is not split
 
     def spec(self, x: Any, axes: str) -> PartitionSpec:
-        """Returns the split of an array, given the names of its axes, such as "B T N H"; see `masks/base.py`."""
+        """Returns the PartitionSpec of an array from the names of its axes, such as "B T N H" (`masks/base.py`)."""
         by_name = {"B": self.batch, "N": (self.heads,), "K": (self.key_heads,), **self._sequences(axes.split())}
         each = [part for name in axes.split() for part in by_name.get(name, (None,))]
         return PartitionSpec(*(None if n == 1 else part for n, part in zip(x.shape, each, strict=False)))
 
     def _sequences(self, names: list[str]) -> dict[str, tuple[Axes]]:
-        """Maps the axis names that `context_parallel` splits to mesh axes, in an array whose axes are `names`."""
+        """Maps the axis names that `context_parallel` splits to mesh axes, for an array whose axes are `names`."""
         if self.context is None:
             return {}
         axis, strategy = self.context.axis, self.context.strategy
@@ -94,7 +94,7 @@ class Split(NamedTuple):
 
     @property
     def output_spec(self) -> PartitionSpec:
-        """The split of output [B..., T, N, Hv] and log-sum-exp [B..., T, N]."""
+        """The PartitionSpec of output [B..., T, N, Hv] and log-sum-exp [B..., T, N]."""
         return PartitionSpec(*self.batch, None if self.context is None else self.context.axis, self.heads)
 
     def reshard(self, x: Any, spec: PartitionSpec) -> Any:
@@ -104,7 +104,7 @@ class Split(NamedTuple):
     def shard_map(
         self, function: Callable[..., Any], arrays: Sequence[Any], axes: Sequence[str], out_spec: PartitionSpec
     ) -> Any:
-        """Calls `function` in `jax.shard_map`; `axes` are the names of the axes of each array."""
+        """Calls `function(*arrays)` in `jax.shard_map`; `axes` names the axes of each array."""
         specs = tuple(self.spec(x, names) for x, names in zip(arrays, axes, strict=True))
         everything = self.manual == frozenset(self.mesh.axis_names)
         mapped = jax.shard_map(
@@ -119,7 +119,7 @@ class Split(NamedTuple):
 
 
 def by_types(call: Call) -> Split:
-    """Returns the split given by the types of query, key and value, at least one of which is on an Explicit mesh."""
+    """Returns the split that the types of query, key and value show, at least one of which is on an Explicit mesh."""
     arrays = call.operands[:3]
     mesh = next(jax.typeof(x).sharding.mesh for x in arrays if is_explicit(x))
     specs = [jax.typeof(x).sharding.spec for x in arrays]
@@ -127,14 +127,14 @@ def by_types(call: Call) -> Split:
 
 
 def by_caller(call: Call, sharding: Any) -> Split | None:
-    """Returns the split by `qkv_sharding`, on its own mesh or the one of `jax.set_mesh`; None if there is no mesh."""
+    """Returns the split by `qkv_sharding`, on its own mesh or the mesh of `jax.set_mesh`; None if there is no mesh."""
     mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
     known = _known_axes("qkv_sharding", mesh, [name for axes in spec for name in names_of(axes)], "a NamedSharding")
     return _split(mesh, known, [spec], call, "qkv_sharding") if known else None
 
 
 def by_placement(call: Call) -> Split | None:
-    """Returns the split by the shardings of concrete arrays; None if they share no mesh, or do not fit the call."""
+    """Returns the split of concrete query, key and value; None if they share no mesh, or do not fit the call."""
     shardings: list[Any] = [x.sharding for x in call.operands[:3]]
     if not all(isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings):
         return None
@@ -162,7 +162,7 @@ def by_context(call: Call, context: Context) -> Split:
 
 
 def _known_axes(argument: str, mesh: Any, named: Sequence[str], fix: str) -> list[str]:
-    """Returns the mesh axes that may split arrays; raises a ValueError if the `argument` names others."""
+    """Returns the mesh axes that may split arrays; raises a ValueError if `named`, from `argument`, has others."""
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
     if unknown := set(named) - set(known):
         have = f"the mesh has {tuple(known)}" if known else f"no mesh is set; use jax.set_mesh, or {fix}"
@@ -174,7 +174,7 @@ def _known_axes(argument: str, mesh: Any, named: Sequence[str], fix: str) -> lis
 
 
 def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
-    """Returns the mesh, and for each axis of the query the mesh axes that split it, None if unknown or not split."""
+    """Returns the mesh, and the mesh axes that split each axis of the query (None: unknown, or not split)."""
     query: Any = call.operands.query
     is_traced = isinstance(query, jax.core.Tracer)
     known: Any = jax.typeof(query).sharding if is_explicit(query) else None if is_traced else query.sharding
@@ -185,7 +185,7 @@ def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]
 
 
 def _check_sequences(call: Call, context: Context, split: Split) -> None:
-    """Checks that lengths, and heads for "ulysses", can be split over the devices."""
+    """Checks that the devices can split the sequence lengths evenly and, for "ulysses", the heads."""
     if call.options.cached:
         raise ValueError("context_parallel does not support decoding, but got a cache; decode without it.")
     if call.operands.key_indices is not None:
@@ -212,7 +212,7 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
 
 
 def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, source: str) -> Split:
-    """Makes the split by the PartitionSpecs of query, key and value, or by one for all; errors name their `source`."""
+    """Makes a `Split` from the PartitionSpecs of query, key and value, or one for all three; errors name `source`."""
     query, key, *_ = call.operands
     by_axis = zip(*(pad_spec(spec, query.ndim) for spec in specs), strict=True)
     given = [{axes for axes in each if axes not in (None, ())} for each in by_axis]
@@ -241,7 +241,7 @@ def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, s
 
 
 def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array:
-    """Places `x` by a sharding, or by the first `rank` entries of its spec, if there is a sharding."""
+    """Reshards `x` to a sharding, or to the first `rank` entries of its spec; returns `x` if the sharding is None."""
     if sharding is None:
         return x
     mesh: Any = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
@@ -255,7 +255,7 @@ def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array
 
 
 def take_entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
-    """Gathers the entries of `x` at the indices `numbers` of its first axis; `missing` for indices out of range.
+    """Gathers x[numbers] along the first axis; entries for indices out of range are filled with `missing`.
 
     On a mesh with Explicit axes, the result is split like `x`, but along the first axis only if its length allows it.
     """
@@ -269,7 +269,7 @@ def take_entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
 
 
 def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callable[[Call], Any]) -> Any:
-    """Computes `run(call)`, which returns output and log-sum-exp, on each device for its part of the call."""
+    """Calls `run(call)` on each device with its part of the call, and returns the result of the whole call."""
     operands = operands._replace(head_ids=head_ids(operands, options))
     leaves, structure = jax.tree.flatten(operands)
 
@@ -281,13 +281,13 @@ def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callabl
 
 
 def unsplit(call: Call) -> Call:
-    """Returns the call, marked as one whose arrays are on one device."""
+    """Marks a call as one whose arrays are on one device."""
     options = call.options
     return call._replace(options=options._replace(sharding=None, target=options.target._replace(may_be_split=False)))
 
 
 def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
-    """Returns `part`, a device's part of `whole`; if key heads are not split, with only the key head of its queries."""
+    """If a device holds all key heads, reduces its `part` of the `whole` to the one key head that its queries use."""
     if parts.heads == parts.key_heads:
         return part
     group_size = whole.query.shape[-2] // whole.key.shape[-2]
@@ -311,7 +311,7 @@ def empty_result(call: Call, parts: Split) -> Result:
 
 
 def reorder_keys(operands: Operands, order: np.ndarray, and_queries: bool = False) -> Operands:
-    """Calls `reorder_chunks` on all arrays along their keys and, with `and_queries`, along their queries."""
+    """Reorders chunks of keys in all arrays and, with `and_queries`, of queries; for `order` see `reorder_chunks`."""
 
     def change(x: Array, axes: SequenceAxes) -> Array:
         x = x if axes.keys is None else reorder_chunks(x, order, axes.keys)
@@ -321,7 +321,7 @@ def reorder_keys(operands: Operands, order: np.ndarray, and_queries: bool = Fals
 
 
 def reorder_chunks(x: Any, order: np.ndarray, axis: int) -> Any:
-    """Cuts an array of NumPy or JAX into `len(order)` chunks, and joins them such that chunk `order[i]` is the i-th."""
+    """Cuts an array into `len(order)` equal chunks, and joins them again so that chunk `order[i]` is the i-th."""
     library = np if isinstance(x, np.ndarray) else jnp
     chunks = library.split(x, len(order), axis)
     return library.concatenate([chunks[i] for i in order], axis)
@@ -336,5 +336,5 @@ def chunk_order(layout: Layout, devices: int) -> np.ndarray:
 
 
 def chunk_of(rank: Any, number: Any, devices: int) -> Any:
-    """Returns which chunk of the sequence is chunk `number` (0 or, in "zigzag", also 1) of the device `rank`."""
+    """Returns which chunk of the sequence device `rank` holds as its chunk `number` (0 or, in "zigzag", also 1)."""
     return rank + number * (2 * devices - 1 - 2 * rank)

@@ -20,11 +20,11 @@ Names = tuple[str | None, ...]
 
 
 def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[str, Names]:
-    """Returns the axis names of each parameter, for Flax's metadata; `head_axis` is the name of the axis of heads.
+    """Returns names for the axes of each parameter, for Flax's metadata: `head_axis` for heads, None for all others.
 
     The entries "query" and "key" (for keys and values) name the axes of kernels [features, heads, H]; a bias lacks the
-    first axis. The last axes of a cache [B..., S, K, H] have the names in "key", all None if there are fewer key heads
-    than devices.
+    first axis. "key" also names the last axes of a cache [B..., S, K, H]; its names are all None if there are fewer
+    key heads than devices.
     """
     parts = _size(head_axis)
     if num_heads % parts:
@@ -45,18 +45,18 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
 
 
 def mesh_axis(head_axis: str) -> Any:
-    """Returns the mesh axes that Flax's current rules give to a logical axis, or the name itself if it has no rule."""
+    """Returns the mesh axes that Flax's current rules give a logical axis, or `head_axis` itself if it has no rule."""
     return next((mesh for logical, mesh in spmd.get_logical_axis_rules() if logical == head_axis), head_axis)
 
 
 def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..., Any]:
-    """Wraps an initializer for Flax linen, so that its parameter is boxed with the names of its axes."""
+    """Wraps an initializer so that Flax linen boxes the parameter with the names of its axes."""
     box = Box if mesh_axis(head_axis) == head_axis else LogicalBox
     return lambda *arguments: box(init(*arguments), names)
 
 
 class _Unboxing:
-    """Makes `unbox` place the parameter on the mesh, except the flat kernel that `DenseGeneral` makes first."""
+    """A mixin whose `unbox` places a parameter on the mesh, except the flat kernel that `DenseGeneral` makes first."""
 
     value: Any
     names: Names
@@ -70,16 +70,16 @@ class _Unboxing:
 
 @struct.dataclass
 class Box(_Unboxing, nn.Partitioned):
-    """A parameter with the mesh axes that split its axes."""
+    """A parameter boxed with the mesh axes that split its axes."""
 
 
 @struct.dataclass
 class LogicalBox(_Unboxing, nn.LogicallyPartitioned):
-    """A parameter with the logical axes that split its axes."""
+    """A parameter boxed with logical axes, which Flax's rules map to mesh axes."""
 
 
 def _size(head_axis: str) -> int:
-    """Returns the number of devices along a mesh axis, or a logical axis with a rule; 1 without a mesh."""
+    """Returns how many devices split the heads along a mesh axis, or a logical axis with a rule; 1 without a mesh."""
     axes, mesh = mesh_axis(head_axis), jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return 1
@@ -92,7 +92,7 @@ def _size(head_axis: str) -> int:
 
 
 def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: Any) -> NamedSharding:
-    """Returns the sharding that `lax.dot_general` requires for a product that sums over split axes."""
+    """Returns the `out_sharding` of a `lax.dot_general`, which JAX requires if the axes that it sums over are split."""
     (lhs_sums, rhs_sums), (lhs_batch, rhs_batch) = dimension_numbers
     left, right = (pad_spec(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
     batch = [left[axis] for axis in lhs_batch]

@@ -1,6 +1,6 @@
 """`attention_fn`: `dot_product_attention` with the signature that the modules of `flax.nnx` and `flax.linen` call.
 
-The modules of this package find the `CoreAttention` of the function, and call that.
+If possible, the modules of this package skip this function, and use its attribute `core`, a `CoreAttention`.
 """
 
 import functools
@@ -67,7 +67,7 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
 ) -> Array:
     """Computes `flax_mha.dot_product_attention` with the signature that Flax's modules expect of an `attention_fn`.
 
-    All other arguments are the same as in `dot_product_attention`.
+    Arguments that are not listed here are the same as in `dot_product_attention`.
 
     Args:
       mask: Broadcasts to [B..., N, T, S]; bool, or numbers that are 0 or 1, as Flax's `make_causal_mask` returns them.
@@ -98,7 +98,7 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     """
     given = dict(locals())
     query, key, value = (promote_dtype or dtypes.promote_dtype)((query, key, value), dtype=dtype)
-    is_no_mask = None  # whether a mask of traced numbers holds others than 0 and 1
+    is_no_mask = None  # whether a mask of traced numbers holds numbers other than 0 and 1
     if not isinstance(mask, Mask | None):
         mask, is_no_mask = validation.mask_of_numbers(mask)
     extra = {name: x for name, x in given.items() if name in EXTRA}
@@ -128,14 +128,14 @@ attention_fn.core = CoreAttention(  # type: ignore[attr-defined]
 
 
 def sow(module: Any, name: str, x: Array) -> None:
-    """Sows an array in a module of nnx or linen, as Flax's modules sow weights."""
+    """Sows an array, such as attention weights, in a module of nnx or linen, like Flax's modules."""
     module.sow(nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", name, x)
 
 
 def _flax_attention(
     query: Array, key: Array, value: Array, bias: Any, mask: Any, is_causal: bool, extra: dict, **arguments: Any
 ) -> Array:
-    """Computes Flax's own attention, which lacks mask objects and the arguments `extra`."""
+    """Computes Flax's own attention; raises a ValueError for a mask object or any argument in `extra`."""
     extra["mask"] = mask if isinstance(mask, Mask) else None
     given = [name for name, x in extra.items() if x is not None and not (isinstance(x, int) and x == 0)]
     if given:
@@ -153,8 +153,8 @@ def _flax_attention(
 def _weights(query: Array, key: Array, bias: Array | None = None, **arguments: Any) -> Float[Array, "*B N T S"]:
     """Computes the softmax's weights, before dropout, in float32, or in float64 for such inputs.
 
-    They are 0 in rows whose keys are all masked, and NaN in rows whose output is NaN. They are computed as the
-    derivative of the log-sum-exp by the scores, so that scores and masks are those of the core.
+    The weights are 0 for queries whose keys are all masked, and NaN if the output is NaN. They are the derivative of
+    the log-sum-exp with respect to the scores, so that the engine's own scores and masks are used.
     """
     batch, (length, heads, _) = query.shape[:-3], query.shape[-3:]
     dtype = accumulation_dtype(query.dtype)

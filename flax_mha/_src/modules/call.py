@@ -24,8 +24,8 @@ from flax_mha.cache.latent import Latent
 from flax_mha.cache.shared import Appended, SharedKV
 from flax_mha.masks import Mask
 
-# Where the keys of a call come from. "inputs": from its inputs. "cache": from the cache and from its inputs, which go
-# into the cache. "to store": from its inputs, and later calls use these keys, too. "stored": from an earlier call.
+# Where the keys of a call come from. "inputs": from its inputs. "cache": from the cache and from its inputs, which are
+# added to the cache. "to store": from its inputs, and later calls use these keys, too. "stored": from an earlier call.
 # "shared": from the call of another module, and from that module's cache.
 KeySource = Literal["inputs", "cache", "stored", "to store", "shared"]
 Layer = Callable[[Array], Array]
@@ -34,7 +34,7 @@ OPTIONS = ("implementation", "scale", "local_window_size", "logits_soft_cap")
 
 
 class FlaxModule(NamedTuple):
-    """A module of nnx or linen for one call: its layers, parameters and cache, and Flax's arguments."""
+    """What `call_module` needs of a module of nnx or linen: its layers, parameters, cache, and Flax's arguments."""
 
     module: Any  # has the options
     query: Layer  # projects inputs [B..., T, D] to queries [B..., T, N, H]
@@ -44,7 +44,7 @@ class FlaxModule(NamedTuple):
     cache: Callable[[Array, Array], Arrays | None]  # returns the cache, given query and key; None if this call makes it
     write: Callable[[Arrays, bool], None]  # sets the cache to new arrays or, if True, to keys, values and lengths
     arguments: dict[str, Any]  # arguments of the attention function as Flax's module passes them
-    value: Layer | None = None  # projects inputs to values; None with `latent`, or if projected keys are the values
+    value: Layer | None = None  # projects inputs to values; None with `latent`, or if values are the projected keys
     value_norm: Layer | None = None
     norms: tuple[Layer, Layer | None] | None = None  # of queries and of keys
     norms_after_rope: bool = False
@@ -59,14 +59,14 @@ class FlaxModule(NamedTuple):
     clip_qkv: float | None = None  # the largest magnitude of queries, keys and values, before they are rotated
 
     def output(self, x: Float[Array, "*B T N Hv"], value: Array, inputs_q: Array) -> Float[Array, "*B T Dout"]:
-        """Does what the options say with the attention's output: own values, gate, norm; then projects it back."""
+        """Applies the options for attention's output (`exclusive`, gate, norm), and projects it back to features."""
         x = exclude_own(x, value) if self.exclusive else x
         x = x if self.gate is None else apply_gate(x, self.gate(inputs_q), self.gate_activation)
         return self.out(x if self.out_norm is None else self.out_norm(x))
 
 
 class Given(NamedTuple):
-    """The arguments of a module's call."""
+    """The arguments with which a user calls a module."""
 
     decode: bool
     inputs_q: Float[Array, "*B T D"]
@@ -91,12 +91,12 @@ class Given(NamedTuple):
         return self.inputs_k is not None and self.inputs_k is not self.inputs_q
 
 
-# The arguments that modules pass on from their own call.
+# The arguments of a module's call that it passes on to `call_module`.
 PASSED_ON = frozenset(Given._fields) - {"decode"}
 
 
 def call_module(flax: FlaxModule, given: Given) -> Any:
-    """Computes the output of a module, and writes its cache if nothing has raised; adds a `SharedKV` if asked."""
+    """Computes a module's output, and writes its cache if nothing raised; with `return_kv`, also returns `SharedKV`."""
     _check_sharing(flax, given)
     keys, core = _source_of_keys(given, flax.stored is not None), core_of(flax.module.attention_fn)
     if keys == "stored":
@@ -144,7 +144,7 @@ def _attend(
     arguments: dict[str, Any],
     top_k: int,
 ) -> tuple[Float[Array, "*B T N Hv"], Appended | None]:
-    """Computes the attention and, with a cache, what it becomes."""
+    """Computes the attention; with a cache, also returns the cache with the new keys and values (`Appended`)."""
     if cache is not None:
         arguments.pop("is_causal", None)  # decoding is always causal
         appended = None if given.kv is None else given.kv.appended
@@ -165,7 +165,7 @@ def _index(
     cache: KVCache | None,
     arguments: dict[str, Any],
 ) -> tuple[int, KVCache | None]:
-    """Sets the argument `key_indices` by the indexer; returns its `top_k`, 0 if the call lists keys, and its cache."""
+    """Lets the indexer choose `key_indices`; returns its `top_k` (0 if the call lists keys itself) and its cache."""
     if core is None:
         raise ValueError("attention_fn must be flax_mha.attention_fn with an indexer, but got another function.")
     query, key, weights = layers.project(inputs)
@@ -203,7 +203,7 @@ def _source_of_keys(given: Given, has_stored: bool) -> KeySource:
 
 
 def _check_sharing(flax: FlaxModule, given: Given) -> None:
-    """Raises a ValueError unless the module and its call agree on whether keys and values are another module's."""
+    """Raises a ValueError unless module and call agree on whether keys and values come from another module."""
     if flax.latent is not None:
         return
     validation.flag("return_kv", given.return_kv)
@@ -263,7 +263,7 @@ def _check_exclusive(exclusive: bool, given: Given, keys: KeySource) -> None:
 def _heads(
     flax: FlaxModule, given: Given, keys: KeySource, inputs: tuple[Array, Array, Array], self_attention: bool
 ) -> tuple[Heads, KVCache | None, Array | None]:
-    """Projects, normalizes and rotates; returns query, key and value, the cache, and the lengths of stored keys."""
+    """Projects inputs, normalizes, rotates; returns (query, key, value), the cache, and lengths of stored keys."""
     inputs_q, inputs_k, inputs_v = inputs
     query, cache, lengths = flax.query(inputs_q), None, None
     if keys == "stored":
@@ -280,7 +280,7 @@ def _heads(
         query, key = _normalize(flax, query, key, keys)
     if flax.clip_qkv is not None:
         query, *others = (jnp.clip(x, -flax.clip_qkv, flax.clip_qkv) for x in (query, key, value))
-        # Stored and shared ones were clipped before they were rotated.
+        # Stored and shared keys and values were clipped before they were rotated.
         key, value = (key, value) if keys in ("stored", "shared") else others
     if keys == "cache":
         cache = _cache_of(flax, query, key, value, given.is_cross)
@@ -296,7 +296,7 @@ def _heads(
 
 
 def _value(flax: FlaxModule, key: Array, inputs_v: Array) -> Array:
-    """Returns the values: projected inputs or, if they share the projection, keys before norm and rotation."""
+    """Returns the projected values; with a shared projection, these are the keys before norm and rotation."""
     if flax.latent is not None:
         return key[..., :0]
     value = key if flax.value is None else flax.value(inputs_v)
@@ -312,7 +312,7 @@ def _normalize(flax: FlaxModule, query: Array, key: Array, keys: KeySource) -> t
 
 
 def _cache_of(flax: FlaxModule, query: Array, key: Array, value: Array, is_cross: bool) -> KVCache | None:
-    """Returns the module's cache, checked to fit key and value; None if this call makes the cache."""
+    """Returns the module's cache after checking that it fits key and value; None if this call creates the cache."""
     arrays = flax.cache(query, key)
     if arrays is None:
         return None
@@ -330,7 +330,7 @@ def _cache_of(flax: FlaxModule, query: Array, key: Array, value: Array, is_cross
 
 
 def reach(local_window_size: Any) -> int | None:
-    """Returns the number of positions before its own that a query attends to; None means all."""
+    """Returns how many earlier positions a query attends to with this `local_window_size`; None means all."""
     window = check_window(local_window_size)
     return None if window is None else window[0]
 
@@ -344,9 +344,9 @@ def _arguments(
     query: Array,
     decoding: bool,
 ) -> tuple[dict[str, Any], Bool[Array, ""] | None]:
-    """Joins the attention function's arguments: Flax's, the module's options, the call's, a partial's.
+    """Joins the arguments of the attention function: from Flax, module options, the call, and a `functools.partial`.
 
-    Also returns whether a mask of traced numbers holds others than 0 and 1; None if that is known.
+    Also returns whether a mask of traced numbers has values other than 0 and 1; None if the mask has been checked.
     """
     ours = {name: getattr(flax.module, name) for name in OPTIONS} | {"sinks": flax.sinks} | per_sequence
     ours |= {name: getattr(given, name) for name in ("mask", "bias", "score_mod", "key_indices")}
@@ -355,7 +355,7 @@ def _arguments(
     ours["qkv_sharding"] = _attention_sharding(flax.module, core, given.qkv_sharding, query)
     # The positions of queries that use stored keys are not known.
     without = ("is_causal",) if keys in ("stored", "to store") else ()
-    # Without None, any function with Flax's signature will do.
+    # Arguments of None are left out, so that a function with only Flax's signature works, too.
     arguments = flax.arguments | {name: x for name, x in ours.items() if x is not None and name not in without}
     arguments = arguments if core is None else core.combine(arguments, without, decoding)
     mask, is_no_mask = arguments.get("mask"), None
@@ -367,7 +367,7 @@ def _arguments(
 def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:
     """Returns the attention's `qkv_sharding`: the call's or a partial's, else one that splits heads over `head_axis`.
 
-    The heads are only split so on a mesh with Auto axes, and only if no other axis may split the batch; else None.
+    `head_axis` is used only on a mesh of Auto axes, and only if no other mesh axis may split the batch; else None.
     """
     if module.head_axis is None:
         return qkv_sharding
@@ -383,7 +383,7 @@ def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: A
 
 
 def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any) -> Array:
-    """Computes `jax.lax.dot_general`; on a mesh with Explicit axes, the result is split as its operands are."""
+    """Computes `jax.lax.dot_general` for projections: splits results on Explicit meshes, and is fast in bfloat16."""
     by_types = any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in (lhs, rhs))
     if by_types and options.get("out_sharding") is None:
         options["out_sharding"] = tensor_parallel.sharding_of_product(lhs, rhs, dimension_numbers)

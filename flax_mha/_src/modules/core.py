@@ -1,4 +1,4 @@
-"""How modules compute or explain attention: by the `CoreAttention` of a function or, if it cannot, by any function."""
+"""How modules compute or explain attention: by a `CoreAttention` or, if it cannot, by calling `attention_fn`."""
 
 import dataclasses
 import functools
@@ -26,11 +26,11 @@ from flax_mha.masks import ArrayMask, CausalMask, Mask
 
 # Arguments of `attention_fn` that are arguments of `dot_product_attention`.
 CORE = Arguments.__optional_keys__ | {"bias", "mask", "implementation"}
-# A call with others than these, such as `module`, which sows weights, is computed by the attention function itself.
+# A call with an argument that is not in DIRECT, such as `module`, which sows weights, calls the attention function.
 DIRECT = CORE | {"deterministic", "dtype", "force_fp32_for_softmax"}
 # Arguments that a module sets in every call, so that no `functools.partial` may set them.
 FROM_MODULE = ("query", "key", "value", "dropout_rng", "dropout_rate", "module", "max_score_module")
-EINSUMS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")  # with which Flax computes
+EINSUMS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")  # for Flax's own function
 P = ParamSpec("P")
 Heads = tuple[Array, Array, Array]  # query, key and value
 STATIC = (bool, int, float, str, tuple)  # types of arguments that are compared by their values
@@ -38,17 +38,17 @@ STATIC = (bool, int, float, str, tuple)  # types of arguments that are compared 
 
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """The attribute `core` of this package's attention functions: how modules compute calls directly."""
+    """The attribute `core` of this package's attention functions: modules compute by it without calling them."""
 
-    function: Callable[..., Array]  # a wrapper that copies its attributes, as by `functools.wraps`, is another function
+    function: Callable[..., Array]  # the function itself, to recognize wrappers that copy its attributes
     defaults: Mapping[str, Any]  # of the function's arguments
     context: Context | None = None  # how the function splits sequences over devices
     run: Callable[[Call, Implementation | None], Result] = run.run  # computes a call, or explains it
     preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # set by `functools.partial`s of the function
-    platform: str | None = None  # the platform to explain calls for, if it is not that on which they are computed
+    platform: str | None = None  # the platform to explain calls for; None: the one that computes them
 
     def combine(self, arguments: Mapping[str, Any], without: Sequence[str], decoding: bool) -> dict[str, Any]:
-        """Adds the preset arguments, except those named in `without`, to those that a module passes to the function."""
+        """Adds the arguments in `preset`, except those named in `without`, to the `arguments` that a module passes."""
         if decoding and self.context is not None:
             raise ValueError(
                 "decode must be False with context_parallel, which cannot split a cache along the sequence, but got "
@@ -91,7 +91,7 @@ class CoreAttention:
         return given <= DIRECT and not any(map(jnp.iscomplexobj, arrays))
 
     def call_of(self, query: Array, key: Array, value: Array, **arguments: Any) -> tuple[Call, Implementation | None]:
-        """Makes what `run` takes from arguments of `attention_fn`; ignores others than the core's, like `module`."""
+        """Converts arguments of `attention_fn` to the arguments of `run`; ignores arguments that `run` cannot use."""
         promote_dtype = arguments.get("promote_dtype") or dtypes.promote_dtype
         query, key, value = promote_dtype((query, key, value), dtype=arguments.get("dtype"))
         known = _core_arguments(arguments)
@@ -103,12 +103,12 @@ class CoreAttention:
 
 
 def _is_same(x: Any, y: Any) -> bool:
-    """Returns True for one object, or for equal numbers, strings or tuples; the values of arrays are not read."""
+    """Returns whether `x` and `y` are the same object, or equal numbers, strings or tuples; arrays are not read."""
     return x is y or (isinstance(x, STATIC) and isinstance(y, STATIC) and x == y)
 
 
 def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns arguments of `attention_fn` into those of `dot_product_attention`; leaves out others, such as `module`."""
+    """Selects the arguments of `attention_fn` that `dot_product_attention` has; leaves out the rest, like `module`."""
     dropout = ("dropout_rate", "dropout_rng") if arguments.get("deterministic") else ()
     known = {name: x for name, x in arguments.items() if name in CORE and name not in dropout and x is not None}
     return known | {"return_max_score": arguments.get("max_score_module") is not None}
@@ -143,9 +143,9 @@ def decode(
     arguments: dict[str, Any],
     top_k: int = 0,
 ) -> tuple[Float[Array, "*B T N Hv"], Appended]:
-    """Computes attention over a cache by the core or, if it cannot, by the attention function.
+    """Computes a decoding step over a cache by `core` or, if `core` cannot, by calling `attention_fn`.
 
-    Adds the keys and values to the cache, unless they were `appended` before. `top_k` is that of an indexer, which
+    Adds the new keys and values to the cache, unless they are already `appended`. `top_k` belongs to the indexer that
     listed the keys; see `over_cache`.
     """
     query, key, value = heads
@@ -173,7 +173,7 @@ def _decode_by(
     local_window_size: Any = None,
     **arguments: Any,
 ) -> Float[Array, "*B T N Hv"]:
-    """Decodes by an attention function, which gets all keys and values, and a mask of the visible ones."""
+    """Computes a decoding step by calling any attention function with all cached keys, all values, and a mask."""
     query, key, value = heads
     window = check_cache(cache, arguments.get("bias"), mask, local_window_size)
     if cache.window is not None and "key_indices" in arguments:
@@ -208,7 +208,7 @@ def _decode_by(
 
 
 class ExplainedAttention:
-    """An `attention_fn` that computes nothing: it adds an explanation of each call to a list, and returns zeros."""
+    """An `attention_fn` that only explains: it adds an explanation of each call to a list, and returns zeros."""
 
     def __init__(self, given: Callable[..., Array], platform: Platform | None):
         core = core_of(given)
@@ -237,7 +237,7 @@ class Explain(Protocol[P]):
 
 
 def explaining(call: Callable[Concatenate[Any, P], Array]) -> Explain[P]:
-    """Makes the method `explain` of a module: it calls `_explained`, and has the arguments of the method `call`."""
+    """Makes the method `explain` of a module, with the signature of the method `call`; it calls `_explained`."""
 
     def explain(self: Any, *arguments: Any, platform: Platform | None = None, **keywords: Any) -> Explanation:
         """Explains which implementation computes a call with these arguments, and why the others do not.

@@ -1,4 +1,4 @@
-"""`Indexer`: how queries of latent attention choose their keys, in DeepSeek V3.2's sparse attention."""
+"""`Indexer`: chooses a few keys for each query of latent attention, as in DeepSeek V3.2's sparse attention."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from flax_mha.masks import Mask
 Layer = Callable[[Array], Array]
 Choice = tuple[Float[Array, "*B T k"], Int[Array, "*B T k"]]  # index scores, and keys; -inf and -1 for none
 MAX_SCORES = 2**23  # index scores of heads that are in memory at a time
-# The attention's arguments that hide keys from the choice.
+# Arguments of attention that mask keys; masked keys are never chosen.
 HIDING: tuple[str, ...] = ("mask", "is_causal", "local_window_size", "query_seq_lengths", "key_value_seq_lengths")
 HIDING += ("query_segment_ids", "key_value_segment_ids", "query_offset", "key_value_offset")
 
@@ -83,7 +83,7 @@ class Indexer:
 
 
 class IndexLayers(NamedTuple):
-    """An indexer with its layers and its cache for one call of a module."""
+    """An indexer, its projections, and access to its cache, for one call of a module."""
 
     indexer: Indexer
     query: Layer  # projects inputs [B..., T, D] to index queries [B..., T, N, H]
@@ -93,14 +93,14 @@ class IndexLayers(NamedTuple):
     write: Callable[[tuple[Array, ...]], None]  # sets them to new arrays
 
     def project(self, inputs: Float[Array, "*B T D"]) -> tuple[Array, Array, Array]:
-        """Returns queries, keys [B..., T, 1, H] and weights, which are 0 at padding; the inputs get no gradient."""
+        """Returns index queries, index keys [B..., T, 1, H], and weights (0 at padding); inputs get no gradient."""
         inputs = lax.stop_gradient(inputs)
         factor = (self.indexer.num_heads * self.indexer.head_dim) ** -0.5
         query, key, weights = self.query(inputs), self.key(inputs)[..., None, :], self.weights(inputs)
         return query, key.astype(query.dtype), weights.astype(accumulation_dtype(weights.dtype)) * factor
 
     def cached(self, key: Array, cache: KVCache | None) -> KVCache | None:
-        """Returns the cache of index keys, which has the index of the attention's `cache`; None if that is None."""
+        """Returns the cache of index keys, filled as far as the attention's `cache`; None if `cache` is None."""
         arrays = self.cache(key)
         if cache is None:
             return None
@@ -119,10 +119,10 @@ def choose(
     arguments: Mapping[str, Any],
     sow_to: Any = None,
 ) -> tuple[Int[Array, "*B T k"] | None, KVCache | None]:
-    """Returns the positions of the keys that each query attends to, and the cache of index keys with the new ones.
+    """Returns the positions of the keys that each query attends to, and the cache with the new index keys.
 
-    The positions are None if there are at most `top_k` keys. `arguments` are those of the attention. `sow_to` is a
-    module that sows index scores and positions.
+    The positions are None if there are at most `top_k` keys: then queries attend to all. `arguments` are the arguments
+    of attention. `sow_to` is a module that sows index scores and positions.
     """
     query, key, weights = projected
     number: Any = key.shape[-3] if cache is None else cache.length
@@ -159,7 +159,7 @@ def _check_mask(mask: Any) -> None:
 
 
 def _step(query: Array, key: Array, cache: KVCache, added: tuple, padded: bool, arguments: Mapping[str, Any]) -> Step:
-    """Returns the step whose keys are the index keys; it has one head, as its masks are for all."""
+    """Makes a decoding step (`cached_attention.Step`) over cached index keys, for its masks; it has one head."""
     query, key, value, shape = check_inputs(query[..., :1, :], key, key[..., :0], any_dtypes=True)
     mask = arguments.get("mask")
     window = check_cache(cache, None, mask, arguments.get("local_window_size"))
@@ -170,7 +170,7 @@ def _step(query: Array, key: Array, cache: KVCache, added: tuple, padded: bool, 
 
 
 def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choice:
-    """Chooses among the cached and the new keys; for a prompt and an empty cache, only among the new ones."""
+    """Chooses among cached and new keys; if the cache is empty (a prompt), only among new keys."""
     cache = step.cache
     count = min(top_k, cache.length if cache.window is None else cache.length + step.shape.query_length)
 
@@ -188,7 +188,7 @@ def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choi
 
 
 def _choose(call: Call, query: Float[Array, "*B T N H"], weights: Float[Array, "*B T N"], count: int) -> Choice:
-    """Chooses among the keys of a call with one head, one block of queries after another."""
+    """Chooses `count` keys for each query, one block of queries after another; `call` has one head of index keys."""
     if is_explicit(query):
         return _on_mesh(call, query, weights, count)
     (queries, keys), rank, height, together = call.operands.lengths, query.ndim - 3, query.shape[-3], None

@@ -54,7 +54,7 @@ def norm_of(normalize_qk: bool | str) -> Norm:
 
 
 def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
-    """Raises a ValueError unless a module's options, by name, are valid; `qkv_features` is heads times head size."""
+    """Raises a ValueError unless a module's constructor arguments are valid; `qkv_features`: heads times head size."""
     num_heads, num_kv_heads = options["num_heads"], options.get("num_kv_heads")
     _check_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features)
     check_dropout_rate(options["dropout_rate"])
@@ -113,7 +113,7 @@ def _check_choice(name: str, given: Any, choices: Collection[str], others: str =
 
 
 def check_latent(options: Mapping[str, Any]) -> None:
-    """Raises a ValueError unless the constructor arguments of a module of latent attention, by name, are valid."""
+    """Raises a ValueError unless the constructor arguments of a module with latent attention are valid."""
     for name in ("num_heads", *LATENT_SIZES, "q_lora_rank"):
         size, optional = options[name], name == "q_lora_rank"
         if (not is_int(size) or size < 1) and (size is not None or not optional):
@@ -137,7 +137,7 @@ def _check_indexer(indexer: Any, options: Mapping[str, Any]) -> None:
 
 
 def yarn_scale(module: Any) -> dict[str, float]:
-    """Returns {"scale": scale} if `rope` has a `YaRN` with `mscale_all_dim`; see `scale` in the nnx module."""
+    """Returns {"scale": scale} if the module's YaRN (`mscale_all_dim`) changes the scale of scores, else {}."""
     scaling = module.rope.scaling if isinstance(module.rope, RoPE) else None
     if not isinstance(scaling, YaRN) or not scaling.mscale_all_dim:
         return {}
@@ -169,14 +169,14 @@ def check_clip(limit: Any) -> float | None:
 
 
 def check_features(**sizes: Any) -> None:
-    """Raises a ValueError unless numbers of features, by the names of their arguments, are integers >= 1 or None."""
+    """Raises a ValueError unless each of `sizes`, numbers of features by argument name, is an integer >= 1 or None."""
     for name, size in sizes.items():
         if size is not None:
             int_at_least(name, size, 1)
 
 
 def check_has_features(**inputs: Any) -> None:
-    """Raises a ValueError if inputs, by the names of their arguments, have 0 features."""
+    """Raises a ValueError if one of `inputs`, arrays by argument name, has no features on its last axis."""
     for name, x in inputs.items():
         if x is not None and x.ndim and x.shape[-1] < 1:
             raise ValueError(f"{name} must have at least one feature on its last axis, but got shape {x.shape}.")
@@ -188,7 +188,7 @@ def _check_epsilon(name: str, epsilon: Any) -> None:
 
 
 def _check_norm_epsilon(name: str, epsilon: Any, norm_name: str, norm: Any) -> None:
-    """Raises a ValueError unless the epsilon of a norm, both by the names of their arguments, is valid or None."""
+    """Raises a ValueError unless `epsilon` is None or valid, and then the argument `norm_name` asks for a norm."""
     if epsilon is None:
         return
     _check_epsilon(name, epsilon)
@@ -197,7 +197,7 @@ def _check_norm_epsilon(name: str, epsilon: Any, norm_name: str, norm: Any) -> N
 
 
 def check_rngs(rngs: Any, *kinds: type) -> None:
-    """Raises a ValueError unless `rngs` is None or of one of these types."""
+    """Raises a ValueError unless a module's argument `rngs` is None or has one of the types `kinds`."""
     if rngs is not None and not isinstance(rngs, kinds):
         names = " or ".join(f"nnx.{kind.__name__}" for kind in kinds)
         raise ValueError(f"rngs must be {names}, but got {type(rngs).__name__}; pass a key as nnx.Rngs(key).")

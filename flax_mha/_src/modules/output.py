@@ -1,4 +1,4 @@
-"""What modules do with the output of each head before they project it back to features."""
+"""Options of modules that change the output of each head before it is projected back to features."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ ACTIVATIONS = {
 
 
 def apply_gate(x: Float[Array, "*B T N Hv"], gate: Float[Array, "..."], activation: str) -> Array:
-    """Multiplies x by the activation of the gate, which has a number for each head or for each of its features."""
+    """Multiplies x by activation(gate); the gate has one number for each head or for each feature of a head."""
     gate = ACTIVATIONS[activation](gate if gate.ndim == x.ndim else gate[..., None])
-    # Outputs of padding are 0, and stay 0 although its inputs, and so its gate, may be NaN or infinite.
+    # Outputs at padding are 0, and must stay 0 even if inputs there, and so the gate, are NaN or infinite.
     return x * jnp.where((x == 0) & ~jnp.isfinite(gate), 0, gate).astype(x.dtype)
 
 
 def exclude_own(x: Float[Array, "*B T N Hv"], value: Float[Array, "*B T K Hv"]) -> Float[Array, "*B T N Hv"]:
-    """Computes x - (x . v) v / |v|^2, where v is the value of the same token and head; x if v is 0.
+    """Removes from x its component along v, the token's own value: x - (x . v) v / (v . v); x if v is 0.
 
     Zhai, Exclusive self attention, arXiv:2603.09078.
     """

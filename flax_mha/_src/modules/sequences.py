@@ -1,4 +1,4 @@
-"""Arguments of a module's call for each sequence: segment ids, lengths, positions, and the keys that it stored."""
+"""Arguments of a module's call that differ between sequences: segment ids, lengths, positions, stored keys."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,8 +25,8 @@ def per_sequence_arguments(
 ) -> tuple[tuple[Array, Array, Array], dict[str, Array | None]]:
     """Turns `segment_ids` and `lengths` of a module's call into arguments of `dot_product_attention`.
 
-    There are none if keys go into a cache (`is_cached`), whose methods take the lengths. Also returns the inputs
-    [B..., T, D] of queries, keys and values with padding set to 0, so that NaN in it does not reach gradients of
+    With a cache (`is_cached`) there are none, because the cache's methods take the lengths. Also returns the inputs
+    [B..., T, D] of queries, keys and values with padding set to 0, so that NaN in padding does not reach gradients of
     parameters.
     """
     if decode and segment_ids is not None:
@@ -70,7 +70,7 @@ def _before(lengths: PerSequence, number: int) -> Bool[Array, "*B n"]:
 
 
 def _check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array) -> None:
-    """Checks `segment_ids` of a module's call, so that errors name the argument of the call."""
+    """Checks `segment_ids` of a module's call here, so that errors name this argument and not the function's."""
     queries, keys = inputs_q.shape[-2], inputs_k.shape[-2]
     is_pair = isinstance(segment_ids, tuple)
     if not is_pair and queries != keys:
@@ -96,9 +96,9 @@ def rotate(
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K Hk"]]:
     """Rotates query and key by their positions; `stored` and `shared` keys were rotated by an earlier call.
 
-    Positions are [B..., T] or [T], with a last axis of coordinates if `rope` has sections, or a pair for queries and
-    keys. None counts from `start`, [] or [B...], but from 0 for the keys of cross-attention. With a `size`, only the
-    last `size` features of a head are rotated.
+    `positions` are [B..., T] or [T], with a last axis of coordinates if `rope` has sections, or a pair for queries and
+    keys. If None, they count from `start`, or from 0 for the keys of cross-attention. With a `size`, only the last
+    `size` features of a head are rotated.
     """
     if rope is None:
         if positions is not None:
@@ -133,7 +133,7 @@ def _rotate_end(
 def _count(
     queries: int, keys: int, rope: RoPE, self_attention: bool, start: Int[Array, "..."] | int
 ) -> tuple[Array, Array]:
-    """Counts positions of queries and keys from `start`, but cross-attention's keys from 0: [..., T] or [..., T, D]."""
+    """Makes default positions of queries and keys: they count from `start`, or from 0 for cross-attention's keys."""
     if rope.section_layout.startswith("axial"):
         raise ValueError("positions must be [..., T, coordinates] if rope is axial, but got None.")
     start = jnp.asarray(start, jnp.int32)[..., None]
@@ -146,13 +146,13 @@ def _count(
 
 
 def key_lengths(lengths: Array | None, key: Float[Array, "*B S K H"]) -> PerSequence:
-    """Returns the number of keys before the padding of each sequence, int32 [B...]; None means all S keys."""
+    """Converts key lengths, the number of keys before a sequence's padding, to int32 [B...]; None means all S keys."""
     lengths = int32("lengths", key.shape[-3] if lengths is None else lengths)
     return jnp.broadcast_to(lengths if key.ndim > 3 else lengths.reshape(()), key.shape[:-3])
 
 
 def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | None, score_mod: Any) -> None:
-    """Raises a ValueError if module, `preset` or call needs query positions, which are not counted over stored keys."""
+    """Raises a ValueError if an option depends on query positions: calls with stored keys do not track positions."""
     windows = map(check_window, (module.local_window_size, preset.get("local_window_size")))
     given = {
         "mask": isinstance(mask, Mask) or isinstance(preset.get("mask"), Mask),
@@ -169,6 +169,6 @@ def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | No
 
 
 def mask_padding(mask: Array | None, lengths: PerSequence, key: Float[Array, "*B S K H"]) -> Array:
-    """Returns a bool mask that hides what `mask` hides, and each sequence's keys after the first `lengths`."""
+    """Adds padding to a bool mask: returns a mask that also hides each sequence's keys after the first `lengths`."""
     shown = _before(lengths, key.shape[-3])[..., None, None, :]
     return shown if mask is None else mask & shown
