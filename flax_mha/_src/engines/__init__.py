@@ -1,1 +1,1 @@
-"""Implementations of attention; `math/head.py` maps those written for one head over batch and heads."""
+"""The engines: implementations of attention. Most compute one head, and `math/head.py` maps them over all heads."""

@@ -1,8 +1,8 @@
 """`implementation="blockwise"`: attention tile by tile, in memory O(T + S), forward and backward.
 
-Forward: Dao et al., FlashAttention, arXiv:2205.14135, algorithm 1. Backward: Dao, FlashAttention-2,
-arXiv:2307.08691, algorithm 2, with the outer loop over rows of tiles: the scores of each tile are computed again from
-query, key, value, output and log-sum-exp.
+Forward: Dao et al., FlashAttention, arXiv:2205.14135, algorithm 1. Backward: Dao, FlashAttention-2, arXiv:2307.08691,
+algorithm 2, with the outer loop over rows of tiles (tiles with the same queries). It computes the scores of each tile
+again from query, key, value, output and log-sum-exp.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from flax_mha._src.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise(Engine):
-    """Attention tile by tile; it computes every call, on every platform."""
+    """The engine that computes attention tile by tile; it supports every call on every platform."""
 
     name = "blockwise"
     shares = True
@@ -50,7 +50,7 @@ class Blockwise(Engine):
 
 
 def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
-    """Computes output and log-sum-exp of all heads or, given `result`, returns it for `Engine.share`."""
+    """Computes the result of all heads or, given `result`, returns it with the derivative of `Engine.share`."""
     tiling: Any = plan.tiling
     head, blocks, axes = heads_of(call, plan.dtype), call.operands.tiles, call.operands.query.ndim - 1
     if blocks is None:
@@ -67,9 +67,9 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
-    """Makes the block mask of all heads; its `axes` leading axes [B..., K, G] have length 1 if heads share an entry.
+    """Lists the tiles to visit for all heads; its `axes` leading axes [B..., K, G] have length 1 if heads share a list.
 
-    The block mask consists of NumPy arrays if mask and offsets hold no arrays.
+    The list (`BlockMask`) consists of NumPy arrays if mask and offsets hold no arrays.
     """
     if not jax.tree.leaves((rule.mask, rule.offsets)):
         blocks = block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
@@ -84,7 +84,7 @@ def blockwise_head(
 ) -> ResultsOfHead:
     """Computes output, log-sum-exp and largest scores (or None) of one head.
 
-    `operands` are the head, its block mask, and a `result` to return and differentiate (`Engine.share`) or None.
+    `operands` are the head, the tiles to visit, and a `result` to return and differentiate (`Engine.share`) or None.
     `fuse_rows` computes all rows of tiles at once unless differentiated; every row must then have a single tile.
     """
     head, blocks, result = operands
@@ -95,7 +95,7 @@ def blockwise_head(
 
 
 def _pad(head: Head, tiling: Tiling) -> Head:
-    """Pads the arrays of a head to whole tiles."""
+    """Pads the arrays of a head with zeros, so that their lengths are multiples of the tiles' sides."""
     (queries, keys), rows = tiling.shape, head.rows
     if rows is not None:
         rows = Rows(_pad_to(rows.query, queries), _pad_to(rows.key, keys))
@@ -113,13 +113,13 @@ def _pad(head: Head, tiling: Tiling) -> Head:
 
 
 def _pad_to(x: Array, *lengths: int) -> Array:
-    """Pads the first axes with zeros up to these lengths."""
+    """Pads the first axes of `x` with zeros up to `lengths`, one for each axis."""
     widths = [(0, length - size) for size, length in zip(x.shape, lengths, strict=False)]
     return jnp.pad(x, widths + [(0, 0)] * (x.ndim - len(widths))) if any(after for _, after in widths) else x
 
 
 def _attention(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any) -> list[Array]:
-    """Computes `ResultsOfHead` of a padded head; given `known` ones, returns these, with the head's derivatives."""
+    """Computes a padded head as one JAX operation with derivatives; given `known` results, returns these instead."""
     leaves, structure = jax.tree.flatten((head, blocks, known))
     shapes = (tiling.shape[0], head.value.shape[1]), *((tiling.shape[0],) for _ in range(1 + head.rule.returns_max))
     outputs = [jax.ShapeDtypeStruct(shape, head.rule.dtype) for shape in shapes]
@@ -173,12 +173,12 @@ def _join_rows(results: Any) -> ResultsOfHead:
 
 
 def _cut_rows(rows: Rows | None, of_queries: Array | None, tile: Tile) -> Rows | None:
-    """Returns the tile's part of `rows`: `of_queries` is its part for queries; the part for keys is cut out here."""
+    """Returns the tile's flags of NaN (`Rows`): `of_queries`, which is already cut, and those of its keys."""
     return None if rows is None or of_queries is None else Rows(of_queries, tile.cut_columns(rows.key, 0))
 
 
 def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> ResultsOfHead:
-    """Computes `ResultsOfHead` if each row of tiles has one tile: row by row or, with `fuse_rows`, all at once."""
+    """Computes a head if each row of tiles has a single tile: one after another or, with `fuse_rows`, all at once."""
     mask = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None
     rule = dataclasses.replace(head.rule, mask=mask)
 
@@ -204,7 +204,7 @@ def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks:
 def _tangent(
     tiling: Tiling, head: Head, blocks: BlockMask, result: tuple[Array, Array], d_head: Head
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
-    """Computes the tangents of output and log-sum-exp, which are linear in the tangents `d_head` of the head.
+    """Computes the tangents of output and log-sum-exp from the tangents `d_head` of the head, linearly.
 
     With weights p = exp(s - lse) and tangents s' of scores and v' of values, lse' is the sum of p s' over keys and
     sink, and the output's tangent is (p s') v + p v' - output lse'. The transpose is FlashAttention-2's backward pass.
@@ -223,20 +223,20 @@ def _tangent(
 
 
 def _arguments(head: Head) -> list[Array]:
-    """Lists the arguments of a tile sum (`tile_sum.py`) after queries: keys, values, bias if any, captured arrays."""
+    """Lists keys, values, bias if any, and captured arrays: arguments that all tile sums below take after queries."""
     bias = [] if head.inputs.bias is None else [head.inputs.bias]
     return [head.key, head.value, *bias, *head.inputs.captured]
 
 
 def _inputs(arguments: Sequence[Array], has_bias: bool) -> ScoreInputs:
-    """Makes score inputs from the `_arguments` after keys and values: bias, if `has_bias`, and captured arrays."""
+    """Makes `ScoreInputs` from the `_arguments` after keys and values: bias, if `has_bias`, and captured arrays."""
     bias, captured = (arguments[0], arguments[1:]) if has_bias else (None, arguments)
     bias = None if bias is None else bias.astype(accumulation_dtype(bias.dtype))
     return ScoreInputs(bias, None, list(captured))
 
 
 def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
-    """Makes the summand of (p s') v + p v' [T, Hv] and of p s' summed over keys [T, 1]; for symbols see `_tangent`."""
+    """Makes the function of a tile that `_tangent` sums: (p s') v + p v' [T, Hv], and p s' summed over keys [T, 1]."""
     has_bias, (rows, features) = head.inputs.bias is not None, (head.query.shape[0], head.value.shape[1])
     may_be_nan = has_bias or head.rule.score_mod is not None
 
@@ -271,9 +271,9 @@ def _backward(
     residuals: Sequence[Array],
     cotangents: Sequence[Array],
 ) -> list[Array]:
-    """Computes the transpose of the tile sum in `_tangent`: FlashAttention-2's backward pass.
+    """Computes FlashAttention-2's backward pass: the transpose of the tile sum in `_tangent`.
 
-    `residuals` and `cotangents` are those of this tile sum. Returns the cotangents of queries, keys, values, bias (if
+    `residuals` and `cotangents` belong to that tile sum. Returns the cotangents of queries, keys, values, bias (if
     `has_bias`) and captured arrays.
     """
     query, lse, key, value, *inputs = residuals

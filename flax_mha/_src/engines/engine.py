@@ -1,4 +1,4 @@
-"""The contract of an engine, one implementation of attention. `run.py` lists the engines."""
+"""`Engine`: the interface of an implementation of attention. `run.py` lists the engines."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ class Engine:
     """An implementation of attention.
 
     Attributes:
-      name: The value of the argument `implementation` that selects it.
+      name: The value of the argument `implementation` that selects this engine.
       platform: The only platform that it runs on, "gpu" or "tpu". None if it runs everywhere; then it has derivatives
-        of every order. `kernels/derivatives.py` adds to the others the derivatives that they lack.
-      shares: Whether it has `share`, which strategy="ring" needs.
+        of every order. For other engines, `kernels/derivatives.py` adds the derivatives that they lack.
+      shares: Whether it has the method `share`, which strategy="ring" needs.
     """
 
     name: ClassVar[str]
@@ -33,15 +33,15 @@ class Engine:
         return []
 
     def plan(self, call: Call) -> tuple[Plan, Call]:
-        """Plans a call; the returned call also holds everything known beforehand, such as the tiles to visit."""
+        """Plans a call; the returned call also holds everything computed beforehand, such as the tiles to visit."""
         return Plan(call.operands.query.dtype, guard=False), call
 
     def forward(self, plan: Plan, call: Call) -> Result:
-        """Computes a guarded call; the log-sum-exp may be None if `return_residual` does not ask for it."""
+        """Computes a call, guarded as `plan` says; the log-sum-exp may be None unless `return_residual` is set."""
         raise NotImplementedError
 
     def share(self, plan: Plan, call: Call, result: Result) -> Result:
-        """Returns `result`, the output and log-sum-exp over more keys than the call has, as in a ring of devices.
+        """Returns `result` unchanged: output and log-sum-exp over all keys of a ring of devices.
 
         Its derivative is the call's *share*: the part of the derivative of `result` that comes from the call's keys.
         """
@@ -49,7 +49,7 @@ class Engine:
 
 
 def reasons_against_dtype(dtypes: Sequence[DTypeLike], dtype: jnp.dtype) -> list[str]:
-    """Returns [a reason] if `dtype` is not among the `dtypes` that a kernel computes, else []."""
+    """Returns [a reason] if `dtype` is not among the `dtypes` that a kernel supports, else []."""
     if dtype in dtypes:
         return []
     known = " and ".join(jnp.dtype(x).name for x in dtypes)

@@ -1,8 +1,8 @@
 """`implementation="cudnn"`: NVIDIA's fused attention, through `jax.nn.dot_product_attention`.
 
-The mask is passed as flags and lengths, never as an array; in a bias, -inf is replaced by a very negative number. Rows
-whose keys are all masked are set to 0, and `guard.around_kernel` keeps NaN and infinity in masked keys out of the
-result.
+The mask is passed as `is_causal`, a window and lengths, never as an array; in a bias, -inf is replaced by a very
+negative number. The output of queries whose keys are all masked is set to 0, and `guard.around_kernel` keeps NaN and
+infinity in masked keys out of the result.
 """
 
 import dataclasses
@@ -57,13 +57,13 @@ def device(platform: str) -> Device:
 
 
 class Kernel(NamedTuple):
-    """cuDNN's attention, with everything that decides how, and whether, cuDNN can compile it (its "plan")."""
+    """A call of cuDNN's attention: everything that decides how, and whether, cuDNN can compile it (its "plan")."""
 
     query: tuple[int, ...]  # shape of the padded queries [B, T, N, H]
     key: tuple[int, ...]  # shape of the padded keys [B, S, K, H]
     dtype: DTypeLike
     scale: float
-    is_causal: bool  # whether a query sees no key after its own; cuDNN has no other limit on the right
+    is_causal: bool  # whether queries attend to no later key; cuDNN has no other limit on the right
     # (left, 0), where `jax.nn` requires the 0 to repeat `is_causal`; None for no limit on the left.
     window: tuple[int, int] | None
     padded: bool  # whether lengths are given
@@ -100,7 +100,7 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
     (queries, keys), batch = call.operands.lengths, math.prod(query.shape[:-3])
     rows, columns = (length + -length % SIDE for length in (queries, keys))
     if mask.right == 0:
-        columns = rows  # its causal masks are square: keys after the last query are cut off, missing ones padded
+        columns = rows  # cuDNN's causal masks are square: cut keys after the last query, or pad missing keys
     padded = rows > queries or columns > keys or mask.query_lengths is not None or mask.key_lengths is not None
     return Kernel(
         (batch, rows, *query.shape[-2:]),
@@ -115,7 +115,7 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
 
 
 def refusals(call: Call) -> list[str]:
-    """Lists why cuDNN cannot compute a call; if there is no other reason, tries to compile the kernel.
+    """Lists why cuDNN cannot compute a call; if nothing else speaks against it, tries to compile the kernel.
 
     If the GPU is only assumed, this lists why an H100 cannot compute the call, and compiles nothing.
     """
@@ -212,12 +212,12 @@ def failure(kernel: Kernel) -> list[str]:
 
 
 class Masked(NamedTuple):
-    """A masked kernel for `guard.around_kernel`, which keeps NaN and infinity in masked keys out of the result."""
+    """cuDNN's attention as `guard.around_kernel` calls it, which keeps NaN in masked keys out of the result."""
 
     kernel: Kernel
 
     def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Computes the output, 0 for queries without visible keys, and arrays: if all are finite, it is correct."""
+        """Returns the output, 0 for queries without visible keys; it is correct if all other results are finite."""
         query, key, value, bias, _ = arrays
         batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
         all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)
@@ -227,7 +227,7 @@ class Masked(NamedTuple):
             masked = kernel_mask.masked_rows(mask, batch, lengths, bias)
             output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
             lse = jnp.where(masked, jnp.zeros_like(lse), lse)
-        # Without gradients a query affects only its own row, and the row's log-sum-exp is much less to read.
+        # Without gradients, a query affects only its own output. Then check its log-sum-exp, which is much smaller.
         finite_bias = () if bias is None else (jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias),)
         return output, (query if differentiated else lse, key, value, *finite_bias)
 
@@ -263,7 +263,7 @@ class CuDNN(Engine):
 
 
 def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
-    """Broadcasts the bias to all heads and batch entries, which become one axis; axes are in the query's order."""
+    """Broadcasts the bias to all heads and batch entries; flattens batch axes to one, and moves heads after queries."""
     *batch, queries, num_heads, _ = operands.query.shape
     whole = jnp.broadcast_to(operands.bias, (*batch, num_heads, queries, operands.key.shape[-3]))  # type: ignore[arg-type]
     return jnp.swapaxes(kernel_mask.flat(whole, len(batch)), 1, 2)
@@ -278,7 +278,7 @@ def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: boo
     batch, queries = query.shape[:2]
     lengths: Lengths = None, None
     if kernel.padded:
-        # Rows that see a key come first, so cuDNN gets their number, at least 1, as the query length.
+        # Queries with a visible key come first, so cuDNN gets their number, at least 1, as the query length.
         rows, columns = jnp.full(batch, queries, jnp.int32), jnp.full(batch, key.shape[1], jnp.int32)
         if visible is not None:
             first, end = visible
@@ -292,7 +292,7 @@ def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: boo
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _run(kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths) -> list[Array]:
-    """Calls the kernel; under `jax.vmap`, its forward and backward pass get operands that are all mapped, or none."""
+    """Calls the kernel so that `jax.vmap` maps either all operands or none, forward and backward."""
     return _call(kernel, residual, *_vmap_alike((arrays, lengths)))
 
 
@@ -316,7 +316,7 @@ _run.defvjp(_forward, _backward)
 
 
 def _vmap_alike(tree: T) -> T:
-    """Returns equal arrays that `vmap` maps either all or not at all; XLA removes what this adds to the program.
+    """Returns the same arrays, but if `jax.vmap` maps one, it maps all; XLA removes the operations that this adds.
 
     JAX's rules to `vmap` this kernel require that (jax-ml/jax#34920, #36702).
     """
@@ -326,7 +326,7 @@ def _vmap_alike(tree: T) -> T:
 
 
 def _finite_bias(kernel: Kernel, bias: Float[Array, "B T N S"]) -> Float[Array, "B N t s"]:
-    """Replaces -inf in a bias by a finite number, and converts it to the kernel's layout and padded lengths."""
+    """Replaces -inf in a bias by a very negative number; converts it to the kernel's layout and padded lengths."""
     lowest = jnp.asarray(0.7 * float(jnp.finfo(bias.dtype).min), bias.dtype)
     bias = jnp.swapaxes(jnp.where(bias == -jnp.inf, lowest, bias), 1, 2)
     return kernel_mask.pad_to(kernel_mask.pad_to(bias, 2, kernel.query[1]), 3, kernel.key[1])

@@ -1,8 +1,8 @@
-"""Adds the derivatives that fused kernels lack: forward mode and higher orders, by a portable implementation.
+"""Adds the derivatives that fused kernels lack, forward mode and higher orders, by an engine for all platforms.
 
 A kernel comes with a gradient that cannot be differentiated again, and without a forward mode. Here the kernel's
-tangent is a linear function (`math/derivatives.py`) that the portable implementation evaluates. The transpose of the
-tangent is the kernel's gradient, and derivatives of this gradient are those of the portable gradient.
+tangent is a linear function (`math/derivatives.py`) that this *portable* engine evaluates. The transpose of the tangent
+is the kernel's gradient; the derivatives of this gradient are derivatives of the portable engine's gradient.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ KERNELS = ("pallas_call", "dot_product_attention")
 
 
 def with_derivatives(kernel: Attend, portable: Attend, operands: Operands, platform: str | None) -> Result:
-    """Computes output and log-sum-exp (or None) by `kernel`, and the derivatives that `kernel` lacks by `portable`.
+    """Computes output and log-sum-exp (or None) by `kernel`, and the derivatives that it lacks by `portable`.
 
     `kernel` has gradients of first order in reverse mode, `portable` derivatives of every order. `platform` is
     the kernel's platform if the program may be compiled for others too, else None; see `lower_for_platform.py`.
@@ -47,7 +47,7 @@ def with_derivatives(kernel: Attend, portable: Attend, operands: Operands, platf
 
 
 class _Functions(NamedTuple):
-    """The kernel and the portable implementation as functions of the operands' leaves."""
+    """The kernel and the portable engine as functions of the leaves (arrays) of a call's operands."""
 
     kernel: Callable[..., list[Array]]
     portable: Callable[..., list[Array]]
@@ -55,13 +55,13 @@ class _Functions(NamedTuple):
     num_results: int
 
     def run(self, jaxpr: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
-        """Evaluates a jaxpr of the kernel or of its gradient, compiled for `platform` if that is given."""
+        """Evaluates a jaxpr of the kernel or of its gradient, compiled only for `platform` unless that is None."""
         run = jaxpr_as_fun(jaxpr) if self.platform is None else compile_for(self.platform, jaxpr)
         return run(*arguments)
 
 
 def _outputs(jaxpr: ClosedJaxpr, wanted: Sequence[bool]) -> ClosedJaxpr:
-    """Keeps only those outputs of a jaxpr that `wanted` marks, and the equations that they need."""
+    """Reduces a jaxpr to the outputs that `wanted` marks, and the equations that these need."""
     return ClosedJaxpr(partial_eval.dce_jaxpr(jaxpr.jaxpr, list(wanted), instantiate=True)[0], jaxpr.consts)
 
 
@@ -70,7 +70,7 @@ def _runs_kernel(jaxpr: ClosedJaxpr) -> bool:
 
 
 class _ForwardPass(NamedTuple):
-    """The kernel's forward pass with residuals for its gradient."""
+    """The kernel's forward pass, traced, with the residuals (saved arrays) that its gradient needs."""
 
     jaxpr: ClosedJaxpr  # computes the results, and the residuals that come from the kernel
     inputs: ClosedJaxpr  # computes all other residuals, which are cheap: inputs in the kernel's layout
@@ -80,7 +80,7 @@ class _ForwardPass(NamedTuple):
 
     @classmethod
     def of(cls, functions: _Functions, places: tuple[int, ...], arguments: Sequence[Any]) -> "_ForwardPass":
-        """Traces the kernel's forward pass; the leaves of the operands at the indices `places` get gradients."""
+        """Traces the forward pass for gradients of the `arguments` (leaves of the operands) with numbers `places`."""
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:
@@ -98,13 +98,13 @@ class _ForwardPass(NamedTuple):
         return cls(_outputs(jaxpr, kept), inputs, tuple(kept[results:]), places, structures[0])
 
     def all_residuals(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
-        """Lists all residuals in order: the kernel's from `kept`, all others computed here from `arguments`."""
+        """Lists all residuals in order: those of the kernel from `kept`, all others computed again from `arguments`."""
         computed, known = iter(jaxpr_as_fun(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
         return [next(known if flag else computed) for flag in self.of_kernel]
 
 
 def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | None = None) -> Function:
-    """Makes the `Function` that evaluates `jaxpr`; with `saved`, it is `saved.jaxpr` and returns residuals, too."""
+    """Makes a `Function` that evaluates `jaxpr`: the kernel or, with `saved`, `saved.jaxpr`, which adds residuals."""
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
         return functions.run(jaxpr, arguments)

@@ -21,7 +21,7 @@ Attend = Callable[[Operands], Array]
 
 
 def lower_for_platform(platform: str, kernel: Attend, elsewhere: Attend, operands: Operands) -> Array:
-    """Calls `kernel(operands)` in programs compiled for `platform` ("gpu" or "tpu"), `elsewhere(operands)` in others.
+    """Calls `kernel(operands)` in a program compiled for `platform` ("gpu" or "tpu"), else `elsewhere(operands)`.
 
     The function `kernel` must run the kernel itself by `compile_for`.
     """

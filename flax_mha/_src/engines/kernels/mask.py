@@ -1,7 +1,7 @@
-"""Translates a call's mask for fused kernels, which support a window, lengths and segments.
+"""Translates a call's mask for fused kernels, which support only a window, lengths and segments.
 
-All other masks are reasons to refuse. Kernels return arbitrary output for rows whose keys are all masked; `masked_rows`
-finds these rows. `clean` guards the arrays of a kernel, and finds the rows that are NaN.
+Calls with other masks are refused. Kernels return arbitrary output for queries whose keys are all masked: `masked_rows`
+finds these rows. `clean` replaces NaN and infinity in a kernel's arrays, and finds the rows that must be NaN.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from flax_mha.masks.base import conjuncts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KernelMask:
-    """A mask that shows query i the keys i - left to i + right that are in its segment and below the lengths.
+    """A mask by which query i attends to keys i - left to i + right, in the same segment and below the lengths.
 
     i is the index of the query in its array, not its position. None means no limit.
     """
@@ -79,7 +79,7 @@ def _smaller(a: Any, b: Any) -> Any:
 
 
 def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> list[str]:
-    """Lists why fused kernels cannot compute a call with this mask; arguments named in `supported` are not refused."""
+    """Lists why fused kernels cannot compute a call with this mask; arguments named in `supported` are accepted."""
     operands, options = call
     has_band = mask.left is not None or mask.right is not None
     fixed = "is an array, but the kernel can shift a causal mask or window only by a constant: pass a Python int"
@@ -120,16 +120,16 @@ def pad_to(x: Array, axis: int, multiple: int) -> Array:
 
 
 def flat(x: Array, axes: int) -> Array:
-    """Flattens the first `axes` axes to one."""
+    """Flattens the first `axes` axes, the batch axes, to one."""
     return x.reshape(-1, *x.shape[axes:])
 
 
 def visible_range(
     mask: KernelMask, batch: int, lengths: tuple[int, int]
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Computes the first visible key of each query, and one past the last; ignores segments.
+    """Computes the first visible key of each query, and one past its last; ignores segments.
 
-    `mask` has one batch axis, of size `batch`, and `lengths` are T and S, also in the functions below.
+    Here and below, `mask` has one batch axis of size `batch`, and `lengths` are T and S.
     """
     queries, keys = lengths
     rows = jnp.arange(queries, dtype=jnp.int32)
@@ -144,7 +144,7 @@ def visible_range(
 
 
 def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
-    """Returns True if there are no lengths or segments, and the window, if any, shows every query a key."""
+    """Returns True if every query has a visible key: no lengths, no segments, and any window reaches the keys."""
     queries, keys = lengths
     if mask.query_lengths is not None or mask.key_lengths is not None or mask.segments is not None:
         return False
@@ -164,7 +164,7 @@ def masked_rows(
 def _visible(
     mask: KernelMask, batch: int, lengths: tuple[int, int], bias: Float[Array, "B T N S"] | None
 ) -> Bool[Array, "B T #N S"]:
-    """Computes which scores are visible; compilers reduce these T * S comparisons at once, without storing them."""
+    """Computes which scores are visible; callers reduce them at once, so that XLA does not store T * S comparisons."""
     first, end = (x[:, :, None, None] for x in visible_range(mask, batch, lengths))
     places = jnp.arange(lengths[1], dtype=jnp.int32)[None, None, None, :]
     visible = (first <= places) & (places < end)
@@ -175,7 +175,7 @@ def _visible(
 
 
 class Arrays(NamedTuple):
-    """The arrays that a kernel takes."""
+    """The arrays that a fused kernel takes, with one batch axis."""
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]

@@ -1,8 +1,8 @@
 """`implementation="splash"`: JAX's splash attention kernels for TPUs.
 
-A window becomes a mask that the kernel computes, and by which it skips tiles; lengths and segments become its segment
-ids. Rows whose keys are all masked are set to 0, and `guard.around_kernel` keeps NaN and infinity in masked keys
-out of the result.
+A window becomes a mask that the kernel computes, and by which it skips tiles; lengths and segments become segment ids.
+The output of queries whose keys are all masked is set to 0, and `guard.around_kernel` keeps NaN and infinity in masked
+keys out of the result.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ MOST_TILES = 512 * 512
 
 @dataclasses.dataclass(frozen=True)
 class Band(splash_masks.Mask):
-    """A splash mask that shows keys from `left` before the query to `right` after it, of the first `keys` keys.
+    """A splash mask for a window, from `left` keys before a query to `right` after it, among the first `keys` keys.
 
     Unlike splash's own masks, it returns a single value for a tile that is all True or all False. Then building the
     kernel for 32768 queries and keys takes 0.1 s instead of 6 to 11 s.
@@ -89,13 +89,13 @@ def refusals(call: Call) -> list[str]:
 
 
 class Masked(NamedTuple):
-    """The kernel's static options, for `guard.around_kernel`, which keeps NaN in masked keys out of the result."""
+    """Splash attention as `guard.around_kernel` calls it, which keeps NaN in masked keys out of the result."""
 
     soft_cap: float | None
     interpret: bool
 
     def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Computes the output, 0 for queries without visible keys, and arrays: if all are finite, it is correct."""
+        """Returns the output, 0 for queries without visible keys; it is correct if all other results are finite."""
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
         lengths = query.shape[2], key.shape[2]
         sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
@@ -158,7 +158,7 @@ def _scaled(query: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N
 
 
 def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
-    """Sets the same tiles in all kernels: forward leaves NaN in skipped tiles, so backward must skip the same ones.
+    """Sets the same tile size forward and backward: forward leaves NaN in skipped tiles, which backward must skip.
 
     Backward is two kernels; a single fused one would store a gradient of the queries for every column of tiles.
     """
@@ -168,7 +168,7 @@ def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
 
 
 def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) -> splash_masks.Mask:
-    """Makes splash's mask of window and padding; if it hides everything, a full one, as splash needs a visible tile."""
+    """Makes splash's mask of window and padding; a full mask if that hides every key: splash needs a visible tile."""
     queries, keys = lengths
     size = queries + -queries % sides[0], keys + -keys % sides[1]
     nearest = 1 - queries if mask.left is None else max(-mask.left, 1 - queries)
@@ -180,7 +180,7 @@ def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) ->
 def _segment_ids(
     mask: KernelMask, batch: int, lengths: tuple[int, int], sides: tuple[int, int]
 ) -> splash.SegmentIds | None:
-    """Makes ids of queries and keys, None if no mask needs ids; keys past their length get an id that no query has."""
+    """Makes segment ids that also hide keys past their length, by an id that no query has; None if not needed."""
     if mask.segments is None and mask.key_lengths is None:
         return None
     if mask.segments is None:

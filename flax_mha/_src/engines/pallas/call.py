@@ -1,7 +1,7 @@
-"""The engine "pallas": what it refuses, its choice of tiles, the inputs of its kernels, and their first derivatives.
+"""The engine "pallas": which calls it refuses, its tiles, the inputs of its kernels, and their first derivatives.
 
-One set of kernels computes nearly every argument, forward and backward. They have never run on a TPU, so they are only
-used if they are named.
+One set of kernels supports nearly every argument, forward and backward. These kernels have never run on a TPU, so they
+are only used with `implementation="pallas"`.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ MOST_EQUATIONS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Pallas(Engine):
-    """This package's kernels for TPUs. `interpret` is passed to `pallas_call`: True runs on any machine, slowly."""
+    """The engine of this package's TPU kernels. `interpret` is passed to `pallas_call`: True runs anywhere, slowly."""
 
     name = "pallas"
     platform = "tpu"
@@ -90,7 +90,7 @@ def _tiling(call: Call) -> Tiling:
 
 
 def _largest_tile(call: Call) -> int:
-    """Returns the largest side of a tile that fits in fast memory with the intermediate tiles of user functions."""
+    """Returns the largest side of a tile that fits in fast memory together with intermediates of user functions."""
     count = sum(len(function.jaxpr.eqns) for _, function, _ in _functions(call))
     return 512 if count <= MOST_EQUATIONS else 256 if count <= 4 * MOST_EQUATIONS else 128
 
@@ -103,7 +103,7 @@ def _functions(call: Call) -> list[tuple[str, TracedFunction, int]]:
 
 
 def _reasons_against_tiles(call: Call) -> list[str]:
-    """Returns [a reason] if the steps that visit all tiles (`list_steps`) do not fit in scalar memory, else []."""
+    """Returns [a reason] if the list of tiles to visit (`list_steps`) does not fit in scalar memory, else []."""
     operands, tiling = call.operands, _tiling(call)
     heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2]
     lists = [heads if jax.tree.leaves((operands.mask, operands.offsets)) else operands.groups[1]]
@@ -119,7 +119,7 @@ def _reasons_against_tiles(call: Call) -> list[str]:
 
 
 def prepare(plan: Plan, call: Call, interpret: Any) -> KernelCall:
-    """Converts a call to a `KernelCall`; query, key and value are rounded to `plan.dtype` for the matrix products."""
+    """Converts a call to the arguments of kernels; these round query, key and value to `plan.dtype` for products."""
     (operands, options), tiling = call, plan.tiling
     assert tiling is not None
     head = heads_of(call, plan.dtype, operands.query.dtype)
@@ -160,7 +160,7 @@ def prepare(plan: Plan, call: Call, interpret: Any) -> KernelCall:
 def _split(
     function: TracedFunction, captured: list[Array], batch: Any, head: Any, rank: int
 ) -> tuple[TileFunction, tuple[Array, ...]]:
-    """Splits a user's function into its part for tiles and the values of its outer part, for heads `batch`, `head`."""
+    """Splits a user's function (`split_function.py`): returns the part that kernels compute, and values of the rest."""
     tile = split(function, len(captured))
     one, ids = jnp.zeros((1,) * rank, jnp.int32), (("b", batch), ("h", head))
     used = (jnp.asarray(x) if x is not None and function.uses(name) else one for name, x in ids)
@@ -168,13 +168,13 @@ def _split(
 
 
 def _tile_mask(rank: int, mask: TracedMask) -> Mask:
-    """Converts the mask of a `mask_mod`, whose arrays have `rank` axes of heads, to a `TileMask`, for the kernels."""
+    """Converts the mask of a `mask_mod`, whose arrays have `rank` axes of batch and heads, for use inside kernels."""
     tile, values = _split(mask.function, mask.captured, mask.batch, mask.head, rank)
     return TileMask(values, tile)
 
 
 def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
-    """Computes the occupancy of all tiles [*heads, rows, columns]: NumPy arrays, unless a mask depends on arrays."""
+    """Computes which tiles [*heads, rows, columns] have some, or only, visible scores; in NumPy if masks allow it."""
 
     def of_head(arrays: tuple[Mask | None, Offsets]) -> Occupancy:
         return occupancy(tiling, arrays[0], arrays[1].values)
@@ -189,14 +189,14 @@ def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """Whether the bias, and each of `Inputs.values`, need a gradient; these gradients take extra work."""
+    """Which inputs with costly gradients need one: the bias, and each of `Inputs.values`."""
 
     bias: bool
     values: tuple[bool, ...]
 
 
 def attend(call: KernelCall, known: Arrays | None) -> Arrays:
-    """Computes output, log-sum-exp and, if asked for, largest scores, or returns `known` ones for `Engine.share`."""
+    """Computes output, log-sum-exp and perhaps largest scores; given `known` results, returns them (`Engine.share`)."""
     is_static = isinstance(call.occupancy.any_visible, np.ndarray)
 
     def call_of(inputs: Inputs, occupancy: Occupancy | None) -> KernelCall:
@@ -223,7 +223,7 @@ def attend(call: KernelCall, known: Arrays | None) -> Arrays:
 
 
 def _round_operands(plan: KernelPlan, inputs: Inputs) -> Inputs:
-    """Rounds query, key and value for the products, inside the custom derivative, so that gradients are not rounded."""
+    """Rounds query, key and value for matrix products, inside the custom derivative: gradients are not rounded."""
     query, key, value = (x.astype(plan.product_dtype) for x in inputs[:3])
     return inputs._replace(query=query, key=key, value=value)
 
@@ -234,7 +234,7 @@ def _forward(call: KernelCall) -> Arrays:
 
 
 def _backward(call: KernelCall, wanted: _Wanted, results: Arrays, cotangents: Arrays) -> Inputs:
-    """Computes gradients of the inputs from the results and their cotangents; None for inputs without gradient."""
+    """Computes gradients of all inputs from the results and their cotangents; None for inputs that have none."""
     inputs = _round_operands(call.plan, call.inputs)
     query, d_output, lse, delta = _backward_rows(
         inputs.query,
@@ -276,6 +276,6 @@ def _backward_rows(
 
 
 def _sum_to(x: Array, like: Array) -> Array:
-    """Sums `x` over the axes that have length 1 in `like`, because heads share an entry there."""
+    """Sums a gradient over the axes that have length 1 in `like`, its array: heads share an entry there."""
     axes = tuple(axis for axis, size in enumerate(like.shape) if size == 1 != x.shape[axis])
     return x.sum(axes, keepdims=True)

@@ -1,10 +1,11 @@
 """The input arrays of kernels: how they are stored, how a step loads its tile, and the mask and score rule of tiles.
 
-Arrays are in the layout of one head (`head.py`). The axes of one head's part have names: "T" and "S" for queries and
-keys, "H" for features, "L" for the entries of a table. An array with one number per head goes to scalar memory. All
-others are stored as [*heads, rows, columns]. The memory of a TPU has rows of 128 numbers: an array [T, 1] would take
-128 times its size, so vectors are stored as [1, T]. And [T, 64] would take twice its size; so if the number of features
-is no multiple of 128, features come first, [64, T], as in XLA's own layout of such arrays.
+A *step* of a kernel computes one tile of one head. Arrays have leading axes of batch and heads, [*heads], and then the
+axes of one head's part: "T" and "S" for queries and keys, "H" for features, "L" for the entries of a table. An array
+with one number per head goes to scalar memory. All others are stored as [*heads, rows, columns]. The memory of a TPU
+has rows of 128 numbers: an array [T, 1] would take 128 times its size, so vectors are stored as [1, T]. And [T, 64]
+would take twice its size; so if the number of features is no multiple of 128, features come first, [64, T], as in XLA's
+own layout of such arrays.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ Sizes = tuple[int, ...]
 
 
 class KernelTile(Tile):
-    """A tile inside a kernel: arrays there hold only the tile's part, so its `cut` methods return them unchanged."""
+    """A tile inside a kernel. Arrays there hold only the tile's part, so the `cut` methods return them unchanged."""
 
     def cut(self, x: Any) -> Array:
         return x
@@ -43,7 +44,7 @@ class KernelTile(Tile):
 
 
 class TransposedTile(KernelTile):
-    """A tile with queries along columns; its `shape` is [s, t]."""
+    """A tile with keys along rows and queries along columns, for gradients of keys; its `shape` is [s, t]."""
 
     @property
     def rows(self) -> Int[Array, "1 t"]:
@@ -57,7 +58,7 @@ class TransposedTile(KernelTile):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileMask(Mask):
-    """A `mask_mod` that `split_function.py` has split: its part for tiles, and the values of its outer part."""
+    """A `mask_mod` in a kernel: `function` computes tiles from `values` that XLA has computed (`split_function.py`)."""
 
     values: tuple[Array, ...] = dataclasses.field(metadata={"axes": "B N L"})
     function: TileFunction = dataclasses.field(metadata={"static": True})
@@ -72,8 +73,8 @@ class TileMask(Mask):
 class TileRule(ScoreRule):
     """The `ScoreRule` inside a kernel, with a `TileFunction` in place of `score_mod`."""
 
-    function: TileFunction | None = None  # the part of `score_mod` for tiles
-    values: Sequence[Array] = ()  # its values; those that get gradients are in `ScoreInputs.captured` instead
+    function: TileFunction | None = None  # the part of `score_mod` that is computed for tiles
+    values: Sequence[Array] = ()  # the function's values; `ScoreInputs.captured` replaces those that get gradients
     differentiated: bool = True  # whether derivatives are taken
 
     def zero_masked(self, products: Float[Array, "..."], visible: Bool[Array, "..."]) -> Float[Array, "..."]:
@@ -111,7 +112,7 @@ class TileRule(ScoreRule):
 
 
 class Inputs(NamedTuple):
-    """The input arrays of a kernel."""
+    """The input arrays of a kernel, of all heads or, inside the kernel, of one step."""
 
     query: Block
     key: Block
@@ -122,8 +123,8 @@ class Inputs(NamedTuple):
     mask: Mask | None  # the mask, or None if nothing may be masked
     offsets: Offsets  # positions of the first query and the first key
     seed: tuple[Block, Block] | None  # two random words, for dropout
-    key_poison: Block  # infinity where a key or value was not finite, else 0
-    query_poison: Block  # infinity where a query was not finite, else 0
+    key_poison: Block  # infinity for each key that was not finite (or its value), else 0
+    query_poison: Block  # infinity for each query that was not finite, else 0
     d_output: Block = None  # cotangent of the output
     lse: Block = None  # log-sum-exp; infinity in rows without gradient
     delta: Block = None  # subtracted from the gradients of the weights; see `_backward_rows` in call.py
@@ -137,13 +138,13 @@ class Inputs(NamedTuple):
         return [axes for axes_of_field in lists.values() for axes in axes_of_field]
 
     def of_rows(self, transposed: bool) -> list[Block]:
-        """Lists the arrays with an entry per row of a tile: those of queries or, in a transposed tile, of keys."""
+        """Lists the arrays with an entry for each row of a tile: arrays of queries or, if `transposed`, of keys."""
         rows = (self.key, self.value) if transposed else (self.query, self.d_output, self.lse, self.delta)
         return [x for x in rows if x is not None]
 
 
 class KernelPlan(NamedTuple):
-    """The static part of a kernel call."""
+    """The static part of the arguments of kernels (`KernelCall`)."""
 
     rule: TileRule  # the score rule, without its arrays
     tiling: Tiling  # the cut of the scores into tiles; arrays are padded to whole tiles
@@ -151,10 +152,10 @@ class KernelPlan(NamedTuple):
     product_dtype: jnp.dtype  # dtype to which query, key and value are rounded for the matrix products
     dtype: jnp.dtype  # dtype of the output, and of the gradients of queries, keys and values
     interpret: Any  # argument of `jax.experimental.pallas.pallas_call`
-    learned: tuple[bool, ...] = ()  # for each value of `score_mod`'s outer part, whether it gets a gradient
+    learned: tuple[bool, ...] = ()  # for each of `Inputs.values`, whether it gets a gradient
 
     def stored_axes(self, names: str, part: Sizes) -> str:
-        """Converts the axis names of one head's part, of shape `part`, to the letters of its stored axes.
+        """Returns the axes of an array as it is stored, one letter each, from the names of its axes and their sizes.
 
         "T H" becomes "TH", or "HT" unless `features_last`. Broadcast axes are left out; a number has no letters.
         """
@@ -163,7 +164,7 @@ class KernelPlan(NamedTuple):
         return kept[::-1] if kept.endswith("H") and not self.features_last else kept
 
     def store(self, x: Array, axes: str, rank: int) -> Array:
-        """Pads an array with `rank` head axes, and reshapes it to [*heads, rows, columns]; [1, n] without `axes`."""
+        """Pads and reshapes an array to its stored form, [*heads, rows, columns], or [1, heads] if `axes` is empty."""
         heads = x.shape[:rank]
         x = jnp.swapaxes(x, -1, -2) if axes.startswith("H") else x
         part = x.shape[rank:] if x.ndim - rank == len(axes) else tuple(n for n in x.shape[rank:] if n != 1)
@@ -177,12 +178,12 @@ class KernelPlan(NamedTuple):
         return x.reshape(1, -1) if not axes else x if len(axes) == 2 else jnp.expand_dims(x, -2)
 
     def to_rows(self, block: Array) -> Array:
-        """Transposes a stored block to features last, or back; unchanged if features are stored last."""
+        """Moves the features of a stored block last, or of a result first; does nothing if they are stored last."""
         return block if self.features_last else jnp.transpose(block.astype(jnp.float32)).astype(block.dtype)
 
 
 def read_block(x: Array, axes: str, dtype: Any, transposed: bool) -> Array:
-    """Converts a stored block to a tile's layout, with entries per row as [n, 1], and to bool if that is `dtype`."""
+    """Converts a stored block to a tile's layout, with entries for rows as [n, 1], and to bool if that is `dtype`."""
     x = x.astype(jnp.int32) if x.dtype == jnp.int8 else x
     if axes == ("S" if transposed else "T"):
         x = jnp.transpose(jnp.broadcast_to(x, (LANES, x.shape[1])))[:, :1]
@@ -192,25 +193,25 @@ def read_block(x: Array, axes: str, dtype: Any, transposed: bool) -> Array:
 
 
 class LoadedTile(NamedTuple):
-    """The arrays of one step's tile."""
+    """Everything that a kernel needs to compute the tile of one step, loaded into fast memory."""
 
     plan: KernelPlan
     inputs: Inputs
     rows: Sequence[Array]  # query and d_output or, in a transposed tile, key and value, with features last
-    columns: Sequence[Array]  # key and value or, in a transposed tile, query and d_output, as they are stored
+    columns: Sequence[Array]  # key and value or, in a transposed tile, query and d_output, in stored form
     lse: Float[Array, "#m #n"]  # log-sum-exp
     delta: Float[Array, "#m #n"]  # delta of the backward pass
     tile: KernelTile
     rule: TileRule
     params: ScoreInputs  # bias and values of `score_mod` that get gradients
-    entries: list[Array | None]  # for each value of `score_mod` the indices in its table, or None for a number
+    entries: list[Array | None]  # for each of `Inputs.values`, the indices looked up in a table; None for a number
 
     def over_features(self, rows: Float[Array, "m F"], columns: Array) -> Float[Array, "m n"]:
-        """Computes the matrix product, over features, of an array of `self.rows` and one of `self.columns`."""
+        """Multiplies an array of `self.rows` by one of `self.columns`, summed over features."""
         return self.rule.dot(rows, columns, transpose_b=self.plan.features_last)
 
     def over_columns(self, tile: Float[Array, "m n"], columns: Array) -> Float[Array, "m F"]:
-        """Computes the matrix product, over columns, of `tile` [m, n] and an array of `self.columns`."""
+        """Multiplies a tile [m, n], such as the weights, by an array of `self.columns`, summed over columns."""
         return self.rule.dot(tile, columns, transpose_b=not self.plan.features_last)
 
     def products(self) -> Float[Array, "m n"]:
@@ -231,9 +232,8 @@ def load_tile(
 ) -> LoadedTile:
     """Loads the tile of one step from its blocks, `inputs`; `place` is the tile's row and column, counted in tiles.
 
-    `rows` are the arrays with an entry per row of the tile if they are in fast memory (`Kernel.kept_rows`); if empty,
-    they are in `inputs`. If `transposed`, queries are along columns. If not `masked`, all of the tile is visible, and
-    the mask is not computed.
+    `rows` holds the arrays with an entry for each row if an earlier step loaded them (`Kernel.kept_rows`); else it is
+    empty. If `transposed`, queries are along columns. If not `masked`, the tile is full, and needs no mask.
     """
     tiling = plan.tiling
     shape, columns = (tiling.height, tiling.width), (inputs.key, inputs.value)

@@ -25,7 +25,7 @@ Refs = Sequence[Any]
 
 
 def forward(call: KernelCall) -> tuple[Array, ...]:
-    """Computes output [..., T, Hv], log-sum-exp [..., T] and, if asked for, largest scores [..., T]."""
+    """Runs the forward kernel: returns output [..., T, Hv], log-sum-exp and perhaps largest scores [..., T]."""
     plan, inputs, _ = call
     (*heads, length, _), value_size, height = inputs.query.shape, inputs.value.shape[-1], plan.tiling.height
 
@@ -60,13 +60,13 @@ def forward(call: KernelCall) -> tuple[Array, ...]:
 
 
 def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:
-    """Adds a tile to `sums`: maximum, sum and output of the online softmax, as in `online_softmax.State`."""
+    """Adds a tile to `sums`, the running maximum, sum and output of the online softmax (`online_softmax.State`)."""
     running_max, running_sum, weighted = sums
     poison, is_masked = tile.inputs.key_poison, tile.rule.mask is not None
     s = tile.rule.tile(tile.products(), tile.params, tile.tile, poison if is_masked else None)
     before = running_max[...]
     after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
-    # A row that has seen no key has the maximum -inf. It is replaced by a finite number, because -inf - -inf is NaN.
+    # A row without a visible key so far has the maximum -inf. Replace it: -inf - -inf would be NaN.
     may_be_masked = tile.inputs.mask is not None or tile.rule.masks_scores(tile.params)
     shift = jnp.maximum(after, LOWEST) if may_be_masked else after
     weights = jnp.exp(s - repeat_lanes(shift, s.shape[1]))
@@ -75,7 +75,7 @@ def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:
     running_sum[...] = running_sum[...] * decay + jnp.sum(weights, axis=1, keepdims=True)
     values = tile.over_columns(times(weights, tile.rule.dropout_multiplier(tile.tile)), tile.columns[1])
     weighted[...] = weighted[...] * repeat_lanes(decay, values.shape[1]) + values
-    if not is_masked and poison is not None:  # all rows see all keys of this tile
+    if not is_masked and poison is not None:  # all queries attend to all keys of this tile
 
         @pl.when(jnp.max(poison) > 0)
         def _make_nan() -> None:
@@ -83,7 +83,7 @@ def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:
 
 
 def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> tuple[Array, list[Array | None]]:
-    """Computes gradients of queries and, per head, of `inputs.values`; None for values that are not `learned`."""
+    """Computes gradients of queries and of `score_mod`'s numbers and tables (`inputs.values`) if they are `learned`."""
     plan, inputs, _ = call
     *heads, length, head_size = inputs.query.shape
     shapes = [x.shape[len(heads) :] for x in inputs.values]
@@ -114,9 +114,9 @@ def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> tuple[Array,
 
 
 def _add_value(d_value: Array, entry: Array | None, total: Any) -> None:
-    """Adds a tile's gradients to `total`, the gradient of one number or, if `entry` holds indices, of a table.
+    """Adds a tile's gradients to `total`, the gradient of a number or, if the tile looked up `entry`, of a table.
 
-    There is no scatter on TPUs: a table takes one pass for each index from the least to the greatest in `entry`.
+    TPU kernels have no scatter: a table takes one pass for each index from the least to the greatest in `entry`.
     """
     if entry is None:
         total[...] += jnp.broadcast_to(jnp.sum(d_value, keepdims=True), total.shape)

@@ -1,11 +1,11 @@
 """Makes a `pallas_call` from a `Kernel`, which sums over tiles: its grid, its memory, and the blocks of each step.
 
-The grid has the axes of batch and heads, then the steps, one for each tile that is visited. The tiles are listed in
-data that a kernel reads before each step. A kernel has one block of results for each *group* of tiles: the forward
-kernel for each row of tiles, the gradients of keys and values for each column of tiles. The tiles of a group follow one
-another. Empty tiles are not listed, so they are neither fetched nor computed; a group of empty tiles keeps one, whose
-step only writes the result. If the mask is known only at run time, the list has room for all tiles, and its end repeats
-the last tile, for which nothing is fetched.
+The grid has the axes of batch and heads, then the *steps*, one for each tile to visit. A list in scalar memory says
+which tile a step visits. A kernel has one block of results for each *group* of tiles: the forward kernel for each row
+of tiles, the gradients of keys and values for each column of tiles. The tiles of a group follow one another. Empty
+tiles (masked throughout) are not listed, so they are neither fetched nor computed; a group of empty tiles keeps one,
+whose step only writes the result. If the mask is known only at run time, the list has room for all tiles, and its end
+repeats the last tile, for which nothing is fetched.
 """
 
 import functools
@@ -40,7 +40,7 @@ MOST_WORDS = 2 * 65535
 
 
 class StepGrid(NamedTuple):
-    """The grid of a kernel: its axes of batch and heads, and the lists that say which tile each step visits."""
+    """The grid of a kernel: its axes of batch and heads, and the sizes of the lists of steps."""
 
     sizes: Sizes  # sizes of the axes of batch and heads
     results: Sizes  # the same axes of the results, 1 if heads share a result
@@ -48,7 +48,7 @@ class StepGrid(NamedTuple):
     length: int  # number of steps in each list
 
     def place(self, *indices: Any) -> tuple[Any, list[Any], Any, Any]:
-        """Reads one step: returns its action, the indices of its head, and the row and the column of its tile.
+        """Reads one step: returns its action (`list_steps`), the indices of its head, and its tile's row and column.
 
         Args:
           *indices: The step's indices in the grid, then references to the two flat results of `list_steps`.
@@ -85,7 +85,7 @@ class StepGrid(NamedTuple):
 
 
 def flat_index(head: Sequence[Any], heads: Sizes) -> Any:
-    """Returns the index of the head with indices `head` in a flattened array [*heads]; axes of size 1 are shared."""
+    """Returns the index in a flattened array [*heads] of the head with indices `head`; axes of size 1 are shared."""
     number: Any = 0
     for i, size in zip(head, heads, strict=True):
         number = number if size == 1 else number * size + i
@@ -96,7 +96,7 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> t
     """Lists the steps of a kernel, in NumPy if the occupancy is known while tracing.
 
     Args:
-      occupancy: Occupancy of all tiles [*heads, rows, columns].
+      occupancy: Which tiles [*heads, rows, columns] have some, and which only, visible scores.
       sizes: Sizes of the axes of batch and heads.
       results: The same axes of the results, 1 if heads share a result.
       by: Which tiles share a result: "T" each row, "S" each column, "TS" no two, "" all tiles.
@@ -133,7 +133,7 @@ def _first(x: Any) -> Bool[Array, "*heads groups members"]:
 
 
 def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Bool[Array, "*heads groups members"]:
-    """Reshapes `x` [*heads, rows, columns] to groups of the tiles of a result; for arguments see `list_steps`."""
+    """Reshapes an array with an entry for each tile [*heads, rows, columns] to groups; arguments as in `list_steps`."""
     rank = len(sizes)
     shared = [axis for axis in range(rank) if results[axis] == 1]
     separate = [axis for axis in range(rank) if results[axis] != 1]
@@ -148,7 +148,7 @@ def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Bool[Array, "*heads
 
 
 class KernelCall(NamedTuple):
-    """The arguments of the kernels of a call: inputs with leading axes [B..., K, G], and the occupancy of tiles."""
+    """The arguments of all kernels: inputs with leading axes [B..., K, G], and which tiles have visible scores."""
 
     plan: KernelPlan
     inputs: Inputs
@@ -156,7 +156,7 @@ class KernelCall(NamedTuple):
 
 
 class Result(NamedTuple):
-    """An output array of a kernel: axis names and shape of one head's part, and its dtype."""
+    """Describes an output array of a kernel: axis names and shape of one head's part, and its dtype."""
 
     names: str
     part: Sizes
@@ -171,14 +171,13 @@ class Kernel(NamedTuple):
 
     name: str  # name in programs and profiles
     heads: Sizes  # sizes of the results' axes of batch and heads, 1 if heads share a result
-    # The outputs. The axes "T" and "S" of the first tell whether a group is a row or a column of tiles, one tile, or
-    # all.
+    # The outputs. A group is a row of tiles if the first output has an axis "T", a column for "S"; see `by`.
     results: Sequence[Result]
     sums: Sequence[tuple[tuple[int, int], float]]  # shape and initial value of each float32 sum in fast memory
     # `add(tile, results, sums)` adds a tile to the sums; results and sums are references.
     add: Callable[[LoadedTile, Sequence[Any], Sequence[Any]], None]
     end: Callable[[Inputs, Sequence[Any], Sequence[Any]], None]  # `end(inputs, results, sums)` writes the results
-    transposed: bool = False  # whether its tiles have queries along columns
+    transposed: bool = False  # whether tiles have queries along columns
 
     @property
     def by(self) -> str:
@@ -186,7 +185,7 @@ class Kernel(NamedTuple):
         return "".join(name for name in "TS" if name in self.results[0].names)
 
     def kept_rows(self, inputs: Inputs) -> list[Array]:
-        """Lists the arrays with entries per row that all tiles of a group share, to load once per group; else none."""
+        """Lists the arrays with an entry for each row, if all tiles of a group share these: they are loaded once."""
         rows = inputs.of_rows(self.transposed)
         return rows if (self.by, rows[0].shape[:-2]) == ("S" if self.transposed else "T", self.heads) else []
 
@@ -233,7 +232,7 @@ def _stored_shape(result: Result, axes: str, kernel: Kernel, plan: KernelPlan) -
 
 
 def _scratch(kernel: Kernel, inputs: Inputs, plan: KernelPlan) -> list[Any]:
-    """Lists the buffers in fast memory: first for the arrays of `kept_rows`, with features last, then for the sums."""
+    """Lists the buffers in fast memory: for the arrays of `kept_rows`, with features last, then for the sums."""
     length, rank = plan.tiling.width if kernel.transposed else plan.tiling.height, len(kernel.heads)
     widths = [(x.shape[-1] if x.ndim == rank + 2 else LANES, x.dtype) for x in kernel.kept_rows(inputs)]
     kept = [pltpu.VMEM((length, width), dtype) for width, dtype in widths]
@@ -241,7 +240,7 @@ def _scratch(kernel: Kernel, inputs: Inputs, plan: KernelPlan) -> list[Any]:
 
 
 def _run(kernel: Kernel, inputs: Inputs, axes: Sequence[str], grid: StepGrid, plan: KernelPlan) -> Callable[..., None]:
-    """Makes the body that `pallas_call` runs in each step; `axes` are the `stored_axes` of each array in `inputs`."""
+    """Makes the function that `pallas_call` runs in each step; `axes` are the `stored_axes` of the `inputs`."""
     arrays, structure = jax.tree.flatten(inputs)
     rank, count = len(grid.sizes), len(arrays)
 

@@ -1,9 +1,9 @@
 """Splits a user's function of one score into an outer part, computed by XLA for each head, and a part for tiles.
 
-The outer part is everything that depends only on the batch entry, the head and captured arrays. It is computed and
-differentiated outside of the kernel, which gets its values: numbers, and small tables to look up by position. Example:
-the outer part of `score - slopes[h] * (q_idx - kv_idx)` is `slopes[h]`, one number for each head. A lookup by position
-is a gather along lanes, the only gather that Mosaic, the compiler of these kernels, supports.
+The *outer part* is everything that depends only on the batch entry, the head and captured arrays. XLA computes and
+differentiates it outside of the kernel, which gets its *values*: numbers, and small tables to look up by position.
+Example: the outer part of `score - slopes[h] * (q_idx - kv_idx)` is `slopes[h]`, one number for each head. A lookup by
+position is a gather along lanes, the only gather that Mosaic, the compiler of these kernels, supports.
 """
 
 import dataclasses
@@ -36,24 +36,24 @@ DTYPES = ("float32", "int32", "bool")
 
 
 class RefusedError(Exception):
-    """The reason why a function cannot be computed in a kernel."""
+    """Raised if a user's function cannot be computed in a kernel; the text is the reason."""
 
 
 class Lookup(NamedTuple):
-    """A lookup of one array entry: its index along every axis, and the axes whose index depends on positions."""
+    """A lookup of one array entry: the index along each axis, and the axes whose index depends on positions."""
 
     array: Any
     indices: Sequence[Any]
     by_position: Sequence[int]
 
     def table(self, known: dict[Any, Array]) -> Array:
-        """Returns all entries that may be looked up, flattened; `known` maps variables of the jaxpr to values."""
+        """Returns all entries that may be looked up, flattened; `known` maps the jaxpr's variables to their values."""
         indices = [0 if i in self.by_position else _read(x, known) for i, x in enumerate(self.indices)]
         sizes = [size if i in self.by_position else 1 for i, size in enumerate(self.array.aval.shape)]
         return lax.dynamic_slice(known[self.array], indices, sizes).reshape(-1)
 
     def entry(self, known: dict[Any, Any]) -> Int[Array, "#t #s"]:
-        """Computes the index in the table for each score, clipped as by `lax.dynamic_slice`; `known` as in `table`."""
+        """Computes the index in `table` for each score, clipped like by `lax.dynamic_slice`; `known` as in `table`."""
         entry: Any = 0
         for axis in self.by_position:
             size = self.array.aval.shape[axis]
@@ -63,14 +63,14 @@ class Lookup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileFunction:
-    """The part of a user's function that a kernel computes, in whole tiles, after XLA has computed `outer` per head."""
+    """A split function: a kernel calls it for whole tiles, with values that XLA has computed by `outer` per head."""
 
     outer: Jaxpr  # equations of the outer part
     arguments: Sequence[Any]  # variables of the arguments [score,] q_idx, kv_idx
     numbers: Sequence[Any]  # variables that the outer part computes as numbers
     lookups: dict[Any, Lookup]  # lookups in arrays of the outer part, by the variable that they compute, in order
     equations: Sequence[Any]  # equations of this part in order, lookups among them
-    of_scores: set[Any]  # variables that depend on the score
+    of_scores: set[Any]  # variables that depend on the argument `score`
     result: Any  # variable of the function's value
 
     def outer_values(self, captured: Sequence[Array], batch: Array, head: Array) -> list[Array]:
@@ -85,7 +85,7 @@ class TileFunction:
         return [known[x] for x in self.numbers] + [x.table(known) for x in self.lookups.values()]
 
     def __call__(self, arguments: Sequence[Array], values: Sequence[Array], shape: tuple[int, int]) -> Array:
-        """Computes a tile of this shape from [score,] q_idx, kv_idx and the values that `look_up` returns."""
+        """Computes a tile of this shape; `arguments` are [score,] q_idx, kv_idx, and `look_up` returns `values`."""
         known = dict(zip((*self.arguments, *self.numbers, *self.lookups), (*arguments, *values), strict=True))
         for equation in self.equations:
             if equation.outvars[0] not in known:
@@ -95,7 +95,7 @@ class TileFunction:
     def look_up(
         self, positions: tuple[Array, Array], values: Sequence[Array]
     ) -> tuple[Sequence[Array], list[Int[Array, "#t #s"] | None]]:
-        """Replaces the tables [1, entries], which follow the numbers in `values`, by the entries at a tile's positions.
+        """Looks up a tile's positions in the tables [1, entries], which follow the numbers in `values`.
 
         Returns:
           The values for `__call__`, and for each value the indices of its entries in the table, None for a number.
@@ -126,7 +126,7 @@ def _read(atom: Any, known: dict[Any, Any]) -> Array:
 
 
 def _compute(equation: Any, known: dict[Any, Any]) -> Array:
-    """Evaluates an elementwise equation, traced for scalars, on whole tiles."""
+    """Evaluates an elementwise equation, which was traced for scalars, on whole tiles."""
     operands, name = [_read(x, known) for x in equation.invars], equation.primitive.name
     if name in RESHAPING:
         return operands[0]
@@ -147,7 +147,7 @@ def _sign(x: Array) -> Array:
 
 
 def _gather(table: Array, entry: Int[Array, "#t #s"]) -> Array:
-    """Looks up entries in a table [1, a multiple of 128], by gathers along lanes, of 128 entries each."""
+    """Looks up the indices `entry` in a table [1, a multiple of 128], by gathers of 128 entries along lanes."""
     rows, columns = entry.shape
     wide = jnp.broadcast_to(entry, (max(rows, 8), -(-columns // LANES) * LANES))
     pieces = [_gather_lanes(table, wide[:, i : i + LANES]) for i in range(0, wide.shape[1], LANES)]
@@ -165,7 +165,7 @@ def _gather_lanes(table: Array, entry: Int[Array, "t 128"]) -> Array:
 
 
 def split(function: TracedFunction, num_captured: int) -> TileFunction:
-    """Splits a function of `num_captured` arrays and [score,] b, h, q_idx, kv_idx into outer part and part for tiles.
+    """Splits a user's function, which captures `num_captured` arrays, into the outer part and the part for tiles.
 
     Raises:
       RefusedError: If the part for tiles has vectors, control flow, a primitive that Mosaic does not compile, a lookup

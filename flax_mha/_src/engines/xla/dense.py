@@ -21,12 +21,12 @@ from flax_mha._src.math.head import Head, heads_of, map_heads, to_caller
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
 from flax_mha._src.plan import Plan
 
-# Output, log-sum-exp and, if `return_max_score` asks for them, the largest scores of rows.
+# Output, log-sum-exp and, with `return_max_score`, the largest score of each row (the scores of one query).
 ResultsOfHead = tuple[Float[Array, "t Hv"], Float[Array, " t"], Float[Array, " t"] | None]
 
 
 def attention(plan: Plan, call: Call) -> Result:
-    """Computes output and log-sum-exp of all heads."""
+    """Computes a call: each head with all its scores at once."""
     head = varying_alike(heads_of(call, plan.dtype))
     one_head = functools.partial(dense_head, plan.fuses_rows)
     results = map_heads(one_head, head, head.query.ndim - 2, plan.looped_axes or 0, plan.max_heads)
@@ -34,9 +34,9 @@ def attention(plan: Plan, call: Call) -> Result:
 
 
 def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
-    """Computes output, log-sum-exp and largest scores of one head: 0, -inf and -inf in rows without visible keys.
+    """Computes output, log-sum-exp and largest scores of one head: 0, -inf and -inf for queries without visible keys.
 
-    It has derivatives of every order, in forward and reverse mode. For `fuse_rows` see `rows_of`.
+    The function has derivatives of every order, in forward and reverse mode. `fuse_rows` is passed to `rows_of`.
     """
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
     reverse_only = head.rule.score_mod is not None and head.rule.score_mod.has_custom_vjp
@@ -62,7 +62,7 @@ def _head_jvp(fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]) -> t
 
 
 def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
-    """Computes `ResultsOfHead` of rows whose visible keys are all in one tile; callers define the derivatives.
+    """Computes the results of queries whose visible keys are all in one tile; callers must define the derivatives.
 
     `head` holds the tile's part of all arrays. With `fuse`, XLA's CPU compiles this to one kernel that writes no score
     to memory; finite numbers so large that masked products overflow may then make a row NaN.
@@ -70,7 +70,7 @@ def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
     query, key, rule, rows, poison = head.query, head.key, head.rule, head.rows, None
     if rows is not None and (fuse or rule.score_mod is not None):
         query, poison = head.finite_query, guard.poison_of_scores(rows)
-    elif rows is not None:  # cheaper: NaN in queries and keys, for masked scores are replaced
+    elif rows is not None:  # cheaper: put NaN back, because masked scores are replaced anyway
         query, key = guard.restore_nan(query, rows.query), guard.restore_nan(key, rows.key)
     s = rule.tile(rule.products(query, key), head.inputs, tile, poison, fuse)
     return _softmax(s, head.value, head.inputs, rule, tile, fuse)
@@ -93,9 +93,9 @@ def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
 
 @jax.custom_jvp
 def _raise_masked(s: Float[Array, "t s"]) -> Float[Array, "t s"]:
-    """Replaces scores of -inf by the lowest finite number. Its derivative is the identity.
+    """Replaces scores of -inf by the lowest finite number, whose differences are never NaN.
 
-    This does not change results: masked scores have weight 0, and no derivative.
+    Results do not change: masked scores still have weight 0, and no derivative. The derivative is the identity.
     """
     return jnp.where(s == -jnp.inf, jnp.finfo(s.dtype).min, s)
 
@@ -111,7 +111,7 @@ def _softmax(
     tile: Tile,
     fused: bool = False,
 ) -> ResultsOfHead:
-    """Computes `ResultsOfHead` of rows from their scores and values in a tile; for `fused` see `ScoreRule.tile`."""
+    """Computes output, log-sum-exp and largest scores from scores and values; for `fused` see `ScoreRule.tile`."""
     lowest = jnp.finfo(s.dtype).min
     # Masked scores may be replaced by the lowest number, unless a bias or `score_mod` may give it to visible scores.
     replaced = s.size > 0 and not (fused or rule.on_gpu or inputs.bias is not None or rule.score_mod is not None)
@@ -136,7 +136,7 @@ def _softmax(
         divisor = jnp.maximum(total, 0.5)  # the total is 0 if no key is visible, else at least 1
         output = products if rule.on_gpu else products / divisor
         return output, (jnp.log(divisor) + largest)[:, 0], of_rows
-    # A row that sees no key has equal weights for all. XLA's maximum of a row of NaN may be -inf, but its sum is NaN.
+    # A row without visible keys has equal weights. XLA's maximum of a row of NaN may be -inf, but the row's sum is NaN.
     is_masked = (largest <= lowest) & ~jnp.isnan(total)
     output = jnp.where(is_masked, 0, products) / jnp.where(is_masked, 1, total)
     return output, jnp.where(is_masked, -jnp.inf, jnp.log(total) + largest)[:, 0], of_rows

@@ -39,14 +39,14 @@ from flax_mha.masks import Mask
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ListedMask(Mask):
-    """Hides the entries of -1 in lists of keys, which mean no key."""
+    """A mask that hides entries of -1, which mean no key, in the keys that queries list."""
 
     def tile(self, tile: Tile) -> Bool[Array, "t s"]:
         return jnp.asarray(tile.indices) >= 0
 
 
 def attention(plan: Plan, call: Call) -> Result:
-    """Computes output and log-sum-exp of all heads."""
+    """Computes a call with `key_indices`; for few queries, their keys are gathered at once, else block by block."""
     operands, options = call
     height, ring = plan.gathered, operands.key.shape[-3] if options.ring else None
     assert operands.key_indices is not None
@@ -68,7 +68,7 @@ def attention(plan: Plan, call: Call) -> Result:
 def _gathered(
     operands: Operands, options: Options, indices: Int[Array, "*B T K k"] | None
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
-    """Returns keys and values as floats: all or, given `indices`, those that query 0 lists, then query 1, ..."""
+    """Returns keys and values as floats: all of them or, given `indices`, the keys of query 0, then of query 1, ..."""
     arrays: Any = operands.key, operands.value, operands.cache_scale
     if indices is not None:
         batch, (queries, num_heads, count) = indices.shape[:-3], indices.shape[-3:]
@@ -81,7 +81,7 @@ def _gathered(
 
 
 def _unique(indices: Int[Array, "*B T K k"], keys: int) -> tuple[Int[Array, "*B T K k"], Bool[Array, "*B T K"]]:
-    """Sorts each list and replaces repeated keys by -1; also returns which queries list a key that does not exist."""
+    """Sorts each list of keys and replaces repeated keys by -1; also returns which queries list keys out of range."""
     indices = lax.sort(indices, dimension=-1)
     repeated = indices[..., 1:] == indices[..., :-1]
     is_beyond = (indices[..., -1] >= keys) | (indices[..., 0] < -1)
@@ -91,7 +91,7 @@ def _unique(indices: Int[Array, "*B T K k"], keys: int) -> tuple[Int[Array, "*B 
 
 
 def _one_head(height: int | None, own: tuple[Head, Int[Array, "T k"], Bool[Array, " T"]]) -> ResultsOfHead:
-    """Computes one head, `height` queries at a time; `height` is None if all keys were gathered before."""
+    """Computes one head, gathering keys for `height` queries at a time; None if all are gathered already."""
     head, indices, is_beyond = own
     (queries, count), rows = indices.shape, head.rows
     assert rows is not None
@@ -109,7 +109,7 @@ def _one_head(height: int | None, own: tuple[Head, Int[Array, "T k"], Bool[Array
 def _block(
     head: Head, first: Int[Array, ""], indices: Int[Array, "t k"], gather: Callable[[Array], Array]
 ) -> ResultsOfHead:
-    """Computes the queries from `first` on by `dense_head`; they list the keys `indices`, which `gather` reads."""
+    """Computes t queries from number `first` on: `gather` reads the keys `indices` that they list, for `dense_head`."""
     cut = functools.partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=indices.shape[0])
     rows: Any = head.rows
     part = dataclasses.replace(

@@ -1,20 +1,20 @@
 """Attention of few queries over many keys, as in decoding: keys and values are read where they are.
 
-Elsewhere keys and values are put into the layout of one head, which reads and writes all of them. Here a loop reads
-blocks of keys [B..., S, K, H] in place, a block for all heads, and only from the first to the last block in which a
-query of the batch entry sees a key. A step of decoding costs what its sequence has written to the cache, not what the
-cache can hold. If most of the cache has been written, blocks are larger, or all of it is one block, without a copy.
+Other algorithms copy keys and values to the layout of one head, which reads and writes all of them. Here a loop reads
+blocks of keys [B..., S, K, H] where they are, a block for all heads, and only from the first to the last block that
+holds a visible key of the batch entry. So a step of decoding costs what its sequence has written to the cache, not what
+the cache can hold. If most of the cache has been written, blocks are larger, or all of it is one block, not copied.
 
 A matrix product for each key head copies the keys of this head. For few queries, one block-diagonal product for all
 heads is faster: every query is padded with zeros to the features of all key heads, so that the keys of other heads
 contribute 0, and of its outputs only those of the query's head are used. That multiplies K times as much, but reads
 every key once, in place. In such a product, a key that is not finite makes the products of other heads NaN, too.
 
-Numbers in 8 bits are exact in bfloat16. Where the CPU multiplies bfloat16, keys in bfloat16 or 8 bits are multiplied as
+Numbers in 8 bits are exact in bfloat16. If the CPU multiplies bfloat16, keys in bfloat16 or 8 bits are multiplied as
 they are, and the scales multiply scores and weights.
 
-Looking for keys and values that are not finite would take as long as all the rest. So if an output is not finite, all
-is computed again with zeros in their place (`guard.py`). Visible products that are not finite make the output NaN.
+Looking for keys and values that are not finite would take as long as all the rest. So only if an output is not finite,
+it is computed again with zeros for these keys (`guard.py`). Visible products that are not finite make outputs NaN.
 """
 
 import functools
@@ -41,25 +41,25 @@ from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
 from flax_mha._src.plan import KeyBlocks, Plan
 from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
 
-# Output, log-sum-exp and, if they are asked for, largest scores of rows.
+# Output, log-sum-exp and, with `return_max_score`, each query's largest score.
 Results = tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "*B K G T"] | None]
 
-# XLA's CPU reads floats of these dtypes faster as their bits: it converts what it computes in them.
+# XLA's CPU cuts blocks out of these dtypes faster as integers with the same bits: it converts such floats first.
 BITS = {"float8_e4m3fn": jnp.uint8, "bfloat16": jnp.uint16}
 
 
 class BatchSlice(NamedTuple):
-    """Queries of all batch entries, or of one (batch axes of length 1), and all that their attention needs.
+    """Some queries of all batch entries, or of one (batch axes of length 1), and everything their attention needs.
 
     Attributes:
       first: Index of the first of these batch entries along each batch axis.
-      query: Their queries in the dtype of the products, with leading axes for batch and heads (`head.py`).
-      query_scale: Scale to multiply products by, if scaling the queries would round them; None if they are scaled.
+      query: The queries in the dtype of the products, with leading axes for batch and heads (`head.py`).
+      query_scale: Factor of the products, if scaling the queries would round them; None if queries are scaled.
       key: All keys of all batch entries, not copied.
       value: All values, not copied.
       guarded: Whether to replace keys and values that are not finite by zeros (`guard.py`).
-      row: Index of the first of these queries among all queries.
-      inputs: Bias, sink and captured arrays, which enter the scores besides the products.
+      row: Index of the first of these queries among all queries of the call.
+      inputs: Bias, sink and captured arrays, which enter the scores in addition to the products.
       rule: The rule that makes scores from products.
       cache_scale: Scales of all keys and values, if they are in 8 bits (`KVCache.scale`), else None.
     """
@@ -77,7 +77,7 @@ class BatchSlice(NamedTuple):
 
 
 def attention(plan: Plan, call: Call) -> Result:
-    """Computes a call by the blocks in `plan.in_place`; its derivatives are those of dense attention."""
+    """Computes a call in blocks of keys, `plan.in_place`; its derivatives are computed by dense attention."""
     return _differentiable(plan, call.options, call.operands)
 
 
@@ -121,7 +121,7 @@ def _mapped(blocks: KeyBlocks) -> Callable[..., Results]:
         def here(*operands: Any) -> Results:
             has_queries, *has_keys_and_values = is_batched[:3]
             has_keys_and_values += jax.tree.leaves(is_batched[-1])
-            if not (size and all(has_keys_and_values)):  # what all share would have to be copied for each
+            if not (size and all(has_keys_and_values)):  # shared keys would have to be copied for each mapped entry
                 axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(is_batched))
                 in_blocks = functools.partial(_attend, blocks._replace(wide=None))
                 return jax.vmap(in_blocks, axes)(*operands)
@@ -169,7 +169,7 @@ def _attend(
 
 
 def _entries(blocks: KeyBlocks, part: BatchSlice) -> Results:
-    """Computes all batch entries; if `blocks.sequential`, in a loop, so that each visits only the blocks it needs."""
+    """Computes all batch entries; if `blocks.sequential`, in a loop, so that each reads only the keys that it needs."""
     batch = part.query.shape[:-4]
     if not blocks.sequential:
         return _blocks_of_rows(blocks, part)
@@ -186,7 +186,7 @@ def _entries(blocks: KeyBlocks, part: BatchSlice) -> Results:
 
 
 def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
-    """Takes the batch entry with indices `place` out of every array of `tree`; batch axes stay, with length 1."""
+    """Cuts the batch entry with indices `place` out of every array of `tree`; batch axes get length 1."""
 
     def own(x: Array) -> Array:
         for axis, i in enumerate(place):
@@ -197,7 +197,7 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
 
 
 def _blocks_of_rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
-    """Computes the `Results` of one block of queries after another."""
+    """Computes the queries of `part` in blocks of `blocks.height` queries, one after another."""
     length, axis = part.query.shape[-2], part.query.ndim - 2
     if length <= blocks.height:
         return _rows(blocks, part)
@@ -210,7 +210,7 @@ def _blocks_of_rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
 
 
 def _rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
-    """Computes the same as `_blocks_of_rows` for a single block of queries, in a loop over blocks of keys."""
+    """Computes one block of queries, in a loop over the blocks of keys that may hold visible keys."""
     shape = (*part.query.shape[:-2], blocks.height)
     value_size = blocks.value_size or part.value.shape[-1]
     state = online_softmax.start(shape, value_size, part.inputs.sink, part.rule.dtype, part.rule.returns_max)
@@ -224,7 +224,7 @@ def _rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
 
 
 def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: online_softmax.State) -> online_softmax.State:
-    """Returns `carry`, the state of the online softmax, updated by block i of the keys."""
+    """Adds block `i` of the keys to `carry`, the state of the online softmax, and returns the new state."""
     length, dtype = part.key.shape[-3], part.query.dtype
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
     keys, v, scales, flags = _read_block(blocks, part, column)
@@ -236,10 +236,10 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: online_softmax.
             products = [x * scale[None, :] for x, scale in zip(products, scales, strict=False)]
         product = sum(products[1:], products[0])
         tile = Tile(part.row, column, (blocks.height, blocks.width), rule.offsets.values, ring=rule.ring)
-        # Infinite products become NaN, as minus infinity would have the weight 0. A `score_mod` may hide NaN, too.
+        # Infinite products become NaN: -inf would get the weight 0. NaN is added twice, as `score_mod` may hide it.
         poison = product * 0
         s = rule.tile(product + poison, inputs.cut(tile), tile, poison if flags is None else poison + flags[None])
-        if length % blocks.width:  # then it begins with keys of the block before
+        if length % blocks.width:  # then the last block begins with keys of the block before it
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
         state, weights = online_softmax.rescale(state, s, None, dtype if scales is None else None)
         weights = times(weights, rule.dropout_multiplier(tile, s.dtype))
@@ -259,10 +259,10 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: online_softmax.
 def _read_block(
     blocks: KeyBlocks, part: BatchSlice, column: Scalar
 ) -> tuple[list[Array], Array, list[Array] | None, Float[Array, "*B K 1 s"] | None]:
-    """Reads a block of keys (split by `_scaled_features`) and values, their scales, and which keys are not finite.
+    """Reads a block of keys (one array for each of `_scaled_features`), its values, their scales, and its flags.
 
-    Scales are [*B, K, 1, s], or None except for 8 bits. The last result holds infinity for keys or values that were not
-    finite, else 0; it is None unless `part.guarded`.
+    Scales are [*B, K, 1, s], or None except for 8 bits. Flags are infinity for keys or values that were not finite,
+    else 0; None unless `part.guarded`.
     """
     groups, scale, flags = (part.key.shape[-2], 1), None, None
     read = functools.partial(_block, part=part, column=column, width=blocks.width)
@@ -273,19 +273,19 @@ def _read_block(
     if part.guarded:
         if scale is None:
             keys[0], v, of_keys = guard.zero_keys(keys[0], v)
-        else:  # numbers in 8 bits are finite; if a key or value was not, a scale is NaN
+        else:  # numbers in 8 bits are finite; a key or value that was not finite has a scale of NaN
             of_keys = guard.flag(scale)
             scale = guard.zero(scale, of_keys)
         flags = vectors_by_head(of_keys.astype(part.rule.dtype), groups)
     if scale is None:
         return keys, v, None, flags
-    # Without the barrier XLA's CPU would read every second number again wherever a scale is used.
+    # Without the barrier, XLA's CPU would read all scales again, with a stride of 2, in every use of one.
     scales = lax.optimization_barrier([vectors_by_head(scale[..., i], groups) for i in (0, 1)])
     return keys, v, scales, flags
 
 
 def _scaled_features(blocks: KeyBlocks) -> list[slice]:
-    """Returns a slice of the keys' features for each scale: all, or [value_size:] and [:value_size]."""
+    """Returns the slices of a key's features that have a scale each: all, or [value_size:] and [:value_size]."""
     number = blocks.value_size
     return [slice(None)] if number is None else [slice(number, None), slice(number)]
 
@@ -293,7 +293,7 @@ def _scaled_features(blocks: KeyBlocks) -> list[slice]:
 def _block(
     x: Shaped[Array, "*B S K F"], features: slice, part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
 ) -> Float[Array, "*B s K f"]:
-    """Reads `width` keys, values or scales of `x` from `column` on, for the batch entries in `part`, as `dtype`."""
+    """Reads `width` entries of `x` (keys, values or scales) from `column` on, for the batch entries in `part`."""
     bits, has_8_bits = BITS.get(x.dtype.name) if platform() == "cpu" else None, x.dtype.itemsize == 1
     batch, (length, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
 
@@ -319,7 +319,7 @@ def _block(
 
 
 def _visited(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> tuple[Scalar, Scalar]:
-    """Returns the range of blocks, first and end (exclusive), that may hold a visible key of some query."""
+    """Returns the range of blocks to read, first and end (exclusive): those that may hold a visible key."""
     some = _seen(blocks, part, num_keys)
     some = some.any(range(some.ndim - 1))
     before, after = (jnp.argmax(x).astype(jnp.int32) for x in (some, some[::-1]))
@@ -327,9 +327,9 @@ def _visited(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> tuple[Scalar
 
 
 def _seen(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> Bool[Array, "*#B #K #G count"]:
-    """Returns for each of the `count` blocks of keys whether it may hold a visible key of some query."""
+    """Returns, for each of the `count` blocks of keys, whether it may hold a key that some query attends to."""
     rule, count = part.rule, -(-num_keys // blocks.width)
-    if rule.ring is not None:  # the whole ring, or the slots written so far
+    if rule.ring is not None:  # in a ring cache, all slots that have been written
         newest = jnp.asarray(rule.offsets.values[1])
         return jax.vmap(lambda first: first <= newest, out_axes=-1)(
             jnp.arange(count, dtype=newest.dtype) * blocks.width
@@ -348,7 +348,7 @@ def _seen(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> Bool[Array, "*#
 
 
 def _bounds(mask: Mask | None) -> Mask | None:
-    """Returns the causal, window and length masks among those that `mask` combines by `&`; None if there are none."""
+    """Returns the part of `mask` that bounds which keys to read: causal, window and length masks; else None."""
     if isinstance(mask, And):
         left, right = _bounds(mask.left), _bounds(mask.right)
         return left if right is None else right if left is None else And(left, right)
@@ -371,7 +371,7 @@ def _key_products(
     if not block_diagonal:
         return map_heads(product, (query, split_heads(key, (num_heads, 1))), len(batch) + 2)
     rows = jnp.where(jnp.eye(num_heads, dtype=bool)[:, None, None, :, None], query[..., None, :], 0)
-    rows = rows.reshape(*batch, math.prod(query.shape[-4:-1]), num_heads * size)  # of no features, too
+    rows = rows.reshape(*batch, math.prod(query.shape[-4:-1]), num_heads * size)  # not -1: there may be no features
     products = map_heads(product, (rows, key.reshape(*key.shape[:-2], num_heads * size)), len(batch))
     return products.reshape(*query.shape[:-1], -1)
 
