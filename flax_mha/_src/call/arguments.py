@@ -39,7 +39,7 @@ def unexpected(function: str, name: str) -> TypeError:
 
 
 def naming_siblings(function: F) -> F:
-    """Wraps a function so that the errors for arguments in `SIBLINGS` say what to use instead."""
+    """Wraps a function: its error for an argument that only modules accept names the arguments to use instead."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -67,7 +67,7 @@ class CommonArguments(TypedDict, total=False):
 
 
 class Arguments(CommonArguments, total=False):
-    """The keyword arguments of `dot_product_attention` that describe the scores."""
+    """The keyword arguments of `dot_product_attention` but `implementation` and those that ask for more results."""
 
     is_causal: bool
     query_seq_lengths: ArrayLike | None
@@ -360,7 +360,7 @@ def with_keys(
     cache_scale: Array | None = None,
     key_indices: Array | None = None,
 ) -> Call:
-    """Adds keys, values, bias and masks to a call that `check_scoring` made; checks bias and lookups of functions."""
+    """Completes the call that `check_scoring` began; checks `bias`, and that user functions fit the call's sizes."""
     present = [mask for mask in masks if mask is not None]
     operands = scoring.operands._replace(
         key=key,

@@ -19,7 +19,7 @@ DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
 
 class _NoOffset(int):
-    """The type of `NO_OFFSET`, a 0 that means whole sequences; a caller's own 0 may be the offset of a slice."""
+    """The type of `NO_OFFSET`, the default: sequences are whole. If a caller passes offset 0, they may be slices."""
 
 
 NO_OFFSET = _NoOffset(0)
@@ -40,7 +40,7 @@ class Context(NamedTuple):
     mesh: Mesh | AbstractMesh | None
 
     def with_sharding(self, sharding: Any, rank: int) -> "Context":
-        """Fills in mesh, batch axes and head axis from the query's sharding; raises a ValueError if both disagree."""
+        """Adds mesh, batch axes and head axis of the query's `sharding`; raises a ValueError if `self` has others."""
         if sharding is None or rank < 3:  # a query of rank < 3 is refused later
             return self
         spec: PartitionSpec = getattr(sharding, "spec", sharding)

@@ -46,11 +46,11 @@ def slice_call(
     keys: tuple[Scalar, Scalar, int] | None,
     positions: tuple[Scalar, Scalar],
 ) -> Operands:
-    """Cuts some queries and keys out of all operands that a device holds, and moves the offsets.
+    """Cuts a range of queries and a range of keys out of all operands on a device, and moves the offsets.
 
-    `queries` is (first query, number of queries). `keys` is (first key in arrays that travel, which hold only this
-    device's keys; first key in arrays with entries for all keys; number of keys), or None for all keys. `positions` of
-    the first query and the first key are relative to the offsets of `operands`.
+    `queries` is (first query, number of queries). `keys` is (first key in arrays that travel around the ring, first key
+    in all other arrays, number of keys); None keeps all keys. In the ring, arrays that travel hold one device's keys,
+    and the others hold all keys. The offsets increase by `positions` (for queries, for keys).
     """
     first_held, first_of_all, width = (0, 0, operands.lengths[1]) if keys is None else keys
 

@@ -86,7 +86,7 @@ def reasons_against_kernel(target: Target) -> list[str]:
 
 
 def without_mesh() -> AbstractContextManager:
-    """Makes a context without the mesh, to trace a user's function without shardings, unless all axes are Manual."""
+    """Hides the mesh, so that a user's function is traced without shardings. Does nothing if all axes are Manual."""
     axis_types = jax.sharding.get_abstract_mesh().axis_types
     if all(kind is jax.sharding.AxisType.Manual for kind in axis_types):
         return nullcontext()
@@ -134,7 +134,7 @@ def is_key(x: Any) -> bool:
 
 
 def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tuple) -> T:
-    """Calls `function(*operands)` for a custom rule of `jax.vmap`; if a mesh splits the mapped axis, in `shard_map`.
+    """Calls `function(*operands)` in a `jax.vmap` rule; uses `jax.shard_map` if a mesh splits the mapped axis.
 
     The mapped axis is the first axis of every result and of every array in `operands` whose `is_batched` is True.
     """

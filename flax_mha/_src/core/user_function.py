@@ -80,7 +80,7 @@ class TracedFunction:
 
     @functools.cached_property
     def entries_of_heads(self) -> list[bool]:
-        """For each captured array, whether it is only looked up as array[b, h, ...]: then a head needs one entry."""
+        """For each captured array, whether it is read only as array[b, h, ...], so that a head needs only its entry."""
         held, found = _positions(self.jaxpr), []
         for variable in self.jaxpr.invars[: -len(POSITIONS)]:
             uses = [e for e in self.jaxpr.eqns if any(x is variable for x in e.invars)]
@@ -137,7 +137,7 @@ class Trace(NamedTuple):
 
 
 def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
-    """Traces a `score_mod` (`score` is the dtype of scores) or `mask_mod` (`score` is None); reads captured values now.
+    """Traces a `score_mod` (`score`: dtype of scores) or `mask_mod` (`score`: None); copies captured NumPy arrays.
 
     Raises:
       ValueError: If `function` is not callable, raises an error, or does not return one score or one bool.
@@ -216,10 +216,10 @@ def _key(compared: Any) -> tuple:
 
 
 def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
-    """Lists what to compare in addition to a `score_mod`'s jaxpr, which omits the rules of its custom derivatives.
+    """Lists what to compare in addition to a `score_mod`'s jaxpr, which omits the rules of custom derivatives.
 
-    That is the jaxpr of the derivative and, if it has more custom derivatives, the function itself. If a rule raises an
-    error, the list holds only the function.
+    Without custom derivatives, the list is empty. Else it holds the jaxpr of the derivative and, if this jaxpr has more
+    custom derivatives, `function`. If a rule raises an error, the list holds only `function`.
     """
 
     def custom(jaxpr: Any) -> set[tuple]:
@@ -263,7 +263,7 @@ def _is_entry(equation: Any, held: Mapping[Any, str]) -> bool:
 
 
 def _conditional(jaxpr: Any) -> set[str]:
-    """Returns which of b, h, q_idx and kv_idx decide a condition or control flow, so that lookups may be discarded."""
+    """Returns which of b, h, q_idx and kv_idx affect a comparison, clamp or branch, which may discard lookups."""
     sources, found = {v: {name} for v, name in zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)}, set[str]()
     for equation in jaxpr.eqns:
         name, atoms = equation.primitive.name, _atoms(equation)

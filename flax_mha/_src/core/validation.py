@@ -38,7 +38,7 @@ class Shape(NamedTuple):
         return (*self.batch, self.num_heads, self.query_length, self.key_length)
 
     def indices(self, by_batch: bool, by_head: bool) -> tuple[Array | np.ndarray, np.ndarray]:
-        """Returns flat indices of batch entries [B...] and indices of heads [N], each only if wanted, else a 0."""
+        """Returns flat indices of batch entries [B...] and indices of heads [N]; a single 0 for those not requested."""
         batch = self.batch if by_batch else (1,) * len(self.batch)
         count = math.prod(batch)
         entries = np.arange(count, dtype=np.int32) if isinstance(count, int) else jnp.arange(count, dtype=jnp.int32)
@@ -59,7 +59,7 @@ def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
     """Converts a mask that Flax accepts, booleans or the numbers 0 and 1, to a boolean array.
 
     Other numbers raise a ValueError: most likely they are an additive mask of 0 and -inf, with the opposite meaning.
-    Traced numbers cannot be read; the second result is True if there are others: pass it and the output to `nan_if`.
+    Traced numbers cannot be checked. For them, the second result is True if any is not 0 or 1: pass it to `nan_if`.
     """
     array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
     if array.dtype == bool:

@@ -39,9 +39,9 @@ Trainable = dict[str, Any]  # the operands of a call that get derivatives, by na
 
 
 def attention(call: Call, context: Context, engine: Engine, portable: Engine) -> Result:
-    """Computes a device's part of a call inside `jax.shard_map`; `engine` computes the hops, forward and backward.
+    """Computes a device's part of a call, inside `jax.shard_map`.
 
-    `portable` computes all other derivatives, and must itself have derivatives of every order.
+    `engine` runs the forward and backward pass. `portable`, with derivatives of every order, runs all other passes.
     """
     operands, options = call
     ring, step = _ring_of(Call(operands, options._replace(return_residual=True)), context)
@@ -53,12 +53,12 @@ def attention(call: Call, context: Context, engine: Engine, portable: Engine) ->
 
 
 def first_step(call: Call, context: Context) -> Call:
-    """Returns the call of the first pair, to plan or refuse the call: all pairs have the same shapes."""
+    """Returns the call of the first pair of chunks, to plan or refuse the whole call: all pairs have equal shapes."""
     return _ring_of(call, context)[1]
 
 
 def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
-    """Makes the ring of a call, still without engines, and the call of its `first_step`."""
+    """Makes the ring of a call and the call that `first_step` returns; `attention` adds the engines to the ring."""
     operands, chunks = _of_hops(call.operands), 2 if context.layout == "zigzag" else 1
     ring = Ring(context.axis, lax.axis_size(context.axis), chunks, operands.query.ndim - 3, call.options)
     return ring, ring.slice(operands, lax.axis_index(ring.axis), 0, 0)
@@ -96,9 +96,9 @@ class Ring(NamedTuple):
         state: T,
         after_hop: Callable[[T], T] = lambda state: state,
     ) -> T:
-        """Loops over all hops and, in each, all pairs: updates `state` by `step(held, cut, i, state)`.
+        """Runs `state = step(held, cut, i, state)` for each pair of chunks in each hop; returns the last state.
 
-        `held` is `operands` with the keys and values that the device holds in this hop, which came from another device.
+        `held` is `operands` with this hop's keys and values: first the device's own, later those of other devices.
         `cut(held)` makes the call of a pair: chunk `i` of the device's queries, and one chunk of these keys.
         `after_hop` updates the state at the end of each hop.
         """
@@ -133,14 +133,14 @@ class Ring(NamedTuple):
         )
 
     def hop(self, call: Call, known: Result | None = None) -> Result:
-        """Computes the call of a pair in float32 at least; given `known`, returns it by `Engine.share` instead."""
+        """Computes a pair's call in float32 at least. Given `known`, returns it; its derivative is the call's share."""
         operands, (engine, plan) = call.operands, self.engines[0]
         query, key, value = (x.astype(self.options.dtype) for x in operands[:3])
         call = guard(call._replace(operands=operands._replace(query=query, key=key, value=value)), plan)
         return engine.forward(plan, call) if known is None else engine.share(plan, call, known)
 
     def share(self, held: Operands, cut: Cut, known: Result) -> Callable[[Trainable], Result]:
-        """Makes a function of the trainable operands that returns `known`; its derivative is this pair's share."""
+        """Makes a function of the trainable operands: it returns `known`, with the derivative from this pair's keys."""
         return lambda trainable: self.hop(cut(held._replace(**trainable)), known)
 
     def send(self, tree: T) -> T:
@@ -192,7 +192,7 @@ def _merge_hops(ring: Ring, operands: Operands) -> Result:
 
 
 def _tangents(ring: Ring, operands: Operands, known: Result, d_operands: Trainable) -> Result:
-    """Computes the tangents of `known`, output and log-sum-exp over all keys: the sum of the shares of all hops.
+    """Computes the tangents of output and log-sum-exp in `known`: sums the part from each hop's keys (its share).
 
     The tangents of keys and values travel around the ring with the keys and values.
     """
