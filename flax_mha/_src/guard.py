@@ -73,7 +73,7 @@ def zero_keys(
 
 
 def restore_nan(x: Float[Array, "n F"], flags: Float[Array, " n"]) -> Float[Array, "n F"]:
-    """Turns flagged vectors, which are zeros, into NaN again, for engines that overwrite masked scores."""
+    """Sets vectors to NaN if their entry in `flags` is infinity; the caller must then set masked scores to -inf."""
     return x + jnp.expand_dims(flags * 0, -1).astype(x.dtype)
 
 

@@ -81,7 +81,7 @@ class Split(NamedTuple):
         return PartitionSpec(*(None if n == 1 else part for n, part in zip(x.shape, each, strict=False)))
 
     def _sequences(self, names: list[str]) -> dict[str, tuple[Axes]]:
-        """Maps the axis names that `context_parallel` splits to mesh axes, for an array whose axes are `names`."""
+        """For an array with axes `names`, maps the names of axes that `context_parallel` splits to mesh axes."""
         if self.context is None:
             return {}
         axis, strategy = self.context.axis, self.context.strategy
@@ -212,7 +212,7 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
 
 
 def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, source: str) -> Split:
-    """Makes a `Split` from the PartitionSpecs of query, key and value, or one for all three; errors name `source`."""
+    """Makes a `Split` from three `specs` (query, key, value) or one for all; errors say that `source` gave them."""
     query, key, *_ = call.operands
     by_axis = zip(*(pad_spec(spec, query.ndim) for spec in specs), strict=True)
     given = [{axes for axes in each if axes not in (None, ())} for each in by_axis]
@@ -287,7 +287,7 @@ def unsplit(call: Call) -> Call:
 
 
 def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
-    """If a device holds all key heads, reduces its `part` of the `whole` to the one key head that its queries use."""
+    """If each device holds all key heads, keeps only the one that this device's queries use; returns the new `part`."""
     if parts.heads == parts.key_heads:
         return part
     group_size = whole.query.shape[-2] // whole.key.shape[-2]

@@ -56,7 +56,7 @@ def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..
 
 
 class _Unboxing:
-    """A mixin whose `unbox` places a parameter on the mesh, except the flat kernel that `DenseGeneral` makes first."""
+    """A mixin whose `unbox` shards a parameter, but not a flat kernel, which `DenseGeneral` has yet to reshape."""
 
     value: Any
     names: Names
@@ -79,7 +79,7 @@ class LogicalBox(_Unboxing, nn.LogicallyPartitioned):
 
 
 def _size(head_axis: str) -> int:
-    """Returns how many devices split the heads along a mesh axis, or a logical axis with a rule; 1 without a mesh."""
+    """Counts the devices along `head_axis`, a mesh axis or a logical axis with a rule in Flax; 1 without a mesh."""
     axes, mesh = mesh_axis(head_axis), jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return 1

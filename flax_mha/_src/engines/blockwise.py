@@ -50,7 +50,7 @@ class Blockwise(Engine):
 
 
 def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
-    """Computes the result of all heads or, given `result`, returns it with the derivative of `Engine.share`."""
+    """Computes all heads; given `result`, returns it unchanged, with the derivative that `Engine.share` describes."""
     tiling: Any = plan.tiling
     head, blocks, axes = heads_of(call, plan.dtype), call.operands.tiles, call.operands.query.ndim - 1
     if blocks is None:
@@ -67,9 +67,9 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
-    """Lists the tiles to visit for all heads; its `axes` leading axes [B..., K, G] have length 1 if heads share a list.
+    """Lists the tiles to visit for all heads, in NumPy arrays if mask and offsets hold no arrays.
 
-    The list (`BlockMask`) consists of NumPy arrays if mask and offsets hold no arrays.
+    The arrays have `axes` leading axes, [B..., K, G]. Such an axis has length 1 if all heads along it share a list.
     """
     if not jax.tree.leaves((rule.mask, rule.offsets)):
         blocks = block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
@@ -84,8 +84,8 @@ def blockwise_head(
 ) -> ResultsOfHead:
     """Computes output, log-sum-exp and largest scores (or None) of one head.
 
-    `operands` are the head, the tiles to visit, and a `result` to return and differentiate (`Engine.share`) or None.
-    `fuse_rows` computes all rows of tiles at once unless differentiated; every row must then have a single tile.
+    `operands` are the head, the tiles to visit, and a known output and log-sum-exp to return (`Engine.share`), or None.
+    `fuse_rows` computes all rows of tiles at once, unless differentiated; it requires a single tile in each row.
     """
     head, blocks, result = operands
     head, (queries, _), (rows, _) = _pad(head, tiling), tiling.lengths, tiling.shape
@@ -173,7 +173,7 @@ def _join_rows(results: Any) -> ResultsOfHead:
 
 
 def _cut_rows(rows: Rows | None, of_queries: Array | None, tile: Tile) -> Rows | None:
-    """Returns the tile's flags of NaN (`Rows`): `of_queries`, which is already cut, and those of its keys."""
+    """Returns a tile's `Rows`: flags `of_queries`, which are already cut to the tile, and the flags of its keys."""
     return None if rows is None or of_queries is None else Rows(of_queries, tile.cut_columns(rows.key, 0))
 
 
@@ -223,7 +223,7 @@ def _tangent(
 
 
 def _arguments(head: Head) -> list[Array]:
-    """Lists keys, values, bias if any, and captured arrays: arguments that all tile sums below take after queries."""
+    """Lists the last arguments of each tile sum below: keys, values, bias if any, and captured arrays."""
     bias = [] if head.inputs.bias is None else [head.inputs.bias]
     return [head.key, head.value, *bias, *head.inputs.captured]
 

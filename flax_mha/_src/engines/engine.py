@@ -37,7 +37,7 @@ class Engine:
         return Plan(call.operands.query.dtype, guard=False), call
 
     def forward(self, plan: Plan, call: Call) -> Result:
-        """Computes a call, guarded as `plan` says; the log-sum-exp may be None unless `return_residual` is set."""
+        """Computes a call prepared by `guard.guard`; the log-sum-exp may be None unless `return_residual` is set."""
         raise NotImplementedError
 
     def share(self, plan: Plan, call: Call, result: Result) -> Result:

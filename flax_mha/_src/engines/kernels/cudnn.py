@@ -212,12 +212,12 @@ def failure(kernel: Kernel) -> list[str]:
 
 
 class Masked(NamedTuple):
-    """cuDNN's attention as `guard.around_kernel` calls it, which keeps NaN in masked keys out of the result."""
+    """The argument `fused` of `guard.around_kernel`, which keeps NaN in masked keys out of cuDNN's result."""
 
     kernel: Kernel
 
     def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Returns the output, 0 for queries without visible keys; it is correct if all other results are finite."""
+        """Returns the output (0 for queries without visible keys) and arrays: if these are finite, it is correct."""
         query, key, value, bias, _ = arrays
         batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
         all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)

@@ -80,7 +80,7 @@ class _ForwardPass(NamedTuple):
 
     @classmethod
     def of(cls, functions: _Functions, places: tuple[int, ...], arguments: Sequence[Any]) -> "_ForwardPass":
-        """Traces the forward pass for gradients of the `arguments` (leaves of the operands) with numbers `places`."""
+        """Traces the forward pass for gradients of `arguments[i]`, a leaf of the operands, for each i in `places`."""
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:
@@ -104,7 +104,7 @@ class _ForwardPass(NamedTuple):
 
 
 def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | None = None) -> Function:
-    """Makes a `Function` that evaluates `jaxpr`: the kernel or, with `saved`, `saved.jaxpr`, which adds residuals."""
+    """Makes a differentiable `Function` of the kernel's `jaxpr`; pass `saved` if `jaxpr` also returns its residuals."""
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
         return functions.run(jaxpr, arguments)
@@ -132,7 +132,7 @@ def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | 
 
 
 def _tangent(functions: _Functions, saved: _ForwardPass, num_leaves: int, outputs: Sequence[Any]) -> Function:
-    """Makes the tangent of the results: a `Function` of leaves, residuals, and tangents of leaves `saved.places`."""
+    """Makes a `Function` from leaves, residuals, and tangents of leaves `saved.places` to tangents of the results."""
     places, num_saved = saved.places, saved.pull.num_leaves
     first = num_leaves + num_saved
 

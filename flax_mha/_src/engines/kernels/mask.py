@@ -144,7 +144,7 @@ def visible_range(
 
 
 def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
-    """Returns True if every query has a visible key: no lengths, no segments, and any window reaches the keys."""
+    """Returns whether the window of every query includes a key; always False if there are lengths or segments."""
     queries, keys = lengths
     if mask.query_lengths is not None or mask.key_lengths is not None or mask.segments is not None:
         return False

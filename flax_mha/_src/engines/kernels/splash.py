@@ -89,13 +89,13 @@ def refusals(call: Call) -> list[str]:
 
 
 class Masked(NamedTuple):
-    """Splash attention as `guard.around_kernel` calls it, which keeps NaN in masked keys out of the result."""
+    """The argument `fused` of `guard.around_kernel`, which keeps NaN in masked keys out of splash's result."""
 
     soft_cap: float | None
     interpret: bool
 
     def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Returns the output, 0 for queries without visible keys; it is correct if all other results are finite."""
+        """Returns the output (0 for queries without visible keys) and arrays: if these are finite, it is correct."""
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
         lengths = query.shape[2], key.shape[2]
         sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
@@ -158,7 +158,7 @@ def _scaled(query: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N
 
 
 def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
-    """Sets the same tile size forward and backward: forward leaves NaN in skipped tiles, which backward must skip.
+    """Sets the same tiles forward and backward: a row whose tiles are all skipped is NaN, and backward must skip it.
 
     Backward is two kernels; a single fused one would store a gradient of the queries for every column of tiles.
     """

@@ -189,7 +189,7 @@ def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """Which inputs with costly gradients need one: the bias, and each of `Inputs.values`."""
+    """Whether the bias, and each of `Inputs.values`, needs a gradient, which is too costly to compute if unused."""
 
     bias: bool
     values: tuple[bool, ...]
@@ -223,7 +223,7 @@ def attend(call: KernelCall, known: Arrays | None) -> Arrays:
 
 
 def _round_operands(plan: KernelPlan, inputs: Inputs) -> Inputs:
-    """Rounds query, key and value for matrix products, inside the custom derivative: gradients are not rounded."""
+    """Rounds query, key and value for matrix products. This runs inside the `custom_vjp`: gradients are not rounded."""
     query, key, value = (x.astype(plan.product_dtype) for x in inputs[:3])
     return inputs._replace(query=query, key=key, value=value)
 
@@ -276,6 +276,6 @@ def _backward_rows(
 
 
 def _sum_to(x: Array, like: Array) -> Array:
-    """Sums a gradient over the axes that have length 1 in `like`, its array: heads share an entry there."""
+    """Sums a gradient `x` over each axis of length 1 in its array, `like`: all heads along this axis share an entry."""
     axes = tuple(axis for axis, size in enumerate(like.shape) if size == 1 != x.shape[axis])
     return x.sum(axes, keepdims=True)

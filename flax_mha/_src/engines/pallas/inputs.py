@@ -157,7 +157,7 @@ class KernelPlan(NamedTuple):
     def stored_axes(self, names: str, part: Sizes) -> str:
         """Returns the axes of an array as it is stored, one letter each, from the names of its axes and their sizes.
 
-        "T H" becomes "TH", or "HT" unless `features_last`. Broadcast axes are left out; a number has no letters.
+        "T H" becomes "TH", or "HT" unless `features_last`. Broadcast axes are left out. A number has no axes: "".
         """
         pairs = zip(names.split(), part, strict=False)
         kept = "".join(name[0] for name, size in pairs if not (name.endswith("|1") and size == 1))
@@ -178,12 +178,12 @@ class KernelPlan(NamedTuple):
         return x.reshape(1, -1) if not axes else x if len(axes) == 2 else jnp.expand_dims(x, -2)
 
     def to_rows(self, block: Array) -> Array:
-        """Moves the features of a stored block last, or of a result first; does nothing if they are stored last."""
+        """Converts a stored block to [n, features], or back to store a result: transposes it unless `features_last`."""
         return block if self.features_last else jnp.transpose(block.astype(jnp.float32)).astype(block.dtype)
 
 
 def read_block(x: Array, axes: str, dtype: Any, transposed: bool) -> Array:
-    """Converts a stored block to a tile's layout, with entries for rows as [n, 1], and to bool if that is `dtype`."""
+    """Converts a stored block to a tile's layout ([n, 1] for an entry per row), and to bool if `dtype` is bool."""
     x = x.astype(jnp.int32) if x.dtype == jnp.int8 else x
     if axes == ("S" if transposed else "T"):
         x = jnp.transpose(jnp.broadcast_to(x, (LANES, x.shape[1])))[:, :1]
