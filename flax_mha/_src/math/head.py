@@ -119,10 +119,10 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
 
 
 def _captured_by_head(operands: Operands, options: Options, convert: Callable[[Array, str], Array]) -> list[Array]:
-    """Cuts arrays that `score_mod` captures and indexes only as array[b, h, ...] into an entry for each head.
+    """Splits a captured array by head if `score_mod` indexes it only as array[b, h, ...]; heads share the others.
 
-    Every tile adds to the gradients of its head's captured arrays, so small arrays save time. The entry has the shape
-    [1, 1, ...], and `score_mod` still works: JAX clamps the indices b and h to 0. Heads share all other arrays.
+    Every tile adds to the gradients of its head's captured arrays, so small arrays save time. A head's entry has the
+    shape [1, 1, ...]. `score_mod` still works, because JAX clamps the indices b and h to 0.
     """
     batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
     ids, arrays = operands.head_ids, list(operands.captured)

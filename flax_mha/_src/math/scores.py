@@ -224,7 +224,7 @@ class ScoreRule:
         return None if self.dropout_seed is None else self._factors(self._words_by_pairs(tile), dtype)
 
     def dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:
-        """Computes `dropout_multiplier` by elementwise operations: every score computes both words and uses one."""
+        """Computes `dropout_multiplier` elementwise: hashes a counter for each score, and uses one of its two words."""
         if self.dropout_seed is None:
             return None
         rows, columns = (jnp.broadcast_to(x, tile.shape) for x in (tile.query_positions, tile.key_positions))

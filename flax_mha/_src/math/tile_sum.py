@@ -60,7 +60,7 @@ class Argument(NamedTuple):
 
 
 class TileVisit(NamedTuple):
-    """A tile to compute, whose first query is number `first` among the queries of its row of tiles."""
+    """A tile to compute, or some bands of one; `first` is the index of its first query in its row of tiles."""
 
     first: int
     tile: Tile
@@ -105,7 +105,7 @@ class TileSummand(NamedTuple):
     outputs: tuple[Argument, ...]
 
     def jvp(self, places: Sequence[int]) -> "TileSummand":
-        """Returns the tangent, which is linear in tangents of the arguments `places`; all arguments are residuals."""
+        """Returns the tangent: linear in the tangents of the arguments `places`, with all arguments as residuals."""
         count = len(self.residuals)
 
         def compute(rule: ScoreRule, tile: Tile, arguments: Sequence, tangents: Sequence, _: bool) -> Sequence[Array]:
@@ -158,7 +158,7 @@ def tile_sum(
     linear: Sequence[Array],
     by_hand: Callable[[ScoreRule, BlockMask, Sequence[Array], Sequence[Array]], Sequence[Array]] | None = None,
 ) -> list[Array]:
-    """Sums a function over the tiles of one head that `blocks` lists; see the top of this file.
+    """Sums `function` over the tiles of one head that `blocks` lists; the sum is linear in the arrays `linear`.
 
     `by_hand(rule, blocks, residuals, cotangents)` computes the transpose; None uses `function.transposed`.
     """
@@ -167,9 +167,9 @@ def tile_sum(
 
 
 def _sum_of(tiling: Tiling, function: TileSummand, structure: Any, by_hand: Callable | None) -> Function:
-    """Makes `tile_sum` a JAX operation of the leaves of (rule, blocks), then residuals, then linear arguments.
+    """Makes the JAX operation that `tile_sum` calls, with its tangent and its transpose.
 
-    `structure` is the pytree structure of (rule, blocks).
+    It takes the leaves of (rule, blocks), whose pytree structure is `structure`, then residuals and linear arguments.
     """
     count, first = structure.num_leaves, structure.num_leaves + len(function.residuals)
 

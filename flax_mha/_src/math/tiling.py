@@ -91,7 +91,7 @@ def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) 
 
 
 def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
-    """Returns number and size of equal pieces that cover `length`, in multiples of 16 for each band if several."""
+    """Returns number and size of equal pieces that cover `length`: one of this size, or multiples of 16 * `bands`."""
     count = max(-(-length // largest), 1)
     multiple = 16 * bands if count > 1 or bands > 1 else 1
     size = max(-(-length // (multiple * count)), 1) * multiple
@@ -146,7 +146,7 @@ class InsideMask(Mask):
 
 
 def _join_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Joins cells to tiles: returns the occupancy of each tile's bands [rows, bands, tiles], and its first cell."""
+    """Joins cells to tiles: returns `some` and `full` [rows, bands, tiles], and first cells of tiles [rows, tiles]."""
     cells_of_tile = tiling.width // tiling.cell_width
     start = _starts(np.asarray(some.any(1)), cells_of_tile)
     cells = np.minimum(start[:, None, :, None] + np.arange(cells_of_tile), tiling.cells - 1)

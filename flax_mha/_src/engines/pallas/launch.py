@@ -65,10 +65,10 @@ class StepGrid(NamedTuple):
         return action, head, lax.shift_right_logical(tile, 16), tile & 0xFFFF
 
     def spec(self, axes: str, heads: Sizes, stored: Sizes, tiling: Tiling) -> pl.BlockSpec:
-        """Makes the spec: which block of an array of shape `stored` each step reads or writes.
+        """Makes the `BlockSpec` of an array, which selects the block that each step reads or writes.
 
-        `heads` are the array's sizes of batch and heads. `axes` names its other axes, a letter each; if there are
-        none, all of the array is in scalar memory.
+        `stored` is the array's shape, and `heads` the sizes of its axes of batch and heads. `axes` has a letter for
+        each other axis; blocks cut "T" and "S" to one tile. If `axes` is empty, all of the array is in scalar memory.
         """
         if not axes:
             return pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -99,7 +99,7 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> t
       occupancy: Which tiles [*heads, rows, columns] have some, and which only, visible scores.
       sizes: Sizes of the axes of batch and heads.
       results: The same axes of the results, 1 if heads share a result.
-      by: Which tiles share a result: "T" each row, "S" each column, "TS" no two, "" all tiles.
+      by: The tiles that one result sums over: a row of tiles ("T"), a column ("S"), one tile ("TS"), or all ("").
 
     Returns:
       Actions and tiles, each an int32 array [*lists, steps], where all heads along an axis of length 1 share a list.
@@ -181,11 +181,11 @@ class Kernel(NamedTuple):
 
     @property
     def by(self) -> str:
-        """Which tiles share a result: "T" each row, "S" each column, "TS" no two, "" all tiles."""
+        """The tiles that one result sums over: a row of tiles ("T"), a column ("S"), one tile ("TS"), or all ("")."""
         return "".join(name for name in "TS" if name in self.results[0].names)
 
     def kept_rows(self, inputs: Inputs) -> list[Array]:
-        """Lists the arrays with an entry for each row, if all tiles of a group share these: they are loaded once."""
+        """Lists the arrays of rows that are loaded once per group, or none if tiles of a group have different rows."""
         rows = inputs.of_rows(self.transposed)
         return rows if (self.by, rows[0].shape[:-2]) == ("S" if self.transposed else "T", self.heads) else []
 

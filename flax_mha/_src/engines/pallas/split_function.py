@@ -53,7 +53,7 @@ class Lookup(NamedTuple):
         return lax.dynamic_slice(known[self.array], indices, sizes).reshape(-1)
 
     def entry(self, known: dict[Any, Any]) -> Int[Array, "#t #s"]:
-        """Computes the index in `table` for each score, clipped like by `lax.dynamic_slice`; `known` as in `table`."""
+        """Computes each score's index in `table`, clipped as in `lax.dynamic_slice`; `known` as for `table`."""
         entry: Any = 0
         for axis in self.by_position:
             size = self.array.aval.shape[axis]
@@ -63,7 +63,7 @@ class Lookup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileFunction:
-    """A split function: a kernel calls it for whole tiles, with values that XLA has computed by `outer` per head."""
+    """The result of `split`: computes whole tiles in a kernel, given the numbers and tables of `outer_values`."""
 
     outer: Jaxpr  # equations of the outer part
     arguments: Sequence[Any]  # variables of the arguments [score,] q_idx, kv_idx
@@ -95,10 +95,10 @@ class TileFunction:
     def look_up(
         self, positions: tuple[Array, Array], values: Sequence[Array]
     ) -> tuple[Sequence[Array], list[Int[Array, "#t #s"] | None]]:
-        """Looks up a tile's positions in the tables [1, entries], which follow the numbers in `values`.
+        """Replaces the tables [1, entries] in `values`, which follow the numbers, by their entries at `positions`.
 
         Returns:
-          The values for `__call__`, and for each value the indices of its entries in the table, None for a number.
+          The values to pass to `__call__`, and for each the indices of its entries in the table (None for a number).
         """
         count = len(self.numbers)
         entries: list[Any] = [None] * count

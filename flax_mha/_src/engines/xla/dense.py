@@ -64,8 +64,8 @@ def _head_jvp(fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]) -> t
 def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
     """Computes the results of queries whose visible keys are all in one tile; callers must define the derivatives.
 
-    `head` holds the tile's part of all arrays. With `fuse`, XLA's CPU compiles this to one kernel that writes no score
-    to memory; finite numbers so large that masked products overflow may then make a row NaN.
+    `head` holds the tile's part of all arrays. With `fuse`, XLA's CPU backend compiles this to one kernel, which writes
+    no score to memory. Then a masked product of finite numbers may make its row NaN if it overflows.
     """
     query, key, rule, rows, poison = head.query, head.key, head.rule, head.rows, None
     if rows is not None and (fuse or rule.score_mod is not None):
@@ -93,9 +93,9 @@ def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
 
 @jax.custom_jvp
 def _raise_masked(s: Float[Array, "t s"]) -> Float[Array, "t s"]:
-    """Replaces scores of -inf by the lowest finite number, whose differences are never NaN.
+    """Replaces scores of -inf by the lowest finite number, so that differences of scores are never NaN.
 
-    Results do not change: masked scores still have weight 0, and no derivative. The derivative is the identity.
+    The weights of masked scores are still 0, and so are their gradients. So tangents pass through unchanged.
     """
     return jnp.where(s == -jnp.inf, jnp.finfo(s.dtype).min, s)
 

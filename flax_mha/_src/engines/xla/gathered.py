@@ -39,7 +39,7 @@ from flax_mha.masks import Mask
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ListedMask(Mask):
-    """A mask that hides entries of -1, which mean no key, in the keys that queries list."""
+    """A mask that hides the entries of `key_indices` that are -1, which means no key."""
 
     def tile(self, tile: Tile) -> Bool[Array, "t s"]:
         return jnp.asarray(tile.indices) >= 0
@@ -109,7 +109,7 @@ def _one_head(height: int | None, own: tuple[Head, Int[Array, "T k"], Bool[Array
 def _block(
     head: Head, first: Int[Array, ""], indices: Int[Array, "t k"], gather: Callable[[Array], Array]
 ) -> ResultsOfHead:
-    """Computes t queries from number `first` on: `gather` reads the keys `indices` that they list, for `dense_head`."""
+    """Computes t queries from number `first` on, by `dense_head`; `gather(x)` returns `x` at their keys `indices`."""
     cut = functools.partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=indices.shape[0])
     rows: Any = head.rows
     part = dataclasses.replace(

@@ -77,7 +77,7 @@ class BatchSlice(NamedTuple):
 
 
 def attention(plan: Plan, call: Call) -> Result:
-    """Computes a call in blocks of keys, `plan.in_place`; its derivatives are computed by dense attention."""
+    """Computes a call in blocks of keys, with the sizes in `plan.in_place`. Derivatives use dense attention."""
     return _differentiable(plan, call.options, call.operands)
 
 
@@ -259,10 +259,10 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: online_softmax.
 def _read_block(
     blocks: KeyBlocks, part: BatchSlice, column: Scalar
 ) -> tuple[list[Array], Array, list[Array] | None, Float[Array, "*B K 1 s"] | None]:
-    """Reads a block of keys (one array for each of `_scaled_features`), its values, their scales, and its flags.
+    """Reads a block: its keys (one array for each of `_scaled_features`), its values, their scales, and its flags.
 
-    Scales are [*B, K, 1, s], or None except for 8 bits. Flags are infinity for keys or values that were not finite,
-    else 0; None unless `part.guarded`.
+    The scales are two arrays [*B, K, 1, s] if the cache is in 8 bits, else None. If `part.guarded`, a flag is infinity
+    if the key or its value was not finite, else 0. Without `part.guarded`, flags are None.
     """
     groups, scale, flags = (part.key.shape[-2], 1), None, None
     read = functools.partial(_block, part=part, column=column, width=blocks.width)
@@ -285,7 +285,7 @@ def _read_block(
 
 
 def _scaled_features(blocks: KeyBlocks) -> list[slice]:
-    """Returns the slices of a key's features that have a scale each: all, or [value_size:] and [:value_size]."""
+    """Slices a key's features by scale: all or, if keys hold the values, [value_size:] and then [:value_size]."""
     number = blocks.value_size
     return [slice(None)] if number is None else [slice(number, None), slice(number)]
 
