@@ -93,7 +93,7 @@ class KeyBlocks(NamedTuple):
       block_diagonal: Whether one matrix product serves all heads; see `in_place.py`.
       wide: Blocks to use instead if more than half of the keys are visible; None uses these blocks in every case.
       value_size: If given, the first `value_size` features of keys are the values, and have a scale of their own.
-      whole: Whether all keys are one block, for all batch entries at once, if scores are few enough (`fitting`).
+      whole: Whether one block holds the keys of all batch entries. `fitting` drops it if there are many scores.
     """
 
     height: int
@@ -106,7 +106,7 @@ class KeyBlocks(NamedTuple):
     whole: bool = False
 
     def fitting(self, scores: int, numbers: int) -> "KeyBlocks":
-        """Decides whether to use `wide`, given numbers of scores and of entries in keys and values under `jax.vmap`."""
+        """Returns the blocks to use, given how many scores, and numbers in keys and values, there are in `jax.vmap`."""
         wide = self.wide if scores <= MAX_SCORES_WHOLE or self.wide is None or not self.wide.whole else None
         return wide if wide is not None and wide.whole and numbers <= MAX_NUMBERS_WHOLE else self._replace(wide=wide)
 
@@ -117,8 +117,8 @@ class Plan(NamedTuple):
     Attributes:
       dtype: Dtype of the operands of matrix products.
       guard: Whether `guard.guard` makes the operands finite before the engine gets them.
-      looped_axes: Number of leading axes [B..., K, G] to loop over ("blockwise" may loop over more), the others are
-        vmapped; None forbids loops, because arrays may be split between devices.
+      looped_axes: Number of leading axes [B..., K, G] to loop over ("blockwise" may loop over more); the others are
+        vmapped. None forbids loops, because arrays may be split between devices.
       max_heads: Largest number of heads that run together; None sets no limit, as on CPUs and GPUs.
       fuses_rows: Whether XLA's CPU backend compiles the attention of a head or a tile to one kernel (`dense.rows_of`).
       tiling: The tiles of one head; None for engines without tiles.
@@ -213,7 +213,7 @@ def prefers_dense(call: Call) -> bool:
 def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
     """Returns whether XLA's CPU backend compiles `dense.rows_of` to one fast kernel that writes no score to memory.
 
-    `scores` counts the scores of a head or, if the head is cut into `rows` tiles computed together, of one tile.
+    `scores` counts the scores of one tile, and `rows` the tiles that a head computes together; by default, one tile.
     """
     if not _may_fuse(call, scores):
         return False

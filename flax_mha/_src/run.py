@@ -174,7 +174,7 @@ def _on_cpu(call: Call, name: str) -> Call | None:
 
 
 def _split_of(call: Call) -> split.Split | None:
-    """Returns how a mesh splits a call, according to the caller, array types or concrete arrays; None: not split."""
+    """Returns how a mesh splits a call, from the caller's option, array types or placement; None if it does not."""
     sharding, arrays = call.options.sharding, call.operands[:3]
     if isinstance(sharding, Context):
         return split.by_context(call, sharding)

@@ -166,8 +166,8 @@ def over_cache(
     With `latent`, the key and the cache hold latents, and `query` is not absorbed yet (see `Latent`). A prompt in an
     empty cache expands latents to keys and values of all heads, which takes fewer products; other calls absorb `query`.
 
-    For `platform`, see `canonical`. A query with at most `top_k` visible keys lists all of them in `key_indices`.
-    `appended` is the result of `cache.append`, if keys and values were added before.
+    For `platform`, see `canonical`. `appended` is the result of `cache.append`, if keys and values were added before. A
+    query with at most `top_k` visible keys must list all of them in `key_indices`; short prompts ignore the lists.
     """
     heads = query
     if latent is not None:
@@ -220,15 +220,15 @@ class Step(NamedTuple):
     top_k: int = 0  # a query with at most this many visible keys lists all of them
 
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
-        """Returns this step with a `query` that is not absorbed, and new latents expanded to keys and values."""
+        """Returns this step with keys and values expanded from the new latents, for a `query` that is not absorbed."""
         query, key, value, shape = check_inputs(query, *latent.expand(self.key), any_dtypes=True)
         scoring = check_scoring(query, shape, arguments, self.scoring.options.target)
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)
 
     def check_lookups(self, room: Bool[Array, "..."] | bool) -> Bool[Array, "..."] | bool:
-        """Returns `room`, but False for sequences that are longer than an array that a user function looks up.
+        """Returns `room`, but False for sequences that are longer than an array in `score_mod` or a mask function.
 
-        JAX would clamp the index and return a wrong entry. Raises a ValueError instead if the length is known.
+        JAX would clamp the position and return a wrong entry. Raises a ValueError instead if the length is known.
         """
         masks, score_mod = self.masks(self.mask, self.cache.length), self.scoring.options.score_mod
         ends = jnp.where(self.tokens > 0, self.cache.index + self.tokens, 0)
@@ -330,7 +330,7 @@ def _by_batch(x: Int[Array, "..."], rank: int) -> Int[Array, "..."]:
 def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, Int[Array, "..."]]:
     """Returns a ring's keys and values in order of position, followed by those of the new tokens: [B..., S + T, K, _].
 
-    Also returns the position of the first key, in the shape of the cache's index; no token has a position below 0.
+    Also returns the position of the first key, in the shape of the cache's index. Positions below 0 hold no token.
     """
     first = jnp.maximum(cache.index, 0) - cache.length
     slots = (first[..., None] + cache.counted(cache.length)) % cache.length
@@ -377,7 +377,7 @@ def _differs_by_slot(x: Any) -> bool:
 
 
 def _of_first_slots(x: Any, number: int) -> Any:
-    """Cuts a bias or mask [..., S] to the first `number` slots, a prompt's; does not cut [..., 1] and mask objects."""
+    """Cuts a bias or mask [..., S] to a prompt's slots, the first `number`; leaves [..., 1] and mask objects as is."""
     if isinstance(x, Mask) or not _differs_by_slot(x):
         return x
     return (x if isinstance(x, np.ndarray) else jnp.asarray(x))[..., :number]

@@ -130,7 +130,7 @@ class KVCache:
         return key, value
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
-        """Raises a ValueError unless new keys and values fit; with a `number` of tokens, dtypes may differ."""
+        """Raises a ValueError unless new keys and values fit; given the `number` of tokens, they may have any dtype."""
         given, expected = None if self.scale is None else self.scale.shape, (*self.key.shape[:-1], 2)
         if given != (expected if self.key.dtype.itemsize == 1 else None):
             raise ValueError(
@@ -202,7 +202,7 @@ class KVCache:
         """Returns whether there is room for `number` more tokens: True, or under `jit` an array shaped like the index.
 
         Raises:
-          ValueError: If `update` would raise one, so without room if the index is not traced.
+          ValueError: If `update` would raise one; this includes a cache without room, unless the index is traced.
         """
         return self._fit(number, lengths)[0]
 
@@ -269,7 +269,7 @@ class KVCache:
 
         Raises:
           ValueError: If there are fewer tokens, or if a ring has overwritten tokens that the next query attends to.
-            Under `jit`, a negative index marks such a sequence.
+            Under `jit`, such a sequence gets the index -1 instead, and its outputs are NaN.
         """
         new, kept = self._for_each("index", index), jnp.zeros_like(self.index)
         if self.window is not None:
@@ -331,7 +331,7 @@ class KVCache:
 
         Raises:
           ValueError: If the cache is a ring, or if the slots do not ascend from `index` to the number of tokens so far.
-            Under `jit`, a negative index marks such a sequence.
+            Under `jit`, such a sequence gets the index -1 instead, and its outputs are NaN.
 
         Example:
           >>> import jax.numpy as jnp

@@ -44,7 +44,7 @@ class Latent(NamedTuple):
         return jnp.concatenate([absorbed, rotary.astype(absorbed.dtype)], axis=-1)
 
     def project(self, x: Float[Array, "*B T N CR"]) -> Float[Array, "*B T N Hv"]:
-        """Turns averages of cached keys [c, r], attention's output, into those of values: V times the average of c."""
+        """Computes the output V c of each head from attention's result [c, r], an average of the cached keys."""
         # Without the barrier, XLA on CPUs fuses the transpose into the product, which then reads V with strides.
         by_head = lax.optimization_barrier(jnp.swapaxes(self.kernel[..., self.key_size :], 0, 1))
         return self._product("...nc,ncf->...nf", x[..., : self.size], by_head)

@@ -52,7 +52,7 @@ class SharedKV:
     has_lengths: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def check(self, shape: tuple[int, ...], value_size: int, decode: bool, has_lengths: bool) -> None:
-        """Raises a ValueError unless a call can use these instead of its own keys, which would have this `shape`."""
+        """Raises a ValueError unless these keys and values fit a call whose own keys would have this `shape`."""
         of_values = (*shape[:-1], value_size)
         if self.key.shape != shape or self.value.shape != of_values:
             raise ValueError(

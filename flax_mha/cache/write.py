@@ -26,7 +26,7 @@ _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 
 class Kind(NamedTuple):
-    """Static options of `write_entries`: what to do at the end of the cache, and without room for all entries."""
+    """Static options of `write_entries`, for the end of the cache and for sequences without room."""
 
     ring: bool  # whether writing continues at the first slot after the last, and overwrites older entries
     all_or_none: bool  # whether a sequence adds either all of its T new entries or, without room, none

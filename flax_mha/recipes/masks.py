@@ -35,7 +35,7 @@ def prefix_lm(length: int | Int[Array, ""]) -> dict[str, Any]:
 
 
 def documents(ids: Int[Array, "*B S"]) -> dict[str, Any]:
-    """Packs several documents into one sequence: causal among tokens with the same id."""
+    """Lets each token attend to itself and earlier tokens with the same id, for documents packed into one sequence."""
     return {"mask": CausalMask() & SegmentMask(ids, ids)}
 
 
@@ -68,7 +68,7 @@ def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> dict[str, 
 
 
 def shared_prefix(ids: Int[Array, "*B S"]) -> dict[str, Any]:
-    """Packs several continuations of one prompt; each attends to the prompt and itself. arXiv:2410.20305.
+    """Lets several continuations share one prompt; each attends to the prompt and itself. arXiv:2410.20305.
 
     Causal: query i attends to key j <= i if ids[j] is 0 (the prompt) or ids[j] = ids[i]. The prompt is computed only
     once, for example for the chosen and the rejected answer in preference learning, or for all samples of a group. For
@@ -283,7 +283,7 @@ def sliding_tiles(
 def shifted_windows(
     table: Float[Array, "offsets N"], height: int, width: int, window: int, shift: int = 0
 ) -> dict[str, Any]:
-    """Cuts an image into windows with a learned relative bias. Liu et al., Swin Transformer, arXiv:2103.14030.
+    """Lets image tokens attend to their window, with a relative bias. Liu et al., Swin Transformer, arXiv:2103.14030.
 
     The image is cut into squares of `window` x `window` tokens, with the first cuts `shift` rows and columns from its
     corner; the blocks of Swin alternate between shifts of 0 and window // 2. A query attends to the keys in its own
@@ -294,7 +294,7 @@ def shifted_windows(
     Swin computes the same result by rolling the image and masking tokens that became neighbors by the roll.
 
     Args:
-      table: The `relative_position_bias_table` of the model; receives a gradient.
+      table: The learned `relative_position_bias_table` of the model; receives a gradient.
       height: Rows of the image, a multiple of `window`.
       width: Columns of the image, a multiple of `window`.
       window: Rows and columns of a square.

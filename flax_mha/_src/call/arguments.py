@@ -67,7 +67,7 @@ class CommonArguments(TypedDict, total=False):
 
 
 class Arguments(CommonArguments, total=False):
-    """The keyword arguments of `dot_product_attention` but `implementation` and those that ask for more results."""
+    """The keyword-only arguments of `dot_product_attention` except `implementation` and the `return_` flags."""
 
     is_causal: bool
     query_seq_lengths: ArrayLike | None

@@ -62,7 +62,7 @@ class Tiling(NamedTuple):
 
     @property
     def inside(self) -> tuple[int, int] | None:
-        """`lengths` if tiles reach beyond T or S, else None."""
+        """`lengths`, the sizes without padding; None if the tiles need no padding."""
         return None if self.shape == self.lengths else self.lengths
 
     @property
@@ -70,7 +70,7 @@ class Tiling(NamedTuple):
         return self.height // self.bands
 
     def grid(self, offsets: tuple[Scalar, Scalar]) -> Grid:
-        """Makes the grid of rectangles (one band by one cell) whose occupancy decides which tiles to visit."""
+        """Cuts the scores into rectangles with the rows of a band and the columns of a cell, for `occupancy`."""
         counts, shape = (self.rows * self.bands, self.cells), (self.band_height, self.cell_width)
         return Grid(counts, shape, offsets, self.inside)
 

@@ -70,8 +70,8 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     Arguments that are not listed here are the same as in `dot_product_attention`.
 
     Args:
-      mask: Broadcasts to [B..., N, T, S]; bool, or numbers that are 0 or 1, as Flax's `make_causal_mask` returns them.
-        Other numbers are an error, or give NaN if they are traced. Or a mask object.
+      mask: A mask object, or an array that broadcasts to [B..., N, T, S]: bool, or the numbers 0 and 1, as from Flax's
+        `make_causal_mask`. Other numbers are an error or, if they are traced, make the output NaN.
       deterministic: True disables dropout.
       dtype: Dtype of the computation; None infers it from query, key and value, which are promoted to it.
       module: The module that sows the softmax's weights [B..., N, T, S], before dropout, as `attention_weights`; None
@@ -153,8 +153,8 @@ def _flax_attention(
 def _weights(query: Array, key: Array, bias: Array | None = None, **arguments: Any) -> Float[Array, "*B N T S"]:
     """Computes the softmax's weights, before dropout, in float32, or in float64 for such inputs.
 
-    The weights are 0 for queries whose keys are all masked, and NaN if the output is NaN. They are the derivative of
-    the log-sum-exp with respect to the scores, so that the engine's own scores and masks are used.
+    The weights are 0 for queries whose keys are all masked, and NaN if the output is NaN. They are computed as the
+    gradient of the log-sum-exp with respect to the bias, so that the engine itself computes and masks the scores.
     """
     batch, (length, heads, _) = query.shape[:-3], query.shape[-3:]
     dtype = accumulation_dtype(query.dtype)

@@ -34,7 +34,7 @@ OPTIONS = ("implementation", "scale", "local_window_size", "logits_soft_cap")
 
 
 class FlaxModule(NamedTuple):
-    """What `call_module` needs of a module of nnx or linen: its layers, parameters, cache, and Flax's arguments."""
+    """The parts of a module of nnx or linen that `call_module` uses: layers, parameters, cache, Flax's arguments."""
 
     module: Any  # has the options
     query: Layer  # projects inputs [B..., T, D] to queries [B..., T, N, H]
@@ -165,7 +165,7 @@ def _index(
     cache: KVCache | None,
     arguments: dict[str, Any],
 ) -> tuple[int, KVCache | None]:
-    """Lets the indexer choose `key_indices`; returns its `top_k` (0 if the call lists keys itself) and its cache."""
+    """Sets `arguments["key_indices"]` by the indexer; returns `top_k` (0 if the user lists keys) and its new cache."""
     if core is None:
         raise ValueError("attention_fn must be flax_mha.attention_fn with an indexer, but got another function.")
     query, key, weights = layers.project(inputs)
@@ -263,7 +263,7 @@ def _check_exclusive(exclusive: bool, given: Given, keys: KeySource) -> None:
 def _heads(
     flax: FlaxModule, given: Given, keys: KeySource, inputs: tuple[Array, Array, Array], self_attention: bool
 ) -> tuple[Heads, KVCache | None, Array | None]:
-    """Projects inputs, normalizes, rotates; returns (query, key, value), the cache, and lengths of stored keys."""
+    """Projects, normalizes and rotates inputs; returns (query, key, value), the cache, and lengths of stored keys."""
     inputs_q, inputs_k, inputs_v = inputs
     query, cache, lengths = flax.query(inputs_q), None, None
     if keys == "stored":
@@ -367,7 +367,7 @@ def _arguments(
 def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:
     """Returns the attention's `qkv_sharding`: the call's or a partial's, else one that splits heads over `head_axis`.
 
-    `head_axis` is used only on a mesh of Auto axes, and only if no other mesh axis may split the batch; else None.
+    Heads are split only on a mesh of Auto axes, and only if no other axis may split the batch; else returns None.
     """
     if module.head_axis is None:
         return qkv_sharding
@@ -383,7 +383,7 @@ def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: A
 
 
 def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any) -> Array:
-    """Computes `jax.lax.dot_general` for projections: splits results on Explicit meshes, and is fast in bfloat16."""
+    """Replaces `lax.dot_general` in projections: sets `out_sharding` on Explicit meshes; is faster in bfloat16."""
     by_types = any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in (lhs, rhs))
     if by_types and options.get("out_sharding") is None:
         options["out_sharding"] = tensor_parallel.sharding_of_product(lhs, rhs, dimension_numbers)

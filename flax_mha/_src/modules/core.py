@@ -38,7 +38,7 @@ STATIC = (bool, int, float, str, tuple)  # types of arguments that are compared 
 
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """The attribute `core` of this package's attention functions: modules compute by it without calling them."""
+    """The attribute `core` of an attention function of this package; modules use it instead of calling the function."""
 
     function: Callable[..., Array]  # the function itself, to recognize wrappers that copy its attributes
     defaults: Mapping[str, Any]  # of the function's arguments
@@ -108,7 +108,7 @@ def _is_same(x: Any, y: Any) -> bool:
 
 
 def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Selects the arguments of `attention_fn` that `dot_product_attention` has; leaves out the rest, like `module`."""
+    """Keeps `arguments` that `dot_product_attention` also has, drops others (`module`), and sets `return_max_score`."""
     dropout = ("dropout_rate", "dropout_rng") if arguments.get("deterministic") else ()
     known = {name: x for name, x in arguments.items() if name in CORE and name not in dropout and x is not None}
     return known | {"return_max_score": arguments.get("max_score_module") is not None}
@@ -237,7 +237,7 @@ class Explain(Protocol[P]):
 
 
 def explaining(call: Callable[Concatenate[Any, P], Array]) -> Explain[P]:
-    """Makes the method `explain` of a module, with the signature of the method `call`; it calls `_explained`."""
+    """Makes a module's method `explain`, which takes the arguments of `call` and `platform`, and calls `_explained`."""
 
     def explain(self: Any, *arguments: Any, platform: Platform | None = None, **keywords: Any) -> Explanation:
         """Explains which implementation computes a call with these arguments, and why the others do not.

@@ -36,7 +36,7 @@ HIDING += ("query_segment_ids", "key_value_segment_ids", "query_offset", "key_va
 class Indexer:
     """The lightning indexer of DeepSeek V3.2: each query attends to the `top_k` keys with the largest index scores.
 
-    Small heads j of their own score key s for query t:
+    Separate, small heads j compute the index score of key s for query t:
 
         I[t, s] = sum_j w[t, j] relu(q[t, j] . k[s]) / sqrt(num_heads * head_dim)
 
@@ -100,7 +100,7 @@ class IndexLayers(NamedTuple):
         return query, key.astype(query.dtype), weights.astype(accumulation_dtype(weights.dtype)) * factor
 
     def cached(self, key: Array, cache: KVCache | None) -> KVCache | None:
-        """Returns the cache of index keys, filled as far as the attention's `cache`; None if `cache` is None."""
+        """Returns the cache of index keys, with as many tokens as the attention's `cache`; None without a cache."""
         arrays = self.cache(key)
         if cache is None:
             return None
@@ -159,7 +159,7 @@ def _check_mask(mask: Any) -> None:
 
 
 def _step(query: Array, key: Array, cache: KVCache, added: tuple, padded: bool, arguments: Mapping[str, Any]) -> Step:
-    """Makes a decoding step (`cached_attention.Step`) over cached index keys, for its masks; it has one head."""
+    """Makes a `cached_attention.Step` of one head, which reads and masks the cached and the new index keys."""
     query, key, value, shape = check_inputs(query[..., :1, :], key, key[..., :0], any_dtypes=True)
     mask = arguments.get("mask")
     window = check_cache(cache, None, mask, arguments.get("local_window_size"))
@@ -225,7 +225,7 @@ def _one_entry(count: int, entry: tuple[Array, Array, Array, ScoreInputs, ScoreR
 
 
 def _on_mesh(call: Call, query: Array, weights: Array, count: int) -> Choice:
-    """Chooses on each device of a mesh with Explicit axes, for the batch entries that it holds."""
+    """Chooses keys on a mesh with Explicit axes; each device chooses for the batch entries that it holds."""
     parts = by_types(call)
     leaves, structure = jax.tree.flatten(call.operands)
 

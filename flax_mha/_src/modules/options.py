@@ -24,7 +24,7 @@ NormKind = Literal[
 
 
 class Norm(NamedTuple):
-    """The kind of norm of queries and keys [B..., T, N, H]; `NORMS` has it for each name that `normalize_qk` takes."""
+    """A norm of queries and keys [B..., T, N, H]; `NORMS` maps each name that `normalize_qk` accepts to its norm."""
 
     is_rms: bool = False  # RMSNorm, else LayerNorm
     axes: tuple[int, ...] = (-1,)  # axes of the mean and the variance
@@ -188,7 +188,7 @@ def _check_epsilon(name: str, epsilon: Any) -> None:
 
 
 def _check_norm_epsilon(name: str, epsilon: Any, norm_name: str, norm: Any) -> None:
-    """Raises a ValueError unless `epsilon` is None or valid, and then the argument `norm_name` asks for a norm."""
+    """Raises a ValueError if `epsilon` is invalid, or is given without a `norm`; `norm_name` is the norm's option."""
     if epsilon is None:
         return
     _check_epsilon(name, epsilon)

@@ -70,7 +70,7 @@ def _before(lengths: PerSequence, number: int) -> Bool[Array, "*B n"]:
 
 
 def _check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array) -> None:
-    """Checks `segment_ids` of a module's call here, so that errors name this argument and not the function's."""
+    """Checks a module's `segment_ids`, so that errors do not name the arguments of `dot_product_attention`."""
     queries, keys = inputs_q.shape[-2], inputs_k.shape[-2]
     is_pair = isinstance(segment_ids, tuple)
     if not is_pair and queries != keys:
