@@ -141,7 +141,7 @@ def test_the_documentation_shows_the_output_of_the_script():
     assert all(Result(*x) in columns["jax.nn.dot_product_attention"] for x in FEW.items())
     titles = [line for line in lines if line.startswith("## ")]
     assert titles == [line for line in page_of(columns) if line.startswith("## ")]
-    legend = lines.index(next(line for line in lines if line.startswith("with Python")))
+    legend = lines.index(next(line for line in lines if line.startswith("The versions were")))
     assert lines[:legend] == page_of(columns)[:legend]
 
 

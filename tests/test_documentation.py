@@ -5,6 +5,8 @@ import inspect
 import json
 import operator
 import re
+import shlex
+import tomllib
 from pathlib import Path
 
 import jax
@@ -13,6 +15,7 @@ from marks import with_core
 
 import flax_mha
 from flax_mha import recipes
+from train_demo import command_line
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -62,6 +65,31 @@ def test_links_to_files_lead_somewhere(page):
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'src(?:set)?="([^"]+)"', text):
         assert re.match(r"https?://", target) or (folder / target).exists(), target
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+# The module or file of a command, and its arguments, with lines of further ones, as docstrings of scripts have them.
+COMMAND = re.compile(r"\bpython (?:-m )?(train_demo|flax_mha\.conformance|[\w/]+\.py)\b([^`#\n]*(?:\n +\[--[^\n]*)*)")
+SCRIPTS = ("benchmarks/*.py", "benchmarks/results/*.md", "docs/*.py", "examples/*.py", "tests/hf_*.py")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("files", [*PAGES, *SCRIPTS])
+def test_commands_name_files_options_and_extras_that_exist(files):
+    """Nothing runs, because most commands take minutes. The demo's own parser reads its commands."""
+    text = "\n".join(path.read_text() for path in ROOT.glob(files))
+    assert set(re.findall(r"'\.\[([\w-]+)\]'", text)) <= {*PROJECT["project"]["optional-dependencies"]}
+    assert set(re.findall(r"--group (\w+)", text)) <= {*PROJECT["dependency-groups"]}
+    for name, words in COMMAND.findall(text):
+        if name == "train_demo":
+            chosen = shlex.split(re.split(r" &|;", words)[0].replace("$i", "0"))
+            command = [] if chosen and not chosen[0].startswith("-") else ["train"]
+            command_line._parser().parse_args([*command, *(word for word in chosen if word != "--help")])
+            continue
+        file = ROOT / (name if name.endswith(".py") else f"{name.replace('.', '/')}/__main__.py")
+        source = "".join(path.read_text() for path in (file, *file.parent.glob("measure.py")))
+        known = {f"--{word.replace('_', '-')}" for word in re.findall(r'"(?:--)?([a-z][\w-]*)"', source)}
+        assert set(re.findall(r"(?<!\S)\[?(--[a-z][\w-]*)", words)) <= known, (name, words)
 
 
 @pytest.mark.core
