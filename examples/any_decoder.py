@@ -240,7 +240,9 @@ def generate(model: Decoder, prompts: Int[Array, "B T"], lengths: Int[Array, " B
 if __name__ == "__main__":
     from tokenizers import Tokenizer
 
-    folder, *texts = sys.argv[1:]
+    folder, *texts = sys.argv[1:] or [""]
+    if not texts or not Path(folder, "tokenizer.json").exists():
+        sys.exit("usage: any_decoder.py FOLDER PROMPT...; FOLDER holds config.json, *.safetensors and tokenizer.json")
     tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
     rows = [tokenizer.encode(text).ids for text in texts]
     lengths = jnp.array([len(row) for row in rows])
