@@ -45,6 +45,8 @@ def dense_scores(module, x):
     )
 
     def rotated(y):
+        if layers.config.rotary_last:
+            return jnp.concatenate([y[..., :-R], rotate(y[..., -R:])], axis=-1)
         return jnp.concatenate([rotate(y[..., :R]), y[..., R:]], axis=-1)
 
     query = rotated(layers.wq_b(module.q_a_layernorm(module.q_a_proj(x))))
@@ -86,6 +88,7 @@ SAME = (IDS[:, :, None] == IDS[:, None]) & causal()
 CALLS = {
     "causal": ({}, {"is_causal": True}, causal()),
     "GLM 5": ({"indexer": Indexer(6, 7, TOP, interleaved=True)}, {"is_causal": True}, causal()),
+    "HY 4": ({"indexer": Indexer(6, 7, TOP, rotary_last=True, norm_epsilon=1e-2)}, {"is_causal": True}, causal()),
     "window": ({"local_window_size": (9, 0)}, {"is_causal": True}, causal(9)),
     "mask": ({}, {"mask": THIRDS}, np.broadcast_to(THIRDS[0], (B, T, T))),
     "mask object": ({}, {"mask": flax_mha.FunctionMask(lambda b, h, q, k: (q - k) % 3 != 1)}, None),
@@ -259,6 +262,7 @@ def test_memory_grows_linearly():
 REFUSED = {
     "indexer must be a flax_mha.Indexer or None": {"indexer": 5},
     "q_lora_rank must be an int with an indexer": {"q_lora_rank": None},
+    "norm_epsilon of the indexer must be a finite number > 0": {"indexer": Indexer(8, 12, 5, norm_epsilon=0.0)},
     "head_dim of the indexer must be at least qk_rope_head_dim": {"indexer": Indexer(8, 3, 5)},
 }
 

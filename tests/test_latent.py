@@ -23,7 +23,8 @@ SCORES = {"sinks": True, "logits_soft_cap": 2.0, "rope": RoPE(fraction=1 / 3), "
 OPTIONS = {
     "compressed queries": {"q_lora_rank": 7, "use_bias": True},
     "scores, dropout": SCORES | {"dropout_rate": 0.3},
-    "ring": {"local_window_size": (7, 0), "q_lora_rank": 7},
+    "ring": {"local_window_size": (7, 0), "q_lora_rank": 7, "gate": "head"},
+    "gate of queries": {"q_lora_rank": 7, "query_residual": True, "gate": True, "normalize_rotary_key": True},
     "blockwise": {"implementation": "blockwise", "rope": None},
 }
 
@@ -87,7 +88,7 @@ def test_any_split_of_decoding_equals_one_call(name):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["compressed queries", "ring"])
+@pytest.mark.parametrize("name", ["compressed queries", "ring", "gate of queries"])
 def test_linen_is_the_same(name):
     options, x = SIZES | {"rope": ROPE} | OPTIONS[name], inputs()
     module = made(**OPTIONS[name])
@@ -221,6 +222,9 @@ REFUSED = {
     "fraction \\* head size must be an even integer": {"qk_rope_head_dim": 5},
     "norm_epsilon must be a finite number > 0, but got 0": {"norm_epsilon": 0},
     "sinks must be True or False": {"sinks": 1},
+    "gate must be True or False or one of": {"gate": "row"},
+    "q_lora_rank must be an int with query_residual": {"query_residual": True},
+    "normalize_rotary_key must be True or False": {"normalize_rotary_key": 1},
     "rope must be a flax_mha.rope.RoPE or None": {"rope": "yarn"},
     "implementation must be": {"implementation": "flash"},
 }

@@ -30,7 +30,8 @@ KINDS = {
     "Muse Glimmer": {"normalize_qk": "rms_norm_no_scale", "qk_norm_epsilon": 0.5, "gate": True, "rope": RoPE()},
     "OLMoE": {"normalize_qk": "rms_norm_all_heads", "clip_qkv": 0.5, "rope": RoPE()},
     "DBRX": {"clip_qkv": 0.8, "rope": RoPE()},
-    "MiMo-V2": {"value_dim": 5, "rope": RoPE(), "sinks": True},
+    "MiMo-V2": {"value_dim": 5, "value_scale": 0.5, "rope": RoPE(), "sinks": True},
+    "Dory": {"normalize_qk": "rms_norm_each_head_after_rope", "rope": RoPE(), "gate": True} | BITNET,
     "all": {"value_dim": 10, "clip_qkv": 1.0, "exclusive": True, "gate": "elementwise", "gate_activation": "softplus"}
     | BITNET,
 }
@@ -60,10 +61,15 @@ def module_of(kind, decode=False, cache=None, length=T, **options):
     return functools.partial(layer.apply, variables), pure
 
 
+def rotated(y):
+    angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, H, 2) / H)
+    cos, sin = (torch.cat([f(angles)] * 2, -1)[:, None] for f in (torch.cos, torch.sin))
+    return y * cos + torch.cat([-y[..., H // 2 :], y[..., : H // 2]], -1) * sin
+
+
 def torch_layer(params, x, options):
     """The layer that the options describe, of dense scores; of NumPy's arrays or PyTorch's tensors."""
-    w = jax.tree.map(torch.as_tensor, params)
-    x = torch.as_tensor(x)
+    w, x = jax.tree.map(torch.as_tensor, (params, x))
 
     def project(name):
         return torch.tensordot(x, w[name]["kernel"], 1) + w[name].get("bias", 0)
@@ -72,16 +78,17 @@ def torch_layer(params, x, options):
         return y * torch.rsqrt(y.square().mean(axes, keepdim=True) + epsilon) * w.get(name, {}).get("scale", 1)
 
     q, k, v = (project(name) for name in ("query", "key", "value"))
-    if kind := options.get("normalize_qk"):
-        epsilon, axes = options.get("qk_norm_epsilon", 1e-6), (-2, -1) if "all" in kind else (-1,)
-        q, k = (rms_norm(y, name, epsilon, axes) for y, name in ((q, "query_ln"), (k, "key_ln")))
+    kind = options.get("normalize_qk", "")
+    of_kind = options.get("qk_norm_epsilon", 1e-6), (-2, -1) if "all" in kind else (-1,)
+    if kind and "after" not in kind:
+        q, k = rms_norm(q, "query_ln", *of_kind), rms_norm(k, "key_ln", *of_kind)
     if limit := options.get("clip_qkv"):
         q, k, v = (y.clamp(-limit, limit) for y in (q, k, v))
     if "rope" in options:
-        angles = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(0, H, 2) / H)
-        cos, sin = (torch.cat([f(angles)] * 2, -1)[:, None] for f in (torch.cos, torch.sin))
-        q, k = (y * cos + torch.cat([-y[..., H // 2 :], y[..., : H // 2]], -1) * sin for y in (q, k))
-    k, v = (y.repeat_interleave(N // K, dim=2) for y in (k, v))
+        q, k = rotated(q), rotated(k)
+    if "after" in kind:
+        q, k = rms_norm(q, "query_ln", *of_kind), rms_norm(k, "key_ln", *of_kind)
+    k, v = (y.repeat_interleave(N // K, dim=2) for y in (k, v * options.get("value_scale", 1.0)))
     scores = torch.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
     if cap := options.get("logits_soft_cap"):
         scores = cap * torch.tanh(scores / cap)
@@ -185,6 +192,8 @@ REFUSED = [
     ({"out_norm_epsilon": 1e-5}, {}, 'out_norm_epsilon must be None without out_norm, .* pass out_norm="rms_norm"'),
     ({"out_norm": "rms_norm", "out_norm_epsilon": 0.0}, {}, "out_norm_epsilon must be a finite number > 0, but got 0"),
     *(({"clip_qkv": x}, {}, f"clip_qkv must be .* number > 0 or None, but got {x}") for x in (0.0, -1, jnp.inf, True)),
+    *(({"value_scale": x}, {}, f"value_scale must be .* number > 0 or None, but got {x}") for x in (0.0, -1, jnp.nan)),
+    ({"value_scale": 0.5, "reuse_kv": True}, {}, "value_scale must be None with reuse_kv=True, .* but got 0.5"),
     *(({"value_dim": x}, {}, f"value_dim must be an int >= 1, but got {x}") for x in (0, 2.0, True)),
 ]
 

@@ -16,6 +16,8 @@ from flax.nnx.nn import dtypes
 from jax import lax
 from jaxtyping import Array, Float
 
+Layer = Callable[[Array], Array]
+
 
 class Latent(NamedTuple):
     """Multiplies by the matrices W and V of all heads, which are in one kernel; this file's docstring defines them."""
@@ -55,9 +57,10 @@ class Latent(NamedTuple):
 
 
 def compress(
-    project: Callable[[Array], Array], normalize: Callable[[Array], Array], size: int, x: Float[Array, "*B T D"]
+    project: Layer, normalize: Layer, normalize_rotary: Layer | None, size: int, x: Float[Array, "*B T D"]
 ) -> Float[Array, "*B T 1 CR"]:
     """Computes from inputs x the key of all heads: the normalized latent of `size` features, then the rotary key."""
     both = project(x)
-    latent = normalize(both[..., :size])
-    return jnp.concatenate([latent, both[..., size:].astype(latent.dtype)], axis=-1)[..., None, :]
+    latent, rotary = normalize(both[..., :size]), both[..., size:]
+    rotary = rotary if normalize_rotary is None else normalize_rotary(rotary)
+    return jnp.concatenate([latent, rotary.astype(latent.dtype)], axis=-1)[..., None, :]

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha._src.modules.call import PASSED_ON, Arrays, FlaxModule, Given, call_module, dot_general, reach
+from flax_mha._src.modules.call import PASSED_ON, Arrays, FlaxModule, Given, Layer, call_module, dot_general, reach
 from flax_mha._src.modules.core import explaining
 from flax_mha._src.modules.indexer import Indexer, IndexLayers
 from flax_mha._src.modules.options import check_has_features, check_latent, yarn_scale
@@ -80,6 +80,9 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
     head_axis: str | None = None
     cache_dtype: DTypeLike | None = None
     indexer: Indexer | None = None
+    gate: bool | Literal["elementwise", "head"] = False
+    query_residual: bool = False
+    normalize_rotary_key: bool = False
 
     @nn.compact
     def __call__(
@@ -109,7 +112,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         init = self._split(nn.initializers.zeros_init(), "sinks")
         out_init = self._split(self.out_kernel_init or self.kernel_init, "out")
         out_features = inputs_q.shape[-1] if self.out_features is None else self.out_features
-        query, index_layers = self._query()
+        query, gate, index_layers = self._query()
         parts = FlaxModule(
             module=self,
             query=query,
@@ -117,12 +120,14 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
                 compress,
                 self._dense("kv_a_proj_with_mqa", self.kv_lora_rank + self.qk_rope_head_dim, use_bias=self.use_bias),
                 self._norm("kv_a_layernorm"),
+                self._norm("k_rope_only_layernorm") if self.normalize_rotary_key else None,
                 self.kv_lora_rank,
             ),
             latent=Latent(self._kernel(), self.qk_nope_head_dim, self.dtype, self.precision),
             out=self._dense("o_proj", out_features, self.use_bias, axis=(-2, -1), kernel_init=out_init),
             sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype) if self.sinks else None,
             indexer=None if index_layers is None else index_layers(),
+            gate=gate,
             cache=functools.partial(self._cache, variables, self.kv_lora_rank),
             write=functools.partial(self._write, variables),
             arguments=self._flax_arguments(mask, deterministic, dropout_rng, sow_weights) | yarn_scale(self),
@@ -131,7 +136,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
 
     explain = nn.nowrap(explaining(__call__))
 
-    def _dense(self, name: str, features: int | tuple[int, int], use_bias: bool = False, **options: Any) -> Any:
+    def _dense(self, name: str, features: int | tuple[int, ...], use_bias: bool = False, **options: Any) -> Any:
         return self._linear()(features, use_bias=use_bias, name=name, **options)
 
     def _linear(self) -> Any:
@@ -142,19 +147,30 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
     def _norm(self, name: str) -> nn.Module:
         return nn.RMSNorm(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=self.norm_epsilon, name=name)
 
-    def _query(self) -> tuple[Callable[[Array], Array], Callable[[], IndexLayers] | None]:
-        """Returns a function that projects inputs to queries, through compressed queries if `q_lora_rank` is set.
+    def _query(self) -> tuple[Layer, Layer | None, Callable[[], IndexLayers] | None]:
+        """Returns functions that project inputs to queries and to the gate, and one that makes the indexer's layers.
 
-        Also returns a function that makes the layers of the indexer; None without an indexer.
+        If `q_lora_rank` is set, queries are projections of compressed queries. The gate and the indexer may be None.
         """
         head = self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
         init = self._split(self.kernel_init, "query")
+        of_gate = (self.num_heads,) if self.gate == "head" else (self.num_heads, self.v_head_dim)
+        gate_init = self._split(self.kernel_init, "head_gate" if self.gate == "head" else "query")
+        gate = self._dense("gate", of_gate, kernel_init=gate_init) if self.gate else None
         if self.q_lora_rank is None:
-            return self._dense("q_proj", head, kernel_init=init), None
+            return self._dense("q_proj", head, kernel_init=init), gate, None
         compress = self._dense("q_a_proj", self.q_lora_rank, use_bias=self.use_bias)
         normalize, project = self._norm("q_a_layernorm"), self._dense("q_b_proj", head, kernel_init=init)
         index = functools.partial(self._index_layers, lambda x: normalize(compress(x)))
-        return lambda x: project(normalize(compress(x))), None if self.indexer is None else index
+        made = None if self.indexer is None else index
+        if not self.query_residual:
+            return lambda x: project(normalize(compress(x))), gate, made
+
+        def both(x: Array) -> Array:
+            compressed = compress(x)
+            return jnp.concatenate([normalize(compressed), compressed], axis=-1)
+
+        return lambda x: project(both(x)), None if gate is None else lambda x: gate(both(x)), made
 
     def _index_layers(self, compressed: Callable[[Array], Array]) -> IndexLayers:
         indexer: Any = self.indexer
@@ -200,7 +216,7 @@ class _IndexerLayers(nn.Module):
         self.wk = linear(self.config.head_dim)
         self.weights_proj = linear(self.config.num_heads)
         options: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "use_fast_variance": False}
-        self.k_norm = nn.LayerNorm(**options)
+        self.k_norm = nn.LayerNorm(epsilon=self.config.norm_epsilon, **options)
 
     def query(self, x: Float[Array, "*B T R"]) -> Float[Array, "*B T N H"]:
         return self.wq_b(x)

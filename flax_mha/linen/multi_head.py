@@ -22,7 +22,7 @@ from flax_mha._src.distributed.tensor_parallel import boxed, parameter_names
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import PASSED_ON, Arrays, FlaxModule, Given, call_module, dot_general, reach
 from flax_mha._src.modules.core import ExplainedAttention, core_of, explaining
-from flax_mha._src.modules.options import NormKind, check_clip, check_has_features, check_options, norm_of
+from flax_mha._src.modules.options import NormKind, check_has_features, check_options, check_positive, norm_of
 from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.masks import Mask
@@ -182,6 +182,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
     out_norm_epsilon: float | None = None
     clip_qkv: float | None = None
     value_dim: int | None = None
+    value_scale: float | None = None
     normalize_value: bool = False
     share_kv: bool = False
     reuse_kv: bool = False
@@ -273,7 +274,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             exclusive=self.exclusive,
             gate_activation=self.gate_activation,
             out_norm=self._out_norm() if self.out_norm else None,
-            clip_qkv=check_clip(self.clip_qkv),
+            **{name: check_positive(name, getattr(self, name)) for name in ("clip_qkv", "value_scale")},  # type: ignore
         )
 
     explain = nn.nowrap(explaining(__call__))

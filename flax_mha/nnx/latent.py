@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -36,7 +36,7 @@ class IndexerLayers(nnx.Module):
         self.wq_b = linear(rank, (config.num_heads, config.head_dim), use_bias=False)
         self.wk = linear(features, config.head_dim, use_bias=False)
         options: Any = {"dtype": dtype, "param_dtype": param_dtype, "use_fast_variance": False, "rngs": rngs}
-        self.k_norm = nnx.LayerNorm(config.head_dim, epsilon=1e-6, **options)
+        self.k_norm = nnx.LayerNorm(config.head_dim, epsilon=config.norm_epsilon, **options)
         self.weights_proj = linear(features, config.num_heads, use_bias=False)
 
 
@@ -76,6 +76,11 @@ class MultiHeadLatentAttention(AttentionModule):
         only one key head, and all projections that have no axis of heads.
       indexer: Chooses the keys that each query attends to (DeepSeek V3.2, GLM 5); requires `q_lora_rank`. The cache
         then also holds one index key per token. See `flax_mha.Indexer`.
+      gate: As in `MultiHeadAttention` (HY 4; "head": dots3, Ling 3). The gate has no bias.
+      query_residual: `q_b_proj` and `gate` read the compressed queries twice, after and before their norm: [2 *
+        q_lora_rank] features (A.X K2).
+      normalize_rotary_key: Normalize the rotary part of the key, before the rotation, by `k_rope_only_layernorm`
+        (dots3).
 
     Raises:
       ValueError: If an argument is out of range.
@@ -130,6 +135,9 @@ class MultiHeadLatentAttention(AttentionModule):
         rope: RoPE | None = None,
         head_axis: str | None = None,
         indexer: Indexer | None = None,
+        gate: bool | Literal["elementwise", "head"] = False,
+        query_residual: bool = False,
+        normalize_rotary_key: bool = False,
     ) -> None:
         given = dict(locals())
         check_features(in_features=in_features, out_features=out_features)
@@ -146,11 +154,12 @@ class MultiHeadLatentAttention(AttentionModule):
         self.norm_epsilon, self.attention_fn, self.implementation = norm_epsilon, attention_fn, implementation
         self.scale, self.local_window_size, self.logits_soft_cap = scale, local_window_size, logits_soft_cap
         self.rope, self.head_axis = rope, head_axis
+        self.query_residual, self.normalize_rotary_key = query_residual, normalize_rotary_key
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
         options = {name: given[name] for name in OF_LINEAR}
         linear = functools.partial(nnx.LinearGeneral, dot_general=dot_general, **options)
         norm = functools.partial(nnx.RMSNorm, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self._add_layers(linear, norm, use_bias, out_kernel_init or kernel_init)
+        self._add_layers(linear, norm, use_bias, out_kernel_init or kernel_init, gate)
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if sinks else nnx.data(None)
         self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
         self.cached_lengths = self.cached_scale = nnx.data(None)
@@ -159,23 +168,29 @@ class MultiHeadLatentAttention(AttentionModule):
         if indexer is not None and q_lora_rank is not None:
             self.indexer = IndexerLayers(indexer, in_features, q_lora_rank, linear, dtype, param_dtype, rngs)
         if head_axis is not None:
-            self._split_heads(num_heads, ((self._query_name, "query"), ("kv_b_proj", "key"), ("o_proj", "out")))
+            of_heads = ((self._query_name, "query"), ("kv_b_proj", "key"), ("o_proj", "out"))
+            self._split_heads(num_heads, (*of_heads, ("gate", "head_gate" if gate == "head" else "query")))
 
-    def _add_layers(self, linear: Any, norm: Any, use_bias: bool, out_kernel_init: Initializer) -> None:
+    def _add_layers(self, linear: Any, norm: Any, use_bias: bool, out_kernel_init: Initializer, gate: Any) -> None:
         in_of_heads = self.in_features
         self.q_a_proj: Any = nnx.data(None)
         self.q_a_layernorm: Any = nnx.data(None)
         if self.q_lora_rank is not None:
             self.q_a_proj = linear(self.in_features, self.q_lora_rank, use_bias=use_bias)
-            self.q_a_layernorm, in_of_heads = norm(self.q_lora_rank), self.q_lora_rank
+            self.q_a_layernorm, in_of_heads = norm(self.q_lora_rank), self.q_lora_rank * (1 + self.query_residual)
         query_head = (self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
         setattr(self, self._query_name, linear(in_of_heads, query_head, use_bias=False))
         self.kv_a_proj_with_mqa = linear(self.in_features, self.kv_lora_rank + self.qk_rope_head_dim, use_bias=use_bias)
         self.kv_a_layernorm = norm(self.kv_lora_rank)
+        self.k_rope_only_layernorm: Any = norm(self.qk_rope_head_dim) if self.normalize_rotary_key else nnx.data(None)
         both = (self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         self.kv_b_proj = linear(self.kv_lora_rank, both, use_bias=False)
         of_heads, options = (self.num_heads, self.v_head_dim), {"use_bias": use_bias, "kernel_init": out_kernel_init}
         self.o_proj = linear(of_heads, self.out_features, axis=(-2, -1), **options)
+        self.gate: Any = nnx.data(None)
+        if gate:
+            in_of_gate = in_of_heads if self.query_residual else self.in_features
+            self.gate = linear(in_of_gate, of_heads[:1] if gate == "head" else of_heads, use_bias=False)
 
     def __call__(
         self,
@@ -202,7 +217,13 @@ class MultiHeadLatentAttention(AttentionModule):
         parts = FlaxModule(
             module=self,
             query=self._query,
-            key=functools.partial(compress, self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_lora_rank),
+            key=functools.partial(
+                compress,
+                self.kv_a_proj_with_mqa,
+                self.kv_a_layernorm,
+                self.k_rope_only_layernorm,
+                self.kv_lora_rank,
+            ),
             latent=Latent(self.kv_b_proj.kernel[...], self.qk_nope_head_dim, self.dtype, self.precision),
             out=self.o_proj if out_sharding is None else functools.partial(self.o_proj, out_sharding=out_sharding),
             sinks=None if self.sinks is None else self.sinks[...],
@@ -210,6 +231,7 @@ class MultiHeadLatentAttention(AttentionModule):
             write=self._write,
             arguments=self._flax_arguments(deterministic, rngs, sow_weights) | yarn_scale(self),
             indexer=self._index_layers(),
+            gate=None if self.gate is None else self._gate,
             features=(self.in_features, self.in_features),
         )
         return call_module(parts, Given(**given, decode=self._first_given("decode", decode)))
@@ -221,7 +243,17 @@ class MultiHeadLatentAttention(AttentionModule):
         return "q_proj" if self.q_lora_rank is None else "q_b_proj"
 
     def _query(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T N H"]:
-        return getattr(self, self._query_name)(x if self.q_lora_rank is None else self._compressed_query(x))
+        return getattr(self, self._query_name)(x if self.q_lora_rank is None else self._of_heads(x))
+
+    def _gate(self, x: Float[Array, "*B T D"]) -> Float[Array, "..."]:
+        return self.gate(self._of_heads(x) if self.query_residual else x)
+
+    def _of_heads(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T R"]:
+        """Returns what the heads of queries are projections of, given inputs."""
+        if not self.query_residual:
+            return self._compressed_query(x)
+        compressed = self.q_a_proj(x)
+        return jnp.concatenate([self.q_a_layernorm(compressed), compressed], axis=-1)
 
     def _compressed_query(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T R"]:
         return self.q_a_layernorm(self.q_a_proj(x))

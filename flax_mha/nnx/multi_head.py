@@ -18,7 +18,15 @@ from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module, dot_general
 from flax_mha._src.modules.core import explaining
-from flax_mha._src.modules.options import Norm, NormKind, check_clip, check_features, check_options, check_rngs, norm_of
+from flax_mha._src.modules.options import (
+    Norm,
+    NormKind,
+    check_features,
+    check_options,
+    check_positive,
+    check_rngs,
+    norm_of,
+)
 from flax_mha.attention import Implementation, ScoreMod
 from flax_mha.masks import Mask
 from flax_mha.nnx.module import AttentionModule
@@ -63,8 +71,9 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       normalize_qk: Normalize each head of query and key, with a learned scale [head size]. True or "layer_norm":
         LayerNorm, as in Flax. "layer_norm_bias": LayerNorm with a learned bias (Phi). "layer_norm_each_head": LayerNorm
         with a scale [heads, head size] (Command R+). "rms_norm": RMSNorm. "rms_norm_after_rope": RMSNorm after the
-        rotation (Hunyuan). "rms_norm_all_heads": RMSNorm over all heads of a token together, with a scale [heads, head
-        size] (OLMo 2). "rms_norm_no_scale": RMSNorm without a scale (Muse Glimmer).
+        rotation (Hunyuan). "rms_norm_each_head_after_rope": the same with a scale [heads, head size] (Dory).
+        "rms_norm_all_heads": RMSNorm over all heads of a token together, with a scale [heads, head size] (OLMo 2).
+        "rms_norm_no_scale": RMSNorm without a scale (Muse Glimmer).
       qk_norm_epsilon: Added to the variance in the norms of queries, keys and values; None means 1e-6, as in Flax.
       qkv_promote_dtype, out_promote_dtype, ln_promote_dtype: Functions that cast inputs and parameters to `dtype`: in
         the projections `query`, `key`, `value` and `gate`, in `out`, and in the norms of queries and keys.
@@ -110,6 +119,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         before it (DBRX, MPT, OLMo, OLMoE). None means no limit.
       value_dim: Head size of the values, and so of `out`, of an elementwise `gate` and of `out_norm`; None means the
         head size of queries and keys (MiMo-V2: 128 and 192).
+      value_scale: Factor > 0 of the values, after their norm (MiMo-V2); None means 1.
 
     Raises:
       ValueError: If an argument is out of range, or if heads and features do not fit together.
@@ -176,6 +186,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         out_norm_epsilon: float | None = None,
         clip_qkv: float | None = None,
         value_dim: int | None = None,
+        value_scale: float | None = None,
         normalize_value: bool = False,
         share_kv: bool = False,
         reuse_kv: bool = False,
@@ -187,7 +198,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         check_rngs(rngs, nnx.Rngs)
         self.implementation, self.scale, self.logits_soft_cap = implementation, scale, logits_soft_cap
         self.local_window_size, self.rope, self.head_axis = local_window_size, rope, head_axis
-        self.clip_qkv = check_clip(clip_qkv)
+        self.clip_qkv, self.value_scale = (check_positive(name, given[name]) for name in ("clip_qkv", "value_scale"))
         self.exclusive, self.gate_activation = bool(exclusive), gate_activation
         changed = {
             "normalize_qk": bool(normalize_qk),
@@ -352,6 +363,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             gate_activation=self.gate_activation,
             out_norm=self.out_norm,
             clip_qkv=self.clip_qkv,
+            value_scale=self.value_scale,
         )
         return call_module(parts, Given(**given, decode=self._first_given("decode", decode)))
 

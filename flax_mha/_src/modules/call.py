@@ -57,6 +57,7 @@ class FlaxModule(NamedTuple):
     gate_activation: str = "sigmoid"
     out_norm: Layer | None = None  # over all features of the heads
     clip_qkv: float | None = None  # the largest magnitude of queries, keys and values, before they are rotated
+    value_scale: float | None = None  # the factor of values, after their norm
 
     def output(self, x: Float[Array, "*B T N Hv"], value: Array, inputs_q: Array) -> Float[Array, "*B T Dout"]:
         """Applies the options for attention's output (`exclusive`, gate, norm), and projects it back to features."""
@@ -171,11 +172,11 @@ def _index(
     query, key, weights = layers.project(inputs)
     start = 0 if cache is None else jnp.maximum(cache.index, 0)
     if flax.module.rope is not None:
-        rope = dataclasses.replace(flax.module.rope, interleaved=layers.indexer.interleaved)
-        size = flax.module.qk_rope_head_dim
-        parts = query[..., :size], key[..., :size]
-        rotated = sequences.rotate(*parts, rope, given.positions, True, start, stored=False, shared=False, size=None)
-        query, key = (jnp.concatenate([x, y[..., size:]], axis=-1) for x, y in zip(rotated, (query, key), strict=True))
+        rope, options, size = flax.module.rope, layers.indexer, flax.module.qk_rope_head_dim
+        fraction = rope.fraction if options.rotary_last else rope.fraction * size / options.head_dim
+        rope = dataclasses.replace(rope, interleaved=options.interleaved, fraction=fraction)
+        by_position = (rope, given.positions, True, start, False, False, size if options.rotary_last else None)
+        query, key = sequences.rotate(query, key, *by_position)
     index_cache = layers.cached(key, cache) if given.decode else None
     sow_to = flax.arguments.get("module")
     lists, index_cache = choose(layers.indexer, (query, key, weights), index_cache, given.lengths, arguments, sow_to)
@@ -300,7 +301,8 @@ def _value(flax: FlaxModule, key: Array, inputs_v: Array) -> Array:
     if flax.latent is not None:
         return key[..., :0]
     value = key if flax.value is None else flax.value(inputs_v)
-    return value if flax.value_norm is None else flax.value_norm(value)
+    value = value if flax.value_norm is None else flax.value_norm(value)
+    return value if flax.value_scale is None else value * flax.value_scale
 
 
 def _normalize(flax: FlaxModule, query: Array, key: Array, keys: KeySource) -> tuple[Array, Array]:
@@ -323,8 +325,7 @@ def _cache_of(flax: FlaxModule, query: Array, key: Array, value: Array, is_cross
             f"its tokens are added to the cache, but got a separate array of {keys} tokens for {queries} queries; for "
             "cross-attention, pass store_keys=True in the first call, or decode=False in every call."
         )
-    value_size = None if flax.latent is None else flax.latent.size
-    cache = KVCache.of_arrays(reach(flax.module.local_window_size), value_size, arrays)
+    cache = KVCache.of_arrays(reach(flax.module.local_window_size), flax.latent and flax.latent.size, arrays)
     cache.check_fits(key, value, queries)
     return cache
 

@@ -42,8 +42,9 @@ class Indexer:
 
     The queries q are projections of the compressed queries, and the weights w are projections of the input. All heads
     share the keys k, which are a LayerNorm of a projection of the input. The first `qk_rope_head_dim` features of
-    queries and keys are rotated. Equal scores choose the earlier key. Masked keys are never chosen; `bias` and
-    `score_mod` do not affect the choice. Masks must be the same for all heads; a `FunctionMask` is called for head 0.
+    queries and keys are rotated, or the last ones. Equal scores choose the earlier key. Masked keys are never chosen;
+    `bias` and `score_mod` do not affect the choice. Masks must be the same for all heads; a `FunctionMask` is called
+    for head 0.
 
     Pass it to `MultiHeadLatentAttention(indexer=)`. The parameters are `wq_b` [q_lora_rank, num_heads, head_dim], `wk`
     [in, head_dim], `k_norm` and `weights_proj` [in, num_heads], under `indexer`.
@@ -53,6 +54,8 @@ class Indexer:
       head_dim: Features of each index head; at least `qk_rope_head_dim`.
       top_k: Number of keys that each query attends to (`index_topk`).
       interleaved: How the rotation pairs features: False in DeepSeek V3.2, True in GLM 5.
+      rotary_last: Rotate the last features of queries and keys instead of the first (HY 4).
+      norm_epsilon: Added to the variance in `k_norm`.
 
     Raises:
       ValueError: If an argument is out of range.
@@ -75,11 +78,14 @@ class Indexer:
     head_dim: int
     top_k: int
     interleaved: bool = False
+    rotary_last: bool = False
+    norm_epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "top_k"):
             validation.int_at_least(name, getattr(self, name), 1)
-        validation.flag("interleaved", self.interleaved)
+        for name in ("interleaved", "rotary_last"):
+            validation.flag(name, getattr(self, name))
 
 
 class IndexLayers(NamedTuple):

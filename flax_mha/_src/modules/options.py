@@ -19,6 +19,7 @@ NormKind = Literal[
     "rms_norm",
     "rms_norm_all_heads",
     "rms_norm_after_rope",
+    "rms_norm_each_head_after_rope",
     "rms_norm_no_scale",
 ]
 
@@ -41,6 +42,7 @@ NORMS: dict[str, Norm] = {
     "rms_norm": Norm(is_rms=True),
     "rms_norm_all_heads": Norm(is_rms=True, axes=(-2, -1), scale_axes=(-2, -1)),
     "rms_norm_after_rope": Norm(is_rms=True, after_rope=True),
+    "rms_norm_each_head_after_rope": Norm(is_rms=True, scale_axes=(-2, -1), after_rope=True),
     "rms_norm_no_scale": Norm(is_rms=True, has_scale=False),
 }
 
@@ -64,10 +66,11 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
     validation.flag("sinks", options["sinks"])
     for name in ("normalize_value", "share_kv", "reuse_kv"):
         validation.flag(name, options.get(name, False))
-    for name in ("normalize_value", "share_kv"):
+    for name, off in (("normalize_value", False), ("share_kv", False), ("value_scale", None)):
         if options.get("reuse_kv") and options[name]:
             raise ValueError(
-                f"{name} must be False with reuse_kv=True, because values come from an earlier layer, but got True."
+                f"{name} must be {off} with reuse_kv=True, because values come from an earlier layer, but got "
+                f"{options[name]}."
             )
     check_scale(options["scale"], validation.Shape((), 1, 1, 1, 1, 1, 1))
     normalize_qk, epsilon = options.get("normalize_qk", False), options.get("qk_norm_epsilon")
@@ -119,6 +122,10 @@ def check_latent(options: Mapping[str, Any]) -> None:
         if (not is_int(size) or size < 1) and (size is not None or not optional):
             raise ValueError(f"{name} must be an int >= 1{' or None' * optional}, but got {size!r}.")
     _check_epsilon("norm_epsilon", options["norm_epsilon"])
+    for name in ("query_residual", "normalize_rotary_key"):
+        validation.flag(name, options[name])
+    if options["query_residual"] and options["q_lora_rank"] is None:
+        raise ValueError("q_lora_rank must be an int with query_residual=True, which is for compressed queries.")
     if (indexer := options["indexer"]) is not None:
         _check_indexer(indexer, options)
     check_options(options, options["num_heads"] * options["qk_rope_head_dim"])  # the features that `rope` is for
@@ -127,6 +134,7 @@ def check_latent(options: Mapping[str, Any]) -> None:
 def _check_indexer(indexer: Any, options: Mapping[str, Any]) -> None:
     if not isinstance(indexer, Indexer):
         raise ValueError(f"indexer must be a flax_mha.Indexer or None, but got {indexer!r}.")
+    _check_epsilon("norm_epsilon of the indexer", indexer.norm_epsilon)
     if options["q_lora_rank"] is None:
         raise ValueError("q_lora_rank must be an int with an indexer, whose queries use it, but got None.")
     if options["rope"] is not None and indexer.head_dim < options["qk_rope_head_dim"]:
@@ -160,12 +168,12 @@ def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
         )
 
 
-def check_clip(limit: Any) -> float | None:
-    """Returns `clip_qkv` as a float or None; raises a ValueError if it is neither None nor a number above 0."""
-    limit = number_in(limit)
-    if limit is not None and (not is_finite(limit) or limit <= 0):
-        raise ValueError(f"clip_qkv must be a concrete finite number > 0 or None, but got {limit!r}.")
-    return None if limit is None else float(limit)
+def check_positive(name: str, number: Any) -> float | None:
+    """Returns a number as a float, or None; raises a ValueError if it is neither None nor a number above 0."""
+    number = number_in(number)
+    if number is not None and (not is_finite(number) or number <= 0):
+        raise ValueError(f"{name} must be a concrete finite number > 0 or None, but got {number!r}.")
+    return None if number is None else float(number)
 
 
 def check_features(**sizes: Any) -> None:
