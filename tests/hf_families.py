@@ -44,7 +44,8 @@ SIZES = {
     "num_encoder_attention_heads num_decoder_attention_heads num_hidden_layers n_layer n_layers num_layers "
     "encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_experts num_local_experts "
     "n_routed_experts mamba_n_heads",
-    K: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token num_codebooks expand_ratio",
+    K: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token num_codebooks expand_ratio "
+    "n_recurrent_layers",
     H: "head_dim",
     WINDOW: "sliding_window attention_window_size window_size attention_chunk_size",
     8: "rotary_dim mamba_dt_rank qk_rope_head_dim",
@@ -54,6 +55,7 @@ SIZES = {
     32: "kv_lora_rank mamba_d_head attention_head_dim",
     40: "q_lora_rank",
     16: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size",
+    1: "n_input_layers n_output_layers",
     48: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dff n_inner",
     99: "vocab_size n_vocab",
     128: "max_position_embeddings n_positions n_ctx mamba_d_ssm attention_hidden_size",
@@ -64,7 +66,7 @@ SMALL |= {"bos_token_id": 1, "eos_token_id": 2, "image_token_id": 3, "image_toke
 SMALL |= {"is_decoder": True, "is_encoder_decoder": False}
 MADE_ANEW = "transformers_version architectures id2label label2id model_type max_seq_len layer_types layers_block_type "
 MADE_ANEW += "mlp_layer_types no_rope_layers attention_layers layer_rope_theta per_layer_config "
-MADE_ANEW += "activation_sparsity_pattern"
+MADE_ANEW += "activation_sparsity_pattern num_layers_per_stack"
 KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 ZAMBA = {"layers_block_type": ["linear_attention", "hybrid"] * 2}
@@ -74,10 +76,20 @@ SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_p
 HEADS = {"num_key_value_heads": N, "head_dim": 8}
 LATENT = HEADS | {"rope_parameters": SCALED | {"mscale": 0.7, "mscale_all_dim": 1.3}}
 INDEXER = {"index_n_heads": 8, "index_head_dim": 12, "index_topk": 3}
+QWEN_4 = {"layer_types": ["linear_attention", "indexed_attention"] * 2, "indexer_n_heads": 8, "indexer_kv_heads": 1}
+QWEN_4 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}
+QWEN_4 |= {"indexer_head_dim": 12, "indexer_budget": 4, "indexer_compress_ratio": 2}
 GEMMA_4 = {"attention_k_eq_v": True, "global_head_dim": 32, "num_global_key_value_heads": 1}
 GEMMA_4 |= {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2}
+BLT = {"hidden_size": D, "hidden_size_global": D, "num_attention_heads": N, "num_key_value_heads": K}
+BLT |= {"num_hidden_layers": LAYERS, "intermediate_size": 48, "vocab_size": 99, "sliding_window": WINDOW}
+DOTS_3 = {"layer_types": ["sliding_attention", "indexed_attention"] * 2, "head_dim": 20}
+DOTS_3 |= {"per_layer_config": {i: {"kv_lora_rank": 16, "qk_nope_head_dim": 24, "head_dim": 32} for i in (0, 2)}}
 OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what shows more of them
+    "bailing_hybrid": HEADS | HYBRID | {"num_expert_group": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
+    "blt": dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), BLT)
+    | {"encoder_hash_byte_group_vocab": 5, "local_attention_window_len": WINDOW, "use_cache": False},
     "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": KINDS | {"rope_parameters": OWN_ROPE},
     "axk1": LATENT,
@@ -85,6 +97,10 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "deepseek_v2": LATENT | {"num_experts_per_tok": K},
     "deepseek_v3": LATENT | {"attention_bias": True},
     "deepseek_v32": LATENT | INDEXER,
+    "axk2": LATENT | INDEXER,
+    "dots3_note_text": HEADS | INDEXER | DOTS_3,
+    "hy_v4": HEADS | INDEXER | {"indexer_types": ["full", "full", "shared", "full"]},
+    "dory": {"initializer_range": 0.5},
     "dots1": {"max_window_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": 48} | KINDS,
     "gemma4_text": GEMMA_4,
@@ -98,11 +114,14 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "hunyuan_v1_dense": {"head_dim": H},
     "hunyuan_v1_moe": {"head_dim": H},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "laguna": {"num_attention_heads_per_layer": [N, 2 * N] * 2} | KINDS,
     "lara_mini": {"layer_types": ["linear_attention", "sliding_attention", "full_attention", "sliding_attention"]},
     "kimi_linear": HEADS | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4},
     "lfm2": {"full_attn_idxs": [1, 3]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm3": {"layer_types": ["sliding_attention", "conv", "full_attention", "conv"]},
     "llama4_text": {"floor_scale": 3, "attn_scale": 0.5},
+    "longcat_flash": LATENT,
     "mellum": KINDS,
     "minimax_m2": {"rotary_dim": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 4},
@@ -118,6 +137,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "olmo_hybrid": HYBRID,
     "qwen2": SLIDING | {"max_window_layers": 2},
     "qwen2_moe": SLIDING | {"max_window_layers": 2},
+    "qwen4_exp_text": QWEN_4,
     "qwen3": SLIDING | {"max_window_layers": 2},
     "qwen3_moe": SLIDING,
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
@@ -129,6 +149,10 @@ OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what 
     "zamba": ZAMBA,
     "zamba2": ZAMBA | {"use_mem_rope": True, "mamba_headdim": 16, "hybrid_layer_ids": [1, 3]},
 }
+PARTS = {"hrm_text": {"model.L_module.": "", "model.H_module.": ""}}  # prefixes, and their parts of the config
+PARTS["blt"] = {"model.patcher.": "patcher_config", "model.local_encoder.": "encoder_config"}
+PARTS["blt"] |= {"model.local_decoder.": "decoder_config", "model.global_transformer.": "global_config"}
+ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
 TEXT_ONLY = {"gemma3n": "gemma3n_text"}  # whose image encoder needs timm: its text model
 ATTENTIONS = ("attn", "attention", "self_att", "temporal_block", "mixer")  # in the names of modules
 
@@ -182,22 +206,26 @@ def projections(state_dict: dict[str, Tensor], prefix: str) -> list[str]:
     entries = with_shared(attention_entries(state_dict, prefix)[1], N, K)
     if is_latent(entries):
         return ["q_a_proj" if "q_a_proj.weight" in entries else "q_proj", "o_proj"]
+    entries = {key: x for key, x in entries.items() if key not in ("sqk", "s_gate")}
     layout = LAYOUTS[recognize(entries)]
     return [layout.key_of(path).rpartition(".")[0] for path in ("query/kernel", "out/kernel")]
 
 
-def capture(model: nn.Module, prefixes: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
+def capture(model: nn.Module, prefixes: list[str], **arguments: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """Runs a model, and returns what its layers project to queries and what they return, by prefix."""
     state_dict = model.state_dict()
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
+    hooks: list[Any] = []
     for prefix in prefixes:
         first, last = (model.get_submodule(prefix + name) for name in projections(state_dict, prefix))
-        first.register_forward_hook(lambda _, x, y, prefix=prefix: inputs.__setitem__(prefix, x[0]))
-        last.register_forward_hook(lambda _, x, y, prefix=prefix: outputs.__setitem__(prefix, y))
+        hooks.append(first.register_forward_hook(lambda _, x, y, prefix=prefix: inputs.__setitem__(prefix, x[0])))
+        hooks.append(last.register_forward_hook(lambda _, x, y, prefix=prefix: outputs.__setitem__(prefix, y)))
     with torch.no_grad():
-        model(input_ids=torch.arange(LENGTH)[None] * 7 % 90 + 5)
-    return {p: (inputs[p].reshape(1, LENGTH, -1), outputs[p].reshape(1, LENGTH, -1)) for p in prefixes}
+        model(**arguments or {"input_ids": torch.arange(LENGTH)[None] * 7 % 90 + 5})
+    for hook in hooks:
+        hook.remove()
+    return {p: tuple(x.reshape(1, -1, x.shape[-1]) for x in (inputs[p], outputs[p])) for p in prefixes}
 
 
 def model_type_of(name: str) -> str:
@@ -217,12 +245,25 @@ def run(module: Any, x: jax.Array, source: Any, source_x: jax.Array, **arguments
 
 
 def check(name: str, changes: dict[str, Any]) -> Result:
-    """Compares all layers of a family with ours, and the decoding of the last one."""
-    model_type = model_type_of(name)
-    if refused := FAMILIES.get(model_type, UNKNOWN).refused:
+    """Compares all layers of a family, or of all its parts, with ours."""
+    model_type, results = model_type_of(name), []
+    refused = FAMILIES.get(model_type, UNKNOWN).refused
+    if name in ASSISTANTS:
+        return check_assistant(name, ASSISTANTS[name])
+    if refused and name not in PARTS:
         return Result(model_type, [], refused=refused)
     model = tiny(TEXT_ONLY.get(name, name), changes)
-    config, state_dict = model.config.to_dict(), model.state_dict()
+    for prefix, part in PARTS.get(name, {"": ""}).items():
+        config = model.config.to_dict()
+        if part == "decoder_config":
+            config[part]["sliding_window"] = config["local_attention_window_len"]
+        results.append(check_part(model_type, model, config[part] if part else config, prefix))
+    return max(results, key=lambda result: result.difference)
+
+
+def check_part(model_type: str, model: nn.Module, config: dict[str, Any], part: str) -> Result:
+    """Compares the layers whose names start with `part`, and the decoding of the last one."""
+    state_dict, refused = model.state_dict(), ""
     prefixes: dict[int, str] = {}
     for layer in range(LAYERS):
         try:
@@ -230,13 +271,13 @@ def check(name: str, changes: dict[str, Any]) -> Result:
         except ValueError as error:
             refused = str(error)
         else:
-            prefixes[layer] = layer_prefix(with_shared(state_dict, N, K), layer, "")
+            prefixes[layer] = layer_prefix(with_shared(state_dict, N, K), layer, part, FAMILIES[model_type].attentions)
     if not prefixes:
         return Result(model_type, [], refused=refused)
     arrays, differences, found = capture(model, list(prefixes.values())), [], {}
     for layer, prefix in prefixes.items():
         x, expected = jnp.asarray(arrays[prefix][0].numpy()), arrays[prefix][1].numpy()
-        module = convert.from_hf(config, state_dict, layer)
+        module = convert.from_hf(config, state_dict, layer, part)
         if module.reuse_kv:  # of the last layer of its type
             source, source_x = found[module.local_window_size]
         else:
@@ -244,11 +285,47 @@ def check(name: str, changes: dict[str, Any]) -> Result:
         results = [run(module, x, source, source_x)]
         if layer == max(prefixes):
             source.init_cache(x.shape)
-            steps = [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, LENGTH))]
+            steps = [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, x.shape[1]))]
             outputs = [run(module, x[:, i:j], source, source_x[:, i:j], decode=True) for i, j in steps]
             results.append(jnp.concatenate(outputs, axis=1))
         differences += [np.abs(result - expected).max() / max(1.0, np.abs(expected).max()) for result in results]
     return Result(model_type, list(prefixes), float(max(differences)))
+
+
+def check_assistant(name: str, target_name: str) -> Result:
+    """Compares the layers of a model that attends to the keys and values of a target, a query for each of its tokens.
+
+    Transformers computes one query at a time, over all keys of full layers, and the last of sliding ones.
+    """
+    target = tiny(target_name, {"num_kv_shared_layers": 0})
+    config = target.config.to_dict() | {"num_kv_shared_layers": LAYERS, "hidden_size_per_layer_input": 0}
+    config["vocab_size_per_layer_input"] = 0
+    kind = getattr(transformers, MODELS[name])
+    model = kind(kind.config_class(text_config=config, backbone_hidden_size=D)).eval()
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    config, state_dict = model.config.to_dict(), model.state_dict()
+    last = {target.config.layer_types[layer]: layer for layer in range(LAYERS)}
+    sources = {layer: layer_prefix(with_shared(target.state_dict(), N, K), layer, "") for layer in last.values()}
+    of_target, queries = capture(target, list(sources.values())), torch.randn(1, LENGTH, 2 * D)
+    with torch.no_grad():
+        shared = target(torch.arange(LENGTH)[None] * 7 % 90 + 5, return_shared_kv_states=True).shared_kv_states
+    prefixes = [layer_prefix(with_shared(state_dict, N, K), layer, "") for layer in range(LAYERS)]
+    steps = []
+    for i in range(LENGTH):
+        start = {"full_attention": 0, "sliding_attention": max(i + 1 - WINDOW, 0)}
+        seen = {kind: tuple(x[:, :, start[kind] : i + 1] for x in kv) for kind, kv in shared.items()}
+        options = {"position_ids": torch.tensor([[i + 1]]), "shared_kv_states": seen}
+        steps.append(capture(model, prefixes, inputs_embeds=queries[:, i : i + 1], **options))
+    differences = []
+    for layer, prefix in enumerate(prefixes):
+        x, expected = (np.concatenate([step[prefix][i].numpy() for step in steps], axis=1) for i in (0, 1))
+        module, origin = convert.from_hf(config, state_dict, layer), last[target.config.layer_types[layer]]
+        source = convert.from_hf(target.config.to_dict(), target.state_dict(), origin)
+        _, kv = source(jnp.asarray(of_target[sources[origin]][0].numpy()), return_kv=True)
+        result = module(jnp.asarray(x), kv=kv, positions=jnp.arange(1, LENGTH + 1))
+        differences.append(np.abs(result - expected).max() / max(1.0, np.abs(expected).max()))
+    return Result(model_type_of(name), list(range(LAYERS)), float(max(differences)))
 
 
 def table(results: dict[str, Result]) -> str:

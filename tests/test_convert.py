@@ -15,13 +15,22 @@ DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16]
 
 
 def make_params(
-    sizes=(FEATURES,) * 4, biased=convert.ALL, kv_heads=HEADS, dtype=np.float32, norms=False, sinks=False, gate=False
+    sizes=(FEATURES,) * 4,
+    biased=convert.ALL,
+    kv_heads=HEADS,
+    dtype=np.float32,
+    norms=False,
+    sinks=False,
+    gate=False,
+    value_dim=HEAD_DIM,
+    out_norm=False,
 ):
     """Makes parameters of random bits; sizes are the inputs of query, key, value and the output."""
     rng = np.random.default_rng(0)
     params = {}
     for name, size in zip(convert.ALL, sizes, strict=True):
-        heads = (kv_heads if name in ("key", "value") else HEADS, HEAD_DIM)
+        size_of_heads = value_dim if name in ("value", "out") else HEAD_DIM
+        heads = (kv_heads if name in ("key", "value") else HEADS, size_of_heads)
         kernel, bias = ((*heads, size), (size,)) if name == "out" else ((size, *heads), heads)
         shapes = {"kernel": kernel, "bias": bias} if name in biased else {"kernel": kernel}
         params[name] = {leaf: rng.normal(size=shape).astype(dtype) for leaf, shape in shapes.items()}
@@ -30,6 +39,12 @@ def make_params(
         params[name] = {leaf: rng.normal(size=HEAD_DIM).astype(dtype) for leaf in leaves}
     if gate:
         params["gate"] = {leaf: rng.normal(size=x.shape).astype(dtype) for leaf, x in params["query"].items()}
+    if gate in ("head", "biased"):
+        params["gate"] = {"kernel": rng.normal(size=(sizes[0], HEADS, HEAD_DIM)[: 2 + (gate != "head")]).astype(dtype)}
+    if gate == "biased":
+        params["gate"]["bias"] = np.repeat(rng.normal(size=(HEADS, 1)), HEAD_DIM, axis=1).astype(dtype)
+    if out_norm:
+        params["out_norm"] = {"scale": rng.normal(size=(HEADS, value_dim)).astype(dtype)}
     if sinks:
         params["sinks"] = rng.normal(size=HEADS).astype(dtype)
     return params
@@ -53,6 +68,8 @@ LAYOUTS = {
     "torch_separate": [SEPARATE, SEPARATE | UNBIASED],
     "d2l_mha": [{"sizes": (2, 7, 11, FEATURES)} | UNBIASED],
     "hf_llama": [NARROW | more for more in ({}, UNBIASED, NO_OUT, UNBIASED | NORMS, {"sinks": True}, {"gate": True})],
+    "hf_laguna": [NARROW | {"gate": "head"}, NARROW | UNBIASED | {"gate": "head"}],
+    "hf_beam": [NARROW | {"gate": "biased"}, NARROW | UNBIASED | {"gate": "biased"}],
     "hf_qwen3_next": [NORMED | {"gate": True}, {"kv_heads": 1, "gate": True}],
     "hf_qwen2": [{"kv_heads": 1} | NO_OUT],
     "hf_phi": [{"kv_heads": 1}, {"norms": ("scale", "bias")}],
@@ -69,14 +86,18 @@ ALIKE = {
     "hf_hunyuan hf_lfm2": NORMED,
     "hf_gpt_neo hf_vit_unbiased hf_vit5_unbiased timm_unbiased": BIASED_OUT,
 }
+LAYOUTS["hf_llama"] += [
+    NARROW | {"value_dim": 2, "gate": "head"},
+    NARROW | UNBIASED | {"value_dim": 7, "out_norm": True},
+]
 LAYOUTS |= {name: [case] for names, case in ALIKE.items() for name in names.split()}
 HOLDS = [(layout, case) for layout, cases in LAYOUTS.items() for case in cases]
 
 
 @pytest.mark.core
 def test_every_layout_is_tried():
-    four_heads = {"hf_codegen"}  # see test_torch_families.py
-    assert {layout for layout, _ in HOLDS} == {*convert.LAYOUTS} - four_heads
+    others = {"hf_codegen", "hf_diffllama", "hf_doge", "hf_qwen4_exp"}  # see test_torch_families.py
+    assert {layout for layout, _ in HOLDS} == {*convert.LAYOUTS} - others
 
 
 @pytest.mark.core
@@ -170,7 +191,7 @@ REFUSED_BY_FROM_TORCH = [
     (changed("note_mha", w_q__weight=np.ones(15)), r"query/kernel must have shape \(A, Q\) .* got \(15,\)"),
     (changed("note_mha", w_q__weight=np.float32(1)), r"query/kernel must have shape \(A, Q\)"),
     (changed("note_mha", w_q__bias=np.ones(14)), r"query/bias must have shape \(15\) .* got \(14,\)"),
-    (changed("hf_llama", v_proj__weight=np.ones((5, 15))), r"value/kernel must have shape \(15, V\)"),
+    (changed("hf_llama", v_proj__weight=np.ones((5, 15))), r"value/bias must have shape \(5\)"),
     (changed("hf_llama", k_proj__weight=np.ones((15, 7))), "must be equal, but got .* key in 7"),
     (changed("torch"), "split the 45 features of in_proj_weight into .* got 4 and 4", 4),
     (changed("torch"), "positive .* got 0 and 0", 0),
@@ -212,8 +233,15 @@ REFUSED_BY_TO_TORCH = [
     (NORMED_QUERY, "torch", "no query_ln/scale; layouts that fit: hf_llama, hf_hunyuan, hf_phi, hf_neox$"),
     (with_leaf("query/scale", np.ones(5)), "torch", r"extra \['query/scale'\]"),
     ({"params": make_params()}, "torch", r"missing \['key/kernel', .*\], extra \['params'\]"),
-    (with_leaf("value/kernel", np.ones((15, 1, 15))), "torch", r"value/kernel must have shape \(V, 3, 5\)"),
+    (with_leaf("value/kernel", np.ones((15, 1, 15))), "torch", r"value/kernel must have shape \(V, 3, U\)"),
     (with_leaf("out/kernel", np.ones((15, 15))), "torch", r"out/kernel must have shape \(3, 5, O\) .* got \(15, 15\)"),
+    (
+        make_params(value_dim=2),
+        "torch",
+        "its values must have the head size of its queries, but got query out 15, .* 6,",
+    ),
+    (make_params(), "hf_laguna", "it requires a gate; layouts that fit: torch, "),
+    (make_params(gate=True), "hf_beam", "gate/bias must have one number for each head"),
     (None, "torch", "params must be a module, its nnx.State or a dict of its parameters, but got None"),
     (make_params() | {"key": 3}, "torch", "params\\['key'\\] must be a dict of arrays, but got 3"),
     (with_leaf("query/kernel", None), "torch", "query/kernel must be a tensor or an array, but got .*None"),

@@ -99,6 +99,6 @@ def test_other_attentions():
             convert.to_torch(params, layout)
     with pytest.raises(ValueError, match=r"prefix must select one attention layer(.|\n)*self_attn"):
         convert.load_torch(make_module(), {f"{PREFIX}{key}": x for key, x in weights().items()})
-    params = nnx.to_pure_dict(nnx.state(make_module(sinks=True), nnx.Param))
-    with pytest.raises(ValueError, match=r"the parameters of one attention layer; missing \[\], extra \['sinks/'\]"):
+    params = nnx.to_pure_dict(nnx.state(make_module(), nnx.Param)) | {"other": np.ones(3)}
+    with pytest.raises(ValueError, match=r"the parameters of one attention layer; missing \[\], extra \['other'\]"):
         convert.to_torch(params, "hf_deepseek")

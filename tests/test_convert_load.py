@@ -356,17 +356,31 @@ def test_describe(row):
 
 
 WHISPER = {"model_type": "whisper", "encoder_attention_heads": 2, "decoder_attention_heads": 4}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}
 REFUSED = [
     (object(), "config must be a dict, but got object; use config.to_dict"),
     ({}, "model_type must be in .*FAMILIES, but got None"),
-    ({"model_type": "longcat_flash"}, "model_type 'longcat_flash' is not supported: .* latents"),
+    (DEEPSEEK | {"model_type": "longcat_flash", "num_layers": 1}, "layer must be .* < num_hidden_layers .2., but", 2),
     (DEEPSEEK | {"num_key_value_heads": 2}, "num_key_value_heads in config must equal .* = 4, but got 2"),
     (DEEPSEEK | {"qk_head_dim": 24}, r"equal qk_nope_head_dim \+ qk_rope_head_dim = 192, but got 24"),
     (DEEPSEEK | {"kv_lora_rank": 0}, "kv_lora_rank must be an integer >= 1, but got 0"),
     (DEEPSEEK | {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor .* 64 .* of 192"),
     (DEEPSEEK | {"rope_scaling": {"llama_4_scaling_beta": 0.1}}, "must not set llama_4_scaling_beta=0.1"),
     (like_llama("qwen3_next"), "layer 0 of qwen3_next has type 'linear_attention'"),
-    ({"model_type": "laguna"}, "model_type 'laguna' is not supported: its output gate is not a sigmoid"),
+    ({"model_type": "jetmoe"}, "model_type 'jetmoe' is not supported: it routes queries and outputs through experts"),
+    ({"model_type": "blt"}, 'pass the config of one, such as config."global_config".'),
+    (like_llama("blt_local_decoder"), "must set sliding_window to the local_attention_window_len"),
+    (like_llama("laguna", gating=False), "gating must be True, 'per-head' or 'per-element', but got False"),
+    (like_llama("laguna", num_attention_heads_per_layer=[4]), "must be a list with an entry for layer 3", 3),
+    (
+        like_llama("laguna", num_attention_heads_per_layer=[3]),
+        "must contain multiples of num_key_value_heads .2., but got 3 ",
+    ),
+    (like_llama("mimo_v2_flash", v_head_dim=-1), "v_head_dim must be an integer >= 1, but got -1"),
+    (like_llama("mimo_v2_flash", attention_value_scale=np.nan), "attention_value_scale must be .*, but got nan"),
+    (like_llama("lfm3", use_attention_gate="head"), "use_attention_gate must be True or False, but got 'head'"),
+    (like_llama("hrm_text", num_layers_per_stack=2), "layer must be .* < num_layers_per_stack .2., but got 2", 2),
+    (like_llama("dory", rope_parameters=YARN), "rope_parameters must not scale cos and sin .* but got YaRN"),
     ({"model_type": "llama"}, "config must set num_attention_heads or .* but got None"),
     (LLAMA | {"num_hidden_layers": 2}, "layer must be an integer >= 0 and < num_hidden_layers .2., but got 2", 2),
     (LLAMA, "layer must be .* got -1", -1),

@@ -15,11 +15,13 @@ import pytest
 import test_torch_convert
 import torch
 import torch_families as port
+from cases import refused
 from flax import nnx
 from marks import with_core
 
 import flax_mha
 from flax_mha import convert, recipes
+from flax_mha.convert.layers import CHANGES
 
 BATCH, LENGTH, PROMPT = 2, 13, 5
 N, K, H, D = 4, 2, 8, 24  # query heads, key heads, head size, features
@@ -66,11 +68,18 @@ class Family(NamedTuple):
         arrays = {key: rng.standard_normal(shape) * sizes[key] for key, shape in self.shapes.items()}
         return {key: torch.from_numpy(array.astype(np.float32)) for key, array in arrays.items()}
 
+    @property
+    def is_changed(self):
+        """Whether only `from_hf` makes the layer, because the module has no arguments for it."""
+        return self.config["model_type"] in CHANGES
+
     def module(self, decode=False, **arguments):
-        described = convert.describe(self.config, self.layer)
-        module = kind_of(described)(**described | arguments, decode=decode, rngs=nnx.Rngs(0))
         others = {f"{self.prefix.replace('1', '0')}{key}": torch.zeros(3) for key in self.shapes}
         whole = others | {f"{self.prefix}{key}": value for key, value in self.weights().items()}
+        if self.is_changed:
+            return convert.from_hf(self.config, whole, self.layer, self.prefix, decode=decode)
+        described = convert.describe(self.config, self.layer)
+        module = kind_of(described)(**described | arguments, decode=decode, rngs=nnx.Rngs(0))
         convert.load_torch(module, whole, self.prefix)
         return module
 
@@ -103,7 +112,7 @@ def split(kind, **config):
     return {"config": {"model_type": kind.partition(".")[0]} | config, "transformers": transformers}
 
 
-def latent(kind, port, **config):
+def latent(kind, port, more=None, **config):
     """With biases where there is compression, if there are any."""
     config, rows = LATENT | config, N * (7 + 6)
     rank, biased = config["q_lora_rank"], config.get("attention_bias")
@@ -116,16 +125,17 @@ def latent(kind, port, **config):
     layers = [name for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if biased and f"{name}.weight" in shapes]
     shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in layers}
     run = functools.partial(port, number=N, sizes=(10, 7, 6))
-    return Family(shapes=shapes, port=run, layout="hf_deepseek", **split(kind, **config))
+    return Family(shapes=shapes | (more or {}), port=run, layout="hf_deepseek", **split(kind, **config))
 
 
-def indexed(kind, pairing):
-    """With three of five to thirteen keys."""
-    run, index = functools.partial(port.deepseek_v3, index=(pairing, 3)), {"index_n_heads": 8, "index_head_dim": 9}
+def indexed(kind, run, more=None, without="-", **config):
+    """With three of five to thirteen keys; `more` are shapes of weights besides."""
+    index = {"index_n_heads": 8, "index_head_dim": 9, "index_topk": 3, "q_lora_rank": 9}
     shapes = {"wq_b.weight": (8 * 9, 9), "wk.weight": (9, D), "weights_proj.weight": (8, D)}
     shapes |= {"k_norm.weight": (9,), "k_norm.bias": (9,)}
-    family = latent(kind, run, **COMPRESSED, **index, index_topk=3)
-    return family._replace(shapes=family.shapes | {f"indexer.{key}": shape for key, shape in shapes.items()})
+    family = latent(kind, run, **index | config)
+    shapes = family.shapes | {f"indexer.{key}": shape for key, shape in shapes.items()} | (more or {})
+    return family._replace(shapes={key: shape for key, shape in shapes.items() if not key.startswith(without)})
 
 
 def encoder(kind, names, biased, layout, prefix, decodes=False, **config):
@@ -161,6 +171,13 @@ IN_LAYER, IN_H = "model.layers.1.self_attn.", "transformer.h.1.attn."
 COMPRESSED = {"q_lora_rank": 9, "attention_bias": True, "rope_scaling": LATENT_ROPE}
 QWEN_2 = {"shapes": linears(LLAMA_NAMES, E, K, QKV_NAMES), "layout": "hf_qwen2", "rope_theta": 1e6, "hidden_size": E}
 GATED, GATE = NORMS | {"q_proj.weight": (2 * N * H, D)}, NORMS | {"gate_proj.weight": (N * H, D)}
+BITNET = {"more": {"attn_sub_norm.weight": (N * H,)}, "rms_norm_eps": 1e-5}
+LAGUNA = {"more": NORMS | {"g_proj.weight": (N, D)}, "layout": "hf_laguna"}
+BEAM = {"more": GATE | {"gate_bias": (N,)}, "layout": "hf_beam", "layer": 5}
+MIMO = {"num_key_value_heads": 1, "v_head_dim": 5, "sliding_window": WINDOW, "partial_rotary_factor": 0.5}
+MIMO |= {"more": {"v_proj.weight": (K * 5, D), "o_proj.weight": (D, N * 5), "sinks": (N,)}, "sliding_window_size": None}
+MIMO |= {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}, "attention_value_scale": 0.5}
+OF_DORY = {"gate_proj.weight": (N * H, D), "sqk": (N * H,), "s_gate": (N * H,)}
 OF_ALL_HEADS = {"q_norm.weight": (N * H,), "k_norm.weight": (K * H,)}
 OLMO_2 = {"shapes": linears(LLAMA_NAMES, E, K), "rope_theta": 5e5, "hidden_size": E, "rms_norm_eps": 1e-5}
 PHI, PHI_ROPE = linears(f"{QKV_NAMES} dense", biased=f"{QKV_NAMES} dense"), {"partial_rotary_factor": 0.5}
@@ -186,6 +203,7 @@ DINO_5 = ("hf_vit5_unbiased", "layers.1.attention.")
 OF_EACH_HEAD = {"q_norm.weight": (N, H), "k_norm.weight": (K, H)}
 MISTRAL = {"rope_theta": 1e4, "sliding_window": WINDOW}
 QWEN_3_NEXT = {"more": GATED, "layout": "hf_qwen3_next", "full_attention_interval": 2}
+PAIRINGS = (port.rotate_halves, port.rotate_every_two)
 IN_NEOX = "gpt_neox.layers.1.attention."
 IN_BLOOM = "h.1.self_attention."
 IN_FALCON = ("hf_neox", "transformer.h.1.self_attention.")
@@ -194,21 +212,54 @@ NANOGPT = fused("c_attn", "c_proj", 3 * E, E, biased=True)
 T5_SHAPES = linears("q k v o", D)
 
 
+V_32, GLM_5 = (functools.partial(port.deepseek_v3, index=(pairing, 3)) for pairing in PAIRINGS)
+OF_DOTS = {"g_proj.weight": (N, D), "k_rope_only_layernorm.weight": (6,)}
+DOTS_3 = {"layer_types": ["sliding_attention", "indexed_attention"], "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+DOTS_3_LAYERS = {"layer_types": ["indexed_attention", "sliding_attention"], "sliding_window": WINDOW}
+DOTS_3_LAYERS |= {"kv_lora_rank": 3, "per_layer_config": {"01": {"kv_lora_rank": 10}}}
+DOTS_3_LOCAL = functools.partial(port.dots_3, window=WINDOW)
+LAMBDAS = {f"lambda_{name}": (H,) for name in ("q1", "k1", "q2", "k2")}
+OF_DOGE = {"A": (K,), "dt_proj.weight": (K, K * H), "dt_proj.bias": (K,)}
+DOGE = linears(LLAMA_NAMES, D, K, LLAMA_NAMES)
+OF_QWEN_4 = {"indexer.index_qk_proj.weight": (9 * 10, D)}
+OF_QWEN_4 |= {f"indexer.{x}_layernorm.weight": (10,) for x in "qk"}
+QWEN_4 = {"layout": "hf_qwen4_exp", "full_attention_interval": 2, "indexer_n_heads": 8, "indexer_kv_heads": 1}
+QWEN_4 |= {"indexer_head_dim": 10, "indexer_budget": 4, "indexer_compress_ratio": 2}
+
+
 def t5_bias():
     return {"score_mod": recipes.t5_bias(jnp.asarray(TABLE.numpy()))["score_mod"]}
 
 
 FAMILIES = {
     "deepseek_v3": latent("deepseek_v3.DeepseekV3Attention", port.deepseek_v3, **COMPRESSED),
-    "deepseek_v32": indexed("deepseek_v32", port.rotate_halves),
-    "glm_moe_dsa": indexed("glm_moe_dsa", port.rotate_every_two),
+    "deepseek_v32": indexed("deepseek_v32", V_32, **COMPRESSED),
+    "glm_moe_dsa": indexed("glm_moe_dsa", GLM_5, **COMPRESSED),
+    "dots3": indexed("dots3_note_text", port.dots_3, OF_DOTS, **DOTS_3),
+    "dots3 with a window": indexed("dots3_note_text", DOTS_3_LOCAL, OF_DOTS, "indexer", **DOTS_3 | DOTS_3_LAYERS),
+    "hy_v4": indexed("hy_v4", port.hy_4, {"gate_proj.weight": (N * 5, D), "sinks": (N,)}, rms_norm_eps=1e-2),
+    "axk2": indexed("axk2", port.axk_2, {"q_gate_proj.weight": (N * (7 + 6 + 5), 2 * 9)}, "q_b_proj"),
+    "diffllama": grouped("diffllama", port.diffllama, more=LAMBDAS, layout="hf_diffllama", hidden_size=D),
+    "doge": grouped("doge", port.doge, more=NORMS | OF_DOGE, layout="hf_doge", attention_bias=True, shapes=DOGE),
+    "qwen4_exp": grouped("qwen4_exp_text", port.qwen_4, more=GATED | OF_QWEN_4, **QWEN_4),
     "minicpm3": latent("minicpm3.MiniCPM3Attention", port.minicpm_3, q_lora_rank=None),
+    "longcat_flash": latent("longcat_flash", port.longcat, q_lora_rank=9),
+    "bailing_hybrid": latent(
+        "bailing_hybrid", port.bailing, {"g_proj.weight": (N, D)}, layer_group_size=2, q_lora_rank=None
+    ),
     "llama": grouped("llama.LlamaAttention", port.llama, {"base": 5e5}, rope_theta=5e5),
     "mistral": grouped("mistral.MistralAttention", port.llama, {"base": 1e4, "window": WINDOW}, **MISTRAL),
     "qwen2": grouped("qwen2.Qwen2Attention", port.llama, {"base": 1e6}, **QWEN_2),
     "qwen3": grouped("qwen3.Qwen3Attention", port.qwen_3, {"epsilon": 1e-3}, NORMS, rope_theta=1e6, rms_norm_eps=1e-3),
     "qwen3_next": grouped("qwen3_next.Qwen3NextAttention", port.qwen_3_next, **QWEN_3_NEXT),
     "afmoe": grouped("afmoe.AfmoeAttention", port.afmoe, {"window": WINDOW}, GATE, sliding_window=WINDOW),
+    "bitnet": grouped(
+        "bitnet.BitNetAttention", port.bitnet, **BITNET | {"hidden_size": E, "shapes": linears(LLAMA_NAMES, E, K)}
+    ),
+    "laguna": grouped("laguna", port.laguna, **LAGUNA),
+    "beam": grouped("beam", port.beam, **BEAM),
+    "mimo_v2_flash": grouped("mimo_v2_flash", port.mimo, {"factor": 0.5, "size": 4, "window": WINDOW}, **MIMO),
+    "dory": grouped("dory", port.dory, {"init": 0.8}, OF_DORY, layer=3, initializer_range=0.8),
     "gemma": grouped("gemma.GemmaAttention", port.llama, {"base": 1e4}, rope_theta=1e4),
     "gemma2": grouped("gemma2.Gemma2Attention", port.gemma_2, FULL, **GEMMA_2),
     "gemma2 with a window": grouped("gemma2.Gemma2Attention", port.gemma_2, LOCAL, layer=2, **GEMMA_2),
@@ -260,10 +311,12 @@ FAMILIES = {
 }
 CORE = "llama, deepseek_v3, qwen3_next, gemma2 with a window, gpt_oss, falcon, llama4, cohere with norms"
 # Every option in a cache once; the other families differ from these only in numbers and layouts.
+ROUNDED = ("gemma3_text", "qwen3_next", "qwen4_exp_text", "dots3_note_text", "longcat_flash")
 DECODED = (
     "llama, deepseek_v3, deepseek_v32, minicpm3, qwen3, gemma2 with a window, gemma3, gpt_oss with a window, gptj, "
 )
-DECODED += "qwen3_next, bloom, t5, llama4, ministral3, hunyuan, persimmon"
+DECODED += "dots3, hy_v4, axk2, diffllama, doge, qwen4_exp, qwen3_next, bloom, t5, llama4, ministral3, hunyuan, "
+DECODED += "persimmon, mimo_v2_flash"
 FROM_HF = "llama, deepseek_v3, qwen3_next, mistral, bloom, t5, bert, gpt2, opt, whisper, llama4, mpt, nanochat"
 
 
@@ -317,15 +370,17 @@ def test_outputs_and_gradients_of_inputs(name):
     described = convert.describe(family.config, family.layer).items()
     options = tuple((key, value) for key, value in described if key != "kernel_metadata")
     params = nnx.to_pure_dict(nnx.state(module_of(name), nnx.Param))
-    results = program(options, family.decodes, family.call)(params, *inputs(features(family)))
+    changed = name if family.is_changed else ""
+    results = program(options, family.decodes, family.call, changed)(params, *inputs(features(family)))
     for got, expected in zip(results, by_torch(name), strict=True):
         assert_close(got, expected)
 
 
 @functools.cache
-def program(options, is_causal, call):
+def program(options, is_causal, call, changed):
     """One for all families with these options."""
-    graph, state = nnx.split(kind_of(dict(options))(**dict(options), decode=False, rngs=nnx.Rngs(0)))
+    module = kind_of(dict(options))(**dict(options), decode=False, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(module_of(changed) if changed else module)
 
     @jax.jit
     def run(params, x, slope):
@@ -361,7 +416,33 @@ def test_from_hf(name):
     assert not [x for x in jax.tree.leaves(nnx.state(module)) if not isinstance(x, jax.Array)]
 
 
-@each(lambda name, family: True)
+def test_factors_of_dory_are_not_inverted():
+    module, weights = FAMILIES["dory"].module(), FAMILIES["dory"].weights()
+    refused("params must not come from Dory", convert.to_torch, module, "hf_llama")
+    refused("lacks .*sqk", convert.load_torch, module, {key: x for key, x in weights.items() if key != "sqk"})
+    refused("sqk and s_gate must have one number", convert.load_torch, module, weights | {"sqk": weights["sqk"][1:]})
+
+
+REFUSED = {
+    "num_key_value_heads must be even": ("diffllama", {"num_key_value_heads": 1}),
+    "the ratio must divide the budget": ("qwen4_exp", {"indexer_budget": 3}),
+    "indexer_budget must be an integer": ("qwen4_exp", {"indexer_budget": "4"}),
+    r"at most keep_window_size \(5\)": ("doge", {"keep_window_size": 5}),
+    "keep_window_size must be an integer": ("doge", {"keep_window_size": 0}),
+    "as Transformers 5 saves them, but got swa_head_dim": ("dots3", {"swa_head_dim": 3}),
+    "per_layer_config must be a dict": ("dots3", {"per_layer_config": [1]}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_refused(message):
+    name, changes = REFUSED[message]
+    family = FAMILIES[name]._replace(config=FAMILIES[name].config | changes)
+    with pytest.raises(ValueError, match=message):
+        family.module()(inputs(D)[0])
+
+
+@each(lambda name, family: name != "dory")
 def test_round_trip_is_exact(name):
     """Also by way of the module. Norms of Gemma 3 and Qwen3-Next are 1 + weight, which float32 holds to 2^-24."""
     family, module = FAMILIES[name], module_of(name)
@@ -369,7 +450,7 @@ def test_round_trip_is_exact(name):
     back = convert.to_torch(nnx.state(module, nnx.Param), family.layout)
     assert back.keys() == weights.keys()
     for key, weight in weights.items():
-        rounded = family.config["model_type"] in ("gemma3_text", "qwen3_next")
+        rounded = family.config["model_type"] in ROUNDED
         tolerance = 2.0**-23 if rounded and "norm" in key else 0.0
         np.testing.assert_allclose(back[key], weight.numpy(), rtol=0, atol=tolerance)
     arrays = convert.from_torch(weights, N, getattr(module, "num_kv_heads", N), fill_biases=True)

@@ -33,6 +33,7 @@ MODELS = {
     "gemma4, as Transformers 5 writes it": SIZES
     | {"model_type": "gemma4_unified_text", "per_layer_config": PER_LAYER, "attention_k_eq_v": True},
 }
+OF_QUERIES = ("q_proj.weight", "o_proj.weight", "q_norm.weight")
 assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
 
 
@@ -91,6 +92,26 @@ def test_layers_of_a_model_equal_the_port(name):
         assert_close(run(layers, X[:, i:j], {}), want[:, i:j])
 
 
+def test_an_assistant_equals_the_port():
+    """Layers 2 and 3 are the assistant's, whose queries come one position after the target's tokens."""
+    config, x = MODELS["gemma4"] | {"num_hidden_layers": 2, "num_kv_shared_layers": 0}, torch.from_numpy(X)
+    prefix, state = "model.layers.{}.self_attn.", weights("gemma4")
+    for i, number in enumerate((K, 1)):
+
+        def rotate(y, after=0):
+            y = torch.cat([y[:, :1]] * after + [y], dim=1)
+            positions = torch.arange(y.shape[1]).expand(B, -1)
+            return (gemma_4_global(y, positions) if i else port.rotary(y, 1e4)(y))[:, after:]  # noqa: B023
+
+        w, own = ({key.removeprefix(prefix.format(j)): x for key, x in state.items()} for j in (i, i + 2))
+        _, kv = port.gemma_4(w, x, N, number, rotate, None)
+        want, _ = port.gemma_4(own, x, N, number, functools.partial(rotate, after=1), None if i else WINDOW, kv)
+        _, kv = convert.from_hf(config, state, i)(X, return_kv=True)
+        assistant = {"model_type": "gemma4_assistant", "text_config": config}
+        layer = convert.from_hf(assistant, {key: state[prefix.format(i + 2) + key] for key in OF_QUERIES}, i)
+        assert_close(layer(X, kv=kv, positions=jnp.arange(1, T + 1), is_causal=True), want)
+
+
 def test_what_a_config_must_say():
     gemma4 = MODELS["gemma4"]
     too_many = gemma4 | {"num_kv_shared_layers": 3}
@@ -98,7 +119,12 @@ def test_what_a_config_must_say():
         "num_kv_shared_layers must leave an earlier layer of the same type as layer 3", convert.describe, too_many, 3
     )
     for model_type in ("gemma4_assistant", "gemma4_unified_assistant"):
-        refused("keys and values of another model", convert.describe, {"model_type": model_type, "text_config": gemma4})
+        config = {"model_type": model_type, "text_config": gemma4 | {"num_kv_shared_layers": 4}}
+        described = [convert.describe(config, layer) for layer in range(4)]
+        assert all(found["reuse_kv"] and not found["share_kv"] for found in described)
+        assert [found["num_kv_heads"] for found in described] == [K, 1, K, 1]
+        state = {key: x for key, x in weights("gemma4").items() if "k_" not in key and "v_" not in key}
+        assert convert.from_hf(config, state, 0).key is None
     refused("use_bidirectional_attention='all'", convert.describe, gemma4 | {"use_bidirectional_attention": "all"})
     assert convert.describe(gemma4 | {"use_bidirectional_attention": "vision"})["scale"] == 1.0
     state = weights("gemma4")

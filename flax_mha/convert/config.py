@@ -13,7 +13,7 @@ from flax_mha._src.modules.attention_fn import attention_fn
 from flax_mha.convert.hf_config.config import ALIASES, LAYERS, read_config
 from flax_mha.convert.hf_config.families import FAMILIES, Family
 from flax_mha.convert.hf_config.layers import CHUNKED, FULL, SLIDING, Values, entry, of_layer, reuses_keys
-from flax_mha.convert.latent import indexer_of, latent_sizes
+from flax_mha.convert.latent import indexer_of, latent_options, latent_sizes
 from flax_mha.convert.layouts import MODEL_TYPE
 from flax_mha.masks import FunctionMask
 from flax_mha.recipes import alibi
@@ -34,19 +34,24 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     The arguments are `num_heads`, `in_features`, `qkv_features`, `out_features`, `num_kv_heads`, `use_bias`, `rope`,
     `scale`, `local_window_size`, `logits_soft_cap`, `sinks`, `gate`, `normalize_qk`, `qk_norm_epsilon`, and
     `kernel_metadata`, which `load_torch` uses to identify the model. Some models also need an `attention_fn` that
-    changes scores by position (ALiBi, the temperature of Llama 4), or `clip_qkv` (OLMo). Gemma 3n and 4 also need
-    `normalize_value`, `share_kv` and `reuse_kv`: a layer with `reuse_kv=True` takes the `kv` of the last layer that has
-    `reuse_kv=False` and the same `local_window_size`. Modules for `flax.linen` take all arguments except `in_features`
-    and `kernel_metadata`. For latent attention (DeepSeek's `kv_lora_rank`), the arguments are for
+    changes scores by position (ALiBi, the temperature of Llama 4), `clip_qkv` (OLMo), `gate_activation` (Laguna),
+    `out_norm` (BitNet, Dory), or `value_dim` and `value_scale` (MiMo-V2). Gemma 3n and 4 also need `normalize_value`,
+    `share_kv` and `reuse_kv`: a layer with `reuse_kv=True` takes the `kv` of the last layer that has `reuse_kv=False`
+    and the same `local_window_size`. For Gemma 4's assistants, it is a layer of the target model, and `positions` is
+    the position after the target's last token. Modules for `flax.linen` take all arguments except
+    `in_features` and `kernel_metadata`. For latent attention (DeepSeek's `kv_lora_rank`), the arguments are for
     `MultiHeadLatentAttention`.
 
-    Calls need two more arguments, which `from_hf` sets: `is_causal=True` in decoders, and in every layer of T5, for the
-    bias table of the first layer, `score_mod=recipes.t5_bias(table)["score_mod"]` (`bidirectional=True` in encoders).
+    Calls need two more arguments, which `from_hf` sets: `is_causal=True` in decoders, and in every layer of T5,
+    for the bias table of the first layer, `score_mod=recipes.t5_bias(table)["score_mod"]`. For DiffLlama,
+    Doge and Qwen4-Exp, a module with these arguments lacks layers that only `from_hf` adds; `load_torch` refuses it.
 
     Args:
       config: The dict of a `config.json`, or `config.to_dict()`. For a multimodal model, its `text_config` is used; for
-        CLIP and SigLIP, pass `config["text_config"]` or `config["vision_config"]`.
-      layer: The index of the layer, from 0; windows and rotary positions may differ between layers.
+        CLIP and SigLIP, pass `config["text_config"]` or `config["vision_config"]`, and for BLT the config of one of its
+        four transformers.
+      layer: The index of the layer, from 0; windows and rotary positions may differ between layers. Layer i of
+        LongCat-Flash has two attentions, 2 i and 2 i + 1.
       max_length: The length of the longest sequence, prompt plus generated tokens; only needed for LongRoPE, see
         `RoPE.from_config`.
 
@@ -68,30 +73,55 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
         rope = RoPE.from_config(config, SLIDING if kind == SLIDING else FULL, max_length)
         if values.get("layer_rope_theta"):
             rope = dataclasses.replace(rope, base=entry(values, "layer_rope_theta", layer))
-    described = latent_sizes(values) | indexer_of(values) if family.latent else _sizes(values)
+    described = latent_sizes(values) | indexer_of(values, layer) if family.latent else _sizes(values)
     described |= {"use_bias": _use_bias(family, values), "rope": rope}
     described["kernel_metadata"] = {MODEL_TYPE: values["model_type"]}
-    if not family.latent:
-        has_norm = values.get(family.norm_key, True) and (rope is not None or family.norm != "rms_norm_after_rope")
-        norm = family.norm if has_norm else False
+    if family.latent:
+        described |= latent_options(family, values)
+        described |= {"local_window_size": _window(values)} if kind == SLIDING else {}
+    else:
         described |= {
             "scale": family.scale or _scale(values, layer, described["qkv_features"] // described["num_heads"]),
             "local_window_size": _window(values) if kind == SLIDING else None,
             "logits_soft_cap": values.get("attn_logit_softcapping"),
-            "sinks": family.sinks,
-            "gate": family.gate,
-            "normalize_qk": norm,
-            "qk_norm_epsilon": float(values.get("rms_norm_eps", 1e-6)) if norm else None,
+            "sinks": family.sinks in (True, kind),
         }
+        described |= _gate(family, values) | _norms(family, values, described)
     if family.value_norm:
-        reuses = reuses_keys(values, layer, family.layer_type)
+        reuses = family.borrows_kv or reuses_keys(values, layer, family.layer_type)
         shares = kind == FULL and not reuses and bool(values.get("attention_k_eq_v"))
         described |= {"normalize_value": not reuses, "share_kv": shares, "reuse_kv": reuses}
     if changes := _position_arguments(family, values, described["num_heads"], rope is not None, kind == CHUNKED):
         described["attention_fn"] = attention_with(**changes)
-    if values.get("clip_qkv"):
-        described["clip_qkv"] = values["clip_qkv"]
-    return described
+    others = {"clip_qkv": "clip_qkv", "attention_value_scale": "value_scale"}
+    others |= {} if family.latent else {"v_head_dim": "value_dim"}
+    return described | {name: values[key] for key, name in others.items() if values.get(key)}
+
+
+def _norms(family: Family, values: Values, described: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that describe norms of queries, keys and the attention's output."""
+    has_rope, epsilon = described["rope"] is not None, float(values.get("rms_norm_eps", 1e-6))
+    has_norm = values.get(family.norm_key, True) and (has_rope or family.norm != "rms_norm_after_rope")
+    norm = family.norm if has_norm else False
+    of_output = {"out_norm": "rms_norm", "out_norm_epsilon": epsilon} if family.out_norm else {}
+    if not family.unit_norms:
+        return {"normalize_qk": norm, "qk_norm_epsilon": epsilon if norm else None} | of_output
+    if described["rope"].scaling is not None and described["rope"].scaling.cos_sin_factor != 1:
+        raise ValueError(
+            f"rope_parameters must not scale cos and sin for model_type {values['model_type']!r}, whose norms are "
+            f"computed after the rotation, but got {described['rope'].scaling}."
+        )
+    # |x| = sqrt(n) RMS(x) for n features, and 1e-6 is added to |x|^2.
+    size = described["qkv_features"] // described["num_heads"]
+    described["kernel_metadata"]["initializer_range"] = values["initializer_range"]
+    of_output["out_norm_epsilon"] = 1e-6 / described["qkv_features"]
+    return {"normalize_qk": norm, "qk_norm_epsilon": 1e-6 / size} | of_output
+
+
+def _gate(family: Family, values: Values) -> dict[str, Any]:
+    kinds = {True: family.gate, False: False, "per-head": "head", "per-element": "elementwise"}
+    gate = kinds[values.get(family.gate_key, True)]
+    return {"gate": gate} | ({"gate_activation": family.gate_activation} if family.gate_activation != "sigmoid" else {})
 
 
 @functools.cache
@@ -111,16 +141,29 @@ def _read(config: Any, layer: Any) -> tuple[Family, Values]:
         )
     if family.refused:
         raise ValueError(f"model_type {model_type!r} is not supported: {family.refused}.")
-    values = family.keys | given
-    if "local_attention" in values and values["sliding_window"] is None:  # ModernBERT: both sides together
+    values = family.keys | _unfolded(family, given)
+    if "local_attention" in values and values["sliding_window"] is None:  # ModernBERT counts both sides
         values["sliding_window"] = (values["local_attention"] or 0) // 2
     _check_layer(layer, values)
     _check_supported(family, values)
     return family, values
 
 
+def _unfolded(family: Family, given: Values) -> Values:
+    """Returns the values of a config whose layers or windows are counted in another way than those of other models."""
+    if family.attentions > 1 and "num_layers" in given:
+        return given | {"num_hidden_layers": family.attentions * given["num_layers"]}
+    if "num_layers_per_stack" in given:
+        return {key: value for key, value in given.items() if key != "num_hidden_layers"}
+    if given.get("sliding_window_size"):  # without the token itself
+        return given | {"sliding_window": given["sliding_window_size"] + 1}
+    if family.unit_norms and "mlp" in (types := given.get("layer_types", ())):  # each attention and each MLP is a layer
+        return given | {"layer_types": types[::2], "num_hidden_layers": given.get("num_hidden_layers", 72) // 2}
+    return given
+
+
 def _check_layer(layer: Any, values: Values) -> None:
-    found = {name: values[name] for name in LAYERS if name in values}
+    found = {name: values[name] for name in LAYERS if values.get(name) is not None}
     largest = max(found, key=lambda name: found[name], default="")
     if not is_int(layer) or layer < 0 or (found and layer >= found[largest]):
         counted = f" and < {largest} ({found[largest]})" if found else ""
@@ -234,7 +277,9 @@ def _position_arguments(
     """Returns `attention_fn` arguments that depend on positions: `score_mod` (ALiBi, temperature), `mask` (chunks)."""
     changes: dict[str, Any] = {}
     rotary = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    if family.alibi:
+    if family.position_scale and not has_rope:
+        changes["score_mod"] = _grow
+    elif family.alibi:
         changes["score_mod"] = alibi(num_heads)["score_mod"]
     elif values.get("attn_temperature_tuning") and not has_rope:  # Llama 4
         changes["score_mod"] = _temperature(float(values["attn_scale"]), float(values["floor_scale"]), 1.0)
@@ -262,6 +307,11 @@ def _temperature(factor: float, length: float, first: float) -> Any:
         return score * (1 + factor * jnp.log1p(count)).astype(score.dtype)
 
     return score_mod
+
+
+def _grow(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+    """Multiplies scores by (1 + (query position + 1) / 2048)^0.1, a `score_mod` (Beam)."""
+    return score * jnp.exp(0.1 * jnp.log1p((q_idx.astype(jnp.float32) + 1) / 2048)).astype(score.dtype)
 
 
 @functools.cache

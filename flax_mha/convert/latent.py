@@ -1,5 +1,6 @@
 """Converts latent attention (DeepSeek): the weights, which have the same names in Flax, and the sizes in a config."""
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -8,7 +9,8 @@ import numpy as np
 from flax_mha._src.core.validation import is_int
 from flax_mha._src.modules.indexer import Indexer
 from flax_mha._src.modules.options import LATENT_SIZES
-from flax_mha.convert.hf_config.layers import Values
+from flax_mha.convert.hf_config.families import Family
+from flax_mha.convert.hf_config.layers import Values, entry
 from flax_mha.convert.layouts import LATENT_KEYS
 from flax_mha.convert.shapes import Arrays, find_sizes
 from flax_mha.convert.state_dict import to_numpy
@@ -21,17 +23,19 @@ AXES |= {"kv_a_layernorm/scale": "C", "kv_b_proj/kernel": "CNF", "o_proj/kernel"
 # The same for an indexer with I heads of X features.
 INDEX = {"indexer/wq_b/kernel": "RIX", "indexer/wk/kernel": "DX", "indexer/weights_proj/kernel": "DI"}
 INDEX |= {"indexer/k_norm/scale": "X", "indexer/k_norm/bias": "X"}
-AXES |= INDEX
+AXES |= INDEX | {"k_rope_only_layernorm/scale": "B", "sinks": "N", "gate/kernel": "DNV"}
 QUERIES = ({"q_proj/kernel"}, {"q_a_proj/kernel", "q_a_layernorm/scale", "q_b_proj/kernel"})
 
 
 def key_of(path: str) -> str:
     """Returns the key in a state_dict, such as `q_proj.weight`, of the parameter with Flax's path `q_proj/kernel`."""
     *names, leaf = path.split("/")
-    return ".".join([*names, "bias" if leaf == "bias" else "weight"])
+    return ".".join([*names, "bias" if leaf == "bias" else "weight"]) if names else leaf
 
 
 PATHS = {key_of(path): path for path in AXES}
+# The keys of gates: with a number for each head (dots3), for each feature (HY 4), and stacked with queries (A.X K2).
+HEAD_GATE, GATE, STACKED = "g_proj.weight", "gate_proj.weight", "q_gate_proj.weight"
 
 
 def is_latent(keys: Collection[str]) -> bool:
@@ -42,6 +46,10 @@ def is_latent(keys: Collection[str]) -> bool:
 def read_latent(entries: Mapping[str, Any], prefix: str, num_heads: int) -> Arrays:
     """Converts one attention's entries of a state_dict to arrays in Flax's shapes, by path; `prefix` is for errors."""
     entries = {key: value for key, value in entries.items() if not key.startswith("rotary_emb.")}
+    heads_of_gate = 0 if HEAD_GATE in entries else num_heads
+    if STACKED in entries:
+        entries |= _unstack(to_numpy(prefix + STACKED, entries.pop(STACKED)), entries["o_proj.weight"], num_heads)
+    entries = {"gate.weight" if key in (HEAD_GATE, GATE) else key: x for key, x in entries.items()}
     index_keys = {*map(key_of, INDEX)}
     if extra := sorted({*entries} - ({*PATHS} if index_keys <= {*entries} else {*PATHS} - index_keys)):
         raise ValueError(
@@ -56,15 +64,47 @@ def read_latent(entries: Mapping[str, Any], prefix: str, num_heads: int) -> Arra
         )
     arrays = {PATHS[key]: to_numpy(prefix + key, x) for key, x in entries.items()}
     index_heads = len(np.atleast_1d(arrays.get("indexer/weights_proj/kernel", 0)))
-    arrays = {path: _to_flax(path, x, index_heads if path in INDEX else num_heads) for path, x in arrays.items()}
-    find_sizes(arrays, AXES)
+    heads = {"gate/kernel": heads_of_gate} | dict.fromkeys(INDEX, index_heads)
+    arrays = {path: _to_flax(path, x, heads.get(path, num_heads)) for path, x in arrays.items()}
+    find_sizes(arrays, axes_of(arrays))
+    return arrays
+
+
+def _unstack(array: np.ndarray, out: Any, num_heads: int) -> Arrays:
+    """Cuts the rows of each head, which are those of its queries and of its gate, as many as its values have."""
+    size = np.shape(out)[-1] // num_heads
+    if len(array) % num_heads or len(array) // num_heads <= size:
+        raise ValueError(
+            f"num_heads must split the {len(array)} features of {STACKED} into queries and gates of {size}, but got "
+            f"{num_heads}; use num_heads from the model's config."
+        )
+    query, gate = np.split(array.reshape(num_heads, -1, array.shape[-1]), [-size], axis=1)
+    return {f"{name}.weight": x.reshape(-1, x.shape[-1]) for name, x in (("q_b_proj", query), ("gate", gate))}
+
+
+def axes_of(arrays: Arrays) -> dict[str, str]:
+    """Returns the axes of each parameter, as in `AXES`, some of which depend on the module's options."""
+    gate, query, norm = (arrays.get(path) for path in ("gate/kernel", "q_b_proj/kernel", "q_a_layernorm/scale"))
+    is_doubled = query is not None and norm is not None and len(query) == 2 * len(norm)  # by `query_residual`
+    of_gate = ("P" if is_doubled else "D") + ("N" if gate is not None and gate.ndim == 2 else "NV")
+    return AXES | {"gate/kernel": of_gate} | ({"q_b_proj/kernel": "PNE"} if is_doubled else {})
+
+
+def scaled(arrays: Arrays, is_scaled: bool, exponent: float) -> Arrays:
+    """Multiplies the norms of latents by (features / rank)^exponent, if the model so scales its latents (dots3)."""
+    if not is_scaled:
+        return arrays
+    features = len(arrays["kv_a_proj_with_mqa/kernel"])
+    for path in {"q_a_layernorm/scale", "kv_a_layernorm/scale"} & {*arrays}:
+        wide = arrays[path].astype(np.promote_types(arrays[path].dtype, np.float32))
+        arrays = arrays | {path: wide * wide.dtype.type((features / len(wide)) ** exponent)}
     return arrays
 
 
 def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
     array = np.atleast_1d(array).T.copy()
     axis = _axis_of_heads(AXES[path])
-    if axis < 0:
+    if axis < 0 or not heads:
         return array
     shape = (*array.shape[:axis], heads, array.shape[axis] // heads, *array.shape[axis + 1 :])
     if array.shape[axis] % heads:
@@ -75,20 +115,28 @@ def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
     return array.reshape(shape)
 
 
-def latent_to_torch(params: Mapping[str, Any]) -> Arrays:
+def latent_to_torch(params: Mapping[str, Any], is_scaled: bool = False) -> Arrays:
     """Converts the parameters of latent attention to a state_dict, the inverse of `read_latent`."""
     layers = {name: params[name] for name in params if name != "indexer"}
     layers |= {f"indexer/{name}": x for name, x in params.get("indexer", {}).items()}
-    leaves = {f"{name}/{leaf}": x for name, layer in layers.items() for leaf, x in _items(layer)}
+    leaves = {f"{name}/{leaf}".rstrip("/"): x for name, layer in layers.items() for leaf, x in _items(layer)}
     missing = {PATHS[key] for key in LATENT_KEYS} - {*leaves}
     if missing or {*leaves} - {*AXES}:
         extra = sorted({*leaves} - {*AXES})
         raise ValueError(
             f"params must be the parameters of one attention layer; missing {sorted(missing)}, extra {extra}"
         )
-    arrays = {path: to_numpy(path, x) for path, x in leaves.items()}
-    find_sizes(arrays, AXES)
-    return {key_of(path): _flatten_heads(AXES[path], array).T.copy() for path, array in arrays.items()}
+    arrays = scaled({path: to_numpy(path, x) for path, x in leaves.items()}, is_scaled, -0.5)
+    axes = axes_of(arrays)
+    heads = find_sizes(arrays, axes)["N"]
+    found = {key_of(path): _flatten_heads(axes[path], array).T.copy() for path, array in arrays.items()}
+    if "gate.weight" not in found:
+        return found
+    gate = found.pop("gate.weight")
+    if axes["gate/kernel"][0] == "D":
+        return found | {HEAD_GATE if axes["gate/kernel"] == "DN" else GATE: gate}
+    both = [x.reshape(heads, -1, x.shape[-1]) for x in (found.pop("q_b_proj.weight"), gate)]
+    return found | {STACKED: np.concatenate(both, axis=1).reshape(-1, gate.shape[-1])}
 
 
 def _items(x: Any) -> Any:
@@ -96,8 +144,8 @@ def _items(x: Any) -> Any:
 
 
 def _axis_of_heads(axes: str) -> int:
-    """Returns the index of the axis of heads, which PyTorch merges with the next axis; -1 if there is none."""
-    return max(axes.find("N"), axes.find("IX"))
+    """Returns the index of the axis of heads, which PyTorch merges with the next axis; -1 if it merges none."""
+    return max(axes.find("N") if axes[-1] != "N" else -1, axes.find("IX"))
 
 
 def _flatten_heads(axes: str, array: np.ndarray) -> np.ndarray:
@@ -120,9 +168,18 @@ def latent_sizes(values: Values) -> dict[str, Any]:
     return dict(zip(("num_heads", "in_features", *names[2:]), (values[name] for name in names), strict=True))
 
 
-def indexer_of(values: Values) -> dict[str, Indexer]:
+def latent_options(family: Family, values: Values) -> dict[str, Any]:
+    """Returns the options among the arguments of `MultiHeadLatentAttention` that the family sets."""
+    found = {"gate": family.gate, "sinks": family.sinks, "query_residual": family.query_residual}
+    found |= {"normalize_rotary_key": family.rotary_norm}
+    found |= {"norm_epsilon": family.rotary_norm and values.get("rms_norm_eps", 1e-6)}
+    return {name: x for name, x in found.items() if x}
+
+
+def indexer_of(values: Values, layer: int) -> dict[str, Indexer]:
     """Reads the argument `indexer` of `MultiHeadLatentAttention` from a config; returns {} if it has no indexer."""
-    if "index_n_heads" not in values:
+    has_others = "per_layer_config" in values and entry(values, "layer_types", layer) != "indexed_attention"
+    if "index_n_heads" not in values or has_others:
         return {}
     if values["q_lora_rank"] is None or values["index_head_dim"] < values["qk_rope_head_dim"]:
         raise ValueError(
@@ -130,7 +187,10 @@ def indexer_of(values: Values) -> dict[str, Indexer]:
             f"{values['q_lora_rank']!r}, {values['index_head_dim']} and {values['qk_rope_head_dim']}."
         )
     names = ("index_n_heads", "index_head_dim", "index_topk", "indexer_rope_interleave")
-    return {"indexer": Indexer(*(values[name] for name in names))}
+    indexer = Indexer(*(values[name] for name in names))
+    if values.get("indexer_rope_last"):  # HY 4, which also has another epsilon
+        indexer = dataclasses.replace(indexer, rotary_last=True, norm_epsilon=values.get("rms_norm_eps", 1e-6))
+    return {"indexer": indexer}
 
 
 def _check_consistent(values: Values) -> None:

@@ -15,7 +15,9 @@ from flax_mha.convert.config import attention_with, describe
 from flax_mha.convert.hf_config.config import read_config
 from flax_mha.convert.hf_config.families import Family
 from flax_mha.convert.hf_config.layers import Values
+from flax_mha.convert.layers import CHANGES
 from flax_mha.convert.load import load_torch
+from flax_mha.convert.sparse import BlockSparseAttention
 from flax_mha.convert.state_dict import T5_TABLE, layer_prefix, to_numpy, with_shared
 from flax_mha.recipes import t5_bias
 
@@ -39,16 +41,17 @@ def from_hf(
 
     The module is `MultiHeadAttention(**describe(config, layer))`, or `MultiHeadLatentAttention` for models with latents
     such as DeepSeek, with weights loaded by `load_torch`. Its `attention_fn` sets the arguments that every call needs:
-    `is_causal=True` in decoders, and the bias of T5.
+    `is_causal=True` in decoders, and the bias of T5. In layers of DiffLlama and Doge, other layers replace some of the
+    module's; a layer of Qwen4-Exp is a subclass with an indexer, which chooses the keys of each query.
 
     Args:
       config: The dict of a `config.json`, or `config.to_dict()`; see `describe`.
       state_dict: PyTorch tensors, or numpy or JAX arrays (`safetensors.flax.load_file`): of the whole model, of one of
         its parts, or only of this attention.
       layer: The index of the layer, from 0.
-      prefix: The start of the keys in `state_dict` for a part of the model, such as `"model.language_model."` or
-        `"encoder."`, or for the attention itself. If several parts fit, the decoder is used; image and audio encoders
-        are never used without a prefix.
+      prefix: The start of the keys in `state_dict` for a part of the model, such as `"model.language_model."`,
+        `"encoder."` or `"model.L_module."`, or for the attention itself. If several parts fit, the decoder is used;
+        image and audio encoders are never used without a prefix.
       max_length: The length of the longest sequence; see `describe`.
       dtype: Dtype of the computation; None infers it from inputs and parameters.
       param_dtype: Dtype of the parameters.
@@ -75,7 +78,7 @@ def from_hf(
         sizes = describe(config, layer, max_length=max_length)
         if sizes["share_kv"] or sizes["reuse_kv"]:
             state_dict = with_shared(state_dict, sizes["num_heads"], sizes["num_kv_heads"])
-    prefix = layer_prefix(state_dict, layer, prefix)
+    prefix = layer_prefix(state_dict, layer, prefix, family.attentions)
     is_decoder = "decoder" in prefix or ("encoder" not in prefix and bool(values.get("is_decoder")))
     mine, other = HEADS[::-1] if is_decoder else HEADS
     config = {key: value for key, value in config.items() if key != other or mine not in config}
@@ -83,8 +86,12 @@ def from_hf(
     options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "decode": decode}
     options |= {"implementation": implementation, "head_axis": head_axis, "kernel_init": nnx.initializers.zeros_init()}
     options["attention_fn"] = _attention_fn(family, family.keys | values, described, state_dict, is_decoder)
-    kind: Any = flax_mha.nnx.MultiHeadLatentAttention if family.latent else flax_mha.nnx.MultiHeadAttention
+    is_sparse = values.get("model_type") == "qwen4_exp_text"
+    kind: Any = BlockSparseAttention if is_sparse else flax_mha.nnx.MultiHeadAttention
+    kind = flax_mha.nnx.MultiHeadLatentAttention if family.latent else kind
     module = kind(**described | options, rngs=nnx.Rngs(0))
+    if change := CHANGES.get(values.get("model_type", "")):
+        change(module, family.keys | values, layer)
     load_torch(module, {key: x for key, x in state_dict.items() if not key.endswith(T5_TABLE)}, prefix)
     return module
 

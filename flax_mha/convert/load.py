@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from flax_mha.convert.latent import AXES
+from flax_mha.convert.latent import AXES, scaled
 from flax_mha.convert.layouts import LATENT, LAYOUTS, MODEL_TYPE, NORM_BIASES, NORMS, OTHER_AXES, TORCH_AXES, LayoutName
 from flax_mha.convert.shapes import Arrays
-from flax_mha.convert.state_dict import T5_TABLE, attention_entries, with_shared
+from flax_mha.convert.state_dict import T5_TABLE, attention_entries, with_shared, with_unit_norms
 from flax_mha.convert.weights import family_of, fill_with_zeros, norm_offset, read
 from flax_mha.nnx import MultiHeadLatentAttention
 
@@ -85,6 +85,8 @@ def load_torch(
     shares, reuses = module.value is None, getattr(module, "reuse_kv", False)
     if shares:
         state_dict = with_shared(state_dict, module.num_heads, module.num_kv_heads)
+    if family.unit_norms:
+        state_dict = with_unit_norms(state_dict, prefix, module)
     layout, arrays = read(state_dict, module.num_heads, module.num_kv_heads, prefix, offset)
     if layout == LATENT:
         raise ValueError("module must be a MultiHeadLatentAttention for latent weights, but got a MultiHeadAttention.")
@@ -97,8 +99,6 @@ def load_torch(
         lacks = ("key/", "value/", "key_ln/") if reuses else ("value/",)
         arrays = {path: array for path, array in arrays.items() if not path.startswith(lacks)}
     problems = _mismatches(variables, arrays)
-    if getattr(module, "out_norm", None) is not None:
-        problems.append("out_norm.scale is missing from state_dict; create the module with out_norm=None")
     if not problems and check_options and not module.query.kernel.get_metadata().get(MODEL_TYPE):
         problems = _wrong_heads(module, layout, state_dict, prefix)
         problems += _missing_options(module, layout, arrays, state_dict, prefix)
@@ -126,6 +126,7 @@ def _load_latent(
         raise ValueError(
             f"module must be a MultiHeadAttention for layout {layout!r}, but got a MultiHeadLatentAttention."
         )
+    arrays = scaled(arrays, family_of(module.kv_b_proj.kernel).scaled_latents, 0.5)
     variables = _variables(module, AXES)
     problems = []
     for path in sorted({*variables, *arrays}):
@@ -163,16 +164,23 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
     problems = []
     for path in (*TORCH_AXES, *OTHER_AXES):
         name, option = path.replace("/", "."), OPTIONS.get("scale" if "_ln/" in path else path.split("/")[-1], "")
+        option = "out_norm" if path.startswith("out_norm") else "" if path.startswith("attention_fn/") else option
         if path not in arrays:
             if path in variables:
-                problems.append(f"{name} is missing from state_dict; create the module with {option}=False")
+                off = "None" if option == "out_norm" else "False"
+                fix = f"; create the module with {option}={off}" if option else ""
+                problems.append(f"{name} is missing from state_dict{fix}")
             continue
         array = arrays[path]
         value = "True" if "_ln/" not in path else '"rms_norm"' if array.ndim == 1 else '"rms_norm_all_heads"'
+        value = (
+            '"rms_norm"' if option == "out_norm" else '"head"' if name == "gate.kernel" and array.ndim == 2 else value
+        )
         value = '"layer_norm_bias"' if "_ln/" in path and _has_biases(arrays) else value
         option, value = ("share_kv", "False") if path.startswith("value/") else (option, value)
         if path not in variables:
-            problems.append(f"{name} is missing from the module; create it with {option}={value}")
+            fix = f"with {option}={value}" if option else "by convert.from_hf"
+            problems.append(f"{name} is missing from the module; create it {fix}")
         elif variables[path].shape != array.shape:
             fix = f"; use normalize_qk={value}" if path in NORMS else ""
             problems.append(f"{name} must have shape {variables[path].shape}, but got {array.shape}{fix}")

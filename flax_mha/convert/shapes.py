@@ -49,14 +49,21 @@ def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
 
 
 def head_sizes(sizes: Mapping[str, int], heads: int, kv_heads: int) -> dict[str, int]:
-    """Returns N and K, the numbers of heads, and H, their size; raises a ValueError if the features do not split so."""
+    """Returns heads N and K, and their sizes H and U; raises a ValueError unless they fit the features in `sizes`."""
     size, rest = divmod(sizes["A"], heads)
     if rest or size * kv_heads != sizes["B"]:
         raise ValueError(
             f"num_heads and num_kv_heads must split {sizes['A']} query and {sizes['B']} key features into heads of "
             f"equal size, but got {heads} and {kv_heads}; use the values from the model's config."
         )
-    return {"N": heads, "K": kv_heads, "H": size}
+    value_size, rest = divmod(sizes["C"], heads)
+    if rest or value_size * kv_heads != sizes["W"]:
+        raise ValueError(
+            f"num_heads and num_kv_heads must split the {sizes['C']} input features of the output projection, and "
+            f"{sizes['W']} value features, into heads of equal size, but got {heads} and {kv_heads}; use the values "
+            "from the model's config."
+        )
+    return {"N": heads, "K": kv_heads, "H": size, "U": value_size}
 
 
 def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
@@ -67,11 +74,20 @@ def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
         return f"it requires biases on {choices} (got {', '.join(biased) or 'none'})"
     if others := arrays.keys() - {*PATHS} - {path for paths in layout.stacks.values() for path in paths}:
         return f"it has no {', '.join(sorted(others))}"
+    if missing := [path for path in layout.more if path not in arrays]:
+        return f"it also has {', '.join(missing)}"
     if missing := [x for paths in layout.stacks.values() if paths[0] in arrays for x in paths if x not in arrays]:
         return f"it also has {', '.join(missing)}"
     for key, paths in layout.stacks.items():
         if len(dtypes := {str(arrays[path].dtype) for path in paths if path in arrays}) > 1:
             return f"the arrays stacked in {key} must have the same dtype, but have dtypes {', '.join(sorted(dtypes))}"
+    if layout.gate_bias != "elementwise" and "gate/kernel" not in arrays:
+        return "it requires a gate"
+    if not layout.value_sizes and (sizes["A"], sizes["B"]) != (sizes["C"], sizes["W"]):
+        return (
+            f"its values must have the head size of its queries, but got query out {sizes['A']}, key out {sizes['B']}, "
+            f"value out {sizes['W']}, out in {sizes['C']}"
+        )
     if layout.groups > 1 and any(sizes.get(c, 0) % layout.groups for c in "NK"):
         return f"num_heads and num_kv_heads must be multiples of {layout.groups}, but got {sizes['N']} and {sizes['K']}"
     for letters, reason in (

@@ -108,11 +108,15 @@ def attention_layers(keys: Iterable[str]) -> list[str]:
     return [layer for layer in found if not any(layer != other and layer.startswith(other) for other in found)]
 
 
-def layer_prefix(state_dict: Any, layer: int, prefix: str) -> str:
-    """Extends `prefix` to the self-attention of a layer; returns `prefix` itself if no key names that layer."""
+def layer_prefix(state_dict: Any, layer: int, prefix: str, attentions: int = 1) -> str:
+    """Returns the prefix of the self-attention of a layer, or the given prefix if no key names that layer.
+
+    If layers have several `attentions`, each counts as a layer.
+    """
     prefix, entries = attention_entries(state_dict, prefix)
     found = [name for name in attention_layers(entries) if not OTHERS.search(name)]
-    found = [name for name in found if re.findall(r"(?:^|\.)(\d+)\.", name)[:1] == [str(layer)]]
+    numbers = [str(layer)] if attentions == 1 else [str(number) for number in divmod(layer, attentions)]
+    found = [name for name in found if re.findall(r"(?:^|\.)(\d+)(?=\.)", name)[: len(numbers)] == numbers]
     found = [name for name in found if "decoder." in name] or found
     if len(found) > 1:
         raise ValueError(
@@ -137,6 +141,33 @@ def with_shared(state_dict: Mapping[str, Any], num_heads: int, num_kv_heads: int
         if f"{attention}q_norm.weight" in state_dict:
             added[f"{attention}k_norm.weight"] = state_dict[f"{attention}q_norm.weight"]
     return added | dict(state_dict)
+
+
+def with_unit_norms(state_dict: Any, prefix: str, module: Any) -> dict[str, Any]:
+    """Turns the factors of an attention of Dory into weights of RMS norms, and of the gate, for a described module.
+
+    A vector of n features divided by its length is its RMS norm, times 1 / sqrt(n).
+    """
+    prefix, entries = attention_entries(state_dict, prefix)
+    needed = ("sqk", "s_gate", "gate_proj.weight", "k_proj.weight", "o_proj.weight")
+    if missing := [key for key in needed if key not in entries]:
+        raise ValueError(f"state_dict must contain the weights of one attention of Dory, but lacks {missing}.")
+    query, s_gate, gate, key, out = (to_numpy(prefix + name, entries.pop(name)) for name in needed)
+    initializer_range, num_heads = module.query.kernel.get_metadata()["initializer_range"], module.num_heads
+    size, rest = divmod(len(np.atleast_1d(query)), num_heads)
+    if rest or not query.shape == s_gate.shape == gate.shape[:1]:
+        raise ValueError(
+            f"sqk and s_gate must have one number for each row of gate_proj, which {num_heads} heads share, but got "
+            f"shapes {query.shape}, {s_gate.shape} and {gate.shape}."
+        )
+    query, s_gate, gate = (x.astype(np.promote_types(x.dtype, np.float32)) for x in (query, s_gate, gate))
+    factor = np.square(s_gate * (len(out) ** 0.25 / initializer_range))
+    entries["q_norm.weight"] = np.square(query * (size**0.5 / initializer_range)) * size**-0.5
+    entries["k_norm.weight"] = np.full(len(key), size**-0.5, query.dtype)
+    entries["gate_proj.weight"] = gate * factor[:, None]
+    entries["attn_sub_norm.weight"] = np.full(len(query), len(query) ** -0.5, query.dtype)
+    entries |= {"k_proj.weight": key, "o_proj.weight": out}
+    return {prefix + name: x for name, x in entries.items()}
 
 
 def to_numpy(name: str, value: Any) -> np.ndarray:

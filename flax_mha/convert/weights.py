@@ -12,6 +12,7 @@ from flax_mha.convert.latent import is_latent, latent_to_torch, read_latent
 from flax_mha.convert.layouts import (
     ALL,
     FLAX_AXES,
+    HEAD_GATE,
     KERNELS,
     LATENT,
     LAYOUTS,
@@ -20,6 +21,7 @@ from flax_mha.convert.layouts import (
     NORMS_OF_ALL_HEADS,
     OTHER_AXES,
     TORCH_AXES,
+    TORCH_HEAD_GATE,
     Layout,
     LayoutName,
 )
@@ -40,6 +42,8 @@ def from_torch(
 
     Kernels are `weight.T`, cut into heads. `load_torch` loads an nnx module, and also checks the module's arguments.
     The weights do not contain rotary positions, windows, soft caps and scales; these are in a config (see `describe`).
+    For models that store their weights in another form than they use them (Dory, and the norms of latents in dots3 and
+    LongCat-Flash), take the parameters of the module that `from_hf` returns instead.
 
     Args:
       state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention or a whole model.
@@ -56,7 +60,8 @@ def from_torch(
       A dict of dicts. `query`, `key` and `value` have a `kernel` (in, heads, head size) and a `bias` (heads, head
       size); `out` has a `kernel` (heads, head size, out) and a `bias` (out,); `query_ln` and `key_ln` have a `scale`
       (head size,), or (heads, head size) if a norm spans all heads (OLMo 2); `sinks` is an array (heads,); `gate` is
-      like `query`. Biases, norms, sinks and gate are included if `state_dict` has them. Arrays are new and keep their
+      like `query`, or has a `kernel` (in, heads); `out_norm` has a `scale` (heads, head size). Biases, norms, sinks and
+      gate are included if `state_dict` has them. Arrays are new and keep their
       dtypes, except norms with an offset, which become at least float32, as in the models.
 
     Raises:
@@ -74,8 +79,9 @@ def from_torch(
       True
     """
     heads = (num_heads, num_heads if num_kv_heads is None else num_kv_heads)
-    arrays = read(state_dict, *heads, prefix, qk_norm_offset)[1]
-    return traverse_util.unflatten_dict(fill_with_zeros(arrays) if fill_biases else arrays, sep="/")
+    layout, arrays = read(state_dict, *heads, prefix, qk_norm_offset)
+    fills = fill_biases and layout != LATENT
+    return traverse_util.unflatten_dict(fill_with_zeros(arrays) if fills else arrays, sep="/")
 
 
 def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float | None = None) -> Arrays:
@@ -107,13 +113,12 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     if (isinstance(params, Mapping) and "kv_b_proj" in params) != (layout == LATENT):
         raise ValueError(f"layout must be {LATENT!r} if and only if the attention is latent, but got {layout!r}")
     if layout == LATENT:
-        return latent_to_torch(params)
+        return latent_to_torch(params, family_of(params["kv_b_proj"]["kernel"]).scaled_latents)
     given = _flatten(params)
-    axes = FLAX_AXES | OTHER_AXES
-    axes |= {path: letters for path, letters in NORMS_OF_ALL_HEADS.items() if path in given and given[path].ndim == 2}
-    sizes = find_sizes(given, axes)
-    sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
+    sizes, torch_axes = _sizes_of(given)
     family = family_of(params["query"]["kernel"])
+    if family.unit_norms:
+        raise ValueError("params must not come from Dory, because its factors are squared, so their signs are lost.")
     if family.norm_scale == "none":
         given = {path: array for path, array in given.items() if path not in NORMS}
     arrays = _drop_zeros(LAYOUTS[layout], given)
@@ -124,14 +129,33 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
         )
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
     for path, array in arrays.items():
-        if path in TORCH_AXES:
-            arrays[path] = array.reshape([sizes[c] for c in TORCH_AXES[path][::-1]]).T
-        elif family.norm != "layer_norm_each_head":
+        if path in torch_axes:
+            arrays[path] = array.reshape([sizes[c] for c in torch_axes[path][::-1]]).T
+        elif path == "out_norm/scale" or ("_ln/" in path and family.norm != "layer_norm_each_head"):
             arrays[path] = array.ravel()
         if offset and path in NORMS:
             arrays[path] = arrays[path] - array.dtype.type(offset)
+    if LAYOUTS[layout].gate_bias == "head" and "gate/bias" in arrays:
+        arrays["gate/bias"] = _one_per_head(arrays["gate/bias"].reshape(sizes["N"], -1), layout)
     stacks = LAYOUTS[layout].stacks.items()
     return {key: join(LAYOUTS[layout], paths, arrays, sizes) for key, paths in stacks if paths[0] in arrays}
+
+
+def _sizes_of(given: Arrays) -> tuple[dict[str, int], dict[str, str]]:
+    """Returns the size of each letter for parameters in Flax's shapes, and the axes that they have in PyTorch."""
+    two_axes = {path for path, array in given.items() if array.ndim == 2}
+    others = {path: letters for path, letters in NORMS_OF_ALL_HEADS.items() if path in two_axes}
+    has_head_gate = "gate/kernel" in two_axes
+    sizes = find_sizes(given, FLAX_AXES | OTHER_AXES | others | (HEAD_GATE if has_head_gate else {}))
+    sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
+    sizes |= {"C": sizes["N"] * sizes["U"], "W": sizes["K"] * sizes["U"]}
+    return sizes, TORCH_AXES | (TORCH_HEAD_GATE if has_head_gate else {})
+
+
+def _one_per_head(bias: np.ndarray, layout: str) -> np.ndarray:
+    if (bias != bias[:, :1]).any():
+        raise ValueError(f"gate/bias must have one number for each head in layout {layout!r}, but has several.")
+    return bias[:, 0]
 
 
 def family_of(kernel: Any) -> Family:
@@ -169,19 +193,26 @@ def read(
             f"size of the output projection), but {num_heads} and {num_kv_heads} give {queries}; use the values from "
             "the model's config."
         )
-    sizes = find_sizes({path: arrays[path] for path in TORCH_AXES if path in arrays}, TORCH_AXES)
+    torch_axes, of_heads = TORCH_AXES, arrays.get("gate/kernel", ())
+    if len(of_heads) == num_heads != out.shape[-1]:
+        torch_axes = TORCH_AXES | TORCH_HEAD_GATE
+    elif layout.gate_bias == "head" and "gate/bias" in arrays:
+        arrays["gate/bias"] = np.repeat(arrays["gate/bias"], len(of_heads) // num_heads)
+    sizes = find_sizes({path: arrays[path] for path in torch_axes if path in arrays}, torch_axes)
     if reason := misfit(layout, arrays, sizes):
         raise ValueError(
             f"state_dict has the keys of layout {name!r}, but {reason}; check that it is complete and unmodified."
         )
-    sizes |= head_sizes(sizes, num_heads, num_kv_heads)
+    of_indexer = {path: x for path, x in arrays.items() if path.startswith("indexer/")}
+    sizes |= head_sizes(sizes, num_heads, num_kv_heads) | find_sizes(of_indexer, OTHER_AXES)
     return name, {path: _to_flax(path, array, arrays, sizes, qk_norm_offset) for path, array in arrays.items()}
 
 
 def _to_flax(path: str, array: np.ndarray, arrays: Arrays, sizes: Mapping[str, int], offset: float) -> np.ndarray:
     norm = arrays.get(NORMS[0])  # a norm over all heads has a weight for each feature of all heads
-    norms = NORMS_OF_ALL_HEADS if norm is not None and norm.size == sizes["A"] != sizes["H"] else {}
-    shape = tuple(sizes[c] for c in (FLAX_AXES | OTHER_AXES | norms)[path])
+    others = NORMS_OF_ALL_HEADS if norm is not None and norm.size == sizes["A"] != sizes["H"] else {}
+    others = others | (HEAD_GATE if len(arrays.get("gate/kernel", ())) == sizes["N"] != sizes["C"] else {})
+    shape = tuple(sizes[c] for c in (FLAX_AXES | OTHER_AXES | others)[path])
     if path in OTHER_AXES and array.shape not in (shape, (np.prod(shape),)):
         raise ValueError(
             f"{path} must have shape ({np.prod(shape)},) for {sizes['N']} and {sizes['K']} heads, but got "
@@ -207,7 +238,8 @@ def _drop_zeros(layout: Layout, arrays: Arrays) -> Arrays:
     biased = {name for name in ALL if f"{name}/bias" in arrays}
     for choice in layout.biased:
         dropped = {f"{name}/bias" for name in biased - {*choice}}
-        dropped |= {"gate/bias"} & {*arrays} if "query/bias" in dropped else set()
+        if not layout.gate_bias or (layout.gate_bias == "elementwise" and "query/bias" in dropped):
+            dropped |= {"gate/bias"} & {*arrays}
         if biased.issuperset(choice) and not any(arrays[path].any() for path in dropped):
             return {path: array for path, array in arrays.items() if path not in dropped}
     return dict(arrays)
@@ -218,13 +250,14 @@ def _flatten(params: Any) -> Arrays:
     if not isinstance(params, Mapping):
         raise ValueError(f"params must be a module, its nnx.State or a dict of its parameters, but got {params!r:.80}")
     leaves: dict[str, Any] = {name: params[name] for name in params if name == "sinks"}
-    for name in ("query_ln", "key_ln", "gate", *ALL):
+    layers = (*ALL, "query_ln", "key_ln", "gate", "out_norm", "attention_fn", "indexer")
+    for name in layers:
         if name in params:
             if not isinstance(params[name], Mapping):
                 raise ValueError(f"params[{name!r}] must be a dict of arrays, but got {params[name]!r:.80}")
             leaves |= {f"{name}/{leaf}": value for leaf, value in params[name].items()}
     known = (*TORCH_AXES, *OTHER_AXES)
-    extra = sorted({*params, *leaves} - {*ALL, "query_ln", "key_ln", "gate", *known})
+    extra = sorted({*params, *leaves} - {*layers, *known})
     missing = sorted({*KERNELS} - {*leaves})
     if extra or missing:
         raise ValueError(f"params must be the parameters of one attention layer; missing {missing}, extra {extra}")

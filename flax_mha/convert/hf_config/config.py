@@ -21,6 +21,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "sliding_window": ("attention_window_size", "window_size"),
     "layer_types": ("layers_block_type",),
     "rms_norm_eps": ("norm_eps", "layer_norm_eps"),
+    "full_attention_interval": ("layer_group_size",),
 }
 ALIASES["num_attention_heads"] += ("decoder_attention_heads", "decoder_num_attention_heads")
 COMMON = {"num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "rms_norm_eps"}
@@ -34,11 +35,12 @@ NULL_COUNTS: tuple[str, ...] = (
     "local_attention",
     "q_lora_rank",
 )
-NULL_COUNTS += ("global_head_dim",)
-# Multimodal model types whose `text_config` may lack a model type, and the type of their text model.
+NULL_COUNTS += ("global_head_dim", "attention_value_scale")
+# The model types of text models, by those of the multimodal models whose `text_config` may lack one.
 PARTS = {"emu3": "emu3_text_model", "gemma3": "gemma3_text", "llama4": "llama4_text", "mllama": "mllama_text_model"}
 PARTS |= {name: f"{name}_text" for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")}
-PARTS |= {name: f"{name}_text" for name in ("gemma3n", "gemma4", "gemma4_unified")}
+PARTS |= {name: f"{name}_text" for name in ("gemma3n", "gemma4", "gemma4_unified", "dots3_note", "qwen4_exp")}
+PARTS |= {name: name for name in ("gemma4_assistant", "gemma4_unified_assistant")}
 OPTIONAL = {key for family in FAMILIES.values() for key in family.keys} - COMMON  # read only by some families
 UNKNOWN = Family({}, refused="it is not known")
 
@@ -84,7 +86,8 @@ FRACTION = Kind("a number in (0, 1]", lambda x: is_finite(x) and 0 < x <= 1)
 
 WAYS = ("all", "vision")  # of `use_bidirectional_attention`: which tokens attend to later ones
 # Keys of the number of layers.
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
+LAYERS: tuple[str, ...] = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
+LAYERS += ("num_layers_per_stack",)
 NESTED = ("rope_scaling", "rope_parameters")
 # Parameters of rotary embeddings, in the config itself or nested in `NESTED`.
 ROTARY: dict[str, Kind] = {
@@ -105,8 +108,11 @@ KINDS: dict[str, Kind] = {
     **_each("num_attention_heads encoder_attention_heads decoder_attention_heads num_key_value_heads", SIZE),
     **_each("num_kv_heads hidden_size head_dim attention_hidden_size attention_chunk_size", SIZE),
     **_each("kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim", SIZE),
+    **_each("indexer_n_heads indexer_kv_heads indexer_head_dim indexer_budget indexer_compress_ratio", SIZE),
     **_each("index_n_heads index_head_dim index_topk index_topk_freq", SIZE),
-    **_each("global_head_dim num_global_key_value_heads", SIZE),
+    **_each("keep_window_size global_head_dim num_global_key_value_heads sliding_window_size", SIZE),
+    "num_attention_heads_per_layer": INTEGERS,
+    "gating": Kind("True, 'per-head' or 'per-element'", lambda x: x is True or x in ("per-head", "per-element")),
     **_each("relative_attention_max_distance full_attention_interval no_rope_layer_interval", SIZE),
     **_each("attn_layer_period prefix_dense_sliding_window_pattern global_attn_every_n_layers", SIZE),
     **_each("max_window_layers first_k_dense_replace attn_layer_offset index_skip_topk_offset", COUNT),
@@ -119,9 +125,10 @@ KINDS: dict[str, Kind] = {
     "use_bidirectional_attention": Kind("True, False, 'all' or 'vision'", lambda x: FLAG.fits(x) or x in WAYS),
     **_each("attention_k_eq_v use_qk_norm qk_layernorm causal attn_temperature_tuning", FLAG),
     **_each("is_decoder is_causal scale_attn_weights scale_attn_by_inverse_layer_idx use_mem_rope", FLAG),
-    **_each("use_shared_attention_adapter rotary_value indexer_rope_interleave", FLAG),
+    **_each("use_shared_attention_adapter rotary_value indexer_rope_interleave indexer_rope_last", FLAG),
+    "use_attention_gate": FLAG,
     **_each("query_pre_attn_scalar attention_multiplier softmax_scale key_multiplier rms_norm_eps", POSITIVE),
-    **_each("attn_logit_softcapping floor_scale", POSITIVE),
+    **_each("attn_logit_softcapping floor_scale attention_value_scale initializer_range", POSITIVE),
     **_each("clip_qkv attn_scale", NUMBER),
     **_each("position_embedding_type attention_type", TEXT),
     **_each("layer_types mlp_layer_types attention_layers block_types indexer_types", TEXTS),

@@ -15,6 +15,7 @@ Rotates = Callable[[Values, int, str], bool]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 NAMES = {"attention": FULL, "hybrid": FULL, "global": FULL, "*": FULL, "local": SLIDING}  # names in some configs
+NAMES |= {"indexed_attention": FULL}
 
 
 def entry(values: Values, key: str, layer: int) -> Any:
@@ -82,15 +83,27 @@ def last_full(otherwise: LayerType) -> LayerType:
 
 
 def of_layer(values: Values, layer: int, layer_type: str) -> Values:
-    """Returns the values that apply to one layer: in Gemma 4, `FULL` and `SLIDING` layers have different heads."""
-    if "global_head_dim" not in values:
+    """Returns the values for one layer: the heads of Gemma 4, dots3, Laguna and MiMo-V2 differ between layers."""
+    if values.get("num_attention_heads_per_layer") is not None:
+        heads, kv_heads = entry(values, "num_attention_heads_per_layer", layer), values["num_key_value_heads"] or 1
+        if heads % kv_heads:
+            raise ValueError(
+                f"num_attention_heads_per_layer must contain multiples of num_key_value_heads ({kv_heads}), but got "
+                f"{heads} for layer {layer}."
+            )
+        return values | {"num_attention_heads": heads}
+    if "attention_value_scale" in values and layer_type == SLIDING:
+        heads = values["num_key_value_heads"] or values.get("num_attention_heads")
+        return values | ({"num_key_value_heads": 2 * heads} if heads else {})
+    if "per_layer_config" not in values:
         return values
-    if values["per_layer_config"] is None:
+    if values["per_layer_config"] is None and "global_head_dim" in values:
         others = {"head_dim": values["global_head_dim"]}
         others |= {"num_key_value_heads": values["num_global_key_value_heads"]} if values["attention_k_eq_v"] else {}
         changed = others if layer_type == FULL else {}
     else:
-        changed = values["per_layer_config"].get(str(layer), values["per_layer_config"].get(layer, {}))
+        found = (values["per_layer_config"] or {}).items()
+        changed = next((x for key, x in found if str(key).lstrip("0") == str(layer or "")), {})  # keys such as "02"
     if not isinstance(changed, Mapping):
         raise ValueError(f"per_layer_config must contain a dict for each layer, but got {changed!r} for layer {layer}.")
     return values | {key: value for key, value in changed.items() if value is not None}
@@ -106,7 +119,8 @@ def reuses_keys(values: Values, layer: int, layer_type: LayerType) -> bool:
     if layer >= first and layer_type(values, layer) not in {layer_type(values, i) for i in range(first)}:
         raise ValueError(
             f"num_kv_shared_layers must leave an earlier layer of the same type as layer {layer}, which uses its keys "
-            f"and values, but got {shared} with num_hidden_layers={number}."
+            f"and values, but got {shared} with num_hidden_layers={number}; for Gemma 4's assistant, whose layers use "
+            "those of another model, pass the whole config."
         )
     return layer >= first
 
@@ -124,6 +138,23 @@ def lower_even_slide(values: Values, layer: int) -> str:
 def flint(values: Values, layer: int) -> str:
     is_full = layer < 2 or layer % 4 == 1 or layer == values.get("num_hidden_layers", 0) - 1
     return FULL if is_full else SLIDING
+
+
+def mimo(values: Values, layer: int) -> str:
+    return FULL if layer == 0 or (layer + 1) % 6 == 0 else SLIDING
+
+
+def lfm3(values: Values, layer: int) -> str:
+    return FULL if layer % 4 == 2 else SLIDING if layer and layer % 4 == 0 else "conv"
+
+
+def blt_decoder(values: Values, layer: int) -> str:
+    if values["sliding_window"] == "":
+        raise ValueError(
+            "config must set sliding_window to the local_attention_window_len of the whole model's config, or null if "
+            "it has none, because a decoder_config lacks the decoder's window."
+        )
+    return sliding(values, layer)
 
 
 def cohere_moe(values: Values, layer: int) -> str:
@@ -160,6 +191,16 @@ def own_indexer(values: Values, layer: int) -> str:
         first, freq = values["index_skip_topk_offset"] - 1, values["index_topk_freq"]
         shares = max(layer - first, 0) % freq > 0
     return "shared indexer" if shares else FULL
+
+
+def dots_3(values: Values, layer: int) -> str:
+    """Returns the type by `layer_types`, of which "indexed_attention" is full attention with an indexer."""
+    if old := sorted(key for key in values if key.startswith("swa_") or key == "use_dsa"):
+        raise ValueError(
+            "config must have layer_types and per_layer_config, as Transformers 5 saves them, but got "
+            f"{', '.join(old)}; use AutoConfig.from_pretrained(...).to_dict()."
+        )
+    return listed(refuse_unlisted)(values, layer)
 
 
 def rotated_chunked(values: Values, layer: int) -> str:
