@@ -27,7 +27,7 @@ from jaxtyping import install_import_hook
 
 # Before the package is imported: the shapes in the signatures of these files become checks. (Not in those with pytrees,
 # which jax also fills with placeholders.)
-CHECKED = ("engines.xla.dense", "engines.blockwise", "math.online_softmax", "core.tile")
+CHECKED = ("math.softmax", "engines.blockwise", "math.online_softmax", "core.tile")
 install_import_hook([f"flax_mha._src.{name}" for name in CHECKED], "beartype.beartype")
 
 from flax_mha._src import plan as schedule  # noqa: E402

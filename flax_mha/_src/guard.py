@@ -2,19 +2,20 @@
 
 Masked keys must not affect the output, but a weight of 0 times NaN is NaN. So, if anything may be masked:
 
-1. Before any product, keys and values that hold NaN or infinity are replaced by zeros by `guard`, and queries by
-   engines (`Head.finite_query`): a CPU can often read queries where they are, but not change them there. `Rows` holds
-   a flag, infinity, for each query and key that is replaced.
-2. Engines add these flags (*poison*) to visible scores. So the softmax of an affected row, the scores of one query, is
-   NaN, as without masks.
-3. Rows that are NaN get zero gradients, so that the gradients of all other rows stay finite.
+1. `guard` replaces keys and values that hold NaN or infinity by zeros before any product. Engines replace queries
+   (`Head.finite_query`), because a CPU can often read queries where they are, but not change them there. `NonFinite`
+   holds a *flag*, infinity, for each query and key that is replaced, and 0 for all others.
+2. An engine makes a row, the scores of one query, NaN if a flag is visible in it: it adds the flags (*poison*) to
+   visible scores, adds NaN to the largest score of the row, or, in `rows_of`, puts NaN back into the operands of a
+   product whose masked scores are overwritten.
+3. Rows that are NaN, and rows without visible keys, get zero gradients (`derivative_rows`), so that the gradients of
+   all other rows stay finite.
 
 If nothing can be masked, NaN propagates by itself, and none of this is done.
 
-Two engines guard later, because reading all keys and values first would take as long as the rest. Around a fused
-kernel, `around_kernel` checks whether everything was finite. Otherwise, which is rare, it runs the same kernel on
-guarded arrays, and writes the rows that are NaN. A step that reads a cache in place (`engines/xla/in_place.py`) is
-computed again if its output is not finite.
+Two engines guard later, because reading all keys and values first would take as long as the rest. `around_kernel` runs
+a fused kernel and, if anything was not finite, runs it again on guarded arrays and writes the rows that are NaN. A step
+that reads a cache in place (`engines/xla/in_place.py`) is computed again if its output is not finite.
 """
 
 import functools
@@ -26,13 +27,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from flax_mha._src.call.operands import Call, Rows
+from flax_mha._src.call.operands import Call, NonFinite
 
 
 def guard(call: Call, plan: Any) -> Call:
-    """If `plan.guard`, replaces keys and values with NaN or infinity by zeros, and flags them in `Operands.rows`."""
+    """Replaces keys and values that are not finite by zeros, and flags them and queries, if `plan.guard_first`."""
     operands, options = call
-    if not plan.guard or not may_mask(call):
+    if not plan.guard_first or not may_mask(call):
         return call
     scale = options.scale if operands.scale is None else operands.scale.astype(options.dtype)
     query: Array = operands.query
@@ -40,8 +41,8 @@ def guard(call: Call, plan: Any) -> Call:
         query = query.astype(options.dtype) * scale
     of_queries = flag(query)
     key, value, of_keys = zero_keys(operands.key, operands.value)
-    rows = Rows(of_queries.astype(options.dtype), of_keys.astype(options.dtype))
-    return call._replace(operands=operands._replace(key=key, value=value, rows=rows))
+    nonfinite = NonFinite(of_queries.astype(options.dtype), of_keys.astype(options.dtype))
+    return call._replace(operands=operands._replace(key=key, value=value, nonfinite=nonfinite))
 
 
 def may_mask(call: Call) -> bool:
@@ -77,22 +78,22 @@ def restore_nan(x: Float[Array, "n F"], flags: Float[Array, " n"]) -> Float[Arra
     return x + jnp.expand_dims(flags * 0, -1).astype(x.dtype)
 
 
-def poison_of_scores(rows: Rows) -> Float[Array, "T S"]:
+def poison_of_scores(nonfinite: NonFinite) -> Float[Array, "T S"]:
     """Returns a term to add to visible scores: infinity if the query or the key held NaN or infinity, else 0."""
-    if rows.key.ndim == 2:  # each query has keys of its own
-        return rows.query[:, None] + rows.key
-    shape = (*rows.query.shape, *rows.key.shape)
-    return lax.add(lax.broadcast_in_dim(rows.query, shape, (0,)), lax.broadcast_in_dim(rows.key, shape, (1,)))
+    if nonfinite.key.ndim == 2:  # each query has keys of its own
+        return nonfinite.query[:, None] + nonfinite.key
+    shape = (*nonfinite.query.shape, *nonfinite.key.shape)
+    return lax.add(lax.broadcast_in_dim(nonfinite.query, shape, (0,)), lax.broadcast_in_dim(nonfinite.key, shape, (1,)))
 
 
-def poison_of_rows(rows: Rows, unmasked: bool) -> Float[Array, " T"]:
+def poison_of_rows(nonfinite: NonFinite, unmasked: bool) -> Float[Array, " T"]:
     """Returns a term to add to the largest score of each row: NaN if its query held NaN or infinity, else 0.
 
     If `unmasked`, every query attends to every key, so a single key with NaN or infinity makes all rows NaN.
     """
-    flags = rows.query
+    flags = nonfinite.query
     if unmasked:
-        flags = lax.max(flags, lax.broadcast(lax.reduce_max(rows.key, (0,)), flags.shape))
+        flags = lax.max(flags, lax.broadcast(lax.reduce_max(nonfinite.key, (0,)), flags.shape))
     return lax.mul(flags, lax.full_like(flags, 0))
 
 

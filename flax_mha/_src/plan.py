@@ -1,9 +1,9 @@
-"""Every measured number, and every choice made from one: which sizes run dense, tile shapes, loops over heads.
+"""Chooses how a call runs by measured numbers: which sizes run dense, tile shapes, loops over heads.
 
 These choices change results only by rounding. The numbers were measured on CPUs; the GPU's were counted in compiled
-programs (`benchmarks/compiled.py`). Accelerators use tiles of one shape, and run all heads together, or as many as the
-fast memory of a TPU holds. The engine "xla" has three algorithms: it computes all scores of a head at once (*dense*),
-reads blocks of keys *in place*, without a copy, or, if queries list their keys, gathers these.
+programs (`benchmarks/compiled.py`). The cost of a tile is in `math/tiling.py`. Accelerators use tiles of one shape, and
+run all heads together, or as many as the fast memory of a TPU holds. The engine "xla" has three algorithms: it computes
+all scores of a head at once (*dense*), reads blocks of keys *in place*, or gathers the keys that queries list.
 """
 
 import functools
@@ -116,18 +116,18 @@ class Plan(NamedTuple):
 
     Attributes:
       dtype: Dtype of the operands of matrix products.
-      guard: Whether `guard.guard` makes the operands finite before the engine gets them.
+      guard_first: Whether `guard.guard` makes the operands finite before the engine gets them.
       looped_axes: Number of leading axes [B..., K, G] to loop over ("blockwise" may loop over more); the others are
         vmapped. None forbids loops, because arrays may be split between devices.
       max_heads: Largest number of heads that run together; None sets no limit, as on CPUs and GPUs.
-      fuses_rows: Whether XLA's CPU backend compiles the attention of a head or a tile to one kernel (`dense.rows_of`).
+      fuses_rows: Whether XLA's CPU backend compiles the attention of a head or a tile (`rows_of`) to one kernel.
       tiling: The tiles of one head; None for engines without tiles.
       in_place: The blocks of keys that "xla" reads in place; None computes all scores at once.
       gathered: The number of queries whose keys "xla" gathers at a time, if each query lists its keys; else None.
     """
 
     dtype: jnp.dtype
-    guard: bool = True
+    guard_first: bool = True
     looped_axes: int | None = 0
     max_heads: int | None = None
     fuses_rows: bool = False
@@ -151,7 +151,7 @@ def plan_xla(call: Call) -> Plan:
         return _plan_gathered(call, call.operands.key_indices.shape[-1])
     blocks = blocks_in_place(call)
     if blocks is not None:
-        return Plan(blocks.dtype, guard=False, in_place=blocks)
+        return Plan(blocks.dtype, guard_first=False, in_place=blocks)
     scores = math.prod(call.operands.lengths)
     looped = 0 if _may_fuse(call, scores) else _looped_axes(call, scores)  # few scores need no loop over heads
     dtype, fuses = product_dtype(call, tiles=False), _fuses_rows(call, scores)
@@ -211,7 +211,7 @@ def prefers_dense(call: Call) -> bool:
 
 
 def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
-    """Returns whether XLA's CPU backend compiles `dense.rows_of` to one fast kernel that writes no score to memory.
+    """Returns whether XLA's CPU backend compiles `rows_of` to one fast kernel that writes no score to memory.
 
     `scores` counts the scores of one tile, and `rows` the tiles that a head computes together; by default, one tile.
     """

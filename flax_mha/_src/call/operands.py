@@ -62,7 +62,7 @@ class Context(NamedTuple):
 Sharding = PartitionSpec | NamedSharding | Context
 
 
-class HeadIds(NamedTuple):
+class IdsAndSeeds(NamedTuple):
     """Indices of batch entries and heads for `score_mod`, and random words for dropout; None if not needed."""
 
     batch: Int[Array, "*B"] | None  # indices of the batch entries (flattened)
@@ -70,7 +70,7 @@ class HeadIds(NamedTuple):
     dropout_seed: UInt32[Array, "*B N 2"] | None  # two random words for each head, or for all heads
 
 
-class Rows(NamedTuple):
+class NonFinite(NamedTuple):
     """Flags from `guard.py`: infinity for each query or key that held NaN or infinity, else 0.
 
     A key is also flagged if its value held NaN or infinity.
@@ -94,11 +94,15 @@ class Operands(NamedTuple):
     offsets: Offsets  # positions of the first query and the first key
     scale: Array | None  # factor of query . key if it is an array, else None
     dropout_rng: Array | None
-    head_ids: "HeadIds | None" = None  # indices and random words, if these operands are a slice of a larger call
+    ids_and_seeds: "IdsAndSeeds | None" = (
+        None  # indices and random words, if these operands are a slice of a larger call
+    )
     cache_scale: Float[Array, "*B S K 2"] | None = None  # scales of keys and values in 8 bits; see `KVCache.scale`
     # Indices of the keys that each query attends to; -1 means no key, repeated indices count once. None: all keys.
     key_indices: Int[Array, "*B T #K k"] | None = None
-    rows: Rows | None = None  # which queries and keys were not finite; None before `guard`, or if nothing is masked
+    nonfinite: NonFinite | None = (
+        None  # which queries and keys were not finite; None before `guard`, or if nothing is masked
+    )
     tiles: Any = None  # the tiles to visit (`BlockMask`), if they are known before the call is computed
 
     @property
@@ -124,7 +128,7 @@ class Operands(NamedTuple):
             (self.offsets, "B"),
             (self.scale, ""),
             (self.dropout_rng, ""),
-            *zip(self.head_ids or (), ("B", "N", "B N words"), strict=False),
+            *zip(self.ids_and_seeds or (), ("B", "N", "B N words"), strict=False),
             (self.cache_scale, "B S K H"),
             (self.key_indices, "B T K k"),
         ]

@@ -27,11 +27,12 @@ from flax_mha._src.call.operands import Call, Context, Operands, Options, Result
 from flax_mha._src.core.tile import Scalar
 from flax_mha._src.core.tracing import T
 from flax_mha._src.distributed import split
-from flax_mha._src.engines.engine import Engine, name_residuals
+from flax_mha._src.engines.engine import Engine
 from flax_mha._src.guard import guard
 from flax_mha._src.math import online_softmax
 from flax_mha._src.math.derivatives import Function, linear_function
 from flax_mha._src.math.online_softmax import State
+from flax_mha._src.math.softmax import name_residuals
 from flax_mha._src.plan import Plan
 
 Cut = Callable[[Operands], Call]  # cuts a pair of chunks out of a device's operands; see `Ring.fold`
@@ -65,7 +66,7 @@ def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
 
 
 def _of_hops(operands: Operands) -> Operands:
-    """Removes operands that hops do not use: sinks, added after the last hop, and the dropout key (see `head_ids`)."""
+    """Removes operands that hops do not use: sinks, added after the last hop, and the dropout key (`ids_and_seeds`)."""
     return operands._replace(sinks=None, dropout_rng=None)
 
 

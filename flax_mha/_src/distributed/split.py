@@ -22,7 +22,7 @@ from jaxtyping import Array
 from flax_mha._src.call.operands import Axes, Call, Context, Layout, Operands, Options, Result, Sharding
 from flax_mha._src.call.slices import SequenceAxes, map_arrays, travels_with_keys
 from flax_mha._src.core.validation import int_at_least
-from flax_mha._src.math.head import head_ids
+from flax_mha._src.math.head import ids_and_seeds
 
 
 def mesh_axes(mesh: Any, *kinds: AxisType) -> list[str]:
@@ -270,7 +270,7 @@ def take_entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
 
 def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callable[[Call], Any]) -> Any:
     """Calls `run(call)` on each device with its part of the call, and returns the result of the whole call."""
-    operands = operands._replace(head_ids=head_ids(operands, options))
+    operands = operands._replace(ids_and_seeds=ids_and_seeds(operands, options))
     leaves, structure = jax.tree.flatten(operands)
 
     def part(*leaves: Array) -> Any:

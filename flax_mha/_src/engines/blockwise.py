@@ -17,16 +17,15 @@ from jaxtyping import Array, Float
 
 from flax_mha._src import guard
 from flax_mha._src import plan as plans
-from flax_mha._src.call.operands import Call, Result, Rows, accumulation_dtype
+from flax_mha._src.call.operands import Call, NonFinite, Result, accumulation_dtype
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike, varying_as
-from flax_mha._src.engines.engine import Engine, name_residuals
-from flax_mha._src.engines.xla import dense
-from flax_mha._src.engines.xla.dense import ResultsOfHead
+from flax_mha._src.engines.engine import Engine
 from flax_mha._src.math import online_softmax
 from flax_mha._src.math.derivatives import Function
 from flax_mha._src.math.head import Head, from_caller, heads_of, map_heads, numbers_as_arrays, to_caller
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
+from flax_mha._src.math.softmax import ResultsOfHead, name_residuals, rows_of
 from flax_mha._src.math.tile_sum import Argument, TileSummand, TileVisit, by_row, element, over_keys, tile_sum
 from flax_mha._src.math.tiling import BlockMask, Tiling, block_mask_of_one, dynamic_block_mask, padded_mask
 from flax_mha._src.plan import Plan
@@ -96,9 +95,9 @@ def blockwise_head(
 
 def _pad(head: Head, tiling: Tiling) -> Head:
     """Pads the arrays of a head with zeros, so that their lengths are multiples of the tiles' sides."""
-    (queries, keys), rows = tiling.shape, head.rows
-    if rows is not None:
-        rows = Rows(_pad_to(rows.query, queries), _pad_to(rows.key, keys))
+    (queries, keys), nonfinite = tiling.shape, head.nonfinite
+    if nonfinite is not None:
+        nonfinite = NonFinite(_pad_to(nonfinite.query, queries), _pad_to(nonfinite.key, keys))
     bias = head.inputs.bias
     if bias is not None:  # axes of length 1 are broadcast
         bias = _pad_to(bias, *(1 if size == 1 else n for size, n in zip(bias.shape, tiling.shape, strict=True)))
@@ -108,7 +107,7 @@ def _pad(head: Head, tiling: Tiling) -> Head:
         key=_pad_to(head.key, keys),
         value=_pad_to(head.value, keys),
         inputs=head.inputs._replace(bias=bias),
-        rows=rows,
+        nonfinite=nonfinite,
     )
 
 
@@ -155,8 +154,8 @@ def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
 
         def visit_tile(visit: TileVisit, rule: ScoreRule, state: online_softmax.State) -> online_softmax.State:
             keys, values = (visit.tile.cut_columns(x, 0) for x in (head.key, head.value))
-            nan_rows = _cut_rows(head.rows, jax.tree.map(visit.rows, flags), visit.tile)
-            s, row_poison = rule.tile_scores(visit.rows(q), keys, head.inputs, visit.tile, nan_rows)
+            flags_of_tile = _cut_flags(head.nonfinite, jax.tree.map(visit.rows, flags), visit.tile)
+            s, row_poison = rule.tile_scores(visit.rows(q), keys, head.inputs, visit.tile, flags_of_tile)
             before = jax.tree.map(visit.rows, state)
             after = online_softmax.update(before, s, lambda p: rule.weigh(p, values, visit.tile), row_poison)
             return jax.tree.map(visit.put_rows, state, after)
@@ -165,16 +164,20 @@ def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
         start = online_softmax.start(tiling.height, features, sink, rule.dtype, rule.returns_max)
         return online_softmax.finish(over_keys(blocks, tiling, rule, i, visit_tile, varying_as(q, start)))
 
-    return _join_rows(lax.map(row, by_row(tiling, blocks, head.query, None if head.rows is None else head.rows.query)))
+    return _join_rows(
+        lax.map(row, by_row(tiling, blocks, head.query, None if head.nonfinite is None else head.nonfinite.query))
+    )
 
 
 def _join_rows(results: Any) -> ResultsOfHead:
     return jax.tree.map(lambda x: lax.collapse(x, 0, 2), results)
 
 
-def _cut_rows(rows: Rows | None, of_queries: Array | None, tile: Tile) -> Rows | None:
-    """Returns a tile's `Rows`: flags `of_queries`, which are already cut to the tile, and the flags of its keys."""
-    return None if rows is None or of_queries is None else Rows(of_queries, tile.cut_columns(rows.key, 0))
+def _cut_flags(nonfinite: NonFinite | None, of_queries: Array | None, tile: Tile) -> NonFinite | None:
+    """Returns a tile's flags: those `of_queries`, which are already cut to the tile, and those of its keys."""
+    return (
+        None if nonfinite is None or of_queries is None else NonFinite(of_queries, tile.cut_columns(nonfinite.key, 0))
+    )
 
 
 def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> ResultsOfHead:
@@ -193,11 +196,11 @@ def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks:
             value=tile.cut_columns(head.value, 0),
             inputs=head.inputs.cut(tile),
             rule=rule,
-            rows=_cut_rows(head.rows, flags, tile),
+            nonfinite=_cut_flags(head.nonfinite, flags, tile),
         )
-        return dense.rows_of(head_of_tile, tile, fuse_rows)
+        return rows_of(head_of_tile, tile, fuse_rows)
 
-    rows = by_row(tiling, blocks, head.query, None if head.rows is None else head.rows.query)
+    rows = by_row(tiling, blocks, head.query, None if head.nonfinite is None else head.nonfinite.query)
     return _join_rows(jax.vmap(row)(rows) if fuse_rows else lax.map(row, rows))
 
 
@@ -209,7 +212,7 @@ def _tangent(
     With weights p = exp(s - lse) and tangents s' of scores and v' of values, lse' is the sum of p s' over keys and
     sink, and the output's tangent is (p s') v + p v' - output lse'. The transpose is FlashAttention-2's backward pass.
     """
-    query, output, lse, finite = guard.derivative_rows(head.query, result, head.rows is not None)
+    query, output, lse, finite = guard.derivative_rows(head.query, result, head.nonfinite is not None)
     function, arguments = _tangent_of_tile(head, lse), _arguments(head)
     residuals = [query, lse[:, None], *arguments]
     by_hand = functools.partial(_backward, tiling, head.rule.scale, head.inputs.bias is not None)

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
 
 from flax_mha._src.call.operands import Call, Result
 from flax_mha._src.plan import Plan
@@ -34,7 +32,7 @@ class Engine:
 
     def plan(self, call: Call) -> tuple[Plan, Call]:
         """Plans a call; the returned call also holds everything computed beforehand, such as the tiles to visit."""
-        return Plan(call.operands.query.dtype, guard=False), call
+        return Plan(call.operands.query.dtype, guard_first=False), call
 
     def forward(self, plan: Plan, call: Call) -> Result:
         """Computes a call prepared by `guard.guard`; the log-sum-exp may be None unless `return_residual` is set."""
@@ -64,15 +62,3 @@ def reason_against_platform(platform: str, devices: str, here: str) -> str:
     """Returns why a kernel for `devices` cannot run on the device `here`; suggests `explain(platform=platform)`."""
     remedy = f'run it there, or explain it with platform="{platform}"'
     return f"it runs only on {devices}, but this call runs on {here}: {remedy}"
-
-
-# Names for policies of `jax.checkpoint`: gradients need the inputs, the output and the log-sum-exp. Gradients
-# of `dense.py` also need the products of queries and keys, "attention_scores".
-RESIDUALS = ("attention_output", "attention_lse")
-
-
-def name_residuals(
-    output: Float[Array, "..."], lse: Float[Array, "..."]
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Returns output and log-sum-exp with the names `RESIDUALS`, by which policies of `jax.checkpoint` find them."""
-    return checkpoint_name(output, RESIDUALS[0]), checkpoint_name(lse, RESIDUALS[1])

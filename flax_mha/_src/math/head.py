@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import Call, HeadIds, Operands, Options, Result, Rows
+from flax_mha._src.call.operands import Call, IdsAndSeeds, NonFinite, Operands, Options, Result
 from flax_mha._src.core.tile import Offsets, Tile
 from flax_mha._src.core.tracing import T, being_traced
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
@@ -45,13 +45,13 @@ class Head:
     value: Float[Array, "... S Hv"]
     inputs: ScoreInputs
     rule: ScoreRule
-    rows: Rows | None  # flags of queries and keys that were not finite; None if nothing can be masked
+    nonfinite: NonFinite | None  # flags of queries and keys that were not finite; None if nothing can be masked
     listed: Listed | None = None  # if given, each query has its own keys and values [T, k, H]; else all share keys
 
     @property
     def finite_query(self) -> Float[Array, "... T H"]:
         """The queries, with zeros in place of those that hold NaN or infinity."""
-        return self.query if self.rows is None else guard.zero(self.query, self.rows.query)
+        return self.query if self.nonfinite is None else guard.zero(self.query, self.nonfinite.query)
 
     @property
     def whole(self) -> Tile:
@@ -69,11 +69,11 @@ def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> H
     """
     operands, options = call
     inputs, rule = scores_of(operands, options)
-    groups, rows = operands.groups, operands.rows
+    groups, nonfinite = operands.groups, operands.nonfinite
     stored = dtype if stored is None else stored
     query = operands.query.astype(rule.dtype)
     if operands.scale is not None:
-        query = query if rows is None else guard.zero(query, rows.query)  # for the gradient of the scale
+        query = query if nonfinite is None else guard.zero(query, nonfinite.query)  # for the gradient of the scale
         query = query * operands.scale.astype(rule.dtype)
     elif dtype == rule.dtype:
         query = query * options.scale
@@ -81,9 +81,9 @@ def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> H
         rule = dataclasses.replace(rule, scale=options.scale)
     queries = split_heads(query.astype(stored), groups)
     keys, values = (split_heads(x.astype(stored), (groups[0], 1)) for x in operands[1:3])
-    if rows is not None:
-        rows = Rows(vectors_by_head(rows.query, groups), vectors_by_head(rows.key, (groups[0], 1)))
-    return Head(queries, keys, values, inputs, rule, rows)
+    if nonfinite is not None:
+        nonfinite = NonFinite(vectors_by_head(nonfinite.query, groups), vectors_by_head(nonfinite.key, (groups[0], 1)))
+    return Head(queries, keys, values, inputs, rule, nonfinite)
 
 
 def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreRule]:
@@ -97,7 +97,7 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
         sink=None if operands.sinks is None else convert(operands.sinks, "B N").astype(options.dtype),
         captured=_captured_by_head(operands, options, convert),
     )
-    ids = zip(head_ids(operands, options), ("B", "N", "B N words"), strict=True)
+    ids = zip(ids_and_seeds(operands, options), ("B", "N", "B N words"), strict=True)
     batch, head, seed = (None if x is None else convert(x, axes) for x, axes in ids)
     rule = ScoreRule(
         mask=mask.map_arrays(convert) if mask is not None and jax.tree.leaves(mask) else mask,
@@ -125,7 +125,7 @@ def _captured_by_head(operands: Operands, options: Options, convert: Callable[[A
     shape [1, 1, ...]. `score_mod` still works, because JAX clamps the indices b and h to 0.
     """
     batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
-    ids, arrays = operands.head_ids, list(operands.captured)
+    ids, arrays = operands.ids_and_seeds, list(operands.captured)
     for i, x in enumerate(arrays):
         is_entry = options.score_mod is not None and options.score_mod.entries_of_heads[i]
         if is_entry and ids is not None and ids.batch is not None:  # a slice of a larger call
@@ -136,10 +136,10 @@ def _captured_by_head(operands: Operands, options: Options, convert: Callable[[A
     return arrays
 
 
-def head_ids(operands: Operands, options: Options) -> HeadIds:
+def ids_and_seeds(operands: Operands, options: Options) -> IdsAndSeeds:
     """Makes the indices b and h that `score_mod` gets, and two random words for each head, which seed its dropout."""
-    if operands.head_ids is not None:
-        return operands.head_ids
+    if operands.ids_and_seeds is not None:
+        return operands.ids_and_seeds
     batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
     entry = head = seed = None
     if options.score_mod is not None:
@@ -148,7 +148,7 @@ def head_ids(operands: Operands, options: Options) -> HeadIds:
     if operands.dropout_rng is not None:
         shape = (1,) * (len(batch) + 1) if options.broadcast_dropout else (*batch, num_heads)
         seed = jax.random.bits(operands.dropout_rng, (*shape, 2), jnp.uint32)
-    return HeadIds(entry, head, seed)
+    return IdsAndSeeds(entry, head, seed)
 
 
 def by_head(x: AnyArray, axes: str, batch_rank: int, groups: tuple[int, int]) -> AnyArray:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import Rows, accumulation_dtype
+from flax_mha._src.call.operands import NonFinite, accumulation_dtype
 from flax_mha._src.core.tile import Offsets, Tile
 from flax_mha._src.core.user_function import TracedFunction
 from flax_mha._src.math.derivatives import reverse_only
@@ -92,17 +92,17 @@ class ScoreRule:
         key: Float[Array, "s H"],
         inputs: ScoreInputs,
         tile: Tile,
-        rows: Rows | None,
+        nonfinite: NonFinite | None,
     ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
-        """Computes a tile's scores and, given `rows`, a vector to add to each query's largest score: NaN or 0.
+        """Computes a tile's scores and, given `nonfinite`, a vector to add to each query's largest score: NaN or 0.
 
-        `rows` flags queries and keys that held NaN or infinity (`guard.py`). `inputs` belong to the whole head.
+        `nonfinite` flags queries and keys that held NaN or infinity (`guard.py`). `inputs` belong to the whole head.
         """
         products, poison, row_poison = self.products(query, key), None, None
-        if rows is not None:
+        if nonfinite is not None:
             # If possible, flags change the row maximum, not the scores: XLA's CPU can then fuse it with the product.
             masks = self.masks_scores(inputs)
-            poison, row_poison = rows.key[None] if masks else None, guard.poison_of_rows(rows, not masks)
+            poison, row_poison = nonfinite.key[None] if masks else None, guard.poison_of_rows(nonfinite, not masks)
         return self.tile(products, inputs.cut(tile), tile, poison), row_poison
 
     def weigh(self, weights: Float[Array, "t s"], value: Float[Array, "s Hv"], tile: Tile) -> Float[Array, "t Hv"]:
@@ -199,9 +199,9 @@ class ScoreRule:
     def _one_score(self, captured: list[Array]) -> Callable[[Array, Array, Array], Array]:
         """Returns `score_mod` as a function of (score, query position, key position) for this head's b and h."""
         error, mod = self.forward_mode_error, self.score_mod
-        guard = functools.partial(reverse_only, error=error) if error else lambda x: x
-        arrays = [*map(guard, captured), *self.constants]
-        return lambda score, row, column: mod(arrays, guard(score), self.batch, self.head, row, column)  # type: ignore[misc, arg-type]
+        marked = functools.partial(reverse_only, error=error) if error else lambda x: x
+        arrays = [*map(marked, captured), *self.constants]
+        return lambda score, row, column: mod(arrays, marked(score), self.batch, self.head, row, column)  # type: ignore[misc, arg-type]
 
     @property
     def forward_mode_error(self) -> str | None:

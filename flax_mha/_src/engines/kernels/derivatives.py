@@ -17,9 +17,9 @@ from jaxtyping import Array
 
 from flax_mha._src.call.operands import Operands, Result
 from flax_mha._src.core.tracing import equations, varying_alike
-from flax_mha._src.engines.engine import RESIDUALS
 from flax_mha._src.engines.kernels.lower_for_platform import compile_for
 from flax_mha._src.math.derivatives import Function, differentiate, linear_function, replace_at
+from flax_mha._src.math.softmax import RESIDUALS
 
 Attend = Callable[[Operands], Result]
 # Kernels are JAX primitives whose names begin with these.

@@ -133,7 +133,7 @@ def prepare(plan: Plan, call: Call, interpret: Any) -> KernelCall:
     if options.score_mod is not None:
         captured = [*head.inputs.captured, *rule.constants]
         function, values = _split(options.score_mod, captured, rule.batch, rule.head, rank)
-    seed, rows = rule.dropout_seed, head.rows
+    seed, nonfinite = rule.dropout_seed, head.nonfinite
     inputs = Inputs(
         query=head.query,
         key=head.key,
@@ -144,8 +144,8 @@ def prepare(plan: Plan, call: Call, interpret: Any) -> KernelCall:
         mask=mask,
         offsets=rule.offsets,
         seed=None if seed is None else (seed[..., 0], seed[..., 1]),
-        key_poison=None if rows is None else rows.key,
-        query_poison=None if rows is None else rows.query,
+        key_poison=None if nonfinite is None else nonfinite.key,
+        query_poison=None if nonfinite is None else nonfinite.query,
     )
     # Mosaic makes a product over a single feature a multiplication, which fails for bfloat16 if features come first.
     sizes = {head.query.shape[-1], head.value.shape[-1]}

@@ -1,8 +1,8 @@
 """Attention of queries that list their keys (`key_indices`), in time and memory that grow with T k.
 
-Each block of queries gathers its keys and values, [t, k, H] for each head, and is then computed like a head in
-`dense.py`, except that each query has its own keys. Few queries, as in decoding, gather from the cache before anything
-else reads it. All derivatives are JAX's; those of keys and values are scatter-adds.
+Each block of queries gathers its keys and values, [t, k, H] for each head, and is then computed like a head by
+`dense_head`, except that each query has its own keys. Few queries, as in decoding, gather from the cache before
+anything else reads it. All derivatives are JAX's; those of keys and values are scatter-adds.
 """
 
 import dataclasses
@@ -16,12 +16,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import Call, Operands, Options, Result, Rows
+from flax_mha._src.call.operands import Call, NonFinite, Operands, Options, Result
 from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike
-from flax_mha._src.engines.xla import dense
-from flax_mha._src.engines.xla.dense import ResultsOfHead
 from flax_mha._src.math.head import (
     Head,
     Listed,
@@ -32,6 +30,7 @@ from flax_mha._src.math.head import (
     to_caller,
     vectors_by_head,
 )
+from flax_mha._src.math.softmax import ResultsOfHead, dense_head
 from flax_mha._src.plan import Plan
 from flax_mha.masks import Mask
 
@@ -55,7 +54,7 @@ def attention(plan: Plan, call: Call) -> Result:
     key, value = _gathered(operands, options, indices if are_few else None)
     mask = ListedMask() if operands.mask is None else operands.mask & ListedMask()
     operands = operands._replace(key=key, value=value, mask=mask, cache_scale=None, key_indices=None)
-    head = heads_of(guard.guard(Call(operands, options), plan._replace(guard=True)), plan.dtype)
+    head = heads_of(guard.guard(Call(operands, options), plan._replace(guard_first=True)), plan.dtype)
     head = dataclasses.replace(head, rule=dataclasses.replace(head.rule, ring=ring))
     groups = indices.shape[-2], 1
     lists = split_heads(indices, groups), vectors_by_head(is_beyond, groups)
@@ -93,9 +92,9 @@ def _unique(indices: Int[Array, "*B T K k"], keys: int) -> tuple[Int[Array, "*B 
 def _one_head(height: int | None, own: tuple[Head, Int[Array, "T k"], Bool[Array, " T"]]) -> ResultsOfHead:
     """Computes one head, gathering keys for `height` queries at a time; None if all are gathered already."""
     head, indices, is_beyond = own
-    (queries, count), rows = indices.shape, head.rows
-    assert rows is not None
-    head = dataclasses.replace(head, rows=rows._replace(query=jnp.where(is_beyond, jnp.inf, rows.query)))
+    (queries, count), nonfinite = indices.shape, head.nonfinite
+    assert nonfinite is not None
+    head = dataclasses.replace(head, nonfinite=nonfinite._replace(query=jnp.where(is_beyond, jnp.inf, nonfinite.query)))
     if height is None:
         return _block(head, jnp.int32(0), indices, lambda x: x.reshape(queries, count, *x.shape[1:]))
 
@@ -111,13 +110,13 @@ def _block(
 ) -> ResultsOfHead:
     """Computes t queries from number `first` on, by `dense_head`; `gather(x)` returns `x` at their keys `indices`."""
     cut = functools.partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=indices.shape[0])
-    rows: Any = head.rows
+    nonfinite: Any = head.nonfinite
     part = dataclasses.replace(
         head,
         query=cut(head.query),
         key=gather(head.key),
         value=gather(head.value),
-        rows=Rows(cut(rows.query), gather(rows.key)),
+        nonfinite=NonFinite(cut(nonfinite.query), gather(nonfinite.key)),
         listed=Listed(first, indices),
     )
-    return dense.dense_head(False, dataclasses.replace(part, inputs=head.inputs.cut(part.whole)))
+    return dense_head(False, dataclasses.replace(part, inputs=head.inputs.cut(part.whole)))

@@ -101,7 +101,7 @@ def _differentiable_jvp(
         if scale is not None:
             key, value = dequantize_cache(operands.key, operands.value, scale, options.value_size, wide)
             operands = operands._replace(key=key, value=value, cache_scale=None)
-        of_all_scores = plan._replace(dtype=wide, guard=True, in_place=None)
+        of_all_scores = plan._replace(dtype=wide, guard_first=True, in_place=None)
         result = dense.attention(of_all_scores, guard.guard(Call(operands, options), of_all_scores))
         return result._replace(output=result.output.astype(query.dtype))
 

@@ -1,0 +1,141 @@
+"""The softmax of one head whose scores are all computed at once, and of one tile that holds all visible keys.
+
+softmax(Q K^T + bias) V with scaled queries, Vaswani et al., Attention is all you need, arXiv:1706.03762, equation 1.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from flax_mha._src import guard
+from flax_mha._src.core.tile import Tile
+from flax_mha._src.math.head import Head
+from flax_mha._src.math.scores import ScoreInputs, ScoreRule
+
+# Output, log-sum-exp and, with `return_max_score`, the largest score of each row (the scores of one query).
+ResultsOfHead = tuple[Float[Array, "t Hv"], Float[Array, " t"], Float[Array, " t"] | None]
+
+# Names for policies of `jax.checkpoint`: gradients need the inputs, the output and the log-sum-exp. Gradients
+# of `_differentiable` also need the products of queries and keys, "attention_scores".
+RESIDUALS = ("attention_output", "attention_lse")
+
+
+def name_residuals(
+    output: Float[Array, "..."], lse: Float[Array, "..."]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Returns output and log-sum-exp with the names `RESIDUALS`, by which policies of `jax.checkpoint` find them."""
+    return checkpoint_name(output, RESIDUALS[0]), checkpoint_name(lse, RESIDUALS[1])
+
+
+def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
+    """Computes output, log-sum-exp and largest scores of one head: 0, -inf and -inf for queries without visible keys.
+
+    The function has derivatives of every order, in forward and reverse mode. `fuse_rows` is passed to `rows_of`.
+    """
+    # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
+    reverse_only = head.rule.score_mod is not None and head.rule.score_mod.has_custom_vjp
+    if not head.rule.masks_scores(head.inputs) or reverse_only or not head.query.size or not head.key.size:
+        return _differentiable(head, fuse_rows)
+    return _head(fuse_rows, head)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _head(fuse_rows: bool, head: Head) -> ResultsOfHead:
+    return rows_of(head, head.whole, fuse_rows)
+
+
+@_head.defjvp
+def _head_jvp(fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]) -> tuple[ResultsOfHead, ResultsOfHead]:
+    [head], [tangent] = primals, tangents  # arrays in `rule` and `nonfinite` have no gradient
+
+    def differentiable(query: Array, key: Array, value: Array, inputs: ScoreInputs) -> ResultsOfHead:
+        return _differentiable(dataclasses.replace(head, query=query, key=key, value=value, inputs=inputs))
+
+    primal, of_tangents = ((x.query, x.key, x.value, x.inputs) for x in (head, tangent))
+    return jax.jvp(differentiable, primal, of_tangents)
+
+
+def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
+    """Computes the results of queries whose visible keys are all in one tile; callers must define the derivatives.
+
+    `head` holds the tile's part of all arrays. With `fuse`, XLA's CPU backend compiles this to one kernel, which writes
+    no score to memory. Then a masked product of finite numbers may make its row NaN if it overflows.
+    """
+    query, key, rule, nonfinite, poison = head.query, head.key, head.rule, head.nonfinite, None
+    if nonfinite is not None and (fuse or rule.score_mod is not None):
+        query, poison = head.finite_query, guard.poison_of_scores(nonfinite)
+    elif nonfinite is not None:  # cheaper: put NaN back, because masked scores are replaced anyway
+        query, key = guard.restore_nan(query, nonfinite.query), guard.restore_nan(key, nonfinite.key)
+    s = rule.tile(rule.products(query, key), head.inputs, tile, poison, fuse)
+    return _softmax(s, head.value, head.inputs, rule, tile, fuse)
+
+
+def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
+    """Computes `dense_head` by operations that JAX can differentiate; rows that are NaN have no gradient."""
+    rule, whole = head.rule, head.whole
+    products = checkpoint_name(rule.products(head.finite_query, head.key), "attention_scores")
+    s = rule.differentiable_tile(products, head.inputs, whole)
+    if head.nonfinite is None:
+        return _softmax(s, head.value, head.inputs, rule, whole, fuse)
+    fixed = lax.stop_gradient(s)
+    is_nan = ~jnp.all((fixed == -jnp.inf) | (fixed + guard.poison_of_scores(head.nonfinite) < jnp.inf), axis=1)
+    s = jnp.where(is_nan[:, None], jnp.zeros_like(s), s)
+    output, lse, largest = _softmax(s, head.value, head.inputs, rule, whole)
+    output = jnp.where(is_nan[:, None], jnp.full_like(output, jnp.nan), output)
+    return output, jnp.where(is_nan, jnp.full_like(lse, jnp.nan), lse), largest
+
+
+@jax.custom_jvp
+def _raise_masked(s: Float[Array, "t s"]) -> Float[Array, "t s"]:
+    """Replaces scores of -inf by the lowest finite number, so that differences of scores are never NaN.
+
+    The weights of masked scores are still 0, and so are their gradients. So tangents pass through unchanged.
+    """
+    return jnp.where(s == -jnp.inf, jnp.finfo(s.dtype).min, s)
+
+
+_raise_masked.defjvp(lambda primals, tangents: (_raise_masked(*primals), *tangents))
+
+
+def _softmax(
+    s: Float[Array, "t s"],
+    value: Float[Array, "*t s Hv"],
+    inputs: ScoreInputs,
+    rule: ScoreRule,
+    tile: Tile,
+    fused: bool = False,
+) -> ResultsOfHead:
+    """Computes output, log-sum-exp and largest scores from scores and values; for `fused` see `ScoreRule.tile`."""
+    lowest = jnp.finfo(s.dtype).min
+    # Masked scores may be replaced by the lowest number, unless a bias or `score_mod` may give it to visible scores.
+    replaced = s.size > 0 and not (fused or rule.on_gpu or inputs.bias is not None or rule.score_mod is not None)
+    s = _raise_masked(s) if replaced else s
+    # Subtracting the largest score changes no result and no gradient; it keeps exp in range.
+    largest = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=None if replaced else -jnp.inf))
+    of_rows = None
+    if rule.returns_max:
+        of_rows = (jnp.where(largest <= lowest, -jnp.inf, largest) if replaced else largest)[:, 0]
+    if inputs.sink is not None:
+        largest = jnp.maximum(largest, lax.stop_gradient(inputs.sink))
+    # XLA's CPU computes difference and exp faster if no other operation is between them and the maximum.
+    shift = largest if replaced else jnp.maximum(largest, lowest)
+    e = jnp.exp(s - shift)
+    total = jnp.sum(e, axis=1, keepdims=True)
+    if inputs.sink is not None:
+        total = total + jnp.exp(inputs.sink - shift)
+    # On GPUs, XLA makes one kernel of a softmax that is divided by its sum before the product with the values.
+    e = e / jnp.maximum(total, 0.5) if rule.on_gpu else e
+    products, total = name_residuals(rule.weigh(e, value, tile), total)
+    if not replaced:
+        divisor = jnp.maximum(total, 0.5)  # the total is 0 if no key is visible, else at least 1
+        output = products if rule.on_gpu else products / divisor
+        return output, (jnp.log(divisor) + largest)[:, 0], of_rows
+    # A row without visible keys has equal weights. XLA's maximum of a row of NaN may be -inf, but the row's sum is NaN.
+    is_masked = (largest <= lowest) & ~jnp.isnan(total)
+    output = jnp.where(is_masked, 0, products) / jnp.where(is_masked, 1, total)
+    return output, jnp.where(is_masked, -jnp.inf, jnp.log(total) + largest)[:, 0], of_rows
