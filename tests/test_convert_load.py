@@ -341,7 +341,7 @@ def test_the_table_of_the_documentation_is_that_of_the_code():
     rows = re.findall(r"^\| `.+` \| `(.+)` \| (.+) \|$", (root / "tests/hf_families.md").read_text(), re.MULTILINE)
     for name, rest in rows:
         assert rest == FAMILIES[name].refused or float(rest.split()[-1]) < 5e-5
-    described = len([name for name, _ in rows if not FAMILIES[name].refused])
+    described = sum(rest[-1].isdigit() for _, rest in rows)  # BLT, too, whose four parts are described
     for page in ("CHANGELOG.md", "README.md"):
         assert re.search(rf"\b{described} (decoder families|families of decoders)", (root / page).read_text())
 
