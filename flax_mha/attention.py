@@ -88,7 +88,7 @@ def dot_product_attention(
 ) -> Array | tuple[Array, ...]:
     """Computes exact multi-head attention with memory linear in the sequence lengths.
 
-    For each head, with a softmax over the visible (not masked) keys, in at least float32::
+    For each head, with a softmax over the visible (not masked) keys, in float32 or higher::
 
         out = dropout(softmax(score_mod(soft_cap(scale * query @ key.T)) + bias)) @ value
 

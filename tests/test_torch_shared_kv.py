@@ -285,9 +285,9 @@ def test_wrong_uses_are_refused():
         (lambda: pair.second(X[:, 1:], kv=kv), r"shape \(2, 12, 2, 6\), .* from the same step"),
         (
             lambda: pair.second(X, kv=kv, lengths=lengths),
-            "lengths must be set in the calls of both layers or in neither, .* only set in this call",
+            "lengths must be passed when calling both layers or neither, .* only in this call",
         ),
-        (lambda: pair.second(X, kv=kv, decode=True), "decode must be set in the calls of both layers"),
+        (lambda: pair.second(X, kv=kv, decode=True), "decode must be passed when calling both layers"),
         (lambda: pair.second(X, X + 1, kv=kv), "reuse_kv=True requires self-attention"),
         (lambda: pair.first(X, X + 1, return_kv=True), "return_kv=True requires self-attention"),
         (lambda: pair.first(X, return_kv=1), "return_kv must be True or False"),

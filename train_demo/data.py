@@ -71,7 +71,7 @@ def load(path: str | None, context_length: int) -> Text:
     """
     documents, skipped = _found(path)
     if not any(documents):
-        raise UserError(f"--data {path} is empty: choose a UTF-8 text file")
+        raise UserError(f"--data {path} is empty: choose a UTF-8 text file with some text")
     fingerprints = [fingerprint(each) for each in documents]
     sha256 = fingerprints[0] if len(documents) == 1 else fingerprint("".join(fingerprints))
     vocabulary = Vocabulary.of(documents)

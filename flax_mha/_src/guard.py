@@ -74,7 +74,7 @@ def zero_keys(
 
 
 def restore_nan(x: Float[Array, "n F"], flags: Float[Array, " n"]) -> Float[Array, "n F"]:
-    """Sets vectors to NaN if their entry in `flags` is infinity; the caller must then set masked scores to -inf."""
+    """Sets flagged vectors to NaN, which makes even masked scores NaN; the caller must then set these to -inf."""
     return x + jnp.expand_dims(flags * 0, -1).astype(x.dtype)
 
 

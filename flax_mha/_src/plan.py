@@ -235,7 +235,7 @@ def _product_size(call: Call) -> int:
 
 
 def reads_in_place(call: Call) -> bool:
-    """Returns whether "xla" reads keys and values where they are, without copying them to the layout of one head.
+    """Returns whether "xla" reads keys and values [B..., S, K, H] where they are, instead of copying them head by head.
 
     "xla" does so for a cache, and for few queries over many keys on a CPU.
     """

@@ -130,7 +130,7 @@ class KVCache:
         return key, value
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
-        """Raises a ValueError unless new keys and values fit; given the `number` of tokens, they may have any dtype."""
+        """Raises a ValueError unless new entries have the cache's shape and, if their `number` is None, its dtype."""
         given, expected = None if self.scale is None else self.scale.shape, (*self.key.shape[:-1], 2)
         if given != (expected if self.key.dtype.itemsize == 1 else None):
             raise ValueError(

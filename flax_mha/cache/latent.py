@@ -46,7 +46,7 @@ class Latent(NamedTuple):
         return jnp.concatenate([absorbed, rotary.astype(absorbed.dtype)], axis=-1)
 
     def project(self, x: Float[Array, "*B T N CR"]) -> Float[Array, "*B T N Hv"]:
-        """Computes the output V c of each head from attention's result [c, r], an average of the cached keys."""
+        """Computes each head's output V c, given [c, r], the weighted averages of latents and of rotary keys."""
         # Without the barrier, XLA on CPUs fuses the transpose into the product, which then reads V with strides.
         by_head = lax.optimization_barrier(jnp.swapaxes(self.kernel[..., self.key_size :], 0, 1))
         return self._product("...nc,ncf->...nf", x[..., : self.size], by_head)

@@ -63,6 +63,6 @@ class SharedKV:
         for name, here, there in (("decode", decode, self.decode), ("lengths", has_lengths, self.has_lengths)):
             if here != there:
                 raise ValueError(
-                    f"{name} must be set in the calls of both layers or in neither, but is only set in "
+                    f"{name} must be passed when calling both layers or neither, but was passed only in "
                     f"{'this call' if here else 'the call that returned kv'}."
                 )

@@ -191,7 +191,7 @@ def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: A
 
 
 def _fills_one_slice(kind: Kind, new: Array) -> bool:
-    """Returns whether a sequence's new entries fill consecutive slots, and either all or none are written."""
+    """Returns whether one slice update can write a sequence's new entries: to consecutive slots, and all or none."""
     return kind.all_or_none and (new.shape[-3] == 1 or not kind.ring)
 
 

@@ -51,8 +51,8 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
         )
     if layer_type == FULL and family.rotates is sliding_rotate:
         raise ValueError(
-            f"layer_type must be {SLIDING}, because {given['model_type']} rotates only those layers, but got {FULL}; "
-            "use rope=None for the others."
+            f"layer_type must be {SLIDING}, but got {FULL}; {given['model_type']} applies RoPE only to {SLIDING} "
+            "layers, so pass rope=None for the other layers."
         )
     values = family.keys | given
     if "patch_size" in values and "rope_theta" not in family.keys:

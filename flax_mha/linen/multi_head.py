@@ -139,7 +139,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
       out_features: Features of the output; None means the features of the queries.
       deterministic: True disables dropout; None leaves it to the call.
       decode: True makes calls decode; the first call creates the cache, with room for as many tokens as its input has.
-      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always computed in at least float32.
+      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always computed in float32 or higher.
       qk_attn_weights_einsum_cls: Class that is instantiated, without arguments, as the einsum of query and key, for
         example a quantized one; must be given with the next attribute. Flax then computes the attention.
       attn_weights_value_einsum_cls: Class of the einsum of attention weights and value.

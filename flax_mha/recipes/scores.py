@@ -306,7 +306,7 @@ def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common_sizes(score_mods: list[Any]) -> dict[str, int]:
-    """Merges what `made_for` declares for several functions: b and h must agree, positions take the smallest."""
+    """Merges the sizes that functions declare with `made_for`: equal for b and h, the smallest for q_idx and kv_idx."""
     common: dict[str, int] = {}
     for name, size in (item for one in score_mods for item in getattr(one, "made_for", {}).items()):
         if name in "bh" and common.get(name, size) != size:

@@ -59,7 +59,7 @@ def dequantize(x: Array, scale: Float[Array, "... 1"], dtype: DTypeLike) -> Arra
 def quantize_cache(
     key: Float[Array, "... H"], value: Float[Array, "... Hv"], value_size: int | None, dtype: jnp.dtype
 ) -> tuple[Array, Array, Float[Array, "... 2"]]:
-    """Quantizes keys and values. With a `value_size`, the first features of keys are the values, scaled separately."""
+    """Quantizes keys and values, and returns both scales. With `value_size`, a key begins with its value."""
     numbers, scales = zip(*(quantize(x, dtype) for x in _parts(key, value, value_size)), strict=True)
     entries = numbers if value_size is None else (jnp.concatenate(numbers[::-1], axis=-1), value)
     return *entries, jnp.concatenate(scales, axis=-1)

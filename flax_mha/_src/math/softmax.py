@@ -76,7 +76,7 @@ def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
 
 
 def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
-    """Computes `dense_head` by operations that JAX can differentiate; rows that are NaN have no gradient."""
+    """Computes `dense_head` by operations that JAX can differentiate; the gradient of rows that are NaN is 0."""
     rule, whole = head.rule, head.whole
     products = checkpoint_name(rule.products(head.finite_query, head.key), "attention_scores")
     s = rule.differentiable_tile(products, head.inputs, whole)

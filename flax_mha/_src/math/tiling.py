@@ -81,7 +81,7 @@ class Tiling(NamedTuple):
 def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) -> Tiling:
     """Makes a tiling of T x S (`lengths`) with the fewest tiles no larger than `largest`, and with the least padding.
 
-    Without `fine`, each tile is a single band and cell (see `Tiling`), which is best for masks known only at run time.
+    With `fine`, tiles are divided into bands and cells (see `Tiling`), which needs a mask that is known while tracing.
     """
     bands = largest.bands if fine else 1
     rows, height = _cut_up(lengths[0], largest.height, bands)

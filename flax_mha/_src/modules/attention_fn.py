@@ -77,7 +77,7 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
       module: The module that sows the softmax's weights [B..., N, T, S], before dropout, as `attention_weights`; None
         sows none.
       promote_dtype: Function that promotes (query, key, value); None uses Flax's.
-      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always computed in at least float32.
+      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always computed in float32 or higher.
       einsum_dot_general: Function that computes the matrix products. If this or one of the next two is given, Flax
         linen's own `dot_product_attention` is called.
       qk_attn_weights_einsum: Einsum (such as a quantized one) of query and key; must be given with the next argument.
@@ -141,7 +141,7 @@ def _flax_attention(
     if given:
         raise ValueError(
             f"complex inputs and quantized einsums use Flax's own attention, which does not support "
-            f"{', '.join(given)}; leave them out, or use real inputs and no custom einsum."
+            f"{', '.join(given)}; omit those arguments, or use real inputs without a custom einsum."
         )
     if is_causal:
         causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)[(None,) * (query.ndim - 2)]

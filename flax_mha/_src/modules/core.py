@@ -48,7 +48,10 @@ class CoreAttention:
     platform: str | None = None  # the platform to explain calls for; None: the one that computes them
 
     def combine(self, arguments: Mapping[str, Any], without: Sequence[str], decoding: bool) -> dict[str, Any]:
-        """Adds the arguments in `preset`, except those named in `without`, to the `arguments` that a module passes."""
+        """Adds the arguments in `preset`, except those named in `without`, to the `arguments` that a module passes.
+
+        If `decoding`, context_parallel and presets that a cache does not support are refused.
+        """
         if decoding and self.context is not None:
             raise ValueError(
                 "decode must be False with context_parallel, which cannot split a cache along the sequence, but got "

@@ -14,7 +14,7 @@ LARGEST_HEAD = 256
 
 
 def tile_size(length: int, largest: int | None = None) -> int:
-    """Returns the largest of `TILES`, up to `largest`, whose padded length is at most 9/8 of the smallest tile's."""
+    """Returns the largest of `TILES`, up to `largest`, that pads `length` to at most 9/8 of what the smallest does."""
     tiles = [tile for tile in TILES if largest is None or tile <= largest]
     padded = [length + -length % tile for tile in tiles]
     return next(tile for tile, total in zip(tiles, padded, strict=True) if 8 * total <= 9 * padded[-1])

@@ -183,7 +183,7 @@ class KernelPlan(NamedTuple):
 
 
 def read_block(x: Array, axes: str, dtype: Any, transposed: bool) -> Array:
-    """Converts a stored block to a tile's layout ([n, 1] for an entry per row), and to bool if `dtype` is bool."""
+    """Converts a stored block with these `axes` to a tile's layout, [n, 1] for one axis; to bool for that `dtype`."""
     x = x.astype(jnp.int32) if x.dtype == jnp.int8 else x
     if axes == ("S" if transposed else "T"):
         x = jnp.transpose(jnp.broadcast_to(x, (LANES, x.shape[1])))[:, :1]

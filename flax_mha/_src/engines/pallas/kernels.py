@@ -114,9 +114,9 @@ def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> tuple[Array,
 
 
 def _add_value(d_value: Array, entry: Array | None, total: Any) -> None:
-    """Adds a tile's gradients to `total`, the gradient of a number or, given the indices `entry`, of a table.
+    """Adds a tile's gradients to `total`: of one number, or of a table whose index for each gradient is in `entry`.
 
-    TPU kernels have no scatter: a loop from the least to the greatest index in `entry` updates one table entry a step.
+    TPU kernels have no scatter: a loop from the least to the greatest index updates one table entry in each step.
     """
     if entry is None:
         total[...] += jnp.broadcast_to(jnp.sum(d_value, keepdims=True), total.shape)

@@ -209,8 +209,8 @@ def _check(equation: Any) -> None:
     for aval in (x.aval for x in (*equation.invars, *equation.outvars)):
         if math.prod(aval.shape) != 1:
             raise RefusedError(
-                f"must not build vectors from values that depend on positions, but {name} uses one of shape "
-                f"{aval.shape}: use only scalars"
+                f"must compute only scalars from values that depend on positions, but {name} uses an array of shape "
+                f"{aval.shape}"
             )
         if aval.dtype.name not in DTYPES:
             raise RefusedError(
