@@ -103,7 +103,7 @@ class _ContextAttention:
         object.__setattr__(self, "core", core)
 
     def __call__(self, query: Array, *others: Any, qkv_sharding: Sharding | None = None, **arguments: Any) -> Array:
-        """Calls `attention_fn` on split sequences; `qkv_sharding` fills in the mesh axes that `context` lacks."""
+        """Calls `attention_fn` on split sequences; takes mesh axes that `self.context` lacks from `qkv_sharding`."""
         _check_computes(query, arguments)
         sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
         return attention_fn(query, *others, qkv_sharding=sharding, **arguments)

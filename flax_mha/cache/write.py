@@ -191,7 +191,7 @@ def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: A
 
 
 def _fills_one_slice(kind: Kind, new: Array) -> bool:
-    """Returns whether one slice update can write a sequence's new entries: to consecutive slots, and all or none."""
+    """Returns whether one slice per sequence is enough: its T slots are consecutive, and all or none are written."""
     return kind.all_or_none and (new.shape[-3] == 1 or not kind.ring)
 
 
@@ -205,7 +205,7 @@ def _write_sequence(
 ) -> Float[Array, "*B S K H"]:
     """Writes the first `added` new entries of one sequence into its slots from `index` on; `place` is its batch index.
 
-    `new` may be the bits of the entries (`_bits`). If `place` is zeros, `new` may hold the entries of all sequences.
+    `new` holds the entries or their bits (`_bits`). To write one slice for all sequences, pass zeros as `place`.
     """
     length, size = cached.shape[-3], min(new.shape[-3], cached.shape[-3])
     first = index % length if kind.ring else index

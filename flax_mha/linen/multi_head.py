@@ -66,7 +66,7 @@ class AttentionModule:
         sow_weights: bool,
         **others: Any,
     ) -> dict[str, Any]:
-        """Returns the arguments that Flax passes to `attention_fn`, except optional ones that its signature lacks."""
+        """Returns Flax's arguments for `attention_fn`, without optional ones that a user's function does not take."""
         rate = check_dropout_rate(self.dropout_rate)
         keeps_all = rate == 0.0 or merge_param("deterministic", self.deterministic, deterministic)
         if not keeps_all and dropout_rng is None:
@@ -366,7 +366,7 @@ class SelfAttention(MultiHeadDotProductAttention):
 
 
 def _inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array | None) -> tuple[Any, Any, bool]:
-    """Returns inputs of keys and values, and whether `inputs_v` may be a mask, as in old Flax; warns if so."""
+    """Returns inputs of keys and values, and whether `inputs_v` may be a mask (old Flax's order); if it may, warns."""
     if inputs_kv is not None:
         if inputs_k is not None or inputs_v is not None:
             raise ValueError(

@@ -16,7 +16,7 @@ from flax_mha.masks.base import Mask, Occupancy
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LengthMask(Mask):
-    """Masks padding: queries and keys at or after the length of their sequence, int [B...]; None means no padding.
+    """Hides keys at or after `key_value_lengths` and queries at or after `query_lengths`: int [B...]; None hides none.
 
     Example:
       >>> from flax_mha import LengthMask
@@ -81,7 +81,7 @@ class SegmentMask(Mask):
         return SegmentMask(*validation.segment_ids(self.query_ids, self.key_value_ids, shape))
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Compares the smallest and largest ids in each tile, which is safe for ids in any order."""
+        """Keeps tiles if their ranges of query and key ids overlap; unsorted ids can overlap without visible scores."""
         q_ids = self.query_ids.reshape(grid.counts[0], 1, grid.tile_shape[0])
         k_ids = self.key_value_ids.reshape(1, grid.counts[1], grid.tile_shape[1])
         q_low, q_high, k_low, k_high = q_ids.min(-1), q_ids.max(-1), k_ids.min(-1), k_ids.max(-1)

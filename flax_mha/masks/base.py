@@ -60,7 +60,7 @@ class Mask:
         raise NotImplementedError
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Computes which tiles may have visible scores, and which have no hidden ones; by default, it is unknown."""
+        """Computes which tiles may have visible scores and which have no hidden ones; by default, all may have both."""
         return Occupancy(np.ones(grid.counts, bool), np.zeros(grid.counts, bool))
 
     def canonical(self, shape: Shape) -> "Mask":
@@ -68,7 +68,7 @@ class Mask:
         return self
 
     def map_arrays(self, change: Callable[[Array, str], Array]) -> "Mask":
-        """Replaces every array of the mask by `change(array, axes)`; `axes` are the names in its metadata."""
+        """Replaces every array of the mask by `change(array, axes)`, with the axis names in its field's metadata."""
         changed = {
             field.name: jax.tree.map(lambda x, axes=field.metadata["axes"]: change(x, axes), getattr(self, field.name))
             for field in dataclasses.fields(self)

@@ -119,7 +119,7 @@ class TracedMask(Mask):
         return tile.map_positions(one)
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Evaluates the function for one row of tiles at a time, to save memory, unless `with_occupancy` has."""
+        """Returns the result that `with_occupancy` stored, or evaluates one row of tiles at a time, to save memory."""
         if self.known_bytes is not None:
             *known, shape = self.known_bytes
             return _coarser(Occupancy(*(np.frombuffer(x, bool).reshape(shape) for x in known)), self.cell, grid)
@@ -149,8 +149,8 @@ def check_lookups(
 ) -> None:
     """Raises a ValueError if a user function does not fit the call, or looks up an entry outside a captured array.
 
-    `lengths` are T and S. Lookups are checked at the positions that causal masks and windows leave visible, but not if
-    another mask, except the function's own, may hide some of these positions.
+    `lengths` are T and S. Lookups are checked at the positions that causal masks and windows leave visible. If any
+    other mask, except the function's own, may hide more positions, lookups by position are not checked.
     """
     sizes = {"b": math.prod(shape.batch), "h": shape.num_heads}
     last = {name: size - 1 if isinstance(size, int) and size else None for name, size in sizes.items()}
@@ -162,9 +162,9 @@ def check_lookups(
 def with_windows(
     masks: Sequence[Mask | None], score_mod: TracedFunction | None
 ) -> list[tuple[TracedFunction, Window | None]]:
-    """Lists the user functions of `masks`, then `score_mod`, each with the intersection of all windows (left, right).
+    """Lists the user functions of `masks`, then `score_mod`, each with the window (left, right) to check it in.
 
-    The window is None if masks other than windows and the function's own mask may hide positions.
+    The window intersects all causal masks and windows; None if another mask, except the function's own, may hide more.
     """
     functions = [*(part.function for part in functions_of(masks)), *([] if score_mod is None else [score_mod])]
     return [(function, _window_beside(masks, function)) for function in functions]
@@ -182,7 +182,7 @@ def _window_beside(masks: Sequence[Mask | None], function: TracedFunction) -> Wi
 
 
 def _last_visible(offsets: Offsets, lengths: tuple[int, int], window: Window) -> tuple[int | None, int | None]:
-    """Returns the largest positions of a query and of a key in each other's window; None if unknown or without any."""
+    """Returns positions of the last query with keys in its `window` and the last such key; None if unknown or none."""
     queries, keys = (_span(offset, length) for offset, length in zip(offsets.values, lengths, strict=True))
     if window == (None, None):
         return tuple(None if x is None else int(x[1].max()) for x in (queries, keys))  # type: ignore[return-value]
@@ -248,7 +248,7 @@ def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
 
 @functools.lru_cache(maxsize=64)
 def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
-    """Makes the mask of a function that captures no arrays; evaluates it once and stores the occupancy as static."""
+    """Evaluates a function that captures no arrays, once per `grid`; returns its mask with `known_bytes` set."""
     head = np.zeros(1, np.int32)
     some, full = _evaluated(TracedMask([], head, head, function), grid)
     known = some.tobytes(), full.tobytes(), grid.counts
@@ -264,9 +264,9 @@ def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
 
 @functools.partial(jax.jit, static_argnames="grid")
 def _occupancies(heads: TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid) -> Occupancy:
-    """Computes the occupancy [heads, rows, columns] for each pair in `heads.batch`, `heads.head`, one by one.
+    """Computes the occupancy [heads, rows, columns] for each pair in `heads.batch` and `heads.head`, one by one.
 
-    `offsets` replaces `grid.offsets`, which is static: every new pair would compile again.
+    `offsets` are arrays that replace the static `grid.offsets`, so that other offsets do not compile again.
     """
 
     def one(head: tuple[Array, Array]) -> Occupancy:

@@ -306,7 +306,7 @@ def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common_sizes(score_mods: list[Any]) -> dict[str, int]:
-    """Merges the sizes that functions declare with `made_for`: equal for b and h, the smallest for q_idx and kv_idx."""
+    """Returns the smallest of each size that `made_for` declares; raises a ValueError if b or h differ."""
     common: dict[str, int] = {}
     for name, size in (item for one in score_mods for item in getattr(one, "made_for", {}).items()):
         if name in "bh" and common.get(name, size) != size:

@@ -190,7 +190,7 @@ def apply_rope(
     (u, v) becomes (u c - v s, v c + u s). Scores then depend only on the difference between two positions.
 
     Angles and rotations are computed in float32 (float64 for float64 inputs) and rounded once to the dtype of `x`. The
-    error of a float32 angle p * f[i] is up to `|p f[i]| * 1.2e-7` radians, as in PyTorch: 0.016 at position 131,072.
+    error of a float32 angle p * f[i] is up to `1.2e-7 * abs(p f[i])` radians, as in PyTorch: 0.016 at position 131,072.
 
     Args:
       x: Queries or keys, floating point.
