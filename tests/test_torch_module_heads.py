@@ -1,6 +1,7 @@
 """What modules do with heads before and after attention, against layers of PyTorch written from the definitions."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 import torch
 from cases import refused
 from flax import nnx
-from marks import with_core
+from marks import with_core, with_core_tuples
 
 import flax_mha
 from flax_mha import linen
@@ -35,8 +36,13 @@ KINDS = {
     "all": {"value_dim": 10, "clip_qkv": 1.0, "exclusive": True, "gate": "elementwise", "gate_activation": "softplus"}
     | BITNET,
 }
-MODULES = pytest.mark.parametrize("kind", ["nnx", "linen"])
+APIS = ("nnx", "linen")
+MODULES = pytest.mark.parametrize("kind", with_core(APIS, "nnx"))
 close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
+
+
+STATIC = ("is_causal", "store_keys")
+CALL = nnx.jit(flax_mha.MultiHeadAttention.__call__, static_argnames=STATIC)
 
 
 def module_of(kind, decode=False, cache=None, length=T, **options):
@@ -51,14 +57,20 @@ def module_of(kind, decode=False, cache=None, length=T, **options):
     if kind == "nnx":
         if decode:
             module.init_cache((B, length, D), **cache or {})
-        return module, pure
+        return functools.partial(CALL, module), pure
     layer = linen.MultiHeadDotProductAttention(decode=decode, **SIZES | options)
     variables = {"params": pure}
     if decode:
         layer = layer.copy(per_row=(cache or {}).get("per_row", False), cache_dtype=(cache or {}).get("dtype"))
-        variables["cache"] = layer.init(jax.random.key(0), jnp.zeros((B, length, D)))["cache"]
-        return layer.bind(variables, mutable=["cache"]), pure
-    return functools.partial(layer.apply, variables), pure
+        variables["cache"] = jax.jit(layer.init)(jax.random.key(0), jnp.zeros((B, length, D)))["cache"]
+    apply = jax.jit(functools.partial(layer.apply, mutable="cache"), static_argnames=STATIC)
+
+    def step(variables, *x, **arguments):
+        output, changed = apply(variables, *x, **arguments)
+        variables.update(changed)
+        return output
+
+    return functools.partial(step, variables), pure
 
 
 def rotated(y):
@@ -106,8 +118,9 @@ def torch_layer(params, x, options):
     return torch.einsum("btnh,nhd->btd", y, w["out"]["kernel"]) + w["out"].get("bias", 0)
 
 
-@MODULES
-@pytest.mark.parametrize("name", with_core(KINDS, "all", "Laguna"))
+@pytest.mark.parametrize(
+    ("name", "kind"), with_core_tuples(itertools.product(KINDS, APIS), ("all", "nnx"), ("Laguna", "linen"))
+)
 def test_equals_pytorch(name, kind):
     """In one call, with padding, and token for token over a cache with an index for each sequence."""
     options = KINDS[name]
@@ -136,22 +149,23 @@ def test_gradients_equal_pytorch():
         np.testing.assert_allclose(slope, want, rtol=0, atol=1e-4, err_msg=str(path))
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
-@MODULES
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    with_core_tuples(itertools.product(APIS, (jnp.float32, jnp.int8)), ("nnx", jnp.float32), ("linen", jnp.int8)),
+)
 def test_caches(kind, dtype):
     """Rings and caches of 8 bits, with values of another size; the own value is the new token's, and not rounded."""
     options = KINDS["all"] | {"local_window_size": (3, 0)}
     x = jnp.tile(X, (1, 12, 1))
     expected = module_of(kind, **options)[0](x, is_causal=True)
     decoder, _ = module_of(kind, decode=True, cache={"dtype": dtype}, length=x.shape[1], **options)
-    steps = [decoder(part) for part in jnp.split(x, [50, 51, 52, 60, 80], axis=1)]
-    cached = decoder.cached_value[...] if kind == "nnx" else decoder.variables["cache"]["cached_value"]
+    steps = [decoder(part) for part in jnp.split(x, [40, 41, 42, 43, 83], axis=1)]
+    (holder,) = decoder.args
+    cached = holder.cached_value[...] if kind == "nnx" else holder["cache"]["cached_value"]
     assert (cached.shape, cached.dtype) == ((B, 3 + 1 + 64, K, 10), dtype)
     np.testing.assert_allclose(jnp.concatenate(steps, 1), expected, rtol=0, atol=2e-5 if dtype == jnp.float32 else 0.05)
 
 
-@pytest.mark.core
 @MODULES
 def test_stored_keys_are_clipped_once(kind):
     """Rotated keys may be larger than the limit."""
@@ -167,19 +181,20 @@ def test_stored_keys_are_clipped_once(kind):
 def test_exclusive_values_of_any_length():
     """The length of a value does not count; a value of 0 removes nothing, and has no gradient beside attention's."""
     x, value = (jnp.asarray(X[..., i : i + 12].reshape(B, T, -1, 6)) for i in (0, 12))
-    expected = exclude_own(x, value[..., :1, :])
+    exclude = jax.jit(exclude_own)
+    expected = exclude(x, value[..., :1, :])
     np.testing.assert_allclose((expected * value[..., :1, :]).sum(-1), 0, atol=1e-6)
     for scale in (1e-34, 1e-20, 1e30):
-        close(exclude_own(x, scale * value[..., :1, :]), expected)
+        close(exclude(x, scale * value[..., :1, :]), expected)
     with jax.debug_nans(True):
-        output, pull = jax.vjp(exclude_own, x, 0 * value)
+        output, pull = jax.vjp(exclude, x, 0 * value)
         slopes = pull(x)
     np.testing.assert_array_equal(output, x)
     np.testing.assert_array_equal(slopes[0], x)
     np.testing.assert_array_equal(slopes[1], 0)
     spoilt = value.at[0, 0].set(jnp.nan)
-    assert jnp.isnan(exclude_own(x, spoilt)[0, 0]).all()
-    assert (exclude_own(x.at[0, 0].set(0), spoilt)[0, 0] == 0).all()
+    assert jnp.isnan(exclude(x, spoilt)[0, 0]).all()
+    assert (exclude(x.at[0, 0].set(0), spoilt)[0, 0] == 0).all()
 
 
 REFUSED = [
@@ -200,7 +215,7 @@ REFUSED = [
 
 @pytest.mark.core
 @pytest.mark.parametrize(("options", "arguments", "message"), REFUSED)
-@MODULES
+@pytest.mark.parametrize("kind", APIS)
 def test_refused(options, arguments, message, kind):
     if kind == "nnx":
         refused(
