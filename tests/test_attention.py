@@ -116,8 +116,7 @@ def test_dropout_and_its_gradient(name, implementation):
     compare(case, implementation, arrays, case.cotangents(), terms, keep=keep, dropout_rng=KEY)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", with_core(IMPLEMENTATIONS, "xla"))
 def test_float64(implementation):
     with jax.enable_x64(True):
         case = CASES["all arguments at once"]
@@ -158,7 +157,7 @@ LOW_PRECISION = pairwise(IMPLEMENTATIONS, ("bfloat16", "float16"), ("narrow", "f
 
 @pytest.mark.parametrize(
     ("implementation", "dtype", "operands"),
-    with_core_tuples(LOW_PRECISION, *(case for case in LOW_PRECISION if case[2] == "narrow")),
+    with_core_tuples(LOW_PRECISION, ("blockwise", "float16", "narrow")),
 )
 def test_low_precision_by_the_rule_of_flash_attention(implementation, dtype, operands, request):
     """At most twice the error of the naive computation in the same dtype, plus one rounding of the result."""

@@ -156,7 +156,7 @@ def third(loss):
 
 
 @pytest.mark.parametrize(
-    "transformed", with_core([under_vmap, under_scan_and_checkpoint, linearized, third], under_scan_and_checkpoint)
+    "transformed", with_core([under_vmap, under_scan_and_checkpoint, linearized, third], linearized)
 )
 def test_transformations(transformed):
     """Documents whose ids are known to the call alone, so that loops over tiles have bounds that no trace knows."""

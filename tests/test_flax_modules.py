@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +33,13 @@ from flax_cases import (
     visible,
 )
 from flax_modules import EACH_API, Linen, Nnx, X, Y, both, decode, each
+from marks import with_core_tuples
 
 import flax_mha
 
 CAUSAL = np.tri(QUERIES, dtype=bool)[None, None]
+# Each module with each implementation; with one of its own in the core.
+ONCE_EACH = with_core_tuples(itertools.product((Nnx, Linen), ("xla", "blockwise")), (Nnx, "blockwise"), (Linen, "xla"))
 COMPLEX = X.astype(jnp.complex64)
 
 
@@ -230,9 +234,7 @@ HIDING = {
 }
 
 
-@pytest.mark.core
-@EACH_API
-@IMPLEMENTATIONS
+@pytest.mark.parametrize(("api", "implementation"), ONCE_EACH)
 @pytest.mark.parametrize("name", HIDING)
 def test_what_hides_equals_a_mask_in_flax(api, implementation, name):
     options, arguments, mask = HIDING[name]
@@ -248,9 +250,7 @@ def test_implementations_agree_with_flax(api, case, implementation):
     assert_close(*both(api, case, ours={"implementation": implementation}))
 
 
-@pytest.mark.core
-@EACH_API
-@IMPLEMENTATIONS
+@pytest.mark.parametrize(("api", "implementation"), ONCE_EACH)
 def test_documents_across_inputs_and_bias(api, implementation):
     params, bias = api.params(api.flax, [X, Y]), normal(7, HEADS, QUERIES, KEYS)
     q_ids, k_ids = np.arange(QUERIES) % 3, np.arange(KEYS) // 4

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import refused
 from flax import nnx
+from marks import with_core
 
 import flax_mha
 from flax_mha import linen
@@ -34,6 +35,7 @@ def by_distance(score, b, h, q_idx, kv_idx):
 
 
 THINNED = flax_mha.FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 5 != 3)
+DECODED = ("scores, dropout", "ring", "blockwise")  # the other ones decode in linen, below
 CALLS = {"scores, dropout": {"score_mod": by_distance}, "blockwise": {"mask": THINNED}}
 
 
@@ -76,8 +78,7 @@ def in_parts(step, x, sizes=PIECES):
     return jnp.concatenate([step(x[:, i:j]) for i, j in ends], axis=1)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("name", ["scores, dropout", "ring", "blockwise"])  # the other one decodes in linen, below
+@pytest.mark.parametrize("name", with_core(DECODED, "scores, dropout", "ring"))
 def test_any_split_of_decoding_equals_one_call(name):
     module, x = made(**OPTIONS[name]), inputs()
     whole = nnx.jit(lambda module, x: run(name, module, x, is_causal=True))(module, x)
@@ -87,8 +88,9 @@ def test_any_split_of_decoding_equals_one_call(name):
     assert_close(in_parts(functools.partial(step, module), x), whole)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("name", ["compressed queries", "ring", "gate of queries"])
+@pytest.mark.parametrize(
+    "name", with_core(("compressed queries", "ring", "gate of queries"), "compressed queries", "gate of queries")
+)
 def test_linen_is_the_same(name):
     options, x = SIZES | {"rope": ROPE} | OPTIONS[name], inputs()
     module = made(**OPTIONS[name])

@@ -35,9 +35,9 @@ REFUSED = {
     "precision": (abstract(), {"precision": "highest"}, "not Precision.HIGHEST|not highest"),
     "no keys": (abstract(s=0), {}, "an axis has length 0"),
     "tiles": (
-        abstract(2**17, 2**17, batch=(64,)),
-        {"key_value_seq_lengths": jnp.ones(64, jnp.int32)},
-        "tile table does not fit: .* room for [0-9]+ words, but 256 x 256 tiles for 128 heads take ",
+        abstract(2**16, 2**16, batch=(256,)),
+        {"key_value_seq_lengths": jnp.ones(256, jnp.int32)},
+        "tile table does not fit: .* room for [0-9]+ words, but 128 x 128 tiles for 512 heads take ",
     ),
     "tiles of heads that share a bias": (
         abstract(8192, 8192, batch=(512,)),

@@ -1,6 +1,7 @@
 """Positions: offsets of queries and keys, the ends of int32, and calls on slices that equal parts of the whole call."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from cases import refused
 from flax import nnx
-from marks import with_core
+from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention
 from flax_mha.masks import CausalMask, FunctionMask, LengthMask, LocalMask
@@ -78,9 +79,10 @@ def kept(query_offset, key_value_offset, t, s, implementation):
     return np.moveaxis(np.asarray(dot_product_attention(query, key, value, **offsets, **dropout)), -2, 1) != 0
 
 
-@pytest.mark.core
-@BOTH
-@pytest.mark.parametrize("as_array", [False, True])
+@pytest.mark.parametrize(
+    ("as_array", "implementation"),
+    with_core_tuples(itertools.product((False, True), ("xla", "blockwise")), (False, "xla"), (True, "blockwise")),
+)
 def test_dropout_of_a_slice_is_that_of_the_whole_bit_for_bit(as_array, implementation):
     whole = kept(0, 0, T, T, "xla")
     for start, first in ((6, 0), (7, 9), (33, 34)):

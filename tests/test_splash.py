@@ -81,7 +81,7 @@ HIDING = {
 }
 
 
-CORE = ("no batch, causal window, soft cap", "window ahead, offset, one length for all", "lengths")
+CORE = ("no batch, causal window, soft cap", "window ahead, offset, one length for all")
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -16,7 +16,7 @@ from cases import compiled_for, nothing_is_compiled
 from contexts import CASES, QKV, B, H, N, T, arrays, compare, errors, mesh_of, moved, on_one_device
 from flax import nnx
 from jax.sharding import AxisType
-from marks import with_core_tuples
+from marks import with_core, with_core_tuples
 from meshes import floats, put
 from test_derivatives import hessian_product, squares
 
@@ -80,7 +80,7 @@ def gradient_of_gradient(loss_and_aux):
             (hessian_product, "ulysses", "everything", 2, "zigzag"),
             (hessian_product, "allgather", "windows", 2, "contiguous"),
         ],
-        (second_derivatives, "ring", "windows", 4, "contiguous"),
+        (gradient_of_gradient, "ring", "plain", 2, "zigzag"),
     ),
 )
 def test_derivatives_of_every_order(derivatives, strategy, case, devices, layout, small_tiles):
@@ -237,8 +237,7 @@ def linen_on_one_device():
     return x, *jax.device_get(linen_gradients(flax_mha.attention_fn, None, x))
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", with_core(STRATEGIES, "ring"))
 def test_linen_module_on_an_explicit_mesh(strategy):
     mesh, (x, params, expected) = mesh_of(AxisType.Explicit, data=2, context=2), linen_on_one_device()
     with jax.set_mesh(mesh):

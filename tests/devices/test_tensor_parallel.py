@@ -103,7 +103,7 @@ def test_nnx(num_kv_heads, kind):
     check(functools.partial(of_nnx, graph), state, mesh, kind, nnx_on_one_device(num_kv_heads))
 
 
-@pytest.mark.parametrize(("num_kv_heads", "kind"), with_core_tuples(OF_LINEN, (1, "explicit, set_mesh")))
+@pytest.mark.parametrize(("num_kv_heads", "kind"), OF_LINEN)
 def test_linen(num_kv_heads, kind):
     variables, whole = linen_on_one_device(num_kv_heads)
     mesh, layer = mesh_of(kind), linen_layer(num_kv_heads, head_axis="model")
