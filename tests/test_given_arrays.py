@@ -55,8 +55,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", with_core(KINDS, "gate", "latent"))
-@pytest.mark.parametrize("api", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("api", "kind"), with_core_tuples(itertools.product(("nnx", "linen"), KINDS), ("nnx", "latent"), ("linen", "gate"))
+)
 def test_padding_reaches_no_gradient(api, kind):
     """With NaN in the padding, gradients of parameters and inputs are those with zeros there."""
     params, call = module_of(api, kind, **KINDS[kind])
