@@ -73,7 +73,7 @@ def test_what_flax_does_not_take():
     modules = [nnx.MultiHeadAttention, nn.MultiHeadDotProductAttention]
     functions = [*FUNCTIONS.values(), nn.dot_product_attention, *modules, *(module.__call__ for module in modules)]
     taken = {name for function in functions for name in inspect.signature(function).parameters}
-    lacking = "segment_ids|soft_cap|sink|score_mod|mask_mod|max_score|context_parallel|per_row|cache_dtype"
+    lacking = "segment_ids|soft_cap|sink|score_mod|mask_mod|max_score|context_parallel|per_row|cache_dtype|indices"
     assert not [name for name in taken if re.search(lacking, name)]
     assert "local_window_size" not in inspect.signature(nnx.MultiHeadAttention).parameters
 
