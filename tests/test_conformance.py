@@ -73,10 +73,21 @@ def masked_nan_leaks(*arrays, mask=None):
     return jax.nn.dot_product_attention(*arrays, mask=mask)
 
 
+def keys_counted_twice(query, key, value, *, key_indices):
+    """Repeated keys count each time, and -1 is the last key."""
+    key, value = (jnp.take_along_axis(x[:, None], key_indices[..., None, None], 2) for x in (key, value))
+    scores = jnp.einsum("btnh,btknh->btnk", query, key) / query.shape[-1] ** 0.5
+    return jnp.einsum("btnk,btknh->btnh", jax.nn.softmax(scores), value)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("function", "name", "kind", "detail"),
     [
+        (keys_counted_twice, "9 keys per query", "computes", ""),
+        (keys_counted_twice, "60 keys per query, some repeated or -1", "wrong", "output: off by"),
+        (keys_counted_twice, "only -1 as keys", "wrong", "output: off by"),
+        (jax.nn.dot_product_attention, "9 keys per query", "refuses", "key_indices"),
         (masked_nan_leaks, "everything masked", "other convention", "return the mean of the values"),
         (nan_in_masked_rows, "everything masked", "other convention", "return NaN"),
         (cap_of_score_and_bias, "soft cap, then bias and mask", "other convention", "sum of score and bias"),

@@ -91,7 +91,7 @@ def _markdown(columns: dict[str, list[Result]]) -> list[str]:
         "[Semantics](semantics.md).",
         "",
         "- yes: correct up to rounding error.",
-        "- `-`: raises an error.",
+        "- `-`: raises an error, in most cases because the function has no such argument.",
         "- *other*: correct, but follows another convention. Queries whose keys are all masked return the mean of the",
         "  values or NaN instead of 0, or the soft cap applies to the sum of score and bias.",
         "- **WRONG**: wrong numbers, results affected by masked NaN, or no error for invalid input.",

@@ -66,6 +66,11 @@ def _int(*values: int) -> NDArray:
     return np.array(values, np.int32)
 
 
+def _lists(*shape: int, seed: int = 4) -> NDArray:
+    """Draws lists of keys, some of which are repeated or -1."""
+    return np.random.default_rng(seed).integers(-1, S, shape, np.int32)
+
+
 CASES = {
     "no mask or bias": Case(),
     "no batch axis": Case(batch=()),
@@ -127,4 +132,11 @@ CASES = {
             "key_value_segment_ids": _ids(S),
         },
     ),
+}
+# No engine except "xla" computes these, so the tests do not run them with every implementation.
+LISTS = {
+    "9 keys per query": Case(traced={"key_indices": (_lists(2, T, 1) + 5 * np.arange(9, dtype=np.int32)) % S}),
+    "60 keys per query, some repeated or -1": Case(traced={"key_indices": _lists(2, T, 60)}),
+    "causal, 9 keys per query and key head": Case(k=3, is_causal=True, traced={"key_indices": _lists(2, T, 3, 9)}),
+    "only -1 as keys": Case(traced={"key_indices": np.full((2, T, 9), -1, np.int32)}),
 }

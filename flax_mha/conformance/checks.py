@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from flax_mha.conformance import reference
-from flax_mha.conformance.cases import CASES, Case, H, N, S, T
+from flax_mha.conformance.cases import CASES, LISTS, Case, H, N, S, T
 
 Attention = Callable[..., Any]
 Kind = Literal["computes", "refuses", "other convention", "wrong"]
@@ -266,7 +266,7 @@ def _expect_error(shapes: Mapping[str, tuple[int, ...]], traced: Mapping[str, An
 
 _FLOATS = np.where(np.arange(S) < S // 2, 0.0, -1e9).astype(np.float32)[None, None, None]
 CHECKS: dict[str, Callable[[Attention], None]] = {
-    **{name: functools.partial(_check_case, case, np.float32) for name, case in CASES.items()},
+    **{name: functools.partial(_check_case, case, np.float32) for name, case in (CASES | LISTS).items()},
     "causal, log-sum-exp and its gradient": functools.partial(_check_lse, Case(is_causal=True)),
     "log-sum-exp of queries without keys": functools.partial(_check_lse, Case(t=S, s=T, local_window_size=(2, 0))),
     "NaN in a masked key": functools.partial(_check_hidden, np.nan, {"key": (0, 5, 2, 1)}),

@@ -110,6 +110,7 @@ def visible_scores(
     key_value_offset: ArrayLike = 0,
     query_segment_ids: ArrayLike = None,
     key_value_segment_ids: ArrayLike = None,
+    key_indices: ArrayLike = None,
 ) -> NDArray:
     """Returns a bool array of this shape [..., N, T, S]: True for scores that no argument masks."""
     visible = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape)
@@ -131,6 +132,11 @@ def visible_scores(
         query_ids = np.asarray(key_ids if query_ids is None else query_ids)
         key_ids = np.asarray(query_ids if key_ids is None else key_ids)
         visible = visible & (query_ids[..., None, :, None] == key_ids[..., None, None, :])
+    if key_indices is not None:
+        lists = np.asarray(key_indices)
+        lists = np.moveaxis(lists if lists.ndim == len(shape) else lists[..., None, :], -2, -3)  # [..., 1 or K, T, k]
+        listed = (lists[..., None] == np.arange(shape[-1])).any(-2)
+        visible = visible & np.repeat(listed, shape[-3] // listed.shape[-3], -3)
     return visible
 
 
