@@ -15,6 +15,7 @@ from marks import with_core
 
 import flax_mha
 from flax_mha import recipes
+from flax_mha.convert.hf_config.families import FAMILIES
 from train_demo import command_line
 
 ROOT = Path(__file__).parent.parent
@@ -162,6 +163,19 @@ def test_the_reference_names_every_public_name():
 def gallery():
     functions = {name: x for name, x in vars(recipes).items() if inspect.isfunction(x) and not name.startswith("_")}
     return {name for name, x in functions.items() if x.__module__.startswith(recipes.__name__)} - {"combine"}
+
+
+@pytest.mark.core
+def test_features_of_models_name_arguments_and_families_that_exist():
+    rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", (DOCS / "model-features.md").read_text(), re.MULTILINE)
+    modules = flax_mha.MultiHeadAttention, flax_mha.MultiHeadLatentAttention
+    functions = [f for module in modules for f in (module, module.__call__, module.init_cache)]
+    taken = {name for f in (*functions, flax_mha.Indexer, flax_mha.RoPE) for name in inspect.signature(f).parameters}
+    known = {"recipes": vars(recipes), "convert": vars(flax_mha.convert)}
+    for _, arguments, families in rows:
+        assert taken.issuperset(re.findall(r"(\w+)=", arguments))
+        assert all(name in known[module] for module, name in re.findall(r"(recipes|convert)\.(\w+)", arguments))
+        assert not [name for name in re.findall(r"`(\w+)`", families) if FAMILIES[name].refused]
 
 
 @pytest.mark.core
