@@ -442,6 +442,15 @@ def test_what_is_refused(message):
         family.module()(inputs(D)[0])
 
 
+@pytest.mark.parametrize("name", ["doge", "qwen4_exp"])
+def test_inputs_without_tokens_or_of_another_size(name):
+    module = FAMILIES[name].module()
+    assert module(jnp.zeros((2, 0, D))).shape == (2, 0, D)
+    if name == "qwen4_exp":
+        refused(rf"inputs_q must have shape \[..., length, {D}\]", module, jnp.zeros((2, 3, 16)))
+        refused("inputs_q must have shape", module, jnp.zeros(D))
+
+
 @each(lambda name, family: name != "dory")
 def test_round_trip_is_exact(name):
     """Also by way of the module. Norms of Gemma 3 and Qwen3-Next are 1 + weight, which float32 holds to 2^-24."""

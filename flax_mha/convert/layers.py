@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from flax_mha._src import run
@@ -86,7 +87,7 @@ class ValueBias(nnx.Module):
                 f"but got {value.shape[-3]}; use shorter sequences or a smaller cache."
             )
         # A visible value that is not finite makes the output so; a masked one must not reach any gradient.
-        flat = jnp.where(jnp.isfinite(value), value, 0).reshape(*value.shape[:-2], -1)
+        flat = lax.collapse(jnp.where(jnp.isfinite(value), value, 0), value.ndim - 2)
         logits = jnp.einsum("...sf,kf->...sk", flat, self.weight[...])
         logits = logits if self.bias is None else logits + with_rank(self.bias[...], logits.ndim)
         own = jnp.exp(with_rank(self.A[...], logits.ndim) * jax.nn.softplus(logits))

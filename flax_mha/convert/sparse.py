@@ -96,6 +96,14 @@ class BlockSparseAttention(flax_mha.nnx.MultiHeadAttention):
                 f"{', '.join(given) or 'inputs_k'} must be None, because an indexer chooses the keys of causal "
                 "self-attention, but got an array; pass lengths for padding."
             )
+        inputs_q = jnp.asarray(inputs_q)
+        if inputs_q.ndim < 2 or inputs_q.shape[-1] != self.in_features:
+            raise ValueError(
+                f"inputs_q must have shape [..., length, {self.in_features}], but got {inputs_q.shape}; pass the states "
+                "that this layer projects."
+            )
+        if not inputs_q.size:
+            return super().__call__(inputs_q, **arguments)
         decode, lengths = self._first_given("decode", arguments.get("decode")), arguments.get("lengths")
         query, key = self.indexer.project(inputs_q)
         start, cache = jnp.int32(0), None
