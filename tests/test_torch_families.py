@@ -462,6 +462,9 @@ def test_round_trip_is_exact(name):
         rounded = family.config["model_type"] in ROUNDED
         tolerance = 2.0**-23 if rounded and "norm" in key else 0.0
         np.testing.assert_allclose(back[key], weight.numpy(), rtol=0, atol=tolerance)
+    if name in ("diffllama", "doge", "qwen4_exp"):
+        refused("whose parameters only fit the layer that from_hf returns", convert.from_torch, weights, N, K)
+        return
     arrays = convert.from_torch(weights, N, getattr(module, "num_kv_heads", N), fill_biases=True)
     without_weights = {"query_ln", "key_ln"} if name in ("llama4", "nanochat") else set()
     assert {*arrays} | without_weights == {*nnx.to_pure_dict(nnx.state(module, nnx.Param))}

@@ -154,7 +154,7 @@ def test_gradients_equal_pytorch():
     with_core_tuples(itertools.product(APIS, (jnp.float32, jnp.int8)), ("nnx", jnp.float32), ("linen", jnp.int8)),
 )
 def test_caches(kind, dtype):
-    """Rings and caches of 8 bits, with values of another size; the own value is the new token's, and not rounded."""
+    """Rings and caches of 8 bits, with values of another size."""
     options = KINDS["all"] | {"local_window_size": (3, 0)}
     x = jnp.tile(X, (1, 12, 1))
     expected = module_of(kind, **options)[0](x, is_causal=True)
@@ -164,6 +164,14 @@ def test_caches(kind, dtype):
     cached = holder.cached_value[...] if kind == "nnx" else holder["cache"]["cached_value"]
     assert (cached.shape, cached.dtype) == ((B, 3 + 1 + 64, K, 10), dtype)
     np.testing.assert_allclose(jnp.concatenate(steps, 1), expected, rtol=0, atol=2e-5 if dtype == jnp.float32 else 0.05)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_a_first_token_excludes_its_value_as_it_is_cached(dtype):
+    """It attends only to itself, so nothing remains that the norm could enlarge."""
+    options = {"exclusive": True, "out_norm": "rms_norm", "use_bias": False}
+    decoder, _ = module_of("nnx", decode=True, cache={"dtype": dtype}, **options)
+    np.testing.assert_allclose(decoder(X[:, :1]), 0, atol=1e-3)
 
 
 @MODULES
@@ -206,8 +214,11 @@ REFUSED = [
     ({"out_norm": True}, {}, 'out_norm must be None or "rms_norm", but got True'),
     ({"out_norm_epsilon": 1e-5}, {}, 'out_norm_epsilon must be None without out_norm, .* pass out_norm="rms_norm"'),
     ({"out_norm": "rms_norm", "out_norm_epsilon": 0.0}, {}, "out_norm_epsilon must be a finite number > 0, but got 0"),
-    *(({"clip_qkv": x}, {}, f"clip_qkv must be .* number > 0 or None, but got {x}") for x in (0.0, -1, jnp.inf, True)),
-    *(({"value_scale": x}, {}, f"value_scale must be .* number > 0 or None, but got {x}") for x in (0.0, -1, jnp.nan)),
+    *(
+        ({"clip_qkv": x}, {}, f"clip_qkv must be .* from 1e-30 to 1e30, or None, but got {x}")
+        for x in (0.0, -1, jnp.inf, True)
+    ),
+    *(({"value_scale": x}, {}, f"value_scale must be .* or None, but got {x}") for x in (0.0, -1, jnp.nan)),
     ({"value_scale": 0.5, "reuse_kv": True}, {}, "value_scale must be None with reuse_kv=True, .* but got 0.5"),
     *(({"value_dim": x}, {}, f"value_dim must be an int >= 1, but got {x}") for x in (0, 2.0, True)),
 ]

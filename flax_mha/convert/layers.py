@@ -14,7 +14,7 @@ from flax_mha._src.call.operands import Call, Result
 from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.modules.attention_fn import attention_fn
 from flax_mha._src.modules.core import CoreAttention
-from flax_mha.convert.sparse import add_block_indexer, with_rank
+from flax_mha.convert.sparse import add_block_indexer, check_no_explicit_axes, with_rank
 from flax_mha.recipes.scores import _difference
 
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -24,6 +24,7 @@ class PairedValues(nnx.LinearGeneral):
     """Projects to the values of K heads, and returns pairs: head k and head k + K / 2 have both of their values."""
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Float[Array, "*B T K 2*H"]:
+        check_no_explicit_axes(inputs)
         pairs = jnp.concatenate(jnp.split(super().__call__(inputs, out_sharding), 2, axis=-2), axis=-1)
         return jnp.concatenate([pairs, pairs], axis=-2)
 
@@ -73,12 +74,16 @@ class ValueBias(nnx.Module):
         return attention_fn(query, key, value, self._added(value, query.shape[-2], bias), **arguments)
 
     def _run(self, call: Call, implementation: Any) -> Result:
+        return run.run(self.change(call), implementation)
+
+    def change(self, call: Call) -> Call:
+        """Adds the bias to a call; `explain` does so, too."""
         operands, value = call.operands, call.operands.value
         if operands.cache_scale is not None:
             size, dtype = call.options.value_size, operands.query.dtype
             value = dequantize_cache(operands.key, value, operands.cache_scale, size, dtype)[1]
         bias = self._added(value, operands.query.shape[-2], operands.bias)
-        return run.run(call._replace(operands=operands._replace(bias=bias)), implementation)
+        return call._replace(operands=operands._replace(bias=bias))
 
     def _added(self, value: Float[Array, "*B S K H"], num_heads: int, bias: Any) -> Float[Array, "*B N T S"]:
         if value.shape[-3] > self.largest:

@@ -217,7 +217,7 @@ LAYOUTS: dict[LayoutName, Layout] = {
     "hf_diffllama": _layout(LLAMA, "QSVO", ALL, (), more=LAMBDAS, rotary="DiffLlama"),
     "hf_doge": _layout(LLAMA, "QSVO", ALL, (), others=LLAMA_OTHERS, more=DOGE, rotary="Doge"),
     "hf_qwen4_exp": _layout(
-        LLAMA, "QSVO", ALL, (), others=LLAMA_OTHERS, more=QWEN_4, gate="q_proj.*", groups=0, rotary="Qwen4-Exp"
+        LLAMA, "QSVO", ALL, (), others=LLAMA_OTHERS, more=QWEN_4, gate="q_proj.* q_proj.*", groups=0, rotary="Qwen4-Exp"
     ),
 }
 LAYOUTS["hf_codegen"].stacks["qkv_proj.weight"][1:] = ["value/kernel", "key/kernel"]  # values before keys

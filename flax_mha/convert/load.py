@@ -223,6 +223,8 @@ def _missing_options(
         problems.append(f"scale must be {layout.scale}, but got {scale}: these models do not scale the scores")
     if NORMS[0] in arrays and not _has_biases(arrays) and not isinstance(module.query_ln, nnx.RMSNorm):
         problems.append('normalize_qk must be "rms_norm": these norms do not subtract the mean')
+    if NORMS[0] in arrays and arrays[NORMS[0]].ndim > 1 and getattr(module, "norms_after_rope", False):
+        problems.append('normalize_qk must be "rms_norm_all_heads", unless describe returns another (Dory)')
     beside = prefix.rstrip(".").rpartition(".")[0]
     if f"{beside}.{GEMMA}" in state_dict and NORMS[0] not in arrays and cap is None:
         problems.append(f"logits_soft_cap is None: Gemma 2 caps its logits at 50.0; {rest}")

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 import flax_mha.nnx
+from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.math.head import by_blocks
 from flax_mha._src.modules.indexer import MAX_SCORES
 from flax_mha.cache.kv_cache import KVCache
@@ -51,7 +52,7 @@ class BlockIndexer(nnx.Module):
         starts = jnp.arange(number, dtype=jnp.int32) * self.ratio
         means = self._rotate(self._normalize(means, self.k_layernorm[...])[..., None, :], starts)[..., 0, :]
         query, axis = self._rotate(query, positions), query.ndim - 3
-        height = max(1, min(query.shape[-3], MAX_SCORES // (self.heads * number)))
+        height = min(query.shape[-3], max(1, MAX_SCORES // (self.heads * number)))
 
         def block(first: Int[Array, ""]) -> Int[Array, "*B t k"]:
             of_block, places = (lax.dynamic_slice_in_dim(x, first, height, axis) for x in (query, positions))
@@ -99,9 +100,10 @@ class BlockSparseAttention(flax_mha.nnx.MultiHeadAttention):
         inputs_q = jnp.asarray(inputs_q)
         if inputs_q.ndim < 2 or inputs_q.shape[-1] != self.in_features:
             raise ValueError(
-                f"inputs_q must have shape [..., length, {self.in_features}], but got {inputs_q.shape}; pass the states "
-                "that this layer projects."
+                f"inputs_q must have shape [..., length, {self.in_features}], but got {inputs_q.shape}; pass the "
+                "states that this layer projects."
             )
+        check_no_explicit_axes(inputs_q)
         if not inputs_q.size:
             return super().__call__(inputs_q, **arguments)
         decode, lengths = self._first_given("decode", arguments.get("decode")), arguments.get("lengths")
@@ -135,6 +137,15 @@ class BlockSparseAttention(flax_mha.nnx.MultiHeadAttention):
         return self.indexer.size
 
 
+def check_no_explicit_axes(x: Array) -> None:
+    """Raises a ValueError on a mesh with Explicit axes, which layers that only `from_hf` makes do not support."""
+    if is_explicit(x):
+        raise ValueError(
+            f"inputs_q of DiffLlama and Qwen4-Exp must not be on a mesh with Explicit axes, but got {jax.typeof(x)}; "
+            "create the mesh with axis_types=(AxisType.Auto, ...)."
+        )
+
+
 def with_rank(x: Array, rank: int) -> Array:
     """Adds axes of size 1 before the others."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
@@ -142,6 +153,10 @@ def with_rank(x: Array, rank: int) -> Array:
 
 def add_block_indexer(module: Any, values: dict[str, Any]) -> None:
     """Gives a new `BlockSparseAttention` its indexer."""
+    if module.head_axis is not None:
+        raise ValueError(
+            f"head_axis must be None for Qwen4-Exp, whose index keys have one head, but got {module.head_axis!r}."
+        )
     sizes = [values[name] for name in SIZES]
     if None in sizes or values["indexer_kv_heads"] != 1 or sizes[3] % sizes[2] or sizes[3] < sizes[2]:
         raise ValueError(

@@ -43,7 +43,8 @@ def from_torch(
     Kernels are `weight.T`, cut into heads. `load_torch` loads an nnx module, and also checks the module's arguments.
     The weights do not contain rotary positions, windows, soft caps and scales; these are in a config (see `describe`).
     For models that store their weights in another form than they use them (Dory, and the norms of latents in dots3 and
-    LongCat-Flash), take the parameters of the module that `from_hf` returns instead.
+    LongCat-Flash), take the parameters of the module that `from_hf` returns instead. Layers of DiffLlama, Doge and
+    Qwen4-Exp are refused, because only `from_hf` makes modules for them.
 
     Args:
       state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention or a whole model.
@@ -80,6 +81,11 @@ def from_torch(
     """
     heads = (num_heads, num_heads if num_kv_heads is None else num_kv_heads)
     layout, arrays = read(state_dict, *heads, prefix, qk_norm_offset)
+    if layout != LATENT and LAYOUTS[layout].more:
+        raise ValueError(
+            f"state_dict must not be of {LAYOUTS[layout].rotary}, whose parameters only fit the layer that from_hf "
+            "returns; call from_hf."
+        )
     fills = fill_biases and layout != LATENT
     return traverse_util.unflatten_dict(fill_with_zeros(arrays) if fills else arrays, sep="/")
 

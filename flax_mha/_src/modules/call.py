@@ -18,7 +18,7 @@ from flax_mha._src.distributed.split import names_of
 from flax_mha._src.modules import sequences
 from flax_mha._src.modules.core import CoreAttention, Heads, core_of, decode
 from flax_mha._src.modules.indexer import IndexLayers, choose
-from flax_mha._src.modules.output import apply_gate, exclude_own
+from flax_mha._src.modules.output import apply_gate, as_stored, exclude_own
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.latent import Latent
 from flax_mha.cache.shared import Appended, SharedKV
@@ -114,8 +114,7 @@ def call_module(flax: FlaxModule, given: Given) -> Any:
         )
     heads, cache, lengths = _heads(flax, given, keys, inputs, self_attention)
     takes_lengths = core is not None and core.context is None
-    if lengths is not None and takes_lengths:
-        per_sequence["key_value_seq_lengths"] = lengths
+    per_sequence |= {"key_value_seq_lengths": lengths} if lengths is not None and takes_lengths else {}
     arguments, is_no_mask = _arguments(flax, core, keys, given, per_sequence, heads[0], decoding=cache is not None)
     if lengths is not None and not takes_lengths:
         arguments["mask"] = sequences.mask_padding(arguments.get("mask"), lengths, heads[1])
@@ -123,7 +122,8 @@ def call_module(flax: FlaxModule, given: Given) -> Any:
     if flax.indexer is not None:
         top_k, index_cache = _index(flax, flax.indexer, core, given, inputs[0], cache, arguments)
     x, appended = _attend(flax, core, given, heads, cache, arguments, top_k)
-    output = flax.output(validation.nan_if(is_no_mask, x), heads[2], inputs[0])
+    own = as_stored(cache if flax.exclusive else None, *heads[1:])
+    output = flax.output(validation.nan_if(is_no_mask, x), own, inputs[0])
     if keys == "to store":
         lengths = sequences.key_lengths(per_sequence.get("key_value_seq_lengths"), heads[1])
         flax.write((*heads[1:], lengths), True)

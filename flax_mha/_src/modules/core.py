@@ -218,6 +218,7 @@ class ExplainedAttention:
         if core is None:
             raise ValueError(f"only attention_fn=flax_mha.attention_fn can be explained, but got {given!r}.")
         self.core = dataclasses.replace(core, function=self, run=self._explain, platform=platform)
+        self.change = getattr(given, "change", lambda call: call)  # what the given function does to a call
         self.explanations: list[Explanation] = []
 
     def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
@@ -225,7 +226,7 @@ class ExplainedAttention:
         return self.core.run(*self.core.call_of(query, key, value, **arguments)).output
 
     def _explain(self, call: Call, implementation: Implementation | None) -> Result:
-        self.explanations.append(run.explain(call, implementation))
+        self.explanations.append(run.explain(self.change(call), implementation))
         query, value = call.operands.query, call.operands.value
         return Result(jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), None)
 

@@ -200,7 +200,7 @@ def _choose(call: Call, query: Float[Array, "*B T N H"], weights: Float[Array, "
     (queries, keys), rank, height, together = call.operands.lengths, query.ndim - 3, query.shape[-3], None
     if call.options.has_known_sizes:
         each = max(query.shape[-2] * keys, 1)
-        height = max(1, min(queries, MAX_SCORES // each))
+        height = min(queries, max(1, MAX_SCORES // each))
         together = max(1, MAX_SCORES // (height * each))
 
     def block(first: Int[Array, ""]) -> Choice:

@@ -171,8 +171,8 @@ def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
 def check_positive(name: str, number: Any) -> float | None:
     """Returns a number as a float, or None; raises a ValueError if it is neither None nor a number above 0."""
     number = number_in(number)
-    if number is not None and (not is_finite(number) or number <= 0):
-        raise ValueError(f"{name} must be a concrete finite number > 0 or None, but got {number!r}.")
+    if number is not None and not (is_finite(number) and 1e-30 <= number <= 1e30):
+        raise ValueError(f"{name} must be a concrete number from 1e-30 to 1e30, or None, but got {number!r}.")
     return None if number is None else float(number)
 
 

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from flax_mha._src.core.eight_bits import dequantize_cache, quantize_cache
 from flax_mha._src.distributed.split import is_explicit
+from flax_mha.cache.kv_cache import KVCache
 
 ACTIVATIONS = {
     "sigmoid": jax.nn.sigmoid,
@@ -20,6 +22,15 @@ def apply_gate(x: Float[Array, "*B T N Hv"], gate: Float[Array, "..."], activati
     gate = ACTIVATIONS[activation](gate if gate.ndim == x.ndim else gate[..., None])
     # Outputs at padding are 0, and must stay 0 even if inputs there, and so the gate, are NaN or infinite.
     return x * jnp.where((x == 0) & ~jnp.isfinite(gate), 0, gate).astype(x.dtype)
+
+
+def as_stored(cache: KVCache | None, key: Array, value: Array) -> Array:
+    """Returns new values as attention over a cache uses them: rounded to the dtype of the cache; unchanged without."""
+    if cache is None or cache.value.dtype == value.dtype:
+        return value
+    if cache.scale is None:
+        return value.astype(cache.value.dtype).astype(value.dtype)
+    return dequantize_cache(*quantize_cache(key, value, None, cache.key.dtype), None, value.dtype)[1]
 
 
 def exclude_own(x: Float[Array, "*B T N Hv"], value: Float[Array, "*B T K Hv"]) -> Float[Array, "*B T N Hv"]:
