@@ -45,6 +45,8 @@ TABLES = {
         without=("torch.nn.MultiheadAttention",),
     ),
     "flex": Table("flex-cpu", SHAPE | {"case": "case", "pass": "pass"}),
+    "gathered": Table("gathered-cpu", {"length": "tokens", "pass": "pass"}),
+    "gathered_memory": Table("gathered-cpu", {"length": "tokens", "pass": "pass"}, value="temporaries_mib"),
     "skipping": Table("skipping-cpu", {"implementation": "kind of attention"}, across="length"),
     "decode_step": Table("decode-cpu", CACHE | {"position": "tokens so far"}, {"what": "step"}),
     "decode_attention": Table("decode-cpu", CACHE | {"position": "tokens so far"}, {"what": "attention"}),

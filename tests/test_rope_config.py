@@ -196,7 +196,7 @@ REFUSED_CONFIGS = [
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "must contain sliding_attention, but got fu", LOCAL),
     ({"rotary_dim": 64, "rope_theta": 1e4}, "config must contain head_dim"),
     (scaled(rope_type="yarn", factor=4.0), "must contain original_max_position_embeddings"),
-    (model("cohere2", rope_theta=1e4), "layer_type must be sliding_attention, but got full_attention; cohere2 .* rope=None", FULL),
+    (model("cohere2", rope_theta=1e4), "but got full_attention; cohere2 .* rope=None", FULL),
     (scaled(rope_type="yarn", original_max_position_embeddings=4096), "must contain factor or max_position_embeddings"),
     (PARTIAL | {"rotary_pct": "0.5"}, r"rotary_pct must be a number in \(0, 1\], but got '0.5'"),
     (scaled(rope_type=["linear"], factor=2.0), "rope_type must be a string"),
