@@ -167,7 +167,7 @@ def test_a_name_that_is_no_function(name, capsys):
 
 @pytest.mark.core
 def test_a_function_of_something_else(monkeypatch, capsys):
-    few = {name: CHECKS[name] for name in ("no mask or bias", "refuses a mask of floats")}
+    few = {name: CHECKS[name] for name in ("no mask or bias", "rejects a float mask")}
     monkeypatch.setattr("flax_mha.conformance.__main__.CHECKS", few)
     with pytest.raises(SystemExit, match="2"):
         main(["os.getcwd"])

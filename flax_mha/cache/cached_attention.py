@@ -265,7 +265,7 @@ class Step(NamedTuple):
         return [CausalMask(), window, None if mask is None else given_mask(mask, shape)]
 
     def call(self, is_empty: bool, in_place: bool) -> Call:
-        """Makes a `Call` over only the new tokens if `is_empty`, else over the cache, if possible read `in_place`."""
+        """Makes a `Call` over the new tokens if `is_empty`, else over the cache, without a copy of it if `in_place`."""
         cache, query, rank = self.cache, self.scoring.operands.query, len(self.shape.batch)
         is_ring = not is_empty and cache.window is not None
         by_one = is_ring and in_place and self.shape.query_length == 1

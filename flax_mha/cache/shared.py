@@ -56,9 +56,9 @@ class SharedKV:
         of_values = (*shape[:-1], value_size)
         if self.key.shape != shape or self.value.shape != of_values:
             raise ValueError(
-                f"kv must have keys of shape {shape}, and values of shape {of_values}, as this layer's own would have, "
-                f"but got {self.key.shape} and {self.value.shape}; pass the kv of an earlier layer with the same key "
-                "heads and head sizes, from the same step."
+                f"kv must have keys of shape {shape} and values of shape {of_values}, but got {self.key.shape} and "
+                f"{self.value.shape}; pass kv from the same step, and from an earlier layer with the same number "
+                "of key heads and the same head sizes."
             )
         for name, here, there in (("decode", decode, self.decode), ("lengths", has_lengths, self.has_lengths)):
             if here != there:

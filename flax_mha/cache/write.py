@@ -140,7 +140,7 @@ def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _write_slices(kind: Kind, *arrays: Array) -> Array:
-    """Writes one array by slices, for CPUs, where a scatter copies; has the derivative of `_scatter`."""
+    """Does `_scatter`, with its derivative, by slice updates, because a scatter on CPUs copies the whole array."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Array) -> Array:

@@ -283,7 +283,7 @@ CHECKS: dict[str, Callable[[Attention], None]] = {
     "jax.vmap": _check_vmap,
     "forward mode (jax.jvp)": _check_jvp,
     "Hessian-vector product": _check_hessian_product,
-    "refuses a mask of floats": functools.partial(_expect_error, {}, {"mask": _FLOATS}),
+    "rejects a float mask": functools.partial(_expect_error, {}, {"mask": _FLOATS}),
     "refuses 4 key heads for 6 query heads": functools.partial(
         _expect_error, {"key": (2, S, N - 2, H), "value": (2, S, N - 2, H)}, {}
     ),

@@ -205,7 +205,7 @@ def _span(offset: int | Array, length: int) -> tuple[np.ndarray, np.ndarray] | N
 
 
 def map_functions(change: Callable[[TracedMask], Mask], mask: Any) -> Any:
-    """Replaces every part of a canonical mask that calls a user's function by `change(part)`."""
+    """Replaces every part of `mask` that calls a user's function, a `TracedMask`, by `change(part)`."""
     return jax.tree.map(lambda x: change(x) if _calls_function(x) else x, mask, is_leaf=_calls_function)
 
 

@@ -162,7 +162,7 @@ def by_context(call: Call, context: Context) -> Split:
 
 
 def _known_axes(argument: str, mesh: Any, named: Sequence[str], fix: str) -> list[str]:
-    """Returns the mesh axes that may split arrays; raises a ValueError if `named`, from `argument`, has others."""
+    """Returns the mesh axes that may split arrays; raises a ValueError on `argument` if `named` contains others."""
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
     if unknown := set(named) - set(known):
         have = f"the mesh has {tuple(known)}" if known else f"no mesh is set; use jax.set_mesh, or {fix}"

@@ -49,7 +49,7 @@ class Blockwise(Engine):
 
 
 def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
-    """Computes all heads; given `result`, returns it unchanged, with the derivative that `Engine.share` describes."""
+    """Computes attention in all heads. Given `result`, only attaches the derivative of `Engine.share` to it instead."""
     tiling: Any = plan.tiling
     head, blocks, axes = heads_of(call, plan.dtype), call.operands.tiles, call.operands.query.ndim - 1
     if blocks is None:

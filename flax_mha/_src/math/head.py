@@ -62,7 +62,7 @@ class Head:
 
 
 def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> Head:
-    """Converts the arrays of a call to the layout of one head; scales the queries if that does not round them.
+    """Returns the arrays of a call as a `Head` with axes [B..., K, G, ...]; scales queries if that does not round them.
 
     Matrix products take operands of `dtype`. Query, key and value are converted to it or, for an engine that rounds
     them to `dtype` itself, to `stored`.

@@ -293,7 +293,7 @@ def _scaled_features(blocks: KeyBlocks) -> list[slice]:
 def _block(
     x: Shaped[Array, "*B S K F"], features: slice, part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
 ) -> Float[Array, "*B s K f"]:
-    """Reads `width` entries of `x` (keys, values or scales) from `column` on, for the batch entries in `part`."""
+    """Reads `width` keys, values or scales of `x` as `dtype`, from key `column` on, for the batch entries in `part`."""
     bits, has_8_bits = BITS.get(x.dtype.name) if platform() == "cpu" else None, x.dtype.itemsize == 1
     batch, (length, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
 
