@@ -451,6 +451,12 @@ def test_inputs_without_tokens_or_of_another_size(name):
         refused("inputs_q must have shape", module, jnp.zeros(D))
 
 
+def test_explain_counts_the_bias_that_doge_adds():
+    explained = module_of("doge").explain(jnp.zeros((1, 3, D)), platform="tpu")
+    assert any("bias" in reason for reason in explained.refusals["splash"])
+    assert explained.chosen == "xla"
+
+
 @each(lambda name, family: name != "dory")
 def test_round_trip_is_exact(name):
     """Also by way of the module. Norms of Gemma 3 and Qwen3-Next are 1 + weight, which float32 holds to 2^-24."""

@@ -9,8 +9,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_mha._src import run
-from flax_mha._src.call.operands import Call, Result
+from flax_mha._src.call.operands import Call
 from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.modules.attention_fn import attention_fn
 from flax_mha._src.modules.core import CoreAttention
@@ -68,16 +67,12 @@ class ValueBias(nnx.Module):
     @property
     def core(self) -> CoreAttention:
         """What modules of this package call, also while decoding."""
-        return CoreAttention(self, attention_fn.core.defaults, run=self._run, preset={"is_causal": True})  # type: ignore
+        return CoreAttention(self, attention_fn.core.defaults, preset={"is_causal": True}, change=self._change)  # type: ignore
 
     def __call__(self, query: Array, key: Array, value: Array, bias: Any = None, **arguments: Any) -> Array:
         return attention_fn(query, key, value, self._added(value, query.shape[-2], bias), **arguments)
 
-    def _run(self, call: Call, implementation: Any) -> Result:
-        return run.run(self.change(call), implementation)
-
-    def change(self, call: Call) -> Call:
-        """Adds the bias to a call; `explain` does so, too."""
+    def _change(self, call: Call) -> Call:
         operands, value = call.operands, call.operands.value
         if operands.cache_scale is not None:
             size, dtype = call.options.value_size, operands.query.dtype

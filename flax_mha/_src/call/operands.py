@@ -94,15 +94,11 @@ class Operands(NamedTuple):
     offsets: Offsets  # positions of the first query and the first key
     scale: Array | None  # factor of query . key if it is an array, else None
     dropout_rng: Array | None
-    ids_and_seeds: "IdsAndSeeds | None" = (
-        None  # indices and random words, if these operands are a slice of a larger call
-    )
+    ids_and_seeds: IdsAndSeeds | None = None  # of these heads, if the operands are a slice of a larger call
     cache_scale: Float[Array, "*B S K 2"] | None = None  # scales of keys and values in 8 bits; see `KVCache.scale`
     # Indices of the keys that each query attends to; -1 means no key, repeated indices count once. None: all keys.
     key_indices: Int[Array, "*B T #K k"] | None = None
-    nonfinite: NonFinite | None = (
-        None  # which queries and keys were not finite; None before `guard`, or if nothing is masked
-    )
+    nonfinite: NonFinite | None = None  # made by `guard`; None before it, or if nothing is masked
     tiles: Any = None  # the tiles to visit (`BlockMask`), if they are known before the call is computed
 
     @property

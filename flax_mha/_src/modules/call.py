@@ -153,7 +153,7 @@ def _attend(
         return decode(function, core, heads, cache, given.lengths, latent, appended, arguments, top_k)
     heads = heads if flax.latent is None else (heads[0], *flax.latent.expand(heads[1]))
     if core is not None and core.computes(heads, arguments):
-        return core.run(*core.call_of(*heads, **arguments)).output, None
+        return core.compute(*core.call_of(*heads, **arguments)).output, None
     return (flax.module.attention_fn if core is None else core.function)(*heads, **arguments), None
 
 

@@ -46,6 +46,11 @@ class CoreAttention:
     run: Callable[[Call, Implementation | None], Result] = run.run  # computes a call, or explains it
     preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # set by `functools.partial`s of the function
     platform: str | None = None  # the platform to explain calls for; None: the one that computes them
+    change: Callable[[Call], Call] = lambda call: call  # what the function does to a call before it is computed
+
+    def compute(self, call: Call, implementation: Implementation | None) -> Result:
+        """Computes or explains a call, as `change` returns it."""
+        return self.run(self.change(call), implementation)
 
     def combine(self, arguments: Mapping[str, Any], without: Sequence[str], decoding: bool) -> dict[str, Any]:
         """Adds the arguments in `preset`, except those named in `without`, to the `arguments` that a module passes.
@@ -161,7 +166,7 @@ def decode(
         return output, appended
     (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
     known = _core_arguments(arguments) | {"lengths": lengths, "latent": latent, "platform": core.platform}
-    output, *_ = over_cache(core.run, query, key, value, cache, top_k=top_k, appended=appended, **known)
+    output, *_ = over_cache(core.compute, query, key, value, cache, top_k=top_k, appended=appended, **known)
     return output, appended
 
 
@@ -218,15 +223,14 @@ class ExplainedAttention:
         if core is None:
             raise ValueError(f"only attention_fn=flax_mha.attention_fn can be explained, but got {given!r}.")
         self.core = dataclasses.replace(core, function=self, run=self._explain, platform=platform)
-        self.change = getattr(given, "change", lambda call: call)  # what the given function does to a call
         self.explanations: list[Explanation] = []
 
     def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
         """Records the explanation of a call, and returns zeros; ignores arguments like `module`."""
-        return self.core.run(*self.core.call_of(query, key, value, **arguments)).output
+        return self.core.compute(*self.core.call_of(query, key, value, **arguments)).output
 
     def _explain(self, call: Call, implementation: Implementation | None) -> Result:
-        self.explanations.append(run.explain(self.change(call), implementation))
+        self.explanations.append(run.explain(call, implementation))
         query, value = call.operands.query, call.operands.value
         return Result(jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), None)
 
