@@ -242,7 +242,7 @@ def reads_in_place(call: Call) -> bool:
     operands, options = call
     if not options.has_known_sizes or not all(x.size for x in operands[:3]) or operands.key_indices is not None:
         return False
-    if options.score_mod is not None and options.score_mod.has_custom_vjp:
+    if options.score_mod is not None and "custom_vjp_call" in options.score_mod.primitives:
         return False  # `in_place.py` has a rule for jax.jvp, which cannot differentiate a custom_vjp
     queries, keys = operands.lengths
     few = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE and options.target.platform == "cpu"

@@ -221,7 +221,8 @@ def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[i
     def with_known(mask: TracedMask) -> TracedMask:
         if mask.batch is None or mask.head is None:  # already evaluated by `_static_mask`
             return mask
-        if mask.function.has_callback or not all(map(readable, (*mask.captured, mask.batch))):
+        calls_python = any("callback" in name for name in mask.function.primitives)
+        if calls_python or not all(map(readable, (*mask.captured, mask.batch))):
             return mask
         batch, head = np.broadcast_arrays(mask.batch[..., None], mask.head)
         if not mask.captured and batch.size == 1:

@@ -1,7 +1,8 @@
 """Recipes that are masks; `shifted_windows` also adds a bias."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,23 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._src.core.tracing import readable
-from flax_mha._src.core.user_function import made_for
 from flax_mha._src.core.validation import as_array, extremes, ids_int32, int32, int_at_least, is_int
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
+
+F = TypeVar("F", bound=Callable)
+
+
+def made_for(**sizes: int) -> Callable[[F], F]:
+    """Declares the sizes that a `mask_mod` or a `score_mod` is made for, such as `@made_for(h=8, kv_idx=1024)`.
+
+    `TracedFunction.check` refuses calls with other numbers of batch entries or heads, and with positions beyond these.
+    """
+
+    def mark(function: Any) -> Any:
+        function.made_for = sizes
+        return function
+
+    return mark
 
 
 def causal() -> dict[str, Any]:

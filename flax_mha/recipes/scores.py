@@ -14,10 +14,11 @@ from jaxtyping import Array, Float, Int
 from flax_mha._src.call.arguments import Arguments, unexpected
 from flax_mha._src.call.operands import accumulation_dtype
 from flax_mha._src.core.tracing import readable
-from flax_mha._src.core.user_function import NAMES, made_for
+from flax_mha._src.core.user_function import NAMES
 from flax_mha._src.core.validation import DTYPES, as_array, extremes, int32, int_at_least, is_int
 from flax_mha.attention import Implementation, dot_product_attention
 from flax_mha.masks import CausalMask, LocalMask, Mask
+from flax_mha.recipes.masks import made_for
 
 
 def alibi(num_heads: int) -> dict[str, Any]:

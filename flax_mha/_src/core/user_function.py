@@ -7,8 +7,8 @@ printed jaxprs and everything that the text omits are equal. Captured arrays are
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from flax_mha._src.core.tracing import equations, evaluate, inner_jaxprs, withou
 NAMES = {"b": "batch entries", "h": "heads", "q_idx": "query positions", "kv_idx": "key positions"}
 POSITIONS = tuple(NAMES)
 CONDITIONS = ("eq", "ne", "lt", "le", "gt", "ge", "max", "min", "clamp")
-F = TypeVar("F", bound=Callable)
 
 
 class TracedFunction:
@@ -30,7 +29,7 @@ class TracedFunction:
     Attributes:
       name: Name of the function in errors; not compared.
       jaxpr: Its inputs are the captured arrays, then the arguments of the function.
-      made_for: The sizes given to the decorator `made_for`; not compared.
+      made_for: Sizes that the function declares (`recipes.masks.made_for`); not compared.
     """
 
     def __init__(self, name: str, jaxpr: Jaxpr, made_for: Mapping[str, int], rules: Sequence[Any] = ()) -> None:
@@ -48,14 +47,9 @@ class TracedFunction:
         return evaluate(self.jaxpr, (*captured, *arguments))[0]
 
     @property
-    def has_custom_vjp(self) -> bool:
-        """True if the user's function calls one with a `jax.custom_vjp`, which has no forward mode."""
-        return any(equation.primitive.name == "custom_vjp_call" for equation in equations(self.jaxpr))
-
-    @property
-    def has_callback(self) -> bool:
-        """True if the user's function calls back into Python, so that its value may differ from call to call."""
-        return any("callback" in equation.primitive.name for equation in equations(self.jaxpr))
+    def primitives(self) -> set[str]:
+        """The names of the primitives in the jaxpr, such as "custom_vjp_call", which has no forward mode."""
+        return {equation.primitive.name for equation in equations(self.jaxpr)}
 
     def uses(self, position: str) -> bool:
         """Returns whether the function reads the argument `position`: "b", "h", "q_idx" or "kv_idx"."""
@@ -110,19 +104,6 @@ class TracedFunction:
                     f"on axis {axis} of an array with shape {shape}; extend that axis to at least {value + 1}, or clip "
                     f"the index with jnp.clip(index, 0, {shape[axis] - 1})."
                 )
-
-
-def made_for(**sizes: int) -> Callable[[F], F]:
-    """Declares the sizes that a `mask_mod` or a `score_mod` is made for, such as `@made_for(h=8, kv_idx=1024)`.
-
-    `TracedFunction.check` refuses calls with other numbers of batch entries or heads, and with positions beyond these.
-    """
-
-    def mark(function: Any) -> Any:
-        function.made_for = sizes
-        return function
-
-    return mark
 
 
 class Trace(NamedTuple):
@@ -218,8 +199,7 @@ def _key(compared: Any) -> tuple:
 def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
     """Lists what to compare in addition to a `score_mod`'s jaxpr, which omits the rules of custom derivatives.
 
-    Without custom derivatives, the list is empty. Else it holds the jaxpr of the derivative and, if this jaxpr has more
-    custom derivatives, `function`. If a rule raises an error, the list holds only `function`.
+    The list holds the jaxpr of the derivative and, if this has more custom derivatives or cannot be traced, `function`.
     """
 
     def custom(jaxpr: Any) -> set[tuple]:
@@ -257,9 +237,8 @@ def _positions(jaxpr: Any) -> dict[Any, str]:
 
 def _is_entry(equation: Any, held: Mapping[Any, str]) -> bool:
     """Returns whether an equation looks up one entry array[b, h, ...]; `held` comes from `_positions`."""
-    if equation.primitive.name != "dynamic_slice" or equation.params["slice_sizes"][:2] != (1, 1):
-        return False
-    return [held.get(x) for x in _atoms(equation)[1:3]] == ["b", "h"]
+    is_slice = equation.primitive.name == "dynamic_slice" and equation.params["slice_sizes"][:2] == (1, 1)
+    return is_slice and [held.get(x) for x in _atoms(equation)[1:3]] == ["b", "h"]
 
 
 def _conditional(jaxpr: Any) -> set[str]:

@@ -206,7 +206,7 @@ class ScoreRule:
     @property
     def forward_mode_error(self) -> str | None:
         """The error message if `score_mod` cannot be differentiated in forward mode, else None."""
-        if self.score_mod is None or not self.score_mod.has_custom_vjp:
+        if self.score_mod is None or "custom_vjp_call" not in self.score_mod.primitives:
             return None
         return (
             f"{self.score_mod.name} must support forward mode for jax.jvp, jax.linearize and jax.hessian, but it calls "

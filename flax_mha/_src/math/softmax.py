@@ -39,7 +39,7 @@ def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
     forward pass to one kernel (`rows_of`).
     """
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
-    reverse_only = head.rule.score_mod is not None and head.rule.score_mod.has_custom_vjp
+    reverse_only = head.rule.score_mod is not None and "custom_vjp_call" in head.rule.score_mod.primitives
     if not head.rule.masks_scores(head.inputs) or reverse_only or not head.query.size or not head.key.size:
         return _differentiable(head, fuse_rows)
     return _head(fuse_rows, head)
