@@ -99,5 +99,4 @@ def pytest_collection_finish():
 def small_tiles(monkeypatch):
     """Several tiles each way in lengths of a few dozen, cut into cells and bands."""
     monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(16, 32), TileShape(32, 32, 2), TileShape(16, 16)))
-    for module in (tiling, schedule):
-        monkeypatch.setattr(module, "CELL", 8)
+    monkeypatch.setattr(tiling, "CELL", 8)

@@ -32,8 +32,7 @@ T, S = 20, 29
 def _small_tiles(monkeypatch):
     """Several tiles each way in lengths of twenty."""
     monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(8, 16), TileShape(16, 8, 2), TileShape(8, 8)))
-    for module in (tiling, schedule):
-        monkeypatch.setattr(module, "CELL", 4)
+    monkeypatch.setattr(tiling, "CELL", 4)
 
 
 def draw(seed):

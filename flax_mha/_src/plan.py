@@ -1,9 +1,7 @@
-"""Chooses how a call runs by measured numbers: which sizes run dense, tile shapes, loops over heads.
+"""Chooses how an engine computes a call: dense or in tiles, tile shapes, loops over heads, dtypes of products.
 
-These choices change results only by rounding. The numbers were measured on CPUs; the GPU's were counted in compiled
-programs (`benchmarks/compiled.py`). The cost of a tile is in `math/tiling.py`. Accelerators use tiles of one shape, and
-run all heads together, or as many as the fast memory of a TPU holds. The engine "xla" has three algorithms: it computes
-all scores of a head at once (*dense*), reads blocks of keys *in place*, or gathers the keys that queries list.
+These choices change results only by rounding. The numbers below were measured on CPUs; those for GPUs and TPUs were
+counted in compiled programs (`benchmarks/compiled.py`). The cost of a tile is in `math/tiling.py`.
 """
 
 import functools
@@ -12,35 +10,26 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Options
-from flax_mha._src.core.tracing import being_traced, cpu_features, is_key, multiplies_bfloat16, readable
+from flax_mha._src.core.tracing import cpu_features, multiplies_bfloat16
 from flax_mha._src.guard import may_mask
-from flax_mha._src.math.head import mask_by_head, one_of
-from flax_mha._src.math.tiling import (
-    CELL,
-    PARALLEL,
-    BlockMask,
-    TileShape,
-    Tiling,
-    cheapest,
-    cheapest_of_one,
-    static_block_mask,
-    tiling_of,
-)
-from flax_mha.masks.function import with_occupancy as with_known_occupancy
+from flax_mha._src.math.tiling import PARALLEL, TileShape, Tiling, choose_tiles, product_size, with_occupancy
 
 # The first two fields of a `Target`, `platform` and `may_be_split`, for one CPU and one TPU.
 ON_ONE_CPU, ON_ONE_TPU = ("cpu", False), ("tpu", False)
 
-# Up to this many scores of a head, T * S, dense attention is about as fast as tiles, and compiles faster.
-MAX_SCORES_DENSE = 256 * 256
-
-# On a GPU, up to this many scores of all heads, 1 GiB of float32, are computed at once. In bytes and launches, counted
-# by benchmarks/compiled.py, tiles gain next to nothing then, even with a window: a tile launches some 25 kernels.
+# GPU: up to this many scores of all heads, 1 GiB of float32, are computed at once. Counted in bytes and launches, tiles
+# gain next to nothing then, even with a window: a tile launches some 25 kernels.
 MAX_SCORES_GPU = 2**28
+# TPU: the heads that run together have at most this many scores in memory. Then a step over tiles stays in the fast
+# memory of a v5e: with eight times as many, it moves 2.2 GiB instead of 8 x 32 MiB.
+MAX_SCORES_TPU = 64 * 512 * 512
 
+# CPU: up to this many scores of a head, T * S, dense attention is about as fast as tiles, and compiles faster. Up to
+# this many in a head or a tile, XLA compiles product, softmax and product into one kernel, which is fast ...
+MAX_SCORES_DENSE = 256 * 256
+MIN_SCORES_FUSED_IN_ALL = 512 * 1024  # ... if all heads have at least this many scores, 2 MiB in float32
 # Tile shapes to choose from: large enough for fast matrix products, small enough for the caches. The first is used for
 # masks that are not known while tracing, and on accelerators. Up to 704 keys, a tile of 2 MiB holds whole rows.
 TILE_SHAPES = (
@@ -51,21 +40,11 @@ TILE_SHAPES = (
     TileShape(256, 512),
     TileShape(128, 128),
 )
-# The limits below count the scores of one head that are in memory at once: all of them, or those of one tile.
-# Up to this many, XLA's CPU backend compiles product, softmax and product into one fast kernel.
-MAX_SCORES_FUSED = 256 * 256
-MIN_SCORES_FUSED_IN_ALL = 512 * 1024  # that kernel is used if all heads have at least this many, 2 MiB in float32
-MAX_SCORES_ALL_HEADS = 128 * 128  # up to this many, all batch entries and heads are vmapped together on a CPU
-# Up to the first number, and the second for all heads of one batch entry, the heads of one entry are vmapped together.
-MAX_SCORES_ONE_ENTRY, MAX_SCORES_ONE_ENTRY_IN_ALL = 512 * 512, 8 * 512 * 512
+# How many heads are vmapped, by the scores that a head holds in memory at a time: all batch entries and heads up to the
+# first number, the heads of one batch entry up to the second (and up to the third in all), else one head.
+MAX_SCORES_ALL_HEADS, MAX_SCORES_ONE_ENTRY, MAX_SCORES_ONE_ENTRY_IN_ALL = 128 * 128, 512 * 512, 8 * 512 * 512
 
-# On a TPU, the heads that run together have at most this many scores. Then the float32 scores of a step over tiles stay
-# in the fast memory of a v5e: with eight times as many, a step moves 2.2 GiB instead of 8 x 32 MiB.
-MAX_SCORES_TPU = 64 * 512 * 512
-
-EXAMPLES = 4  # if a mask differs between heads, the tile shape is chosen by looking at up to this many of them
-
-# On a CPU, keys are read in place for at most this many queries over at least this many keys; a cache always is.
+# CPU, reading keys in place: for at most this many queries over at least this many keys; a cache always is.
 MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
 # Limits of a block: its queries, the numbers in its keys and values of all heads, and its least and most keys.
 MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
@@ -83,57 +62,39 @@ MAX_WIDTH_ACCELERATOR = 4096  # most keys in a block on accelerators, which comp
 
 
 class KeyBlocks(NamedTuple):
-    """The sizes of the blocks of queries and keys for attention that reads keys in place (`in_place.py`).
+    """The sizes of the blocks of queries and keys for attention that reads keys in place (`in_place.py`)."""
 
-    Attributes:
-      height: Number of queries in a block.
-      width: Number of keys in a block.
-      sequential: Whether batch entries run one after another, each with its own number of blocks, or all together.
-      dtype: Dtype of queries, keys and weights in matrix products.
-      block_diagonal: Whether one matrix product serves all heads; see `in_place.py`.
-      wide: Blocks to use instead if more than half of the keys are visible; None uses these blocks in every case.
-      value_size: If given, the first `value_size` features of keys are the values, and have a scale of their own.
-      whole: Whether one block holds the keys of all batch entries. `fitting` drops it if there are many scores.
-    """
-
-    height: int
-    width: int
-    sequential: bool
-    dtype: jnp.dtype
-    block_diagonal: bool = False
-    wide: "KeyBlocks | None" = None
-    value_size: int | None = None
-    whole: bool = False
+    height: int  # queries in a block
+    width: int  # keys in a block
+    sequential: bool  # whether batch entries run one after another, each over the blocks that it needs, or together
+    dtype: jnp.dtype  # of queries, keys and weights in matrix products
+    block_diagonal: bool = False  # whether one matrix product serves all heads
+    wide: "KeyBlocks | None" = None  # the blocks to use if more than half of the keys are visible; None: always these
+    value_size: int | None = None  # if given, the first features of keys are the values, and have a scale of their own
+    whole: bool = False  # whether one block holds the keys of all batch entries
 
     def fitting(self, scores: int, numbers: int) -> "KeyBlocks":
-        """Returns the blocks to use, given how many scores, and numbers in keys and values, there are in `jax.vmap`."""
-        wide = self.wide if scores <= MAX_SCORES_WHOLE or self.wide is None or not self.wide.whole else None
-        return wide if wide is not None and wide.whole and numbers <= MAX_NUMBERS_WHOLE else self._replace(wide=wide)
+        """Returns the blocks for this many scores, and numbers in keys and values, which `jax.vmap` multiplies."""
+        if self.wide is None or not self.wide.whole:
+            return self
+        if scores > MAX_SCORES_WHOLE:
+            return self._replace(wide=None)
+        return self.wide if numbers <= MAX_NUMBERS_WHOLE else self
 
 
 class Plan(NamedTuple):
-    """How an engine computes a call. `Engine.plan` makes it once; it is static, and never changes.
+    """How an engine computes a call. `Engine.plan` makes it once; it is static, and never changes."""
 
-    Attributes:
-      dtype: Dtype of the operands of matrix products.
-      guard_first: Whether `guard.guard` makes the operands finite before the engine gets them.
-      looped_axes: Number of leading axes [B..., K, G] to loop over ("blockwise" may loop over more); the others are
-        vmapped. None forbids loops, because arrays may be split between devices.
-      max_heads: Largest number of heads that run together; None sets no limit, as on CPUs and GPUs.
-      fuses_rows: Whether XLA's CPU backend compiles the attention of a head or a tile (`rows_of`) to one kernel.
-      tiling: The tiles of one head; None for engines without tiles.
-      in_place: The blocks of keys that "xla" reads in place; None computes all scores at once.
-      gathered: The number of queries whose keys "xla" gathers at a time, if each query lists its keys; else None.
-    """
-
-    dtype: jnp.dtype
-    guard_first: bool = True
+    dtype: jnp.dtype  # of the operands of matrix products
+    guard_first: bool = True  # whether `guard.guard` makes the operands finite before the engine gets them
+    # Number of leading axes [B..., K, G] to loop over ("blockwise" may loop over more); the others are vmapped. None
+    # forbids loops, because arrays may be split between devices.
     looped_axes: int | None = 0
-    max_heads: int | None = None
-    fuses_rows: bool = False
-    tiling: Tiling | None = None
-    in_place: KeyBlocks | None = None
-    gathered: int | None = None
+    max_heads: int | None = None  # most heads that run together; None sets no limit, as on CPUs and GPUs
+    fuses_rows: bool = False  # whether XLA's CPU backend compiles `rows_of` of a head or a tile to one kernel
+    tiling: Tiling | None = None  # the tiles of one head; None for engines without tiles
+    in_place: KeyBlocks | None = None  # the blocks that "xla" reads in place; None computes all scores at once
+    gathered: int | None = None  # queries whose keys "xla" gathers at a time, if queries list keys
 
     @property
     def variant(self) -> str | None:
@@ -153,9 +114,9 @@ def plan_xla(call: Call) -> Plan:
     if blocks is not None:
         return Plan(blocks.dtype, guard_first=False, in_place=blocks)
     scores = math.prod(call.operands.lengths)
-    looped = 0 if _may_fuse(call, scores) else _looped_axes(call, scores)  # few scores need no loop over heads
-    dtype, fuses = product_dtype(call, tiles=False), _fuses_rows(call, scores)
-    return Plan(dtype, True, looped, _max_heads_on_tpu(call, scores), fuses)
+    looped, together = _loops(call, scores)
+    looped = 0 if _may_fuse(call, scores) else looped  # few scores need no loop over heads
+    return Plan(product_dtype(call, tiles=False), True, looped, together, _fuses_rows(call, scores))
 
 
 def _plan_gathered(call: Call, count: int) -> Plan:
@@ -164,35 +125,24 @@ def _plan_gathered(call: Call, count: int) -> Plan:
     A block of queries gathers about S keys in all. Then memory stays linear, and adding up the gradients of keys from
     all blocks takes no longer than gathering the keys.
     """
-    queries, keys = call.operands.lengths
+    (queries, keys), dtype = call.operands.lengths, product_dtype(call, tiles=False)
     if not call.options.has_known_sizes:
-        return Plan(product_dtype(call, tiles=False), False, None, gathered=queries)
+        return Plan(dtype, False, None, gathered=queries)
     queries = min(queries, max(keys // count, MAX_QUERIES_IN_PLACE))
-    scores = queries * count
-    looped, together = _looped_axes(call, scores), _max_heads_on_tpu(call, scores)
+    looped, together = _loops(call, queries * count)
     if looped is not None:  # heads that share a key head gather its keys together
         looped = min(looped, call.operands.query.ndim - 2)
-    return Plan(product_dtype(call, tiles=False), False, looped, together, gathered=queries)
+    return Plan(dtype, False, looped, together, gathered=queries)
 
 
 def plan_tiles(call: Call) -> tuple[Plan, Call]:
     """Plans a call that is computed tile by tile; the returned call holds the tiles to visit, if they are known."""
     call = with_occupancy(call)
-    tiling, blocks = tiles(call)
+    tiling, blocks = choose_tiles(call, TILE_SHAPES if call.options.target.platform == "cpu" else TILE_SHAPES[:1])
     scores = tiling.height * tiling.width
-    looped, together = _looped_axes(call, scores), _max_heads_on_tpu(call, scores)
     fuses = _fuses_rows(call, scores, tiling.rows)
-    plan = Plan(product_dtype(call, tiles=True), True, looped, together, fuses, tiling)
+    plan = Plan(product_dtype(call, tiles=True), True, *_loops(call, scores), fuses, tiling)
     return plan, call._replace(operands=call.operands._replace(tiles=blocks))
-
-
-def with_occupancy(call: Call) -> Call:
-    """Stores in the call's mask which CELL x CELL squares are visible, if the mask's arrays can be read."""
-    operands = call.operands
-    if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
-        return call  # a mask without arrays computes this by itself
-    mask = with_known_occupancy(operands.mask, operands.lengths, operands.offsets.numbers, CELL)
-    return call._replace(operands=operands._replace(mask=mask))
 
 
 def is_memory_bound(call: Call) -> bool:
@@ -219,19 +169,14 @@ def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
         return False
     # Matrix products that use all cores are faster outside of that kernel.
     in_all = math.prod(call.operands.query.shape[:-3]) * call.operands.query.shape[-2] * rows * scores
-    return in_all >= MIN_SCORES_FUSED_IN_ALL and scores * _product_size(call) < PARALLEL
+    return in_all >= MIN_SCORES_FUSED_IN_ALL and scores * product_size(call) < PARALLEL
 
 
 def _may_fuse(call: Call, scores: int) -> bool:
     operands, options = call
     plain = options.score_mod is None and operands.dropout_rng is None
     plain = plain and not (options.return_residual or options.return_max_score)
-    return call.options.has_known_sizes and plain and scores <= MAX_SCORES_FUSED and options.target[:2] == ON_ONE_CPU
-
-
-def _product_size(call: Call) -> int:
-    """Returns the number of multiplications per score in a matrix product: the larger head size, H or Hv."""
-    return max(call.operands.query.shape[-1], call.operands.value.shape[-1])
+    return call.options.has_known_sizes and plain and scores <= MAX_SCORES_DENSE and options.target[:2] == ON_ONE_CPU
 
 
 def reads_in_place(call: Call) -> bool:
@@ -337,48 +282,18 @@ def _may_round(options: Options) -> bool:
     return all(precision in DEFAULT_PRECISION for precision in precisions)
 
 
-def _looped_axes(call: Call, scores: int) -> int | None:
-    """Chooses how many leading axes [B..., K, G] to loop over, so that the scores computed together fit in CPU caches.
+def _loops(call: Call, scores: int) -> tuple[int | None, int | None]:
+    """Chooses `Plan.looped_axes` and `Plan.max_heads`, so that the scores computed together fit in fast memory.
 
-    `scores` is how many scores a head holds at a time; the caller may loop over more axes. Returns None, which forbids
-    loops, on accelerators, if a mesh may split the arrays, and if sizes are symbolic.
+    `scores` counts the scores of a head that are in memory at a time.
     """
-    if call.options.target[:2] != ON_ONE_CPU or not call.options.has_known_sizes:
-        return None  # an accelerator vmaps heads, and a mesh may split them
-    axes, num_heads = call.operands.query.ndim - 1, call.operands.query.shape[-2]
+    target, query = call.options.target[:2], call.operands.query
+    if target == ON_ONE_TPU and call.options.has_known_sizes:
+        return None, max(MAX_SCORES_TPU // max(scores, 1), 1)
+    if target != ON_ONE_CPU or not call.options.has_known_sizes:
+        return None, None  # a GPU computes all heads together, and a mesh may split them
+    axes = query.ndim - 1
     if scores <= MAX_SCORES_ALL_HEADS:
-        return 0
-    together = scores <= MAX_SCORES_ONE_ENTRY and num_heads * scores <= MAX_SCORES_ONE_ENTRY_IN_ALL
-    return axes - 2 if together else axes
-
-
-def _max_heads_on_tpu(call: Call, scores: int) -> int | None:
-    """Returns how many heads may run together on a TPU if each holds `scores` scores in memory; None for no limit."""
-    if call.options.target[:2] != ON_ONE_TPU or not call.options.has_known_sizes:
-        return None
-    return max(MAX_SCORES_TPU // max(scores, 1), 1)
-
-
-def tiles(call: Call) -> tuple[Tiling, BlockMask | None]:
-    """Chooses the fastest tiling, and lists the tiles to visit (`BlockMask`) if the mask holds concrete arrays.
-
-    Otherwise the list is None: the caller computes it (`blockwise._block_mask`), at trace time or in the program.
-    """
-    operands, options = call
-    lengths, axes = operands.lengths, operands.query.ndim - 1
-    arrays = jax.tree.leaves(operands.mask)
-    known = not arrays or (all(map(readable, arrays)) and operands.query.size > 0 and being_traced())
-    if not operands.offsets.are_known or not known:
-        return tiling_of(lengths, TILE_SHAPES[0]), None
-    shapes = TILE_SHAPES if options.target.platform == "cpu" else TILE_SHAPES[:1]
-    if not arrays or operands.mask is None:
-        numbers = operands.offsets.numbers
-        return cheapest_of_one(lengths, operands.mask, numbers, shapes, _product_size(call)), None
-    concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
-    mask = mask_by_head(concrete, axes - 2, operands.groups)
-    head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
-    masks = [one_of(mask, place) for place in np.ndindex(head_axes)]
-    examples = masks[:: max(1, -(-len(masks) // EXAMPLES))]
-    tiling = cheapest(lengths, examples, operands.offsets.numbers, shapes, _product_size(call))
-    blocks = static_block_mask(tiling, masks, operands.offsets.numbers)
-    return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
+        return 0, None
+    together = scores <= MAX_SCORES_ONE_ENTRY and query.shape[-2] * scores <= MAX_SCORES_ONE_ENTRY_IN_ALL
+    return axes - 2 if together else axes, None

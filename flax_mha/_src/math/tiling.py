@@ -16,9 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from flax_mha._src.call.operands import Call
 from flax_mha._src.core.tile import Grid, IntMatrix, Scalar, Tile
+from flax_mha._src.core.tracing import being_traced, is_key, readable
+from flax_mha._src.math.head import mask_by_head, one_of
 from flax_mha.masks import Mask, Occupancy
 from flax_mha.masks.base import part_axes
+from flax_mha.masks.function import with_occupancy as store_occupancy
 
 # Size of the squares whose occupancy is computed if the mask is known while tracing; a tile may begin at each of them.
 CELL = 128
@@ -28,6 +32,7 @@ CELL = 128
 # partial tiles, n is multiplied by MASKED.
 PARALLEL, STEP, SERIAL = 2**23, 24 * 1024, 2
 MASKED = 1.15
+EXAMPLES = 4  # if a mask differs between heads, the costs are added up for this many heads
 
 
 class TileShape(NamedTuple):
@@ -272,9 +277,46 @@ def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar,
     return BlockMask(column, jnp.zeros_like(column), num_full, num_tiles, whole, whole, single=False)
 
 
-def cheapest(
-    lengths: tuple[int, int],
+def with_occupancy(call: Call) -> Call:
+    """Stores in the call's mask which CELL x CELL squares are visible, if the mask's arrays can be read."""
+    operands = call.operands
+    if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
+        return call  # a mask without arrays computes this by itself
+    mask = store_occupancy(operands.mask, operands.lengths, operands.offsets.numbers, CELL)
+    return call._replace(operands=operands._replace(mask=mask))
+
+
+def choose_tiles(call: Call, shapes: tuple[TileShape, ...]) -> tuple[Tiling, BlockMask | None]:
+    """Chooses the cheapest tiling with one of the tile `shapes`, the first if the mask is not known while tracing.
+
+    Also lists the tiles to visit if the mask holds concrete arrays. Otherwise the list is None, and made later: at
+    trace time if the mask holds no arrays (`block_mask_of_one`), else in the program (`dynamic_block_mask`).
+    """
+    operands, axes = call.operands, call.operands.query.ndim - 1
+    arrays = jax.tree.leaves(operands.mask)
+    known = not arrays or (all(map(readable, arrays)) and operands.query.size > 0 and being_traced())
+    if not operands.offsets.are_known or not known:
+        return tiling_of(operands.lengths, shapes[0]), None
+    context = operands.lengths, operands.offsets.numbers, shapes, product_size(call)
+    if not arrays or operands.mask is None:
+        return _cheapest_of_one(operands.mask, *context), None
+    concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
+    mask = mask_by_head(concrete, axes - 2, operands.groups)
+    head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
+    masks = [one_of(mask, place) for place in np.ndindex(head_axes)]
+    tiling = _cheapest(masks[:: max(1, -(-len(masks) // EXAMPLES))], *context)
+    blocks = static_block_mask(tiling, masks, operands.offsets.numbers)
+    return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
+
+
+def product_size(call: Call) -> int:
+    """Returns the number of multiplications per score in a matrix product: the larger head size, H or Hv."""
+    return max(call.operands.query.shape[-1], call.operands.value.shape[-1])
+
+
+def _cheapest(
     masks: Sequence[Mask | None],
+    lengths: tuple[int, int],
     offsets: tuple[int, int],
     shapes: Sequence[TileShape],
     head_size: int,
@@ -283,10 +325,14 @@ def cheapest(
     candidates, costs = [tiling_of(lengths, shape, fine=True) for shape in shapes], []
     with jax.ensure_compile_time_eval():
         for candidate in candidates:
-            costs.append(0.0)
-            for mask in masks:
-                costs[-1] += _cost(candidate, mask, offsets, head_size)
+            costs.append(sum(_cost(candidate, mask, offsets, head_size) for mask in masks))
     return candidates[int(np.argmin(costs))]
+
+
+# Cached for masks without arrays: all layers of a model, and all traces of its training step, need the same tiling.
+@functools.lru_cache(maxsize=256)
+def _cheapest_of_one(mask: Mask | None, *context: Any) -> Tiling:
+    return _cheapest((mask,), *context)
 
 
 def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_size: int) -> float:
@@ -296,18 +342,6 @@ def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_s
     scores = np.where(number < full[:, None], scores, MASKED * scores)
     each = np.where(scores * head_size < PARALLEL, SERIAL * scores, scores + STEP)
     return float(each[number < some[:, None]].sum())
-
-
-# Cached for masks without arrays: all layers of a model, and all traces of its training step, need the same tiling.
-@functools.lru_cache(maxsize=256)
-def cheapest_of_one(
-    lengths: tuple[int, int],
-    mask: Mask | None,
-    offsets: tuple[int, int],
-    shapes: Sequence[TileShape],
-    head_size: int,
-) -> Tiling:
-    return cheapest(lengths, (mask,), offsets, shapes, head_size)
 
 
 @functools.lru_cache(maxsize=256)

@@ -28,8 +28,8 @@ from flax_mha._src.engines.pallas.launch import MOST_WORDS, KernelCall
 from flax_mha._src.engines.pallas.split_function import LANES, RefusedError, TileFunction, split
 from flax_mha._src.math.head import from_caller, heads_of, map_heads, to_caller
 from flax_mha._src.math.scores import ScoreRule
-from flax_mha._src.math.tiling import InsideMask, Tiling, occupancy
-from flax_mha._src.plan import Plan, with_occupancy
+from flax_mha._src.math.tiling import InsideMask, Tiling, occupancy, with_occupancy
+from flax_mha._src.plan import Plan
 from flax_mha.masks import Mask, Occupancy
 from flax_mha.masks.function import TracedMask, functions_of, map_functions
 
