@@ -159,9 +159,10 @@ def dot_product_attention(
 
     Returns:
       [B..., T, N, Hv] in the dtype of `query`. With `return_residual`, also the log-sum-exp [B..., T, N], which is
-      differentiable (float32, or float64 for float64 inputs; -inf if all keys are masked). With `return_max_score`,
-      also, as the last result, the maximum score [B..., N] in the same dtype, without sinks: -inf if all scores are
-      masked, NaN if the log-sum-exp of a query is NaN. The maximum has no gradient.
+      differentiable, in float32, or float64 for float64 inputs; if all keys of a query are masked, it is the sink or,
+      without sinks, -inf. With `return_max_score`, also, as the last result, the maximum score [B..., N] in the same
+      dtype, without sinks: -inf if all scores are masked, NaN if the log-sum-exp of a query is NaN. The maximum has no
+      gradient.
 
     Raises:
       ValueError: If arguments do not fit together, or if `score_mod` or a `mask_mod` looks up an entry outside an

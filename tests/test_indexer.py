@@ -261,7 +261,6 @@ def test_memory_grows_linearly():
 REFUSED = {
     "indexer must be a flax_mha.Indexer or None": {"indexer": 5},
     "q_lora_rank must be an int with an indexer": {"q_lora_rank": None},
-    "norm_epsilon of the indexer must be a finite number > 0": {"indexer": Indexer(8, 12, 5, norm_epsilon=0.0)},
     "head_dim of the indexer must be at least qk_rope_head_dim": {"indexer": Indexer(8, 3, 5)},
 }
 
@@ -274,6 +273,7 @@ def test_what_is_refused():
         layer = linen.MultiHeadLatentAttention(N, **options)
         refused(message, layer.init, jax.random.key(0), inputs())
     refused("top_k must be an int >= 1", Indexer, 8, 12, 0)
+    refused("norm_epsilon must be a finite number > 0", Indexer, 8, 12, 5, norm_epsilon=0.0)
     refused("interleaved must be True or False", Indexer, 8, 12, 5, 1)
     module, x = made(), inputs()
     refused("mask must be the same for all heads", module, x, mask=np.ones((B, N, T, T), bool))

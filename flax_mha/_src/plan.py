@@ -87,10 +87,10 @@ class Plan(NamedTuple):
 
     dtype: jnp.dtype  # of the operands of matrix products
     guard_first: bool = True  # whether `guard.guard` makes the operands finite before the engine gets them
-    # Number of leading axes [B..., K, G] to loop over ("blockwise" may loop over more); the others are vmapped. None
-    # forbids loops, because arrays may be split between devices.
+    # Number of leading axes [B..., K, G] over which `map_heads` loops; it vmaps the others. "blockwise" also loops over
+    # axes along which heads visit different tiles, unless this is None: arrays may be split between devices.
     looped_axes: int | None = 0
-    max_heads: int | None = None  # most heads that run together; None sets no limit, as on CPUs and GPUs
+    max_heads: int | None = None  # most heads that `map_heads` vmaps at a time; None sets no limit, as on CPUs and GPUs
     fuses_rows: bool = False  # whether XLA's CPU backend compiles `rows_of` of a head or a tile to one kernel
     tiling: Tiling | None = None  # the tiles of one head; None for engines without tiles
     in_place: KeyBlocks | None = None  # the blocks that "xla" reads in place; None computes all scores at once

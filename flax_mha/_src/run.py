@@ -126,7 +126,7 @@ def _compute(engine: Engine, plan: Plan, operands: Operands, options: Options) -
 def choose(call: Call) -> str:
     """Returns the name of the engine that `implementation=None` selects on one device."""
     if plans.is_memory_bound(call) or call.operands.key_indices is not None:
-        return "xla"  # a fused kernel gains nothing
+        return "xla"  # memory-bound: a fused kernel gains nothing; key_indices: no other engine supports them
     for name in PREFERRED.get(call.options.target.platform, ()):
         if not refusals(name, call):
             return name

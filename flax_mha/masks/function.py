@@ -182,7 +182,11 @@ def _window_beside(masks: Sequence[Mask | None], function: TracedFunction) -> Wi
 
 
 def _last_visible(offsets: Offsets, lengths: tuple[int, int], window: Window) -> tuple[int | None, int | None]:
-    """Returns positions of the last query with keys in its `window` and the last such key; None if unknown or none."""
+    """Returns the position of the last query that has a key in its window (left, right), and of the last such key.
+
+    With one offset for each sequence, these are the largest over the batch. Both are None if offsets or lengths are not
+    known, or if no query has a key in its window.
+    """
     queries, keys = (_span(offset, length) for offset, length in zip(offsets.values, lengths, strict=True))
     if window == (None, None):
         return tuple(None if x is None else int(x[1].max()) for x in (queries, keys))  # type: ignore[return-value]

@@ -214,6 +214,12 @@ def int_at_least(name: str, value: object, least: int) -> int:
     return int(value)
 
 
+def epsilon(name: str, value: Any) -> None:
+    """Raises a ValueError unless `value`, which a norm adds to a variance, is a finite number above 0."""
+    if not is_finite(number_in(value)) or value <= 0:
+        raise ValueError(f"{name} must be a finite number > 0, but got {value!r}.")
+
+
 def unwrapped(value: Any) -> Any:
     """Returns the array inside a variable of `flax.nnx` (or any object with `__jax_array__`), else `value` itself."""
     if isinstance(value, jax.Array | type) or not hasattr(value, "__jax_array__"):

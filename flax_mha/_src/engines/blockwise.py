@@ -215,9 +215,9 @@ def _tangent(
     query, output, lse, finite = guard.derivative_rows(head.query, result, head.nonfinite is not None)
     function, arguments = _tangent_of_tile(head, lse), _arguments(head)
     residuals = [query, lse[:, None], *arguments]
-    by_hand = functools.partial(_backward, tiling, head.rule.scale, head.inputs.bias is not None)
+    backward = functools.partial(_backward, tiling, head.rule.scale, head.inputs.bias is not None)
     tangents = [d_head.query, *_arguments(d_head)]
-    weighted, d_lse = tile_sum(tiling, function, head.rule, blocks, residuals, tangents, by_hand)
+    weighted, d_lse = tile_sum(tiling, function, head.rule, blocks, residuals, tangents, backward)
     d_lse = d_lse[:, 0]
     if head.inputs.sink is not None and d_head.inputs.sink is not None:
         d_lse = d_lse + jnp.exp(head.inputs.sink - lse) * d_head.inputs.sink

@@ -31,8 +31,11 @@ class Engine:
         return []
 
     def plan(self, call: Call) -> tuple[Plan, Call]:
-        """Plans a call; the returned call also holds everything computed beforehand, such as the tiles to visit."""
-        return Plan(call.operands.query.dtype, guard_first=False), call
+        """Plans a call; the returned call also holds everything computed beforehand, such as the tiles to visit.
+
+        The default plan makes operands finite before `forward` gets them (`Plan.guard_first`).
+        """
+        return Plan(call.operands.query.dtype), call
 
     def forward(self, plan: Plan, call: Call) -> Result:
         """Computes a call prepared by `guard.guard`; the log-sum-exp may be None unless `return_residual` is set."""

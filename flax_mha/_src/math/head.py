@@ -206,7 +206,7 @@ def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
 
 
 def map_heads(
-    one_head: Callable[[Any], Any], operands: Any, axes: int, looped_axes: int = 0, max_vmapped: int | None = None
+    one_head: Callable[[Any], Any], operands: Any, axes: int, looped_axes: int = 0, max_heads: int | None = None
 ) -> Any:
     """Maps `one_head` over batch entries and heads, the first `axes` axes of every array.
 
@@ -219,7 +219,7 @@ def map_heads(
       operands: Pytree of arrays [axes..., part of one head].
       axes: The number of leading axes to map over.
       looped_axes: How many of these to loop over.
-      max_vmapped: The most heads to vmap at a time, in a loop over groups of heads; None means all.
+      max_heads: The most heads to vmap at a time, in a loop over groups of heads; None means all.
     """
     leaves, tree = jax.tree.flatten(operands)
     is_mapped = [[leaf.shape[axis] != 1 for leaf in leaves] for axis in range(axes)]  # by axis and array
@@ -233,7 +233,7 @@ def map_heads(
         if not any(is_mapped[axis]):
             continue
         inner = math.prod(sizes[axis + 1 :])
-        group = 1 if axis < looped_axes else sizes[axis] if max_vmapped is None else max_vmapped // max(inner, 1)
+        group = 1 if axis < looped_axes else sizes[axis] if max_heads is None else max_heads // max(inner, 1)
         if group < sizes[axis]:
             group = next(n for n in range(max(group, 1), 0, -1) if sizes[axis] % n == 0)
         if axis >= looped_axes and group >= sizes[axis]:

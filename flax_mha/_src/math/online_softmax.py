@@ -85,7 +85,10 @@ def update(
 
 
 def finish(state: State) -> tuple[Float[Array, "*L t Hv"], Float[Array, "*L t"], Float[Array, "*L t"] | None]:
-    """Converts the last state to output, log-sum-exp, largest score (or None); 0, -inf, -inf if no key is visible."""
+    """Converts the last state to output, log-sum-exp and largest score (or None).
+
+    If no key is visible, these are 0, the sink (-inf without one) and -inf.
+    """
     total = state.running_sum
     total = lax.select(lax.eq(total, lax.full_like(total, 0)), lax.full_like(total, 1), total)
     return state.output / lax.expand_dims(total, (total.ndim,)), lax.log(total) + state.running_max, state.largest

@@ -156,17 +156,17 @@ def tile_sum(
     blocks: BlockMask,
     residuals: Sequence[Array],
     linear: Sequence[Array],
-    by_hand: Callable[[ScoreRule, BlockMask, Sequence[Array], Sequence[Array]], Sequence[Array]] | None = None,
+    backward: Callable[[ScoreRule, BlockMask, Sequence[Array], Sequence[Array]], Sequence[Array]] | None = None,
 ) -> list[Array]:
     """Sums `function` over the tiles of one head that `blocks` lists; the sum is linear in the arrays `linear`.
 
-    `by_hand(rule, blocks, residuals, cotangents)` computes the transpose; None uses `function.transposed`.
+    `backward(rule, blocks, residuals, cotangents)` computes the transpose; None uses `function.transposed`.
     """
     context, structure = jax.tree.flatten((rule, blocks))
-    return _sum_of(tiling, function, structure, by_hand)(*context, *residuals, *linear)
+    return _sum_of(tiling, function, structure, backward)(*context, *residuals, *linear)
 
 
-def _sum_of(tiling: Tiling, function: TileSummand, structure: Any, by_hand: Callable | None) -> Function:
+def _sum_of(tiling: Tiling, function: TileSummand, structure: Any, backward: Callable | None) -> Function:
     """Makes the JAX operation that `tile_sum` calls, with its tangent and its transpose.
 
     It takes the leaves of (rule, blocks), whose pytree structure is `structure`, then residuals and linear arguments.
@@ -188,8 +188,8 @@ def _sum_of(tiling: Tiling, function: TileSummand, structure: Any, by_hand: Call
 
     def transpose(residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
         rule, blocks, values = split(residuals)
-        if by_hand is not None:
-            return by_hand(rule, blocks, values, cotangents)
+        if backward is not None:
+            return backward(rule, blocks, values, cotangents)
         return tile_sum(tiling, function.transposed(), rule, blocks, values, cotangents)
 
     def evaluate(*arguments: Any) -> Sequence[Array]:

@@ -96,7 +96,11 @@ def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) 
 
 
 def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
-    """Returns number and size of equal pieces that cover `length`: one of this size, or multiples of 16 * `bands`."""
+    """Cuts `length` into the fewest equal pieces of at most `largest`; returns their number and their size.
+
+    The size is a multiple of 16 * `bands`, so that the last piece may need padding, unless there is one piece and one
+    band: then it is `length`.
+    """
     count = max(-(-length // largest), 1)
     multiple = 16 * bands if count > 1 or bands > 1 else 1
     size = max(-(-length // (multiple * count)), 1) * multiple
@@ -278,7 +282,10 @@ def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar,
 
 
 def with_occupancy(call: Call) -> Call:
-    """Stores in the call's mask which CELL x CELL squares are visible, if the mask's arrays can be read."""
+    """Evaluates each `mask_mod` in the call's mask once, if its arrays can be read, so that empty tiles can be skipped.
+
+    The returned call's mask holds which squares of CELL x CELL scores have some, or only, visible scores.
+    """
     operands = call.operands
     if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
         return call  # a mask without arrays computes this by itself

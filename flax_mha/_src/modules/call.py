@@ -122,7 +122,7 @@ def call_module(flax: FlaxModule, given: Given) -> Any:
     if flax.indexer is not None:
         top_k, index_cache = _index(flax, flax.indexer, core, given, inputs[0], cache, arguments)
     x, appended = _attend(flax, core, given, heads, cache, arguments, top_k)
-    own = as_stored(cache if flax.exclusive else None, *heads[1:])
+    own = as_stored(cache, *heads[1:]) if flax.exclusive else heads[2]
     output = flax.output(validation.nan_if(is_no_mask, x), own, inputs[0])
     if keys == "to store":
         lengths = sequences.key_lengths(per_sequence.get("key_value_seq_lengths"), heads[1])
@@ -145,7 +145,11 @@ def _attend(
     arguments: dict[str, Any],
     top_k: int,
 ) -> tuple[Float[Array, "*B T N Hv"], Appended | None]:
-    """Computes the attention; with a cache, also returns the cache with the new keys and values (`Appended`)."""
+    """Computes the attention of projected heads, over the cache if there is one.
+
+    `core` is None if `attention_fn`, which is then called, is not of this package. `top_k` is the number of keys that
+    the indexer chose for each query, or 0. Also returns the cache with the new keys and values, or None.
+    """
     if cache is not None:
         arguments.pop("is_causal", None)  # decoding is always causal
         appended = None if given.kv is None else given.kv.appended

@@ -245,7 +245,10 @@ class Explain(Protocol[P]):
 
 
 def explaining(call: Callable[Concatenate[Any, P], Array]) -> Explain[P]:
-    """Makes a module's method `explain`, which takes the arguments of `call` and `platform`, and calls `_explained`."""
+    """Makes the method `explain` of a module class, given its `__call__`.
+
+    `explain` takes the same arguments, and also `platform`; it returns `self._explained(platform, *arguments)`.
+    """
 
     def explain(self: Any, *arguments: Any, platform: Platform | None = None, **keywords: Any) -> Explanation:
         """Explains which implementation computes a call with these arguments, and why the others do not.

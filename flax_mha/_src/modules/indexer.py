@@ -86,6 +86,7 @@ class Indexer:
             validation.int_at_least(name, getattr(self, name), 1)
         for name in ("interleaved", "rotary_last"):
             validation.flag(name, getattr(self, name))
+        validation.epsilon("norm_epsilon", self.norm_epsilon)
 
 
 class IndexLayers(NamedTuple):
@@ -208,7 +209,7 @@ def _choose(call: Call, query: Float[Array, "*B T N H"], weights: Float[Array, "
         part = [lax.dynamic_slice_in_dim(x, first, height, rank) for x in (query, weights)]
         by_entry = [lax.expand_dims(x, (rank, rank + 1)) for x in (*part, operands.key[..., 0, :])]
         entries = varying_alike((*by_entry, *scores_of(operands, call.options)))
-        chosen = map_heads(functools.partial(_one_entry, count), entries, rank + 2, max_vmapped=together)
+        chosen = map_heads(functools.partial(_one_entry, count), entries, rank + 2, max_heads=together)
         return jax.tree.map(lambda x: lax.squeeze(x, (rank, rank + 1)), chosen)
 
     return by_blocks(block, queries, height, rank)

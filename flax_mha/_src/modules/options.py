@@ -121,7 +121,7 @@ def check_latent(options: Mapping[str, Any]) -> None:
         size, optional = options[name], name == "q_lora_rank"
         if (not is_int(size) or size < 1) and (size is not None or not optional):
             raise ValueError(f"{name} must be an int >= 1{' or None' * optional}, but got {size!r}.")
-    _check_epsilon("norm_epsilon", options["norm_epsilon"])
+    validation.epsilon("norm_epsilon", options["norm_epsilon"])
     for name in ("query_residual", "normalize_rotary_key"):
         validation.flag(name, options[name])
     if options["query_residual"] and options["q_lora_rank"] is None:
@@ -134,7 +134,6 @@ def check_latent(options: Mapping[str, Any]) -> None:
 def _check_indexer(indexer: Any, options: Mapping[str, Any]) -> None:
     if not isinstance(indexer, Indexer):
         raise ValueError(f"indexer must be a flax_mha.Indexer or None, but got {indexer!r}.")
-    _check_epsilon("norm_epsilon of the indexer", indexer.norm_epsilon)
     if options["q_lora_rank"] is None:
         raise ValueError("q_lora_rank must be an int with an indexer, whose queries use it, but got None.")
     if options["rope"] is not None and indexer.head_dim < options["qk_rope_head_dim"]:
@@ -190,16 +189,11 @@ def check_has_features(**inputs: Any) -> None:
             raise ValueError(f"{name} must have at least one feature on its last axis, but got shape {x.shape}.")
 
 
-def _check_epsilon(name: str, epsilon: Any) -> None:
-    if not is_finite(number_in(epsilon)) or epsilon <= 0:
-        raise ValueError(f"{name} must be a finite number > 0, but got {epsilon!r}.")
-
-
 def _check_norm_epsilon(name: str, epsilon: Any, norm_name: str, norm: Any) -> None:
     """Raises a ValueError if `epsilon` is invalid, or is given without a `norm`; `norm_name` is the norm's option."""
     if epsilon is None:
         return
-    _check_epsilon(name, epsilon)
+    validation.epsilon(name, epsilon)
     if not norm:
         raise ValueError(f'{name} must be None without {norm_name}, but got {epsilon!r}; pass {norm_name}="rms_norm".')
 

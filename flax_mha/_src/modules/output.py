@@ -25,7 +25,10 @@ def apply_gate(x: Float[Array, "*B T N Hv"], gate: Float[Array, "..."], activati
 
 
 def as_stored(cache: KVCache | None, key: Array, value: Array) -> Array:
-    """Returns new values as attention over a cache uses them: rounded to the dtype of the cache; unchanged without."""
+    """Returns new values as attention reads them back from `cache`: rounded to its dtype, then converted back.
+
+    Keys and values are quantized together, but `key` does not affect the result. Without a cache, returns `value`.
+    """
     if cache is None or cache.value.dtype == value.dtype:
         return value
     if cache.scale is None:

@@ -23,7 +23,8 @@ Attend = Callable[[Operands], Array]
 def lower_for_platform(platform: str, kernel: Attend, elsewhere: Attend, operands: Operands) -> Array:
     """Calls `kernel(operands)` in a program compiled for `platform` ("gpu" or "tpu"), else `elsewhere(operands)`.
 
-    The function `kernel` must run the kernel itself by `compile_for`.
+    JAX compiles both branches for every platform of a program. So within `kernel`, the fused kernel must be called by
+    `compile_for`, which compiles it for its own platform only.
     """
     return lax.platform_dependent(operands, **{_lowering_name(platform): kernel}, default=elsewhere)
 

@@ -134,6 +134,9 @@ class Splash(Engine):
     def supports(self, call: Call) -> list[str]:
         return refusals(call)
 
+    def plan(self, call: Call) -> tuple[Plan, Call]:
+        return Plan(call.operands.query.dtype, guard_first=False), call  # `forward` guards
+
     def forward(self, plan: Plan, call: Call) -> Result:
         operands, options = call
         batch, mask = operands.query.shape[:-3], kernel_mask.kernel_mask(call).flat(operands.query.shape[:-3])

@@ -2,8 +2,9 @@
 
 Other algorithms copy keys and values to the layout of one head, which reads and writes all of them. Here a loop reads
 blocks of keys [B..., S, K, H] where they are, a block for all heads, and only from the first to the last block that
-holds a visible key of the batch entry. So a step of decoding costs what its sequence has written to the cache, not what
-the cache can hold. If most of the cache has been written, blocks are larger, or all of it is one block, not copied.
+holds a visible key: of each batch entry on a CPU, of any batch entry on accelerators. So a step of decoding costs what
+has been written to the cache, not what the cache can hold. If most of the cache has been written, blocks are larger, or
+all of it is one block, not copied. So is a cache that is small (`plan.MAX_NUMBERS_WHOLE`), however empty it is.
 
 A matrix product for each key head copies the keys of this head. For few queries, one block-diagonal product for all
 heads is faster: every query is padded with zeros to the features of all key heads, so that the keys of other heads
@@ -259,10 +260,11 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: online_softmax.
 def _read_block(
     blocks: KeyBlocks, part: BatchSlice, column: Scalar
 ) -> tuple[list[Array], Array, list[Array] | None, Float[Array, "*B K 1 s"] | None]:
-    """Reads a block: its keys (one array for each of `_scaled_features`), its values, their scales, and its flags.
+    """Reads the block of keys that begins at key `column`: returns its keys, values, scales and flags.
 
-    The scales are two arrays [*B, K, 1, s] if the cache is in 8 bits, else None. If `part.guarded`, a flag is infinity
-    if the key or its value was not finite, else 0. Without `part.guarded`, flags are None.
+    The keys are one array or, if keys hold the values (`blocks.value_size`), two: the features after the values, then
+    the values. The scales of a cache in 8 bits are two arrays, of keys and of values, else None. If `part.guarded`, a
+    flag is infinity if the key or its value was not finite and became zeros, else 0; otherwise, flags are None.
     """
     groups, scale, flags = (part.key.shape[-2], 1), None, None
     read = functools.partial(_block, part=part, column=column, width=blocks.width)
