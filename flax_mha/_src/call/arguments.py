@@ -33,13 +33,13 @@ LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
 
 
 def unexpected(function: str, name: str) -> TypeError:
-    """Makes Python's error about an unknown argument; adds what to use instead, if known."""
+    """Makes Python's error about an unknown argument `name`; adds the arguments to use instead, if known."""
     fix = f"; only modules accept {name}; use {SIBLINGS[name]} instead" if name in SIBLINGS else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{fix}")
 
 
 def naming_siblings(function: F) -> F:
-    """Wraps a function: its error for an argument that only modules accept names the arguments to use instead."""
+    """Wraps an attention function: its error for an argument that only modules accept says what to use instead."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -87,7 +87,7 @@ class CallArguments(Arguments, total=False):
 def check_inputs(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, any_dtypes: bool = False
 ) -> tuple[Array, Array, Array, Shape]:
-    """Converts query, key and value to arrays, checks shapes and, unless `any_dtypes`, dtypes; also returns sizes."""
+    """Converts query, key and value to arrays and checks them; also returns sizes. `any_dtypes`: dtypes may differ."""
     meaning = "[batch..., length, heads, head size]"
     query, key, value = (
         x if isinstance(x, jax.Array) else as_array(name, x, f"an array {meaning}")
@@ -127,7 +127,7 @@ def check_inputs(
 
 
 def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], meaning: str) -> Array | None:
-    """Checks that bias or sinks are floats that broadcast to `shape` (in errors: `meaning`), and adds leading axes."""
+    """Checks that bias or sinks are floats, and that they broadcast to `shape`; for `meaning` see `broadcastable`."""
     if value is None:
         return None
     array = as_array(name, value, "an array of floats")
@@ -163,7 +163,7 @@ def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) 
 
 
 def check_window(size: Any) -> tuple[int | None, int | None] | None:
-    """Checks a window size and returns (left, right), or None if neither side is limited."""
+    """Checks a window size; returns how far a query attends (before itself, after itself), or None if both are None."""
     pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(pair) != 2 or not all(side is None or (is_int(side) and side >= 0) for side in pair):
         raise ValueError(
@@ -174,7 +174,7 @@ def check_window(size: Any) -> tuple[int | None, int | None] | None:
 
 
 def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
-    """Checks a scale; returns (number, None) for a number known while tracing, or (1.0, array) for a JAX array."""
+    """Checks a scale; returns (1.0, array) for a JAX array, else (number, None). A `value` of None is 1 / sqrt(H)."""
     if value is None:
         return 1 / math.sqrt(shape.head_size), None
     value = validation.unwrapped(value)
@@ -229,7 +229,7 @@ def check_dropout_rate(rate: float) -> float:
 
 
 def check_dropout(rate: float, rng: Any) -> float:
-    """Checks the dropout rate, and its key if the rate is above 0; returns the rate."""
+    """Checks the dropout rate and, if it is above 0, the random key `rng`; returns the rate."""
     rate = check_dropout_rate(rate)
     if rate == 0:
         return rate
@@ -311,7 +311,7 @@ def canonical(
 def check_scoring(
     query: Array, shape: Shape, arguments: CallArguments, target: Target, return_residual: bool = False
 ) -> Call:
-    """Checks the arguments that do not depend on keys, and traces `score_mod`; `with_keys` completes the call."""
+    """Begins a call: checks arguments that do not depend on keys, and traces `score_mod`. `with_keys` completes it."""
     number, scale_array = check_scale(arguments.get("scale"), shape)
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
     score_mod = arguments.get("score_mod")
@@ -360,7 +360,7 @@ def with_keys(
     cache_scale: Array | None = None,
     key_indices: Array | None = None,
 ) -> Call:
-    """Completes the call that `check_scoring` began; checks `bias`, and that user functions fit the call's sizes."""
+    """Completes the call `scoring` from `check_scoring`; checks `bias` and user functions, and combines all masks."""
     present = [mask for mask in masks if mask is not None]
     operands = scoring.operands._replace(
         key=key,

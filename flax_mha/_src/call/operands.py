@@ -19,7 +19,10 @@ DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
 
 class _NoOffset(int):
-    """The type of `NO_OFFSET`, the default: sequences are whole. If a caller passes offset 0, they may be slices."""
+    """The type of `NO_OFFSET`, the default offset: a 0 which means that the arrays hold whole sequences.
+
+    If a caller passes an offset, even 0, the arrays may hold slices of longer sequences, to which lengths then refer.
+    """
 
 
 NO_OFFSET = _NoOffset(0)
@@ -40,7 +43,10 @@ class Context(NamedTuple):
     mesh: Mesh | AbstractMesh | None
 
     def with_sharding(self, sharding: Any, rank: int) -> "Context":
-        """Adds mesh, batch axes and head axis of the query's `sharding`; raises a ValueError if `self` has others."""
+        """Adds mesh, batch axes and head axis of the query's `sharding`; raises a ValueError if `self` has others.
+
+        `rank` is the query's number of axes. `sharding` is a PartitionSpec or NamedSharding, or None to add nothing.
+        """
         if sharding is None or rank < 3:  # a query of rank < 3 is refused later
             return self
         spec: PartitionSpec = getattr(sharding, "spec", sharding)
@@ -63,7 +69,7 @@ Sharding = PartitionSpec | NamedSharding | Context
 
 
 class IdsAndSeeds(NamedTuple):
-    """Indices of batch entries and heads for `score_mod`, and random words for dropout; None if not needed."""
+    """Indices of batch entries and heads for `score_mod`, and random words for dropout; each None if not needed."""
 
     batch: Int[Array, "*B"] | None  # indices of the batch entries (flattened)
     head: Int[Array, " N"] | None  # indices of the query heads
@@ -132,7 +138,7 @@ class Operands(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The static (hashable) part of a call, known while tracing."""
+    """The static part of a call: hashable values that are known while tracing."""
 
     scale: float  # factor of query . key if it is a number, else 1
     soft_cap: float | None
@@ -159,7 +165,7 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of a call; `run` returns it in the caller's layout."""
+    """The result of a call: output, log-sum-exp and largest scores, in the caller's layout."""
 
     output: Float[Array, "*B T N Hv"]
     lse: Float[Array, "*B T N"] | None  # the log-sum-exp of the scores; None if a kernel does not return it
@@ -169,5 +175,5 @@ class Result(NamedTuple):
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Returns the dtype of softmax and sums: float32, or float64 for float64 inputs."""
+    """Returns the dtype of softmax and sums for inputs of `dtype`: float64 for float64, else float32."""
     return jnp.dtype("float64" if dtype == jnp.float64 else "float32")

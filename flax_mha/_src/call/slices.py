@@ -13,7 +13,7 @@ from flax_mha._src.core.tile import Scalar
 
 
 class SequenceAxes(NamedTuple):
-    """Which axes of one array of a call have an entry for each query or key."""
+    """Which axes of an array have an entry for each query or key, and whether it travels with the keys in a ring."""
 
     queries: int | None  # number of the axis with an entry for each query, or None
     keys: int | None  # number of the axis with an entry for each key, or None
@@ -21,7 +21,7 @@ class SequenceAxes(NamedTuple):
 
 
 def sequence_axes(operands: Operands) -> list[SequenceAxes]:
-    """Finds the axes of queries and keys in each array, in the order of `jax.tree.leaves`."""
+    """Finds the axes of queries and keys in each array of `operands`, in the order of `jax.tree.leaves`."""
     batch = ["B"] * (operands.query.ndim - 3)
     found = []
     for x, axes in zip(jax.tree.leaves(operands), operands.axis_names(), strict=True):
@@ -33,9 +33,10 @@ def sequence_axes(operands: Operands) -> list[SequenceAxes]:
 
 
 def travels_with_keys(names: Sequence[str]) -> bool:
-    """Returns whether an array with the axes `names` is split along the keys, and so travels around a ring of devices.
+    """Returns whether an array is split over devices by its keys, so that it travels with the keys around a ring.
 
-    An array with axes of both queries and keys is split along the queries.
+    `names` are the names of its axes, as in `Operands.axis_names`. If it also has an axis of queries, it is split along
+    that axis instead.
     """
     return "S" in names and not {"T", "T|1"} & set(names)
 
@@ -50,7 +51,7 @@ def slice_call(
 
     `queries` is (first query, number of queries). `keys` is (first key in arrays that travel around the ring, first key
     in all other arrays, number of keys); None keeps all keys. In the ring, arrays that travel hold one device's keys,
-    and the others hold all keys. The offsets increase by `positions` (for queries, for keys).
+    and the others hold all keys. `positions` is (increase of the query offset, increase of the key offset).
     """
     first_held, first_of_all, width = (0, 0, operands.lengths[1]) if keys is None else keys
 

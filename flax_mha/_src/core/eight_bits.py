@@ -59,7 +59,11 @@ def dequantize(x: Array, scale: Float[Array, "... 1"], dtype: DTypeLike) -> Arra
 def quantize_cache(
     key: Float[Array, "... H"], value: Float[Array, "... Hv"], value_size: int | None, dtype: jnp.dtype
 ) -> tuple[Array, Array, Float[Array, "... 2"]]:
-    """Quantizes keys and values, and returns both scales. With `value_size`, a key begins with its value."""
+    """Quantizes keys and values; returns 8-bit keys, 8-bit values, and their scales, in this order.
+
+    With `value_size`, keys begin with their values. The values then have the second scale, the other features of the
+    keys the first one, and `value`, which has no features, is returned unchanged.
+    """
     numbers, scales = zip(*(quantize(x, dtype) for x in _parts(key, value, value_size)), strict=True)
     entries = numbers if value_size is None else (jnp.concatenate(numbers[::-1], axis=-1), value)
     return *entries, jnp.concatenate(scales, axis=-1)
@@ -68,7 +72,7 @@ def quantize_cache(
 def dequantize_cache(
     key: Array, value: Array, scale: Float[Array, "... 2"], value_size: int | None, dtype: DTypeLike
 ) -> tuple[Float[Array, "... H"], Float[Array, "... Hv"]]:
-    """Inverts `quantize_cache` up to rounding; with a `value_size`, the values are the first features of the keys."""
+    """Inverts `quantize_cache` up to rounding. With `value_size`, ignores `value`: keys begin with their values."""
     parts = _parts(key, value, value_size)
     key, value = (dequantize(x, scale[..., i : i + 1], dtype) for i, x in enumerate(parts))
     return key if value_size is None else jnp.concatenate([value, key], axis=-1), value

@@ -85,7 +85,7 @@ class Tile(NamedTuple):
 
     @property
     def key_positions(self) -> Int[Array, "#t #s"]:
-        """Positions of the tile's keys: [1, s], or [s, 1] in a subclass with queries along columns."""
+        """Positions of the keys: [1, s]; with `indices`, [t, s]; in a subclass with queries along columns, [s, 1]."""
         columns = self._within(self.columns, 1)
         if self.ring is None:
             return columns + self.offsets[1]
@@ -111,7 +111,7 @@ class Tile(NamedTuple):
         return self.cut(x[None, :])
 
     def map_positions(self, function: Callable[..., Array], *scores: Float[Array, "t s"]) -> Array:
-        """Maps a function of scalars (*scores, query position, key position) over all scores of the tile."""
+        """Calls `function(*scores, query position, key position)` for each score of the tile, with scalars (`vmap`)."""
         if self.indices is not None:
             positions = jnp.broadcast_arrays(self.query_positions, self.key_positions)
             return jax.vmap(jax.vmap(function))(*scores, *positions)
@@ -120,7 +120,7 @@ class Tile(NamedTuple):
         return by_row(*scores, self.query_positions[:, 0], self.key_positions[0])
 
     def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
-        """Cuts the tile's keys out of `x` along `axis`, which has an entry for each key."""
+        """Cuts the entries of the tile's keys out of `x`, whose `axis` has an entry for each key."""
         return lax.dynamic_slice_in_dim(x, self.column, self.shape[1], axis, allow_negative_indices=False)
 
     def add(self, x: Array, part: Array) -> Array:
@@ -140,7 +140,10 @@ class Grid(NamedTuple):
     lengths: tuple[int, int] | None = None  # T and S if tiles reach beyond them, else None
 
     def bounds(self, axis: int, positions: bool = False) -> tuple[IntMatrix, IntMatrix]:
-        """Returns each tile's first and last row (`axis` 0) or column (`axis` 1), or their positions."""
+        """Returns each tile's first and last row, [n, 1], if `axis` is 0, or first and last column, [1, n], if it is 1.
+
+        With `positions`, returns the positions of these queries or keys instead.
+        """
         size = self.tile_shape[axis]
         first = np.expand_dims(np.arange(self.counts[axis], dtype=np.int32) * np.int32(size), 1 - axis)
         last = first + np.int32(size - 1)

@@ -21,7 +21,7 @@ PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}  # JAX's n
 
 
 class Target(NamedTuple):
-    """The devices for which a call is compiled."""
+    """The kind of devices for which a call is compiled, and whether there may be several."""
 
     platform: str  # "cpu", "gpu" or "tpu"
     may_be_split: bool  # whether XLA's partitioner may split arrays over devices although their types show no split
@@ -41,7 +41,7 @@ def multiplies_bfloat16(on: str | None = None) -> bool:
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """Returns the CPU's features as Linux lists them; empty on other systems."""
+    """Returns the words in Linux's description of the CPU, such as "amx_bf16"; empty on other systems."""
     info = pathlib.Path("/proc/cpuinfo")
     return frozenset(info.read_text().split()) if info.exists() else frozenset()
 
@@ -49,7 +49,7 @@ def cpu_features() -> frozenset[str]:
 def target_of(arrays: Sequence[Array], asked: str | None = None) -> Target:
     """Returns the devices that a call is compiled for: those of its arrays or, while tracing, the default ones.
 
-    `asked` replaces the platform of these devices, to explain a call for devices that this machine may lack.
+    To explain a call for devices that this machine may lack, pass their platform as `asked`.
     """
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         mesh = jax.sharding.get_abstract_mesh()
@@ -75,7 +75,7 @@ def _target_of_sharding(sharding: jax.sharding.Sharding) -> Target:
 
 
 def reasons_against_kernel(target: Target) -> list[str]:
-    """Lists why a Pallas kernel cannot run in this trace; a kernel runs on one device, and does not support a mesh."""
+    """Lists why the arrays' devices or mesh rule out a Pallas kernel, which runs on one device; each with a remedy."""
     reasons = []
     if target.may_be_split:
         reasons.append("on multiple devices, it needs to know how its arrays are sharded: pass qkv_sharding")
@@ -86,7 +86,10 @@ def reasons_against_kernel(target: Target) -> list[str]:
 
 
 def without_mesh() -> AbstractContextManager:
-    """Hides the mesh, so that a user's function is traced without shardings. Does nothing if all axes are Manual."""
+    """Returns a context that hides the current mesh, to trace a user's function without shardings.
+
+    It hides nothing if all axes of the mesh are Manual, as in `jax.shard_map`.
+    """
     axis_types = jax.sharding.get_abstract_mesh().axis_types
     if all(kind is jax.sharding.AxisType.Manual for kind in axis_types):
         return nullcontext()
@@ -134,9 +137,10 @@ def is_key(x: Any) -> bool:
 
 
 def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tuple) -> T:
-    """Calls `function(*operands)` in a `jax.vmap` rule; uses `jax.shard_map` if a mesh splits the mapped axis.
+    """Calls `function(*operands)` in a `jax.vmap` rule; if a mesh splits the mapped axis, each device calls it.
 
-    The mapped axis is the first axis of every result and of every array in `operands` whose `is_batched` is True.
+    The mapped axis is the first axis of every result and of every array in `operands` whose `is_batched` is True. A
+    device gets its part of this axis (`jax.shard_map`).
     """
     leaves = [x for x, batched in zip(*map(jax.tree.leaves, (operands, is_batched)), strict=True) if batched]
     shardings = [jax.typeof(x).sharding for x in leaves]
@@ -175,7 +179,10 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 
 
 def evaluate(jaxpr: Jaxpr, values: Sequence[Array]) -> list[Array]:
-    """Evaluates a jaxpr without constants; in `jax.shard_map`, casts operands of each equation by `varying_alike`."""
+    """Evaluates the jaxpr of a user's function, which must have no constants.
+
+    In `jax.shard_map`, it casts the operands of each equation by `varying_alike`, and refuses control flow.
+    """
     if not any(map(_varying_axes, values)):
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values)
     known = dict(zip(jaxpr.invars, values, strict=True))

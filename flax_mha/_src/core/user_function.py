@@ -29,7 +29,7 @@ class TracedFunction:
     Attributes:
       name: Name of the function in errors; not compared.
       jaxpr: Its inputs are the captured arrays, then the arguments of the function.
-      made_for: Sizes that the function declares (`recipes.masks.made_for`); not compared.
+      made_for: The sizes that the function declares by `recipes.masks.made_for`, such as {"h": 8}; not compared.
     """
 
     def __init__(self, name: str, jaxpr: Jaxpr, made_for: Mapping[str, int], rules: Sequence[Any] = ()) -> None:
@@ -74,7 +74,7 @@ class TracedFunction:
 
     @functools.cached_property
     def entries_of_heads(self) -> list[bool]:
-        """For each captured array, whether it is read only as array[b, h, ...], so that a head needs only its entry."""
+        """For each captured array, whether it is read only as array[b, h, ...]: then a head needs only that entry."""
         held, found = _positions(self.jaxpr), []
         for variable in self.jaxpr.invars[: -len(POSITIONS)]:
             uses = [e for e in self.jaxpr.eqns if any(x is variable for x in e.invars)]
@@ -82,12 +82,12 @@ class TracedFunction:
         return found
 
     def size(self, position: str) -> int | None:
-        """Returns how many values of `position` ("q_idx", say) the function's arrays have room for; None: no limit."""
+        """Returns how many values of `position`, such as "q_idx", `lookups` and `made_for` allow; None: no limit."""
         sizes = [shape[axis] for name, axis, shape in self.lookups if name == position]
         return min([*sizes, *(size for name, size in self.made_for.items() if name == position)], default=None)
 
     def check(self, last: Mapping[str, int | None]) -> None:
-        """Raises a ValueError if the call's sizes differ from `made_for`, or if a lookup is certainly out of bounds.
+        """Raises a ValueError if the call does not fit `made_for`, or if a lookup is certainly out of bounds.
 
         JAX clamps an index that is too large, so a table that is too short would give wrong numbers and no error.
         `last` maps b, h, q_idx and kv_idx to their largest visible value, or to None if it is not known.
@@ -118,7 +118,9 @@ class Trace(NamedTuple):
 
 
 def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
-    """Traces a `score_mod` (`score`: dtype of scores) or `mask_mod` (`score`: None); copies captured NumPy arrays.
+    """Traces a user's function, and collects the arrays that it captures; NumPy arrays are copied.
+
+    `name` is "score_mod" or "mask_mod". `score` is the dtype of the scores for a `score_mod`, None for a `mask_mod`.
 
     Raises:
       ValueError: If `function` is not callable, raises an error, or does not return one score or one bool.
@@ -186,7 +188,7 @@ def _fix(error: Exception) -> str:
 
 
 def _key(compared: Any) -> tuple:
-    """Returns a key that identifies a function (its `id`) or a jaxpr (text, and `id`s of constants and callbacks)."""
+    """Returns a key to compare: a function's `id`, or a jaxpr's text and the `id`s of its constants and callbacks."""
     if not isinstance(compared, Jaxpr | ClosedJaxpr):
         return (id(compared),)
     inside = list(equations(compared))
@@ -197,9 +199,10 @@ def _key(compared: Any) -> tuple:
 
 
 def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
-    """Lists what to compare in addition to a `score_mod`'s jaxpr, which omits the rules of custom derivatives.
+    """Lists objects to compare in addition to a `score_mod`'s jaxpr, which omits the rules of custom derivatives.
 
-    The list holds the jaxpr of the derivative and, if this has more custom derivatives or cannot be traced, `function`.
+    The list is empty without custom derivatives. Otherwise it holds the jaxpr of the derivative or, if that cannot be
+    traced, `function`; both if the derivative has more custom derivatives.
     """
 
     def custom(jaxpr: Any) -> set[tuple]:
@@ -222,7 +225,7 @@ def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
 
 
 def _positions(jaxpr: Any) -> dict[Any, str]:
-    """Maps variables that hold b, h, q_idx or kv_idx, perhaps cast or wrapped if negative, to the argument's name."""
+    """Maps variables that hold b, h, q_idx or kv_idx, perhaps after a cast or n + negative index, to these names."""
     held, from_end = dict[Any, str](zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)), dict[Any, str]()
     for equation in jaxpr.eqns:
         name, result, atoms = equation.primitive.name, (*equation.outvars, None)[0], _atoms(equation)
@@ -242,7 +245,7 @@ def _is_entry(equation: Any, held: Mapping[Any, str]) -> bool:
 
 
 def _conditional(jaxpr: Any) -> set[str]:
-    """Returns which of b, h, q_idx and kv_idx affect a comparison, clamp or branch, which may discard lookups."""
+    """Returns which of b, h, q_idx and kv_idx affect a comparison, clamp or branch, and so may discard a lookup."""
     sources, found = {v: {name} for v, name in zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)}, set[str]()
     for equation in jaxpr.eqns:
         name, atoms = equation.primitive.name, _atoms(equation)

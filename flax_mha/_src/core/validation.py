@@ -38,7 +38,10 @@ class Shape(NamedTuple):
         return (*self.batch, self.num_heads, self.query_length, self.key_length)
 
     def indices(self, by_batch: bool, by_head: bool) -> tuple[Array | np.ndarray, np.ndarray]:
-        """Returns flat indices of batch entries [B...] and indices of heads [N]; a single 0 for those not requested."""
+        """Returns indices of batch entries, [B...], counted over all batch axes, and indices of heads, [N].
+
+        Without `by_batch` or `by_head`, these indices are a single 0, with axes of length 1.
+        """
         batch = self.batch if by_batch else (1,) * len(self.batch)
         count = math.prod(batch)
         entries = np.arange(count, dtype=np.int32) if isinstance(count, int) else jnp.arange(count, dtype=jnp.int32)
@@ -59,7 +62,8 @@ def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
     """Converts a mask that Flax accepts, booleans or the numbers 0 and 1, to a boolean array.
 
     Other numbers raise a ValueError: most likely they are an additive mask of 0 and -inf, with the opposite meaning.
-    Traced numbers cannot be checked. For them, the second result is True if any is not 0 or 1: pass it to `nan_if`.
+    Traced numbers cannot be checked. For them, the second result is an array that is True if any is not 0 or 1: pass it
+    to `nan_if`. Otherwise it is None.
     """
     array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
     if array.dtype == bool:
@@ -75,7 +79,7 @@ def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
 
 
 def nan_if(flag: Bool[Array, ""] | None, x: Array) -> Array:
-    """Returns `x`, or NaN in its place if `flag` is True; a `flag` of None counts as False."""
+    """Returns `x`, or NaN in all its entries if `flag` is True; a `flag` of None counts as False."""
     return x if flag is None else jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
 
 
@@ -120,7 +124,7 @@ def segment_ids(
     shape: Shape,
     names: tuple[str, str] = ("query_segment_ids", "key_value_segment_ids"),
 ) -> tuple[Array, Array]:
-    """Checks segment ids [B..., T] and [B..., S]; if T = S, either may be None. Errors call them `names`."""
+    """Checks segment ids [B..., T] and [B..., S]. If T = S, None means the other argument. Errors use `names`."""
     if query_ids is None and key_ids is None:
         raise ValueError("SegmentMask(query_ids, key_value_ids) requires integer arrays, but got None.")
     lengths, checked = (shape.query_length, shape.key_length), []
@@ -140,7 +144,7 @@ def segment_ids(
 
 
 def key_indices(value: ArrayLike | None, shape: Shape) -> Array | None:
-    """Checks lists of keys, [B..., T, k] or [B..., T, K, k], and adds the axis of key heads K if it is missing."""
+    """Checks the keys that each query lists, [B..., T, k] or [B..., T, K, k]; adds the axis of key heads if missing."""
     if value is None:
         return None
     indices, keys, each = int32("key_indices", value), shape.key_length, (*shape.batch, shape.query_length)
@@ -189,7 +193,10 @@ def as_array(name: str, value: Any, expected: str) -> Array:
 
 
 def broadcastable(name: str, array: Any, shape: tuple[int, ...], meaning: str, fix: str = "") -> Array:
-    """Checks that an array broadcasts to `shape`, and adds leading axes up to its rank; `meaning` describes `shape`."""
+    """Checks that an array broadcasts to `shape`, and adds missing leading axes, of length 1.
+
+    For errors, `name` is the argument, `meaning` names the axes of `shape`, and `fix` is advice.
+    """
     fits = array.ndim <= len(shape) and all(
         n in (1, size) for n, size in zip(reversed(array.shape), reversed(shape), strict=False)
     )
