@@ -54,10 +54,10 @@ def linear_function(
     portable: Callable[..., Sequence[Array]] | None = None,
     jaxpr: ClosedJaxpr | None = None,
 ) -> Function:
-    """Makes a `Function` that is linear in its arguments from number `first` on, so its tangent is the function itself.
+    """Makes a `Function` that is linear in its arguments from number `first` on. Along these, it is its own tangent.
 
     With respect to earlier arguments, JAX differentiates `portable`, which computes the same as `evaluate`; None means
-    `evaluate`.
+    `evaluate`. For all other arguments, see `Function`.
     """
 
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
@@ -71,7 +71,7 @@ def linear_function(
 
 
 def is_linear_in_values(operands: Operands) -> bool:
-    """Returns whether only the values are traced, as by `jax.linear_transpose`: attention is linear in its values."""
+    """Returns whether `jax.linear_transpose` traces a call as a function of only its values: it is linear in them."""
     if not isinstance(operands.value, JaxprTracer):
         return False
     return sum(isinstance(x, JaxprTracer) for x in jax.tree.leaves(operands)) == 1
@@ -105,7 +105,7 @@ def as_function_of_values(call: Call, run: Callable[[Call], Result]) -> Result:
 
 
 def reverse_only(x: Array, error: str) -> Array:
-    """Returns `x`, for functions without forward mode: gradients pass unchanged, tangents raise NotImplementedError."""
+    """Returns `x` with gradients but without forward mode, which raises a NotImplementedError with message `error`."""
 
     def refuse(*_: Array) -> Sequence[Array]:
         raise NotImplementedError(error)
@@ -119,7 +119,7 @@ def reverse_only(x: Array, error: str) -> Array:
 
 
 def differentiate(function: Callable, arguments: Sequence[Any], tangents: Tangents) -> Sequence[Array]:
-    """Computes the tangents of `function(*arguments)` by `jax.jvp`; `tangents` maps argument numbers to tangents."""
+    """Computes the tangents of the outputs of `function(*arguments)`; `tangents` maps argument numbers to tangents."""
 
     def of_some(*some: Array) -> list[Array]:
         return list(function(*replace_at(arguments, tangents, some)))
@@ -128,7 +128,7 @@ def differentiate(function: Callable, arguments: Sequence[Any], tangents: Tangen
 
 
 def replace_at(leaves: Sequence[Array], places: Iterable[int], some: Sequence[Array]) -> list[Array]:
-    """Returns a copy of the list `leaves` with the arrays `some` at the indices `places`."""
+    """Returns a copy of the list `leaves` with the entries at the indices `places` replaced by the arrays `some`."""
     replaced = dict(zip(places, some, strict=True))
     return [replaced.get(i, x) for i, x in enumerate(leaves)]
 

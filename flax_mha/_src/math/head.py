@@ -62,10 +62,11 @@ class Head:
 
 
 def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> Head:
-    """Returns the arrays of a call as a `Head` with axes [B..., K, G, ...]; scales queries if that does not round them.
+    """Returns the arrays of a call as a `Head` with axes [B..., K, G, ...].
 
     Matrix products take operands of `dtype`. Query, key and value are converted to it or, for an engine that rounds
-    them to `dtype` itself, to `stored`.
+    them to `dtype` itself, to `stored`. Queries are multiplied by the scale, except by a number if that would round
+    them: then `rule.scale` scales the products.
     """
     operands, options = call
     inputs, rule = scores_of(operands, options)
@@ -87,7 +88,10 @@ def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> H
 
 
 def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreRule]:
-    """Collects everything except query and key that a call's scores depend on, in the layout of one head."""
+    """Collects everything except query and key that a call's scores depend on, in the layout of one head.
+
+    Returns the arrays that get gradients, and a rule that holds everything else.
+    """
     num_heads, num_kv_heads = operands.query.shape[-2], operands.key.shape[-2]
     groups, rank = (num_kv_heads, num_heads // num_kv_heads), operands.query.ndim - 3
     convert = functools.partial(by_head, batch_rank=rank, groups=groups)
@@ -137,7 +141,10 @@ def _captured_by_head(operands: Operands, options: Options, convert: Callable[[A
 
 
 def ids_and_seeds(operands: Operands, options: Options) -> IdsAndSeeds:
-    """Makes the indices b and h that `score_mod` gets, and two random words for each head, which seed its dropout."""
+    """Makes the indices b and h that `score_mod` gets, and two random words for each head, which seed its dropout.
+
+    If the operands are a slice of a larger call, returns the entries that were made for that call.
+    """
     if operands.ids_and_seeds is not None:
         return operands.ids_and_seeds
     batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
@@ -194,7 +201,7 @@ def to_caller(
 def from_caller(
     result: Result, groups: tuple[int, int]
 ) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
-    """Converts output and log-sum-exp to the layout of one head, both in the dtype of the log-sum-exp."""
+    """Converts output and log-sum-exp to the layout of one head, in the log-sum-exp's dtype; `groups` is (K, G)."""
     lse: Any = result.lse
     return split_heads(result.output.astype(lse.dtype), groups), vectors_by_head(lse, groups)
 
@@ -212,14 +219,14 @@ def map_heads(
 
     Each of these axes has its full size or 1. Along an axis of length 1, all heads share one entry: it is never
     repeated, and its gradient is the sum over these heads. The first `looped_axes` axes are looped over (`lax.map`),
-    the others are vmapped.
+    the others are vmapped. Every result begins with the same axes.
 
     Args:
       one_head: A function of a pytree of arrays.
       operands: Pytree of arrays [axes..., part of one head].
       axes: The number of leading axes to map over.
       looped_axes: How many of these to loop over.
-      max_heads: The most heads to vmap at a time, in a loop over groups of heads; None means all.
+      max_heads: The most heads to vmap at a time; if there are more, a loop runs over parts of them. None: no limit.
     """
     leaves, tree = jax.tree.flatten(operands)
     is_mapped = [[leaf.shape[axis] != 1 for leaf in leaves] for axis in range(axes)]  # by axis and array
@@ -245,7 +252,7 @@ def map_heads(
 
 
 def _loop(run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves: list) -> Any:
-    """Loops `run(leaves)` over the first axis of the leaves that `is_mapped` marks, `group` entries at a time."""
+    """Loops `run(leaves)` over the first axis of the leaves that `is_mapped` marks; vmaps `group` entries at a time."""
 
     def entry(mapped: list) -> Any:
         following = iter(mapped)
@@ -256,7 +263,10 @@ def _loop(run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves:
 
 
 def by_blocks(block: Callable[[Int[Array, ""]], T], queries: int, height: int, axis: int) -> T:
-    """Loops over blocks of queries, `block(first)` for `height` queries from `first` on; joins results along `axis`."""
+    """Computes queries in blocks, one after another to save memory; joins the results along `axis`, their query axis.
+
+    `block(first)` computes `height` queries from number `first` on, or all `queries` if there are no more than that.
+    """
     if queries <= height:
         return block(jnp.int32(0))
     count = -(-queries // height)
@@ -274,7 +284,7 @@ def by_blocks(block: Callable[[Int[Array, ""]], T], queries: int, height: int, a
 
 
 def one_of(operands: Any, place: tuple[int, ...]) -> Any:
-    """Takes the arrays of one head out of `operands`; `place` is the head's index along each leading axis."""
+    """Takes one head's arrays out of the pytree `operands`; `place` is the head's index along each leading axis."""
     return jax.tree.map(lambda x: x[tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))], operands)
 
 

@@ -52,7 +52,7 @@ def rescale(
     row_poison: Float[Array, " t"] | None = None,
     dtype: DTypeLike | None = None,
 ) -> tuple[State, Float[Array, "t s"]]:
-    """Adds a block of keys to the state, except its values: returns the rescaled state and the block's weights.
+    """Adds the scores of a block of keys to the state; returns it, and the weights by which to add the block's values.
 
     Args:
       state: The state before these keys.
@@ -85,9 +85,9 @@ def update(
 
 
 def finish(state: State) -> tuple[Float[Array, "*L t Hv"], Float[Array, "*L t"], Float[Array, "*L t"] | None]:
-    """Converts the last state to output, log-sum-exp and largest score (or None).
+    """Converts the last state to output, log-sum-exp and largest score (None if the state has none).
 
-    If no key is visible, these are 0, the sink (-inf without one) and -inf.
+    For a row without visible keys, these are 0, the sink (-inf without one) and -inf.
     """
     total = state.running_sum
     total = lax.select(lax.eq(total, lax.full_like(total, 0)), lax.full_like(total, 1), total)

@@ -23,7 +23,7 @@ from flax_mha.masks import Mask
 
 
 class ScoreInputs(NamedTuple):
-    """The arrays other than query and key that affect the scores of a head and get gradients."""
+    """The arrays other than query and key that affect a head's weights and get gradients."""
 
     bias: Float[Array, "... T S"] | None
     sink: Float[Array, "..."] | None
@@ -94,9 +94,10 @@ class ScoreRule:
         tile: Tile,
         nonfinite: NonFinite | None,
     ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
-        """Computes a tile's scores and, given `nonfinite`, a vector to add to each query's largest score: NaN or 0.
+        """Computes a tile's scores, and NaN or 0 for each query, which the caller must add to its largest score.
 
-        `nonfinite` flags queries and keys that held NaN or infinity (`guard.py`). `inputs` belong to the whole head.
+        The latter is None without `nonfinite`, which flags the tile's queries and keys that held NaN or infinity
+        (`guard.py`). `inputs` belong to the whole head.
         """
         products, poison, row_poison = self.products(query, key), None, None
         if nonfinite is not None:
@@ -153,7 +154,7 @@ class ScoreRule:
     def differentiable_tile(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> Float[Array, "t s"]:
-        """Computes `tile` for differentiation: masked scores add 0 to gradients, even if `score_mod` would add NaN."""
+        """Computes the scores of `tile`, but masked scores add 0 to gradients, even if `score_mod` would add NaN."""
         if self.score_mod is None or not products.size:
             return self.tile(products, inputs, tile)
         visible = self.tile(*lax.stop_gradient((products, inputs)), tile) != -jnp.inf
@@ -162,7 +163,7 @@ class ScoreRule:
     def tile_vjp(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "t s"], Callable[[Array], tuple[Array, ScoreInputs]]]:
-        """Computes a tile's scores, and a function that maps their cotangents to those of `products` and `inputs`."""
+        """Computes a tile's scores, and a function of their cotangents that computes those of `products`, `inputs`."""
         if self.score_mod is None:
             return jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
         scores = self.tile(products, inputs, tile)
@@ -172,7 +173,7 @@ class ScoreRule:
     def _scores_where(
         self, visible: Bool[Array, "t s"], products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> Float[Array, "t s"]:
-        """Computes `tile`, given which scores are `visible`; `score_mod` and the soft cap get no masked product.
+        """Computes the scores of `tile` for differentiation, given which are `visible`; requires a `score_mod`.
 
         The derivative of a captured array is a sum over all scores. A masked score contributes 0 times the derivative
         of `score_mod`, which is NaN if the function has no derivative there, such as log1p(q_idx - kv_idx) for a key
@@ -224,7 +225,7 @@ class ScoreRule:
         return None if self.dropout_seed is None else self._factors(self._words_by_pairs(tile), dtype)
 
     def dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:
-        """Computes `dropout_multiplier` elementwise: hashes a counter for each score, and uses one of its two words."""
+        """Computes `dropout_multiplier` by one hash per score, which XLA fuses on GPUs; uses one of its two words."""
         if self.dropout_seed is None:
             return None
         rows, columns = (jnp.broadcast_to(x, tile.shape) for x in (tile.query_positions, tile.key_positions))

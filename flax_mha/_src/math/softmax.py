@@ -33,10 +33,10 @@ def name_residuals(
 
 
 def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
-    """Computes output, log-sum-exp and largest scores of one head: 0, -inf and -inf for queries without visible keys.
+    """Computes output, log-sum-exp and largest scores (None if not requested) of one head.
 
-    The function has derivatives of every order, in forward and reverse mode. With `fuse_rows`, XLA's CPU compiles the
-    forward pass to one kernel (`rows_of`).
+    For queries without visible keys, these are 0, the sink (-inf without one) and -inf. The function has derivatives of
+    every order, in forward and reverse mode. With `fuse_rows`, XLA's CPU compiles the forward pass to one kernel.
     """
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
     reverse_only = head.rule.score_mod is not None and "custom_vjp_call" in head.rule.score_mod.primitives

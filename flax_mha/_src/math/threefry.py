@@ -15,7 +15,7 @@ PARITY = np.int32(0x1BD11BDA)
 def random_words(
     seed: tuple[Int[Array, ""], Int[Array, ""]], counter: tuple[Int[Array, "..."], Int[Array, "..."]]
 ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
-    """Hashes each counter, a pair of words, with the seed, another pair, to two random words."""
+    """Hashes each counter, a pair of 32-bit words, with the seed, another pair, to two random words."""
     keys = (*seed, seed[0] ^ seed[1] ^ PARITY)
     a, b = counter[0] + keys[0], counter[1] + keys[1]
     for group in range(5):

@@ -33,7 +33,7 @@ Kind = Literal["queries", "queries transposed", "keys", "keys transposed", "scor
 
 
 class Argument(NamedTuple):
-    """Describes an argument or an output of a tile sum: how tiles are cut out of it (`kind`), its shape and dtype."""
+    """Describes an argument or an output of `tile_sum`: how tiles are cut out of it (`kind`), its shape and dtype."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class TileVisit(NamedTuple):
 
 
 class TileSummand(NamedTuple):
-    """The function that a tile sum calls for each tile, and the description of its arguments and outputs."""
+    """The function that `tile_sum` calls for each tile, and the descriptions of its arguments and outputs."""
 
     # `compute(rule, tile, residuals, linear, is_safe)` returns the tile's parts of the outputs, from its parts of the
     # arguments. It is differentiated with `is_safe`: then it must use `ScoreRule.differentiable_tile`.
@@ -105,7 +105,10 @@ class TileSummand(NamedTuple):
     outputs: tuple[Argument, ...]
 
     def jvp(self, places: Sequence[int]) -> "TileSummand":
-        """Returns the tangent: linear in the tangents of the arguments `places`, with all arguments as residuals."""
+        """Returns the function's tangent along the arguments `places`, which are indices into (*residuals, *linear).
+
+        The tangent is linear in the tangents of these arguments. All arguments of the function are its residuals.
+        """
         count = len(self.residuals)
 
         def compute(rule: ScoreRule, tile: Tile, arguments: Sequence, tangents: Sequence, _: bool) -> Sequence[Array]:
@@ -158,9 +161,10 @@ def tile_sum(
     linear: Sequence[Array],
     backward: Callable[[ScoreRule, BlockMask, Sequence[Array], Sequence[Array]], Sequence[Array]] | None = None,
 ) -> list[Array]:
-    """Sums `function` over the tiles of one head that `blocks` lists; the sum is linear in the arrays `linear`.
+    """Sums `function` over the tiles of one head that `blocks` lists; returns its outputs.
 
-    `backward(rule, blocks, residuals, cotangents)` computes the transpose; None uses `function.transposed`.
+    `residuals` and `linear` are its arguments. The sum is linear in `linear`; `backward(rule, blocks, residuals,
+    cotangents)` computes the transpose. None uses `function.transposed`.
     """
     context, structure = jax.tree.flatten((rule, blocks))
     return _sum_of(tiling, function, structure, backward)(*context, *residuals, *linear)
@@ -239,7 +243,10 @@ def over_keys(
     step: Callable[[TileVisit, ScoreRule, T], T],
     state: T,
 ) -> T:
-    """Folds `step(visit, rule, state)` over the tiles that `blocks` lists for row `i` of tiles."""
+    """Runs `state = step(visit, rule, state)` for each tile in row `i` of tiles, which `blocks` lists.
+
+    The `rule` that `step` gets has no mask for full tiles.
+    """
     mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
 
     def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:
@@ -270,7 +277,7 @@ def element(x: Any, place: Scalar) -> Int[Array, ""]:
 
 
 def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
-    """Returns arrays to scan over rows of tiles: their numbers, block masks, and parts of `arrays` [T, ...]."""
+    """Returns what a loop over rows of tiles needs: each row's number, block mask, and part of `arrays` [T, ...]."""
     shape = (tiling.rows, tiling.height)
     parts = (None if x is None else x.reshape(*shape, *x.shape[1:]) for x in arrays)
     return jnp.arange(tiling.rows, dtype=jnp.int32), blocks, *parts

@@ -98,8 +98,8 @@ def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) 
 def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
     """Cuts `length` into the fewest equal pieces of at most `largest`; returns their number and their size.
 
-    The size is a multiple of 16 * `bands`, so that the last piece may need padding, unless there is one piece and one
-    band: then it is `length`.
+    The size is a multiple of 16 * `bands`, so the last piece may need padding. But one piece of one band has the size
+    `length`.
     """
     count = max(-(-length // largest), 1)
     multiple = 16 * bands if count > 1 or bands > 1 else 1
@@ -108,7 +108,7 @@ def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
 
 
 def occupancy(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> Occupancy:
-    """Computes which rectangles of `tiling.grid` have some, or only, visible scores; in NumPy if the mask is known."""
+    """Computes if any and all scores of each rectangle of `tiling.grid` are visible; NumPy if the mask is known."""
     grid, mask = tiling.grid(offsets), padded_mask(mask, tiling)
     everything = np.ones(grid.counts, bool)
     some, full = (everything, everything) if mask is None else mask.occupancy(grid)
@@ -124,7 +124,7 @@ def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
 
 
 def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
-    """Pads a mask's array to the T and S in `shape` with copies of its last entry; `axes` as in `masks/base.py`."""
+    """Pads a mask's array to T and S, in `shape`, with copies of its last entry; for `axes` see `masks/base.py`."""
     sizes = {"T": shape[0], "S": shape[1]}
     widths = [
         (0, 0 if name.endswith("|1") and size == 1 else sizes.get(name[0], size) - size)
@@ -155,7 +155,10 @@ class InsideMask(Mask):
 
 
 def _join_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Joins cells to tiles: returns `some` and `full` [rows, bands, tiles], and first cells of tiles [rows, tiles]."""
+    """Joins cells to tiles. `some` and `full` [rows, bands, cells] say if any and all scores of a cell are visible.
+
+    Returns the same for tiles [rows, bands, tiles], and the first cell of each tile [rows, tiles].
+    """
     cells_of_tile = tiling.width // tiling.cell_width
     start = _starts(np.asarray(some.any(1)), cells_of_tile)
     cells = np.minimum(start[:, None, :, None] + np.arange(cells_of_tile), tiling.cells - 1)
@@ -165,7 +168,7 @@ def _join_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.
 
 
 def _starts(some: np.ndarray, width: int) -> np.ndarray:
-    """Chooses the first cell of each tile, `width` cells wide, so that tiles cover all True cells of `some`.
+    """Chooses where tiles, `width` cells wide, begin, so that they cover all True cells of `some` [rows, cells].
 
     Each tile begins at the next True cell, if that takes fewer tiles than beginning at multiples of `width`.
 
@@ -200,7 +203,7 @@ class TileBand(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """One head's tiles to visit in each row of tiles: full tiles, then partial ones; later entries are arbitrary."""
+    """One head's tiles to visit in each row of tiles: full, then partial; entries after `num_tiles` are arbitrary."""
 
     column: IntMatrix  # first column of each tile [rows, tiles]
     band: Any  # first row, and one past the last, to compute [rows, tiles, 2]; None if not known while tracing
@@ -284,7 +287,7 @@ def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar,
 def with_occupancy(call: Call) -> Call:
     """Evaluates each `mask_mod` in the call's mask once, if its arrays can be read, so that empty tiles can be skipped.
 
-    The returned call's mask holds which squares of CELL x CELL scores have some, or only, visible scores.
+    The mask of the returned call holds, for each square of CELL x CELL scores, whether some or all of them are visible.
     """
     operands = call.operands
     if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
@@ -296,8 +299,9 @@ def with_occupancy(call: Call) -> Call:
 def choose_tiles(call: Call, shapes: tuple[TileShape, ...]) -> tuple[Tiling, BlockMask | None]:
     """Chooses the cheapest tiling with one of the tile `shapes`, the first if the mask is not known while tracing.
 
-    Also lists the tiles to visit if the mask holds concrete arrays. Otherwise the list is None, and made later: at
-    trace time if the mask holds no arrays (`block_mask_of_one`), else in the program (`dynamic_block_mask`).
+    Also lists the tiles to visit if JAX is tracing and the mask holds concrete arrays. Otherwise the list is None, and
+    made later: at trace time if the mask holds no arrays (`block_mask_of_one`), else at run time
+    (`dynamic_block_mask`).
     """
     operands, axes = call.operands, call.operands.query.ndim - 1
     arrays = jax.tree.leaves(operands.mask)
