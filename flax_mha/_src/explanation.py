@@ -19,10 +19,10 @@ class Explanation(NamedTuple):
       chosen: The implementation that computes the call.
       refusals: For each implementation, the reasons why it cannot run, as "reason: remedy"; an empty list if it can
         run.
-      on_cpu: The implementation that runs instead if the traced program is compiled for a CPU; None if it is the chosen
-        one.
+      on_cpu: If a kernel for GPUs or TPUs was chosen while JAX traces a program, the implementation that runs instead
+        if the program is compiled for a CPU; else None.
       variant: The algorithm of the chosen implementation, in words; None if it has only one algorithm.
-      note: What the explanation assumes about a requested `platform` that is not available, else None.
+      note: If the explanation is for a platform that this machine lacks, its assumptions about it, else None.
     """
 
     chosen: str
@@ -32,7 +32,7 @@ class Explanation(NamedTuple):
     note: str | None = None
 
     def __str__(self) -> str:
-        """Formats one row for each implementation, with all reasons against it, and the note."""
+        """Formats the table: for each implementation "chosen", "would run" or all reasons against it; then the note."""
         lines: list[str] = []
         for name, reasons in self.refusals.items():
             verdict = f"chosen{f', {self.variant}' if self.variant else ''}" if name == self.chosen else "would run"

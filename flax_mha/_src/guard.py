@@ -13,9 +13,9 @@ Masked keys must not affect the output, but a weight of 0 times NaN is NaN. So, 
 
 If nothing can be masked, NaN propagates by itself, and none of this is done.
 
-Two engines guard later, because reading all keys and values first would take as long as the rest. `around_kernel` runs
-a fused kernel and, if anything was not finite, runs it again on guarded arrays and writes the rows that are NaN. A step
-that reads a cache in place (`engines/xla/in_place.py`) is computed again if its output is not finite.
+If reading all keys and values first would take as long as the rest, they are guarded later. `around_kernel` runs a
+fused kernel and, if anything was not finite, runs it again on guarded arrays and writes the rows that are NaN.
+Attention that reads keys in place (`engines/xla/in_place.py`) is computed again if its output is not finite.
 """
 
 import functools
@@ -31,7 +31,11 @@ from flax_mha._src.call.operands import Call, NonFinite
 
 
 def guard(call: Call, plan: Any) -> Call:
-    """Replaces keys and values that are not finite by zeros, and flags them and queries, if `plan.guard_first`."""
+    """Replaces keys and values that hold NaN or infinity by zeros, so that they do not affect rows that mask them.
+
+    Sets `Operands.nonfinite`, which flags these keys, and queries that hold NaN or infinity; engines replace queries.
+    The call is unchanged if nothing can be masked, or if `plan.guard_first` is False: then the engine guards by itself.
+    """
     operands, options = call
     if not plan.guard_first or not may_mask(call):
         return call
@@ -60,7 +64,7 @@ def flag(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:
 
 @functools.partial(jax.checkpoint, prevent_cse=False)  # saves the flags for the backward pass, not all conditions
 def zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L F"]:
-    """Replaces vectors by zeros if their entry in `flags`, as returned by `flag`, is infinity."""
+    """Replaces each vector [F] by zeros if its entry in `flags` is infinity, as in the result of `flag`."""
     infinite = lax.broadcast_in_dim(lax.eq(flags, lax.full_like(flags, jnp.inf)), x.shape, tuple(range(flags.ndim)))
     return lax.select(infinite, lax.full_like(x, 0), x)
 
@@ -68,13 +72,16 @@ def zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L
 def zero_keys(
     key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"]
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Float[Array, "*B S K"]]:
-    """Replaces a key and its value by zeros if either is not finite; also returns infinity for these keys, else 0."""
+    """Replaces a key and its value by zeros if either holds NaN or infinity.
+
+    Returns keys, values, and a flag for each key: infinity if it was replaced, else 0.
+    """
     flags = lax.max(flag(key), flag(value).astype(key.dtype))
     return zero(key, flags), zero(value, flags), flags
 
 
 def restore_nan(x: Float[Array, "n F"], flags: Float[Array, " n"]) -> Float[Array, "n F"]:
-    """Sets flagged vectors to NaN, which makes even masked scores NaN; the caller must then set these to -inf."""
+    """Sets vectors whose flag is infinity to NaN. All their scores become NaN; callers must set masked ones to -inf."""
     return x + jnp.expand_dims(flags * 0, -1).astype(x.dtype)
 
 
@@ -105,11 +112,14 @@ def poison_rows(largest: Float[Array, " t"], poison: Float[Array, " t"]) -> Floa
 def derivative_rows(
     query: Float[Array, "*L T H"], result: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]], keys_are_finite: bool
 ) -> tuple[Float[Array, "*L T H"], Float[Array, "*L T Hv"], Float[Array, "*L T"], Bool[Array, "*L T"]]:
-    """Prepares `query` and `result` (output, log-sum-exp) for derivatives; also returns which rows have derivatives.
+    """Changes queries and `result` (output, log-sum-exp) such that rows without derivatives add 0 to all derivatives.
 
-    A row has no derivatives if its log-sum-exp is not finite: its query attends to no key, or to NaN or infinity. Then
-    its log-sum-exp becomes infinity, which makes its weights 0, and its output becomes 0. If `keys_are_finite`, the
-    query becomes 0, too, so that products with this query are 0 and cannot overflow.
+    A row has no derivatives if its log-sum-exp is not finite: it has no visible key and no sink, or its query attends
+    to NaN or infinity. Then its log-sum-exp becomes infinity, which makes its weights 0, and its output becomes 0. If
+    `keys_are_finite`, its query becomes 0, too, so that products with the query are 0 and cannot overflow.
+
+    Returns:
+      Queries, output and log-sum-exp; and a bool for each row, whether it has derivatives.
     """
     output, lse = result
     finite = jnp.isfinite(lse)
@@ -119,28 +129,34 @@ def derivative_rows(
 
 
 def backward_weights(s: Float[Array, "..."], lse: Float[Array, "..."], may_be_nan: bool) -> Float[Array, "..."]:
-    """Computes weights exp(s - lse) from scores; they are 0 in rows without derivatives.
+    """Computes weights exp(s - lse) for derivatives, from scores and log-sum-exp; 0 in rows without derivatives.
 
-    `derivative_rows` has set `lse` to infinity in these rows. `may_be_nan`: whether their scores may be NaN, as with a
-    bias or a `score_mod`.
+    In these rows, `derivative_rows` has set `lse` to infinity. `may_be_nan`: whether their scores may be NaN, which a
+    bias or a `score_mod` can cause.
     """
     s = jnp.where(lse == jnp.inf, jnp.full_like(s, -jnp.inf), s) if may_be_nan else s
     return jnp.exp(s - lse)
 
 
 class Fused(Protocol):
-    """What `around_kernel` needs of a fused kernel; instances are static and hashable."""
+    """A fused kernel for `around_kernel`: how to run it, and how to clean its arrays. Instances are hashable."""
 
     def run(self, arrays: Any, mask: Any, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Computes the output, and arrays [B, L, ...] to check: if all of them are finite, the output is correct."""
+        """Computes the output, and arrays [B, L, ...] to check: if all of them are finite, the output is correct.
+
+        `differentiated`: whether this is the forward pass of a gradient.
+        """
 
     def clean(self, arrays: Any, mask: Any) -> tuple[Any, Bool[Array, "B T N 1"]]:
-        """Returns the arrays without NaN and infinity, and which rows of the output must become NaN."""
+        """Returns the arrays with zeros in place of NaN and infinity, and which rows of the output must become NaN."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def around_kernel(fused: Fused, arrays: Any, mask: Any) -> Array:
-    """Runs a fused kernel; if anything was not finite, runs it again by `on_guarded`. Has first-order gradients."""
+    """Runs a fused kernel, and runs it again by `on_guarded` if the arrays to check (`Fused.run`) are not all finite.
+
+    The output has first-order gradients with respect to the pytree `arrays`, in reverse mode; `mask` gets none.
+    """
     output, decisive = fused.run(arrays, mask, False)
     return lax.cond(all_finite(*decisive), lambda: output, lambda: on_guarded(fused, arrays, mask))
 
@@ -171,7 +187,7 @@ around_kernel.defvjp(_forward, _backward)
 
 
 def on_guarded(fused: Fused, arrays: Any, mask: Any) -> Array:
-    """Runs a fused kernel with zeros for NaN and infinity; rows that attend to these become NaN, without a gradient."""
+    """Runs a fused kernel on zeros in place of NaN and infinity; rows that attend to these become NaN (gradient 0)."""
     finite, is_nan = fused.clean(arrays, mask)
     output, _ = fused.run(finite, mask, False)
     return jnp.where(is_nan, jnp.full_like(output, jnp.nan), output)
@@ -181,7 +197,7 @@ def on_guarded(fused: Fused, arrays: Any, mask: Any) -> Array:
 def all_finite(*arrays: Float[Array, "B L *rest"]) -> Bool[Array, ""]:
     """Returns whether all entries are finite.
 
-    Under `vmap`, it returns one bool for all calls together, so that a `lax.cond` on it stays a branch.
+    Under `vmap`, it returns one bool for all mapped calls, because a `lax.cond` on a mapped bool runs both branches.
     """
     # Arrays of one shape are combined before they are reduced, first to rows: then XLA reads them in one kernel.
     entries = _combine_alike([lax.is_finite(x) for x in arrays])

@@ -62,7 +62,7 @@ MAX_WIDTH_ACCELERATOR = 4096  # most keys in a block on accelerators, which comp
 
 
 class KeyBlocks(NamedTuple):
-    """The sizes of the blocks of queries and keys for attention that reads keys in place (`in_place.py`)."""
+    """How attention that reads keys in place (`in_place.py`) loops over blocks of queries and keys."""
 
     height: int  # queries in a block
     width: int  # keys in a block
@@ -74,7 +74,10 @@ class KeyBlocks(NamedTuple):
     whole: bool = False  # whether one block holds the keys of all batch entries
 
     def fitting(self, scores: int, numbers: int) -> "KeyBlocks":
-        """Returns the blocks for this many scores, and numbers in keys and values, which `jax.vmap` multiplies."""
+        """Returns the blocks to use: decides again if one block may hold all keys, as `jax.vmap` may enlarge the call.
+
+        `scores` counts the scores of all heads, and `numbers` the numbers in all keys and values.
+        """
         if self.wide is None or not self.wide.whole:
             return self
         if scores > MAX_SCORES_WHOLE:
@@ -83,7 +86,7 @@ class KeyBlocks(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How an engine computes a call. `Engine.plan` makes it once; it is static, and never changes."""
+    """How an engine computes a call. `Engine.plan` makes it once for a call; it is hashable, and never changes."""
 
     dtype: jnp.dtype  # of the operands of matrix products
     guard_first: bool = True  # whether `guard.guard` makes the operands finite before the engine gets them
@@ -98,7 +101,7 @@ class Plan(NamedTuple):
 
     @property
     def variant(self) -> str | None:
-        """The algorithm in words, for explanations; None for engines that have only one."""
+        """The algorithm that the plan chooses for "xla", in words, for explanations; None if the plan has tiles."""
         if self.tiling is not None:
             return None
         if self.gathered is not None:
@@ -107,7 +110,11 @@ class Plan(NamedTuple):
 
 
 def plan_xla(call: Call) -> Plan:
-    """Plans a call by "xla": gathers keys if queries list them, else reads keys in place or computes all scores."""
+    """Plans a call for "xla", which has three algorithms.
+
+    If each query lists its own keys (`key_indices`), keys are gathered. Otherwise, keys are read in place if
+    `blocks_in_place` chooses blocks; if not, all scores of a head are computed at once.
+    """
     if call.operands.key_indices is not None:
         return _plan_gathered(call, call.operands.key_indices.shape[-1])
     blocks = blocks_in_place(call)
@@ -120,10 +127,10 @@ def plan_xla(call: Call) -> Plan:
 
 
 def _plan_gathered(call: Call, count: int) -> Plan:
-    """Plans a call whose queries list `count` keys each.
+    """Plans a call in which each query lists `count` keys (`key_indices`): chooses how many queries form a block.
 
-    A block of queries gathers about S keys in all. Then memory stays linear, and adding up the gradients of keys from
-    all blocks takes no longer than gathering the keys.
+    A block gathers about as many keys as the call has. Then memory is linear in the number of keys, and adding up the
+    gradients of keys from all blocks takes no longer than gathering the keys.
     """
     (queries, keys), dtype = call.operands.lengths, product_dtype(call, tiles=False)
     if not call.options.has_known_sizes:
@@ -136,7 +143,11 @@ def _plan_gathered(call: Call, count: int) -> Plan:
 
 
 def plan_tiles(call: Call) -> tuple[Plan, Call]:
-    """Plans a call that is computed tile by tile; the returned call holds the tiles to visit, if they are known."""
+    """Plans a call that is computed tile by tile.
+
+    The returned call holds what the mask's concrete arrays decide: the tiles to visit (`Operands.tiles`; see
+    `choose_tiles`), and which scores each `mask_mod` hides (`with_occupancy`).
+    """
     call = with_occupancy(call)
     tiling, blocks = choose_tiles(call, TILE_SHAPES if call.options.target.platform == "cpu" else TILE_SHAPES[:1])
     scores = tiling.height * tiling.width
@@ -151,7 +162,10 @@ def is_memory_bound(call: Call) -> bool:
 
 
 def prefers_dense(call: Call) -> bool:
-    """Returns whether "xla" is faster than "blockwise", the other implementation that computes every call."""
+    """Returns whether to compute a call by "xla" (all scores at once) instead of "blockwise" (tile by tile).
+
+    True if "xla" is faster, and for symbolic sizes, which "blockwise" does not support.
+    """
     query, options = call.operands.query, call.options
     scores = math.prod(call.operands.lengths)
     if not options.has_known_sizes or scores <= MAX_SCORES_DENSE:
@@ -163,7 +177,8 @@ def prefers_dense(call: Call) -> bool:
 def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
     """Returns whether XLA's CPU backend compiles `rows_of` to one fast kernel that writes no score to memory.
 
-    `scores` counts the scores of one tile, and `rows` the tiles that a head computes together; by default, one tile.
+    `scores` counts the scores of one tile, and `rows` the tiles of a head that run together. Dense attention computes a
+    head as one tile.
     """
     if not _may_fuse(call, scores):
         return False
@@ -223,7 +238,10 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
 
 
 def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None:
-    """Chooses larger blocks to use if most keys are visible: all keys, or `widest` at most; None to use `blocks`."""
+    """Chooses larger blocks to use if most keys are visible (`KeyBlocks.wide`); None if `blocks` are large enough.
+
+    Such a block holds all keys or, if these are too many, at most `widest` keys.
+    """
     operands, (queries, num_heads) = call.operands, call.operands.query.shape[-3:-1]
     keys, num_kv_heads = operands.key.shape[-3:-1]
     scores, joint_rows = math.prod(operands.query.shape[:-1]) * keys, queries * num_heads * num_kv_heads
@@ -244,7 +262,7 @@ def _dtype_in_place(call: Call) -> jnp.dtype:
 
     The dtype is bfloat16 if the CPU multiplies bfloat16, queries are bfloat16, and keys and values have bfloat16 or 8
     bits. Products are then scaled instead of queries, so only weights are rounded. That makes the log-sum-exp less
-    exact: if it is returned, or precision is raised, the dtype is `options.dtype`.
+    exact. So if the call returns it, or asks for more precision than the default, the dtype is `options.dtype`.
     """
     operands, options = call
     is_narrow = {x.dtype for x in operands[:3]} == {jnp.dtype(jnp.bfloat16)}
@@ -257,9 +275,9 @@ def _dtype_in_place(call: Call) -> jnp.dtype:
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     """Chooses the dtype in which query, key, value and weights enter matrix products; sums are float32 at least.
 
-    A query's dtype of 16 bits is kept if it makes products faster: on accelerators, and in large tiles on CPUs with a
-    matrix unit for bfloat16 (AMX). Other CPUs, and calls with more precision than the default, use `options.dtype`.
-    `tiles`: whether the call is computed tile by tile.
+    A query's dtype of 16 bits is kept if that makes products faster: on accelerators, unless gradients in float16 could
+    overflow, and for bfloat16 in large tiles on CPUs with a matrix unit (AMX). All other calls, and calls with more
+    precision than the default, use `options.dtype`. `tiles`: whether the call is computed tile by tile.
     """
     operands, options = call
     dtype, wide = operands.query.dtype, options.dtype
@@ -277,7 +295,7 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
 
 
 def _may_round(options: Options) -> bool:
-    """Returns whether matrix products may take operands in the query's dtype: precision is the default everywhere."""
+    """Returns whether operands of products may have 16 bits: neither the call nor JAX's config raises the precision."""
     precisions = (options.precision, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
     return all(precision in DEFAULT_PRECISION for precision in precisions)
 
@@ -285,7 +303,7 @@ def _may_round(options: Options) -> bool:
 def _loops(call: Call, scores: int) -> tuple[int | None, int | None]:
     """Chooses `Plan.looped_axes` and `Plan.max_heads`, so that the scores computed together fit in fast memory.
 
-    `scores` counts the scores of a head that are in memory at a time.
+    `scores` counts the scores of one head that are in memory at a time.
     """
     target, query = call.options.target[:2], call.operands.query
     if target == ON_ONE_TPU and call.options.has_known_sizes:

@@ -57,7 +57,9 @@ PORTABLE = "blockwise"
 
 
 def run(call: Call, implementation: str | None) -> Result:
-    """Computes a call by the named engine, or chooses one; `Result.largest` is each head's largest score [B..., N].
+    """Computes a call by the engine named `implementation`; None chooses one.
+
+    If the call asks for largest scores, `Result.largest` is the largest score of each head [B..., N], not of each row.
 
     Raises:
       ValueError: If no implementation has this name.
@@ -134,7 +136,10 @@ def choose(call: Call) -> str:
 
 
 def refusals(name: str, call: Call, in_ring: bool = False) -> list[str]:
-    """Lists why an engine does not support a call on one device; `in_ring`: the call is a step of strategy="ring"."""
+    """Lists why an engine cannot compute a call on one device, each reason with a remedy; empty if it can.
+
+    `in_ring`: whether the call is a hop of strategy="ring".
+    """
     engine = ENGINES[name]
     if in_ring and not engine.shares:
         names = " and ".join(f'"{name}"' for name in NAMES if ENGINES[name].shares)
@@ -162,9 +167,10 @@ def _check_supported(implementation: str, reasons: list[str]) -> None:
 
 
 def _on_cpu(call: Call, name: str) -> Call | None:
-    """Returns the same call for a CPU, if the engine `name` is a kernel chosen while tracing, else None.
+    """Returns the call to compute instead if the program that is being traced is compiled for a CPU after all.
 
-    The program that is being traced may be compiled for a CPU after all; see `lower_for_platform.py`.
+    None if that cannot happen, or does not matter: JAX does not trace, the engine `name` runs on CPUs, too, or the call
+    is only explained for another platform. See `lower_for_platform.py`.
     """
     target = call.options.target
     if ENGINES[name].platform is None or target.assumed or not being_traced():
@@ -174,7 +180,10 @@ def _on_cpu(call: Call, name: str) -> Call | None:
 
 
 def _split_of(call: Call) -> split.Split | None:
-    """Returns how a mesh splits a call, from the caller's option, array types or placement; None if it does not."""
+    """Returns how a mesh splits a call; None if it does not.
+
+    `qkv_sharding` or `context_parallel` decides; without them, the types of the arrays or the devices that hold them.
+    """
     sharding, arrays = call.options.sharding, call.operands[:3]
     if isinstance(sharding, Context):
         return split.by_context(call, sharding)
@@ -201,7 +210,10 @@ def _run_in_ring(call: Call, context: Context, implementation: str | None) -> Re
 
 
 def _exchanging(context: Context | None, attend: Callable[[Call], Any]) -> Callable[[Call], Any]:
-    """Wraps `attend`, which runs on one device, in the communication that "ulysses" or "allgather" needs."""
+    """Adds the communication of "ulysses" or "allgather" to `attend`, which computes a call on one device.
+
+    Without these strategies, returns `attend` unchanged.
+    """
     if context is None or context.strategy == "ring":
         return attend
     strategy = ulysses if context.strategy == "ulysses" else allgather
