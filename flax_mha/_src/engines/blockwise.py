@@ -2,7 +2,7 @@
 
 Forward: Dao et al., FlashAttention, arXiv:2205.14135, algorithm 1. Backward: Dao, FlashAttention-2, arXiv:2307.08691,
 algorithm 2, with the outer loop over rows of tiles (tiles with the same queries). It computes the scores of each tile
-again from query, key, value, output and log-sum-exp.
+again, and needs only query, key, value, output and log-sum-exp.
 """
 
 import dataclasses
@@ -49,7 +49,10 @@ class Blockwise(Engine):
 
 
 def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
-    """Computes attention in all heads. Given `result`, only attaches the derivative of `Engine.share` to it instead."""
+    """Computes attention in all heads or, given `result`, implements `Engine.share`.
+
+    Then `result`, the output and log-sum-exp over all keys of a ring, is returned as it is; only its derivative is new.
+    """
     tiling: Any = plan.tiling
     head, blocks, axes = heads_of(call, plan.dtype), call.operands.tiles, call.operands.query.ndim - 1
     if blocks is None:
@@ -66,9 +69,9 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
-    """Lists the tiles to visit for all heads, in NumPy arrays if mask and offsets hold no arrays.
+    """Lists the tiles that each head visits: while tracing if mask and offsets hold no arrays, else at run time.
 
-    The arrays have `axes` leading axes, [B..., K, G]. Such an axis has length 1 if all heads along it share a list.
+    The arrays of the result have `axes` leading axes, [B..., K, G], with length 1 if all heads along one share a list.
     """
     if not jax.tree.leaves((rule.mask, rule.offsets)):
         blocks = block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
@@ -81,10 +84,13 @@ def blockwise_head(
     fuse_rows: bool,
     operands: tuple[Head, BlockMask, tuple[Float[Array, "T Hv"], Float[Array, " T"]] | None],
 ) -> ResultsOfHead:
-    """Computes output, log-sum-exp and largest scores (or None) of one head.
+    """Computes output and log-sum-exp of a head; also each row's largest score, None unless `rule.returns_max` is True.
 
-    `operands` are the head, the tiles to visit, and a known output and log-sum-exp to return (`Engine.share`), or None.
-    `fuse_rows` computes all rows of tiles at once, unless differentiated; it requires a single tile in each row.
+    Args:
+      tiling: How the scores are cut into tiles.
+      fuse_rows: Whether to compute all rows of tiles at once, which requires a single tile in each row. Under
+        differentiation, rows are computed one after another in any case.
+      operands: The head, the tiles to visit, and None or, for `Engine.share`, the output and log-sum-exp to return.
     """
     head, blocks, result = operands
     head, (queries, _), (rows, _) = _pad(head, tiling), tiling.lengths, tiling.shape
@@ -94,7 +100,7 @@ def blockwise_head(
 
 
 def _pad(head: Head, tiling: Tiling) -> Head:
-    """Pads the arrays of a head with zeros, so that their lengths are multiples of the tiles' sides."""
+    """Pads queries, keys, values, flags and bias of a head with zeros to `tiling.shape`, the lengths of whole tiles."""
     (queries, keys), nonfinite = tiling.shape, head.nonfinite
     if nonfinite is not None:
         nonfinite = NonFinite(_pad_to(nonfinite.query, queries), _pad_to(nonfinite.key, keys))
@@ -112,13 +118,16 @@ def _pad(head: Head, tiling: Tiling) -> Head:
 
 
 def _pad_to(x: Array, *lengths: int) -> Array:
-    """Pads the first axes of `x` with zeros up to `lengths`, one for each axis."""
+    """Pads the ends of the first axes of `x` with zeros; `lengths` are the new lengths of these axes."""
     widths = [(0, length - size) for size, length in zip(x.shape, lengths, strict=False)]
     return jnp.pad(x, widths + [(0, 0)] * (x.ndim - len(widths))) if any(after for _, after in widths) else x
 
 
 def _attention(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any) -> list[Array]:
-    """Computes a padded head as one JAX operation with derivatives; given `known` results, returns these instead."""
+    """Computes a padded head as one JAX operation with derivatives of every order.
+
+    `known` is None or, for `Engine.share`, an output and a log-sum-exp: then these are returned, not computed.
+    """
     leaves, structure = jax.tree.flatten((head, blocks, known))
     shapes = (tiling.shape[0], head.value.shape[1]), *((tiling.shape[0],) for _ in range(1 + head.rule.returns_max))
     outputs = [jax.ShapeDtypeStruct(shape, head.rule.dtype) for shape in shapes]
@@ -174,14 +183,14 @@ def _join_rows(results: Any) -> ResultsOfHead:
 
 
 def _cut_flags(nonfinite: NonFinite | None, of_queries: Array | None, tile: Tile) -> NonFinite | None:
-    """Returns a tile's flags: those `of_queries`, which are already cut to the tile, and those of its keys."""
+    """Returns a tile's flags (`guard.py`), None without flags; `of_queries` are already cut to the tile."""
     return (
         None if nonfinite is None or of_queries is None else NonFinite(of_queries, tile.cut_columns(nonfinite.key, 0))
     )
 
 
 def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask) -> ResultsOfHead:
-    """Computes a head if each row of tiles has a single tile: one after another or, with `fuse_rows`, all at once."""
+    """Computes a head whose rows of tiles have one tile each: row after row or, with `fuse_rows`, all rows at once."""
     mask = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None
     rule = dataclasses.replace(head.rule, mask=mask)
 
@@ -207,10 +216,11 @@ def _output_of_single_tiles(tiling: Tiling, fuse_rows: bool, head: Head, blocks:
 def _tangent(
     tiling: Tiling, head: Head, blocks: BlockMask, result: tuple[Array, Array], d_head: Head
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
-    """Computes the tangents of output and log-sum-exp from the tangents `d_head` of the head, linearly.
+    """Computes the tangents of output and log-sum-exp (`result`) from `d_head`, the tangents of the head's arrays.
 
     With weights p = exp(s - lse) and tangents s' of scores and v' of values, lse' is the sum of p s' over keys and
-    sink, and the output's tangent is (p s') v + p v' - output lse'. The transpose is FlashAttention-2's backward pass.
+    sink, and the output's tangent is (p s') v + p v' - output lse'. The transpose of this linear function is
+    FlashAttention-2's backward pass.
     """
     query, output, lse, finite = guard.derivative_rows(head.query, result, head.nonfinite is not None)
     function, arguments = _tangent_of_tile(head, lse), _arguments(head)
@@ -226,20 +236,24 @@ def _tangent(
 
 
 def _arguments(head: Head) -> list[Array]:
-    """Lists the last arguments of each tile sum below: keys, values, bias if any, and captured arrays."""
+    """Lists the last arguments of each tile sum in this file: a head's keys, values, bias if any, captured arrays."""
     bias = [] if head.inputs.bias is None else [head.inputs.bias]
     return [head.key, head.value, *bias, *head.inputs.captured]
 
 
 def _inputs(arguments: Sequence[Array], has_bias: bool) -> ScoreInputs:
-    """Makes `ScoreInputs` from the `_arguments` after keys and values: bias, if `has_bias`, and captured arrays."""
+    """Makes a tile's `ScoreInputs` from its bias, which comes first if `has_bias`, and captured arrays."""
     bias, captured = (arguments[0], arguments[1:]) if has_bias else (None, arguments)
     bias = None if bias is None else bias.astype(accumulation_dtype(bias.dtype))
     return ScoreInputs(bias, None, list(captured))
 
 
 def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
-    """Makes the function of a tile that `_tangent` sums: (p s') v + p v' [T, Hv], and p s' summed over keys [T, 1]."""
+    """Makes the function that `_tangent` sums over tiles, with the symbols defined there.
+
+    It returns (p s') v + p v' [t, Hv], and the sum of p s' over the tile's keys [t, 1]. `lse` is the log-sum-exp of
+    each row over all keys.
+    """
     has_bias, (rows, features) = head.inputs.bias is not None, (head.query.shape[0], head.value.shape[1])
     may_be_nan = has_bias or head.rule.score_mod is not None
 
@@ -276,8 +290,9 @@ def _backward(
 ) -> list[Array]:
     """Computes FlashAttention-2's backward pass: the transpose of the tile sum in `_tangent`.
 
-    `residuals` and `cotangents` belong to that tile sum. Returns the cotangents of queries, keys, values, bias (if
-    `has_bias`) and captured arrays.
+    `residuals` are that sum's residuals: queries, log-sum-exp, keys, values, bias (if `has_bias`) and captured arrays.
+    `cotangents` belong to its two outputs, and `scale` is its factor of products of queries and keys. Returns the
+    cotangents of queries, keys, values, bias (if `has_bias`) and captured arrays.
     """
     query, lse, key, value, *inputs = residuals
     # The transpose of the last lines of `_tangent` makes `d_lse` the log-sum-exp's cotangent minus FlashAttention-2's
@@ -318,5 +333,5 @@ def _backward(
 
 
 def _for_gradients(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
-    """Converts float16 to float32, for products with gradients of scores, which float16 cannot hold."""
+    """Converts float16 to float32, because its product with gradients of scores would round these to float16."""
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x

@@ -19,7 +19,7 @@ class Engine:
       name: The value of the argument `implementation` that selects this engine.
       platform: The only platform that it runs on, "gpu" or "tpu". None if it runs everywhere; then it has derivatives
         of every order. For other engines, `kernels/derivatives.py` adds the derivatives that they lack.
-      shares: Whether it has the method `share`, which strategy="ring" needs.
+      shares: Whether it implements `share`, which the strategy "ring" of `context_parallel` needs.
     """
 
     name: ClassVar[str]
@@ -31,26 +31,27 @@ class Engine:
         return []
 
     def plan(self, call: Call) -> tuple[Plan, Call]:
-        """Plans a call; the returned call also holds everything computed beforehand, such as the tiles to visit.
+        """Decides how to compute a call; also returns the call, perhaps with more arrays, such as the tiles to visit.
 
-        The default plan makes operands finite before `forward` gets them (`Plan.guard_first`).
+        By default, products take operands in the query's dtype, and `guard.guard` prepares the call for `forward`.
         """
         return Plan(call.operands.query.dtype), call
 
     def forward(self, plan: Plan, call: Call) -> Result:
-        """Computes a call prepared by `guard.guard`; the log-sum-exp may be None unless `return_residual` is set."""
+        """Computes a call prepared by `guard.guard`; the log-sum-exp may be None unless `return_residual` is True."""
         raise NotImplementedError
 
     def share(self, plan: Plan, call: Call, result: Result) -> Result:
-        """Returns `result` unchanged: output and log-sum-exp over all keys of a ring of devices.
+        """Returns `result`, but its derivative is the call's *share*: the part that comes from this call's keys.
 
-        Its derivative is the call's *share*: the part of the derivative of `result` that comes from the call's keys.
+        `result` holds output and log-sum-exp over the keys of all devices in a ring. The ring adds up the shares of its
+        hops.
         """
         raise NotImplementedError
 
 
 def reasons_against_dtype(dtypes: Sequence[DTypeLike], dtype: jnp.dtype) -> list[str]:
-    """Returns [a reason] if `dtype` is not among the `dtypes` that a kernel supports, else []."""
+    """Returns [a reason] if the inputs' `dtype` is not among the `dtypes` that a kernel supports, else []."""
     if dtype in dtypes:
         return []
     known = " and ".join(jnp.dtype(x).name for x in dtypes)
@@ -62,6 +63,9 @@ EMPTY = "an axis has length 0: pass non-empty arrays, or skip the call"
 
 
 def reason_against_platform(platform: str, devices: str, here: str) -> str:
-    """Returns why a kernel for `devices` cannot run on the device `here`; suggests `explain(platform=platform)`."""
+    """Returns why a kernel that needs `devices`, such as "TPUs", cannot run on the device `here`.
+
+    The text advises to explain the call for `platform`, such as "tpu", which works on any device.
+    """
     remedy = f'run it there, or explain it with platform="{platform}"'
     return f"it runs only on {devices}, but this call runs on {here}: {remedy}"

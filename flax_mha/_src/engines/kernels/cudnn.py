@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Device(NamedTuple):
-    """The device that a kernel runs on; `capability` is None if it is no NVIDIA GPU."""
+    """A device, and its CUDA compute capability, which is None if it is not an NVIDIA GPU."""
 
     name: str
     capability: tuple[int, int] | None
@@ -57,7 +57,7 @@ def device(platform: str) -> Device:
 
 
 class Kernel(NamedTuple):
-    """A call of cuDNN's attention: everything that decides how, and whether, cuDNN can compile it (its "plan")."""
+    """The static part of a call of cuDNN's attention, which decides whether cuDNN has an execution plan for it."""
 
     query: tuple[int, ...]  # shape of the padded queries [B, T, N, H]
     key: tuple[int, ...]  # shape of the padded keys [B, S, K, H]
@@ -79,7 +79,7 @@ class Kernel(NamedTuple):
         residual: bool = False,
         bias: Array | None = None,
     ) -> Any:
-        """Computes the output, and with `residual` also the log-sum-exp, which has no gradient."""
+        """Computes the output or, with `residual`, (output, log-sum-exp); the log-sum-exp has no gradient."""
         return jax.nn.dot_product_attention(
             query,
             key,
@@ -115,9 +115,9 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
 
 
 def refusals(call: Call) -> list[str]:
-    """Lists why cuDNN cannot compute a call; if nothing else speaks against it, tries to compile the kernel.
+    """Lists the reasons why cuDNN cannot compute a call; if it finds none, it also tries to compile the kernel.
 
-    If the GPU is only assumed, this lists why an H100 cannot compute the call, and compiles nothing.
+    If the GPU is only assumed (`Target.assumed`), it lists why an H100 cannot compute the call; it compiles nothing.
     """
     mask, target, operands = kernel_mask.kernel_mask(call), call.options.target, call.operands
     here = H100 if target.assumed and target.platform == "gpu" else device(target.platform)
@@ -186,7 +186,7 @@ def _refusals_of_bias(call: Call) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def failure(kernel: Kernel) -> list[str]:
-    """Compiles the kernel, forward and backward; returns [the error of cuDNN] if that fails, else an empty list."""
+    """Compiles the kernel, forward and backward; returns a list with cuDNN's error if that fails, else []."""
     query = jax.ShapeDtypeStruct(kernel.query, kernel.dtype)
     key = jax.ShapeDtypeStruct(kernel.key, kernel.dtype)
     lengths = jax.ShapeDtypeStruct(kernel.query[:1], jnp.int32) if kernel.padded else None
@@ -212,12 +212,15 @@ def failure(kernel: Kernel) -> list[str]:
 
 
 class Masked(NamedTuple):
-    """The argument `fused` of `guard.around_kernel`, which keeps NaN in masked keys out of cuDNN's result."""
+    """cuDNN's kernel as a `guard.Fused`, so that `guard.around_kernel` keeps NaN in masked keys out of the result."""
 
     kernel: Kernel
 
     def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Returns the output (0 for queries without visible keys) and arrays: if these are finite, it is correct."""
+        """Returns the output, 0 for queries without visible keys, and arrays: if these are finite, it is correct.
+
+        If `differentiated`, the gradients are then correct, too.
+        """
         query, key, value, bias, _ = arrays
         batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
         all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)
@@ -237,7 +240,7 @@ class Masked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CuDNN(Engine):
-    """cuDNN's fused attention. It returns no log-sum-exp, because cuDNN's has no gradient."""
+    """The engine that calls cuDNN's fused attention. It returns no log-sum-exp, because cuDNN's has no gradient."""
 
     name = "cudnn"
     platform = "gpu"
@@ -266,16 +269,16 @@ class CuDNN(Engine):
 
 
 def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
-    """Broadcasts the bias to all heads and batch entries; flattens batch axes to one, and moves heads after queries."""
+    """Returns a call's bias in the layout of `Arrays`: broadcast to all batch entries and heads, one batch axis."""
     *batch, queries, num_heads, _ = operands.query.shape
     whole = jnp.broadcast_to(operands.bias, (*batch, num_heads, queries, operands.key.shape[-3]))  # type: ignore[arg-type]
     return jnp.swapaxes(kernel_mask.flat(whole, len(batch)), 1, 2)
 
 
 def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
-    """Runs the kernel on padded arrays, and returns [output] or, with `residual`, [output, log-sum-exp].
+    """Runs the kernel on padded arrays; returns [output] or, with `residual`, [output, log-sum-exp] without padding.
 
-    `visible` holds the first and the end key of each query; None if every query has a visible key.
+    `visible` holds each query's first visible key, and one past its last; None if every query has a visible key.
     """
     query, key, value, bias, _ = arrays
     batch, queries = query.shape[:2]
@@ -295,7 +298,10 @@ def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: boo
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _run(kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths) -> list[Array]:
-    """Calls the kernel so that `jax.vmap` maps either all operands or none, forward and backward."""
+    """Runs the kernel on padded arrays; returns [output] or, with `residual`, [output, log-sum-exp].
+
+    Forward and backward, `jax.vmap` maps either all arrays or none: see `_vmap_alike`.
+    """
     return _call(kernel, residual, *_vmap_alike((arrays, lengths)))
 
 
@@ -319,9 +325,9 @@ _run.defvjp(_forward, _backward)
 
 
 def _vmap_alike(tree: T) -> T:
-    """Returns the same arrays, but if `jax.vmap` maps one, it maps all; XLA removes the operations that this adds.
+    """Returns arrays with the same values, of which `jax.vmap` maps all or none; XLA removes the added operations.
 
-    JAX's rules to `vmap` this kernel require that (jax-ml/jax#34920, #36702).
+    JAX's rules to `vmap` cuDNN's kernel require that (jax-ml/jax#34920, #36702).
     """
     firsts = [x.ravel()[0] for x in jax.tree.leaves(tree) if x.size]
     never = functools.reduce(jnp.logical_or, (x != x for x in firsts)) & False
@@ -329,7 +335,7 @@ def _vmap_alike(tree: T) -> T:
 
 
 def _finite_bias(kernel: Kernel, bias: Float[Array, "B T N S"]) -> Float[Array, "B N t s"]:
-    """Replaces -inf in a bias by a very negative number; converts it to the kernel's layout and padded lengths."""
+    """Replaces -inf in a bias by a very negative number; converts it to the kernel's axes and padded lengths."""
     lowest = jnp.asarray(0.7 * float(jnp.finfo(bias.dtype).min), bias.dtype)
     bias = jnp.swapaxes(jnp.where(bias == -jnp.inf, lowest, bias), 1, 2)
     return kernel_mask.pad_to(kernel_mask.pad_to(bias, 2, kernel.query[1]), 3, kernel.key[1])

@@ -27,10 +27,11 @@ KERNELS = ("pallas_call", "dot_product_attention")
 
 
 def with_derivatives(kernel: Attend, portable: Attend, operands: Operands, platform: str | None) -> Result:
-    """Computes output and log-sum-exp (or None) by `kernel`, and the derivatives that it lacks by `portable`.
+    """Computes a call by a fused `kernel`, and the derivatives that the kernel lacks by `portable`.
 
-    `kernel` has gradients of first order in reverse mode, `portable` derivatives of every order. `platform` is
-    the kernel's platform if the program may be compiled for others too, else None; see `lower_for_platform.py`.
+    `kernel` has gradients of first order in reverse mode, `portable` derivatives of every order. The result has no
+    log-sum-exp if the kernel returns none. `platform` is the kernel's platform if the program may be compiled for
+    others too, else None; see `lower_for_platform.py`.
     """
     leaves, structure = jax.tree.flatten(varying_alike(operands))
 
@@ -51,8 +52,8 @@ class _Functions(NamedTuple):
 
     kernel: Callable[..., list[Array]]
     portable: Callable[..., list[Array]]
-    platform: str | None
-    num_results: int
+    platform: str | None  # as in `with_derivatives`
+    num_results: int  # output and, if the kernel returns them, log-sum-exp and largest scores
 
     def run(self, jaxpr: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
         """Evaluates a jaxpr of the kernel or of its gradient, compiled only for `platform` unless that is None."""
@@ -80,7 +81,7 @@ class _ForwardPass(NamedTuple):
 
     @classmethod
     def of(cls, functions: _Functions, places: tuple[int, ...], arguments: Sequence[Any]) -> "_ForwardPass":
-        """Traces the forward pass for gradients of `arguments[i]`, a leaf of the operands, for each i in `places`."""
+        """Traces the forward pass; of `arguments`, the operands' leaves, those at indices `places` get gradients."""
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:
@@ -98,13 +99,16 @@ class _ForwardPass(NamedTuple):
         return cls(_outputs(jaxpr, kept), inputs, tuple(kept[results:]), places, structures[0])
 
     def all_residuals(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
-        """Lists all residuals in order: those of the kernel from `kept`, all others computed again from `arguments`."""
+        """Lists the residuals of `pull`: the kernel's, saved as `kept`; others are computed again from `arguments`."""
         computed, known = iter(jaxpr_as_fun(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
         return [next(known if flag else computed) for flag in self.of_kernel]
 
 
 def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | None = None) -> Function:
-    """Makes a differentiable `Function` of the kernel's `jaxpr`; pass `saved` if `jaxpr` also returns its residuals."""
+    """Makes a differentiable operation (`Function`) of the kernel's `jaxpr`.
+
+    `saved` is the forward pass if `jaxpr` is from it, and so returns residuals, too; None if it returns only results.
+    """
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
         return functions.run(jaxpr, arguments)
@@ -132,7 +136,10 @@ def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | 
 
 
 def _tangent(functions: _Functions, saved: _ForwardPass, num_leaves: int, outputs: Sequence[Any]) -> Function:
-    """Makes a `Function` from leaves, residuals, and tangents of leaves `saved.places` to tangents of the results."""
+    """Makes the `Function` from (leaves, residuals, tangents of the leaves `saved.places`) to tangents of the results.
+
+    Its transpose is the kernel's gradient. `num_leaves` counts leaves; `outputs` have the results' shapes and dtypes.
+    """
     places, num_saved = saved.places, saved.pull.num_leaves
     first = num_leaves + num_saved
 

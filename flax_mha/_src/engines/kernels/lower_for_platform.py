@@ -30,7 +30,7 @@ def lower_for_platform(platform: str, kernel: Attend, elsewhere: Attend, operand
 
 
 def compile_for(platform: str, jaxpr: ClosedJaxpr) -> Callable[..., list[Array]]:
-    """Makes a function that evaluates a jaxpr and is compiled only for one platform; it has no derivatives."""
+    """Makes a function that evaluates `jaxpr`. JAX compiles it only for `platform`, and cannot differentiate it."""
     return functools.partial(_compiled_for_p.bind, jaxpr=jaxpr, name=_lowering_name(platform))
 
 

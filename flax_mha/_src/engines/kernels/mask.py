@@ -21,9 +21,9 @@ from flax_mha.masks.base import conjuncts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KernelMask:
-    """A mask by which query i attends to keys i - left to i + right, in the same segment and below the lengths.
+    """A mask for fused kernels: query i attends to keys i - left to i + right, below the lengths, in the same segment.
 
-    i is the index of the query in its array, not its position. None means no limit.
+    i is an index into the call's arrays, not a position. None means no limit.
     """
 
     left: int | None = dataclasses.field(metadata={"static": True})  # negative if the window begins after key i
@@ -45,7 +45,10 @@ class KernelMask:
 
 
 def kernel_mask(call: Call) -> KernelMask:
-    """Translates the mask of a call; a window is only supported if the offsets are numbers."""
+    """Translates the mask of a call; masks that cannot be translated are named in `others`, for `refusals`.
+
+    If an offset is an array, `left` and `right` show only whether there is a limit, because such limits are refused.
+    """
     left = right = query_lengths = key_lengths = segments = None
     others = []
     for part in conjuncts(call.operands.mask):
@@ -79,7 +82,10 @@ def _smaller(a: Any, b: Any) -> Any:
 
 
 def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> list[str]:
-    """Lists why fused kernels cannot compute a call with this mask; arguments named in `supported` are accepted."""
+    """Lists the reasons why a fused kernel cannot compute a call; `mask` is its mask, translated by `kernel_mask`.
+
+    `supported` names arguments, such as "bias", that this kernel accepts and others do not.
+    """
     operands, options = call
     has_band = mask.left is not None or mask.right is not None
     fixed = "is an array, but the kernel can shift a causal mask or window only by a constant: pass a Python int"
@@ -120,16 +126,16 @@ def pad_to(x: Array, axis: int, multiple: int) -> Array:
 
 
 def flat(x: Array, axes: int) -> Array:
-    """Flattens the first `axes` axes, the batch axes, to one."""
+    """Flattens the batch axes, the first `axes` axes of `x`, to one axis."""
     return x.reshape(-1, *x.shape[axes:])
 
 
 def visible_range(
     mask: KernelMask, batch: int, lengths: tuple[int, int]
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Computes the first visible key of each query, and one past its last; ignores segments.
+    """Computes the first key that each query attends to, and one past the last, as if there were no segments.
 
-    Here and below, `mask` has one batch axis of size `batch`, and `lengths` are T and S.
+    `mask` has one batch axis, of size `batch` (see `KernelMask.flat`), and `lengths` are T and S.
     """
     queries, keys = lengths
     rows = jnp.arange(queries, dtype=jnp.int32)
@@ -144,7 +150,7 @@ def visible_range(
 
 
 def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
-    """Returns whether the window of every query includes a key; always False if there are lengths or segments."""
+    """Returns whether every query's window has a key (`lengths`: T and S); False if `mask` has lengths or segments."""
     queries, keys = lengths
     if mask.query_lengths is not None or mask.key_lengths is not None or mask.segments is not None:
         return False
@@ -154,7 +160,7 @@ def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
 def masked_rows(
     mask: KernelMask, batch: int, lengths: tuple[int, int], bias: Float[Array, "B T N S"] | None = None
 ) -> Bool[Array, "B T #N"]:
-    """Computes which queries have no visible key; a bias of -inf hides a key, too."""
+    """Computes which queries have no visible key; a bias of -inf hides a key, too. Arguments as in `visible_range`."""
     if mask.segments is None and bias is None:
         first, end = visible_range(mask, batch, lengths)
         return (end <= first)[:, :, None]
@@ -164,7 +170,7 @@ def masked_rows(
 def _visible(
     mask: KernelMask, batch: int, lengths: tuple[int, int], bias: Float[Array, "B T N S"] | None
 ) -> Bool[Array, "B T #N S"]:
-    """Computes which scores are visible; callers reduce them at once, so that XLA does not store T * S comparisons."""
+    """Computes which of T * S scores (`lengths`) are visible; callers reduce them at once, so that XLA stores none."""
     first, end = (x[:, :, None, None] for x in visible_range(mask, batch, lengths))
     places = jnp.arange(lengths[1], dtype=jnp.int32)[None, None, None, :]
     visible = (first <= places) & (places < end)
@@ -175,7 +181,7 @@ def _visible(
 
 
 class Arrays(NamedTuple):
-    """The arrays that a fused kernel takes, with one batch axis."""
+    """The arrays that a fused kernel takes, with all batch axes flattened to one."""
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
@@ -185,7 +191,11 @@ class Arrays(NamedTuple):
 
 
 def clean(arrays: Arrays, mask: KernelMask, scale: float) -> tuple[Arrays, Bool[Array, "B T N 1"]]:
-    """Replaces NaN and infinity in a kernel's arrays by zeros; also returns which rows of its output must be NaN."""
+    """Replaces queries, keys, values and biases that are not finite by zeros, so that a kernel can run on them.
+
+    Also returns which rows of its output must be NaN: those that any of these would affect. -inf in a bias stays,
+    because it masks. `scale` is the kernel's factor of the queries, which may make them overflow.
+    """
     query, key, value, bias, _ = arrays
     batch, lengths, groups = query.shape[0], (query.shape[1], key.shape[1]), query.shape[2] // key.shape[2]
     key, value, of_keys = guard.zero_keys(key, value)

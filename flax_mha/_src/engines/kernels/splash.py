@@ -33,8 +33,9 @@ MOST_TILES = 512 * 512
 class Band(splash_masks.Mask):
     """A splash mask for a window, from `left` keys before a query to `right` after it, among the first `keys` keys.
 
-    Unlike splash's own masks, it returns a single value for a tile that is all True or all False. Then building the
-    kernel for 32768 queries and keys takes 0.1 s instead of 6 to 11 s.
+    None means no limit, and `size` is (queries, keys) with padding. Unlike splash's own masks, it returns a single
+    value for a tile that is all True or all False. Then building the kernel for 32768 queries and keys takes 0.1 s
+    instead of 6 to 11 s.
     """
 
     size: tuple[int, int]
@@ -48,7 +49,7 @@ class Band(splash_masks.Mask):
 
     @property
     def q_sequence(self) -> np.ndarray:
-        """Positions of the queries, which the kernel passes to `mask_function`."""
+        """The indices of the queries, which the kernel passes to `mask_function`."""
         return np.arange(self.size[0], dtype=np.int32)
 
     def mask_function(self, rows: Any, columns: Any) -> Any:
@@ -89,13 +90,13 @@ def refusals(call: Call) -> list[str]:
 
 
 class Masked(NamedTuple):
-    """The argument `fused` of `guard.around_kernel`, which keeps NaN in masked keys out of splash's result."""
+    """Splash's kernel as a `guard.Fused`, so that `guard.around_kernel` keeps NaN in masked keys out of the result."""
 
     soft_cap: float | None
     interpret: bool
 
     def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Returns the output (0 for queries without visible keys) and arrays: if these are finite, it is correct."""
+        """Returns the output, 0 for queries without visible keys, and arrays: if these are finite, it is correct."""
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
         lengths = query.shape[2], key.shape[2]
         sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
@@ -125,7 +126,7 @@ class Masked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Splash(Engine):
-    """JAX's splash attention. It returns no log-sum-exp. `interpret=True` runs on any machine, slowly."""
+    """The engine of JAX's splash attention. It returns no log-sum-exp; `interpret=True` runs on any machine, slowly."""
 
     name = "splash"
     platform = "tpu"
@@ -161,9 +162,10 @@ def _scaled(query: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N
 
 
 def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
-    """Sets the same tiles forward and backward: a row whose tiles are all skipped is NaN, and backward must skip it.
+    """Makes splash's description of tiles of `rows` and `columns`, the same forward and backward.
 
-    Backward is two kernels; a single fused one would store a gradient of the queries for every column of tiles.
+    Forward, a row whose tiles are all skipped is NaN, and backward must skip the same tiles. Backward is two kernels; a
+    single fused one would store a gradient of the queries for every column of tiles.
     """
     return splash.BlockSizes(
         block_q=rows, block_kv=columns, block_q_dkv=rows, block_kv_dkv=columns, block_q_dq=rows, block_kv_dq=columns
@@ -171,7 +173,10 @@ def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
 
 
 def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) -> splash_masks.Mask:
-    """Makes splash's mask of window and padding; a full mask if that hides every key: splash needs a visible tile."""
+    """Makes splash's mask of window and padding; `lengths` T and S are padded to multiples of `sides`, a tile's shape.
+
+    Returns a full mask if nothing or everything is hidden: splash needs a visible tile. `Masked.run` clears such rows.
+    """
     queries, keys = lengths
     size = queries + -queries % sides[0], keys + -keys % sides[1]
     nearest = 1 - queries if mask.left is None else max(-mask.left, 1 - queries)
@@ -183,7 +188,10 @@ def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) ->
 def _segment_ids(
     mask: KernelMask, batch: int, lengths: tuple[int, int], sides: tuple[int, int]
 ) -> splash.SegmentIds | None:
-    """Makes segment ids that also hide keys past their length, by an id that no query has; None if not needed."""
+    """Makes padded segment ids, by which splash hides keys of other segments, and keys past their sequence's length.
+
+    Such keys get an id that no query has. None without segments and key lengths. `lengths` and `sides` as in `_mask`.
+    """
     if mask.segments is None and mask.key_lengths is None:
         return None
     if mask.segments is None:

@@ -14,14 +14,17 @@ LARGEST_HEAD = 256
 
 
 def tile_size(length: int, largest: int | None = None) -> int:
-    """Returns the largest of `TILES`, up to `largest`, that pads `length` to at most 9/8 of what the smallest does."""
+    """Chooses the side of tiles along a sequence of this `length`: the largest of `TILES` that pads little.
+
+    The padded length is at most 9/8 of its length with the smallest side. `largest` is an upper limit; None sets none.
+    """
     tiles = [tile for tile in TILES if largest is None or tile <= largest]
     padded = [length + -length % tile for tile in tiles]
     return next(tile for tile, total in zip(tiles, padded, strict=True) if 8 * total <= 9 * padded[-1])
 
 
 def refusals(call: Call) -> list[str]:
-    """Lists why no kernel on TPUs can compute this call."""
+    """Lists the reasons why a call cannot be computed by any kernel on TPUs; each kernel may have more."""
     (query, key, value), target, reasons = call.operands[:3], call.options.target, []
     if target.platform != "tpu":
         reasons.append(reason_against_platform("tpu", "TPUs", target.platform))

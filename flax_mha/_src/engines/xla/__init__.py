@@ -12,7 +12,7 @@ from flax_mha._src.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class XLA(Engine):
-    """Attention in plain XLA operations."""
+    """The engine of plain XLA operations: `forward` computes a call by one of the three algorithms in this folder."""
 
     name = "xla"
 

@@ -67,7 +67,10 @@ def attention(plan: Plan, call: Call) -> Result:
 def _gathered(
     operands: Operands, options: Options, indices: Int[Array, "*B T K k"] | None
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
-    """Returns keys and values as floats: all of them or, given `indices`, the keys of query 0, then of query 1, ..."""
+    """Returns keys and values as floats: all S of them or, given `indices`, only those that queries list.
+
+    Listed keys come in the order of queries, the k keys of query 0, then those of query 1, and so on; S is then T k.
+    """
     arrays: Any = operands.key, operands.value, operands.cache_scale
     if indices is not None:
         batch, (queries, num_heads, count) = indices.shape[:-3], indices.shape[-3:]
@@ -80,7 +83,7 @@ def _gathered(
 
 
 def _unique(indices: Int[Array, "*B T K k"], keys: int) -> tuple[Int[Array, "*B T K k"], Bool[Array, "*B T K"]]:
-    """Sorts each list of keys and replaces repeated keys by -1; also returns which queries list keys out of range."""
+    """Sorts each list, and replaces repeats by -1; also returns which lists have other indices than -1 to keys - 1."""
     indices = lax.sort(indices, dimension=-1)
     repeated = indices[..., 1:] == indices[..., :-1]
     is_beyond = (indices[..., -1] >= keys) | (indices[..., 0] < -1)
@@ -90,7 +93,10 @@ def _unique(indices: Int[Array, "*B T K k"], keys: int) -> tuple[Int[Array, "*B 
 
 
 def _one_head(height: int | None, own: tuple[Head, Int[Array, "T k"], Bool[Array, " T"]]) -> ResultsOfHead:
-    """Computes one head, gathering keys for `height` queries at a time; None if all are gathered already."""
+    """Computes one head, gathering keys for `height` queries at a time; None if all are gathered already.
+
+    `own` is the head, the keys that its queries list, and which rows must be NaN, because their lists are out of range.
+    """
     head, indices, is_beyond = own
     (queries, count), nonfinite = indices.shape, head.nonfinite
     assert nonfinite is not None
@@ -108,7 +114,10 @@ def _one_head(height: int | None, own: tuple[Head, Int[Array, "T k"], Bool[Array
 def _block(
     head: Head, first: Int[Array, ""], indices: Int[Array, "t k"], gather: Callable[[Array], Array]
 ) -> ResultsOfHead:
-    """Computes t queries from number `first` on, by `dense_head`; `gather(x)` returns `x` at their keys `indices`."""
+    """Computes the results of t queries, from number `first` on, by `dense_head`.
+
+    `indices` are the keys that they list. `gather(x)` takes the entries of these keys, [t, k, ...], out of an array.
+    """
     cut = functools.partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=indices.shape[0])
     nonfinite: Any = head.nonfinite
     part = dataclasses.replace(

@@ -287,7 +287,7 @@ def _read_block(
 
 
 def _scaled_features(blocks: KeyBlocks) -> list[slice]:
-    """Slices a key's features by scale: all or, if keys hold the values, [value_size:] and then [:value_size]."""
+    """Lists a key's slices, one for each scale: all or, if keys hold the values, [value_size:] and [:value_size]."""
     number = blocks.value_size
     return [slice(None)] if number is None else [slice(number, None), slice(number)]
 
@@ -295,7 +295,10 @@ def _scaled_features(blocks: KeyBlocks) -> list[slice]:
 def _block(
     x: Shaped[Array, "*B S K F"], features: slice, part: BatchSlice, column: Scalar, width: int, dtype: DTypeLike
 ) -> Float[Array, "*B s K f"]:
-    """Reads `width` keys, values or scales of `x` as `dtype`, from key `column` on, for the batch entries in `part`."""
+    """Reads a block of `x` (keys, values or scales) for the batch entries of `part`, and converts it to `dtype`.
+
+    The block has `width` keys, from key `column` on, and the slice `features` of each.
+    """
     bits, has_8_bits = BITS.get(x.dtype.name) if platform() == "cpu" else None, x.dtype.itemsize == 1
     batch, (length, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
 
@@ -321,7 +324,7 @@ def _block(
 
 
 def _visited(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> tuple[Scalar, Scalar]:
-    """Returns the range of blocks to read, first and end (exclusive): those that may hold a visible key."""
+    """Returns the range of key blocks to read, as first and end (exclusive); all visible keys are in it."""
     some = _seen(blocks, part, num_keys)
     some = some.any(range(some.ndim - 1))
     before, after = (jnp.argmax(x).astype(jnp.int32) for x in (some, some[::-1]))
@@ -350,7 +353,7 @@ def _seen(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> Bool[Array, "*#
 
 
 def _bounds(mask: Mask | None) -> Mask | None:
-    """Returns the part of `mask` that bounds which keys to read: causal, window and length masks; else None."""
+    """Returns the causal, window and length masks in `mask`, which limit the keys to read; None if it has none."""
     if isinstance(mask, And):
         left, right = _bounds(mask.left), _bounds(mask.right)
         return left if right is None else right if left is None else And(left, right)
