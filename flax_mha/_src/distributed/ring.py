@@ -40,9 +40,10 @@ Trainable = dict[str, Any]  # the operands of a call that get derivatives, by na
 
 
 def attention(call: Call, context: Context, engine: Engine, portable: Engine) -> Result:
-    """Computes a device's part of a call, inside `jax.shard_map`.
+    """Computes a device's part of a call by ring attention, inside `jax.shard_map`.
 
-    `engine` runs the forward and backward pass. `portable`, with derivatives of every order, runs all other passes.
+    `engine` computes the hops of the forward and backward pass. `portable`, which has derivatives of every order,
+    computes the hops of all other derivatives.
     """
     operands, options = call
     ring, step = _ring_of(Call(operands, options._replace(return_residual=True)), context)
@@ -54,7 +55,10 @@ def attention(call: Call, context: Context, engine: Engine, portable: Engine) ->
 
 
 def first_step(call: Call, context: Context) -> Call:
-    """Returns the call of the first pair of chunks, to plan or refuse the whole call: all pairs have equal shapes."""
+    """Returns the call of the first pair of a chunk of queries and a chunk of keys.
+
+    All pairs have equal shapes, so by this call an engine plans, or refuses, the whole ring.
+    """
     return _ring_of(call, context)[1]
 
 
@@ -123,7 +127,7 @@ class Ring(NamedTuple):
         return lax.scan(hop, start, jnp.arange(self.size, dtype=jnp.int32))[0][0]
 
     def slice(self, operands: Operands, source: Scalar, i: Scalar, j: Scalar) -> Call:
-        """Makes the call of one pair: chunk `i` of a device's queries, and chunk `j` of the keys of device `source`."""
+        """Makes a pair's call: chunk `i` of this device's queries, and chunk `j` of the keys of device `source`."""
         queries, keys = operands.lengths
         height, width = queries // self.chunks, keys // self.chunks
         first_query = split.chunk_of(lax.axis_index(self.axis), i, self.size) * height
@@ -134,14 +138,17 @@ class Ring(NamedTuple):
         )
 
     def hop(self, call: Call, known: Result | None = None) -> Result:
-        """Computes a pair's call in float32 at least. Given `known`, returns it; its derivative is the call's share."""
+        """Computes a pair's call in float32 at least; given `known`, returns it; its derivative is the call's share."""
         operands, (engine, plan) = call.operands, self.engines[0]
         query, key, value = (x.astype(self.options.dtype) for x in operands[:3])
         call = guard(call._replace(operands=operands._replace(query=query, key=key, value=value)), plan)
         return engine.forward(plan, call) if known is None else engine.share(plan, call, known)
 
     def share(self, held: Operands, cut: Cut, known: Result) -> Callable[[Trainable], Result]:
-        """Makes a function of the trainable operands: it returns `known`, with the derivative from this pair's keys."""
+        """Makes a function of the trainable operands that returns `known`, with this pair's share as its derivative.
+
+        `known` is the result of the pair's queries over all keys. For `held` and `cut`, see `fold`.
+        """
         return lambda trainable: self.hop(cut(held._replace(**trainable)), known)
 
     def send(self, tree: T) -> T:
@@ -193,9 +200,9 @@ def _merge_hops(ring: Ring, operands: Operands) -> Result:
 
 
 def _tangents(ring: Ring, operands: Operands, known: Result, d_operands: Trainable) -> Result:
-    """Computes the tangents of output and log-sum-exp in `known`: sums the part from each hop's keys (its share).
+    """Computes the tangents of `known` (output and log-sum-exp) from those of a device's operands, `d_operands`.
 
-    The tangents of keys and values travel around the ring with the keys and values.
+    They are the sums of all hops' shares. Tangents of keys and values travel around the ring with keys and values.
     """
     ring = ring.portable
 

@@ -31,12 +31,12 @@ def mesh_axes(mesh: Any, *kinds: AxisType) -> list[str]:
 
 
 def names_of(axes: Axes) -> tuple[str, ...]:
-    """Lists the mesh axes that split one axis of an array: one, several or none."""
+    """Converts the mesh axes that split one axis of an array, one, several or none, to a tuple of names."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def number_of_parts(mesh: Any, axes: Axes) -> int:
-    """Counts the parts into which mesh axes split an axis of an array."""
+    """Counts the parts into which the mesh axes `axes` split an axis of an array."""
     return math.prod(mesh.shape[name] for name in names_of(axes))
 
 
@@ -54,7 +54,8 @@ def pad_spec(spec: Iterable[Any], rank: int) -> tuple[Any, ...]:
 def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
     """Returns the mesh axes that split the key heads, if `axes` split the query heads into `parts`.
 
-    Returns None if there are fewer key heads than parts: then every device holds all key heads.
+    Returns None if there are fewer key heads than parts: then every device holds all key heads. Raises a ValueError if
+    neither number divides the other.
     """
     if num_kv_heads % parts and parts % num_kv_heads:
         raise ValueError(
@@ -81,7 +82,7 @@ class Split(NamedTuple):
         return PartitionSpec(*(None if n == 1 else part for n, part in zip(x.shape, each, strict=False)))
 
     def _sequences(self, names: list[str]) -> dict[str, tuple[Axes]]:
-        """For an array with axes `names`, maps the names of axes that `context_parallel` splits to mesh axes."""
+        """For an array with axes `names`, returns the mesh axes of those that `context_parallel` splits, by name."""
         if self.context is None:
             return {}
         axis, strategy = self.context.axis, self.context.strategy
@@ -104,7 +105,10 @@ class Split(NamedTuple):
     def shard_map(
         self, function: Callable[..., Any], arrays: Sequence[Any], axes: Sequence[str], out_spec: PartitionSpec
     ) -> Any:
-        """Calls `function(*arrays)` in `jax.shard_map`; `axes` names the axes of each array."""
+        """Calls `function` on each device, in `jax.shard_map`, with the device's parts of `arrays`; joins the results.
+
+        `axes` has the axis names of each array (see `spec`); `out_spec` is the PartitionSpec of the result.
+        """
         specs = tuple(self.spec(x, names) for x, names in zip(arrays, axes, strict=True))
         everything = self.manual == frozenset(self.mesh.axis_names)
         mapped = jax.shard_map(
@@ -134,7 +138,10 @@ def by_caller(call: Call, sharding: Any) -> Split | None:
 
 
 def by_placement(call: Call) -> Split | None:
-    """Returns the split of concrete query, key and value; None if they share no mesh, or do not fit the call."""
+    """Returns the split of concrete query, key and value, by the devices that hold them.
+
+    None if they share no mesh, the mesh has one device, or they are split in a way that attention does not support.
+    """
     shardings: list[Any] = [x.sharding for x in call.operands[:3]]
     if not all(isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings):
         return None
@@ -162,7 +169,10 @@ def by_context(call: Call, context: Context) -> Split:
 
 
 def _known_axes(argument: str, mesh: Any, named: Sequence[str], fix: str) -> list[str]:
-    """Returns the mesh axes that may split arrays; raises a ValueError on `argument` if `named` contains others."""
+    """Returns the mesh axes that may split arrays; raises a ValueError if `named`, the user's axes, contains others.
+
+    The error names the user's `argument`; if no mesh is set, it advises to pass `fix`.
+    """
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
     if unknown := set(named) - set(known):
         have = f"the mesh has {tuple(known)}" if known else f"no mesh is set; use jax.set_mesh, or {fix}"
@@ -174,7 +184,7 @@ def _known_axes(argument: str, mesh: Any, named: Sequence[str], fix: str) -> lis
 
 
 def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
-    """Returns the mesh, and the mesh axes that split each axis of the query (None: unknown, or not split)."""
+    """Returns the mesh to use, and the mesh axes that split each axis of the query: None if not split, or not known."""
     query: Any = call.operands.query
     is_traced = isinstance(query, jax.core.Tracer)
     known: Any = jax.typeof(query).sharding if is_explicit(query) else None if is_traced else query.sharding
@@ -185,7 +195,7 @@ def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]
 
 
 def _check_sequences(call: Call, context: Context, split: Split) -> None:
-    """Checks that the devices can split the sequence lengths evenly and, for "ulysses", the heads."""
+    """Raises a ValueError if `context_parallel` does not support a call, or its devices cannot split it evenly."""
     if call.options.cached:
         raise ValueError("context_parallel does not support decoding, but got a cache; decode without it.")
     if call.operands.key_indices is not None:
@@ -212,7 +222,10 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
 
 
 def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, source: str) -> Split:
-    """Makes a `Split` from three `specs` (query, key, value) or one for all; errors say that `source` gave them."""
+    """Makes a `Split` from three `specs` (of query, key, value) or one for all; raises a ValueError if they do not fit.
+
+    `manual` becomes `Split.manual`. Errors say that `source` gave the specs.
+    """
     query, key, *_ = call.operands
     by_axis = zip(*(pad_spec(spec, query.ndim) for spec in specs), strict=True)
     given = [{axes for axes in each if axes not in (None, ())} for each in by_axis]
@@ -241,7 +254,10 @@ def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, s
 
 
 def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array:
-    """Reshards `x` to a sharding, or to the first `rank` entries of its spec; returns `x` if the sharding is None."""
+    """Places an array on a mesh by `sharding`; returns it unchanged if that is None.
+
+    `rank` limits the spec to its first entries, for an array that lacks the axes after them; None uses all.
+    """
     if sharding is None:
         return x
     mesh: Any = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
@@ -269,7 +285,7 @@ def take_entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
 
 
 def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callable[[Call], Any]) -> Any:
-    """Calls `run(call)` on each device with its part of the call, and returns the result of the whole call."""
+    """Calls `run(call)` on each device with its part of a call, split by `parts`; returns the whole call's result."""
     operands = operands._replace(ids_and_seeds=ids_and_seeds(operands, options))
     leaves, structure = jax.tree.flatten(operands)
 
@@ -287,7 +303,10 @@ def unsplit(call: Call) -> Call:
 
 
 def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
-    """If each device holds all key heads, keeps only the one that this device's queries use; returns the new `part`."""
+    """If key heads are not split, keeps only the one that this device's queries use; returns the new `part`.
+
+    `part` holds the operands on this device, and `whole` those of the whole call.
+    """
     if parts.heads == parts.key_heads:
         return part
     group_size = whole.query.shape[-2] // whole.key.shape[-2]
@@ -301,7 +320,7 @@ def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
 
 
 def empty_result(call: Call, parts: Split) -> Result:
-    """Returns the result of a call without queries: XLA cannot always compile gradients of empty parts."""
+    """Returns the result of a call with an empty output; XLA cannot always compile gradients of its empty parts."""
     query, value = call.operands.query, call.operands.value
     lse = query.sum(-1)  # no constant, so that the results are on the devices of the query
     output = jnp.broadcast_to(lse[..., None], (*lse.shape, value.shape[-1]))
@@ -311,7 +330,7 @@ def empty_result(call: Call, parts: Split) -> Result:
 
 
 def reorder_keys(operands: Operands, order: np.ndarray, and_queries: bool = False) -> Operands:
-    """Reorders chunks of keys in all arrays and, with `and_queries`, of queries; for `order` see `reorder_chunks`."""
+    """Applies `reorder_chunks` to the keys in all arrays of a call and, with `and_queries`, to the queries in them."""
 
     def change(x: Array, axes: SequenceAxes) -> Array:
         x = x if axes.keys is None else reorder_chunks(x, order, axes.keys)
@@ -336,5 +355,8 @@ def chunk_order(layout: Layout, devices: int) -> np.ndarray:
 
 
 def chunk_of(rank: Any, number: Any, devices: int) -> Any:
-    """Returns which chunk of the sequence device `rank` holds as its chunk `number` (0 or, in "zigzag", also 1)."""
+    """Returns the number, in the whole sequence, of the first (`number` 0) or second (1) chunk on device `rank`.
+
+    Only layout "zigzag" has second chunks. There, device 0 holds the first and the last chunk of the sequence.
+    """
     return rank + number * (2 * devices - 1 - 2 * rank)

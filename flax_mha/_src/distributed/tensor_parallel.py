@@ -45,12 +45,15 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
 
 
 def mesh_axis(head_axis: str) -> Any:
-    """Returns the mesh axes that Flax's current rules give a logical axis, or `head_axis` itself if it has no rule."""
+    """Translates a logical axis to mesh axes by Flax's current rules; returns `head_axis` itself if it has no rule."""
     return next((mesh for logical, mesh in spmd.get_logical_axis_rules() if logical == head_axis), head_axis)
 
 
 def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..., Any]:
-    """Wraps an initializer so that Flax linen boxes the parameter with the names of its axes."""
+    """Wraps an initializer of Flax linen so that it returns the parameter in a box with the names of its axes.
+
+    The names are mesh axes or, if Flax has a rule for `head_axis`, logical axes.
+    """
     box = Box if mesh_axis(head_axis) == head_axis else LogicalBox
     return lambda *arguments: box(init(*arguments), names)
 
