@@ -151,7 +151,7 @@ def _flax_attention(
 
 
 def _weights(query: Array, key: Array, bias: Array | None = None, **arguments: Any) -> Float[Array, "*B N T S"]:
-    """Computes the softmax's weights, before dropout, in float32, or in float64 for such inputs.
+    """Computes the softmax's weights, before dropout, in float32, or in float64 for float64 inputs.
 
     The weights are 0 for queries whose keys are all masked, and NaN if the output is NaN. They are computed as the
     gradient of the log-sum-exp with respect to the bias, so that the engine itself computes and masks the scores.

@@ -92,12 +92,11 @@ class Given(NamedTuple):
         return self.inputs_k is not None and self.inputs_k is not self.inputs_q
 
 
-# The arguments of a module's call that it passes on to `call_module`.
-PASSED_ON = frozenset(Given._fields) - {"decode"}
+PASSED_ON = frozenset(Given._fields) - {"decode"}  # arguments of a module's call that it passes on to `call_module`
 
 
 def call_module(flax: FlaxModule, given: Given) -> Any:
-    """Computes a module's output, and writes its cache if nothing raised; with `return_kv`, also returns `SharedKV`."""
+    """Returns a module's output or, with `return_kv`, (output, `SharedKV`); writes its cache if nothing raised."""
     _check_sharing(flax, given)
     keys, core = _source_of_keys(given, flax.stored is not None), core_of(flax.module.attention_fn)
     if keys == "stored":
@@ -170,7 +169,7 @@ def _index(
     cache: KVCache | None,
     arguments: dict[str, Any],
 ) -> tuple[int, KVCache | None]:
-    """Sets `arguments["key_indices"]` by the indexer; returns `top_k` (0 if the user lists keys) and its new cache."""
+    """Lets the indexer set `arguments["key_indices"]`; returns `top_k` (0 if the user lists keys) and its new cache."""
     if core is None:
         raise ValueError("attention_fn must be flax_mha.attention_fn with an indexer, but got another function.")
     query, key, weights = layers.project(inputs)
@@ -208,7 +207,7 @@ def _source_of_keys(given: Given, has_stored: bool) -> KeySource:
 
 
 def _check_sharing(flax: FlaxModule, given: Given) -> None:
-    """Raises a ValueError unless module and call agree on whether keys and values come from another module."""
+    """Raises a ValueError if `kv` is missing with `reuse_kv`, given without it, or if cross-attention shares keys."""
     if flax.latent is not None:
         return
     validation.flag("return_kv", given.return_kv)
@@ -268,7 +267,7 @@ def _check_exclusive(exclusive: bool, given: Given, keys: KeySource) -> None:
 def _heads(
     flax: FlaxModule, given: Given, keys: KeySource, inputs: tuple[Array, Array, Array], self_attention: bool
 ) -> tuple[Heads, KVCache | None, Array | None]:
-    """Projects, normalizes and rotates inputs; returns (query, key, value), the cache, and lengths of stored keys."""
+    """Returns projected, normalized, rotated (query, key, value); the cache or None; lengths of stored keys or None."""
     inputs_q, inputs_k, inputs_v = inputs
     query, cache, lengths = flax.query(inputs_q), None, None
     if keys == "stored":
@@ -285,8 +284,7 @@ def _heads(
         query, key = _normalize(flax, query, key, keys)
     if flax.clip_qkv is not None:
         query, *others = (jnp.clip(x, -flax.clip_qkv, flax.clip_qkv) for x in (query, key, value))
-        # Stored and shared keys and values were clipped before they were rotated.
-        key, value = (key, value) if keys in ("stored", "shared") else others
+        key, value = (key, value) if keys in ("stored", "shared") else others  # those were clipped by an earlier call
     if keys == "cache":
         cache = _cache_of(flax, query, key, value, given.is_cross)
     if flax.module.rope is not None or given.positions is not None:
@@ -301,7 +299,7 @@ def _heads(
 
 
 def _value(flax: FlaxModule, key: Array, inputs_v: Array) -> Array:
-    """Returns the projected values; with a shared projection, these are the keys before norm and rotation."""
+    """Returns the values after norm and scale: projections or, with `share_kv`, projected keys; empty with `latent`."""
     if flax.latent is not None:
         return key[..., :0]
     value = key if flax.value is None else flax.value(inputs_v)
@@ -358,8 +356,7 @@ def _arguments(
     ours["is_causal"] = None if given.is_causal is False else given.is_causal
     ours["max_score_module"] = flax.module if given.sow_max_score else None
     ours["qkv_sharding"] = _attention_sharding(flax.module, core, given.qkv_sharding, query)
-    # The positions of queries that use stored keys are not known.
-    without = ("is_causal",) if keys in ("stored", "to store") else ()
+    without = ("is_causal",) if keys in ("stored", "to store") else ()  # their queries have no known positions
     # Arguments of None are left out, so that a function with only Flax's signature works, too.
     arguments = flax.arguments | {name: x for name, x in ours.items() if x is not None and name not in without}
     arguments = arguments if core is None else core.combine(arguments, without, decoding)
@@ -381,14 +378,13 @@ def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: A
     if qkv_sharding is not None or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return qkv_sharding
     named = names_of(tensor_parallel.mesh_axis(module.head_axis))
-    # Other axes may split the batch in a way that only `context_parallel` knows.
-    names_batch = core is not None and core.context is not None
+    names_batch = core is not None and core.context is not None  # `context_parallel` knows which axes split the batch
     alone = names_batch or all(name in named or size == 1 for name, size in mesh.shape.items())
     return PartitionSpec(*(None,) * (query.ndim - 2), named or None, None) if alone else None
 
 
 def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any) -> Array:
-    """Replaces `lax.dot_general` in projections: sets `out_sharding` on Explicit meshes; is faster in bfloat16."""
+    """Replaces `lax.dot_general` in projections: sets `out_sharding` on Explicit meshes; faster on CPUs in bfloat16."""
     by_types = any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in (lhs, rhs))
     if by_types and options.get("out_sharding") is None:
         options["out_sharding"] = tensor_parallel.sharding_of_product(lhs, rhs, dimension_numbers)

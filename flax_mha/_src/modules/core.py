@@ -49,13 +49,14 @@ class CoreAttention:
     change: Callable[[Call], Call] = lambda call: call  # what the function does to a call before it is computed
 
     def compute(self, call: Call, implementation: Implementation | None) -> Result:
-        """Computes or explains a call, as `change` returns it."""
+        """Computes or explains `change(call)`; `implementation` names the engine, and None lets `run` choose it."""
         return self.run(self.change(call), implementation)
 
     def combine(self, arguments: Mapping[str, Any], without: Sequence[str], decoding: bool) -> dict[str, Any]:
         """Adds the arguments in `preset`, except those named in `without`, to the `arguments` that a module passes.
 
-        If `decoding`, context_parallel and presets that a cache does not support are refused.
+        Raises a ValueError for a preset that the module sets, too, and if `decoding`, for context_parallel and for
+        presets that a cache does not support.
         """
         if decoding and self.context is not None:
             raise ValueError(
@@ -94,7 +95,7 @@ class CoreAttention:
         return x is None or _is_same(x, self.defaults[name])
 
     def computes(self, arrays: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
-        """Returns whether `run` can compute the call: no weights to sow, no einsums of Flax, no complex numbers."""
+        """Returns whether `run` can compute a call: all arguments given are in `DIRECT`, and no array is complex."""
         given = {name for name, x in arguments.items() if x is not None}
         return given <= DIRECT and not any(map(jnp.iscomplexobj, arrays))
 
@@ -116,7 +117,7 @@ def _is_same(x: Any, y: Any) -> bool:
 
 
 def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Keeps `arguments` that `dot_product_attention` also has, drops others (`module`), and sets `return_max_score`."""
+    """Returns those `arguments` of `attention_fn` that `dot_product_attention` also has, and `return_max_score`."""
     dropout = ("dropout_rate", "dropout_rng") if arguments.get("deterministic") else ()
     known = {name: x for name, x in arguments.items() if name in CORE and name not in dropout and x is not None}
     return known | {"return_max_score": arguments.get("max_score_module") is not None}
@@ -151,10 +152,10 @@ def decode(
     arguments: dict[str, Any],
     top_k: int = 0,
 ) -> tuple[Float[Array, "*B T N Hv"], Appended]:
-    """Computes a decoding step over a cache by `core` or, if `core` cannot, by calling `attention_fn`.
+    """Adds new keys and values to a cache, unless `appended` has them already, and computes attention over the cache.
 
-    Adds the new keys and values to the cache, unless they are already `appended`. `top_k` belongs to the indexer that
-    listed the keys; see `over_cache`.
+    `core` computes it or, if it cannot, `attention_fn`. `latent` is given if keys and cache hold latents. An indexer
+    that listed the keys passes its `top_k`; see `over_cache`. Returns the output and the cache with the new tokens.
     """
     query, key, value = heads
     if cache.scale is None:
@@ -181,7 +182,10 @@ def _decode_by(
     local_window_size: Any = None,
     **arguments: Any,
 ) -> Float[Array, "*B T N Hv"]:
-    """Computes a decoding step by calling any attention function with all cached keys, all values, and a mask."""
+    """Computes a decoding step by calling any attention function with all cached keys, all values, and a mask.
+
+    `is_ours` says whether the function is of this package, and so accepts mask objects and offsets.
+    """
     query, key, value = heads
     window = check_cache(cache, arguments.get("bias"), mask, local_window_size)
     if cache.window is not None and "key_indices" in arguments:

@@ -100,14 +100,14 @@ class IndexLayers(NamedTuple):
     write: Callable[[tuple[Array, ...]], None]  # sets them to new arrays
 
     def project(self, inputs: Float[Array, "*B T D"]) -> tuple[Array, Array, Array]:
-        """Returns index queries, index keys [B..., T, 1, H], and weights (0 at padding); inputs get no gradient."""
+        """Projects inputs to index queries, index keys [B..., T, 1, H] and scaled weights; inputs get no gradient."""
         inputs = lax.stop_gradient(inputs)
         factor = (self.indexer.num_heads * self.indexer.head_dim) ** -0.5
         query, key, weights = self.query(inputs), self.key(inputs)[..., None, :], self.weights(inputs)
         return query, key.astype(query.dtype), weights.astype(accumulation_dtype(weights.dtype)) * factor
 
     def cached(self, key: Array, cache: KVCache | None) -> KVCache | None:
-        """Returns the cache of index keys, with as many tokens as the attention's `cache`; None without a cache."""
+        """Returns the cache of index keys before the new `key`, if the attention has a `cache`, else None."""
         arrays = self.cache(key)
         if cache is None:
             return None
@@ -126,10 +126,11 @@ def choose(
     arguments: Mapping[str, Any],
     sow_to: Any = None,
 ) -> tuple[Int[Array, "*B T k"] | None, KVCache | None]:
-    """Returns the positions of the keys that each query attends to, and the cache with the new index keys.
+    """Returns the positions of the keys that each query attends to, and the cache with the new index keys, or None.
 
-    The positions are None if there are at most `top_k` keys: then queries attend to all. `arguments` are the arguments
-    of attention. `sow_to` is a module that sows index scores and positions.
+    `projected` are index queries, keys and weights; `lengths` and `arguments` are those of attention. If `arguments`
+    list keys, that list is returned. Otherwise, the positions are None if there are at most `top_k` keys: then queries
+    attend to all. `sow_to` is a module in which to sow index scores and positions, or None.
     """
     query, key, weights = projected
     number: Any = key.shape[-3] if cache is None else cache.length
@@ -166,7 +167,7 @@ def _check_mask(mask: Any) -> None:
 
 
 def _step(query: Array, key: Array, cache: KVCache, added: tuple, padded: bool, arguments: Mapping[str, Any]) -> Step:
-    """Makes a `cached_attention.Step` of one head, which reads and masks the cached and the new index keys."""
+    """Makes a `cached_attention.Step` of one head for all index keys; `added` is the result of `cache.append`."""
     query, key, value, shape = check_inputs(query[..., :1, :], key, key[..., :0], any_dtypes=True)
     mask = arguments.get("mask")
     window = check_cache(cache, None, mask, arguments.get("local_window_size"))
@@ -195,7 +196,7 @@ def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choi
 
 
 def _choose(call: Call, query: Float[Array, "*B T N H"], weights: Float[Array, "*B T N"], count: int) -> Choice:
-    """Chooses `count` keys for each query, one block of queries after another; `call` has one head of index keys."""
+    """Chooses `count` keys for each query, block by block; `call` has masks, and index keys as those of one head."""
     if is_explicit(query):
         return _on_mesh(call, query, weights, count)
     (queries, keys), rank, height, together = call.operands.lengths, query.ndim - 3, query.shape[-3], None

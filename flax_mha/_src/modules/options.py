@@ -56,7 +56,7 @@ def norm_of(normalize_qk: bool | str) -> Norm:
 
 
 def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
-    """Raises a ValueError unless a module's constructor arguments are valid; `qkv_features`: heads times head size."""
+    """Raises a ValueError unless a module's constructor arguments are valid; `qkv_features`: all heads' features."""
     num_heads, num_kv_heads = options["num_heads"], options.get("num_kv_heads")
     _check_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features)
     check_dropout_rate(options["dropout_rate"])
@@ -168,7 +168,7 @@ def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
 
 
 def check_positive(name: str, number: Any) -> float | None:
-    """Returns a number as a float, or None; raises a ValueError if it is neither None nor a number above 0."""
+    """Returns a number as a float, and None as None; raises a ValueError unless a number is from 1e-30 to 1e30."""
     number = number_in(number)
     if number is not None and not (is_finite(number) and 1e-30 <= number <= 1e30):
         raise ValueError(f"{name} must be a concrete number from 1e-30 to 1e30, or None, but got {number!r}.")

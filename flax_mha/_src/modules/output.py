@@ -18,7 +18,7 @@ ACTIVATIONS = {
 
 
 def apply_gate(x: Float[Array, "*B T N Hv"], gate: Float[Array, "..."], activation: str) -> Array:
-    """Multiplies x by activation(gate); the gate has one number for each head or for each feature of a head."""
+    """Multiplies x by activation(gate); `gate` is [B..., T, N], one number for each head, or [B..., T, N, Hv]."""
     gate = ACTIVATIONS[activation](gate if gate.ndim == x.ndim else gate[..., None])
     # Outputs at padding are 0, and must stay 0 even if inputs there, and so the gate, are NaN or infinite.
     return x * jnp.where((x == 0) & ~jnp.isfinite(gate), 0, gate).astype(x.dtype)

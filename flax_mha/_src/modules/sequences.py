@@ -25,7 +25,7 @@ def per_sequence_arguments(
 ) -> tuple[tuple[Array, Array, Array], dict[str, Array | None]]:
     """Turns `segment_ids` and `lengths` of a module's call into arguments of `dot_product_attention`.
 
-    With a cache (`is_cached`) there are none, because the cache's methods take the lengths. Also returns the inputs
+    Returns no arguments if there is a cache (`is_cached`), whose methods take the lengths. Also returns the inputs
     [B..., T, D] of queries, keys and values with padding set to 0, so that NaN in padding does not reach gradients of
     parameters.
     """
@@ -70,7 +70,7 @@ def _before(lengths: PerSequence, number: int) -> Bool[Array, "*B n"]:
 
 
 def _check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array) -> None:
-    """Checks a module's `segment_ids`, so that errors do not name the arguments of `dot_product_attention`."""
+    """Checks a module's `segment_ids` first, because errors of `dot_product_attention` would name other arguments."""
     queries, keys = inputs_q.shape[-2], inputs_k.shape[-2]
     is_pair = isinstance(segment_ids, tuple)
     if not is_pair and queries != keys:
@@ -94,7 +94,7 @@ def rotate(
     shared: bool,
     size: int | None,
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K Hk"]]:
-    """Rotates query and key by their positions; `stored` and `shared` keys were rotated by an earlier call.
+    """Rotates query and key by their positions; keys are rotated already if they are `stored` or `shared`.
 
     `positions` are [B..., T] or [T], with a last axis of coordinates if `rope` has sections, or a pair for queries and
     keys. If None, they count from `start`, or from 0 for the keys of cross-attention. With a `size`, only the last
@@ -152,7 +152,10 @@ def key_lengths(lengths: Array | None, key: Float[Array, "*B S K H"]) -> PerSequ
 
 
 def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | None, score_mod: Any) -> None:
-    """Raises a ValueError if an option depends on query positions: calls with stored keys do not track positions."""
+    """Raises a ValueError if an option depends on query positions: calls with stored keys do not track positions.
+
+    `preset` holds the arguments that a `functools.partial` around `attention_fn` sets.
+    """
     windows = map(check_window, (module.local_window_size, preset.get("local_window_size")))
     given = {
         "mask": isinstance(mask, Mask) or isinstance(preset.get("mask"), Mask),
