@@ -90,8 +90,8 @@ def cached_attention(  # noqa: D417 - dot_product_attention describes the others
     Token i of the call has the position `cache.index + i` in its sequence. However a sequence is split into calls, the
     results equal `dot_product_attention(..., is_causal=True)` on the whole sequence.
 
-    If the cache is empty, a prompt is computed as without a cache, by the fastest implementation. Otherwise, keys and
-    values are read in place, only as far as the queries attend.
+    A prompt of more than 16 tokens in an empty cache is computed as without a cache, by the fastest implementation. All
+    other calls read the cache in place, only as far as the queries attend; several new tokens over a ring copy it.
 
     Args:
       query: Queries of the new tokens.
@@ -106,21 +106,21 @@ def cached_attention(  # noqa: D417 - dot_product_attention describes the others
         of padding is 0. Requires a cache created with `per_row=True`.
       scale: As in `dot_product_attention`, like all other arguments.
       local_window_size: (left, right). If the cache is a ring, `left` must be given and at most the cache's `window`.
-      key_indices: int [B..., T, k], or [B..., T, K, k]: positions of the tokens that each query attends to. -1 means no
-        token; positions after the query are masked.
+      key_indices: int [B..., T, k], or [B..., T, K, k]: positions in the sequence of the tokens that each query attends
+        to. -1 means no token; positions after the query are masked.
       implementation: Name of the implementation; None lets the library choose. A named implementation gets the whole
         cache, as arrays of keys and values.
       qkv_sharding: How a mesh splits the query and the cache.
 
     Returns:
-      The output, the cache with the new tokens and, with `return_max_score`, the maximum score [B..., N]. Under `jit`,
-      the output is NaN for a sequence whose cache has no room, and its cache does not change. The output is also NaN at
-      a position for which an array of `score_mod` or `mask` has no entry, unless another mask may hide the position;
-      these tokens are cached.
+      The output [B..., T, N, Hv], the cache with the new tokens and, with `return_max_score`, the largest visible score
+      of each head [B..., N]. Under `jit`, the output is NaN for a sequence whose cache has no room, and its cache does
+      not change. The output is also NaN for a sequence that is longer than an array which `score_mod` or `mask` indexes
+      by position, unless another mask may hide the missing positions; its tokens are cached.
 
     Raises:
       ValueError: If arguments do not fit together. If the cache's index is not traced, also if there is no room in the
-        cache, or no entry in an array of `score_mod` or `mask`.
+        cache, or if such an array of `score_mod` or `mask` is too short.
       NotImplementedError: If the named implementation cannot compute this call.
 
     Example:
@@ -158,7 +158,7 @@ def over_cache(
     appended: Appended | None = None,
     **arguments: Unpack[CallArguments],
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
-    """Computes `cached_attention` by a function `run(call, implementation)`, which computes a call or explains it.
+    """Computes `cached_attention` with a function `run(call, implementation)`, which computes a call or explains it.
 
     If the cache is empty, a prompt of more than 16 tokens attends only to itself, which is faster; see
     `Step.by_emptiness`. All other calls read the cache. The caller has checked that `key` and `value` fit the cache.
@@ -166,8 +166,10 @@ def over_cache(
     With `latent`, the key and the cache hold latents, and `query` is not absorbed yet (see `Latent`). A prompt in an
     empty cache expands latents to keys and values of all heads, which takes fewer products; other calls absorb `query`.
 
-    For `platform`, see `canonical`. `appended` is the result of `cache.append`, if keys and values were added before. A
-    query with at most `top_k` visible keys must list all of them in `key_indices`; short prompts ignore the lists.
+    `platform` is the one to explain the call for; None means the one that computes it. `appended` is the result of
+    `cache.append` if keys and values are already in the cache. `top_k` is the length of the lists in `key_indices` if
+    an indexer made them, else 0. Such a list holds all visible keys if these are at most `top_k`, so a prompt of at
+    most `top_k` tokens in an empty cache ignores the lists.
     """
     heads = query
     if latent is not None:
@@ -203,7 +205,7 @@ def over_cache(
 
 
 class Step(NamedTuple):
-    """The checked arguments of one `cached_attention`, and its cache before and after the new tokens were added."""
+    """The checked arguments of one call of `cached_attention`, with the cache before and after it adds the tokens."""
 
     scoring: Call  # the query and the options; keys, values and masks are added by `call`
     shape: Shape  # of attention among the new tokens only
@@ -216,11 +218,11 @@ class Step(NamedTuple):
     mask: ArrayLike | Mask | None
     window: tuple[int | None, int | None] | None
     is_padded: bool  # whether there may be padding among the new tokens
-    key_indices: Int[Array, "..."] | None = None  # positions
+    key_indices: Int[Array, "..."] | None = None  # positions of the tokens that each query attends to
     top_k: int = 0  # a query with at most this many visible keys lists all of them
 
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
-        """Returns this step with keys and values expanded from the new latents, for a `query` that is not absorbed."""
+        """Returns this step with all heads' keys and values, computed from the new latents; `query` is not absorbed."""
         query, key, value, shape = check_inputs(query, *latent.expand(self.key), any_dtypes=True)
         scoring = check_scoring(query, shape, arguments, self.scoring.options.target)
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)
@@ -228,7 +230,8 @@ class Step(NamedTuple):
     def check_lookups(self, room: Bool[Array, "..."] | bool) -> Bool[Array, "..."] | bool:
         """Returns `room`, but False for sequences that are longer than an array in `score_mod` or a mask function.
 
-        JAX would clamp the position and return a wrong entry. Raises a ValueError instead if the length is known.
+        `room` says which sequences fit into the cache; the output of all others becomes NaN. JAX would clamp a position
+        beyond the array and return a wrong entry. If the sequences' lengths are known, raises a ValueError instead.
         """
         masks, score_mod = self.masks(self.mask, self.cache.length), self.scoring.options.score_mod
         ends = jnp.where(self.tokens > 0, self.cache.index + self.tokens, 0)
@@ -245,9 +248,10 @@ class Step(NamedTuple):
         return room & (ends <= min(sizes)) if sizes else room
 
     def by_emptiness(self, compute: Callable[[bool], T]) -> T:
-        """Returns `compute(is_empty)`: True for a prompt in an empty cache, which attends only to itself, else False.
+        """Returns `compute(True)` for a prompt in an empty cache, which attends only to itself, else `compute(False)`.
 
-        If it is not known whether the cache is empty, both are traced, `compute(True)` first, and one of them runs.
+        Prompts of at most 16 tokens, and mask objects with an array along the keys, also get `compute(False)`. If it is
+        not known whether the cache is empty, both are traced, `compute(True)` first, and one of them runs.
         """
         (number, length), mask, index = (self.shape.query_length, self.cache.length), self.mask, self.cache.index
         are_known = isinstance(number, int) and isinstance(length, int)  # else symbols, as in jax.export
@@ -259,13 +263,16 @@ class Step(NamedTuple):
         return lax.cond(jnp.all(index == 0), lambda: compute(True), lambda: compute(False))
 
     def masks(self, mask: ArrayLike | Mask | None, length: int) -> list[Mask | None]:
-        """Lists the causal mask, the window and `mask` for `length` keys; `call` adds padding and empty slots."""
+        """Lists the causal mask, the window and `mask` for `length` keys; `call` also masks padding and empty slots."""
         window = None if self.window is None else LocalMask(*self.window)
         shape = self.shape._replace(key_length=length)
         return [CausalMask(), window, None if mask is None else given_mask(mask, shape)]
 
     def call(self, is_empty: bool, in_place: bool) -> Call:
-        """Makes a `Call` over the new tokens if `is_empty`, else over the cache, without a copy of it if `in_place`."""
+        """Makes a `Call` over only the new tokens if `is_empty`, else over the cache with the new tokens.
+
+        If `in_place`, the call reads the cache without a copy, unless it is a ring and there are several queries.
+        """
         cache, query, rank = self.cache, self.scoring.operands.query, len(self.shape.batch)
         is_ring = not is_empty and cache.window is not None
         by_one = is_ring and in_place and self.shape.query_length == 1
@@ -303,7 +310,8 @@ class Step(NamedTuple):
     def _listed(self, first: Any, number: int, by_slot: bool) -> Int[Array, "..."] | None:
         """Converts the positions in `key_indices` to indices of a call's `number` keys; -1 if it has no such key.
 
-        `first` is the position of the first key or, if `by_slot`, of the newest key in a ring.
+        `first` is the position of the first key. If `by_slot`, the keys are in the order of a ring's slots, and `first`
+        is the position of the newest one.
         """
         positions = self.key_indices
         if positions is None:
@@ -316,7 +324,7 @@ class Step(NamedTuple):
 
 
 def nan_without(room: Bool[Array, "..."] | bool, x: Array, batch: tuple[int, ...]) -> Array:
-    """Returns x [B..., ...], but NaN for sequences with `room` False, whose new tokens did not fit into the cache."""
+    """Returns `x` [B..., ...], but NaN for sequences whose `room` is False: their tokens did not fit into the cache."""
     if room is True:
         return x
     return jnp.where(jnp.asarray(room)[(..., *(None,) * (x.ndim - len(batch)))], x, jnp.nan)
@@ -339,7 +347,7 @@ def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, In
 
 
 def check_cache(cache: KVCache, bias: Any, mask: Any, local_window_size: Any) -> tuple[int | None, int | None] | None:
-    """Raises a ValueError unless window, bias and mask fit the cache; returns the window as (left, right), or None."""
+    """Raises a ValueError unless window, bias and mask fit the cache; returns the window, if any, as (left, right)."""
     window = None if local_window_size is None else check_window(local_window_size)
     if cache.window is None:
         for name, x in (("bias", bias), ("mask", mask)):
@@ -377,7 +385,7 @@ def _differs_by_slot(x: Any) -> bool:
 
 
 def _of_first_slots(x: Any, number: int) -> Any:
-    """Cuts a bias or mask [..., S] to a prompt's slots, the first `number`; leaves [..., 1] and mask objects as is."""
+    """Cuts a bias or mask [..., S] to the first `number` slots, those of a prompt; keeps [..., 1] and mask objects."""
     if isinstance(x, Mask) or not _differs_by_slot(x):
         return x
     return (x if isinstance(x, np.ndarray) else jnp.asarray(x))[..., :number]

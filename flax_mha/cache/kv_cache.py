@@ -34,9 +34,9 @@ class KVCache:
     Attributes:
       key: [B..., S, K, H].
       value: [B..., S, K, Hv]; Hv = 0 with a `value_size`.
-      index: The number of tokens so far, int32: [] for all sequences, or [B...]. A negative number marks a sequence
-        that has lost tokens that a query needs; its outputs are NaN.
-      window: Number of positions before its own that a query attends to; None if the cache is not a ring.
+      index: The number of tokens so far, int32: [] for all sequences, or [B...] (`per_row`). A negative number marks a
+        sequence that has lost tokens that a query needs; its outputs are NaN.
+      window: How many positions before its own a query attends to; None if the cache is not a ring.
       value_size: If given, the values are the first `value_size` features of the keys, and are not stored separately.
       scale: Scales [B..., S, K, 2] of 8-bit keys and 8-bit values. With a `value_size`, the scales of the key features
         after the first `value_size`, and of the values. None if keys and values have more than 8 bits.
@@ -85,7 +85,7 @@ class KVCache:
             token and key head; see the attribute `scale`.
           window: The `left` of `local_window_size`; None means no limit. If `max_length` is at least window + 1 + 64,
             the cache is a ring of window + 1 + 64 slots.
-          per_row: True gives each sequence its own index.
+          per_row: True gives each sequence its own index, so that sequences may have different lengths.
           sharding: How a mesh splits the batch axes and heads of keys and values [B..., S, K, H].
           value_size: See the attribute; for multi-head latent attention. `update` then takes None as values.
           value_head_size: Head size Hv of values; None means `head_size`. Ignored with a `value_size`.
@@ -114,14 +114,14 @@ class KVCache:
 
     @classmethod
     def of_arrays(cls, window: int | None, value_size: int | None, arrays: Sequence[Array]) -> "KVCache":
-        """Makes a cache from its `arrays`; a ring, if there are as many slots as `create` makes for this window."""
+        """Makes a cache from arrays, ordered as in the property `arrays`; a ring if it has window + 1 + 64 slots."""
         key, *others = arrays
         value, index, *scale = others if value_size is None else (key[..., :0], *others)
         is_ring = window is not None and key.shape[-3] == window + 1 + SPARE
         return cls(key, value, index, window if is_ring else None, value_size, *scale)
 
     def new_entries(self, key: ArrayLike, value: ArrayLike | None) -> tuple[Array, Array]:
-        """Checks new keys and values, and returns them as arrays; values are [B..., T, K, 0] with a `value_size`."""
+        """Checks keys and values of new tokens, and returns arrays; None as values becomes [B..., T, K, 0]."""
         key = jnp.asarray(key)
         if value is not None and self.value_size is not None:
             raise ValueError("value must be None if the values are part of the cached keys, but got an array.")
@@ -130,7 +130,7 @@ class KVCache:
         return key, value
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
-        """Raises a ValueError unless new entries have the cache's shape and, if their `number` is None, its dtype."""
+        """Raises a ValueError unless new keys and values fit; a `number` of tokens is checked instead of the dtype."""
         given, expected = None if self.scale is None else self.scale.shape, (*self.key.shape[:-1], 2)
         if given != (expected if self.key.dtype.itemsize == 1 else None):
             raise ValueError(
@@ -199,15 +199,17 @@ class KVCache:
         return jnp.broadcast_to(lengths, self.index.shape)
 
     def has_room(self, number: int = 1, lengths: ArrayLike | None = None) -> Bool[Array, "..."] | bool:
-        """Returns whether there is room for `number` more tokens: True, or under `jit` an array shaped like the index.
+        """Returns whether `number` more tokens fit: True or, under `jit`, a bool array shaped like the index.
+
+        `lengths` has the same meaning as in `update`.
 
         Raises:
-          ValueError: If `update` would raise one; this includes a cache without room, unless the index is traced.
+          ValueError: If `update` would raise one; this includes a cache without room, unless its index is traced.
         """
         return self._fit(number, lengths)[0]
 
     def _fit(self, number: int, lengths: ArrayLike | None) -> tuple[Bool[Array, "..."] | bool, Int[Array, "..."]]:
-        """Returns the result of `has_room`, and the number of new tokens without padding, shaped like the index."""
+        """Returns the result of `has_room`, and how many of the new tokens are not padding, shaped like the index."""
         if self.window is None and lengths is None and isinstance(number, int) and number > self.length:
             raise ValueError(
                 f"the cache is too short: got {number} new tokens for {self.length} slots; create a longer cache."
@@ -236,8 +238,7 @@ class KVCache:
         Args:
           key: Keys in the dtype of the cache.
           value: Values in the dtype of the cache; None if the cache has a `value_size`.
-          lengths: int [B...]: number of tokens of each sequence before the padding at its end; None means T. Requires
-            an index for each sequence.
+          lengths: int [B...]: number of tokens before the padding in each sequence; None means T. Requires `per_row`.
 
         Returns:
           A new cache. Under `jit`, a sequence without room for its tokens does not change.
@@ -250,7 +251,7 @@ class KVCache:
     def append(
         self, key: Array, value: Array, lengths: ArrayLike | None = None
     ) -> tuple["KVCache", Int[Array, "..."], Bool[Array, "..."] | bool]:
-        """Like `update`, without checks of shapes and dtypes; also returns the number of new tokens and `has_room`."""
+        """Like `update`, but unchecked; returns the cache, the number of new tokens without padding, and `has_room`."""
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
         kind, options = Kind(self.window is not None, lengths is None), (self.value_size, self.key.dtype)
@@ -259,13 +260,13 @@ class KVCache:
         return self._replace(written, self.index + added), tokens, room
 
     def truncate(self, index: ArrayLike) -> "KVCache":
-        """Removes all tokens after the first `index`, for speculative decoding.
+        """Keeps the first `index` tokens and removes the others, for speculative decoding; returns a new cache.
 
         In a ring, the slots of removed tokens contain NaN until they are written again, because the tokens that they
         replaced are lost; `jax_debug_nans` may stop there.
 
         Args:
-          index: int, or [B...] for a cache with an index for each sequence.
+          index: int, or [B...] for a cache with an index for each sequence: how many tokens to keep.
 
         Raises:
           ValueError: If there are fewer tokens, or if a ring has overwritten tokens that the next query attends to.
@@ -295,7 +296,7 @@ class KVCache:
         return dataclasses.replace(self, **changes, index=jnp.where(fine, new, jnp.int32(-1)))
 
     def take(self, rows: ArrayLike) -> "KVCache":
-        """Selects sequences, to reorder beams or to continue one prompt in several ways.
+        """Makes a cache of the selected sequences, to reorder beams or to continue one prompt in several ways.
 
         Args:
           rows: int [B']: indices along the first batch axis, which may repeat.
@@ -320,11 +321,11 @@ class KVCache:
         return self._replace(entries, index)
 
     def keep(self, slots: ArrayLike, lengths: ArrayLike | None = None, index: ArrayLike | None = None) -> "KVCache":
-        """Keeps one path of a drafted tree in consecutive slots, and removes the other tokens of the tree.
+        """Moves one path of a drafted tree to consecutive slots, and removes the tree's other tokens.
 
         Args:
-          slots: int [n], or [B..., n] for a cache with an index for each sequence: the slots of the path's tokens, in
-            ascending order, as in `recipes.tree_causal`.
+          slots: int [n], or [B..., n] for a cache with an index for each sequence: the slots of the path's tokens, from
+            the root on; they ascend, because parents come first (see `recipes.tree_causal`).
           lengths: int, or [B...] for such a cache: use only this many of the slots, from the first; None means all.
           index: int, or [B...] for such a cache: the number of tokens before the tree, which are kept; None means the
             first of the slots.
@@ -387,7 +388,7 @@ class KVCache:
             )
 
     def positions(self) -> Int[Array, "*B S"]:
-        """Returns the position of the token in each slot; -1 if there is none."""
+        """Returns the position of the token in each slot; -1 for an empty slot."""
         slots, index = self.counted(self.length), self.index[..., None]
         if self.window is not None:
             slots = index - 1 - (index - 1 - slots) % self.length
@@ -395,5 +396,5 @@ class KVCache:
         return jnp.broadcast_to(positions, (*self.batch, self.length))
 
     def counted(self, number: int) -> Int[Array, "... n"]:
-        """Returns 0, ..., `number` - 1, with leading axes of length 1 that broadcast to an index for each sequence."""
+        """Returns [0, ..., `number` - 1] with leading axes of length 1, to broadcast with `index[..., None]`."""
         return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))

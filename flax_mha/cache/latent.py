@@ -1,6 +1,7 @@
 """Latent attention: keys and values of all heads are linear in one short vector per token, the latent, which is cached.
 
-With a token's latent c [C] and the rotary part r [R] of its key, which all heads share, and a head's matrices W and V:
+With a token's latent c [C] and the rotary part r [R] of its key, which all heads share, the other and the rotary part
+(q, q_r) of a head's query, and a head's matrices W and V:
 
     query . key = q . (W c) + q_r . r = (W^T q) . c + q_r . r        value = V c
 
@@ -20,7 +21,7 @@ Layer = Callable[[Array], Array]
 
 
 class Latent(NamedTuple):
-    """Multiplies by the matrices W and V of all heads, which are in one kernel; this file's docstring defines them."""
+    """Multiplies by the matrices W and V of all heads, both in one kernel; the docstring of the file defines them."""
 
     kernel: Float[Array, "C N F"]  # W, then V, along the axis F
     key_size: int  # the features of a head's query and key that are not rotary, the first ones of F
@@ -29,7 +30,7 @@ class Latent(NamedTuple):
 
     @property
     def size(self) -> int:
-        """C, the features of the latent."""
+        """C, the number of features of a latent."""
         return self.kernel.shape[0]
 
     def expand(self, key: Float[Array, "*B S 1 CR"]) -> tuple[Float[Array, "*B S N H"], Float[Array, "*B S N Hv"]]:
@@ -59,7 +60,10 @@ class Latent(NamedTuple):
 def compress(
     project: Layer, normalize: Layer, normalize_rotary: Layer | None, size: int, x: Float[Array, "*B T D"]
 ) -> Float[Array, "*B T 1 CR"]:
-    """Computes from inputs x the key of all heads: the normalized latent of `size` features, then the rotary key."""
+    """Computes the one key of all heads from inputs x: the normalized latent (`size` features), then the rotary key.
+
+    `project` maps x to both parts, before the norms; without `normalize_rotary`, the rotary key has no norm.
+    """
     both = project(x)
     latent, rotary = normalize(both[..., :size]), both[..., size:]
     rotary = rotary if normalize_rotary is None else normalize_rotary(rotary)

@@ -10,7 +10,7 @@ from flax_mha.cache.kv_cache import KVCache
 
 
 class Appended(NamedTuple):
-    """The result of `KVCache.append`: the new cache, how many tokens each sequence added, and if they had room."""
+    """The result of `KVCache.append`: new cache, number of tokens without padding, and whether there was room."""
 
     cache: KVCache
     tokens: Int[Array, "..."]
@@ -22,7 +22,7 @@ class Appended(NamedTuple):
 class SharedKV:
     """The keys and values of one call of a module, which later layers attend to (Gemma 3n, Gemma 4).
 
-    A module's call with `return_kv=True` returns it, and a module with `reuse_kv=True` takes it, in the same step. It
+    A module's call with `return_kv=True` returns it, and a module with `reuse_kv=True` takes it for the same tokens. It
     is a pytree, so it may pass through `jit`, `remat` and `scan`, and gradients flow through it.
 
     Attributes:
@@ -52,7 +52,7 @@ class SharedKV:
     has_lengths: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def check(self, shape: tuple[int, ...], value_size: int, decode: bool, has_lengths: bool) -> None:
-        """Raises a ValueError unless these keys and values fit a call whose own keys would have this `shape`."""
+        """Raises a ValueError unless this fits a call with keys of this `shape`, and values of size `value_size`."""
         of_values = (*shape[:-1], value_size)
         if self.key.shape != shape or self.value.shape != of_values:
             raise ValueError(

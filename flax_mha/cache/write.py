@@ -26,7 +26,7 @@ _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 
 class Kind(NamedTuple):
-    """Static options of `write_entries`, for the end of the cache and for sequences without room."""
+    """Static options of `write_entries`: what happens at the end of the cache, and in sequences without room."""
 
     ring: bool  # whether writing continues at the first slot after the last, and overwrites older entries
     all_or_none: bool  # whether a sequence adds either all of its T new entries or, without room, none
@@ -44,7 +44,11 @@ def check_dtype(dtype: DTypeLike) -> None:
 
 
 def check_entries(name: str, new: Array, cached: Array, number: int | None, any_dtype: bool) -> None:
-    """Raises a ValueError unless `new` keys or values fit the `cached` ones, for `number` tokens or, if None, any."""
+    """Raises a ValueError unless `new` keys or values, whose argument is `name`, fit the `cached` ones.
+
+    `number` is the expected number of tokens; None accepts any. `any_dtype` accepts other dtypes than the
+    cache's, except complex ones for a real cache.
+    """
     sizes = (*cached.shape[:-3], "T" if number is None else number, *cached.shape[-2:])
     given = (*new.shape[:-3], "T", *new.shape[-2:]) if number is None else new.shape
     if new.ndim != cached.ndim or given != sizes:
@@ -62,9 +66,9 @@ def check_entries(name: str, new: Array, cached: Array, number: int | None, any_
 
 
 def _by_device(function: Callable[..., T], cached: Shaped[Array, "*B S K _"], *others: tuple[Array, str]) -> T:
-    """Calls `function(cached, *others)`, on a mesh with Explicit axes once per device, with its part of the arrays.
+    """Calls `function(cached, *others)`, on a mesh with Explicit axes once per device with its parts of the arrays.
 
-    Each other array is paired with the names of its axes, such as "B T K H".
+    Each of the `others` is an array, paired with the names of its axes, such as "B T K H".
     """
     sharding = jax.typeof(cached).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
@@ -86,7 +90,8 @@ def write_entries(
     """Writes the first `added` entries of each sequence in `new` into the slots of `cached` from `index` on.
 
     Entries are keys, values or scales of tokens, in the cache's dtypes. `index` and `added` (from 0 to T) are [B...],
-    or [] for all sequences. In a ring, `index` is a position. If `added` is 0, `index` may be any number.
+    or [] for all sequences. In a ring with S slots, slot `index` mod S is the first. If `added` is 0, `index` may be
+    any number.
     """
     first, *rest = map(jnp.asarray, cached)  # a checkpoint may have been read as NumPy's arrays
     index, added = (jnp.asarray(x).astype(jnp.int32) for x in (index, added))
@@ -111,7 +116,7 @@ def _write_on_device(kind: Kind, *given: Array) -> tuple[Array, ...]:
 
 
 def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
-    """Writes one array by a scatter: accelerators do it in place, and XLA's partitioner can split it."""
+    """Does `write_entries` for one array by a scatter: accelerators do it in place, and XLA's partitioner splits it."""
     length, number = cached.shape[-3], new.shape[-3]
     index, added = index[..., None], added[..., None]
     steps = jnp.arange(number, dtype=jnp.int32).reshape((1,) * (index.ndim - 1) + (number,))
@@ -128,7 +133,7 @@ def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) 
 
 
 def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
-    """Gathers the entries [B..., n, K, H] in these slots, [n] or [B..., n], and appends the new ones, if any."""
+    """Gathers the entries [B..., n, K, H] in `slots`, [n] or [B..., n], and appends `new` entries along axis n."""
 
     def gather(cached: Array, slots: Array, *new: Array) -> Array:
         slots = jnp.broadcast_to(slots, (*cached.shape[:-3], slots.shape[-1]))[..., None, None]
@@ -140,7 +145,7 @@ def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _write_slices(kind: Kind, *arrays: Array) -> Array:
-    """Does `_scatter`, with its derivative, by slice updates, because a scatter on CPUs copies the whole array."""
+    """Does the same as `_scatter` by updates of slices, which are faster on CPUs; the derivative is a scatter."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Array) -> Array:
@@ -173,7 +178,7 @@ def _write_slices_jvp(kind: Kind, primals: tuple, tangents: tuple) -> tuple[Arra
 
 @functools.partial(jax.jit, static_argnums=0)
 def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
-    """Writes the new entries of all sequences as one slice if they go to the same slots, else sequence by sequence."""
+    """Writes the new entries of all sequences as one slice if they go to the same slots, else one after another."""
     batch = cached.shape[:-3]  # not flattened: XLA would copy some caches into other layouts
     if _fills_one_slice(kind, new) and not index.ndim:
         return _write_sequence(kind, cached, new, (jnp.zeros_like(index),) * len(batch), index, added)
@@ -191,7 +196,7 @@ def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: A
 
 
 def _fills_one_slice(kind: Kind, new: Array) -> bool:
-    """Returns whether one slice per sequence is enough: its T slots are consecutive, and all or none are written."""
+    """Returns whether each sequence writes one slice: its T slots are consecutive, and all or none are written."""
     return kind.all_or_none and (new.shape[-3] == 1 or not kind.ring)
 
 
@@ -203,9 +208,10 @@ def _write_sequence(
     index: Int[Array, ""],
     added: Int[Array, ""],
 ) -> Float[Array, "*B S K H"]:
-    """Writes the first `added` new entries of one sequence into its slots from `index` on; `place` is its batch index.
+    """Writes the first `added` new entries of one sequence into its slots from `index` on.
 
-    `new` holds the entries or their bits (`_bits`). To write one slice for all sequences, pass zeros as `place`.
+    `place` is the sequence's index along each batch axis. `new` holds the entries or their bits (`_bits`). To write one
+    slice for all sequences, pass their new entries, and zeros as `place`.
     """
     length, size = cached.shape[-3], min(new.shape[-3], cached.shape[-3])
     first = index % length if kind.ring else index
@@ -224,7 +230,7 @@ def _write_sequence(
 
 
 def _start(place: tuple[Array, ...], slot: Int[Array, ""]) -> tuple[Array, ...]:
-    """Returns the index along each axis [B..., S, K, H] where a slice of this sequence and slot starts."""
+    """Returns where a slice from `slot` on, of the sequence at `place`, starts along each axis [B..., S, K, H]."""
     zero = jnp.zeros_like(slot)
     return varying_alike((*place, slot, zero, zero))
 
@@ -235,7 +241,7 @@ def _update_slice(
     start: tuple[Array, ...],
     in_use: Bool[Array, "..."],
 ) -> Float[Array, "*B S K H"]:
-    """Writes entries, or their bits, into the slice from `start` on if `in_use` is True (one bool, or one per slot)."""
+    """Writes entries, or their bits, into the slice from `start` on; only if `in_use`, one bool or one per slot."""
     if not _is_converted(cached):
         before = lax.dynamic_slice(cached, start, entries.shape)
         return lax.dynamic_update_slice(cached, jnp.where(in_use, entries, before), start)
