@@ -16,7 +16,7 @@ from flax_mha.masks.base import Mask, Occupancy
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LengthMask(Mask):
-    """Hides keys at or after `key_value_lengths` and queries at or after `query_lengths`: int [B...]; None hides none.
+    """Hides keys from position `key_value_lengths` on and queries from `query_lengths` on: int [B...]; None hides none.
 
     Example:
       >>> from flax_mha import LengthMask
@@ -53,7 +53,7 @@ class LengthMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class SegmentMask(Mask):
-    """Lets queries attend to keys with the same segment id; ids are int [B..., T] and [B..., S].
+    """Lets queries attend to keys with the same segment id; the ids are int [B..., T] and [B..., S].
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,7 +81,7 @@ class SegmentMask(Mask):
         return SegmentMask(*validation.segment_ids(self.query_ids, self.key_value_ids, shape))
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Keeps tiles if their ranges of query and key ids overlap; unsorted ids can overlap without visible scores."""
+        """Keeps a tile if its ranges of query and key ids overlap, even if no two of its (unsorted) ids are equal."""
         q_ids = self.query_ids.reshape(grid.counts[0], 1, grid.tile_shape[0])
         k_ids = self.key_value_ids.reshape(1, grid.counts[1], grid.tile_shape[1])
         q_low, q_high, k_low, k_high = q_ids.min(-1), q_ids.max(-1), k_ids.min(-1), k_ids.max(-1)
@@ -93,7 +93,7 @@ class SegmentMask(Mask):
 class ArrayMask(Mask):
     """Wraps a boolean array (True attends), so that it combines with other masks.
 
-    The array broadcasts to [B..., N, T, S]. No other mask needs T x S values.
+    The array broadcasts to [B..., N, T, S]. All other masks need less than T x S values.
 
     Example:
       >>> import jax.numpy as jnp

@@ -30,7 +30,7 @@ Window = tuple[int | None, int | None]  # (left, right): how far a query attends
 
 
 class Occupancy(NamedTuple):
-    """For each tile of a grid, whether scores may be visible, and whether all are; broadcasts to `Grid.counts`."""
+    """For each tile of a grid, whether some scores may be visible, and whether all are; broadcasts to `Grid.counts`."""
 
     any_visible: BoolMatrix
     all_visible: BoolMatrix
@@ -56,19 +56,19 @@ class Mask:
                 object.__setattr__(self, field.name, (jnp if is_traced else np).asarray(value))
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        """Computes which scores of the tile are visible."""
+        """Computes which scores of the tile are visible, for one head; broadcasts to the tile's shape."""
         raise NotImplementedError
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Computes which tiles may have visible scores and which have no hidden ones; by default, all may have both."""
+        """Computes which tiles may have visible scores (default: all), and which have no hidden scores (none)."""
         return Occupancy(np.ones(grid.counts, bool), np.zeros(grid.counts, bool))
 
     def canonical(self, shape: Shape) -> "Mask":
-        """Returns the mask with arrays that fit a call: checked against its sizes, missing axes added with length 1."""
+        """Returns the mask for a call: its arrays checked against the sizes, and missing axes added with length 1."""
         return self
 
     def map_arrays(self, change: Callable[[Array, str], Array]) -> "Mask":
-        """Replaces every array of the mask by `change(array, axes)`, with the axis names in its field's metadata."""
+        """Returns the mask with each array replaced by `change(array, axes)`; its field's metadata holds the axes."""
         changed = {
             field.name: jax.tree.map(lambda x, axes=field.metadata["axes"]: change(x, axes), getattr(self, field.name))
             for field in dataclasses.fields(self)
@@ -78,16 +78,16 @@ class Mask:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """T and S of the mask's arrays; 0 if they have no such axis."""
+        """T and S, the lengths of the mask's arrays along queries and keys; 0 if no array has such an axis."""
         return 0, 0
 
     @property
     def window(self) -> Window | None:
-        """(left, right) if the mask equals `LocalMask(left, right)`, otherwise None."""
+        """(left, right) if the mask hides the same as `LocalMask(left, right)`, otherwise None."""
         return None
 
     def picture(self, queries: int, keys: int) -> Bool[np.ndarray, "queries keys"]:
-        """Returns the mask as an array, for the first queries and keys of the first head and batch entry."""
+        """Returns the mask of the first head and batch entry as an array, for the first `queries` and `keys`."""
         lengths = max(queries, self.lengths[0]), max(keys, self.lengths[1])
         first = self.map_arrays(_first_head).canonical(Shape((), *lengths, 1, 1, 1, 1)).map_arrays(_first_head)
         return np.broadcast_to(first.tile(Tile(0, 0, lengths)), lengths)[:queries, :keys]
@@ -163,7 +163,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Combined(Mask):
-    """The base class of masks that combine other masks, their `parts`."""
+    """The base class of masks that are made of other masks, their `parts`."""
 
     @property
     def parts(self) -> tuple[Mask, ...]:
@@ -344,7 +344,7 @@ class CausalMask(_Window):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrittenMask(Mask):
-    """Hides the slots of a ring cache that were never written; their positions are negative."""
+    """Hides slots of a ring cache that were never written: keys whose position is negative."""
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return tile.key_positions >= 0

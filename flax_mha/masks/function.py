@@ -1,4 +1,4 @@
-"""`FunctionMask`, a mask given by a Python function of positions, and checks of the array entries that it looks up."""
+"""`FunctionMask`, a mask given by a Python function of positions, and checks that its lookups are within arrays."""
 
 import dataclasses
 import functools
@@ -29,8 +29,8 @@ class FunctionMask(Mask):
     (including `key_value_offset`). `mask_mod` may capture arrays and numbers; their values are read at every call of
     the attention. Inside your own `jit`, they are read while tracing.
 
-    If the captured arrays are known while tracing and the offsets are numbers, `mask_mod` is evaluated once for all
-    positions, to find the tiles that can be skipped; otherwise, it is evaluated in every call.
+    To find the tiles that can be skipped, `mask_mod` is evaluated at all positions: once, if the captured arrays are
+    known while tracing and the offsets are numbers, otherwise in every call.
 
     Two function masks are equal if their functions compute the same from equal captured values, so creating the mask
     again does not make `jax.jit` retrace. Lookups in captured arrays are checked; see `dot_product_attention`.
@@ -56,7 +56,7 @@ class FunctionMask(Mask):
         return TracedMask(captured, batch, head, function)
 
     def tree_flatten(self) -> tuple[tuple, "_Comparable"]:
-        """Returns no arrays: captured values are constants for `jax.jit`, as in any function that it traces."""
+        """Returns no arrays: `jax.jit` treats captured values as constants, as in any function that it traces."""
         return (), _Comparable.of(self.mask_mod)
 
     @classmethod
@@ -66,7 +66,7 @@ class FunctionMask(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class _Comparable:
-    """A `mask_mod` that `jax.jit` can compare: equal if the traced functions and captured values are equal."""
+    """A `mask_mod` that `jax.jit` can compare: two are equal if their traces and captured values are equal."""
 
     mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(compare=False)
     # Never read; keeps alive the objects whose `id` is in `key`.
@@ -119,7 +119,7 @@ class TracedMask(Mask):
         return tile.map_positions(one)
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Returns the result that `with_occupancy` stored, or evaluates one row of tiles at a time, to save memory."""
+        """Uses the result that `with_occupancy` stored; without one, evaluates one row of tiles at a time."""
         if self.known_bytes is not None:
             *known, shape = self.known_bytes
             return _coarser(Occupancy(*(np.frombuffer(x, bool).reshape(shape) for x in known)), self.cell, grid)
@@ -136,7 +136,7 @@ class TracedMask(Mask):
 
 
 def functions_of(mask: Any) -> list[TracedMask]:
-    """Lists the parts of one or several canonical masks that call a user's function."""
+    """Lists the parts of one or several canonical masks that call a user's function; `mask` is any pytree of masks."""
     return [part for part in jax.tree.leaves(mask, is_leaf=_calls_function) if _calls_function(part)]
 
 
@@ -147,10 +147,11 @@ def check_lookups(
     offsets: Offsets,
     lengths: tuple[int, int],
 ) -> None:
-    """Raises a ValueError if a user function does not fit the call, or looks up an entry outside a captured array.
+    """Raises a ValueError if a user's function does not fit the call, or looks up an entry outside a captured array.
 
-    `lengths` are T and S. Lookups are checked at the positions that causal masks and windows leave visible. If any
-    other mask, except the function's own, may hide more positions, lookups by position are not checked.
+    `masks` are all masks of the call, and `lengths` are T and S. Lookups are checked at the positions that causal masks
+    and windows leave visible. If any other mask, except the function's own, may hide more positions, lookups by
+    position are not checked.
     """
     sizes = {"b": math.prod(shape.batch), "h": shape.num_heads}
     last = {name: size - 1 if isinstance(size, int) and size else None for name, size in sizes.items()}
@@ -162,9 +163,10 @@ def check_lookups(
 def with_windows(
     masks: Sequence[Mask | None], score_mod: TracedFunction | None
 ) -> list[tuple[TracedFunction, Window | None]]:
-    """Lists the user functions of `masks`, then `score_mod`, each with the window (left, right) to check it in.
+    """Lists the user's functions in `masks`, then `score_mod`, each with the window in which to check its lookups.
 
-    The window intersects all causal masks and windows; None if another mask, except the function's own, may hide more.
+    The window (left, right) is the intersection of all causal masks and windows. It is None, and lookups by position
+    cannot be checked, if any other mask, except the function's own, may hide more.
     """
     functions = [*(part.function for part in functions_of(masks)), *([] if score_mod is None else [score_mod])]
     return [(function, _window_beside(masks, function)) for function in functions]
@@ -218,7 +220,11 @@ def _calls_function(part: Any) -> bool:
 
 
 def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask | None:
-    """Stores in a mask which `cell` x `cell` squares its functions hide, if their captured arrays are known."""
+    """Evaluates the user's functions in a mask before the call is computed, to find the tiles that it can skip.
+
+    Returns the mask with the occupancy of squares of `cell` x `cell` scores stored in each `TracedMask` whose captured
+    arrays are known. `lengths` are T and S, `offsets` the positions of the first query and key.
+    """
     counts = max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell))
     grid = Grid(counts, (cell, cell), offsets, lengths)
 
@@ -239,7 +245,7 @@ def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[i
 
 
 def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
-    """Computes the occupancy of the tiles of `grid` from `known`, the occupancy of `cell` x `cell` squares."""
+    """Computes the occupancy of the tiles of `grid` from `known`, the occupancy of smaller squares of size `cell`."""
     some: BoolMatrix
     full: BoolMatrix
     some, full = known
@@ -253,7 +259,7 @@ def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
 
 @functools.lru_cache(maxsize=64)
 def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
-    """Evaluates a function that captures no arrays, once per `grid`; returns its mask with `known_bytes` set."""
+    """Evaluates a function that captures no arrays, once per `grid` (cached); returns its mask with `known_bytes`."""
     head = np.zeros(1, np.int32)
     some, full = _evaluated(TracedMask([], head, head, function), grid)
     known = some.tobytes(), full.tobytes(), grid.counts

@@ -19,7 +19,8 @@ F = TypeVar("F", bound=Callable)
 def made_for(**sizes: int) -> Callable[[F], F]:
     """Declares the sizes that a `mask_mod` or a `score_mod` is made for, such as `@made_for(h=8, kv_idx=1024)`.
 
-    `TracedFunction.check` refuses calls with other numbers of batch entries or heads, and with positions beyond these.
+    Attention then raises a ValueError for another number of heads (`h`) or batch entries (`b`), and for more positions
+    of queries (`q_idx`) or keys (`kv_idx`); see `TracedFunction.check`.
     """
 
     def mark(function: Any) -> Any:
@@ -55,7 +56,7 @@ def documents(ids: Int[Array, "*B S"]) -> dict[str, Any]:
 
 
 def dilated(step: int) -> dict[str, Any]:
-    """Lets tokens attend to every `step`-th earlier token. Child et al., Sparse Transformers, arXiv:1904.10509."""
+    """Lets tokens attend to their own and every `step`-th earlier position. Sparse Transformers, arXiv:1904.10509."""
     step = int_at_least("step", step, 1)
     return {"mask": CausalMask() & FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % step == 0)}
 
@@ -63,7 +64,8 @@ def dilated(step: int) -> dict[str, Any]:
 def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> dict[str, Any]:
     """Computes only blocks of `block` x `block` scores with True in `table`. Zaheer et al., BigBird, arXiv:2007.14062.
 
-    For each head, the table must have a row for each block of queries and a column for each block of keys.
+    For each head, the table must have a row for each block of queries and a column for each block of keys. The mask is
+    not causal; combine it with `causal()` if necessary.
 
     Raises:
       ValueError: If the table is not boolean with three axes, or if `block` is not an integer of at least 1; in the
@@ -86,7 +88,7 @@ def shared_prefix(ids: Int[Array, "*B S"]) -> dict[str, Any]:
     """Lets several continuations share one prompt; each attends to the prompt and itself. arXiv:2410.20305.
 
     Causal: query i attends to key j <= i if ids[j] is 0 (the prompt) or ids[j] = ids[i]. The prompt is computed only
-    once, for example for the chosen and the rejected answer in preference learning, or for all samples of a group. For
+    once, for example for the chosen and the rejected answer in preference learning, or for all samples in GRPO. For
     modules with rotary positions, also pass `positions` in which every continuation starts where the prompt ends.
 
     Args:
@@ -112,8 +114,8 @@ def shared_prefix(ids: Int[Array, "*B S"]) -> dict[str, Any]:
 def block_diffusion(length: int, block: int) -> dict[str, Any]:
     """Lets noised blocks attend to earlier clean blocks (block diffusion). BD3-LM, arXiv:2503.09573, 3.3; Fast-dLLM v2.
 
-    The sequence is the noised text followed by the clean text, with `length` tokens each. If i' is the index of token i
-    in its text, and blocks have `block` tokens, query i attends to key j if
+    For training. The sequence is the noised text followed by the clean text, with `length` tokens each. If i' is the
+    index of token i in its text, and blocks have `block` tokens, query i attends to key j if
 
         both are noised or both are clean, and i' // block = j' // block, or
         j is clean, and i' // block > j' // block.
@@ -150,8 +152,8 @@ def block_diffusion(length: int, block: int) -> dict[str, Any]:
 def tree_causal(parents: Int[Array, "*B T"], index: Int[Array, "*B"] | int = 0) -> dict[str, Any]:
     """Lets drafted tokens in a tree attend to their own branch and the text before. SpecInfer, arXiv:2305.09781.
 
-    One call over a cache then verifies all branches, and `KVCache.keep` keeps one of them. For modules with rotary
-    positions, also pass `positions`: `index` plus the depth of each token.
+    For speculative decoding: one call over a cache verifies all branches, and `KVCache.keep` keeps one of them. For
+    modules with rotary positions, also pass `positions`: `index` plus the depth of each token.
 
     Args:
       parents: For each token of the tree, the index of its parent, which must be smaller than its own index; -1 for the
@@ -160,7 +162,7 @@ def tree_causal(parents: Int[Array, "*B T"], index: Int[Array, "*B"] | int = 0) 
 
     Raises:
       ValueError: If a parent does not come before its token and the values are not traced; in the attention, if there
-        are queries after the tree, or more batch entries than trees.
+        are queries after the tree and `index` is not traced, or if another number of sequences than B is computed.
     """
     parents, index = int32("parents", parents), int32("index", index)
     batches = {x.shape[0] for x, rank in ((parents, 2), (index, 1)) if x.ndim == rank}
@@ -234,7 +236,7 @@ def neighborhood(height: int, width: int, size: int) -> dict[str, Any]:
 
 
 def _three(name: str, value: object) -> tuple[int, int, int]:
-    """Raises a ValueError unless `value` is (frames, rows, columns), positive integers, as a tuple or list."""
+    """Returns `value` as (frames, rows, columns); raises a ValueError unless it holds three positive integers."""
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise ValueError(f"{name} must be three ints (frames, rows, columns), but got {value!r}.")
     frames, rows, columns = (int_at_least(f"{name}[{i}]", x, 1) for i, x in enumerate(value))
@@ -300,13 +302,13 @@ def shifted_windows(
 ) -> dict[str, Any]:
     """Lets image tokens attend to their window, with a relative bias. Liu et al., Swin Transformer, arXiv:2103.14030.
 
-    The image is cut into squares of `window` x `window` tokens, with the first cuts `shift` rows and columns from its
-    corner; the blocks of Swin alternate between shifts of 0 and window // 2. A query attends to the keys in its own
+    The image is cut into squares of `window` x `window` tokens; the first cuts are `shift` rows and columns from its
+    corner. The layers of Swin alternate between shifts of 0 and window // 2. A query attends to the keys in its own
     square, and the score of tokens in rows y and columns x becomes
 
         score + table[(y_query - y_key + window - 1) * (2 * window - 1) + x_query - x_key + window - 1, head].
 
-    Swin computes the same result by rolling the image and masking tokens that became neighbors by the roll.
+    Swin computes the same by rolling the image, and masking tokens that are neighbors only because of the roll.
 
     Args:
       table: The learned `relative_position_bias_table` of the model; receives a gradient.

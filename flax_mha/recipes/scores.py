@@ -24,12 +24,12 @@ from flax_mha.recipes.masks import made_for
 def alibi(num_heads: int) -> dict[str, Any]:
     """Lowers scores in proportion to the distance, with a slope for each head. Press et al., ALiBi, arXiv:2108.12409.
 
-    The slopes are the same as in the authors' code and in Bloom. If the number of heads n is a power of two, they are
-    2^(-8/n), 2^(-16/n), up to 2^-8. Any other number of heads uses the slopes for the next smaller power of two, then
-    every second slope for the next larger one.
+    Causal. The slopes are the same as in the authors' code and in Bloom. If the number of heads n is a power of two,
+    they are 2^(-8/n), 2^(-16/n), up to 2^-8. Any other number of heads uses the slopes for the next smaller power of
+    two, then every second slope for the next larger one.
 
     Raises:
-      ValueError: If `num_heads` is not an integer of at least 1.
+      ValueError: If `num_heads` is not an integer of at least 1, or if the attention has another number of heads.
     """
     return {"mask": CausalMask(), "score_mod": _alibi(int_at_least("num_heads", num_heads, 1))}
 
@@ -52,12 +52,13 @@ def _alibi(num_heads: int) -> Callable[..., Array]:
 def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128, bidirectional: bool = False) -> dict[str, Any]:
     """Adds a learned bias per bucket of distances; `table` gets a gradient. Raffel et al., T5, arXiv:1910.10683, 2.1.
 
-    Half of the buckets hold one distance each; the others grow logarithmically up to `max_distance`. The attention is
-    causal unless `bidirectional` is True, as in encoders; the upper half of the table is then for keys after the query.
+    Half of the buckets hold one distance each; the others hold ranges that grow logarithmically up to `max_distance`.
+    The last one also holds all greater distances. The attention is causal unless `bidirectional` is True, as in
+    encoders; the first half of the table is then for keys up to the query, the second for keys after it.
 
     Raises:
-      ValueError: If the table does not have two axes or has too few buckets, or if `max_distance` is too small for
-        them.
+      ValueError: If the table does not have two axes or has too few buckets, if `max_distance` is too small for them,
+        or if the attention has another number of heads than the table.
     """
     table = as_array("table", table, "an array [buckets, heads]")
     least = 4 if bidirectional else 2
@@ -84,7 +85,8 @@ def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128, bidirecti
 def soft_cap(cap: float = 50.0) -> dict[str, Any]:
     """Caps scores s to cap * tanh(s / cap); causal. Gemma 2, arXiv:2408.00118, section 2.
 
-    For `dot_product_attention`. For a module, pass `logits_soft_cap=cap` to the constructor and `causal()` to the call.
+    This recipe is for `dot_product_attention`. For a module, pass `logits_soft_cap=cap` to the constructor, and
+    `causal()` to the call.
     """
     return {"mask": CausalMask(), "logits_soft_cap": cap}
 
@@ -92,8 +94,8 @@ def soft_cap(cap: float = 50.0) -> dict[str, Any]:
 def attention_sinks(sinks: Float[Array, " N"], width: int = 127) -> dict[str, Any]:
     """Adds a learned logit per head to the softmax's denominator, in a `sliding_window`. gpt-oss, arXiv:2508.10925.
 
-    For `dot_product_attention`. For a module, pass `sinks=True` and `local_window_size=(width, 0)` to the constructor;
-    the sinks are then a parameter of the module.
+    This recipe is for `dot_product_attention`. For a module, pass `sinks=True` and `local_window_size=(width, 0)` to
+    the constructor; the sinks are then a parameter of the module.
     """
     return {"mask": LocalMask(width, 0), "sinks": sinks}
 
@@ -177,11 +179,11 @@ def relative_terms(
     return {"score_mod": score_mod} if bidirectional else {"mask": CausalMask(), "score_mod": score_mod}
 
 
-def _floats(name: str, value: Any, meaning: str, rank: int = 2) -> Array:
-    """Returns `value` as an array; raises a ValueError unless it holds floats and has at least `rank` axes."""
-    array = as_array(name, value, f"an array {meaning}")
+def _floats(name: str, value: Any, axes: str, rank: int = 2) -> Array:
+    """Returns argument `name` as an array; raises a ValueError unless it holds floats and has `rank` or more `axes`."""
+    array = as_array(name, value, f"an array {axes}")
     if array.ndim < rank or array.dtype.name not in DTYPES:
-        raise ValueError(f"{name} must be floats {meaning}, but got {array.dtype} {array.shape}.")
+        raise ValueError(f"{name} must be floats {axes}, but got {array.dtype} {array.shape}.")
     return array
 
 
@@ -214,15 +216,15 @@ def differential(
 
     Args:
       query: Heads of the first softmax, then of the second; rotate them first.
-      key: In the same way. N must be a multiple of K.
+      key: Heads in the same order. N must be a multiple of K.
       value: Shared by both softmaxes; in the models, Hv = 2 H.
-      vectors: Learned; normal with a standard deviation of 0.1 at first.
+      vectors: Learned vectors, initialized from a normal distribution with a standard deviation of 0.1.
       layer: Index of the layer, from 0; may be traced.
-      bias: As in `dot_product_attention`, for N heads, like all other arguments; both softmaxes use it.
+      bias: As in `dot_product_attention`, but for N heads, like all other arguments; both softmaxes use it.
       mask: For both softmaxes.
       epsilon: Added to the mean of squares.
       implementation: As in `dot_product_attention`.
-      **arguments: Other arguments of `dot_product_attention`, without `return_residual` and `return_max_score`.
+      **arguments: Other arguments of `dot_product_attention`, except `return_residual` and `return_max_score`.
 
     Raises:
       ValueError: If `query` or `key` does not have twice the heads, if `vectors` does not have four rows of the head
@@ -254,7 +256,7 @@ def differential(
 
 
 def _difference(first: Array, second: Array, vectors: Array, layer: Any, epsilon: float) -> Array:
-    """Combines the outputs of the two softmaxes of `differential`, in float32 at least."""
+    """Computes the output of `differential` from its `first` and `second` softmax @ value, in float32 at least."""
     dtype = accumulation_dtype(first.dtype)
     q1, k1, q2, k2 = vectors.astype(dtype)
     start = 0.8 - 0.6 * jnp.exp(-0.3 * jnp.asarray(layer, dtype))
@@ -265,7 +267,7 @@ def _difference(first: Array, second: Array, vectors: Array, layer: Any, epsilon
 
 
 def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
-    """Combines several recipes into one.
+    """Combines several recipes, dicts of arguments, into one.
 
     A query attends to the keys that all masks show. Score functions are applied in the order of the recipes, each to
     the previous result. A soft cap is applied before all score functions, whatever the order. Arguments that are None
@@ -273,7 +275,7 @@ def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
       ValueError: If an argument that cannot be combined, such as `logits_soft_cap`, is in two recipes, or if score
-        functions are made for different numbers of heads.
+        functions are made for different numbers of heads or batch entries.
 
     Example:
       >>> from flax_mha import recipes
@@ -307,7 +309,7 @@ def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common_sizes(score_mods: list[Any]) -> dict[str, int]:
-    """Returns the smallest of each size that `made_for` declares; raises a ValueError if b or h differ."""
+    """Returns the smallest of each size that `made_for` declares for them; raises a ValueError if b or h differ."""
     common: dict[str, int] = {}
     for name, size in (item for one in score_mods for item in getattr(one, "made_for", {}).items()):
         if name in "bh" and common.get(name, size) != size:

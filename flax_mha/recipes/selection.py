@@ -16,9 +16,9 @@ def top_blocks(
     """Lets each query attend to its own block of keys and the blocks that match it best. MoBA, arXiv:2502.13189.
 
     Causal. Keys are cut into blocks, and a block is represented by the mean of its keys. Of the blocks before its own,
-    a query attends to those `count - 1` whose mean has the largest product with the query; query heads that share a key
-    head share blocks, chosen by the sum of their products. The choice has no gradient. Choosing takes T x S / block
-    products of vectors; attention then takes T x count x block products instead of T x S.
+    a query attends to the `count - 1` blocks whose mean has the largest product with the query. Query heads that share
+    a key head share blocks, chosen by the sum of their products. The choice has no gradient. Choosing takes T x S /
+    block products of vectors; attention then takes T x count x block products instead of T x S.
 
     Args:
       query: Queries, which are also passed to the attention; rotate them first.

@@ -101,7 +101,7 @@ class RoPE:
         return round(size)
 
     def frequencies(self, head_size: int) -> np.ndarray:
-        """Returns the frequency of each pair in radians per position: float64 `[R / 2]`, computed in numpy."""
+        """Returns the frequency of each pair in radians per position: a NumPy array, float64 `[R / 2]`."""
         of_size = functools.partial(self._scaling.frequencies, float(self.base))
         size, sections, layout = self.rotated_size(head_size), self.sections or (), self.section_layout
         if layout == "axial":
@@ -142,7 +142,7 @@ class RoPE:
     def from_config(
         cls, config: Mapping[str, Any], layer_type: str | None = None, max_length: int | None = None
     ) -> "RoPE":
-        """Reads the `config.json` of a Hugging Face model, or `config.to_dict()` of Transformers 4 or 5.
+        """Makes the `RoPE` of a Hugging Face model from `config.json` or, in Transformers 4 and 5, `config.to_dict()`.
 
         The keys are `rope_theta` (`rotary_emb_base`), `partial_rotary_factor` (`rotary_pct`, or `rotary_dim` with the
         head size), `rope_scaling` and `rope_parameters`; if they are missing, the defaults of `model_type` apply.

@@ -1,4 +1,4 @@
-"""Ways to change rotary frequencies for sequences longer than in pretraining, computed in NumPy float64."""
+"""Ways to change rotary frequencies, mostly for sequences longer than in pretraining, computed in NumPy float64."""
 
 import dataclasses
 import math
@@ -21,10 +21,10 @@ def check_number(name: str, value: Any, *, above: float | None = None, at_least:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The base class of all scalings, which change the frequencies of `RoPE`; this one leaves them unchanged."""
+    """The base class of all scalings, which change the frequencies of `RoPE`; the base class itself keeps them."""
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
-        """Returns the frequencies of `size` features in radians per position: float64 `[size / 2]`."""
+        """Returns the frequencies of `size` rotated features, in radians per position: float64 `[size / 2]`."""
         return base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
 
     @property
@@ -33,7 +33,7 @@ class Scaling:
         return 1.0
 
     def _check(self, name: str, **bounds: float) -> None:
-        """Raises a ValueError unless the field `name` is a number within `bounds`, or None if that is its default."""
+        """Raises a ValueError unless field `name` is a number within `bounds`; None is valid if it is the default."""
         value = getattr(self, name)
         if value is not None or getattr(type(self), name, 0) is not None:
             check_number(f"{type(self).__name__}({name})", value, **bounds)
@@ -41,7 +41,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Linear(Scaling):
-    """Position interpolation: f / factor, as if tokens were `factor` times closer. Chen et al., arXiv:2306.15595."""
+    """Position interpolation: divides all frequencies by `factor`, at least 1. Chen et al., arXiv:2306.15595."""
 
     factor: float
 
@@ -54,9 +54,9 @@ class Linear(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Proportional(Scaling):
-    """Rotates only the fastest pairs: the first floor(fraction * R / 2) of R/2, with frequencies f / factor (Gemma 4).
+    """Rotates only the fastest pairs: the first floor(fraction * R / 2) of R/2, at frequencies f / factor (Gemma 4).
 
-    Unlike `RoPE.fraction`, this keeps the pairs (features i and i + R/2) and frequencies of the whole head.
+    Unlike `RoPE.fraction`, this does not change which features form a pair, i and i + R/2, nor their frequency f.
 
     Attributes:
       fraction: The rotated part of a head, in (0, 1].
@@ -155,12 +155,12 @@ class YaRN(Scaling):
       factor: The ratio of the new length to the original length, at least 1.
       original_max_position: The sequence length in pretraining, in tokens.
       beta_fast: A pair that makes more turns than this in the original length is kept; at least `beta_slow`.
-      beta_slow: A pair that makes fewer turns than this is slowed down by the factor; above 0.
+      beta_slow: A pair that makes fewer turns than this is slowed down by `factor`; above 0.
       attention_factor: The factor that multiplies cos and sin, above 0. None means m(mscale) / m(mscale_all_dim) if
         both are given and not 0 (DeepSeek), else m(1), where m(s) = 0.1 s ln(factor) + 1.
       mscale: See `attention_factor`.
       mscale_all_dim: See `attention_factor`.
-      truncate: True rounds the first and last index of the interpolation outwards; False for gpt-oss.
+      truncate: True rounds the indices of the first and last interpolated pair outwards; False for gpt-oss.
 
     Raises:
       ValueError: If a field is out of range, or, when applied, if the base is not above 1.
