@@ -1,4 +1,4 @@
-"""`dot_product_attention` and `explain_implementation`: the public signatures.
+"""`dot_product_attention`, and `explain_implementation`, which says how a call of it would be computed.
 
 `canonical` checks the arguments and returns a `Call`, which holds the arrays and the static options. `_src/run.py` then
 splits the call over devices, chooses an implementation, and computes it.
@@ -86,17 +86,17 @@ def dot_product_attention(
     precision: lax.PrecisionLike = None,
     qkv_sharding: Sharding | None = None,
 ) -> Array | tuple[Array, ...]:
-    """Computes exact multi-head attention with memory linear in the sequence lengths.
+    """Computes exact multi-head attention; memory grows linearly with the length of long sequences.
 
-    For each head, with a softmax over the visible (not masked) keys, in float32 or higher::
+    For each head, with a softmax in float32 or higher over the visible (not masked) keys::
 
         out = dropout(softmax(score_mod(soft_cap(scale * query @ key.T)) + bias)) @ value
 
     This is a superset of `jax.nn.dot_product_attention`: arguments with the same name have the same meaning. There are
-    three main differences, and :doc:`differences </differences>` lists them all. Rows whose keys are all masked return
-    0 and have zero gradients. NaN and infinity in masked queries, keys and values do not affect any output or gradient.
-    The residual is float32 (float64 for float64 inputs) and differentiable; in `jax.nn` it has the query's dtype and no
-    gradient.
+    three main differences, and :doc:`differences </differences>` lists them all. Queries whose keys are all masked
+    return 0 and have zero gradients. NaN and infinity in masked queries, keys and values do not affect any output or
+    gradient. The residual (log-sum-exp) is float32 (float64 for float64 inputs) and differentiable; in `jax.nn` it has
+    the query's dtype and no gradient.
 
     B is the batch (any number of axes), T the query length, S the key length, N the number of query heads, K the number
     of key and value heads (N is a multiple of K: grouped-query attention), H the head size. Query i has the position
@@ -125,12 +125,12 @@ def dot_product_attention(
       query_segment_ids: int [B..., T]; a query attends only to keys in the same segment.
       key_value_segment_ids: int [B..., S]; if T = S, you can pass only one of the two.
       key_indices: int [B..., T, k], or [B..., T, K, k]: the keys that each query attends to, by their index in `key`;
-        -1 means no key, and repeated indices count once. Other masks also apply. Time and memory then grow with T k
-        instead of T S. An index outside the keys is an error or, if its value is traced, makes the output of its query
-        NaN.
+        -1 means no key, and repeated indices count once. Other masks also apply. Time and memory then grow with T * k
+        instead of T * S. Any other index outside the keys is an error or, if its value is traced, makes the output of
+        its query NaN.
       logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30. None means no cap.
-      sinks: Broadcasts to [B..., N]. One additional logit per head, which is added to the softmax's denominator but has
-        no value.
+      sinks: Broadcasts to [B..., N]. One additional logit per head: exp(sink) is added to the softmax's denominator, as
+        for a key whose value is 0.
       score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, a function of scalars as in PyTorch's FlexAttention.
         `score` is scaled and capped (float32, or float64 for float64 inputs), `b` is the index of the batch entry
         (flattened if there are several batch axes), `h` the index of the head, `q_idx` and `kv_idx` the positions of
@@ -209,11 +209,11 @@ def explain_implementation(  # noqa: D417 - dot_product_attention describes the 
     Args:
       platform: Explain the call for "cpu", "cuda" (or "gpu") or "tpu" instead of the device that would compute it. The
         platform need not be available: "cuda" then assumes H100s, and nothing is compiled for them. cuDNN may still
-        reject a shape; it is only tried on a machine with a GPU.
+        reject the shapes, because it can check them only on a machine with a GPU.
 
     Returns:
-      The implementation that computes the call, and for each of the others the reasons why it cannot, each with what to
-      change. `print` shows them as a table.
+      An `Explanation`: `chosen` is the implementation that computes the call, and `refusals` lists for each
+      implementation why it cannot, with what to change. `print` shows a table.
 
     Raises:
       ValueError: If `platform` is unknown, or if `dot_product_attention` would raise one.

@@ -83,7 +83,7 @@ def context_parallel(
 
 
 def _names(name: str, axes: Any) -> Axes:
-    """Checks the mesh axes passed as argument `name`; returns one name, a tuple of several, or None."""
+    """Checks the mesh axes that were passed as argument `name`; returns one name, a tuple of several, or None."""
     names = tuple(axes) if isinstance(axes, tuple | list) else () if axes is None else (axes,)
     if not all(isinstance(x, str) for x in names):
         raise ValueError(f"{name} must be the name of a mesh axis, a tuple of names or None, but got {axes!r}.")
@@ -92,7 +92,7 @@ def _names(name: str, axes: Any) -> Axes:
 
 @dataclasses.dataclass(frozen=True)
 class _ContextAttention:
-    """The function that `context_parallel` returns; a dataclass, so that equal arguments make equal functions."""
+    """The function that `context_parallel` returns; a dataclass, because `jit` compiles again for unequal functions."""
 
     context: Context
 
@@ -103,7 +103,7 @@ class _ContextAttention:
         object.__setattr__(self, "core", core)
 
     def __call__(self, query: Array, *others: Any, qkv_sharding: Sharding | None = None, **arguments: Any) -> Array:
-        """Calls `attention_fn` on split sequences; takes mesh axes that `self.context` lacks from `qkv_sharding`."""
+        """Calls `attention_fn` on split sequences; `qkv_sharding` adds mesh axes that `self.context` does not have."""
         _check_computes(query, arguments)
         sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
         return attention_fn(query, *others, qkv_sharding=sharding, **arguments)
@@ -149,7 +149,9 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
 
 
 def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """Reorders `x` along its sequence axis `axis` for `context_parallel(layout="zigzag")` on this number of devices.
+    """Reorders `x` along its sequence axis, `axis`, for `context_parallel(..., layout="zigzag")`.
+
+    `devices` is the size of the mesh axis that splits the sequence.
 
     Raises:
       ValueError: If the axis cannot be cut into 2 * `devices` chunks.
@@ -165,7 +167,7 @@ def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
 
 
 def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """Restores the original order of an array that `to_zigzag` has reordered.
+    """Restores the original order of an array that `to_zigzag` has reordered, given the same `devices` and `axis`.
 
     Raises:
       ValueError: As in `to_zigzag`.

@@ -32,7 +32,9 @@ CACHED_INDEX = ("cached_index_key", "cached_index_scale")
 
 
 class MultiHeadLatentAttention(AttentionModule, nn.Module):
-    """Multi-head latent attention with the parameters and all other attributes of `flax_mha.MultiHeadLatentAttention`.
+    """Multi-head latent attention with the parameters of `flax_mha.MultiHeadLatentAttention`, which describes it.
+
+    Attributes that are not listed here are the arguments of its constructor with the same names.
 
     Attributes:
       out_features: Features of the output; None means the features of the input.
@@ -103,7 +105,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         sow_max_score: bool = False,
         key_indices: Int[Array, "..."] | None = None,
     ) -> Float[Array, "*B T Dout"]:
-        """Computes latent attention; see `flax_mha.linen.MultiHeadDotProductAttention.__call__`."""
+        """Computes latent attention; `flax_mha.linen.MultiHeadDotProductAttention.__call__` describes the arguments."""
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         check_has_features(inputs_q=inputs_q)
         check_latent(vars(self))
@@ -150,7 +152,8 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
     def _query(self) -> tuple[Layer, Layer | None, Callable[[], IndexLayers] | None]:
         """Returns functions that project inputs to queries and to the gate, and one that makes the indexer's layers.
 
-        If `q_lora_rank` is set, queries are projections of compressed queries. The gate and the indexer may be None.
+        If `q_lora_rank` is set, queries are projections of compressed queries. The second and the third function are
+        None if the module has no gate or no indexer.
         """
         head = self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
         init = self._split(self.kernel_init, "query")
@@ -185,7 +188,10 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         return IndexLayers(indexer, query, layers.key, layers.weights, cache, write)
 
     def _cached_index(self, variables: list[nn.Variable], key: Float[Array, "*B T 1 H"]) -> Arrays | None:
-        """Like `_cache`, but returns the indexer's keys, and their scales if they have 8 bits."""
+        """Returns the indexer's cached keys, and their scales if they have 8 bits; None if this call makes the cache.
+
+        `key` holds the new keys. Appends the cache's variables to the list `variables`, for `_write`.
+        """
         is_made, (*batch, length, _, size) = self.has_variable("cache", CACHED_INDEX[0]), key.shape
         arrays: tuple[Array | None, ...] = (None, None)
         if not is_made:
@@ -229,7 +235,7 @@ class _IndexerLayers(nn.Module):
 
 
 class _Kernel(nn.Module):
-    """Creates the kernel of `kv_b_proj` without a projection: `Latent` multiplies by its parts separately."""
+    """Creates and returns only the kernel of the layer `kv_b_proj`: `Latent` multiplies by its parts separately."""
 
     init_kernel: Init
     shape: tuple[int, ...]
@@ -241,5 +247,5 @@ class _Kernel(nn.Module):
 
 
 def _flat(init: Init) -> Init:
-    """Makes `init` draw kernels [in, heads, size] as [in, heads * size], with the variance of `nn.DenseGeneral`."""
+    """Makes `init` draw kernels [in, heads, size] as [in, heads * size]: the same variance as in `nn.DenseGeneral`."""
     return lambda key, shape, dtype: init(key, (shape[0], math.prod(shape[1:])), dtype).reshape(shape)

@@ -36,7 +36,7 @@ class AttentionModule:
     """The base class of both attention modules: manages the cache, dropout, tensor parallelism and `explain`."""
 
     def _explained(self: Any, platform: Platform | None, *inputs: Any, **arguments: Any) -> Explanation:
-        """Explains which implementation a call uses, by tracing a copy of this module."""
+        """Explains which implementation a call with these inputs and arguments uses; traces a copy of this module."""
         variables = None if self.scope is None else self.variables  # not traced, so that the cache's index is known
         explained = ExplainedAttention(self.attention_fn, platform)
         layer = self.clone(attention_fn=explained, parent=None)
@@ -51,7 +51,10 @@ class AttentionModule:
         return explained.explanations[0]
 
     def _split(self: Any, init: Callable[..., Any], parameter: str, bias: bool = False) -> Callable[..., Any]:
-        """Wraps `init` to box the kernel (or the bias) of `parameter` with its mesh axes, if `head_axis` is set."""
+        """Wraps an initializer so that Flax boxes the parameter with the names of its mesh axes, if `head_axis` is set.
+
+        `parameter` is a key of `parameter_names`; with `bias`, the initializer is for the bias beside this kernel.
+        """
         if self.head_axis is None or not self.is_initializing():
             return init
         num_kv_heads = getattr(self, "num_kv_heads", None) or self.num_heads
@@ -66,7 +69,7 @@ class AttentionModule:
         sow_weights: bool,
         **others: Any,
     ) -> dict[str, Any]:
-        """Returns Flax's arguments for `attention_fn`, without optional ones that a user's function does not take."""
+        """Returns Flax's arguments for `attention_fn`; omits optional ones that a user's function does not take."""
         rate = check_dropout_rate(self.dropout_rate)
         keeps_all = rate == 0.0 or merge_param("deterministic", self.deterministic, deterministic)
         if not keeps_all and dropout_rng is None:
@@ -96,7 +99,8 @@ class AttentionModule:
     ) -> Arrays | None:
         """Returns the arrays of the cache, ordered as in `KVCache.arrays`; None if this call creates the cache.
 
-        Appends the cache's variables to the list `variables`, for `_write`.
+        `query` and `key` are those of the new tokens. Appends the cache's variables to the list `variables`, for
+        `_write`.
         """
         if not self.has_variable("cache", "cached_key"):
             *batch, length, num_heads, size = key.shape
@@ -141,7 +145,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
       decode: True makes calls decode; the first call creates the cache, with room for as many tokens as its input has.
       force_fp32_for_softmax: Sow float32 weights; the softmax itself is always computed in float32 or higher.
       qk_attn_weights_einsum_cls: Class that is instantiated, without arguments, as the einsum of query and key, for
-        example a quantized one; must be given with the next attribute. Flax then computes the attention.
+        example a quantized one; requires the next attribute. Flax's own function then computes the attention.
       attn_weights_value_einsum_cls: Class of the einsum of attention weights and value.
       per_row: True gives each sequence of a cache its own index, which `lengths` require; `cache_index` is then [B...].
       cache_dtype: Dtype of the cached keys and values; None means the dtype of the keys. `int8` and `float8_e4m3fn` use
@@ -318,15 +322,15 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """The same as `MultiHeadDotProductAttention`, but auto-named `MultiHeadAttention_0`, as in Flax."""
+    """The same as `MultiHeadDotProductAttention`; its default name is `MultiHeadAttention_0`, as in Flax."""
 
 
 class SelfAttention(MultiHeadDotProductAttention):
     """Self-attention, a drop-in replacement for `flax.linen.SelfAttention`.
 
-    This is `MultiHeadDotProductAttention` with one input and the same parameters. As in Flax, it is auto-named
-    `SelfAttention_0`, and takes `mask`, `deterministic`, `dropout_rng` and `sow_weights` by position. Flax's class is
-    deprecated; this one does not warn.
+    This is `MultiHeadDotProductAttention` with one input and the same parameters. As in Flax, its default name is
+    `SelfAttention_0`, and `mask`, `deterministic`, `dropout_rng` and `sow_weights` may be passed by position. Flax's
+    class is deprecated; this one does not warn.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -366,7 +370,10 @@ class SelfAttention(MultiHeadDotProductAttention):
 
 
 def _inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array | None) -> tuple[Any, Any, bool]:
-    """Returns inputs of keys and values, and whether `inputs_v` may be a mask (old Flax's order); if it may, warns."""
+    """Returns the inputs of keys and of values, and whether `inputs_v` may be meant as a mask; if it may, warns.
+
+    Until Flax 0.7.4, `mask` was the third positional argument.
+    """
     if inputs_kv is not None:
         if inputs_k is not None or inputs_v is not None:
             raise ValueError(

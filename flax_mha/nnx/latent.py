@@ -27,13 +27,16 @@ from flax_mha.rope import RoPE
 
 
 class IndexerLayers(nnx.Module):
-    """The projections and the norm of an `Indexer`, which chooses the keys that each query attends to."""
+    """The projections and the norm of an `Indexer`, which chooses the keys that each query attends to.
+
+    They read inputs with `features` features, and compressed queries with `q_rank`, the module's `q_lora_rank`.
+    """
 
     def __init__(
-        self, config: Indexer, features: int, rank: int, linear: Any, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
+        self, config: Indexer, features: int, q_rank: int, linear: Any, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
     ) -> None:
         self.config = config
-        self.wq_b = linear(rank, (config.num_heads, config.head_dim), use_bias=False)
+        self.wq_b = linear(q_rank, (config.num_heads, config.head_dim), use_bias=False)
         self.wk = linear(features, config.head_dim, use_bias=False)
         options: Any = {"dtype": dtype, "param_dtype": param_dtype, "use_fast_variance": False, "rngs": rngs}
         self.k_norm = nnx.LayerNorm(config.head_dim, epsilon=config.norm_epsilon, **options)
@@ -46,13 +49,13 @@ class MultiHeadLatentAttention(AttentionModule):
     The keys and values of all heads are projections of one latent vector per token with `kv_lora_rank` features. All
     heads share the rotary part of the key, which has `qk_rope_head_dim` features. A call that does not decode computes
     keys and values for all heads. A decoding call caches only latents and rotary keys, `kv_lora_rank +
-    qk_rope_head_dim` numbers per token, and projects the queries to latents instead. The results are the same up to
-    rounding.
+    qk_rope_head_dim` numbers per token, and projects the queries to latents instead, except for a prompt of more than
+    16 tokens in an empty cache. The results are the same up to rounding.
 
-    The parameters are named as in DeepSeek's files: `q_proj` [in, heads, size], or `q_a_proj` [in, q_lora_rank],
-    `q_a_layernorm` and `q_b_proj` [q_lora_rank, heads, size]; `kv_a_proj_with_mqa` [in, kv_lora_rank +
+    The parameters are named as in DeepSeek's files: `q_proj` [in, heads, size] or, with `q_lora_rank`, `q_a_proj` [in,
+    q_lora_rank], `q_a_layernorm` and `q_b_proj` [q_lora_rank, heads, size]; `kv_a_proj_with_mqa` [in, kv_lora_rank +
     qk_rope_head_dim], `kv_a_layernorm`, `kv_b_proj` [kv_lora_rank, heads, qk_nope_head_dim + v_head_dim], `o_proj`
-    [heads, v_head_dim, out]. A query head has qk_nope_head_dim features, then qk_rope_head_dim rotary features.
+    [heads, v_head_dim, out]. The `size` features of a query head are qk_nope_head_dim, then qk_rope_head_dim rotary.
 
     All other arguments are the same as in `MultiHeadAttention`.
 
@@ -68,7 +71,7 @@ class MultiHeadLatentAttention(AttentionModule):
         directly.
       use_bias: Add biases to `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` (`attention_bias` in configs).
       norm_epsilon: Added to the variance in the norms.
-      kernel_metadata: Metadata of all kernels.
+      kernel_metadata: Metadata of all kernels, for example `{"out_sharding": ...}`.
       scale: Factor that multiplies query . key; None means 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), times
         (0.1 mscale_all_dim ln(factor) + 1)^2 if `rope` has a `YaRN` with `mscale_all_dim`, as in DeepSeek.
       rope: Rotary position embeddings for the rotary features; None means none. DeepSeek's are interleaved.
@@ -243,13 +246,13 @@ class MultiHeadLatentAttention(AttentionModule):
         return "q_proj" if self.q_lora_rank is None else "q_b_proj"
 
     def _query(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T N H"]:
-        return getattr(self, self._query_name)(x if self.q_lora_rank is None else self._of_heads(x))
+        return getattr(self, self._query_name)(x if self.q_lora_rank is None else self._query_features(x))
 
     def _gate(self, x: Float[Array, "*B T D"]) -> Float[Array, "..."]:
-        return self.gate(self._of_heads(x) if self.query_residual else x)
+        return self.gate(self._query_features(x) if self.query_residual else x)
 
-    def _of_heads(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T R"]:
-        """Returns what the heads of queries are projections of, given inputs."""
+    def _query_features(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T R"]:
+        """Computes from inputs the features that `q_b_proj` (and, with `query_residual`, `gate`) projects to heads."""
         if not self.query_residual:
             return self._compressed_query(x)
         compressed = self.q_a_proj(x)

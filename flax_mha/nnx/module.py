@@ -65,7 +65,7 @@ class AttentionModule(nnx.Module):
         return explained.explanations[0]
 
     def _split_heads(self: Any, num_kv_heads: int, layers: Iterable[tuple[str, str]]) -> None:
-        """Splits parameters over `head_axis`; `layers` pairs each attribute with its key in `parameter_names`."""
+        """Splits parameters over `head_axis`; `layers` pairs attributes with their keys in `parameter_names`."""
         names = tensor_parallel.parameter_names(self.head_axis, self.num_heads, num_kv_heads)
         for attribute, name in layers:
             layer = getattr(self, attribute)
@@ -136,7 +136,7 @@ class AttentionModule(nnx.Module):
             self.cached_index_key, self.cached_index_scale = variable(index.key), variable(index.scale)
 
     def _index_size(self: Any) -> int | None:
-        """Returns the number of features of the indexer's keys; None without an indexer."""
+        """Returns the head size of the indexer's keys; None in a module without an indexer."""
         return None
 
     def set_view(
@@ -202,7 +202,7 @@ class AttentionModule(nnx.Module):
         return [variable for variable in variables if variable is not None]
 
     def _cached_index(self: Any, *_: Array) -> Arrays | None:
-        """Returns the cached keys of the indexer, and their scales if they have 8 bits; None without such a cache."""
+        """Returns the indexer's cached keys, and their scales if they have 8 bits; None without such a cache."""
         return _read([x for x in (self.cached_index_key, self.cached_index_scale) if x is not None]) or None
 
     def _write_index(self: Any, arrays: Arrays) -> None:
@@ -221,7 +221,7 @@ class AttentionModule(nnx.Module):
     def _flax_arguments(
         self: Any, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None, sow_weights: bool
     ) -> dict[str, Any]:
-        """Returns the arguments that Flax's module passes to its attention function, with a new key for dropout."""
+        """Returns the arguments that Flax's module passes to its attention function; with dropout, draws a key."""
         if rngs is not None:
             check_rngs(rngs, nnx.Rngs, nnx.RngStream)
         dropout_rng = None
@@ -253,7 +253,10 @@ def _read(variables: Sequence[Any]) -> Arrays:
 
 
 def _own(variable: nnx.Variable) -> nnx.Variable:
-    """Replaces a NumPy array in a restored variable by a copy: Flax would write into the caller's array."""
+    """Returns the variable; if it holds a NumPy array, as a restored one may, replaces it by a JAX array.
+
+    Flax would write into the NumPy array, which belongs to the caller.
+    """
     if isinstance(variable.get_value(), np.ndarray | np.generic):
         variable.set_value(jnp.array(variable.get_value()))
     return variable

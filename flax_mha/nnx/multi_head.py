@@ -373,7 +373,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         return self.num_kv_heads, self.head_dim, None, self.value_dim
 
     def _norm(self, kind: Norm, flax_norm: Any, heads: int, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
-        """Makes the norm that `kind` describes, with `flax_norm.scale` or, if each head has its own, new scales."""
+        """Makes the norm of `kind` that replaces Flax's `flax_norm`; keeps its scale, unless each head has its own."""
         options: dict[str, Any] = {} if kind.is_rms else {"use_bias": False}
         norm: Any = (nnx.RMSNorm if kind.is_rms else nnx.LayerNorm)(
             self.head_dim,
