@@ -8,14 +8,13 @@ Masked keys must not affect the output, but a weight of 0 times NaN is NaN. So, 
 2. An engine makes a row, the scores of one query, NaN if a flag is visible in it: it adds the flags (*poison*) to
    visible scores, adds NaN to the largest score of the row, or, in `rows_of`, puts NaN back into the operands of a
    product whose masked scores are overwritten.
-3. Rows that are NaN, and rows without visible keys, get zero gradients (`derivative_rows`), so that the gradients of
-   all other rows stay finite.
+3. Rows that are NaN, and rows without visible keys, get zero gradients, so that the gradients of all other rows stay
+   finite: by `derivative_rows` if gradients are computed tile by tile, else in `math/softmax.py`.
 
 If nothing can be masked, NaN propagates by itself, and none of this is done.
 
-If reading all keys and values first would take as long as the rest, they are guarded later. `around_kernel` runs a
-fused kernel and, if anything was not finite, runs it again on guarded arrays and writes the rows that are NaN.
-Attention that reads keys in place (`engines/xla/in_place.py`) is computed again if its output is not finite.
+If reading all keys and values first would take as long as the rest, the call runs unguarded first. Fused kernels
+(`around_kernel`) and keys read in place (`engines/xla/in_place.py`) are computed again, guarded, if not finite.
 """
 
 import functools
@@ -31,10 +30,9 @@ from flax_mha._src.call.operands import Call, NonFinite
 
 
 def guard(call: Call, plan: Any) -> Call:
-    """Replaces keys and values that hold NaN or infinity by zeros, so that they do not affect rows that mask them.
+    """Replaces keys and values that are not finite by zeros, and flags them and such queries (`Operands.nonfinite`).
 
-    Sets `Operands.nonfinite`, which flags these keys, and queries that hold NaN or infinity; engines replace queries.
-    The call is unchanged if nothing can be masked, or if `plan.guard_first` is False: then the engine guards by itself.
+    Returns the call unchanged if nothing can be masked, or if `plan.guard_first` is False: the engine guards itself.
     """
     operands, options = call
     if not plan.guard_first or not may_mask(call):
@@ -72,10 +70,7 @@ def zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L
 def zero_keys(
     key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"]
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Float[Array, "*B S K"]]:
-    """Replaces a key and its value by zeros if either holds NaN or infinity.
-
-    Returns keys, values, and a flag for each key: infinity if it was replaced, else 0.
-    """
+    """Replaces a key and its value by zeros if either is not finite; also returns the flags of the keys (`flag`)."""
     flags = lax.max(flag(key), flag(value).astype(key.dtype))
     return zero(key, flags), zero(value, flags), flags
 
@@ -112,14 +107,10 @@ def poison_rows(largest: Float[Array, " t"], poison: Float[Array, " t"]) -> Floa
 def derivative_rows(
     query: Float[Array, "*L T H"], result: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]], keys_are_finite: bool
 ) -> tuple[Float[Array, "*L T H"], Float[Array, "*L T Hv"], Float[Array, "*L T"], Bool[Array, "*L T"]]:
-    """Changes queries and `result` (output, log-sum-exp) such that rows without derivatives add 0 to all derivatives.
+    """Prepares queries and `result` (output, log-sum-exp) for derivatives; also returns which rows have derivatives.
 
-    A row has no derivatives if its log-sum-exp is not finite: it has no visible key and no sink, or its query attends
-    to NaN or infinity. Then its log-sum-exp becomes infinity, which makes its weights 0, and its output becomes 0. If
-    `keys_are_finite`, its query becomes 0, too, so that products with the query are 0 and cannot overflow.
-
-    Returns:
-      Queries, output and log-sum-exp; and a bool for each row, whether it has derivatives.
+    A row has none if its log-sum-exp is not finite: no key is visible and there is no sink, or the row is NaN. Then its
+    log-sum-exp becomes infinity, so that its weights are 0; its output and, if `keys_are_finite`, its query become 0.
     """
     output, lse = result
     finite = jnp.isfinite(lse)
@@ -129,10 +120,9 @@ def derivative_rows(
 
 
 def backward_weights(s: Float[Array, "..."], lse: Float[Array, "..."], may_be_nan: bool) -> Float[Array, "..."]:
-    """Computes weights exp(s - lse) for derivatives, from scores and log-sum-exp; 0 in rows without derivatives.
+    """Computes weights exp(s - lse) for derivatives; 0 in rows without any, in which `derivative_rows` made `lse` inf.
 
-    In these rows, `derivative_rows` has set `lse` to infinity. `may_be_nan`: whether their scores may be NaN, which a
-    bias or a `score_mod` can cause.
+    `may_be_nan`: whether scores of these rows may be NaN, which a bias or a `score_mod` can cause.
     """
     s = jnp.where(lse == jnp.inf, jnp.full_like(s, -jnp.inf), s) if may_be_nan else s
     return jnp.exp(s - lse)
@@ -142,10 +132,7 @@ class Fused(Protocol):
     """A fused kernel for `around_kernel`: how to run it, and how to clean its arrays. Instances are hashable."""
 
     def run(self, arrays: Any, mask: Any, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Computes the output, and arrays [B, L, ...] to check: if all of them are finite, the output is correct.
-
-        `differentiated`: whether this is the forward pass of a gradient.
-        """
+        """Computes the output (`differentiated`: for a gradient), and arrays that are finite if that is correct."""
 
     def clean(self, arrays: Any, mask: Any) -> tuple[Any, Bool[Array, "B T N 1"]]:
         """Returns the arrays with zeros in place of NaN and infinity, and which rows of the output must become NaN."""
@@ -153,10 +140,7 @@ class Fused(Protocol):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def around_kernel(fused: Fused, arrays: Any, mask: Any) -> Array:
-    """Runs a fused kernel, and runs it again by `on_guarded` if the arrays to check (`Fused.run`) are not all finite.
-
-    The output has first-order gradients with respect to the pytree `arrays`, in reverse mode; `mask` gets none.
-    """
+    """Runs a fused kernel, or `on_guarded` if an array to check is not finite; `arrays` have first-order gradients."""
     output, decisive = fused.run(arrays, mask, False)
     return lax.cond(all_finite(*decisive), lambda: output, lambda: on_guarded(fused, arrays, mask))
 

@@ -74,10 +74,7 @@ class KeyBlocks(NamedTuple):
     whole: bool = False  # whether one block holds the keys of all batch entries
 
     def fitting(self, scores: int, numbers: int) -> "KeyBlocks":
-        """Returns the blocks to use: decides again if one block may hold all keys, as `jax.vmap` may enlarge the call.
-
-        `scores` counts the scores of all heads, and `numbers` the numbers in all keys and values.
-        """
+        """Returns the blocks for so many `scores`, and `numbers` in keys and values; `jax.vmap` may add to both."""
         if self.wide is None or not self.wide.whole:
             return self
         if scores > MAX_SCORES_WHOLE:
@@ -110,11 +107,7 @@ class Plan(NamedTuple):
 
 
 def plan_xla(call: Call) -> Plan:
-    """Plans a call for "xla", which has three algorithms.
-
-    If each query lists its own keys (`key_indices`), keys are gathered. Otherwise, keys are read in place if
-    `blocks_in_place` chooses blocks; if not, all scores of a head are computed at once.
-    """
+    """Plans a call for "xla": gathers listed keys, reads keys in place, or computes all scores of a head at once."""
     if call.operands.key_indices is not None:
         return _plan_gathered(call, call.operands.key_indices.shape[-1])
     blocks = blocks_in_place(call)
@@ -143,11 +136,7 @@ def _plan_gathered(call: Call, count: int) -> Plan:
 
 
 def plan_tiles(call: Call) -> tuple[Plan, Call]:
-    """Plans a call that is computed tile by tile.
-
-    The returned call holds what the mask's concrete arrays decide: the tiles to visit (`Operands.tiles`; see
-    `choose_tiles`), and which scores each `mask_mod` hides (`with_occupancy`).
-    """
+    """Plans a call in tiles; the returned call holds the tiles to visit, and what each `mask_mod` hides, if known."""
     call = with_occupancy(call)
     tiling, blocks = choose_tiles(call, TILE_SHAPES if call.options.target.platform == "cpu" else TILE_SHAPES[:1])
     scores = tiling.height * tiling.width
@@ -162,10 +151,7 @@ def is_memory_bound(call: Call) -> bool:
 
 
 def prefers_dense(call: Call) -> bool:
-    """Returns whether to compute a call by "xla" (all scores at once) instead of "blockwise" (tile by tile).
-
-    True if "xla" is faster, and for symbolic sizes, which "blockwise" does not support.
-    """
+    """Returns whether "xla" is faster than "blockwise", or sizes are symbolic, which "blockwise" does not support."""
     query, options = call.operands.query, call.options
     scores = math.prod(call.operands.lengths)
     if not options.has_known_sizes or scores <= MAX_SCORES_DENSE:
@@ -238,10 +224,7 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
 
 
 def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None:
-    """Chooses larger blocks to use if most keys are visible (`KeyBlocks.wide`); None if `blocks` are large enough.
-
-    Such a block holds all keys or, if these are too many, at most `widest` keys.
-    """
+    """Chooses larger blocks, of all keys or at most `widest`, to use if most keys are visible; None: use `blocks`."""
     operands, (queries, num_heads) = call.operands, call.operands.query.shape[-3:-1]
     keys, num_kv_heads = operands.key.shape[-3:-1]
     scores, joint_rows = math.prod(operands.query.shape[:-1]) * keys, queries * num_heads * num_kv_heads

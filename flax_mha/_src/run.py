@@ -3,6 +3,8 @@
 1. `run` splits the call over the devices of a mesh, if there is one.
 2. `on_device` chooses an engine for the part of one device.
 3. `compute` plans the part, guards it, and lets the engine compute it.
+
+Only strategy="ring" differs: `distributed/ring.py` plans, guards and computes the part's steps, one per device.
 """
 
 import functools

@@ -29,7 +29,7 @@ from flax_mha.rope import RoPE
 class IndexerLayers(nnx.Module):
     """The projections and the norm of an `Indexer`, which chooses the keys that each query attends to.
 
-    They read inputs with `features` features, and compressed queries with `q_rank`, the module's `q_lora_rank`.
+    Inputs have `features` features, and compressed queries have `q_rank`, the attention's `q_lora_rank`.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Traces a user's function of one score or one position into a value that `jit` can compare.
 
-`jit` compiles again when a static argument is unequal to those that it has seen. A Python function is a poor static
-argument: two lambdas are never equal, and a function whose closure has changed still equals itself. So every attention
-call traces the function again (inside a user's `jit`, only while JAX traces the program). Two traces are equal if their
-printed jaxprs and everything that the text omits are equal. Captured arrays are arguments of the jaxpr.
+A Python function is a poor static argument of `jit`: two lambdas are never equal, and a function whose closure has
+changed still equals itself. So every attention call traces the function again (inside a user's `jit`, only while JAX
+traces the program). Two traces are equal if their printed jaxprs, and what these omit, are equal.
 """
 
 import functools
@@ -118,9 +117,7 @@ class Trace(NamedTuple):
 
 
 def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
-    """Traces a user's function, and collects the arrays that it captures; NumPy arrays are copied.
-
-    `name` is "score_mod" or "mask_mod". `score` is the dtype of the scores for a `score_mod`, None for a `mask_mod`.
+    """Traces a `score_mod` (`score`: dtype of scores) or `mask_mod` (`score`: None); copies captured NumPy arrays.
 
     Raises:
       ValueError: If `function` is not callable, raises an error, or does not return one score or one bool.
@@ -201,8 +198,8 @@ def _key(compared: Any) -> tuple:
 def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
     """Lists objects to compare in addition to a `score_mod`'s jaxpr, which omits the rules of custom derivatives.
 
-    The list is empty without custom derivatives. Otherwise it holds the jaxpr of the derivative or, if that cannot be
-    traced, `function`; both if the derivative has more custom derivatives.
+    Without custom derivatives, there are none. Otherwise, they are the jaxpr of the derivative, if it can be traced,
+    and `function`, if it cannot or if the derivative has custom derivatives of its own.
     """
 
     def custom(jaxpr: Any) -> set[tuple]:

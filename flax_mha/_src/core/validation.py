@@ -124,7 +124,10 @@ def segment_ids(
     shape: Shape,
     names: tuple[str, str] = ("query_segment_ids", "key_value_segment_ids"),
 ) -> tuple[Array, Array]:
-    """Checks segment ids [B..., T] and [B..., S]. If T = S, None means the other argument. Errors use `names`."""
+    """Checks the segment ids of queries [B..., T] and keys [B..., S], which errors call `names`.
+
+    If one of them is None, both are the other, which requires T = S.
+    """
     if query_ids is None and key_ids is None:
         raise ValueError("SegmentMask(query_ids, key_value_ids) requires integer arrays, but got None.")
     lengths, checked = (shape.query_length, shape.key_length), []

@@ -124,7 +124,10 @@ def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
 
 
 def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
-    """Pads a mask's array to T and S, in `shape`, with copies of its last entry; for `axes` see `masks/base.py`."""
+    """Pads an array of one head's mask to the lengths `shape` of its axes T and S, by repeating its last entries.
+
+    `axes` names the array's axes, as in `masks/base.py`; "T|1" and "S|1" of length 1 stay as they are.
+    """
     sizes = {"T": shape[0], "S": shape[1]}
     widths = [
         (0, 0 if name.endswith("|1") and size == 1 else sizes.get(name[0], size) - size)

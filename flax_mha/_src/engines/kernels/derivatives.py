@@ -81,7 +81,7 @@ class _ForwardPass(NamedTuple):
 
     @classmethod
     def of(cls, functions: _Functions, places: tuple[int, ...], arguments: Sequence[Any]) -> "_ForwardPass":
-        """Traces the forward pass; of `arguments`, the operands' leaves, those at indices `places` get gradients."""
+        """Traces the forward pass. `arguments` are the operands' leaves; those at indices `places` get gradients."""
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:
@@ -99,7 +99,10 @@ class _ForwardPass(NamedTuple):
         return cls(_outputs(jaxpr, kept), inputs, tuple(kept[results:]), places, structures[0])
 
     def all_residuals(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
-        """Lists the residuals of `pull`: the kernel's, saved as `kept`; others are computed again from `arguments`."""
+        """Lists all residuals that `pull` needs, in order.
+
+        `kept` are those from the kernel; the others are cheap, and are computed again from `arguments`.
+        """
         computed, known = iter(jaxpr_as_fun(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
         return [next(known if flag else computed) for flag in self.of_kernel]
 

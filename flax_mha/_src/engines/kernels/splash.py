@@ -205,7 +205,7 @@ def _segment_ids(
 
 
 def _unused(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
-    """Returns, for each batch entry, the least number >= 0 that is not among its ids."""
+    """Returns, for each batch entry, the least number >= 0 that is not among its ids; hidden keys get it as an id."""
     numbers = jnp.arange(ids.shape[1] + 1, dtype=jnp.int32)
     taken = (ids[:, :, None] == numbers[None, None, :]).any(1)
     return jnp.argmin(taken, axis=1).astype(jnp.int32)

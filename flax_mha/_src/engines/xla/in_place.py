@@ -113,7 +113,7 @@ def _mapped(blocks: KeyBlocks) -> Callable[..., Results]:
     """Returns `_attend` with a rule for `jax.vmap`, which makes the mapped axis one more batch axis.
 
     Without this rule `jax.vmap` would compute both branches of every `lax.cond`, and visit for each entry as many
-    blocks as the longest one needs.
+    blocks as the longest one needs. Mapped entries that share keys do without it, since it would copy the keys.
     """
     call = jax.custom_batching.custom_vmap(functools.partial(_attend, blocks))
 
@@ -198,7 +198,7 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
 
 
 def _blocks_of_rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
-    """Computes the queries of `part` in blocks of `blocks.height` queries, one after another."""
+    """Computes attention for the queries of `part`, `blocks.height` of them at a time, which limits memory."""
     length, axis = part.query.shape[-2], part.query.ndim - 2
     if length <= blocks.height:
         return _rows(blocks, part)
