@@ -15,18 +15,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._src import guard
-from flax_mha._src.core.tile import Offsets, Tile
+from flax_mha._src.core.tile import Tile
 from flax_mha._src.engines.pallas.split_function import LANES, TileFunction
+from flax_mha._src.math.head import Head
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
 from flax_mha._src.math.tiling import Tiling
 from flax_mha.masks import Mask
 from flax_mha.masks.base import axes_of, part_axes
 
 Block = Any  # an array of all heads or, inside a kernel, its block for one step; None if absent
+Arrays = tuple[Array, ...]
 Sizes = tuple[int, ...]
 
 
@@ -36,11 +37,7 @@ class KernelTile(Tile):
     def cut(self, x: Any) -> Array:
         return x
 
-    def cut_queries(self, x: Any) -> Array:
-        return x
-
-    def cut_keys(self, x: Any) -> Array:
-        return x
+    cut_queries = cut_keys = cut
 
 
 class TransposedTile(KernelTile):
@@ -60,8 +57,8 @@ class TransposedTile(KernelTile):
 class TileMask(Mask):
     """A `mask_mod` in a kernel: `function` computes tiles from `values` that XLA has computed (`split_function.py`)."""
 
-    values: tuple[Array, ...] = dataclasses.field(metadata={"axes": "B N L"})
     function: TileFunction = dataclasses.field(metadata={"static": True})
+    values: Arrays = dataclasses.field(metadata={"axes": "B N L"})
 
     def tile(self, tile: Tile) -> Bool[Array, "t s"]:
         positions = tile.query_positions, tile.key_positions
@@ -69,90 +66,85 @@ class TileMask(Mask):
         return self.function(positions, values, tile.shape)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TileRule(ScoreRule):
-    """The `ScoreRule` inside a kernel, with a `TileFunction` in place of `score_mod`."""
-
-    function: TileFunction | None = None  # the part of `score_mod` that is computed for tiles
-    values: Sequence[Array] = ()  # the function's values; `ScoreInputs.captured` replaces those that get gradients
-    differentiated: bool = True  # whether derivatives are taken
+    """The `ScoreRule` inside a kernel: `score_mod` is a `TileFunction`, and `constants` hold its values."""
 
     def zero_masked(self, products: Float[Array, "..."], visible: Bool[Array, "..."]) -> Float[Array, "..."]:
-        return super().zero_masked(products, visible) if self.differentiated else products
+        return products  # `tile_vjp` removes what masked products would add to gradients
 
     def apply_score_mod(self, scores: Float[Array, "..."], inputs: ScoreInputs, tile: Tile) -> Float[Array, "..."]:
-        values = [x if y is None else y for x, y in zip(self.values, inputs.captured, strict=True)]
-        arguments = scores, tile.query_positions, tile.key_positions
-        return self.function(arguments, values, tile.shape)  # type: ignore[misc]
+        function: Any = self.score_mod
+        values = [x if y is None else y for x, y in zip(self.constants, inputs.captured, strict=True)]
+        return function((scores, tile.query_positions, tile.key_positions), values, tile.shape)
 
     def tile_vjp(
         self, products: Float[Array, "..."], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "..."], Callable[[Array], tuple[Array, ScoreInputs]]]:
-        """Computes a tile's scores, and a function from their gradients to the gradients of products and `inputs`.
+        """Computes scores and their gradients as in `ScoreRule`; a captured value has a gradient for each score [t, s].
 
-        The gradient of a captured value has an entry for each score [t, s], which the caller sums. It is 0 for masked
-        scores, even if the derivative of `score_mod` there is NaN.
+        Gradients are 0 for masked scores, even if the derivative of `score_mod` or of the soft cap there is NaN.
         """
         scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
-        if self.score_mod is None:
+        if self.score_mod is None and self.soft_cap is None:
             return scores, pull  # gradients of masked scores are 0 already
 
         def pull_visible(d_scores: Array) -> tuple[Array, ScoreInputs]:
-            visible = scores != -jnp.inf
-            d_products, d_inputs = pull(jnp.where(visible, d_scores, jnp.zeros_like(d_scores)))
+            d_products, d_inputs = pull(d_scores)
             d_products, captured = jax.tree.map(
-                lambda x: jnp.where(visible, x, jnp.zeros_like(x)), (d_products, d_inputs.captured)
+                lambda x: jnp.where(scores != -jnp.inf, x, jnp.zeros_like(x)), (d_products, d_inputs.captured)
             )
             return d_products, d_inputs._replace(captured=captured)
 
         return scores, pull_visible
 
-    def dropout_multiplier(self, tile: Tile, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."] | None:
-        return self.dropout_by_query(tile, dtype)
-
 
 class Inputs(NamedTuple):
-    """The input arrays of a kernel, of all heads or, inside the kernel, of one step."""
+    """The input arrays of a kernel, of all heads or, inside the kernel, of one step.
 
-    query: Block
-    key: Block
-    value: Block
-    bias: Block
-    sink: Block
-    values: tuple[Block, ...]  # values of the outer part of `score_mod` (`split_function.py`): numbers, then tables
-    mask: Mask | None  # the mask, or None if nothing may be masked
-    offsets: Offsets  # positions of the first query and the first key
-    seed: tuple[Block, Block] | None  # two random words, for dropout
-    key_poison: Block  # infinity for each key that was not finite (or its value), else 0
-    query_poison: Block  # infinity for each query that was not finite, else 0
+    `head.rule` is a `TileRule`. `head.inputs.captured` holds values of the outer part of `score_mod`, first numbers,
+    then tables (`split_function.py`).
+    """
+
+    head: Head
     d_output: Block = None  # cotangent of the output
     lse: Block = None  # log-sum-exp; infinity in rows without gradient
-    delta: Block = None  # subtracted from the gradients of the weights; see `_backward_rows` in call.py
+    delta: Block = None  # subtracted from the gradients of the weights; see `_backward` in call.py
 
     def axis_names(self) -> list[str]:
         """Lists the axis names of one head's part of each array, in the order of `jax.tree.leaves`."""
-        names = {"query": "T H", "key": "S H", "value": "S H", "bias": "T|1 S|1", "values": "L", "key_poison": "S"}
-        names |= {"query_poison": "T", "d_output": "T H", "lse": "T", "delta": "T"}
-        lists = {field: [names.get(field, "")] * len(jax.tree.leaves(x)) for field, x in self._asdict().items()}
-        lists["mask"] = [" ".join(part_axes(axes)) for axes in axes_of(self.mask)]
-        return [axes for axes_of_field in lists.values() for axes in axes_of_field]
+        head, rule, (bias, sink, values) = self.head, self.head.rule, self.head.inputs
+        named: list[tuple[Any, str]] = [
+            (head.query, "T H"),
+            ((head.key, head.value), "S H"),
+            (bias, "T|1 S|1"),
+            (sink, ""),
+            (values, "L"),
+            *((axes, " ".join(part_axes(axes))) for axes in axes_of(rule.mask)),
+            ((rule.offsets, rule.dropout_seed), ""),
+            *zip(head.nonfinite or (), ("T", "S"), strict=False),
+            (self.d_output, "T H"),
+            ((self.lse, self.delta), "T"),
+        ]
+        return [axes for tree, axes in named for _ in jax.tree.leaves(tree)]
 
     def of_rows(self, transposed: bool) -> list[Block]:
         """Lists the arrays with an entry for each row of a tile: arrays of queries or, if `transposed`, of keys."""
-        rows = (self.key, self.value) if transposed else (self.query, self.d_output, self.lse, self.delta)
+        head = self.head
+        rows = (head.key, head.value) if transposed else (head.query, self.d_output, self.lse, self.delta)
         return [x for x in rows if x is not None]
 
 
 class KernelPlan(NamedTuple):
     """The static part of the arguments of kernels (`KernelCall`)."""
 
-    rule: TileRule  # the score rule, without its arrays
     tiling: Tiling  # the cut of the scores into tiles; arrays are padded to whole tiles
     features_last: bool  # whether features come last in memory
     product_dtype: jnp.dtype  # dtype to which query, key and value are rounded for the matrix products
     dtype: jnp.dtype  # dtype of the output, and of the gradients of queries, keys and values
     interpret: Any  # argument of `jax.experimental.pallas.pallas_call`
-    learned: tuple[bool, ...] = ()  # for each of `Inputs.values`, whether it gets a gradient
+    learned: tuple[bool, ...] = ()  # for each value of `score_mod`, whether it gets a gradient; empty if none does
 
     def stored_axes(self, names: str, part: Sizes) -> str:
         """Returns the axes of an array as it is stored, one letter each, from the names of its axes and their sizes.
@@ -177,6 +169,11 @@ class KernelPlan(NamedTuple):
         x = lax.pad(x.reshape(*heads, *part), jnp.zeros((), x.dtype), [(0, 0, 0)] * rank + padding)
         return x.reshape(1, -1) if not axes else x if len(axes) == 2 else jnp.expand_dims(x, -2)
 
+    def restore(self, x: Array, axes: str, shape: Sizes, rank: int) -> Array:
+        """Inverts `store` for a result of this `shape`."""
+        x = jnp.swapaxes(x, -1, -2) if axes.startswith("H") else x
+        return x[(..., *map(slice, shape[rank:]))].reshape(shape)
+
     def to_rows(self, block: Array) -> Array:
         """Converts a stored block to [n, features], or back to store a result: transposes it unless `features_last`."""
         return block if self.features_last else jnp.transpose(block.astype(jnp.float32)).astype(block.dtype)
@@ -193,10 +190,10 @@ def read_block(x: Array, axes: str, dtype: Any, transposed: bool) -> Array:
 
 
 class LoadedTile(NamedTuple):
-    """Everything that a kernel needs to compute the tile of one step, loaded into fast memory."""
+    """The tile of one step, loaded into fast memory."""
 
     plan: KernelPlan
-    inputs: Inputs
+    head: Head  # the blocks of the step
     rows: Sequence[Array]  # query and d_output or, in a transposed tile, key and value, with features last
     columns: Sequence[Array]  # key and value or, in a transposed tile, query and d_output, in stored form
     lse: Float[Array, "#m #n"]  # log-sum-exp
@@ -204,7 +201,7 @@ class LoadedTile(NamedTuple):
     tile: KernelTile
     rule: TileRule
     params: ScoreInputs  # bias and values of `score_mod` that get gradients
-    entries: list[Array | None]  # for each of `Inputs.values`, the indices looked up in a table; None for a number
+    entries: list[Array | None]  # for each value of `score_mod`, the indices looked up in a table; None for a number
 
     def over_features(self, rows: Float[Array, "m F"], columns: Array) -> Float[Array, "m n"]:
         """Multiplies an array of `self.rows` by one of `self.columns`, summed over features."""
@@ -232,33 +229,30 @@ def load_tile(
 ) -> LoadedTile:
     """Loads the tile of one step from its blocks, `inputs`; `place` is the tile's row and column, counted in tiles.
 
-    `rows` holds the arrays with an entry for each row if an earlier step loaded them (`Kernel.kept_rows`); else it is
-    empty. If `transposed`, queries are along columns. If not `masked`, the tile is full, and needs no mask.
+    `rows` holds the arrays with an entry for each row if an earlier step loaded them; else it is empty. If
+    `transposed`, queries are along columns. If not `masked`, the tile is full, and needs no mask.
     """
-    tiling = plan.tiling
-    shape, columns = (tiling.height, tiling.width), (inputs.key, inputs.value)
-    tile: Any = KernelTile
+    tiling, head = plan.tiling, inputs.head
+    shape, columns = (tiling.height, tiling.width), (head.key, head.value)
+    make_tile: type[KernelTile] = KernelTile
     if transposed:
-        tile, shape, columns = TransposedTile, shape[::-1], (inputs.query, inputs.d_output)
+        make_tile, shape, columns = TransposedTile, shape[::-1], (head.query, inputs.d_output)
     first = place[0] * tiling.height, place[1] * tiling.width
-    tile = tile(*first, shape, inputs.offsets.values, tiling.inside)
+    tile = make_tile(*first, shape, head.rule.offsets.values, tiling.inside)
     lse, delta = (repeat_lanes(x, shape[1]) for x in rows[2:]) if len(rows) == 4 else (inputs.lse, inputs.delta)
     rows = rows or [plan.to_rows(x) for x in inputs.of_rows(transposed)[:2]]
-    bias = None if inputs.bias is None else inputs.bias.astype(jnp.float32)
-    if bias is not None and bias.ndim == 0:
-        bias = lax.broadcast(bias, (1, 1))
-    values: Any = inputs.values
-    learned, entries = [], [None] * len(values)  # type: list[Any], Any
-    if plan.rule.function is not None:
-        values, entries = plan.rule.function.look_up((tile.query_positions, tile.key_positions), values)
+    bias = None if head.inputs.bias is None else jnp.atleast_2d(head.inputs.bias.astype(jnp.float32))
+    function: Any = head.rule.score_mod
+    values: Any = head.inputs.captured
+    learned, entries = [], []  # type: list[Any], list[Array | None]
+    if function is not None:
+        values, entries = function.look_up((tile.query_positions, tile.key_positions), values)
         pairs = zip(values, plan.learned or [False] * len(values), strict=True)
         learned = [jnp.broadcast_to(x, shape) if is_learned else None for x, is_learned in pairs]
-    mask = inputs.mask if masked else None
-    rule = dataclasses.replace(plan.rule, mask=mask, dropout_seed=inputs.seed, values=values)  # type: ignore[arg-type]
-    return LoadedTile(plan, inputs, rows, columns, lse, delta, tile, rule, ScoreInputs(bias, None, learned), entries)
+    rule: Any = dataclasses.replace(head.rule, mask=head.rule.mask if masked else None, constants=values)
+    return LoadedTile(plan, head, rows, columns, lse, delta, tile, rule, ScoreInputs(bias, None, learned), entries)
 
 
 def repeat_lanes(columns: Array, width: int) -> Array:
     """Widens or cuts an array [n, 128] of equal columns to [n, width]."""
-    wide = [columns] * -(-width // LANES)
-    return (columns if len(wide) == 1 else jnp.concatenate(wide, axis=1))[:, :width]
+    return jnp.concatenate([columns] * -(-width // LANES), axis=1)[:, :width]

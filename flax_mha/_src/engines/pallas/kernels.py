@@ -7,67 +7,67 @@ The kernel for keys and values has queries along the columns of its tiles. Then 
 a transposed tile, and arrays with one entry per query are read as rows.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from flax_mha._src.engines.pallas.inputs import Inputs, LoadedTile, repeat_lanes
-from flax_mha._src.engines.pallas.launch import Kernel, KernelCall, Result, launch
+from flax_mha._src.engines.pallas.inputs import Arrays, LoadedTile, repeat_lanes
+from flax_mha._src.engines.pallas.launch import Kernel, KernelCall, Refs, launch
 from flax_mha._src.engines.pallas.split_function import LANES
+from flax_mha._src.math.head import Head
 from flax_mha._src.math.scores import times
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-Refs = Sequence[Any]
 
 
-def forward(call: KernelCall) -> tuple[Array, ...]:
+def forward(call: KernelCall) -> Arrays:
     """Runs the forward kernel: returns output [..., T, Hv], log-sum-exp and perhaps largest scores [..., T]."""
-    plan, inputs, _ = call
-    (*heads, length, _), value_size, height = inputs.query.shape, inputs.value.shape[-1], plan.tiling.height
+    plan, head = call.plan, call.inputs.head
+    (*heads, length, _), value_size, height = head.query.shape, head.value.shape[-1], plan.tiling.height
 
-    def end(inputs: Inputs, results: Refs, sums: Refs) -> None:
+    def end(head: Head, results: Refs, sums: Refs) -> None:
         running_max, running_sum, weighted = (ref[...] for ref in sums)
-        output, lse, *largest = results
+        (output, lse, *largest), sink = results, head.inputs.sink
         for ref in largest:
             ref[...] = jnp.transpose(running_max)[:1]
-        if inputs.query_poison is not None:
-            running_sum = jnp.where((inputs.query_poison > 0) & (running_max > -jnp.inf), jnp.nan, running_sum)
-        if inputs.sink is not None:
-            before, running_max = running_max, jnp.maximum(running_max, inputs.sink)
+        if head.nonfinite is not None:
+            running_sum = jnp.where((head.nonfinite.query > 0) & (running_max > -jnp.inf), jnp.nan, running_sum)
+        if sink is not None:
+            before, running_max = running_max, jnp.maximum(running_max, sink)
             shift = jnp.maximum(running_max, LOWEST)
             decay = jnp.exp(before - shift)
-            running_sum = running_sum * decay + jnp.exp(inputs.sink - shift)
+            running_sum = running_sum * decay + jnp.exp(sink - shift)
             weighted = weighted * repeat_lanes(decay, value_size)
         divisor = jnp.where(running_sum == 0, 1.0, running_sum)
         output[...] = plan.to_rows(weighted / repeat_lanes(divisor, value_size)).astype(output.dtype)
         lse[...] = jnp.transpose(jnp.log(divisor) + running_max)[:1]
 
-    per_row = Result("T", (length,), jnp.float32)
+    output = jax.ShapeDtypeStruct((*heads, length, value_size), plan.dtype)
+    per_row = "T", jax.ShapeDtypeStruct((*heads, length), jnp.float32)
     kernel = Kernel(
         name="flax_mha_forward",
-        heads=tuple(heads),
-        results=[Result("T H", (length, value_size), plan.dtype), *[per_row] * (1 + plan.rule.returns_max)],
+        results=[("T H", output), *[per_row] * (1 + head.rule.returns_max)],
         sums=[((height, LANES), -jnp.inf), ((height, LANES), 0.0), ((height, value_size), 0.0)],
         add=_add_to_softmax,
         end=end,
     )
-    output, lse, *largest = launch(kernel, call)
-    return output, lse, *largest
+    return tuple(launch(kernel, call))
 
 
 def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:
     """Adds a tile to `sums`, the running maximum, sum and output of the online softmax (`online_softmax.State`)."""
     running_max, running_sum, weighted = sums
-    poison, is_masked = tile.inputs.key_poison, tile.rule.mask is not None
+    poison = None if tile.head.nonfinite is None else tile.head.nonfinite.key
+    is_masked = tile.rule.mask is not None
     s = tile.rule.tile(tile.products(), tile.params, tile.tile, poison if is_masked else None)
     before = running_max[...]
     after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
     # A row without a visible key so far has the maximum -inf. Replace it: -inf - -inf would be NaN.
-    may_be_masked = tile.inputs.mask is not None or tile.rule.masks_scores(tile.params)
+    may_be_masked = tile.head.rule.mask is not None or tile.rule.masks_scores(tile.params)
     shift = jnp.maximum(after, LOWEST) if may_be_masked else after
     weights = jnp.exp(s - repeat_lanes(shift, s.shape[1]))
     decay = jnp.exp(before - shift)
@@ -82,12 +82,13 @@ def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:
             running_sum[...] = jnp.full(running_sum.shape, jnp.nan, jnp.float32)
 
 
-def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> tuple[Array, list[Array | None]]:
-    """Computes gradients of queries and of `score_mod`'s numbers and tables (`inputs.values`) if they are `learned`."""
-    plan, inputs, _ = call
-    *heads, length, head_size = inputs.query.shape
-    shapes = [x.shape[len(heads) :] for x in inputs.values]
-    results = [Result("L", shape or (1,), jnp.float32) for shape, mine in zip(shapes, learned, strict=True) if mine]
+def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> list[Array]:
+    """Computes gradients of queries and of `score_mod`'s numbers [*heads, 1] and tables that are `learned`."""
+    plan, head = call.plan, call.inputs.head
+    *heads, _, head_size = head.query.shape
+    values = [x for x, is_learned in zip(head.inputs.captured, learned, strict=True) if is_learned]
+    shapes = [(*heads, *(x.shape[len(heads) :] or (1,))) for x in values]
+    tables = [("L", jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes]
 
     def add(tile: LoadedTile, results: Refs, sums: Refs) -> None:
         _, d_products, d_params = tile.gradients()
@@ -96,21 +97,17 @@ def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> tuple[Array,
         for (d_value, entry), total in zip(pairs, results[1:], strict=True):
             _add_value(d_value, entry, total)
 
-    def end(inputs: Inputs, results: Refs, sums: Refs) -> None:
-        results[0][...] = plan.to_rows(sums[0][...] * plan.rule.scale).astype(plan.dtype)
+    def end(head: Head, results: Refs, sums: Refs) -> None:
+        results[0][...] = plan.to_rows(sums[0][...] * head.rule.scale).astype(plan.dtype)
 
     kernel = Kernel(
         name="flax_mha_dq",
-        heads=tuple(heads),
-        results=[Result("T H", (length, head_size), plan.dtype), *results],
+        results=[("T H", jax.ShapeDtypeStruct(head.query.shape, plan.dtype)), *tables],
         sums=[((plan.tiling.height, head_size), 0.0)],
         add=add,
         end=end,
     )
-    d_query, *d_learned = launch(kernel, call._replace(plan=plan._replace(learned=learned)))
-    following = iter(d_learned)
-    pairs = zip(shapes, learned, strict=True)
-    return d_query, [next(following).reshape(*heads, *shape) if mine else None for shape, mine in pairs]
+    return launch(kernel, call._replace(plan=plan._replace(learned=learned)))
 
 
 def _add_value(d_value: Array, entry: Array | None, total: Any) -> None:
@@ -133,57 +130,49 @@ def _add_value(d_value: Array, entry: Array | None, total: Any) -> None:
     lax.fori_loop(least, greatest + 1, add_entry, None)
 
 
-def key_value_gradients(call: KernelCall) -> tuple[Array, Array]:
+def key_value_gradients(call: KernelCall) -> list[Array]:
     """Computes the gradients of keys and values, summed over the query heads that share them."""
-    plan, inputs, _ = call
-    pair = inputs.key, inputs.value
+    plan, head = call.plan, call.inputs.head
+    pair = head.key, head.value
 
     def add(tile: LoadedTile, results: Refs, sums: Refs) -> None:
         weights, d_products, _ = tile.gradients()
         sums[1][...] += tile.over_columns(weights, tile.columns[1])
         sums[0][...] += tile.over_columns(d_products, tile.columns[0])
 
-    def end(inputs: Inputs, results: Refs, sums: Refs) -> None:
-        results[0][...] = plan.to_rows(sums[0][...] * plan.rule.scale).astype(plan.dtype)
+    def end(head: Head, results: Refs, sums: Refs) -> None:
+        results[0][...] = plan.to_rows(sums[0][...] * head.rule.scale).astype(plan.dtype)
         results[1][...] = plan.to_rows(sums[1][...]).astype(plan.dtype)
 
     kernel = Kernel(
         name="flax_mha_dkv",
-        heads=inputs.key.shape[:-2],
-        results=[Result("S H", x.shape[-2:], plan.dtype) for x in pair],
+        results=[("S H", jax.ShapeDtypeStruct(x.shape, plan.dtype)) for x in pair],
         sums=[((plan.tiling.width, x.shape[-1]), 0.0) for x in pair],
         add=add,
         end=end,
         transposed=True,
     )
-    d_key, d_value = launch(kernel, call)
-    return d_key, d_value
+    return launch(kernel, call)
 
 
 def bias_gradient(call: KernelCall) -> Array:
     """Computes the gradient of the bias, summed in the kernel over the axes along which it is broadcast."""
-    (plan, inputs, _), (*heads, rows, columns) = call, call.inputs.bias.shape
+    plan, bias = call.plan, call.inputs.head.inputs.bias
+    assert bias is not None
+    *heads, rows, columns = bias.shape
     names = " ".join("T" * (rows != 1) + "S" * (columns != 1))
 
     def add(tile: LoadedTile, results: Refs, sums: Refs) -> None:
         *_, d_params = tile.gradients()
         sums[0][...] += d_params.bias
 
-    def end(inputs: Inputs, results: Refs, sums: Refs) -> None:
+    def end(head: Head, results: Refs, sums: Refs) -> None:
         total, [d_bias] = sums[0][...], results
         if total.shape[1] == 1 != total.shape[0]:
             total = jnp.transpose(jnp.broadcast_to(total, (total.shape[0], LANES)))[:1]
         d_bias[...] = jnp.broadcast_to(total, d_bias.shape).astype(d_bias.dtype)
 
-    part = tuple(n for n in (rows, columns) if n != 1) or (1,)
+    result = jax.ShapeDtypeStruct((*heads, *([n for n in (rows, columns) if n != 1] or [1])), bias.dtype)
     shape = plan.tiling.height if rows != 1 else 1, plan.tiling.width if columns != 1 else 1
-    kernel = Kernel(
-        name="flax_mha_dbias",
-        heads=tuple(heads),
-        results=[Result(names or "L", part, inputs.bias.dtype)],
-        sums=[(shape, 0.0)],
-        add=add,
-        end=end,
-    )
-    [d_bias] = launch(kernel, call)
-    return d_bias.reshape(inputs.bias.shape)
+    kernel = Kernel(name="flax_mha_dbias", results=[(names or "L", result)], sums=[(shape, 0.0)], add=add, end=end)
+    return launch(kernel, call)[0].reshape(bias.shape)

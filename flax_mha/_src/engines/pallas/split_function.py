@@ -77,11 +77,9 @@ class TileFunction:
         """Computes the values of the outer part for one head: numbers, then flat tables [entries]."""
         positions: Any = self.outer.invars[len(captured) :]
         *score, _, _, query, key = (jnp.zeros((), v.aval.dtype) for v in positions)
-        read = [x for lookup in self.lookups.values() for x in (lookup.array, *lookup.indices)]
-        computed = {*self.outer.invars, *(x for equation in self.outer.eqns for x in equation.outvars)}
-        wanted = list(dict.fromkeys(x for x in _variables([*self.numbers, *read]) if x in computed))
-        run = jaxpr_as_fun(ClosedJaxpr(self.outer.replace(outvars=wanted), ()))
-        known = dict(zip(wanted, run(*captured, *score, batch, head, query, key), strict=True))
+        computed = [*self.outer.invars, *(x for equation in self.outer.eqns for x in equation.outvars)]
+        run = jaxpr_as_fun(ClosedJaxpr(self.outer.replace(outvars=computed), ()))
+        known = dict(zip(computed, run(*captured, *score, batch, head, query, key), strict=True))
         return [known[x] for x in self.numbers] + [x.table(known) for x in self.lookups.values()]
 
     def __call__(self, arguments: Sequence[Array], values: Sequence[Array], shape: tuple[int, int]) -> Array:
@@ -97,8 +95,7 @@ class TileFunction:
     ) -> tuple[Sequence[Array], list[Int[Array, "#t #s"] | None]]:
         """Replaces the tables [1, entries] in `values`, which follow the numbers, by their entries at `positions`.
 
-        Returns:
-          The values to pass to `__call__`, and for each the indices of its entries in the table (None for a number).
+        Also returns the indices of these entries in each table, and None for each number.
         """
         count = len(self.numbers)
         entries: list[Any] = [None] * count
@@ -151,7 +148,7 @@ def _gather(table: Array, entry: Int[Array, "#t #s"]) -> Array:
     rows, columns = entry.shape
     wide = jnp.broadcast_to(entry, (max(rows, 8), -(-columns // LANES) * LANES))
     pieces = [_gather_lanes(table, wide[:, i : i + LANES]) for i in range(0, wide.shape[1], LANES)]
-    return (pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1))[:rows, :columns]
+    return jnp.concatenate(pieces, axis=1)[:rows, :columns]
 
 
 def _gather_lanes(table: Array, entry: Int[Array, "t 128"]) -> Array:
@@ -165,12 +162,7 @@ def _gather_lanes(table: Array, entry: Int[Array, "t 128"]) -> Array:
 
 
 def split(function: TracedFunction, num_captured: int) -> TileFunction:
-    """Splits a user's function, which captures `num_captured` arrays, into the outer part and the part for tiles.
-
-    Raises:
-      RefusedError: If the part for tiles has vectors, control flow, a primitive that Mosaic does not compile, a lookup
-        by the score, or a lookup in a table that is too large.
-    """
+    """Splits a user's function, which captures `num_captured` arrays; raises a `RefusedError` if kernels cannot."""
     jaxpr = function.jaxpr
     *score, _, _, query, key = jaxpr.invars[num_captured:]
     inner, of_scores = {*score, query, key}, set(score)
@@ -198,9 +190,8 @@ def _check(equation: Any) -> None:
     name = equation.primitive.name
     is_float = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
     if name not in ELEMENTWISE | RESHAPING or (name == "rem" and is_float):
-        is_nested = any(True for _ in inner_jaxprs(equation))
         kind, remedy = "a primitive", "use simpler arithmetic"
-        if is_nested:
+        if any(True for _ in inner_jaxprs(equation)):
             kind, remedy = "control flow or another function", "use jnp.where and simple arithmetic"
         raise RefusedError(
             f"must not apply {name} ({kind}) to values that depend on positions, because the kernels cannot compute "
