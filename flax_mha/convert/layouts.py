@@ -163,14 +163,7 @@ LAYOUTS: dict[LayoutName, Layout] = {
         LLAMA, "QSV", ALL, (), others=LLAMA_OTHERS, gate="g_proj.weight", rotary="Laguna and LFM3", gate_bias=""
     ),
     "hf_beam": _layout(
-        LLAMA,
-        "QSV",
-        (),
-        ALL,
-        others=LLAMA_OTHERS,
-        gate="gate_proj.weight gate_bias",
-        rotary="Beam",
-        gate_bias="head",
+        LLAMA, "QSV", (), ALL, others=LLAMA_OTHERS, gate="gate_proj.weight gate_bias", rotary="Beam", gate_bias="head"
     ),
     "hf_qwen3_next": _layout(
         LLAMA,

@@ -62,7 +62,7 @@ def read(config: Any, layer_type: str | None, max_length: int | None) -> dict[st
     is_proportional = kind == "proportional"
     if family.keys and not family.refused and not is_proportional and "partial_rotary_factor" not in family.keys:
         parameters.pop("partial_rotary_factor", None)  # Transformers does not read it for this family
-    if "attention_value_scale" in family.keys and kind != "default":  # MiMo-V2's own default is for this kind only
+    if family.unscaled_fraction and kind != "default":
         parameters.setdefault("partial_rotary_factor", 1.0)
     scaling = _scaling(kind, parameters, values, max_length)
     return {

@@ -4,6 +4,8 @@ from flax_mha.convert.hf_config.layers import FULL, SLIDING, Values
 
 ROPE: Values = {"rope_theta": 10_000.0}
 MILLION: Values = {"rope_theta": 1e6}
+HEADS_4: Values = {"num_key_value_heads": 4, "head_dim": 128}
+HEADS_8: Values = {"num_key_value_heads": 8, "head_dim": 128}
 BIAS: Values = ROPE | {"attention_bias": False}
 PAIRS: Values = BIAS | {"rope_pairs": True}
 INTERLEAVE: Values = BIAS | {"rope_interleave": True}
@@ -28,16 +30,14 @@ LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
 LLAMA_3 |= {"original_max_position_embeddings": 8192}
 APERTUS: Values = BIAS | {"rope_theta": 12e6, "rope_parameters": LLAMA_3, "rms_norm_eps": 1e-5}
 CWM: Values = MILLION | {"rope_parameters": LLAMA_3 | {"factor": 16.0}, "sliding_window": 8192, "head_dim": 128}
-LLAMA_4: Values = COHERE | {"head_dim": 128, "num_key_value_heads": 8, "use_qk_norm": True, "attn_scale": 0.1}
+LLAMA_4: Values = COHERE | HEADS_8 | {"use_qk_norm": True, "attn_temperature_tuning": True, "attn_scale": 0.1}
 LLAMA_4 |= {"no_rope_layers": None, "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192}
-LLAMA_4 |= {"attn_temperature_tuning": True}
 MINISTRAL = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16_384, "mscale": 1.0}
 MINISTRAL |= {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 MODERNBERT: Values = BIAS | {"rope_theta": 160_000.0, "rope_local_base_freq": 10_000.0, "local_attention": 128}
 MODERNBERT |= {"sliding_window": None}
-SEED: Values = {"attention_bias": True, "attention_out_bias": False, "num_key_value_heads": 8, "head_dim": 128}
-MELLUM: Values = {"rope_theta": 5e5, "rope_local_base_freq": 1e4, "sliding_window": 1024}
-MELLUM |= {"num_key_value_heads": 4, "head_dim": 128}
+SEED: Values = HEADS_8 | {"attention_bias": True, "attention_out_bias": False}
+MELLUM: Values = HEADS_4 | {"rope_theta": 5e5, "rope_local_base_freq": 1e4, "sliding_window": 1024}
 SMOLLM: Values = BIAS | {"rope_theta": 2e6, "num_key_value_heads": 4, "use_sliding_window": False}
 SMOLLM |= {"sliding_window": None, "no_rope_layers": None, "no_rope_layer_interval": 4}
 LFM: Values = MILLION | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "full_attn_idxs": None}
@@ -47,9 +47,11 @@ GLM: Values = HALF | {"rope_pairs": True, "attention_bias": True, "num_key_value
 GLM_4V: Values = PAIRS | {"partial_rotary_factor": 1.0, "num_key_value_heads": 2, "mrope_section": (8, 12, 12)}
 MINIMAX: Values = {"rope_theta": 5e6, "partial_rotary_factor": 1.0, "head_dim": 128, "num_key_value_heads": 8}
 NEMOTRON_H: Values = {"num_key_value_heads": 8, "head_dim": 128, "hybrid_override_pattern": None}
-GPT_NEO: Values = {"sliding_window": 256, "attention_layers": None}
-GPT_NEO |= {"attention_types": [[["global", "local"], 12]]}
-AFMOE: Values = BIAS | {"head_dim": 128, "sliding_window": 1024, "global_attn_every_n_layers": 4}
+GPT_NEO: Values = {"sliding_window": 256, "attention_layers": None, "attention_types": [[["global", "local"], 12]]}
+AFMOE: Values = {"num_key_value_heads": None, "sliding_window": 1024, "global_attn_every_n_layers": 4}
+AFMOE |= {"rms_norm_eps": 1e-5}
+PHI: Values = HALF | {"qk_layernorm": False, "rms_norm_eps": 1e-5}
+GLM_MOE: Values = HALF | {"use_qk_norm": False, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
 QWEN_NEXT: Values = BIAS | QUARTER | {"head_dim": 256, "num_key_value_heads": 2, "full_attention_interval": 4}
 QWEN_4 = [f"indexer_{name}" for name in ("n_heads", "kv_heads", "head_dim", "budget", "compress_ratio")]
 LATENTS: Values = BIAS | {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
@@ -86,25 +88,16 @@ GEMMA_4: Values = {key: x for key, x in GEMMA_3N.items() if key != "rope_local_b
 GEMMA_4 |= {"hidden_size": 2304, "num_key_value_heads": 4, "num_hidden_layers": 30, "num_kv_shared_layers": 0}
 GEMMA_4 |= {"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": None}
 GEMMA_4 |= {"rope_parameters": GEMMA_4_ROPE, "attention_k_eq_v": False}
-
-BEAM: Values = {"rope_theta": 10_000.0, "attention_bias": False, "num_hidden_layers": 52, "num_key_value_heads": 8}
-BEAM |= {"head_dim": 128, "sliding_window": 512, "rope_parameters": {SLIDING: {"rope_type": "default"}, FULL: None}}
-LAGUNA: Values = {"rope_theta": 10_000.0, "attention_bias": False, "num_key_value_heads": 8, "head_dim": 128}
-LAGUNA |= {"sliding_window": 512, "gating": True, "num_attention_heads_per_layer": None, "partial_rotary_factor": 1.0}
-LAGUNA["rope_parameters"] = {
-    FULL: {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
-    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
-}
-LFM_3: Values = {"rope_theta": 1e6, "attention_bias": False, "num_key_value_heads": 4, "head_dim": 128}
-LFM_3 |= {"sliding_window": 256, "use_attention_gate": True, "rms_norm_eps": 1e-5}
-LFM_3["rope_parameters"] = {
-    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
-}
-MIMO: Values = {"rope_theta": 10_000.0, "attention_bias": False, "num_key_value_heads": 4, "head_dim": 192}
-MIMO |= {"v_head_dim": 128, "sliding_window": 129, "sliding_window_size": None, "attention_value_scale": 0.707}
-MIMO |= {"partial_rotary_factor": 0.334}
-MIMO["rope_parameters"] = {FULL: {"rope_theta": 5e6}, SLIDING: {"rope_theta": 10_000.0}}
-DORY: Values = {"rope_theta": 10_000.0, "attention_bias": False, "num_key_value_heads": 4, "head_dim": 256}
-DORY |= {"sliding_window": 1024, "initializer_range": 0.0177}
+BEAM: Values = BIAS | HEADS_8 | {"num_hidden_layers": 52, "sliding_window": 512}
+BEAM |= {"rope_parameters": {SLIDING: {"rope_type": "default"}, FULL: None}}
+LAGUNA: Values = HEADS_8 | {"sliding_window": 512, "gating": True, "num_attention_heads_per_layer": None}
+LAGUNA |= {"partial_rotary_factor": 1.0}
+LAGUNA_ROPE = {FULL: {"rope_theta": 5e5, "partial_rotary_factor": 0.5}, SLIDING: {"partial_rotary_factor": 1.0}}
+LAGUNA |= {"rope_parameters": LAGUNA_ROPE}
+LFM_3: Values = HEADS_4 | MILLION | {"sliding_window": 256, "use_attention_gate": True, "rms_norm_eps": 1e-5}
+LFM_3 |= {"rope_parameters": GEMMA_4_ROPE | {FULL: GEMMA_4_ROPE[FULL] | {"partial_rotary_factor": 0.5}}}
+MIMO: Values = {"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129}
+MIMO |= {"sliding_window_size": None, "attention_value_scale": 0.707, "partial_rotary_factor": 0.334}
+MIMO |= {"rope_parameters": {FULL: {"rope_theta": 5e6}, SLIDING: {"rope_theta": 10_000.0}}}
+DORY: Values = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024, "initializer_range": 0.0177}
 DORY |= {"rope_parameters": {SLIDING: {"rope_theta": 10_000.0}, FULL: {"rope_theta": 1e7}}}

@@ -39,6 +39,7 @@ class Family(NamedTuple):
     gate_key: str = ""  # the config key that switches the gate on or names its kind; empty if it is always on
     gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     out_norm: bool = False  # the heads of a token are normalized before the output projection
+    unscaled_fraction: bool = False  # a fraction outside of rope parameters is only for rope_type "default" (MiMo-V2)
     unit_norms: bool = False  # norms of queries, keys and outputs are L2 norms, with factors that are squared (Dory)
     latent: bool = False  # keys and values are projections of one latent vector per token
     query_residual: bool = False  # of the module of latent attention
@@ -72,23 +73,27 @@ BERT = Family({"is_decoder": False}, True, causal="is_decoder")
 BART = Family({}, True, causal=None)
 ENCODER = Family({}, True, causal=False)
 MISTRAL = Family(defaults.ROPE | {"num_key_value_heads": 8, "sliding_window": None}, layer_type=sliding)
-QWEN_2 = Family(defaults.QWEN, True, layer_type=listed(layers.upper_slide))
+QWEN_2 = Family(defaults.QWEN, True, layer_type=layers.upper_slide)
 QWEN_3 = like(QWEN_2, {"head_dim": 128}, bias="attention_bias", norm=RMS)
 QWEN_3_VL = like(LLAMA, {"rope_theta": 5e5, "mrope_section": (24, 20, 20), "mrope_interleaved": True}, norm=RMS)
 OLMO_2 = like(LLAMA, {"rms_norm_eps": 1e-5}, norm="rms_norm_all_heads")
 EXAONE_4 = Family(defaults.EXAONE, norm=RMS, layer_type=last_of(4), rotates=layers.sliding_or_all_rotate)
-SWA: Values = {"attention_multiplier": 1.0, "sliding_window": 128, "layer_rope_theta": None}
-GRANITE_SWA = like(LLAMA, SWA, sinks=True, layer_type=first_of(4), rotates=layers.with_theta_rotate)
+GRANITE = like(LLAMA, {"attention_multiplier": 1.0})
+SWA: Values = {"sliding_window": 128, "layer_rope_theta": None}
+GRANITE_SWA = like(GRANITE, SWA, sinks=True, layer_type=first_of(4), rotates=layers.with_theta_rotate)
 LATENT = Family(defaults.LATENTS | {"rope_interleave": True}, "attention_bias", latent=True)
 DEEPSEEK_2 = Family(defaults.LATENTS | {"rope_pairs": True}, "attention_bias", latent=True)
-GEMMA_4_TEXT = Family(
-    defaults.GEMMA_4, "attention_bias", RMS, value_norm=True, scale=1.0, layer_type=layers.last_full(last_of(6, ""))
+GEMMA_3N = like(LLAMA, defaults.GEMMA_3N, norm=RMS, value_norm=True, scale=1.0, layer_type=last_of(5, ""))
+GEMMA_4 = GEMMA_3N._replace(keys=defaults.GEMMA_4, layer_type=layers.last_full(last_of(6, "")))
+QWEN_3_NEXT = like(
+    LLAMA, defaults.QWEN_NEXT, norm=RMS, norm_scale="1 + weight", gate=True, layer_type=layers.rest_linear
 )
-QWEN_3_NEXT = Family(
-    defaults.QWEN_NEXT, "attention_bias", RMS, norm_scale="1 + weight", gate=True, layer_type=listed(layers.rest_linear)
-)
+ROTATED_WINDOWS = like(LLAMA, defaults.HEADS_4, norm=RMS, rotates=layers.sliding_rotate)
+UNSCALED = like(LLAMA, {}, norm="rms_norm_after_rope", norm_scale="none")
+PHI = Family(defaults.PHI, True, "layer_norm_bias", "qk_layernorm")
 BLT = Family({"rope_theta": 5e5, "rope_pairs": True})
 CONVOLVED = Family({}, refused="its keys and values pass through convolutions over tokens")
+ONLY_ROPE = "only its rotary positions are supported"
 
 FAMILIES: dict[str, Family] = {
     **alike("llama arcee aria_text internlm3 iquestcoder", LLAMA),
@@ -96,14 +101,12 @@ FAMILIES: dict[str, Family] = {
     "jais2": like(LLAMA, {"attention_bias": True}),
     "emu3_text_model": like(LLAMA, defaults.MILLION | {"num_key_value_heads": 8}),
     "hyperclovax": like(LLAMA, {"attention_multiplier": None}),
-    **alike("granite granitemoe granitemoeshared", like(LLAMA, {"attention_multiplier": 1.0})),
+    **alike("granite granitemoe granitemoeshared", GRANITE),
     "granite_swa": like(GRANITE_SWA, {"num_key_value_heads": 4}),
     "granitemoe_swa": GRANITE_SWA,
     "seed_oss": like(LLAMA, defaults.SEED, bias="attention_bias attention_out_bias"),
     "nemotron": like(LLAMA, defaults.HALF),
-    "solar_open": like(
-        LLAMA, defaults.MILLION | {"partial_rotary_factor": 1.0, "num_key_value_heads": 8, "head_dim": 128}
-    ),
+    "solar_open": like(LLAMA, defaults.MILLION | defaults.HEADS_8 | {"partial_rotary_factor": 1.0}),
     "falcon_h1": like(LLAMA, {"key_multiplier": 1.0, "num_key_value_heads": 8}),
     "mllama_text_model": Family(defaults.CROSS, layer_type=layers.cross_listed),
     "moshi": Family(defaults.ROPE),
@@ -118,50 +121,34 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(defaults.WHOLE, layer_type=sliding),
     "phi4_multimodal": Family(defaults.WHOLE | {"num_key_value_heads": 8}, layer_type=sliding),
     "qwen2": QWEN_2,
-    "qwen2_moe": like(QWEN_2, {"qkv_bias": True}, bias="qkv_bias", layer_type=listed(layers.lower_even_slide)),
+    "qwen2_moe": like(QWEN_2, {"qkv_bias": True}, bias="qkv_bias", layer_type=layers.lower_even_slide),
     "qwen3": QWEN_3,
     "qwen3_moe": like(QWEN_3, {"head_dim": None, "num_key_value_heads": 4}, layer_type=sliding),
     **alike("qwen2_vl_text qwen2_5_vl_text", like(QWEN_2, {"max_window_layers": 80, "mrope_section": (16, 24, 24)})),
     "qwen3_vl_text": like(QWEN_3_VL, {"num_key_value_heads": 32, "head_dim": 128}),
     "qwen3_vl_moe_text": like(QWEN_3_VL, {"num_key_value_heads": 16, "head_dim": None}),
-    "dots1": Family(defaults.DOTS, "attention_bias", RMS, layer_type=listed(layers.upper_slide)),
+    "dots1": Family(defaults.DOTS, "attention_bias", RMS, layer_type=layers.upper_slide),
     **alike("apertus apertus1p5_text", Family(defaults.APERTUS, "attention_bias", RMS)),
-    "hy_v3": like(
-        LLAMA, {"rope_theta": 11_158_840.0, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}, norm=RMS
-    ),
+    "hy_v3": like(LLAMA, defaults.HEADS_8 | {"rope_theta": 11_158_840.0, "rms_norm_eps": 1e-5}, norm=RMS),
     "mellum": like(LLAMA, defaults.MELLUM, norm=RMS, layer_type=listed(full)),
     **alike("exaone4 exaone_moe", EXAONE_4),
     "kolibri1": like(
-        EXAONE_4,
-        {"sliding_window": 513, "rms_norm_eps": 1e-6, "head_dim": 128, "num_key_value_heads": 4},
-        layer_type=last_of(5, ""),
+        EXAONE_4, defaults.HEADS_4 | {"sliding_window": 513, "rms_norm_eps": 1e-6}, layer_type=last_of(5, "")
     ),
-    "flint": like(
-        LLAMA,
-        {"sliding_window": 513, "head_dim": 128, "num_key_value_heads": 4},
-        norm=RMS,
-        sinks=True,
-        layer_type=listed(layers.flint),
-        rotates=layers.sliding_rotate,
-    ),
+    "flint": like(ROTATED_WINDOWS, {"sliding_window": 513}, sinks=True, layer_type=layers.flint),
     "diffllama": like(LLAMA, {"rms_norm_eps": 1e-5}),
     "doge": like(LLAMA, {"keep_window_size": 2048, "sliding_window": None}, norm=RMS, layer_type=sliding),
-    **alike("lfm2 lfm2_moe", Family(defaults.LFM, norm=RMS, layer_type=listed(layers.indices("full_attn_idxs", full)))),
-    "nanochat": Family(
-        defaults.BIAS | {"rope_reversed": True}, "attention_bias", "rms_norm_after_rope", norm_scale="none"
-    ),
+    **alike("lfm2 lfm2_moe", Family(defaults.LFM, norm=RMS, layer_type=listed(layers.indices("full_attn_idxs")))),
+    "nanochat": like(UNSCALED, {"rope_reversed": True}),
     **alike("hunyuan_v1_dense hunyuan_v1_moe", like(LLAMA, {"rms_norm_eps": 1e-5}, norm="rms_norm_after_rope")),
     "gemma": Family(defaults.GEMMA, "attention_bias"),
     **alike(
-        "gemma2 vaultgemma",
-        Family(defaults.GEMMA_2 | {"attn_logit_softcapping": 50.0}, "attention_bias", layer_type=last_of(2)),
+        "gemma2 vaultgemma", like(LLAMA, defaults.GEMMA_2 | {"attn_logit_softcapping": 50.0}, layer_type=last_of(2))
     ),
     "gemma3_text": Family(defaults.GEMMA_3, "attention_bias", RMS, norm_scale="1 + weight", layer_type=last_of(6)),
-    "gemma3n_text": Family(
-        defaults.GEMMA_3N, "attention_bias", RMS, value_norm=True, scale=1.0, layer_type=last_of(5, "")
-    ),
-    "gemma4_text": GEMMA_4_TEXT,
-    "gemma4_unified_text": like(GEMMA_4_TEXT, {"sliding_window": 1024, "use_bidirectional_attention": "vision"}),
+    "gemma3n_text": GEMMA_3N,
+    "gemma4_text": GEMMA_4,
+    "gemma4_unified_text": like(GEMMA_4, {"sliding_window": 1024, "use_bidirectional_attention": "vision"}),
     "gpt_oss": Family(defaults.GPT_OSS, "attention_bias", sinks=True, layer_type=last_of(2)),
     "olmo": like(LLAMA, {"clip_qkv": None}),
     "olmoe": like(OLMO_2, {"clip_qkv": None}),
@@ -180,12 +167,7 @@ FAMILIES: dict[str, Family] = {
     "minimax_m3_vl_text": Family(
         defaults.MINIMAX | {"num_key_value_heads": 4}, norm=RMS, norm_scale="1 + weight", layer_type=listed(full)
     ),
-    "glm4_moe": Family(
-        defaults.HALF | {"use_qk_norm": False, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-        "attention_bias",
-        RMS,
-        "use_qk_norm",
-    ),
+    "glm4_moe": like(LLAMA, defaults.GLM_MOE, norm=RMS, norm_key="use_qk_norm"),
     "sarvam_moe": Family(defaults.SARVAM, "attention_bias use_qkv_bias", RMS, "use_qk_norm"),
     **alike("glm glm4", Family(defaults.GLM, "attention_bias")),
     "glm4v_text": Family(defaults.GLM_4V, True),
@@ -194,54 +176,32 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": Family(defaults.ERNIE | {"num_key_value_heads": 4}, "use_bias"),
     "cohere": Family(defaults.COHERE | {"use_qk_norm": False}, "attention_bias", "layer_norm_each_head", "use_qk_norm"),
     "cohere2": Family(defaults.COHERE_2, "attention_bias", layer_type=last_of(4), rotates=layers.sliding_rotate),
-    "cohere2_moe": Family(
-        defaults.COHERE_MOE, "attention_bias", layer_type=listed(layers.cohere_moe), rotates=layers.cohere_moe_rotates
+    "cohere2_moe": like(LLAMA, defaults.COHERE_MOE, layer_type=layers.cohere_moe, rotates=layers.cohere_moe_rotates),
+    "cohere_compass_text": like(
+        LLAMA, defaults.COHERE_2 | {"rope_pairs": False}, layer_type=listed(full), rotates=layers.given_rotate
     ),
-    "cohere_compass_text": Family(
-        defaults.COHERE_2 | {"rope_pairs": False},
-        "attention_bias",
-        layer_type=listed(full),
-        rotates=layers.given_rotate,
-    ),
-    "smollm3": Family(
-        defaults.SMOLLM, "attention_bias", layer_type=listed(layers.unrotated_slide), rotates=layers.listed_rotate
-    ),
-    "llama4_text": Family(
+    "smollm3": like(LLAMA, defaults.SMOLLM, layer_type=layers.unrotated_slide, rotates=layers.listed_rotate),
+    "llama4_text": like(
+        UNSCALED,
         defaults.LLAMA_4,
-        "attention_bias",
-        "rms_norm_after_rope",
-        "use_qk_norm",
-        "none",
-        layer_type=listed(layers.rotated_chunked),
+        norm_key="use_qk_norm",
+        layer_type=layers.rotated_chunked,
         rotates=layers.listed_rotate,
     ),
     "stablelm": Family(defaults.QUARTER | {"use_qkv_bias": False, "qk_layernorm": False}, "use_qkv_bias"),
-    "persimmon": Family(
-        defaults.HALF | {"qk_layernorm": True, "rms_norm_eps": 1e-5}, True, "layer_norm_bias", "qk_layernorm"
-    ),
-    "phi": Family(
-        defaults.HALF | {"qk_layernorm": False, "rms_norm_eps": 1e-5}, True, "layer_norm_bias", "qk_layernorm"
-    ),
+    "persimmon": like(PHI, {"qk_layernorm": True}),
+    "phi": PHI,
     "gpt_neox": Family(defaults.QUARTER | {"attention_bias": True}, "attention_bias"),
     "gpt_neox_japanese": Family(defaults.ROPE | {"partial_rotary_factor": 1.0}),
     **alike("gptj codegen", Family(defaults.PAIRS | {"rotary_dim": 64})),
     "dbrx": Family(defaults.ROPE | {"clip_qkv": None, "num_key_value_heads": 1}),
     "falcon": Family(defaults.FALCON, "bias"),
-    "modernbert-decoder": Family(
-        defaults.MODERNBERT, "attention_bias", layer_type=first_of(3, "global_attn_every_n_layers")
-    ),
+    "modernbert-decoder": like(LLAMA, defaults.MODERNBERT, layer_type=first_of(3, "global_attn_every_n_layers")),
     # With a gate.
     **alike("qwen3_next qwen3_5_moe_text", QWEN_3_NEXT),
     "qwen4_exp_text": like(QWEN_3_NEXT, dict.fromkeys(defaults.QWEN_4) | {"partial_rotary_factor": 1.0}),
     "qwen3_5_text": like(QWEN_3_NEXT, {"num_key_value_heads": 4}),
-    "afmoe": Family(
-        defaults.AFMOE | {"rms_norm_eps": 1e-5},
-        "attention_bias",
-        RMS,
-        gate=True,
-        layer_type=last_of(4, "global_attn_every_n_layers"),
-        rotates=layers.sliding_rotate,
-    ),
+    "afmoe": like(ROTATED_WINDOWS, defaults.AFMOE, gate=True, layer_type=last_of(4, "global_attn_every_n_layers")),
     "beam": Family(
         defaults.BEAM,
         True,
@@ -251,43 +211,36 @@ FAMILIES: dict[str, Family] = {
         layer_type=listed(layers.last_full(last_of(6))),
         rotates=layers.given_rotate,
     ),
-    "laguna": Family(
+    "laguna": like(
+        LLAMA,
         defaults.LAGUNA,
-        "attention_bias",
-        RMS,
+        norm=RMS,
         gate="head",
         gate_key="gating",
         gate_activation="softplus",
         layer_type=listed(full),
     ),
-    "lfm3": Family(
-        defaults.LFM_3,
-        "attention_bias",
-        RMS,
-        gate="head",
-        gate_key="use_attention_gate",
-        layer_type=listed(layers.lfm3),
-    ),
+    "lfm3": like(LLAMA, defaults.LFM_3, norm=RMS, gate="head", gate_key="use_attention_gate", layer_type=layers.lfm3),
     "hrm_text": Family(defaults.BIAS | {"head_dim": 128, "num_layers_per_stack": None}, "attention_bias", gate=True),
     # With a norm before the output projection.
     "bitnet": like(LLAMA, {"rope_theta": 5e5, "num_key_value_heads": 5, "rms_norm_eps": 1e-5}, out_norm=True),
-    "dory": Family(
+    "dory": like(
+        LLAMA,
         defaults.DORY,
-        "attention_bias",
-        "rms_norm_each_head_after_rope",
+        norm="rms_norm_each_head_after_rope",
         gate=True,
         out_norm=True,
         unit_norms=True,
         layer_type=last_of(4, ""),
     ),
     # With values of another head size.
-    "mimo_v2_flash": Family(defaults.MIMO, "attention_bias", sinks=layers.SLIDING, layer_type=listed(layers.mimo)),
+    "mimo_v2_flash": like(LLAMA, defaults.MIMO, sinks=layers.SLIDING, unscaled_fraction=True, layer_type=layers.mimo),
     # With several transformers, or without keys of their own.
     "blt_global_transformer": BLT,
     "blt_local_encoder": like(BLT, {"sliding_window": None}, layer_type=sliding),
     "blt_local_decoder": like(BLT, {"sliding_window": ""}, layer_type=layers.blt_decoder),
     "blt_patcher": like(BLT, {"rope_theta": 10_000.0, "sliding_window": 512}, layer_type=sliding),
-    **alike("gemma4_assistant gemma4_unified_assistant", GEMMA_4_TEXT._replace(borrows_kv=True)),
+    **alike("gemma4_assistant gemma4_unified_assistant", GEMMA_4._replace(borrows_kv=True)),
     # Latent attention.
     **alike("deepseek_v3 kimi_k2 youtu axk1", LATENT),
     "sarvam_mla": like(LATENT, {"q_lora_rank": None}),
@@ -305,7 +258,7 @@ FAMILIES: dict[str, Family] = {
         LATENT,
         {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "rope_parameters": defaults.MISTRAL_4},
     ),
-    "kimi_linear": Family(defaults.KIMI_LINEAR, "attention_bias", latent=True, layer_type=listed(layers.kimi_linear)),
+    "kimi_linear": Family(defaults.KIMI_LINEAR, "attention_bias", latent=True, layer_type=layers.kimi_linear),
     # Without rotary positions.
     "mpt": Family({"alibi": True, "clip_qkv": None, "softmax_scale": None}, alibi=True),
     "bloom": Family({}, True, alibi=True),
@@ -320,26 +273,20 @@ FAMILIES: dict[str, Family] = {
         {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4}, layer_type=layers.periodic
     ),
     "nemotron_h": Family(defaults.NEMOTRON_H, layer_type=listed(cycle("hybrid_override_pattern", "-", "-", FULL, "-"))),
-    "zamba": Family(defaults.ZAMBA, layer_type=listed(layers.refuse_unlisted)),
+    "zamba": Family(defaults.ZAMBA, layer_type=layers.refuse_unlisted),
     # Hybrids with rotary positions.
     "bamba": like(
         LLAMA,
         defaults.HALF | {"num_key_value_heads": 8, "attn_layer_indices": ()},
-        layer_type=layers.indices("attn_layer_indices", layers.no_attention),
+        layer_type=layers.indices("attn_layer_indices"),
     ),
     "granitemoehybrid": like(
-        LLAMA,
-        {"attention_multiplier": 1.0, "position_embedding_type": None},
-        layer_type=listed(layers.no_attention),
+        GRANITE,
+        {"position_embedding_type": None},
+        layer_type=layers.no_attention,
         rotates=layers.if_key("position_embedding_type", "rope"),
     ),
-    "lara_mini": like(
-        LLAMA,
-        {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 512},
-        norm=RMS,
-        layer_type=listed(cycle("", *defaults.LARA_MINI)),
-        rotates=layers.sliding_rotate,
-    ),
+    "lara_mini": like(ROTATED_WINDOWS, {"sliding_window": 512}, layer_type=listed(cycle("", *defaults.LARA_MINI))),
     "recurrent_gemma": Family(
         defaults.HALF | {"sliding_window": 2048, "block_types": ("recurrent", "recurrent", "attention")},
         True,
@@ -347,7 +294,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "zamba2": Family(
         defaults.ZAMBA | defaults.ROPE | {"use_mem_rope": False},
-        layer_type=listed(layers.refuse_unlisted),
+        layer_type=layers.refuse_unlisted,
         rotates=layers.if_key("use_mem_rope"),
     ),
     # Encoders, and decoders that are made from them.
@@ -366,7 +313,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_2,
         {"rope_theta": 6e6, "q_lora_rank": None, "full_attention_interval": 6},
         gate="head",
-        layer_type=listed(layers.rest_linear),
+        layer_type=layers.rest_linear,
     ),
     # Families that the module cannot compute.
     "deepseek_v4": Family(defaults.INTERLEAVE, refused="its queries also attend to weighted means of keys"),
@@ -382,8 +329,6 @@ FAMILIES: dict[str, Family] = {
     "reformer": Family({}, refused="hashes determine which keys are visible"),
     "zaya": Family(defaults.ROPE, refused="its queries, keys and values pass through convolutions"),
     # Families whose configs are only read for rotary positions.
-    "modernbert": Family(defaults.MODERNBERT, refused="only its rotary positions are supported"),
-    "moonshine": Family(
-        defaults.PAIRS | {"partial_rotary_factor": 0.9}, refused="only its rotary positions are supported"
-    ),
+    "modernbert": Family(defaults.MODERNBERT, refused=ONLY_ROPE),
+    "moonshine": Family(defaults.PAIRS | {"partial_rotary_factor": 0.9}, refused=ONLY_ROPE),
 }

@@ -125,25 +125,30 @@ def reuses_keys(values: Values, layer: int, layer_type: LayerType) -> bool:
     return layer >= first
 
 
+@listed
 def upper_slide(values: Values, layer: int) -> str:
     """Returns `SLIDING` for layers from `max_window_layers` on, if the config has a window, else `FULL`."""
     return sliding(values, layer) if layer >= values["max_window_layers"] else FULL
 
 
+@listed
 def lower_even_slide(values: Values, layer: int) -> str:
     """Returns `SLIDING` for layers 0, 2, 4, ... below `max_window_layers`, if the config has a window, else `FULL`."""
     return sliding(values, layer) if layer % 2 == 0 and layer < values["max_window_layers"] else FULL
 
 
+@listed
 def flint(values: Values, layer: int) -> str:
     is_full = layer < 2 or layer % 4 == 1 or layer == values.get("num_hidden_layers", 0) - 1
     return FULL if is_full else SLIDING
 
 
+@listed
 def mimo(values: Values, layer: int) -> str:
     return FULL if layer == 0 or (layer + 1) % 6 == 0 else SLIDING
 
 
+@listed
 def lfm3(values: Values, layer: int) -> str:
     return FULL if layer % 4 == 2 else SLIDING if layer and layer % 4 == 0 else "conv"
 
@@ -157,6 +162,7 @@ def blt_decoder(values: Values, layer: int) -> str:
     return sliding(values, layer)
 
 
+@listed
 def cohere_moe(values: Values, layer: int) -> str:
     """Returns `FULL` for every n-th layer, else `SLIDING`.
 
@@ -170,11 +176,13 @@ def cohere_moe(values: Values, layer: int) -> str:
     return SLIDING if (layer + 1 if layer < dense else layer + 1 - dense) % number else FULL
 
 
+@listed
 def rest_linear(values: Values, layer: int) -> str:
     """Returns `FULL` for the last of each `full_attention_interval` layers, "linear_attention" for the others."""
     return "linear_attention" if (layer + 1) % values["full_attention_interval"] else FULL
 
 
+@listed
 def kimi_linear(values: Values, layer: int) -> str:
     """Returns `FULL` for layers in Kimi's list `full_attn_layers`, which counts from 1, else "linear_attention"."""
     found = (values["linear_attn_config"] or {}).get("full_attn_layers")
@@ -200,33 +208,37 @@ def dots_3(values: Values, layer: int) -> str:
             "config must have layer_types and per_layer_config, as Transformers 5 saves them, but got "
             f"{', '.join(old)}; use AutoConfig.from_pretrained(...).to_dict()."
         )
-    return listed(refuse_unlisted)(values, layer)
+    return refuse_unlisted(values, layer)
 
 
+@listed
 def rotated_chunked(values: Values, layer: int) -> str:
     """Returns `CHUNKED` for layers with RoPE, `FULL` for the others."""
     return CHUNKED if listed_rotate(values, layer, "") else FULL
 
 
+@listed
 def unrotated_slide(values: Values, layer: int) -> str:
     """Returns `FULL` for layers with RoPE; the others are `SLIDING` if the config has a window."""
     return FULL if listed_rotate(values, layer, "") else sliding(values, layer)
 
 
-def indices(key: str, otherwise: LayerType) -> LayerType:
-    """Returns a rule: `FULL` for layers listed under `key`, else "no attention"; without it, the rule `otherwise`."""
+def indices(key: str) -> LayerType:
+    """Returns a rule: `FULL` for layers listed under `key`, else "no attention"; without the list, always `FULL`."""
 
     def layer_type(values: Values, layer: int) -> str:
         found = values.get(key)
-        return otherwise(values, layer) if found is None else FULL if layer in found else "no attention"
+        return FULL if found is None or layer in found else "no attention"
 
     return layer_type
 
 
+@listed
 def refuse_unlisted(values: Values, layer: int) -> str:
     raise ValueError("config must contain layer_types or layers_block_type, which list the layers with attention.")
 
 
+@listed
 def no_attention(values: Values, layer: int) -> str:
     return "no attention"
 
