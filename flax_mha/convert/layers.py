@@ -13,8 +13,8 @@ from flax_mha._src.call.operands import Call
 from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.modules.attention_fn import attention_fn
 from flax_mha._src.modules.core import CoreAttention
-from flax_mha.convert.sparse import add_block_indexer, check_no_explicit_axes, with_rank
-from flax_mha.recipes.scores import _difference
+from flax_mha.convert.sparse import add_block_indexer, check_no_explicit_axes
+from flax_mha.recipes.scores import difference
 
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
@@ -37,7 +37,7 @@ class Difference(nnx.LinearGeneral):
     def __call__(self, inputs: Float[Array, "*B T N 2*H"], out_sharding: Any = None) -> Float[Array, "*B T Dout"]:
         vectors = jnp.stack([getattr(self, name)[...] for name in VECTORS])
         first, second = jnp.split(inputs, 2, axis=-2)
-        heads = _difference(first, second, vectors, self.layer, self.epsilon)
+        heads = difference(first, second, vectors, self.layer, self.epsilon)
         return super().__call__(heads.reshape(*inputs.shape[:-1], inputs.shape[-1] // 2), out_sharding)
 
 
@@ -89,8 +89,8 @@ class ValueBias(nnx.Module):
         # A visible value that is not finite makes the output so; a masked one must not reach any gradient.
         flat = lax.collapse(jnp.where(jnp.isfinite(value), value, 0), value.ndim - 2)
         logits = jnp.einsum("...sf,kf->...sk", flat, self.weight[...])
-        logits = logits if self.bias is None else logits + with_rank(self.bias[...], logits.ndim)
-        own = jnp.exp(with_rank(self.A[...], logits.ndim) * jax.nn.softplus(logits))
+        logits = logits if self.bias is None else logits + lax.broadcast_to_rank(self.bias[...], logits.ndim)
+        own = jnp.exp(lax.broadcast_to_rank(self.A[...], logits.ndim) * jax.nn.softplus(logits))
         own = jnp.repeat(jnp.swapaxes(own, -1, -2), num_heads // own.shape[-1], axis=-2)[..., None, :]
         return own if bias is None else own + bias
 

@@ -68,7 +68,7 @@ class BlockIndexer(nnx.Module):
         whole, position = (positions[..., None] + 1) // self.ratio, positions[..., None]
         is_whole = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1) < whole
         best, blocks = lax.top_k(jnp.where(is_whole, scores, -jnp.inf), count)
-        steps = with_rank(jnp.arange(self.ratio, dtype=jnp.int32), blocks.ndim + 1)
+        steps = lax.broadcast_to_rank(jnp.arange(self.ratio, dtype=jnp.int32), blocks.ndim + 1)
         tokens = blocks[..., None] * self.ratio + steps
         tokens = jnp.where(best[..., None] > -jnp.inf, tokens, -1)
         rest = whole * self.ratio + steps[..., 0, :-1]
@@ -80,7 +80,7 @@ class BlockIndexer(nnx.Module):
     def _normalize(self, x: Float[Array, "*B X"], weight: Float[Array, " X"]) -> Float[Array, "*B X"]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         wide = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
-        return (wide * with_rank(1 + weight, x.ndim)).astype(x.dtype)
+        return (wide * lax.broadcast_to_rank(1 + weight, x.ndim)).astype(x.dtype)
 
 
 class BlockSparseAttention(flax_mha.nnx.MultiHeadAttention):
@@ -112,7 +112,9 @@ class BlockSparseAttention(flax_mha.nnx.MultiHeadAttention):
         if decode:
             cache = self._with_keys(key, lengths)
             start, key = jnp.maximum(self.cache_index[...], 0), cache.floats(query.dtype)[0]
-        positions = start[..., None] + with_rank(jnp.arange(query.shape[-3], dtype=jnp.int32), start.ndim + 1)
+        positions = start[..., None] + lax.broadcast_to_rank(
+            jnp.arange(query.shape[-3], dtype=jnp.int32), start.ndim + 1
+        )
         positions = jnp.broadcast_to(positions, query.shape[:-2])
         chosen = self.indexer.choose(query, key[..., 0, :], positions)
         arguments["key_indices"] = chosen if arguments.get("key_indices") is None else arguments["key_indices"]
@@ -144,11 +146,6 @@ def check_no_explicit_axes(x: Array) -> None:
             f"inputs_q of DiffLlama and Qwen4-Exp must not be on a mesh with Explicit axes, but got {jax.typeof(x)}; "
             "create the mesh with axis_types=(AxisType.Auto, ...)."
         )
-
-
-def with_rank(x: Array, rank: int) -> Array:
-    """Adds axes of size 1 before the others."""
-    return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
 def add_block_indexer(module: Any, values: dict[str, Any]) -> None:

@@ -252,10 +252,10 @@ def differential(
         )
         for q, k, rng in zip(jnp.split(query, 2, -2), jnp.split(key, 2, -2), rngs, strict=True)
     )
-    return _difference(first, second, vectors, layer, epsilon)
+    return difference(first, second, vectors, layer, epsilon)
 
 
-def _difference(first: Array, second: Array, vectors: Array, layer: Any, epsilon: float) -> Array:
+def difference(first: Array, second: Array, vectors: Array, layer: Any, epsilon: float) -> Array:
     """Computes the output of `differential` from its `first` and `second` softmax @ value, in float32 at least."""
     dtype = accumulation_dtype(first.dtype)
     q1, k1, q2, k2 = vectors.astype(dtype)
