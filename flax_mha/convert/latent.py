@@ -1,6 +1,7 @@
 """Converts latent attention (DeepSeek): the weights, which have the same names in Flax, and the sizes in a config."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -72,7 +73,7 @@ def read_latent(entries: Mapping[str, Any], prefix: str, num_heads: int) -> Arra
 
 def _unstack(array: np.ndarray, out: Any, num_heads: int) -> Arrays:
     """Cuts the rows of each head, which are those of its queries and of its gate, as many as its values have."""
-    size = np.shape(out)[-1] // num_heads
+    array, size = np.atleast_2d(array), math.prod(np.shape(out)[-1:]) // num_heads
     if len(array) % num_heads or len(array) // num_heads <= size:
         raise ValueError(
             f"num_heads must split the {len(array)} features of {STACKED} into queries and gates of {size}, but got "
@@ -104,7 +105,7 @@ def scaled(arrays: Arrays, is_scaled: bool, exponent: float) -> Arrays:
 def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
     array = np.atleast_1d(array).T.copy()
     axis = _axis_of_heads(AXES[path])
-    if axis < 0 or not heads:
+    if not 0 <= axis < array.ndim or not heads:  # `find_sizes` refuses an array without the axis
         return array
     shape = (*array.shape[:axis], heads, array.shape[axis] // heads, *array.shape[axis + 1 :])
     if array.shape[axis] % heads:

@@ -136,7 +136,8 @@ def with_shared(state_dict: Mapping[str, Any], num_heads: int, num_kv_heads: int
         if not found or f"{attention}o_proj.{end}" not in state_dict:
             continue
         query = state_dict[name]
-        key = state_dict.get(f"{attention}k_proj.{end}", query[: len(query) * num_kv_heads // num_heads])
+        part = query[: len(query) * num_kv_heads // num_heads] if np.ndim(query) else query
+        key = state_dict.get(f"{attention}k_proj.{end}", part)
         added |= {f"{attention}k_proj.{end}": key, f"{attention}v_proj.{end}": key}
         if f"{attention}q_norm.weight" in state_dict:
             added[f"{attention}k_norm.weight"] = state_dict[f"{attention}q_norm.weight"]
@@ -152,9 +153,9 @@ def with_unit_norms(state_dict: Any, prefix: str, module: Any) -> dict[str, Any]
     needed = ("sqk", "s_gate", "gate_proj.weight", "k_proj.weight", "o_proj.weight")
     if missing := [key for key in needed if key not in entries]:
         raise ValueError(f"state_dict must contain the weights of one attention of Dory, but lacks {missing}.")
-    query, s_gate, gate, key, out = (to_numpy(prefix + name, entries.pop(name)) for name in needed)
+    query, s_gate, gate, key, out = (np.atleast_1d(to_numpy(prefix + name, entries.pop(name))) for name in needed)
     initializer_range, num_heads = module.query.kernel.get_metadata()["initializer_range"], module.num_heads
-    size, rest = divmod(len(np.atleast_1d(query)), num_heads)
+    size, rest = divmod(len(query), num_heads)
     if rest or not query.shape == s_gate.shape == gate.shape[:1]:
         raise ValueError(
             f"sqk and s_gate must have one number for each row of gate_proj, which {num_heads} heads share, but got "
