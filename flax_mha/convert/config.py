@@ -74,7 +74,8 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
         if values.get("layer_rope_theta"):
             rope = dataclasses.replace(rope, base=entry(values, "layer_rope_theta", layer))
     described = latent_sizes(values) | indexer_of(values, layer) if family.latent else _sizes(values)
-    described |= {"use_bias": _use_bias(family, values), "rope": rope}
+    use_bias = family.bias if isinstance(family.bias, bool) else any(values.get(key) for key in family.bias.split())
+    described |= {"use_bias": use_bias, "rope": rope}
     described["kernel_metadata"] = {MODEL_TYPE: values["model_type"]}
     if family.latent:
         described |= latent_options(family, values)
@@ -241,10 +242,6 @@ def _kv_heads(values: Values, heads: int) -> int:
     if heads % number:
         raise ValueError(f"{name} must divide num_attention_heads ({heads}), but got {number}.")
     return number
-
-
-def _use_bias(family: Family, values: Values) -> bool:
-    return family.bias if isinstance(family.bias, bool) else any(values.get(key) for key in family.bias.split())
 
 
 def _scale(values: Values, layer: int, head_size: int) -> float | None:

@@ -15,9 +15,8 @@ from flax_mha.convert.config import attention_with, describe
 from flax_mha.convert.hf_config.config import read_config
 from flax_mha.convert.hf_config.families import Family
 from flax_mha.convert.hf_config.layers import Values
-from flax_mha.convert.layers import CHANGES
+from flax_mha.convert.layers import CHANGES, BlockSparseAttention
 from flax_mha.convert.load import load_torch
-from flax_mha.convert.sparse import BlockSparseAttention
 from flax_mha.convert.state_dict import T5_TABLE, layer_prefix, to_numpy, with_shared
 from flax_mha.recipes import t5_bias
 

@@ -102,7 +102,12 @@ def load_torch(
     if not problems and check_options and not module.query.kernel.get_metadata().get(MODEL_TYPE):
         problems = _wrong_heads(module, layout, state_dict, prefix)
         problems += _missing_options(module, layout, arrays, state_dict, prefix)
-        if qk_norm_offset is None and NORMS[0] in arrays and arrays[NORMS[0]].ndim == 1 and not _has_biases(arrays):
+        if (
+            qk_norm_offset is None
+            and NORMS[0] in arrays
+            and arrays[NORMS[0]].ndim == 1
+            and NORM_BIASES[0] not in arrays
+        ):
             problems.append(
                 "qk_norm_offset is None: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for Qwen 3"
             )
@@ -176,7 +181,7 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
         value = (
             '"rms_norm"' if option == "out_norm" else '"head"' if name == "gate.kernel" and array.ndim == 2 else value
         )
-        value = '"layer_norm_bias"' if "_ln/" in path and _has_biases(arrays) else value
+        value = '"layer_norm_bias"' if "_ln/" in path and NORM_BIASES[0] in arrays else value
         option, value = ("share_kv", "False") if path.startswith("value/") else (option, value)
         if path not in variables:
             fix = f"with {option}={value}" if option else "by convert.from_hf"
@@ -187,11 +192,6 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
         elif np.iscomplexobj(array) and not jnp.issubdtype(variables[path].dtype, jnp.complexfloating):
             problems.append(f"{name} must have dtype {variables[path].dtype}, but got {array.dtype}")
     return problems
-
-
-def _has_biases(arrays: Arrays) -> bool:
-    """Returns True if the norms of queries and keys have biases: they are LayerNorms, which subtract the mean."""
-    return NORM_BIASES[0] in arrays
 
 
 def _wrong_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
@@ -221,7 +221,7 @@ def _missing_options(
         problems.append(f"rope is None: {layout.rotary} use it; pass rope=RoPE.from_config(config), or {rest}")
     if layout.scale is not None and scale != layout.scale:
         problems.append(f"scale must be {layout.scale}, but got {scale}: these models do not scale the scores")
-    if NORMS[0] in arrays and not _has_biases(arrays) and not isinstance(module.query_ln, nnx.RMSNorm):
+    if NORMS[0] in arrays and NORM_BIASES[0] not in arrays and not isinstance(module.query_ln, nnx.RMSNorm):
         problems.append('normalize_qk must be "rms_norm": these norms do not subtract the mean')
     if NORMS[0] in arrays and arrays[NORMS[0]].ndim > 1 and getattr(module, "norms_after_rope", False):
         problems.append('normalize_qk must be "rms_norm_all_heads", unless describe returns another (Dory)')

@@ -137,8 +137,7 @@ def _parameters(values: Values, layer_type: str | None) -> Values:
 
 def _rope_type(parameters: Values) -> str:
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    rope_type = "longrope" if rope_type == "su" else rope_type
-    rope_type = "yarn" if rope_type == "deepseek_yarn" else rope_type  # Sarvam
+    rope_type = {"su": "longrope", "deepseek_yarn": "yarn"}.get(str(rope_type), rope_type)
     section_keys = MROPE if "mrope_section" in parameters else set()
     rope_type = "default" if rope_type == "mrope" and section_keys else rope_type
     if rope_type == "dynamic" and parameters.get("alpha"):  # Hunyuan: does not depend on the length

@@ -50,20 +50,18 @@ def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
 
 def head_sizes(sizes: Mapping[str, int], heads: int, kv_heads: int) -> dict[str, int]:
     """Returns heads N and K, and their sizes H and U; raises a ValueError unless they fit the features in `sizes`."""
-    size, rest = divmod(sizes["A"], heads)
-    if rest or size * kv_heads != sizes["B"]:
-        raise ValueError(
-            f"num_heads and num_kv_heads must split {sizes['A']} query and {sizes['B']} key features into heads of "
-            f"equal size, but got {heads} and {kv_heads}; use the values from the model's config."
-        )
-    value_size, rest = divmod(sizes["C"], heads)
-    if rest or value_size * kv_heads != sizes["W"]:
-        raise ValueError(
-            f"num_heads and num_kv_heads must split the {sizes['C']} input features of the output projection, and "
-            f"{sizes['W']} value features, into heads of equal size, but got {heads} and {kv_heads}; use the values "
-            "from the model's config."
-        )
-    return {"N": heads, "K": kv_heads, "H": size, "U": value_size}
+    found = {}
+    for letter, queries, keys, what in (
+        ("H", "A", "B", f"{sizes['A']} query and {sizes['B']} key features"),
+        ("U", "C", "W", f"the {sizes['C']} input features of the output projection, and {sizes['W']} value features,"),
+    ):
+        found[letter], rest = divmod(sizes[queries], heads)
+        if rest or found[letter] * kv_heads != sizes[keys]:
+            raise ValueError(
+                f"num_heads and num_kv_heads must split {what} into heads of equal size, but got {heads} and "
+                f"{kv_heads}; use the values from the model's config."
+            )
+    return {"N": heads, "K": kv_heads, **found}
 
 
 def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:

@@ -28,14 +28,8 @@ COMMON = {"num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim
 COMMON |= {"rope_theta", "rope_parameters", "rope_scaling", "layer_types", "position_embedding_type"}
 COMMON |= {"num_hidden_layers"}
 # Keys whose null has a meaning; a null under any other key means that it is left out.
-NULL_COUNTS: tuple[str, ...] = (
-    "sliding_window",
-    "attn_logit_softcapping",
-    "num_key_value_heads",
-    "local_attention",
-    "q_lora_rank",
-)
-NULL_COUNTS += ("global_head_dim", "attention_value_scale")
+NULL_COUNTS: tuple[str, ...] = ("sliding_window", "attn_logit_softcapping", "num_key_value_heads", "local_attention")
+NULL_COUNTS += ("q_lora_rank", "global_head_dim", "attention_value_scale")
 # The model types of text models, by those of the multimodal models whose `text_config` may lack one.
 PARTS = {"emu3": "emu3_text_model", "gemma3": "gemma3_text", "llama4": "llama4_text", "mllama": "mllama_text_model"}
 PARTS |= {name: f"{name}_text" for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")}
@@ -60,12 +54,7 @@ def _list(entries: str, fits: Callable[[Any], bool]) -> Kind:
     return Kind(f"a list of {entries}", lambda x: isinstance(x, list | tuple) and all(map(fits, x)))
 
 
-def _is_text(x: Any) -> bool:
-    return isinstance(x, str)
-
-
 def _is_repeated(x: Any) -> bool:
-    """Returns whether `x` is a pair: a list of layer types, and the number of its repetitions."""
     return isinstance(x, list | tuple) and len(x) == 2 and TEXTS.fits(x[0]) and COUNT.fits(x[1])
 
 
@@ -75,9 +64,9 @@ def _each(keys: str, kind: Kind) -> dict[str, Kind]:
 
 SIZE, COUNT, WIDTH = _integer(1), _integer(0), _integer(2)
 FLAG = Kind("True or False", lambda x: isinstance(x, bool | np.bool_))
-TEXT = Kind("a string", _is_text)
-TEXTS = _list("strings", _is_text)
-TEXT_OR_TEXTS = Kind("a string or a list of strings", lambda x: _is_text(x) or TEXTS.fits(x))
+TEXT = Kind("a string", lambda x: isinstance(x, str))
+TEXTS = _list("strings", TEXT.fits)
+TEXT_OR_TEXTS = Kind("a string or a list of strings", lambda x: TEXT.fits(x) or TEXTS.fits(x))
 INDICES, INTEGERS = _list("integers", is_int), _list("positive integers", SIZE.fits)
 MAPPING = Kind("a dict", lambda x: isinstance(x, Mapping))
 POSITIVE = Kind("a finite number > 0", lambda x: is_finite(x) and x > 0)
@@ -119,7 +108,7 @@ KINDS: dict[str, Kind] = {
     **_each("num_kv_shared_layers", COUNT),
     "local_attention": WIDTH,
     "sliding_window": Kind("an integer", is_int),  # configs without windows may have any
-    "sliding_window_pattern": Kind("an integer >= 0", lambda x: COUNT.fits(x) or _is_text(x)),  # text: EXAONE
+    "sliding_window_pattern": Kind("an integer >= 0", lambda x: COUNT.fits(x) or TEXT.fits(x)),  # text: EXAONE
     **_each("attention_bias attention_out_bias use_bias bias qkv_bias use_qkv_bias enable_bias", FLAG),
     **_each("rope_pairs rope_reversed new_decoder_architecture multi_query alibi use_sliding_window", FLAG),
     "use_bidirectional_attention": Kind("True, False, 'all' or 'vision'", lambda x: FLAG.fits(x) or x in WAYS),
