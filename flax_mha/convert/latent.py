@@ -14,7 +14,7 @@ from flax_mha.convert.hf_config.families import Family
 from flax_mha.convert.hf_config.layers import Values, entry
 from flax_mha.convert.layouts import LATENT_KEYS
 from flax_mha.convert.shapes import Arrays, find_sizes
-from flax_mha.convert.state_dict import to_numpy
+from flax_mha.convert.state_dict import leaves_of, to_numpy
 
 # Letters of the axes of each parameter in Flax: D input and O output features; N heads with E features in queries, V in
 # values and F in `kv_b_proj`; C features of the latent, A with the rotary key; R of compressed queries.
@@ -118,9 +118,7 @@ def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
 
 def latent_to_torch(params: Mapping[str, Any], is_scaled: bool = False) -> Arrays:
     """Converts the parameters of latent attention to a state_dict, the inverse of `read_latent`."""
-    layers = {name: params[name] for name in params if name != "indexer"}
-    layers |= {f"indexer/{name}": x for name, x in params.get("indexer", {}).items()}
-    leaves = {f"{name}/{leaf}".rstrip("/"): x for name, layer in layers.items() for leaf, x in _items(layer)}
+    leaves = leaves_of(params)
     missing = {PATHS[key] for key in LATENT_KEYS} - {*leaves}
     if missing or {*leaves} - {*AXES}:
         extra = sorted({*leaves} - {*AXES})
@@ -140,10 +138,6 @@ def latent_to_torch(params: Mapping[str, Any], is_scaled: bool = False) -> Array
         raise ValueError('params must not be of query_residual=True with gate="head", which no PyTorch layout holds.')
     both = [x.reshape(heads, -1, x.shape[-1]) for x in (found.pop("q_b_proj.weight"), gate)]
     return found | {STACKED: np.concatenate(both, axis=1).reshape(-1, gate.shape[-1])}
-
-
-def _items(x: Any) -> Any:
-    return x.items() if isinstance(x, Mapping) else [("", x)]
 
 
 def _axis_of_heads(axes: str) -> int:

@@ -100,19 +100,7 @@ def load_torch(
         arrays = {path: array for path, array in arrays.items() if not path.startswith(lacks)}
     problems = _mismatches(variables, arrays)
     if not problems and check_options and not module.query.kernel.get_metadata().get(MODEL_TYPE):
-        problems = _wrong_heads(module, layout, state_dict, prefix)
-        problems += _missing_options(module, layout, arrays, state_dict, prefix)
-        if (
-            qk_norm_offset is None
-            and NORMS[0] in arrays
-            and arrays[NORMS[0]].ndim == 1
-            and NORM_BIASES[0] not in arrays
-        ):
-            problems.append(
-                "qk_norm_offset is None: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for Qwen 3"
-            )
-        if problems:
-            problems.append("convert.describe(config, layer) returns these arguments for the models that it supports")
+        problems = _wrong_options(module, layout, arrays, state_dict, prefix, qk_norm_offset)
     _fill(variables, arrays, problems, layout)
 
 
@@ -211,23 +199,35 @@ def _wrong_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any],
     return problems
 
 
-def _missing_options(
-    module: Any, name: LayoutName, arrays: Arrays, state_dict: Mapping[str, Any], prefix: str
+def _wrong_options(
+    module: Any,
+    name: LayoutName,
+    arrays: Arrays,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    qk_norm_offset: float | None,
 ) -> list[str]:
     """Returns a message for each option, such as `rope`, that models of this layout have and the module lacks."""
-    problems, layout, rest = [], LAYOUTS[name], "pass check_options=False if this layer has none"
+    layout, rest = LAYOUTS[name], "pass check_options=False if this layer has none"
+    problems, has_biases = _wrong_heads(module, name, state_dict, prefix), NORM_BIASES[0] in arrays
     rope, scale, cap = (getattr(module, option, None) for option in ("rope", "scale", "logits_soft_cap"))
     if layout.rotary and rope is None:
         problems.append(f"rope is None: {layout.rotary} use it; pass rope=RoPE.from_config(config), or {rest}")
     if layout.scale is not None and scale != layout.scale:
         problems.append(f"scale must be {layout.scale}, but got {scale}: these models do not scale the scores")
-    if NORMS[0] in arrays and NORM_BIASES[0] not in arrays and not isinstance(module.query_ln, nnx.RMSNorm):
+    if NORMS[0] in arrays and not has_biases and not isinstance(module.query_ln, nnx.RMSNorm):
         problems.append('normalize_qk must be "rms_norm": these norms do not subtract the mean')
     if NORMS[0] in arrays and arrays[NORMS[0]].ndim > 1 and getattr(module, "norms_after_rope", False):
         problems.append('normalize_qk must be "rms_norm_all_heads", unless describe returns another (Dory)')
     beside = prefix.rstrip(".").rpartition(".")[0]
     if f"{beside}.{GEMMA}" in state_dict and NORMS[0] not in arrays and cap is None:
         problems.append(f"logits_soft_cap is None: Gemma 2 caps its logits at 50.0; {rest}")
+    if qk_norm_offset is None and NORMS[0] in arrays and arrays[NORMS[0]].ndim == 1 and not has_biases:
+        problems.append(
+            "qk_norm_offset is None: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for Qwen 3"
+        )
+    if problems:
+        problems.append("convert.describe(config, layer) returns these arguments for the models that it supports")
     return problems
 
 

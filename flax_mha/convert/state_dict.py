@@ -171,6 +171,14 @@ def with_unit_norms(state_dict: Any, prefix: str, module: Any) -> dict[str, Any]
     return {prefix + name: x for name, x in entries.items()}
 
 
+def leaves_of(params: Any, path: str = "") -> dict[str, Any]:
+    """Returns the leaves of nested mappings by path, such as `query/kernel`."""
+    if not isinstance(params, Mapping):
+        return {path: params}
+    parts = (leaves_of(part, f"{path}/{name}".lstrip("/")) for name, part in params.items())
+    return {name: leaf for part in parts for name, leaf in part.items()}
+
+
 def to_numpy(name: str, value: Any) -> np.ndarray:
     """Returns a tensor or array as numpy, bit for bit; raises a ValueError unless it holds floating point numbers."""
     if hasattr(value, "detach"):

@@ -1,6 +1,6 @@
 """`from_torch` and `to_torch`: convert attention weights from PyTorch to Flax's parameters and back, in numpy."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from flax_mha.convert.layouts import (
     LayoutName,
 )
 from flax_mha.convert.shapes import Arrays, cut, find_sizes, head_sizes, join, misfit
-from flax_mha.convert.state_dict import attention_entries, recognize, to_numpy
+from flax_mha.convert.state_dict import attention_entries, leaves_of, recognize, to_numpy
 
 
 def from_torch(
@@ -121,7 +121,11 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     if layout == LATENT:
         return latent_to_torch(params, family_of(params["kv_b_proj"]["kernel"]).scaled_latents)
     given = _flatten(params)
-    sizes, torch_axes = _sizes_of(given)
+    two_axes = {path for path, array in given.items() if array.ndim == 2}
+    axes = TORCH_AXES | (TORCH_HEAD_GATE if "gate/kernel" in two_axes else {})
+    sizes = find_sizes(given, _flax_axes("gate/kernel" in two_axes, two_axes))
+    sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
+    sizes |= {"C": sizes["N"] * sizes["U"], "W": sizes["K"] * sizes["U"]}
     family = family_of(params["query"]["kernel"])
     if family.unit_norms:
         raise ValueError("params must not come from Dory, because its factors are squared, so their signs are lost.")
@@ -134,28 +138,26 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
             f"layout {layout!r} does not fit params: {reason}; layouts that fit: {', '.join(fit) or 'none'}"
         )
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
-    for path, array in arrays.items():
-        if path in torch_axes:
-            arrays[path] = array.reshape([sizes[c] for c in torch_axes[path][::-1]]).T
-        elif path == "out_norm/scale" or ("_ln/" in path and family.norm != "layer_norm_each_head"):
-            arrays[path] = array.ravel()
-        if offset and path in NORMS:
-            arrays[path] = arrays[path] - array.dtype.type(offset)
+    arrays = {path: _to_pytorch(path, x, axes.get(path, ""), sizes, offset, family) for path, x in arrays.items()}
     if LAYOUTS[layout].gate_bias == "head" and "gate/bias" in arrays:
         arrays["gate/bias"] = _one_per_head(arrays["gate/bias"].reshape(sizes["N"], -1), layout)
     stacks = LAYOUTS[layout].stacks.items()
     return {key: join(LAYOUTS[layout], paths, arrays, sizes) for key, paths in stacks if paths[0] in arrays}
 
 
-def _sizes_of(given: Arrays) -> tuple[dict[str, int], dict[str, str]]:
-    """Returns the size of each letter for parameters in Flax's shapes, and the axes that they have in PyTorch."""
-    two_axes = {path for path, array in given.items() if array.ndim == 2}
-    others = {path: letters for path, letters in NORMS_OF_ALL_HEADS.items() if path in two_axes}
-    has_head_gate = "gate/kernel" in two_axes
-    sizes = find_sizes(given, FLAX_AXES | OTHER_AXES | others | (HEAD_GATE if has_head_gate else {}))
-    sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
-    sizes |= {"C": sizes["N"] * sizes["U"], "W": sizes["K"] * sizes["U"]}
-    return sizes, TORCH_AXES | (TORCH_HEAD_GATE if has_head_gate else {})
+def _flax_axes(has_head_gate: bool, norms_of_all_heads: Collection[str]) -> dict[str, str]:
+    norms = {path: letters for path, letters in NORMS_OF_ALL_HEADS.items() if path in norms_of_all_heads}
+    return FLAX_AXES | OTHER_AXES | norms | (HEAD_GATE if has_head_gate else {})
+
+
+def _to_pytorch(
+    path: str, array: np.ndarray, axes: str, sizes: Mapping[str, int], offset: float, family: Family
+) -> np.ndarray:
+    if axes:
+        return array.reshape([sizes[c] for c in axes[::-1]]).T
+    if path == "out_norm/scale" or ("_ln/" in path and family.norm != "layer_norm_each_head"):
+        array = array.ravel()
+    return array - array.dtype.type(offset) if offset and path in NORMS else array
 
 
 def _one_per_head(bias: np.ndarray, layout: str) -> np.ndarray:
@@ -199,26 +201,25 @@ def read(
             f"size of the output projection), but {num_heads} and {num_kv_heads} give {queries}; use the values from "
             "the model's config."
         )
-    torch_axes, of_heads = TORCH_AXES, arrays.get("gate/kernel", ())
-    if len(of_heads) == num_heads != out.shape[-1]:
-        torch_axes = TORCH_AXES | TORCH_HEAD_GATE
-    elif layout.gate_bias == "head" and "gate/bias" in arrays:
-        arrays["gate/bias"] = np.repeat(arrays["gate/bias"], len(of_heads) // num_heads)
-    sizes = find_sizes({path: arrays[path] for path in torch_axes if path in arrays}, torch_axes)
+    gate = arrays.get("gate/kernel", ())
+    has_head_gate = len(gate) == num_heads != out.shape[-1]
+    if not has_head_gate and layout.gate_bias == "head" and "gate/bias" in arrays:
+        arrays["gate/bias"] = np.repeat(arrays["gate/bias"], len(gate) // num_heads)
+    axes = TORCH_AXES | (TORCH_HEAD_GATE if has_head_gate else {})
+    sizes = find_sizes({path: arrays[path] for path in axes if path in arrays}, axes)
     if reason := misfit(layout, arrays, sizes):
         raise ValueError(
             f"state_dict has the keys of layout {name!r}, but {reason}; check that it is complete and unmodified."
         )
     of_indexer = {path: x for path, x in arrays.items() if path.startswith("indexer/")}
     sizes |= head_sizes(sizes, num_heads, num_kv_heads) | find_sizes(of_indexer, OTHER_AXES)
-    return name, {path: _to_flax(path, array, arrays, sizes, qk_norm_offset) for path, array in arrays.items()}
+    is_wide = np.size(arrays.get(NORMS[0], ())) == sizes["A"] != sizes["H"]  # a weight for each feature of all heads
+    axes = _flax_axes(has_head_gate, NORMS if is_wide else ())
+    return name, {path: _to_flax(path, array, axes[path], sizes, qk_norm_offset) for path, array in arrays.items()}
 
 
-def _to_flax(path: str, array: np.ndarray, arrays: Arrays, sizes: Mapping[str, int], offset: float) -> np.ndarray:
-    norm = arrays.get(NORMS[0])  # a norm over all heads has a weight for each feature of all heads
-    others = NORMS_OF_ALL_HEADS if norm is not None and norm.size == sizes["A"] != sizes["H"] else {}
-    others = others | (HEAD_GATE if len(arrays.get("gate/kernel", ())) == sizes["N"] != sizes["C"] else {})
-    shape = tuple(sizes[c] for c in (FLAX_AXES | OTHER_AXES | others)[path])
+def _to_flax(path: str, array: np.ndarray, axes: str, sizes: Mapping[str, int], offset: float) -> np.ndarray:
+    shape = tuple(sizes[c] for c in axes)
     if path in OTHER_AXES and array.shape not in (shape, (np.prod(shape),)):
         raise ValueError(
             f"{path} must have shape ({np.prod(shape)},) for {sizes['N']} and {sizes['K']} heads, but got "
@@ -255,15 +256,12 @@ def _flatten(params: Any) -> Arrays:
     """Returns the arrays of one attention's parameters, by path; raises a ValueError for any other parameters."""
     if not isinstance(params, Mapping):
         raise ValueError(f"params must be a module, its nnx.State or a dict of its parameters, but got {params!r:.80}")
-    leaves: dict[str, Any] = {name: params[name] for name in params if name == "sinks"}
-    layers = (*ALL, "query_ln", "key_ln", "gate", "out_norm", "attention_fn", "indexer")
-    for name in layers:
-        if name in params:
-            if not isinstance(params[name], Mapping):
-                raise ValueError(f"params[{name!r}] must be a dict of arrays, but got {params[name]!r:.80}")
-            leaves |= {f"{name}/{leaf}": value for leaf, value in params[name].items()}
-    known = (*TORCH_AXES, *OTHER_AXES)
-    extra = sorted({*params, *leaves} - {*layers, *known})
+    known, leaves = (*TORCH_AXES, *OTHER_AXES), leaves_of(params)
+    layers = {path.split("/")[0] for path in known}
+    for name in (layers - {*known}) & {*leaves}:
+        raise ValueError(f"params[{name!r}] must be a dict of arrays, but got {params[name]!r:.80}")
+    tops = {path: path.split("/")[0] for path in {*leaves} - {*known}}
+    extra = sorted({path if top in layers else top for path, top in tops.items()})
     missing = sorted({*KERNELS} - {*leaves})
     if extra or missing:
         raise ValueError(f"params must be the parameters of one attention layer; missing {missing}, extra {extra}")
