@@ -38,14 +38,13 @@ def load_torch(
     norms multiply by 1 + weight, keep `param_dtype` at float32.) If only some projections have biases (Qwen 2,
     Whisper), the module's other biases become zeros.
 
-    The arguments of the module must also match the model: a Llama layer without rotary positions runs, but is wrong. A
-    module created with `describe` has the arguments of its config. For any other module, this function checks the
-    arguments that the keys show: `rope`, `scale`, `normalize_qk`, `sinks`. Keys do not show windows, the epsilon of
-    norms, or which features rotary positions pair. Keys also do not distinguish RoFormer from BERT, or nanoGPT from a
-    GPT-BigCode with `multi_query=False`, which stacks its weights in another order. Take `num_heads` from the model's
-    config: weights for 12 heads of 64 features also fit 8 heads of 96, but give another output. The number of heads is
-    checked only if the layer has norms of queries and keys, sinks, the buffer `rotary_emb.inv_freq` of older files, or
-    T5's bias table.
+    The arguments of the module must also match the model: a Llama layer without rotary positions runs, but is wrong.
+    `describe` returns the arguments of a config. For a module made without it, this function checks the arguments that
+    the keys show: `rope`, `scale`, `normalize_qk`, `sinks`. Keys do not show windows, the epsilon of norms, or which
+    features rotary positions pair, and do not distinguish RoFormer from BERT, or nanoGPT from a GPT-BigCode with
+    `multi_query=False`, which stacks its weights in another order. Weights for 12 heads of 64 features also fit 8 heads
+    of 96, but give another output. The number of heads is checked only if the layer has norms of queries and keys,
+    sinks, the buffer `rotary_emb.inv_freq` of older files, or T5's bias table.
 
     Args:
       module: `flax_mha.MultiHeadAttention`, or Flax's; `flax_mha.MultiHeadLatentAttention` for DeepSeek's weights.

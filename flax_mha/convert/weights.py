@@ -40,11 +40,10 @@ def from_torch(
 ) -> dict[str, Any]:
     """Converts the `state_dict` of a PyTorch attention to Flax parameters, for `flax.linen` or `nnx.update`.
 
-    Kernels are `weight.T`, cut into heads. `load_torch` loads an nnx module, and also checks the module's arguments.
-    The weights do not contain rotary positions, windows, soft caps and scales; these are in a config (see `describe`).
-    For models that store their weights in another form than they use them (Dory, and the norms of latents in dots3 and
-    LongCat-Flash), take the parameters of the module that `from_hf` returns instead. Layers of DiffLlama, Doge and
-    Qwen4-Exp are refused, because only `from_hf` makes modules for them.
+    Kernels are `weight.T`, cut into heads. Rotary positions, windows, soft caps and scales are not in the weights, but
+    in a config (see `describe`). For models that store weights in another form than they use them (Dory, and the norms
+    of latents in dots3 and LongCat-Flash), take the parameters of the module that `from_hf` returns instead. Layers of
+    DiffLlama, Doge and Qwen4-Exp are refused, because only `from_hf` makes modules for them.
 
     Args:
       state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention or a whole model.
@@ -62,8 +61,8 @@ def from_torch(
       size); `out` has a `kernel` (heads, head size, out) and a `bias` (out,); `query_ln` and `key_ln` have a `scale`
       (head size,), or (heads, head size) if a norm spans all heads (OLMo 2); `sinks` is an array (heads,); `gate` is
       like `query`, or has a `kernel` (in, heads); `out_norm` has a `scale` (heads, head size). Biases, norms, sinks and
-      gate are included if `state_dict` has them. Arrays are new and keep their
-      dtypes, except norms with an offset, which become at least float32, as in the models.
+      gate are included if `state_dict` has them. Arrays are new and keep their dtypes, except norms with an offset,
+      which become at least float32, as in the models.
 
     Raises:
       ValueError: If the keys fit no layout (the message lists the attention layers found, if any), if there is a

@@ -228,8 +228,7 @@ def _run(kernel: Kernel, inputs: Inputs, axes: Sequence[str], grid: StepGrid, pl
             return jax.tree.unflatten(structure, blocks)
 
         def add(masked: bool) -> None:
-            kept = [ref[...] for ref in rows]
-            kernel.add(load_tile(plan, load(), kept, (row, column), kernel.transposed, masked), results, sums)
+            kernel.add(load_tile(plan, load(), rows, (row, column), kernel.transposed, masked), results, sums)
 
         @pl.when(indices[-1] == 0)
         def _begin_list() -> None:
