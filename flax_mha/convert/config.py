@@ -206,9 +206,9 @@ def _layer_type(family: Family, values: Values, layer: int) -> str:
 
 def _size(values: Values, name: str) -> int:
     found = values.get(name)
-    if not is_int(found) or found < 1:
+    if found is None:
         names = " or ".join((name, *ALIASES[name]))
-        raise ValueError(f"config must set {names} to a positive integer, but got {found!r}.")
+        raise ValueError(f"config must set {names} to a positive integer, but got None.")
     return found
 
 
@@ -263,7 +263,7 @@ def _window(values: Values) -> tuple[int, int] | None:
     width = values.get("sliding_window")
     if width is None or not values.get("use_sliding_window", True):
         return None
-    if not is_int(width) or width < 1:
+    if width < 1:
         raise ValueError(f"sliding_window must be a positive integer, but got {width!r}.")
     return width - 1, 0
 

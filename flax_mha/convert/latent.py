@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from flax_mha._src.core.validation import is_int
 from flax_mha._src.modules.indexer import Indexer
 from flax_mha._src.modules.options import LATENT_SIZES
 from flax_mha.convert.hf_config.families import Family
@@ -153,14 +152,12 @@ def _flatten_heads(axes: str, array: np.ndarray) -> np.ndarray:
 def latent_sizes(values: Values) -> dict[str, Any]:
     """Reads the size arguments of `MultiHeadLatentAttention` from a config; raises a ValueError if one is wrong."""
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
-    if values.get("v_head_dim") is None and is_int(hidden) and is_int(heads) and heads:
+    if values.get("v_head_dim") is None and heads and hidden:
         values = values | {"v_head_dim": hidden // heads}
     names = ("num_attention_heads", "hidden_size", *LATENT_SIZES, "q_lora_rank")
     for name in names:
-        size, optional = values.get(name), name == "q_lora_rank"
-        if (not is_int(size) or size < 1) and (size is not None or not optional):
-            expected = f"a positive integer{' or null' * optional}"
-            raise ValueError(f"{name} in config must be {expected}, but got {size!r}.")
+        if not values.get(name) and name != "q_lora_rank":
+            raise ValueError(f"{name} in config must be a positive integer, but got {values.get(name)!r}.")
     _check_consistent(values)
     return dict(zip(("num_heads", "in_features", *names[2:]), (values[name] for name in names), strict=True))
 

@@ -12,9 +12,9 @@ from flax import nnx
 
 from flax_mha.convert.latent import AXES, scaled
 from flax_mha.convert.layouts import LATENT, LAYOUTS, MODEL_TYPE, NORM_BIASES, NORMS, OTHER_AXES, TORCH_AXES, LayoutName
-from flax_mha.convert.shapes import Arrays
+from flax_mha.convert.shapes import Arrays, fill_with_zeros
 from flax_mha.convert.state_dict import T5_TABLE, attention_entries, with_shared, with_unit_norms
-from flax_mha.convert.weights import family_of, fill_with_zeros, norm_offset, read
+from flax_mha.convert.weights import family_of, norm_offset, read
 from flax_mha.nnx import MultiHeadLatentAttention
 
 SHOWN = 8  # problems that an error lists

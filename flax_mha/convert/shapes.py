@@ -1,10 +1,11 @@
-"""Cuts and joins stacked weights, and checks shapes against heads and layouts."""
+"""Cuts and joins stacked weights, adds and drops biases of zeros, and checks shapes against heads and layouts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
-from flax_mha.convert.layouts import ALL, PATHS, SIZES, Layout
+from flax_mha.convert import layouts
+from flax_mha.convert.layouts import ALL, PATHS, SIZES, TORCH_AXES, Layout
 
 Arrays = dict[str, np.ndarray]
 
@@ -35,6 +36,15 @@ def join(layout: Layout, paths: list[str], found: Arrays, sizes: Mapping[str, in
     rows = [array.reshape(groups, -1, *array.shape[1:]) for array in arrays]
     array = np.concatenate(rows, axis=1).reshape(-1, *arrays[0].shape[1:])
     return (array.T if layout.transposed else array).copy()
+
+
+def torch_axes(has_head_gate: bool) -> dict[str, str]:
+    return TORCH_AXES | (layouts.TORCH_HEAD_GATE if has_head_gate else {})
+
+
+def flax_axes(has_head_gate: bool, norms_of_all_heads: Collection[str]) -> dict[str, str]:
+    norms = {path: axes for path, axes in layouts.NORMS_OF_ALL_HEADS.items() if path in norms_of_all_heads}
+    return layouts.FLAX_AXES | layouts.OTHER_AXES | norms | (layouts.HEAD_GATE if has_head_gate else {})
 
 
 def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
@@ -95,3 +105,24 @@ def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
         if len({sizes[c] for c in letters}) > 1 and (letters == layout.equal or layout.is_stacked):
             return f"its {reason}, but got {', '.join(f'{SIZES[c]} {sizes[c]}' for c in letters)}"
     return ""
+
+
+def fill_with_zeros(arrays: Arrays) -> Arrays:
+    """Adds biases of zeros to projections without one, if any projection has a bias."""
+    if not any(path.endswith("/bias") for path in arrays):
+        return arrays
+    kernels = {name: arrays[f"{name}/kernel"] for name in (*ALL, "gate") if f"{name}/kernel" in arrays}
+    shapes = {name: kernel.shape[-1:] if name == "out" else kernel.shape[1:] for name, kernel in kernels.items()}
+    return {f"{name}/bias": np.zeros(shapes[name], kernel.dtype) for name, kernel in kernels.items()} | arrays
+
+
+def drop_zeros(layout: Layout, arrays: Arrays) -> Arrays:
+    """Leaves out biases that are zero, if models of this layout may lack them; else returns all arrays."""
+    biased = {name for name in ALL if f"{name}/bias" in arrays}
+    for choice in layout.biased:
+        dropped = {f"{name}/bias" for name in biased - {*choice}}
+        if not layout.gate_bias or (layout.gate_bias == "elementwise" and "query/bias" in dropped):
+            dropped |= {"gate/bias"} & {*arrays}
+        if biased.issuperset(choice) and not any(arrays[path].any() for path in dropped):
+            return {path: array for path, array in arrays.items() if path not in dropped}
+    return dict(arrays)

@@ -1,31 +1,17 @@
 """`from_torch` and `to_torch`: convert attention weights from PyTorch to Flax's parameters and back, in numpy."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from flax import nnx, traverse_util
 
 from flax_mha._src.core.validation import is_int
+from flax_mha.convert import shapes
 from flax_mha.convert.hf_config.families import FAMILIES, Family
 from flax_mha.convert.latent import is_latent, latent_to_torch, read_latent
-from flax_mha.convert.layouts import (
-    ALL,
-    FLAX_AXES,
-    HEAD_GATE,
-    KERNELS,
-    LATENT,
-    LAYOUTS,
-    MODEL_TYPE,
-    NORMS,
-    NORMS_OF_ALL_HEADS,
-    OTHER_AXES,
-    TORCH_AXES,
-    TORCH_HEAD_GATE,
-    Layout,
-    LayoutName,
-)
-from flax_mha.convert.shapes import Arrays, cut, find_sizes, head_sizes, join, misfit
+from flax_mha.convert.layouts import KERNELS, LATENT, LAYOUTS, MODEL_TYPE, NORMS, OTHER_AXES, TORCH_AXES, LayoutName
+from flax_mha.convert.shapes import Arrays
 from flax_mha.convert.state_dict import attention_entries, leaves_of, recognize, to_numpy
 
 
@@ -86,7 +72,7 @@ def from_torch(
             "returns; call from_hf."
         )
     fills = fill_biases and layout != LATENT
-    return traverse_util.unflatten_dict(fill_with_zeros(arrays) if fills else arrays, sep="/")
+    return traverse_util.unflatten_dict(shapes.fill_with_zeros(arrays) if fills else arrays, sep="/")
 
 
 def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float | None = None) -> Arrays:
@@ -121,8 +107,8 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
         return latent_to_torch(params, family_of(params["kv_b_proj"]["kernel"]).scaled_latents)
     given = _flatten(params)
     two_axes = {path for path, array in given.items() if array.ndim == 2}
-    axes = TORCH_AXES | (TORCH_HEAD_GATE if "gate/kernel" in two_axes else {})
-    sizes = find_sizes(given, _flax_axes("gate/kernel" in two_axes, two_axes))
+    axes = shapes.torch_axes("gate/kernel" in two_axes)
+    sizes = shapes.find_sizes(given, shapes.flax_axes("gate/kernel" in two_axes, two_axes))
     sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
     sizes |= {"C": sizes["N"] * sizes["U"], "W": sizes["K"] * sizes["U"]}
     family = family_of(params["query"]["kernel"])
@@ -130,9 +116,11 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
         raise ValueError("params must not come from Dory, because its factors are squared, so their signs are lost.")
     if family.norm_scale == "none":
         given = {path: array for path, array in given.items() if path not in NORMS}
-    arrays = _drop_zeros(LAYOUTS[layout], given)
-    if reason := misfit(LAYOUTS[layout], arrays, sizes):
-        fit = [name for name, other in LAYOUTS.items() if not misfit(other, _drop_zeros(other, given), sizes)]
+    arrays = shapes.drop_zeros(LAYOUTS[layout], given)
+    if reason := shapes.misfit(LAYOUTS[layout], arrays, sizes):
+        fit = [
+            name for name, other in LAYOUTS.items() if not shapes.misfit(other, shapes.drop_zeros(other, given), sizes)
+        ]
         raise ValueError(
             f"layout {layout!r} does not fit params: {reason}; layouts that fit: {', '.join(fit) or 'none'}"
         )
@@ -141,12 +129,7 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     if LAYOUTS[layout].gate_bias == "head" and "gate/bias" in arrays:
         arrays["gate/bias"] = _one_per_head(arrays["gate/bias"].reshape(sizes["N"], -1), layout)
     stacks = LAYOUTS[layout].stacks.items()
-    return {key: join(LAYOUTS[layout], paths, arrays, sizes) for key, paths in stacks if paths[0] in arrays}
-
-
-def _flax_axes(has_head_gate: bool, norms_of_all_heads: Collection[str]) -> dict[str, str]:
-    norms = {path: letters for path, letters in NORMS_OF_ALL_HEADS.items() if path in norms_of_all_heads}
-    return FLAX_AXES | OTHER_AXES | norms | (HEAD_GATE if has_head_gate else {})
+    return {key: shapes.join(LAYOUTS[layout], paths, arrays, sizes) for key, paths in stacks if paths[0] in arrays}
 
 
 def _to_pytorch(
@@ -192,7 +175,7 @@ def read(
     for key, paths in layout.stacks.items():
         if key in entries:
             array = np.atleast_1d(to_numpy(prefix + key, entries[key]))
-            arrays |= zip(paths, cut(layout, key, array, num_heads, num_kv_heads), strict=True)
+            arrays |= zip(paths, shapes.cut(layout, key, array, num_heads, num_kv_heads), strict=True)
     queries, out = len(arrays["query/kernel"]), arrays["out/kernel"]
     if layout.is_stacked and out.ndim == 2 and queries != out.shape[1]:
         raise ValueError(
@@ -204,16 +187,16 @@ def read(
     has_head_gate = len(gate) == num_heads != out.shape[-1]
     if not has_head_gate and layout.gate_bias == "head" and "gate/bias" in arrays:
         arrays["gate/bias"] = np.repeat(arrays["gate/bias"], len(gate) // num_heads)
-    axes = TORCH_AXES | (TORCH_HEAD_GATE if has_head_gate else {})
-    sizes = find_sizes({path: arrays[path] for path in axes if path in arrays}, axes)
-    if reason := misfit(layout, arrays, sizes):
+    axes = shapes.torch_axes(has_head_gate)
+    sizes = shapes.find_sizes({path: arrays[path] for path in axes if path in arrays}, axes)
+    if reason := shapes.misfit(layout, arrays, sizes):
         raise ValueError(
             f"state_dict has the keys of layout {name!r}, but {reason}; check that it is complete and unmodified."
         )
     of_indexer = {path: x for path, x in arrays.items() if path.startswith("indexer/")}
-    sizes |= head_sizes(sizes, num_heads, num_kv_heads) | find_sizes(of_indexer, OTHER_AXES)
+    sizes |= shapes.head_sizes(sizes, num_heads, num_kv_heads) | shapes.find_sizes(of_indexer, OTHER_AXES)
     is_wide = np.size(arrays.get(NORMS[0], ())) == sizes["A"] != sizes["H"]  # a weight for each feature of all heads
-    axes = _flax_axes(has_head_gate, NORMS if is_wide else ())
+    axes = shapes.flax_axes(has_head_gate, NORMS if is_wide else ())
     return name, {path: _to_flax(path, array, axes[path], sizes, qk_norm_offset) for path, array in arrays.items()}
 
 
@@ -228,27 +211,6 @@ def _to_flax(path: str, array: np.ndarray, axes: str, sizes: Mapping[str, int], 
         wide = np.promote_types(array.dtype, np.float32)
         array = array.astype(wide) + wide.type(offset)
     return (array if path in OTHER_AXES else array.T).reshape(shape).copy()
-
-
-def fill_with_zeros(arrays: Arrays) -> Arrays:
-    """Adds biases of zeros to projections without one, if any projection has a bias."""
-    if not any(path.endswith("/bias") for path in arrays):
-        return arrays
-    kernels = {name: arrays[f"{name}/kernel"] for name in (*ALL, "gate") if f"{name}/kernel" in arrays}
-    shapes = {name: kernel.shape[-1:] if name == "out" else kernel.shape[1:] for name, kernel in kernels.items()}
-    return {f"{name}/bias": np.zeros(shapes[name], kernel.dtype) for name, kernel in kernels.items()} | arrays
-
-
-def _drop_zeros(layout: Layout, arrays: Arrays) -> Arrays:
-    """Leaves out biases that are zero, if models of this layout may lack them; else returns all arrays."""
-    biased = {name for name in ALL if f"{name}/bias" in arrays}
-    for choice in layout.biased:
-        dropped = {f"{name}/bias" for name in biased - {*choice}}
-        if not layout.gate_bias or (layout.gate_bias == "elementwise" and "query/bias" in dropped):
-            dropped |= {"gate/bias"} & {*arrays}
-        if biased.issuperset(choice) and not any(arrays[path].any() for path in dropped):
-            return {path: array for path, array in arrays.items() if path not in dropped}
-    return dict(arrays)
 
 
 def _flatten(params: Any) -> Arrays:
