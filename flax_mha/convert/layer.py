@@ -15,7 +15,7 @@ from flax_mha.convert.config import attention_with, describe
 from flax_mha.convert.hf_config.config import read_config
 from flax_mha.convert.hf_config.families import Family
 from flax_mha.convert.hf_config.layers import Values
-from flax_mha.convert.layers import CHANGES, BlockSparseAttention
+from flax_mha.convert.layers import CHANGES
 from flax_mha.convert.load import load_torch
 from flax_mha.convert.state_dict import T5_TABLE, layer_prefix, to_numpy, with_shared
 from flax_mha.recipes import t5_bias
@@ -85,9 +85,7 @@ def from_hf(
     options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "decode": decode}
     options |= {"implementation": implementation, "head_axis": head_axis, "kernel_init": nnx.initializers.zeros_init()}
     options["attention_fn"] = _attention_fn(family, family.keys | values, described, state_dict, is_decoder)
-    is_sparse = values.get("model_type") == "qwen4_exp_text"
-    kind: Any = BlockSparseAttention if is_sparse else flax_mha.nnx.MultiHeadAttention
-    kind = flax_mha.nnx.MultiHeadLatentAttention if family.latent else kind
+    kind: Any = flax_mha.nnx.MultiHeadLatentAttention if family.latent else flax_mha.nnx.MultiHeadAttention
     module = kind(**described | options, rngs=nnx.Rngs(0))
     if change := CHANGES.get(values.get("model_type", "")):
         change(module, family.keys | values, layer)
@@ -108,8 +106,7 @@ def _attention_fn(
             "config must use causal attention if it sets a window, because sliding windows must be one-sided."
         )
     preset: dict[str, Any] = {"is_causal": True} if causal else {}
-    if "attention_fn" in described:
-        preset |= described["attention_fn"].keywords
+    preset |= described["attention_fn"].keywords if "attention_fn" in described else {}
     for key in state_dict:
         if key.endswith(T5_TABLE) and ("decoder" in key) == is_decoder:
             length = values.get("relative_attention_max_distance", 128)

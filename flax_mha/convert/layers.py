@@ -237,7 +237,7 @@ class BlockSparseAttention(flax_mha.nnx.MultiHeadAttention):
 
 
 def add_block_indexer(module: Any, values: dict[str, Any], layer: int) -> None:
-    """Gives a new `BlockSparseAttention` its indexer."""
+    """Turns a new `MultiHeadAttention` into a `BlockSparseAttention`."""
     if module.head_axis is not None:
         raise ValueError(
             f"head_axis must be None for Qwen4-Exp, whose index keys have one head, but got {module.head_axis!r}."
@@ -252,6 +252,7 @@ def add_block_indexer(module: Any, values: dict[str, Any], layer: int) -> None:
     if rope is not None:  # positions of text have one coordinate
         fraction = rope.fraction * module.head_dim / sizes[1]
         rope = dataclasses.replace(rope, fraction=fraction, sections=None, section_layout="contiguous")
+    module.__class__ = BlockSparseAttention
     module.indexer = BlockIndexer(module, rope, *sizes)
     module.cached_index_key = module.cached_index_scale = nnx.data(None)
 

@@ -225,12 +225,7 @@ def unrotated_slide(values: Values, layer: int) -> str:
 
 def indices(key: str) -> LayerType:
     """Returns a rule: `FULL` for layers listed under `key`, else "no attention"; without the list, always `FULL`."""
-
-    def layer_type(values: Values, layer: int) -> str:
-        found = values.get(key)
-        return FULL if found is None or layer in found else "no attention"
-
-    return layer_type
+    return lambda values, layer: FULL if values.get(key) is None or layer in values[key] else "no attention"
 
 
 @listed
