@@ -225,11 +225,11 @@ class LoadedTile(NamedTuple):
 
 
 def load_tile(
-    plan: KernelPlan, inputs: Inputs, rows: Sequence[Any], place: tuple[Any, Any], transposed: bool, masked: bool
+    plan: KernelPlan, inputs: Inputs, rows: list[Array], place: tuple[Any, Any], transposed: bool, masked: bool
 ) -> LoadedTile:
     """Loads the tile of one step from its blocks, `inputs`; `place` is the tile's row and column, counted in tiles.
 
-    `rows` refers to the arrays with an entry for each row if an earlier step loaded them; else it is empty. If
+    `rows` holds the arrays with an entry for each row if an earlier step loaded them; else it is empty. If
     `transposed`, queries are along columns. If not `masked`, the tile is full, and needs no mask.
     """
     tiling, head = plan.tiling, inputs.head
@@ -239,9 +239,8 @@ def load_tile(
         make_tile, shape, columns = TransposedTile, shape[::-1], (head.query, inputs.d_output)
     first = place[0] * tiling.height, place[1] * tiling.width
     tile = make_tile(*first, shape, head.rule.offsets.values, tiling.inside)
-    kept = [ref[...] for ref in rows]
-    lse, delta = (repeat_lanes(x, shape[1]) for x in kept[2:]) if len(kept) == 4 else (inputs.lse, inputs.delta)
-    kept = kept or [plan.to_rows(x) for x in inputs.of_rows(transposed)[:2]]
+    lse, delta = (repeat_lanes(x, shape[1]) for x in rows[2:]) if len(rows) == 4 else (inputs.lse, inputs.delta)
+    rows = rows or [plan.to_rows(x) for x in inputs.of_rows(transposed)[:2]]
     bias = None if head.inputs.bias is None else jnp.atleast_2d(head.inputs.bias.astype(jnp.float32))
     function: Any = head.rule.score_mod
     values: Any = head.inputs.captured
@@ -251,7 +250,7 @@ def load_tile(
         pairs = zip(values, plan.learned or [False] * len(values), strict=True)
         learned = [jnp.broadcast_to(x, shape) if is_learned else None for x, is_learned in pairs]
     rule: Any = dataclasses.replace(head.rule, mask=head.rule.mask if masked else None, constants=values)
-    return LoadedTile(plan, head, kept, columns, lse, delta, tile, rule, ScoreInputs(bias, None, learned), entries)
+    return LoadedTile(plan, head, rows, columns, lse, delta, tile, rule, ScoreInputs(bias, None, learned), entries)
 
 
 def repeat_lanes(columns: Array, width: int) -> Array:

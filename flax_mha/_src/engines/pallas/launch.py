@@ -217,8 +217,7 @@ def _run(kernel: Kernel, inputs: Inputs, axes: Sequence[str], grid: StepGrid, pl
     (arrays, structure), rank = jax.tree.flatten(inputs), len(grid.sizes)
 
     def run(action_ref: Any, tile_ref: Any, refs: Refs, results: Refs, rows: Refs, sums: Refs) -> None:
-        indices = [pl.program_id(axis) for axis in range(rank + 1)]
-        action, head, row, column = grid.place(*indices, action_ref, tile_ref)
+        action, head, row, column = grid.place(*map(pl.program_id, range(rank + 1)), action_ref, tile_ref)
 
         def load() -> Inputs:
             blocks = []
@@ -228,9 +227,10 @@ def _run(kernel: Kernel, inputs: Inputs, axes: Sequence[str], grid: StepGrid, pl
             return jax.tree.unflatten(structure, blocks)
 
         def add(masked: bool) -> None:
-            kernel.add(load_tile(plan, load(), rows, (row, column), kernel.transposed, masked), results, sums)
+            kept = [ref[...] for ref in rows]
+            kernel.add(load_tile(plan, load(), kept, (row, column), kernel.transposed, masked), results, sums)
 
-        @pl.when(indices[-1] == 0)
+        @pl.when(pl.program_id(rank) == 0)
         def _begin_list() -> None:
             for ref, (names, _) in zip(results, kernel.results, strict=True):
                 if names == "L":  # added to in every step
