@@ -7,18 +7,7 @@ Transformers.
 from typing import Any, Literal, NamedTuple
 
 from flax_mha.convert.hf_config import defaults, layers
-from flax_mha.convert.hf_config.layers import (
-    FULL,
-    LayerType,
-    Rotates,
-    Values,
-    cycle,
-    first_of,
-    full,
-    last_of,
-    listed,
-    sliding,
-)
+from flax_mha.convert.hf_config.layers import FULL, cycle, first_of, full, last_of, listed, sliding
 
 
 class Family(NamedTuple):
@@ -29,7 +18,7 @@ class Family(NamedTuple):
     contain `rope_theta`.
     """
 
-    keys: Values
+    keys: layers.Values
     bias: str | bool = False  # whether projections have biases; or config keys, any of which adds them
     norm: str | Literal[False] = False  # the `normalize_qk` of the module
     norm_key: str = ""  # the config key that switches the norms on; empty if they are always on
@@ -51,13 +40,13 @@ class Family(NamedTuple):
     borrows_kv: bool = False  # all layers use keys and values of another model
     position_scale: bool = False  # queries that are not rotated grow by their position (Beam)
     alibi: bool = False
-    layer_type: LayerType = full
-    rotates: Rotates = layers.all_rotate
+    layer_type: layers.LayerType = full
+    rotates: layers.Rotates = layers.all_rotate
     causal: str | bool | None = True  # or the config key of this boolean; None: causal only in decoders
     refused: str = ""  # why `describe` refuses the family; `RoPE.from_config` still reads its keys
 
 
-def like(family: Family, keys: Values, **fields: Any) -> Family:
+def like(family: Family, keys: layers.Values, **fields: Any) -> Family:
     """Returns a copy of a family with these keys added or their defaults replaced, and with these fields replaced."""
     return family._replace(keys=family.keys | keys, **fields)
 
@@ -79,7 +68,7 @@ QWEN_3_VL = like(LLAMA, {"rope_theta": 5e5, "mrope_section": (24, 20, 20), "mrop
 OLMO_2 = like(LLAMA, {"rms_norm_eps": 1e-5}, norm="rms_norm_all_heads")
 EXAONE_4 = Family(defaults.EXAONE, norm=RMS, layer_type=last_of(4), rotates=layers.sliding_or_all_rotate)
 GRANITE = like(LLAMA, {"attention_multiplier": 1.0})
-SWA: Values = {"sliding_window": 128, "layer_rope_theta": None}
+SWA: layers.Values = {"sliding_window": 128, "layer_rope_theta": None}
 GRANITE_SWA = like(GRANITE, SWA, sinks=True, layer_type=first_of(4), rotates=layers.with_theta_rotate)
 LATENT = Family(defaults.LATENTS | {"rope_interleave": True}, "attention_bias", latent=True)
 DEEPSEEK_2 = Family(defaults.LATENTS | {"rope_pairs": True}, "attention_bias", latent=True)

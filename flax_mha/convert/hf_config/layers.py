@@ -20,9 +20,9 @@ NAMES |= {"indexed_attention": FULL}
 
 def entry(values: Values, key: str, layer: int) -> Any:
     """Returns entry `layer` of the list `values[key]`; raises a ValueError if there is none."""
-    found = values[key]
-    if not isinstance(found, list | tuple) or layer >= len(found):
-        raise ValueError(f"{key} must be a list with an entry for layer {layer}, but got {found!r}.")
+    found = values[key] or ()
+    if layer >= len(found):
+        raise ValueError(f"{key} must be a list with an entry for layer {layer}, but got {values[key]!r}.")
     return found[layer]
 
 
@@ -194,7 +194,7 @@ def own_indexer(values: Values, layer: int) -> str:
     """Returns `FULL` for layers with their own indexer (GLM 5); other layers use the choice of an earlier layer."""
     kinds = "indexer_types" if values.get("indexer_types") else "index_topk_pattern"
     if values.get(kinds):
-        shares = entry(values | {kinds: list(values[kinds])}, kinds, layer) not in ("full", "F")
+        shares = entry(values, kinds, layer) not in ("full", "F")
     else:
         first, freq = values["index_skip_topk_offset"] - 1, values["index_topk_freq"]
         shares = max(layer - first, 0) % freq > 0
