@@ -1,4 +1,4 @@
-"""Marks of the core, the tests that plain `pytest` runs, and fewer cases than all combinations."""
+"""Marks of the core, the tests that plain `pytest` runs, and cases that are fewer than all combinations."""
 
 import itertools
 
@@ -10,8 +10,13 @@ def named(text):
     return [" ".join(name.split()) for name in text.split(";")]
 
 
+def core(*values):
+    """A case in the core."""
+    return pytest.param(*values, marks=pytest.mark.core)
+
+
 def with_core(cases, *core):
-    """Cases as the parameters of a test; those that are named again are the core."""
+    """Cases as the parameters of a test; the others are those of the core."""
     cases = list(cases)
     unknown = [case for case in core if case not in cases]
     assert not unknown, f"the core must be cases of the test, but got {unknown}"
@@ -19,12 +24,12 @@ def with_core(cases, *core):
 
 
 def with_core_tuples(cases, *core):
-    """As `with_core`, for a test of several parameters, whose cases are tuples."""
+    """`with_core` for a test of several parameters, whose cases are tuples."""
     return [pytest.param(*param.values[0], marks=param.marks) for param in with_core(map(tuple, cases), *core)]
 
 
 def pairwise(*axes):
-    """Tuples of one value of each axis, few, among which any two values of two axes meet."""
+    """A few tuples of one value of each axis that contain every pair of values of two axes."""
     cases = list(itertools.product(*map(range, map(len, axes))))
     pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
     unmet, chosen = set().union(*pairs.values()), []

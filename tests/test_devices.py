@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import core
 
 FOLDER = Path(__file__).parent / "devices"
 
 
-@pytest.mark.parametrize("marked", [pytest.param("core", marks=pytest.mark.core), "not core"])
+@pytest.mark.parametrize("marked", [core("core"), "not core"])
 def test_on_eight_devices(marked, pytestconfig):
     cases = pytestconfig.getoption("cases")
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", marked, str(FOLDER)]

@@ -1,4 +1,4 @@
-"""What the tests on meshes share."""
+"""Helpers of the tests on meshes."""
 
 import contextlib
 
@@ -25,11 +25,11 @@ def put(x, mesh, *axes):
 
 
 def context(mesh, kind):
-    """The mesh is set where `kind` says so."""
+    """The mesh is set if `kind` says so."""
     return jax.set_mesh(mesh) if "set_mesh" in kind else contextlib.nullcontext()
 
 
-def compare(got, expected):
-    """Up to the order of sums, which parts of another size change."""
-    for answer, value in zip(jax.tree.leaves(got), jax.tree.leaves(jax.device_get(expected)), strict=True):
-        np.testing.assert_allclose(jax.device_get(answer), value, rtol=0, atol=1e-5 * np.abs(value).max())
+def gradients(function, *arguments):
+    """What it returns, and the gradients of all arguments."""
+    output, pull = jax.vjp(function, *arguments)
+    return output, pull(jnp.cos(output))

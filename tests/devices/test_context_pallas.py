@@ -11,7 +11,7 @@ import pytest
 from cases import compiled_for, forget_programs, interpret
 from contexts import QKV, compare, errors, mesh_of, moved, on_devices, on_one_device
 from jax import lax
-from marks import with_core_tuples
+from marks import core
 from meshes import floats
 from test_derivatives import hessian_product
 
@@ -42,18 +42,15 @@ def parallel(devices, strategy="ring", layout="contiguous"):
 
 @pytest.mark.parametrize(
     ("strategy", "layout", "devices", "case"),
-    with_core_tuples(
-        [
-            ("ring", "contiguous", 2, "long"),
-            ("ring", "zigzag", 2, "everything"),
-            ("ring", "contiguous", 8, "windows"),
-            ("ulysses", "zigzag", 2, "long"),
-        ],
-        ("ring", "contiguous", 2, "long"),
-    ),
+    [
+        core("ring", "contiguous", 2, "long"),
+        ("ring", "zigzag", 2, "everything"),
+        ("ring", "contiguous", 8, "windows"),
+        ("ulysses", "zigzag", 2, "long"),
+    ],
 )
 def test_as_on_one_device(strategy, layout, devices, case, interpreted):
-    """Output and gradients, of parts of several tiles, of parts that see nothing, and of all arguments."""
+    """Output and gradients of parts of several tiles, of masked parts, and with all arguments."""
     attention_fn = parallel(devices, strategy, layout)
     program, results = on_devices(attention_fn, case, layout, mesh_of(context=devices))
     compare(results, on_one_device(case))
@@ -62,7 +59,7 @@ def test_as_on_one_device(strategy, layout, devices, case, interpreted):
 
 
 def test_derivatives_of_every_order(interpreted):
-    """Of hops by kernels, which have gradients alone."""
+    """The kernels themselves only have gradients."""
     parallel_ring, mesh = parallel(2, "ring", "zigzag"), mesh_of(context=2)
     contexts.compare_derivatives(hessian_product, parallel_ring, "plain", "zigzag", mesh, np.float32)
 
@@ -71,7 +68,8 @@ def test_not_finite(interpreted):
     x = {name: floats(i, 2, 16, 2, 8) for i, name in enumerate(QKV)}
     x |= {"key": x["key"].at[1, 3].set(np.nan), "value": x["value"].at[1, 15].set(np.inf)}
     dense = functools.partial(flax_mha.attention_fn, implementation="xla")
-    output = contexts.compare_not_finite(dense, parallel(4), x, jnp.float32([0.5, -jnp.inf]), lengths=[0, 14], window=2)
+    sinks = [jnp.float32([0.5, -jnp.inf])]
+    [output] = contexts.compare_not_finite(dense, parallel(4), x, sinks, lengths=[0, 14], window=2)
     assert np.isnan(output[1, 1:6]).all()
     assert np.isfinite(output).sum() == 11 * 16 + 16 * 16
 
@@ -106,7 +104,7 @@ def test_a_tpu_gets_the_kernels():
 @pytest.mark.core
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "allgather"])
 def test_it_is_never_chosen(strategy):
-    """It would run, and does if it is named."""
+    """It runs only if it is named."""
     explanations, context = [], parallel(4, strategy).func.context
 
     def explain(x):
@@ -137,7 +135,7 @@ REFUSED = {
 @pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(name, monkeypatch):
-    """By the call and by its explanation alike; "blockwise" takes all of it."""
+    """By the call and by its explanation; "blockwise" accepts all of these."""
     array, arguments, reason = REFUSED[name]
     compiled_for(monkeypatch, "cpu" if name == "off TPUs" else "tpu")
     sizes = {"batch": 1, "length": 256, "dtype": jnp.float32} | array

@@ -3,12 +3,13 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import close
 from flax import linen as nn
 from flax import nnx
-from meshes import compare, mesh_of, put
+from marks import core
+from meshes import gradients, mesh_of, put
 from test_tensor_parallel import FEATURES, N, inputs
 
 import flax_mha
@@ -23,11 +24,6 @@ def nnx_layer(**options):
     return flax_mha.MultiHeadLatentAttention(N, FEATURES, rngs=nnx.Rngs(0), **SIZES | options)
 
 
-def gradients(apply, params, x):
-    output, pull = jax.vjp(apply, params, x)
-    return output, pull(jnp.cos(output))
-
-
 @functools.cache
 def gradients_on_one_device(length):
     graph, state = nnx.split(nnx_layer(decode=False))
@@ -35,7 +31,7 @@ def gradients_on_one_device(length):
     return jax.device_get(apply(state, inputs(length)))
 
 
-@pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.core)])
+@pytest.mark.parametrize("kind", ["auto", core("explicit")])
 def test_heads(kind):
     """Training; decoding, whose cache every device has for its batch entries."""
     mesh, x, expected = mesh_of(kind), inputs(29), gradients_on_one_device(29)
@@ -45,13 +41,13 @@ def test_heads(kind):
         graph, state = nnx.split(split)
         x = put(x, mesh, "data")
         found = jax.jit(functools.partial(gradients, lambda s, x: nnx.merge(graph, s)(x, is_causal=True)))(state, x)
-        compare(found, expected)
+        close(found, expected)
         if kind == "explicit":
-            compare(of_linen(split, x), expected[0])
+            close(of_linen(split, x), expected[0])
         split.init_cache((4, 40, FEATURES), per_row=True, sharding=jax.P("data", None, None, None))
         step = nnx.jit(lambda module, x: module(x, decode=True))
         outputs = [jax.device_get(step(split, x[:, i:j])) for i, j in ((0, 14), (14, 28), (28, 29))]
-    compare(np.concatenate(outputs, 1), expected[0])
+    close(np.concatenate(outputs, 1), expected[0])
     assert not any(split.cached_key[...].sharding.spec[1:])
 
 
@@ -62,11 +58,11 @@ def test_an_indexer(kind):
     expected = jax.device_get(RUN(nnx_layer(**options), x))
     with jax.set_mesh(mesh):
         split, x = nnx_layer(**options, head_axis="model"), put(x, mesh, "data")
-        compare(RUN(split, x), expected)
+        close(RUN(split, x), expected)
         split.init_cache((4, 40, FEATURES), sharding=jax.P("data", None, None, None))
         step = nnx.jit(lambda module, x: module(x, decode=True))
         outputs = [jax.device_get(step(split, x[:, i:j])) for i, j in ((0, 28), (28, 29))]
-    compare(np.concatenate(outputs, 1), expected)
+    close(np.concatenate(outputs, 1), expected)
 
 
 def of_linen(module, x):
@@ -86,12 +82,12 @@ def output_on_one_device():
     return jax.device_get(RUN(nnx_layer(decode=False), inputs()))
 
 
-@pytest.mark.parametrize("strategy", ["ring", pytest.param("ulysses", marks=pytest.mark.core), "allgather"])
+@pytest.mark.parametrize("strategy", ["ring", core("ulysses"), "allgather"])
 def test_sequences(strategy):
     mesh, x = mesh_of("auto", (4, 2)), inputs()
     attention_fn = flax_mha.context_parallel("data", strategy, mesh=mesh)
     split = nnx_layer(decode=False, attention_fn=attention_fn)
-    compare(RUN(split, put(x, mesh, None, "data")), output_on_one_device())
+    close(RUN(split, put(x, mesh, None, "data")), output_on_one_device())
     split.init_cache((4, 40, FEATURES))
     with pytest.raises(ValueError, match="decode must be False with context_parallel"):
         split(x, decode=True)

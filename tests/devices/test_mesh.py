@@ -1,4 +1,4 @@
-"""What works on one device works on a mesh, split over batch, heads or both, wherever the split can be known from."""
+"""Calls on a mesh that splits batch, heads or both, known in any of several ways, equal those on one device."""
 
 import functools
 import re
@@ -8,10 +8,10 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import compiled_for, kernels_in
+from cases import close, compiled_for, kernels_in
 from jax.sharding import AxisType
 from marks import with_core_tuples
-from meshes import compare, context, floats, mesh_of, put
+from meshes import context, floats, gradients, mesh_of, put
 
 from flax_mha import dot_product_attention, explain_implementation
 from flax_mha.cached_attention import cached_attention
@@ -25,7 +25,7 @@ SIZES = {"dense": (40, N), "tiles, one key head": (96, 1)}
 
 
 def collectives(text):
-    """What moves floats between devices, but for sums of gradients."""
+    """The operations that move floats between devices, except sums of gradients."""
     moves = ("all-gather", "all-to-all", "collective-permute")
     return {name for name in moves if re.search(rf"= \(?f32\S* {name}(-start)?\(", text)}
 
@@ -37,7 +37,7 @@ def arrays(length, num_kv_heads):
 
 
 def attend(x, sharding=None, implementation=None):
-    """All that depends on batch entry, head and position; dropout is not divided by the layout."""
+    """All arguments that depend on batch entry, head and position, and dropout."""
 
     def alibi(score, b, h, q_idx, kv_idx):
         return score + x["slopes"][h] * (kv_idx - q_idx).astype(jnp.float32) * 0.01 * (b + 1).astype(jnp.float32)
@@ -50,8 +50,7 @@ def attend(x, sharding=None, implementation=None):
 
 def with_gradients(x, sharding=None, implementation=None):
     trainable = {name: x[name] for name in ("query", "key", "value", "slopes")}
-    output, pull = jax.vjp(lambda arrays: attend(x | arrays, sharding, implementation), trainable)
-    return output, pull(jnp.cos(output))
+    return gradients(lambda arrays: attend(x | arrays, sharding, implementation), trainable)
 
 
 @functools.cache
@@ -87,7 +86,7 @@ def test_any_mesh(computed, split, kind, small_tiles):
     run = functools.partial(with_gradients, sharding=sharding, implementation=implementation)
     with context(mesh, kind):
         program = jax.jit(run).lower(x).compile()
-        compare(program(x), on_one_device(length, num_kv_heads))
+        close(program(x), on_one_device(length, num_kv_heads))
     assert not collectives(program.as_text())
 
 
@@ -115,23 +114,23 @@ def test_derivatives_of_every_order(small_tiles):
         split = [put(x, mesh, "data") for x in whole]
         mapped = jax.shard_map(products_and_tangents, mesh=mesh, in_specs=spec, out_specs=spec)
         program = jax.jit(mapped if kind == "shard_map" else products_and_tangents).lower(*split).compile()
-        compare(program(*split), expected)
+        close(program(*split), expected)
         assert not collectives(program.as_text())
 
 
 @pytest.mark.core
 def test_arrays_outside_jit():
-    """Their placement is known, also if that is a part of them alone."""
+    """Their sharding is known, even if only some axes are split."""
     x = arrays(40, 1)
     for sizes, axes in SPLITS.values():
         mesh = mesh_of("auto", sizes)
         split = placed(x, mesh, axes, 1)
-        compare(attend(split), on_one_device(40, 1)[0])
+        close(attend(split), on_one_device(40, 1)[0])
         assert attend(split).sharding.is_equivalent_to(split["query"].sharding, 4)
 
 
 def test_few_queries_of_many_keys():
-    """Which one device reads in place."""
+    """One device reads these keys in place."""
     x = arrays(600, 2)
     x |= {"query": x["query"][:, :3]}
     expected = jax.jit(attend)(x)
@@ -139,7 +138,7 @@ def test_few_queries_of_many_keys():
         mesh = mesh_of(kind, (2, 2))
         split = placed(x, mesh, ("data", "model"), N)
         with context(mesh, kind):
-            compare(jax.jit(attend)(split), expected)
+            close(jax.jit(attend)(split), expected)
 
 
 @pytest.mark.core
@@ -147,11 +146,10 @@ def test_few_queries_of_many_keys():
     ("spec", "words"),
     [
         (jax.P("rows"), r"use mesh axis names, but got 'rows'; the mesh has \('data', 'model'\)"),
-        (jax.P(None, "data"), "split the same way, over batch axes and heads, but got .* from qkv_sharding"),
+        (jax.P(None, "data"), "must be split the same way, over batch axes and heads, but got .* from qkv_sharding"),
         (jax.P(None, None, None, "model"), "the head size .* cannot be split, but got .* from qkv_sharding"),
         (jax.P(("data", "model")), "the size of batch axis 0 must be a multiple of 8, the number of devices"),
         (jax.P(None, None, ("data", "model")), "the number of query heads must be a multiple of 8"),
-        ("data", "qkv_sharding must be a jax.P or a NamedSharding"),
     ],
 )
 def test_sharding_that_does_not_fit(spec, words):
@@ -168,14 +166,14 @@ def test_arrays_and_meshes_that_do_not_fit():
     x = arrays(40, N)
     with pytest.raises(ValueError, match="no mesh is set; use"):
         attend(x, jax.P("data"))
-    compare(attend(x, jax.P()), on_one_device(40, N)[0])
+    close(attend(x, jax.P()), on_one_device(40, N)[0])
     x = put(jnp.zeros((4, 8, 4, H)), mesh_of("explicit"), None, "data")
     with pytest.raises(ValueError, match="context_parallel to split sequences"):
         jax.jit(dot_product_attention)(x, x, x)
 
 
 def test_kernels_run_in_every_part(monkeypatch):
-    """A TPU is given one, three with the gradient, and none where nothing says how arrays are split."""
+    """One for a TPU, three with the gradient, and none if the split of the arrays is unknown."""
     compiled_for(monkeypatch, "tpu")
     x = jax.ShapeDtypeStruct((4, 256, N, 128), jnp.bfloat16)
     auto, explicit = mesh_of("auto"), mesh_of("explicit")
@@ -218,17 +216,17 @@ def test_explained(monkeypatch):
 
 
 def test_captured_arrays_that_are_split():
-    """Every device may ask for every entry; the fix that the error names gives the right answer and gradient."""
+    """Every device may need every entry; the fix that the error names gives the right output and gradient."""
     x, mesh = arrays(40, N), mesh_of("explicit")
     split = placed(x, mesh, ("data", "model"), N) | {"slopes": put(x["slopes"], mesh, "model")}
     if jax.__version_info__ < (0, 11):  # where jax does not look up entries of such arrays
         with pytest.raises(ValueError, match=r"capture jax\.reshard\(array, jax\.P\(\)\) instead of a sharded array"):
             jax.jit(attend)(split)
     else:
-        compare(jax.jit(with_gradients)(split), on_one_device(40, N))
+        close(jax.jit(with_gradients)(split), on_one_device(40, N))
     with jax.set_mesh(mesh):
         gathered = jax.jit(lambda x: with_gradients(x | {"slopes": jax.reshard(x["slopes"], jax.P())}))
-        compare(gathered(split), on_one_device(40, N))
+        close(gathered(split), on_one_device(40, N))
 
 
 def test_vmap_over_an_axis_that_is_split():
@@ -237,7 +235,7 @@ def test_vmap_over_an_axis_that_is_split():
     expected = causal(x, x, x)
     for axes in (("data", None, None, "model"), (None, "data", None, "model")):
         split = put(x, mesh, *axes)
-        compare(jax.jit(causal)(split, split, split), expected)
+        close(jax.jit(causal)(split, split, split), expected)
 
 
 @pytest.mark.parametrize("shared", ["nothing", "keys"])
@@ -253,7 +251,7 @@ def test_vmap_of_few_queries_over_an_axis_that_is_split(shared):
 
     split = [put(x, mesh, "data") if axis == 0 else x for x, axis in zip(x, axes, strict=True)]
     run = jax.jit(jax.vmap(call, axes))
-    compare(run(*split), run(*x))
+    close(run(*split), run(*x))
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(jnp.float32, "auto"), (jnp.bfloat16, "explicit")])
@@ -277,7 +275,7 @@ def test_steps_of_mapped_sequences_in_shard_map(dtype, kind):
     np.testing.assert_array_equal(got[1], expected[1])
     np.testing.assert_array_equal(got[2], expected[2])
     if dtype == jnp.float32:
-        compare(got[0], expected[0])
+        close(got[0], expected[0])
     else:  # a rounded weight, and a rounded output
         np.testing.assert_allclose(got[0].astype(jnp.float32), expected[0].astype(jnp.float32), rtol=0, atol=2**-7)
 
@@ -345,8 +343,7 @@ def test_inside_shard_map_with_its_default_arguments():
 
 @pytest.mark.parametrize("number", [1, 100])
 @pytest.mark.parametrize("per_row", [False, True])
-def test_where_arrays_may_be_split_no_bfloat16_cache_is_copied(per_row, number):
-    """Several devices, and nothing that says how the cache is split."""
+def test_a_bfloat16_cache_whose_split_is_unknown_is_not_copied(per_row, number):
     cache = jax.eval_shape(lambda: KVCache.create(B, 4096, 2, H, jnp.bfloat16, per_row=per_row))
     new = jax.ShapeDtypeStruct((B, number, 2, H), jnp.bfloat16)
     program = jax.jit(KVCache.update, donate_argnums=0).lower(cache, new, new).compile()

@@ -4,22 +4,21 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import close
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
-from marks import with_core_tuples
-from meshes import compare, context, floats, mesh_of, put
+from marks import core
+from meshes import context, floats, gradients, mesh_of, put
 
 import flax_mha
 from flax_mha import linen
 from flax_mha.rope import RoPE
 
 FEATURES, N = 16, 4
-# Where the mesh is known from is found out alike for both modules.
-OF_NNX = [(N, "explicit, set_mesh"), (1, "auto, set_mesh")]
+OF_NNX = [core(N, "explicit, set_mesh"), (1, "auto, set_mesh")]
 OF_LINEN = [(N, "explicit"), (1, "explicit, set_mesh")]
 RING = (10, 0)
 OPTIONS = {"rope": RoPE(), "normalize_qk": "rms_norm", "sinks": True, "gate": True, "dropout_rate": 0.1}
@@ -48,8 +47,7 @@ def of_nnx(graph, state, x):
     def attend(state):
         return nnx.merge(graph, state)(x, is_causal=True, deterministic=False, rngs=nnx.Rngs(dropout=1))
 
-    output, pull = jax.vjp(attend, state)
-    return output, pull(jnp.cos(output))
+    return gradients(attend, state)
 
 
 @functools.cache
@@ -68,8 +66,7 @@ def of_linen(layer, variables, x):
     def attend(variables):
         return layer.copy(deterministic=False).apply(variables, x, is_causal=True, rngs=rngs)
 
-    output, pull = jax.vjp(attend, variables)
-    return output, pull(jnp.cos(output))
+    return gradients(attend, variables)
 
 
 @functools.cache
@@ -81,16 +78,16 @@ def linen_on_one_device(num_kv_heads):
 
 
 def check(function, state, mesh, kind, expected):
-    """On the mesh the answer is the same, after one sum in the forward pass."""
+    """On the mesh the output is the same, after one sum in the forward pass."""
     x = put(inputs(), mesh, "data")
     with context(mesh, kind):
         forward = jax.jit(lambda state, x: function(state, x)[0]).lower(state, x).compile()
         answer = jax.jit(function)(state, x)
-    compare(answer, expected)
+    close(answer, expected)
     assert collectives(forward.as_text()) == {"all-reduce": 1}
 
 
-@pytest.mark.parametrize(("num_kv_heads", "kind"), with_core_tuples(OF_NNX, (N, "explicit, set_mesh")))
+@pytest.mark.parametrize(("num_kv_heads", "kind"), OF_NNX)
 def test_nnx(num_kv_heads, kind):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
@@ -109,7 +106,7 @@ def test_linen(num_kv_heads, kind):
     mesh, layer = mesh_of(kind), linen_layer(num_kv_heads, head_axis="model")
     with jax.set_mesh(mesh):
         boxed = jax.jit(layer.init)(jax.random.key(0), inputs())
-    compare(nn.unbox(boxed), variables)
+    close(nn.unbox(boxed), variables)
     specs = nn.get_partition_spec(boxed)
     assert specs["params"]["query"]["kernel"] == jax.P(None, "model", None)
     placed = jax.tree.map(lambda x, spec: put(x, mesh, *spec), variables, specs)
@@ -131,7 +128,7 @@ def test_what_is_done_with_each_head(num_kv_heads, kind):
     placed = jax.tree.map(lambda x, spec: put(x, mesh, *spec), variables, specs)
     with context(mesh, kind):
         answer = jax.jit(functools.partial(of_linen, layers[1]))(placed, put(inputs(), mesh, "data"))
-    compare(answer, jax.jit(functools.partial(of_linen, layers[0]))(variables, inputs()))
+    close(answer, jax.jit(functools.partial(of_linen, layers[0]))(variables, inputs()))
 
 
 @functools.cache
@@ -157,11 +154,11 @@ def test_a_logical_axis_over_several_mesh_axes(kind):
         answers = jax.jit(split.apply)(boxed, inputs()), nnx.jit(lambda x: layer(x, deterministic=True))(inputs())
     assert logical["params"]["query"]["kernel"] == jax.P(None, "heads", None)
     assert tuple(layer.query.kernel[...].sharding.spec) == (None, ("row", "column"), None)
-    compare((nn.unbox(boxed), *answers), (variables, *expected))
+    close((nn.unbox(boxed), *answers), (variables, *expected))
 
 
 @pytest.mark.core
-def test_without_a_mesh_there_is_metadata_alone():
+def test_without_a_mesh_there_is_only_metadata():
     layer = nnx_layer(N, head_axis="model")
     assert layer.query.kernel.get_metadata("out_sharding") == (None, "model", None)
     expected = nnx_layer(N)(inputs(), deterministic=True)
@@ -170,10 +167,7 @@ def test_without_a_mesh_there_is_metadata_alone():
         nnx_layer(N, head_axis="model", kernel_metadata={"out_sharding": ("model",), "eager_sharding": False})
 
 
-@pytest.mark.parametrize(
-    ("num_kv_heads", "kind", "window"),
-    with_core_tuples([(N, "explicit", RING), (1, "auto", None)], (N, "explicit", RING)),
-)
+@pytest.mark.parametrize(("num_kv_heads", "kind", "window"), [core(N, "explicit", RING), (1, "auto", None)])
 def test_decoding(num_kv_heads, kind, window):
     """The cache stays split as it was made: over batch and heads."""
     options = {"local_window_size": window, "decode": True, "dropout_rate": 0.0, "sinks": False}
@@ -196,7 +190,7 @@ def test_decoding(num_kv_heads, kind, window):
         for start, end in ((0, 40), (40, 41), (41, 81)):
             output, cache = step(cache, rest, x[:, start:end])
             outputs.append(jax.device_get(output))
-    compare(np.concatenate(outputs, 1), expected)
+    close(np.concatenate(outputs, 1), expected)
     key = cache["cached_key"][...]
     assert key.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), key.ndim)
 
