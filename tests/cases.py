@@ -1,8 +1,9 @@
-"""What many tests of the attention share; the table of cases is that of `flax_mha.conformance`."""
+"""What many tests of the attention share; the table of cases is in `flax_mha.conformance`."""
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 import sys
 
@@ -15,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from flax_mha import dot_product_attention
 from flax_mha._src import run
 from flax_mha._src.core import tracing
+from flax_mha._src.engines.xla import in_place as in_place  # on first use it would import a patched platform
 from flax_mha.conformance import reference
 from flax_mha.conformance.cases import CASES as CASES
 from flax_mha.conformance.cases import Case, N, S, T
@@ -197,6 +199,24 @@ def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual
     lengths = {"query_seq_lengths": query_lengths, "key_value_seq_lengths": key_lengths}
     more = {"implementation": "xla", "return_residual": residual}
     return jax.nn.dot_product_attention(query, key, value, bias, **static, **lengths, **more)
+
+
+def in_parts(step, x, sizes):
+    """The outputs of a step that is called with so many tokens of x, one call after another."""
+    ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return np.concatenate([step(x[:, i:j]) for i, j in ends], axis=1)
+
+
+def linen_step(layer, variables):
+    """A jitted call of a linen module, which puts the new cache into the variables."""
+    apply = jax.jit(functools.partial(layer.apply, mutable=["cache"]))
+
+    def step(*inputs, **arguments):
+        output, changed = apply(variables, *inputs, **arguments)
+        variables.update(changed)
+        return output
+
+    return step
 
 
 def refused(message, call, *arguments, error=ValueError, **keywords):

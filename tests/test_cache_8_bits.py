@@ -1,4 +1,4 @@
-"""Caches in 8 bits: what they hold, that attention reads it as it is, and what has to be refused."""
+"""Caches in 8 bits: the numbers that they hold, attention over these numbers, and refusals."""
 
 import functools
 import itertools
@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import refused
+from cases import in_parts, linen_step, refused
 from flax import nnx
-from marks import with_core_tuples
+from marks import core
 
 import flax_mha
 from flax_mha import dot_product_attention, linen
@@ -20,7 +20,8 @@ from flax_mha.cache.kv_cache import SPARE, KVCache
 from flax_mha.cached_attention import cached_attention
 
 B, N, K, H, S, WINDOW = 2, 4, 2, 16, 700, 5
-DTYPES = ("int8", "float8_e4m3fn")
+FLOAT8 = "float8_e4m3fn"
+DTYPES = ("int8", FLOAT8)
 rng = np.random.default_rng(0)
 
 
@@ -59,13 +60,9 @@ def test_bits_of_float8_are_its_numbers():
 
 @pytest.mark.parametrize(
     ("dtype", "kind"),
-    with_core_tuples(
-        [("int8", "one index"), ("float8_e4m3fn", "lengths"), ("float8_e4m3fn", "ring"), ("int8", "ring of latents")],
-        ("int8", "one index"),
-        ("float8_e4m3fn", "ring"),
-    ),
+    [core("int8", "one index"), (FLOAT8, "lengths"), core(FLOAT8, "ring"), ("int8", "ring of latents")],
 )
-def test_attention_over_a_cache_is_that_over_its_floats(dtype, kind):
+def test_attention_over_a_cache_equals_attention_over_its_floats(dtype, kind):
     """A prompt, a token, some or many, one; bytes; beams; tokens that are taken back."""
     window, lengths = (WINDOW if "ring" in kind else None), (np.array([20, 13]) if kind == "lengths" else None)
     value_size = 10 if "latents" in kind else None
@@ -148,14 +145,9 @@ def test_latents_beside_other_features_of_any_size(dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "place"),
-    with_core_tuples(
-        [("int8", "value"), ("float8_e4m3fn", "key"), ("int8", "other feature"), ("float8_e4m3fn", "latent")],
-        ("float8_e4m3fn", "key"),
-        ("int8", "other feature"),
-    ),
+    ("dtype", "place"), [("int8", "value"), core(FLOAT8, "key"), core("int8", "other feature"), (FLOAT8, "latent")]
 )
-def test_nan_reaches_what_sees_it_and_nothing_else(dtype, place):
+def test_nan_only_affects_queries_that_attend_to_it(dtype, place):
     key, value = tokens(600)[1:]
     (value if place == "value" else key)[0, 300, 1, 12 if place == "other feature" else 3] = np.nan
     latent = place in ("latent", "other feature")
@@ -242,12 +234,10 @@ def test_modules(dtype, foreign):
     nnx.update(module, params["params"])
     module.init_cache(slots, dtype=dtype)
     exact = jax.jit(layer.clone(decode=False).apply)(params, x, mask=np.tri(11, dtype=bool))
-    apply, step = jax.jit(functools.partial(layer.apply, mutable=["cache"])), nnx.jit(lambda module, x: module(x))
-    for first, last in ((0, 9), (9, 10), (10, 11)):
-        output, changed = apply(variables, x[:, first:last])
-        variables = variables | changed
-        assert_close(step(module, x[:, first:last]), output)
-        assert_close(output, exact[:, first:last], atol=0.2)
+    step = nnx.jit(lambda module, x: module(x))
+    output = in_parts(linen_step(layer, variables), x, (9, 1, 1))
+    assert_close(in_parts(functools.partial(step, module), x, (9, 1, 1)), output)
+    assert_close(output, exact, atol=0.2)
     cache = variables["cache"]
     assert cache["cached_key"].dtype == module.cached_key.dtype == dtype
     assert cache["cached_scale"].shape == module.cached_scale.shape == (B, 40, N, 2)
@@ -257,19 +247,15 @@ def test_modules(dtype, foreign):
 
 INT8 = jnp.zeros((B, S, K, H), jnp.int8)
 SCALES = jnp.ones((B, S, K, 1))
+UNSCALED, SCALED = KVCache(INT8, INT8, jnp.int32(0)), KVCache(*tokens(9)[1:], jnp.int32(0), scale=SCALES[:, :9])
+LATENTS, SHAPE = KVCache(INT8, INT8[..., :0], 0, None, 6, SCALES), r"scale must have shape \(2, 700, 2, 2\) for"
 REFUSED = [
     (
-        lambda: cached_attention(*tokens(1), KVCache(INT8, INT8, jnp.int32(0))),
-        r"scale must have shape \(2, 700, 2, 2\) for 8-bit keys and values.*, but got None for int8; use KVC",
+        lambda: cached_attention(*tokens(1), UNSCALED),
+        f"{SHAPE} 8-bit keys and values.*, but got None for int8; use KVC",
     ),
-    (
-        lambda: KVCache(*tokens(9)[1:], jnp.int32(0), scale=SCALES[:, :9]).update(*tokens(1)[1:]),
-        r"must be None for other dtypes, but got \(2, 9, 2, 1\) for float32",
-    ),
-    (
-        lambda: cached_attention(*tokens(1)[:2], None, KVCache(INT8, INT8[..., :0], 0, None, 6, SCALES)),
-        r"scale must have shape \(2, 700, 2, 2\) for .*, but got \(2, 700, 2, 1\) for int8",
-    ),
+    (lambda: SCALED.update(*tokens(1)[1:]), r"must be None for other dtypes, but got \(2, 9, 2, 1\) for float32"),
+    (lambda: cached_attention(*tokens(1)[:2], None, LATENTS), SHAPE + r" .*, but got \(2, 700, 2, 1\) for int8"),
     (lambda: dot_product_attention(tokens(1)[0], INT8, INT8), "query, key, value must have the same dtype, one of"),
 ]
 

@@ -1,4 +1,4 @@
-"""What modules do with arrays they are given: padding, masks of numbers, and restored state."""
+"""Modules are given padding, masks of numbers, and restored state."""
 
 import functools
 import itertools
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from marks import with_core, with_core_tuples
+from marks import core, with_core_tuples
 
 import flax_mha
 from flax_mha import linen
@@ -17,14 +17,17 @@ from flax_mha.rope import RoPE
 B, T, S, D, N = 2, 6, 5, 16, 4
 draw = np.random.default_rng(0)
 X, Y = (draw.standard_normal((B, n, D)).astype(np.float32) for n in (T, S))
-LENGTHS = jnp.array([6, 4])
-INSIDE = (jnp.arange(T)[None] < LENGTHS[:, None])[..., None]
+LENGTHS, KEY_LENGTHS = jnp.array([6, 4]), jnp.array([2, 5])
+INSIDE, KEYS_INSIDE = ((jnp.arange(n)[None] < x[:, None])[..., None] for n, x in ((T, LENGTHS), (S, KEY_LENGTHS)))
 SIZES = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
 
 
 def module_of(api, kind, **options):
     """Returns the parameters of a module, and a function of parameters, inputs and keyword arguments that calls it."""
     latent, options = kind == "latent", {"num_heads": N} | options
+    if kind == "prompt":
+        graph, params, rest = nnx.split(decoding(20, per_row=True, gate=True), nnx.Param, ...)
+        return params, lambda params, x, **given: nnx.merge(graph, params, jax.tree.map(lambda x: x, rest))(x, **given)
     if api == "nnx":
         cls = functools.partial(flax_mha.MultiHeadLatentAttention, **SIZES) if latent else flax_mha.MultiHeadAttention
         graph, params, rest = nnx.split(cls(in_features=D, rngs=nnx.Rngs(0), **options), nnx.Param, ...)
@@ -52,52 +55,33 @@ KINDS = {
     "norms": {"normalize_qk": "layer_norm_bias", "rope": RoPE()},
     "norms after": {"normalize_qk": "rms_norm_after_rope", "rope": RoPE(), "gate": True},
     "latent": {"q_lora_rank": 8, "rope": RoPE()},
+    "keys": {},  # of cross-attention, which have lengths of their own
 }
+PADDED = [*itertools.product(("nnx", "linen"), KINDS), ("nnx", "prompt")]
 
 
-@pytest.mark.parametrize(
-    ("api", "kind"), with_core_tuples(itertools.product(("nnx", "linen"), KINDS), ("nnx", "latent"), ("linen", "gate"))
-)
-def test_padding_reaches_no_gradient(api, kind):
-    """With NaN in the padding, gradients of parameters and inputs are those with zeros there."""
-    params, call = module_of(api, kind, **KINDS[kind])
+@pytest.mark.parametrize(("api", "kind"), with_core_tuples(PADDED, ("nnx", "latent"), ("linen", "gate")))
+def test_padding_never_affects_gradients(api, kind):
+    """With NaN in the padding, gradients of parameters and inputs are the same as with zeros."""
+    params, call = module_of(api, kind, **KINDS.get(kind, {}))
 
     @jax.jit
     @jax.value_and_grad
     def loss(given, lengths):
-        params, x = given
-        return jnp.where(INSIDE, call(params, x, lengths=lengths, is_causal=True), 0).var()
+        return jnp.where(INSIDE, call(*given, lengths=lengths, is_causal=True), 0).var()
 
-    for filling in (np.nan, np.inf):
-        (got, gradients), (want, expected) = (
-            loss((params, jnp.where(INSIDE, X, x)), LENGTHS) for x in (jnp.float32(filling), jnp.float32(0))
+    def padded(filling):
+        queries, keys = jnp.where(INSIDE, X, filling), jnp.where(KEYS_INSIDE, Y, filling)
+        return (
+            loss((params, queries, keys), (LENGTHS, KEY_LENGTHS))
+            if kind == "keys"
+            else loss((params, queries), LENGTHS)
         )
-        assert_same((got, gradients), (want, expected))
-        assert (gradients[1][1, 4:] == 0).all()
 
-
-@pytest.mark.parametrize("api", ["nnx", "linen"])
-def test_padding_of_keys_reaches_no_gradient(api):
-    """The same in cross-attention, where queries and keys have lengths of their own."""
-    params, call = module_of(api, "plain")
-    lengths = LENGTHS, jnp.array([2, 5])
-    keys = (jnp.arange(S)[None] < lengths[1][:, None])[..., None]
-    loss = jax.jit(jax.grad(lambda given: jnp.where(INSIDE, call(*given, lengths=lengths), 0).var()))
-    assert_same(*(loss((params, jnp.where(INSIDE, X, x), jnp.where(keys, Y, x))) for x in jnp.float32([np.nan, 0])))
-
-
-def test_padding_of_prompts_reaches_no_gradient():
-    """The same in a call that decodes."""
-    graph, params, rest = nnx.split(decoding(20, per_row=True, gate=True), nnx.Param, ...)
-
-    @jax.jit
-    @jax.grad
-    def loss(given):
-        params, x = given
-        layer = nnx.merge(graph, params, jax.tree.map(lambda x: x, rest))
-        return jnp.where(INSIDE, layer(x, lengths=LENGTHS), 0).var()
-
-    assert_same(*(loss((params, jnp.where(INSIDE, X, x))) for x in jnp.float32([np.nan, 0])))
+    for filling in jnp.float32([np.nan, np.inf]):
+        got = padded(filling)
+        assert_same(got, padded(jnp.float32(0)))
+        assert (got[1][1][1, 4:] == 0).all()
 
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])
@@ -127,7 +111,7 @@ def test_lengths_of_the_function_fit_its_arrays():
 ADDITIVE = jnp.triu(jnp.ones((T, T)), 1)
 
 
-@pytest.mark.parametrize("caller", with_core(["nnx", "linen", "attention_fn", "decode"], "nnx", "attention_fn"))
+@pytest.mark.parametrize("caller", [core("nnx"), core("linen"), core("attention_fn"), "decode"])
 def test_a_mask_of_other_numbers_gives_nan(caller):
     """Its values are refused if they are known; under `jit`, an additive mask would otherwise be inverted."""
     if caller == "attention_fn":

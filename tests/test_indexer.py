@@ -1,13 +1,12 @@
-"""The indexer of latent attention: what it chooses is what a dense formula chooses, in one call and while decoding."""
+"""The indexer of latent attention chooses the same keys as a dense formula, in one call and while decoding."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import refused
+from cases import in_parts, refused
 from flax import nnx
 from marks import with_core
 
@@ -99,7 +98,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", with_core(CALLS, "causal", "lengths"))
-def test_it_chooses_what_a_dense_formula_chooses(name, monkeypatch):
+def test_chosen_keys_equal_those_of_a_dense_formula(name, monkeypatch):
     """In blocks of queries, of which the last overlaps the one before, or all at once."""
     if name in ("causal", "mask object", "lengths"):
         monkeypatch.setattr("flax_mha._src.modules.indexer.MAX_SCORES", 8 * T * 7)
@@ -123,11 +122,6 @@ CACHES = {
 }
 
 
-def in_parts(step, x, sizes):
-    ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
-    return jnp.concatenate([step(x[:, i:j]) for i, j in ends], axis=1)
-
-
 @pytest.mark.parametrize("name", with_core(CACHES, "ring"))
 def test_decoding_equals_one_call(name):
     """The prompt is longer than the ring."""
@@ -143,51 +137,6 @@ def test_decoding_equals_one_call(name):
         assert np.mean(np.abs(got - whole).max(-1) < 0.1 * np.abs(whole).max()) > 0.7
     else:
         assert_close(got, whole)
-
-
-@pytest.mark.core
-def test_ragged_prompts_each_as_alone():
-    """What stands in padding is NaN."""
-    module, lengths, x = made(), np.array([25, 3]), inputs()
-    alone = [np.asarray(CAUSAL(module, x[i : i + 1]))[0] for i in range(B)]
-    module.init_cache((B, 50, D), per_row=True)
-    module.cached_index_key[...] = jnp.full_like(module.cached_index_key[...], jnp.nan)
-    step = nnx.jit(lambda module, x, lengths: module(x, lengths=lengths, decode=True))
-    padding = np.arange(25)[None, :, None] >= lengths[:, None, None]
-    got = np.asarray(step(module, np.where(padding, np.float32(np.nan), x[:, :25]), jnp.asarray(lengths)))
-    for row, length in enumerate(lengths):
-        assert_close(got[row, :length], alone[row][:length])
-    for i in range(4):
-        following = step(module, x[np.arange(B), lengths + i][:, None], jnp.ones(B, jnp.int32))
-        for row, length in enumerate(lengths):
-            assert_close(following[row, 0], alone[row][length + i])
-
-
-@pytest.mark.parametrize("dtype", with_core([jnp.float32, jnp.int8], jnp.int8))
-def test_linen_is_the_same(dtype):
-    module, x = made(), inputs()
-    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    layer = linen.MultiHeadLatentAttention(N, **SIZES, indexer=Indexer(8, 12, TOP), cache_dtype=dtype)
-    fresh = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
-    assert jax.tree.map(lambda x: x.shape, fresh) == jax.tree.map(jnp.shape, params)
-    whole = jax.jit(functools.partial(layer.apply, is_causal=True))({"params": params}, x)
-    np.testing.assert_array_equal(whole, CAUSAL(module, x))
-    decoding = layer.clone(decode=True)
-    cache = jax.jit(decoding.init)(jax.random.key(0), jnp.zeros((B, 50, D)))["cache"]
-    scales = {"cached_scale", "cached_index_scale"} if dtype == jnp.int8 else set()
-    assert {*cache} == {"cached_key", "cache_index", "cached_index_key", *scales}
-    variables = {"params": params, "cache": cache}
-
-    apply = jax.jit(functools.partial(decoding.apply, mutable="cache"))
-
-    def step(x):
-        output, changed = apply(variables, x)
-        variables.update(changed)
-        return output
-
-    module.init_cache((B, 50, D), dtype=dtype)
-    sizes = (30, 1, 6)
-    assert_close(in_parts(step, x, sizes), in_parts(functools.partial(DECODE, module), x, sizes))
 
 
 @pytest.mark.core
@@ -237,7 +186,7 @@ def test_only_sown_scores_train_the_indexer():
 
 
 @pytest.mark.core
-def test_nan_reaches_who_sees_it_only():
+def test_nan_only_affects_queries_that_attend_to_it():
     module, x = made(), np.array(inputs())
     x[0, 9] = np.nan
     got = np.asarray(CAUSAL(module, x))

@@ -1,4 +1,4 @@
-"""Queries that list their keys: against the same keys shown by a mask, in float64, and as much memory as they need."""
+"""Queries that list their keys: results equal those of a mask that shows these keys, and memory is linear."""
 
 import functools
 import itertools
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import close
 from flax import nnx
-from marks import with_core, with_core_tuples
+from marks import core, with_core
 
 import flax_mha
 from flax_mha import KVCache, dot_product_attention, explain_implementation, recipes
@@ -66,7 +66,7 @@ def shown(indices, sizes):
 
 
 def everything(attend, *arrays):
-    """Output and log-sum-exp, gradients, a tangent and a tangent of the gradients."""
+    """Output and log-sum-exp, a tangent, gradients and their tangents."""
 
     def loss(*arrays):
         output = attend(*arrays)[0]
@@ -77,14 +77,12 @@ def everything(attend, *arrays):
     return attend(*arrays), tangent, jax.jvp(gradient, arrays, tangents)
 
 
-@pytest.mark.parametrize(
-    ("name", "call", "dtype"),
-    with_core_tuples(
-        [*itertools.product(SIZES, CALLS, ["float64"]), *(("blocks of queries", call, "float32") for call in CALLS)],
-        *(("blocks of queries", call, "float32") for call in CALLS if call != "plain"),
-    ),
-)
-def test_the_same_as_a_mask_that_shows_these_keys(name, call, dtype):
+CASES = [*itertools.product(SIZES, CALLS, ["float64"]), ("blocks of queries", "plain", "float32")]
+CASES += [core("blocks of queries", call, "float32") for call in CALLS if call != "plain"]
+
+
+@pytest.mark.parametrize(("name", "call", "dtype"), CASES)
+def test_equal_to_a_mask_that_shows_these_keys(name, call, dtype):
     sizes = SIZES[name]
     with jax.enable_x64(dtype == "float64"):
         options = jax.tree.map(
@@ -107,7 +105,7 @@ def test_the_same_as_a_mask_that_shows_these_keys(name, call, dtype):
 
 
 @pytest.mark.core
-def test_memory_is_linear_and_a_tenth_of_that_of_all_scores():
+def test_memory_is_linear_and_a_tenth_of_the_dense_memory():
     def temporaries(length, attend):
         x = jax.ShapeDtypeStruct((1, length, 4, 32), jnp.float32)
         indices = jax.ShapeDtypeStruct((1, length, 64), jnp.int32)
@@ -182,7 +180,7 @@ def test_vmap_and_16_bits():
 
 
 def test_top_blocks_equal_the_definition():
-    """MoBA: of the blocks before its own, those whose mean key fits best, and its own."""
+    """MoBA: a query attends to its own block, and to those before it whose mean key fits best."""
     (query, key, value), _ = drawn((2, 23, 30, 4, 2, 8, 8, 1, False), 0, np.float32)
     offset, block, count = 7, 4, 3
     means = [key[:, i : i + block].mean(1) for i in range(0, 30, block)]
@@ -211,7 +209,7 @@ CACHES = {
 
 @pytest.mark.parametrize("name", with_core(CACHES, "ring in 8 bits"))
 def test_decoding_equals_the_whole_sequence(name):
-    """A prompt, single tokens and several at once; lists of positions, some of which are still to come."""
+    """A prompt, single tokens and several at once; lists of positions, some of which are in the future."""
     total, window = 29, CACHES[name].get("window")
     (query, key, value), indices = drawn((2, total, total, 4, 2, 8, 8, 6, True), 0, np.float32)
     key, value = (np.round(x * 4) for x in (key, value))  # exact in 8 bits, as the largest is 127 or 448
@@ -249,19 +247,14 @@ def test_modules_take_lists():
         got, want = (layer(x, is_causal=True, **given) for given in ({"key_indices": indices}, {"mask": mask}))
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
     assert layer.explain(x, key_indices=indices).variant == "keys gathered for each query"
+    layer = flax_mha.MultiHeadAttention(4, 32, num_kv_heads=2, decode=True, rope=flax_mha.RoPE(), rngs=nnx.Rngs(0))
+    want = layer(x, key_indices=indices, is_causal=True, decode=False)
+    layer.init_cache(x.shape)
+    for part in (slice(0, 4), slice(4, 5), slice(5, 9)):
+        got = layer(x[:, part], key_indices=indices[:, part])
+        np.testing.assert_allclose(got, want[:, part], rtol=0, atol=1e-5)
     layer = flax_mha.linen.MultiHeadDotProductAttention(4, num_kv_heads=2)
     params, sow = layer.init(jax.random.key(0), x), {"sow_weights": True, "sow_max_score": True}
     apply = functools.partial(layer.apply, params, x, mutable=["intermediates"], **sow)
     for got, want in zip(*map(jax.tree.leaves, (apply(key_indices=indices), apply(mask=mask))), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
-
-
-def test_decoding_in_a_module():
-    layer = flax_mha.MultiHeadAttention(4, 32, num_kv_heads=2, decode=True, rope=flax_mha.RoPE(), rngs=nnx.Rngs(0))
-    (x, *_), indices = drawn((2, 12, 12, 4, 2, 8, 8, 4, False), 0, np.float32)
-    x = x.reshape(2, 12, 32)
-    want = layer(x, key_indices=indices, is_causal=True, decode=False)
-    layer.init_cache((2, 12, 32))
-    for part in (slice(0, 7), slice(7, 8), slice(8, 12)):
-        got = layer(x[:, part], key_indices=indices[:, part])
-        np.testing.assert_allclose(got, want[:, part], rtol=0, atol=1e-5)

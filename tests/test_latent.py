@@ -1,13 +1,12 @@
-"""`MultiHeadLatentAttention`: one latent per token is cached, and gives what keys and values of all heads give."""
+"""`MultiHeadLatentAttention` caches one latent per token, and computes the same as with keys of all heads."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import refused
+from cases import in_parts, linen_step, refused
 from flax import nnx
 from marks import with_core
 
@@ -30,12 +29,17 @@ OPTIONS = {
 }
 
 
+INDEXER = {"q_lora_rank": 7, "indexer": flax_mha.Indexer(8, 12, 5)}
+OPTIONS |= {"indexer": INDEXER, "indexer, 8 bits": INDEXER}
+
+
 def by_distance(score, b, h, q_idx, kv_idx):
     return score - 0.1 * (q_idx - kv_idx).astype(score.dtype)
 
 
 THINNED = flax_mha.FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 5 != 3)
-DECODED = ("scores, dropout", "ring", "blockwise")  # the other ones decode in linen, below
+DECODED = ("scores, dropout", "ring", "blockwise")  # the others decode in linen, below; indexers in test_indexer.py
+IN_LINEN = ("compressed queries", "ring", "gate of queries", "indexer", "indexer, 8 bits")
 CALLS = {"scores, dropout": {"score_mod": by_distance}, "blockwise": {"mask": THINNED}}
 
 
@@ -48,6 +52,8 @@ def made(**options):
     module = flax_mha.MultiHeadLatentAttention(N, D, rngs=nnx.Rngs(0), **options)
     if module.sinks is not None:
         module.sinks[...] = jnp.arange(N, dtype=jnp.float32)
+    if "indexer" in options:  # a norm that shifts
+        module.indexer.k_norm.bias[...] = jnp.cos(jnp.arange(12, dtype=jnp.float32))
     return module
 
 
@@ -57,25 +63,19 @@ def assert_close(got, expected, tolerance=2e-6):
 
 
 def run(name, module, x, **arguments):
-    """With dropout every call draws the same key, so weights are dropped by their positions alone."""
+    """With dropout every call has the same key, so which weights are dropped depends only on their positions."""
     dropout = {"deterministic": False, "rngs": nnx.Rngs(dropout=1)} if "dropout" in name else {}
     return module(x, **CALLS.get(name, {}), **dropout, **arguments)
 
 
 def jitted(sows=False, **arguments):
-    """A call with these arguments, as one program; where it sows, with what is sown."""
+    """A call with these arguments, as one program; if it sows, with what is sown."""
 
     @nnx.jit
     def call(module, x):
         return (nnx.capture(module, nnx.Intermediate) if sows else module)(x, **arguments)
 
     return call
-
-
-def in_parts(step, x, sizes=PIECES):
-    """The outputs of calls of so many tokens, one after the other."""
-    ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
-    return jnp.concatenate([step(x[:, i:j]) for i, j in ends], axis=1)
 
 
 @pytest.mark.parametrize("name", with_core(DECODED, "scores, dropout", "ring"))
@@ -85,34 +85,26 @@ def test_any_split_of_decoding_equals_one_call(name):
     module.init_cache((B, 99, D))
     assert module.cached_key.shape == (B, 7 + 1 + 64 if name == "ring" else 99, 1, C + R)
     step = nnx.jit(lambda module, x: run(name, module, x, decode=True))
-    assert_close(in_parts(functools.partial(step, module), x), whole)
+    assert_close(in_parts(functools.partial(step, module), x, PIECES), whole)
 
 
-@pytest.mark.parametrize(
-    "name", with_core(("compressed queries", "ring", "gate of queries"), "compressed queries", "gate of queries")
-)
+@pytest.mark.parametrize("name", with_core(IN_LINEN, "compressed queries", "gate of queries", "indexer, 8 bits"))
 def test_linen_is_the_same(name):
-    options, x = SIZES | {"rope": ROPE} | OPTIONS[name], inputs()
-    module = made(**OPTIONS[name])
+    dtype, module, x = "int8" if "8 bits" in name else None, made(**OPTIONS[name]), inputs()
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    layer = linen.MultiHeadLatentAttention(N, **options)
+    layer = linen.MultiHeadLatentAttention(N, **SIZES | {"rope": ROPE} | OPTIONS[name], cache_dtype=dtype)
     fresh = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
     assert jax.tree.map(lambda x: x.shape, fresh) == jax.tree.map(jnp.shape, params)
     whole = jitted(is_causal=True)(module, x)
-    in_linen = jax.jit(lambda params, x: layer.apply({"params": params}, x, is_causal=True))(params, x)
+    in_linen = jax.jit(functools.partial(layer.apply, is_causal=True))({"params": params}, x)
     np.testing.assert_array_equal(in_linen, whole)
     decoding = layer.clone(decode=True)
     shapes = jax.eval_shape(decoding.init, jax.random.key(0), jnp.zeros((B, 99, D)))["cache"]
     variables = {"params": params, "cache": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)}
-    assert {*variables["cache"]} == {"cached_key", "cache_index"}
-    apply = jax.jit(functools.partial(decoding.apply, mutable="cache"))
-
-    def step(x):
-        output, changed = apply(variables, x)
-        variables.update(changed)
-        return output
-
-    assert_close(in_parts(step, x), whole)
+    module.init_cache((B, 99, D), dtype=dtype)
+    assert variables["cache"].keys() == nnx.state(module, nnx.Cache).keys()
+    want = in_parts(functools.partial(jitted(decode=True), module), x, PIECES) if "indexer" in name else whole
+    assert_close(in_parts(linen_step(decoding, variables), x, PIECES), want)
 
 
 @pytest.mark.core
@@ -130,7 +122,7 @@ def test_a_cache_has_the_bytes_of_its_latents():
 def test_caches_of_fewer_bits(dtype, tolerance):
     """Scores and values round to 1 / 254, 1 / 16 and 1 / 256 of the largest feature of a latent or a rotary key.
 
-    However many times as large one of them is: here rotary keys, which meet queries that are smaller.
+    The ratio of both does not matter: here rotary keys are larger or smaller, and their queries the reverse.
     """
     module, x = made(), inputs()[:, :23]
     whole, step = jitted(is_causal=True)(module, x), jitted(decode=True)
@@ -142,13 +134,15 @@ def test_caches_of_fewer_bits(dtype, tolerance):
 
 
 @pytest.mark.core
-def test_ragged_prompts_each_as_alone():
-    """What stands in padding, and in slots without a token, is NaN."""
-    module, lengths = made(q_lora_rank=7, rope=RoPE()), np.array([5, 2, 0, 9])
+@pytest.mark.parametrize("options", [{}, {"indexer": flax_mha.Indexer(8, 12, 3)}], ids=["latent", "indexer"])
+def test_ragged_prompts_each_as_alone(options):
+    """Padding, and slots without a token, hold NaN."""
+    module, lengths = made(q_lora_rank=7, rope=RoPE(), **options), np.array([5, 2, 0, 9])
     x = np.asarray(inputs(1, (4, 12, D)))
     alone = np.asarray(jax.jit(jax.vmap(lambda x: module(x, is_causal=True)))(x))
     module.init_cache((4, 17, D), per_row=True)
-    module.cached_key[...] = jnp.full_like(module.cached_key[...], jnp.nan)
+    for name in ("cached_key", "cached_index_key") if options else ("cached_key",):
+        getattr(module, name)[...] = jnp.full_like(getattr(module, name)[...], jnp.nan)
     step = nnx.jit(lambda module, x, lengths: module(x, lengths=lengths, decode=True))
     padding = np.arange(9)[None, :, None] >= lengths[:, None, None]
     output = np.asarray(step(module, np.where(padding, np.float32(np.nan), x[:, :9]), jnp.asarray(lengths)))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import in_parts, linen_step
 from flax import nnx
 from flax_cases import assert_close, assert_same, flax_rules, normal
 from jax import export
@@ -19,7 +20,7 @@ from flax_mha.rope import RoPE, YaRN
 
 B, T, D, N, LAYERS = 2, 6, 16, 4, 2
 OURS, OURS_LINEN = flax_mha.MultiHeadAttention, linen.MultiHeadDotProductAttention
-FLAX, FLAX_LINEN = nnx.MultiHeadAttention, nn.MultiHeadDotProductAttention
+FLAX_LINEN = nn.MultiHeadDotProductAttention
 MORE = {"num_kv_heads": 2, "rope": RoPE(scaling=YaRN(4.0, 8)), "sinks": True, "local_window_size": (3, 0)}
 X, KEY = normal(0, B, T, D), jax.random.key(0)
 
@@ -35,10 +36,10 @@ def zeros(shapes):
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def make(cls=OURS, rngs=None, slots=None, dtype=None, **options):
+def make(rngs=None, slots=None, dtype=None, **options):
     """A module whose weights take no compiling, with a cache if there are slots."""
     rngs = nnx.Rngs(0) if rngs is None else rngs
-    module = cls(N, D, decode=slots is not None, kernel_init=nnx.initializers.zeros, rngs=rngs, **options)
+    module = OURS(N, D, decode=slots is not None, kernel_init=nnx.initializers.zeros, rngs=rngs, **options)
     nnx.update(module, filled(nnx.state(module, nnx.Param)))
     if slots is not None:
         module.init_cache((B, slots, D), dtype)
@@ -175,13 +176,8 @@ def test_nnx_module_as_one_of_linen():
     """ToLinen of a module that makes its own cache, called with two chunks of a prompt."""
     module = nnx.bridge.ToLinen(make, kwargs=MORE | {"slots": T})
     shapes = jax.eval_shape(module.init, KEY, X)
-    params, cache, got = filled(shapes["params"]), zeros(shapes["cache"]), []
-    step = jax.jit(functools.partial(module.apply, mutable=["cache"]))
-    for x in (X[:, :3], X[:, 3:]):
-        y, changed = step({"params": params, "cache": cache}, x)
-        cache = changed["cache"]
-        got.append(y)
-    assert_close(jnp.concatenate(got, 1), causal()[1])
+    step = linen_step(module, {"params": filled(shapes["params"]), "cache": zeros(shapes["cache"])})
+    assert_close(in_parts(step, X, (3, 3)), np.asarray(causal()[1]))
 
 
 def test_linen_module_as_one_of_nnx():
@@ -197,8 +193,7 @@ def test_linen_module_as_one_of_nnx():
     model = nnx.jit(lambda: nnx.bridge.lazy_init(Model(), X))()
     nnx.update(model, filled(nnx.state(model, nnx.Param)))
     step = nnx.jit(lambda model, x: model(x))
-    got = [step(model, x) for x in (X[:, :3], X[:, 3:])]
-    assert_close(jnp.concatenate(got, 1), causal()[1])
+    assert_close(in_parts(functools.partial(step, model), X, (3, 3)), np.asarray(causal()[1]))
 
 
 # Checkpoints and copies ----------------------------------------------------------------------------------------------
@@ -221,7 +216,7 @@ class Layer(nnx.Module):
 
 
 def committed(layer):
-    """Commits the arrays of a layer to a device, as restored ones are, so that all layers share one program."""
+    """Commits the arrays of a layer to a device, like restored arrays, so that all layers share one program."""
     graph, state = nnx.split(layer)
     return nnx.merge(graph, jax.device_put(state, jax.devices()[0]))
 
@@ -284,29 +279,6 @@ def test_export_of_a_module_with_symbolic_sizes(serialized):
     assert_close(program.call(X[:1, :5], np.array([5], np.int32)), expected[:1, :5])
 
 
-CAUSAL, TOKENS = np.tri(T, dtype=int), np.array([[7, 2, 5, 1, 0, 0], [3, 0, 0, 0, 0, 0]])
-PADDING = np.not_equal(TOKENS, 0).astype(np.int32)[:, None, None, :]
-INTEGERS = {"causal": CAUSAL, "padding": PADDING, "both": np.minimum(PADDING, CAUSAL)}
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("ours", [OURS, OURS_LINEN], ids=["nnx", "linen"])
-def test_masks_of_integers_equal_those_of_flax(ours):
-    """Zeros and ones, as in JAX's tutorials: arguments of a jitted function, and a constant in it."""
-    graph, params = nnx.split(make(FLAX))
-
-    def outputs(cls, traced):
-        if cls in (OURS, FLAX):
-            call = nnx.merge(graph if cls is FLAX else nnx.graphdef(make()), params)
-        else:
-            call = functools.partial(cls(N).apply, {"params": nnx.to_pure_dict(params)})
-        return [call(X, mask=mask) for mask in (*traced.values(), INTEGERS["both"])]
-
-    with flax_rules():
-        expected = jax.jit(functools.partial(outputs, FLAX if ours is OURS else FLAX_LINEN))(INTEGERS)
-    assert_close(jax.jit(functools.partial(outputs, ours))(INTEGERS), expected)
-
-
 def test_attention_of_keras_computes_with_this_package(monkeypatch, tmp_path):
     """Keras catches errors of `jax.nn.dot_product_attention`, so the test counts the calls that return."""
     monkeypatch.setenv("KERAS_BACKEND", "jax")
@@ -314,7 +286,8 @@ def test_attention_of_keras_computes_with_this_package(monkeypatch, tmp_path):
     keras = pytest.importorskip("keras", reason="needs keras, on which this package does not depend")
     assert keras.backend.backend() == "jax"
     layer, calls = keras.layers.MultiHeadAttention(N, D // N), []
-    uses = [{}, {"use_causal_mask": True}, {"use_causal_mask": True, "attention_mask": PADDING[:, 0]}]
+    padding = np.array([[[1, 1, 1, 1, 0, 0]], [[1, 0, 0, 0, 0, 0]]])
+    uses = [{}, {"use_causal_mask": True}, {"use_causal_mask": True, "attention_mask": padding}]
 
     def gradients(x):
         return [jax.grad(lambda x, use=use: (layer(x, x, **use) ** 2).sum())(x) for use in uses]
