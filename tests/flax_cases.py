@@ -1,4 +1,4 @@
-"""What the drop-ins for flax.nnx and flax.linen are tested with alike: cases, inputs and comparisons."""
+"""What tests of the drop-ins for flax.nnx and flax.linen share: cases, inputs and comparisons."""
 
 import contextlib
 import functools
@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import flax_mha
 from flax_mha import masks
@@ -33,7 +32,7 @@ def normal(seed, *shape):
 
 
 def visible(*shape):
-    """A mask that hides a third of the keys, but never the first: Flax answers mean(V) for a row without keys."""
+    """A mask that hides a third of the keys, but never the first: Flax returns mean(V) for a row without keys."""
     mask = np.random.default_rng(0).random(shape) > 1 / 3
     mask[..., 0] = True
     return mask
@@ -58,7 +57,7 @@ CASES = {
 
 @contextlib.contextmanager
 def flax_rules():
-    """JAX's own rules again, for what Flax itself computes."""
+    """JAX's own promotion, for what Flax computes."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -68,8 +67,8 @@ def raw(x):
 
 
 def scaled(key, shape, dtype, out_sharding=None):
-    """An initializer of kernels and biases that is quick, since nothing is compiled for it."""
-    seed = 0 if isinstance(key, jax.core.Tracer) else np.asarray(raw(key))  # linen traces for the shapes alone
+    """A quick initializer of kernels and biases: nothing is compiled for it."""
+    seed = 0 if isinstance(key, jax.core.Tracer) else np.asarray(raw(key))  # linen only traces for shapes
     return (np.random.default_rng(seed).normal(size=shape) / np.sqrt(FEATURES)).astype(dtype)
 
 
@@ -93,9 +92,9 @@ def assert_close(got, expected):
 
 
 def assert_grads_close(got, expected):
-    """As `assert_close`, but for the key bias: it shifts all scores of a row alike, so only rounding is left of it.
+    """`assert_close`, except for the key bias: it shifts all scores of a row equally, so its gradient is rounding.
 
-    (Not where keys are normalized afterwards.)
+    (Unless keys are normalized afterwards.)
     """
     for grads in (got, expected):
         if "bias" in grads["key"] and "key_ln" not in grads:
@@ -126,27 +125,19 @@ def recording(attention_fn=flax_mha.attention_fn):
 
 
 def by_distance(score, b, h, q_idx, kv_idx):
-    """A score_mod that looks at both positions and at the head."""
+    """A score_mod that depends on both positions and on the head."""
     return score * 2 - (q_idx - kv_idx).astype(score.dtype) * (h + 1).astype(score.dtype) / 8
 
 
 def thinned(b, h, q_idx, kv_idx):
-    """A mask_mod that looks at all four; it hides the only key that a causal query 0 of head 0 could see."""
+    """A mask_mod that depends on all four; it masks the only key of a causal query 0 in head 0."""
     return (q_idx + kv_idx + b) % (h + 2) != b
 
 
-ENTRY, HEAD, ROW, COLUMN = np.ogrid[:BATCH, :HEADS, :QUERIES, :QUERIES]
 IDS = np.array([5, 5, 5, 5, 3, 3, 3])
-# Mask objects, and the same as arrays.
-MASKS = {
-    "CausalMask": (masks.CausalMask(-1), COLUMN < ROW),
-    "LocalMask": (masks.LocalMask(2, 1), (ROW - 2 <= COLUMN) & (COLUMN <= ROW + 1)),
-    "SegmentMask": (masks.SegmentMask(IDS, IDS), IDS[ROW] == IDS[COLUMN]),
-    "FunctionMask": (masks.FunctionMask(thinned), thinned(ENTRY, HEAD, ROW, COLUMN)),
-}
-SEGMENTS, THINNED = ({"mask": MASKS[name][0]} for name in ("SegmentMask", "FunctionMask"))
+SEGMENTS, THINNED = {"mask": masks.SegmentMask(IDS, IDS)}, {"mask": masks.FunctionMask(thinned)}
 MODIFIED = {"score_mod": jax.tree_util.Partial(by_distance)}
-# Options and call arguments of ours that Flax lacks, alike in both modules.
+# Options and call arguments of ours that Flax lacks, the same in both modules.
 GROUPED = {"num_heads": 6, "num_kv_heads": 2, "qkv_features": 30}
 EVERYTHING = (
     GROUPED | {"sinks": True, "logits_soft_cap": 0.5, "normalize_qk": "rms_norm", "local_window_size": (3, 1)},
@@ -158,6 +149,7 @@ ADDED = {
     "score_mod": ({}, MODIFIED),
     "rms_norm": ({"normalize_qk": "rms_norm"}, {}),
     "window": ({"local_window_size": (2, 1)}, {}),
+    "causal, segments": ({}, {"is_causal": True, "segment_ids": jnp.broadcast_to(IDS, (BATCH, QUERIES))}),
     "everything": EVERYTHING,
 }
 # Two at a time, since every case is compiled for each implementation; of what needs positions there is one in each.
@@ -173,16 +165,15 @@ DECODING_ADDED = {
     "two batch axes, window with key heads": Case({"num_kv_heads": 1, "local_window_size": (3, None)}, batch=(2, 3)),
     "everything": Case(EVERYTHING[0], arguments=EVERYTHING[1]),
 }
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 
 
 def trained(params):
-    """The same but for the vectors: sinks and the norms' scales start as zeros and ones, which show too little."""
+    """Changes vectors: sinks and the scales of norms start as zeros and ones, which would hide errors."""
     return jax.tree.map(lambda w: w + normal(4, *w.shape) if w.ndim == 1 else w, params)
 
 
 def cut(arguments, t):
-    """Arrays with a row for every query, and segments, become those of query t; all else stays."""
+    """Arrays with a row for every query, and segments, are cut to query t."""
 
     def of_query(x):
         if isinstance(x, masks.SegmentMask):
@@ -193,7 +184,7 @@ def cut(arguments, t):
 
 
 def attention_arguments(run, ours, flax):
-    """What modules of ours and of Flax's, made with some options, hand to their attention functions is the same."""
+    """Our module and Flax's, made with some options, pass the same to their attention functions."""
     calls = []
     for kind in (ours, flax):
         attention_fn, recorded = recording()
@@ -214,20 +205,14 @@ def attention_arguments(run, ours, flax):
 # What both modules refuse, when they are made or called: options, inputs and arguments of the call, error and message.
 REFUSED_OPTIONS = [
     ({"num_heads": 0}, "num_heads and num_kv_heads must be at least 1, but got 0"),
-    ({"num_heads": -3}, "must be at least 1, but got -3"),
     ({"num_kv_heads": 0}, "must be at least 1, but got 3 and 0"),
     ({"num_heads": 4}, r"Memory dimension \(15\) must be divisible by 'num_heads' heads \(4\)"),
     ({"qkv_features": 16}, r"Memory dimension \(16\) must be divisible"),
     ({"qkv_features": 0}, r"Memory dimension \(0\) must be divisible"),
     ({"num_kv_heads": 2}, r"num_heads \(3\) must be divisible by num_kv_heads \(2\)"),
     ({"local_window_size": -1}, "local_window_size must be an int >= 0, .* but got -1"),
-    ({"local_window_size": (1, -2)}, r"local_window_size must be .* but got \(1, -2\)"),
     ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be .*got 0\.0"),
-    ({"logits_soft_cap": -1}, "logits_soft_cap must be .*got -1"),
-    (
-        {"normalize_qk": "batch_norm"},
-        'normalize_qk must be False, True or one of "layer_norm", .*"rms_norm", "rms_norm_all_heads"',
-    ),
+    ({"normalize_qk": "batch_norm"}, 'normalize_qk must be False, True or one of "layer_norm", .*"rms_norm", "rms_nor'),
     ({"normalize_qk": ""}, "normalize_qk must be .*got ''"),
     ({"implementation": "fast"}, "implementation must be \"xla\".*but got 'fast'"),
     *(({"dropout_rate": rate}, "dropout_rate must be a concrete number in") for rate in (1.0, 1.5, -0.1, float("nan"))),

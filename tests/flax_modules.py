@@ -3,26 +3,13 @@
 import functools
 
 import flax.linen as nn
+import flax_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_cases import (
-    BATCH,
-    CASES,
-    FEATURES,
-    GROUPED,
-    HEADS,
-    KEYS,
-    QUERIES,
-    Case,
-    cut,
-    flax_rules,
-    normal,
-    scaled,
-    visible,
-)
+from flax_cases import BATCH, FEATURES, GROUPED, HEADS, KEYS, QUERIES, Case, flax_rules, normal, scaled, visible
 
 import flax_mha
 from flax_mha import linen
@@ -35,7 +22,7 @@ class Nnx:
 
     ours, flax = flax_mha.MultiHeadAttention, nnx.MultiHeadAttention
     attention = staticmethod(nnx.dot_product_attention)
-    cases = CASES | {
+    cases = flax_cases.CASES | {
         "causal, fewer queries": Case(features=(FEATURES,) * 2, arguments={"is_causal": True}),
         "causal with mask": Case(arguments={"is_causal": True, "mask": visible(BATCH, HEADS, QUERIES, QUERIES)}),
         "one key head": Case({"num_kv_heads": 1}),
@@ -45,7 +32,7 @@ class Nnx:
 
     @staticmethod
     def make(cls, params=None, **options):
-        """A module that is quick to make; with `params` all its weights are theirs, since others are zeros."""
+        """A module that is quick to make; with `params` it has these weights."""
         given = {"num_heads": HEADS, "in_features": FEATURES, "decode": False, "rngs": nnx.Rngs(0, dropout=1)}
         given |= {"kernel_init": nnx.initializers.zeros} if params else {"kernel_init": scaled, "bias_init": scaled}
         module = cls(**given | options)
@@ -109,7 +96,7 @@ class Linen:
 
     ours, flax = linen.MultiHeadDotProductAttention, nn.MultiHeadDotProductAttention
     attention = staticmethod(nn.dot_product_attention)
-    cases = CASES | {"key and value features": Case(features=(FEATURES, 13, 17))}
+    cases = flax_cases.CASES | {"key and value features": Case(features=(FEATURES, 13, 17))}
 
     @staticmethod
     def make(cls, **options):
@@ -196,5 +183,5 @@ def both(api, case, method="call", ours=None, **options):
 def decode(step, x, **by_query):
     """One token a call."""
     x = np.asarray(x)
-    steps = [step(jnp.asarray(x[..., t : t + 1, :]), cut(by_query, t)) for t in range(x.shape[-2])]
+    steps = [step(jnp.asarray(x[..., t : t + 1, :]), flax_cases.cut(by_query, t)) for t in range(x.shape[-2])]
     return np.concatenate(steps, axis=-2)

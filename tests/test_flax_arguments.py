@@ -1,4 +1,4 @@
-"""Constructors and calls of flax_mha's modules take what Flax's take, in Flax's order, and do the same with it."""
+"""Constructors and calls of flax_mha's modules take the arguments of Flax's in the same order, with the same effect."""
 
 import contextlib
 import inspect
@@ -21,7 +21,7 @@ def parameters(function):
 
 
 def of_flax(function):
-    """Each API with each name that a function of Flax's class takes, and its default."""
+    """Each API with each argument of a function of Flax's class, and its default."""
     cases = [(api, x.name, x.default) for api in APIS.values() for x in parameters(function(api)).values()]
     ids = [f"{api.__name__}-{name}" for api, name, _ in cases]
     return pytest.mark.parametrize(("api", "name", "default"), cases, ids=ids)
@@ -37,8 +37,8 @@ ORDERS = {
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", ORDERS)
-def test_order_and_defaults_are_those_of_flax(name):
-    """What is new comes after, or is given by name."""
+def test_order_and_defaults_equal_those_of_flax(name):
+    """New arguments follow, or are keywords."""
     ours, flax = map(parameters, ORDERS[name])
     mine, theirs = (
         [name for name, x in each.items() if x.kind == x.POSITIONAL_OR_KEYWORD and name != "name"]
@@ -63,7 +63,7 @@ def einsum(*arguments, **options):
 
 EINSUMS = dict.fromkeys(("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"), lambda: einsum)
 ones = jax.nn.initializers.ones
-# What differs from the defaults of Flax's constructors.
+# Other values than the defaults of Flax's constructors.
 VALUES = {
     "num_heads": 5,
     "qkv_features": 21,
@@ -97,7 +97,7 @@ def state_and_output(module):
 
 
 @of_flax(lambda api: api.flax if api is Linen else api.flax.__init__)
-def test_constructor_takes_what_flax_takes(api, name, default):
+def test_constructor_takes_the_arguments_of_flax(api, name, default):
     options = {"deterministic": True} | (EINSUMS if name in EINSUMS else {})
     if name.startswith(("query_ln", "key_ln", "ln_")):
         options["normalize_qk"] = True
@@ -118,12 +118,14 @@ CALL |= {"mask": np.tri(QUERIES, dtype=bool)[None, None], "is_causal": True, "dr
 
 
 @of_flax(lambda api: api.flax.__call__)
-def test_call_takes_what_flax_takes(api, name, default):
+def test_call_takes_the_arguments_of_flax(api, name, default):
     arguments = {} if name == "inputs_q" else {name: CALL.get(name, default)}
     if name == "inputs_v":
         arguments["inputs_k"] = Y
-    with pytest.warns(DeprecationWarning, match="inputs_kv arg") if name == "inputs_kv" else contextlib.nullcontext():
+    deprecated = pytest.warns(DeprecationWarning, match="The inputs_kv arg will be deprecated soon")
+    with deprecated if name == "inputs_kv" else contextlib.nullcontext([1, 2]) as warnings:
         assert_close(*both(api, Case(arguments=arguments)))
+    assert len(warnings) == 2  # of Flax and of ours
 
 
 @pytest.mark.core
