@@ -12,6 +12,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import core
 
 import flax_mha
 from flax_mha import linen
@@ -37,7 +38,7 @@ assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
 
 
 def grown(params):
-    """Vectors that start as zeros or ones, where they would show too little, with something added."""
+    """Changes vectors, which start as zeros or ones and would hide errors."""
     added = np.linspace(-0.5, 0.5, N)
     return jax.tree.map(lambda x: x + jnp.asarray(np.resize(added, x.shape), x.dtype) if x.ndim == 1 else x, params)
 
@@ -77,7 +78,7 @@ def nnx_step(module, x, arguments):
 
 
 class Linen:
-    """The same of linen, with variables that are handed on."""
+    """The same for linen; it keeps the variables."""
 
     def __init__(self, **options):
         self.options = {"num_heads": N, **options}
@@ -120,7 +121,7 @@ APIS = pytest.mark.parametrize("api", [Nnx, Linen])
 
 
 def decoded(module, positions=None, slots="slots", per_row=True, calls=CALLS, options=None, **arguments):
-    """The outputs of calls that follow one another, in a new cache; `options` are set for them alone."""
+    """The outputs of calls that follow one another, in a new cache, with `options` set."""
     module.start(SLOTS[slots], per_row)
     module.set(**options or {})
     outputs = []
@@ -159,8 +160,7 @@ def test_any_split_of_each_sequence(api, kind, data):
         np.testing.assert_array_equal(module.index, at)
 
 
-def test_positions():
-    """Any, for the rotation alone."""
+def test_positions_only_change_the_rotation():
     module, _ = made(Linen)
     positions = jnp.asarray(np.random.default_rng(1).integers(0, 999, (B, 48)), jnp.int32)
     assert_close(decoded(module, positions, per_row=False), module.full(X[:, :48], positions=positions))
@@ -168,7 +168,7 @@ def test_positions():
 
 @pytest.mark.core
 def test_positions_of_several_coordinates():
-    """Tokens of an image share a frame, and those after it stand at smaller positions than their slots."""
+    """Tokens of an image share a frame, and later tokens have smaller positions than their slots."""
     module = Nnx(**EVERYTHING | {"rope": RoPE(sections=(1, 1, 1))})
     assert_close(module.full(X), made(Nnx)[1], atol=1e-6)  # text alone
     text, image = np.arange(11), 11 + np.stack([np.zeros(24, int), *np.divmod(np.arange(24), 6)], axis=-1)
@@ -177,7 +177,7 @@ def test_positions_of_several_coordinates():
     expected = np.asarray(module.full(X[:, :48], positions=positions))
     assert np.abs(expected - made(Nnx)[1][:, :48]).max() > 1e-2
     assert_close(decoded(module, positions), expected)
-    # The same for all sequences; and a number of coordinates that does not fit.
+    # The same for all sequences; and another number of coordinates.
     assert_close(module.full(X[:, :48], positions=positions[0])[0], expected[0], atol=1e-6)
     for wrong in (positions[..., :2], positions[..., 0]):
         with pytest.raises(ValueError, match=r"positions must be \[batch..., length, coordinates\] .* \(2, 48, 3\)"):
@@ -187,7 +187,7 @@ def test_positions_of_several_coordinates():
 @pytest.mark.core
 @pytest.mark.parametrize(("api", "kind"), [(Nnx, "arrays"), (Linen, "object")])
 def test_masks_and_biases_of_the_call(api, kind):
-    """Arrays say something of each slot, objects of positions."""
+    """Arrays have an entry for each slot, objects use positions."""
     module, slots, rng = api(num_kv_heads=K), SLOTS["slots"], np.random.default_rng(1)
     arguments = {"mask": FunctionMask(jax.tree_util.Partial(lambda b, h, q, k: (q + k) % 3 != 1))}
     of_48 = arguments
@@ -202,7 +202,7 @@ FLAX = {Nnx: nnx.dot_product_attention, Linen: nn.dot_product_attention}
 
 @pytest.mark.parametrize(("api", "window"), [(Nnx, WINDOW), (Linen, None)])
 def test_attention_functions_of_flax(api, window):
-    """They get all keys, in a ring in the order of their positions, and a mask of what is visible."""
+    """They get all keys, those of a ring in the order of their positions, and a mask of the visible ones."""
     module = api(rope=RoPE(), local_window_size=window)
     expected = np.asarray(module.full(X))
     given = {"options": {"attention_fn": FLAX[api]}, "mask": np.ones((1, 1), bool)}
@@ -213,35 +213,38 @@ def test_attention_functions_of_flax(api, window):
 
 @pytest.mark.parametrize("kind", SLOTS)
 def test_sown_weights(kind):
-    """Of every slot; in a ring of the slots and then the new tokens, by position. Also the largest score."""
-    module = Linen(**EVERYTHING)
+    """Of every slot; in a ring of the slots and then the new tokens, by position. Also the largest score.
+
+    Sowing does not change which weights are dropped.
+    """
+    module, dropout = Linen(**EVERYTHING, dropout_rate=0.4), {"deterministic": False, "dropout_rng": jax.random.key(3)}
 
     @functools.partial(jax.jit, static_argnums=0)
     def sowing(decode, x, cache):
         arguments = {} if decode else {"is_causal": True}
-        arguments |= {"sow_weights": True, "sow_max_score": True, "mutable": ["cache", "intermediates"]}
+        arguments |= {"sow_weights": True, "sow_max_score": True, "mutable": ["cache", "intermediates"], **dropout}
         layer = module.layer if decode else module.layer.clone(decode=False)
         output, changed = layer.apply({"params": module.params, **cache}, x, **arguments)
         [weights], [max_score] = (changed["intermediates"][f"attention_{name}"] for name in ("weights", "max_score"))
         return output, max_score, weights, {"cache": changed["cache"]} if decode else {}
 
     module.start(SLOTS[kind], per_row=False)
-    expected, largest, whole, _ = sowing(False, X[:, :48], {})
+    _, largest, whole, _ = sowing(False, X[:, :48], {})
     *first, _, cache = sowing(True, X[:, :47], {"cache": module.cache})
     *then, last, cache = sowing(True, X[:, 47:48], cache)
     np.testing.assert_allclose(np.maximum(first[1], then[1]), largest, rtol=1e-5)
-    assert_close(np.concatenate([first[0], then[0]], 1), expected)
+    assert_close(np.concatenate([first[0], then[0]], 1), module.full(X[:, :48], **dropout))
     slots = cache["cache"]["cached_key"].shape[1]
     assert last.shape == (B, N, 1, slots + (kind == "ring"))
-    end = last.shape[-1] if kind == "ring" else 48  # where the newest token stands
+    end = last.shape[-1] if kind == "ring" else 48  # after the newest token
     assert_close(last[..., end - 48 : end], whole[:, :, 47:], atol=1e-6)
     np.testing.assert_array_equal(last[..., end:], 0)
     np.testing.assert_array_equal(last[..., : end - 48], 0)
 
 
 @APIS
-def test_dropout_drops_what_the_whole_forward_drops(api):
-    """What is dropped depends on key and position, so one key for all calls drops the same."""
+def test_dropout_drops_the_same_weights_as_the_whole_forward(api):
+    """Dropout depends on key and position, so one key for all calls drops the same."""
     module = api(num_kv_heads=K, dropout_rate=0.4)
 
     def dropping(seed):
@@ -255,27 +258,12 @@ def test_dropout_drops_what_the_whole_forward_drops(api):
     assert np.abs(module.full(X[:, :48], deterministic=False, **dropping(4)) - expected).max() > 0.01
 
 
-def test_sowing_changes_nothing_of_what_is_dropped():
-    module = Nnx(num_kv_heads=K, dropout_rate=0.4, local_window_size=EVERYTHING["local_window_size"]).module
-    module.deterministic = False
-    outputs = []
-    for sow_weights in (False, True):
-        module.init_cache((B, SLOTS["ring"], D))
-
-        @nnx.jit
-        def step(module, x, sow_weights=sow_weights):
-            return nnx.capture(module, nnx.Intermediate)(x, sow_weights=sow_weights, rngs=nnx.Rngs(dropout=3))[0]
-
-        outputs.append(np.concatenate([step(module, X[:, a:b]) for a, b in CALLS], 1))
-    assert_close(*outputs)
-
-
 PRESET = {"logits_soft_cap": 0.5, "local_window_size": (WINDOW, 0), "mask": FunctionMask(lambda b, h, q, k: q % 7 != k)}
 
 
 @pytest.mark.parametrize(("api", "promote"), [(Nnx, {"promote_dtype": dtypes.promote_dtype}), (Linen, {})])
-def test_what_a_partial_sets_counts_as_in_the_call(api, promote):
-    """For a prompt and for a token, in place and where the function itself has to be called."""
+def test_arguments_of_a_partial_count_as_those_of_the_call(api, promote):
+    """For a prompt and for a token, whether keys are read in place or the function has to be called."""
     *options, mask = PRESET.items()
     preset = api(attention_fn=functools.partial(flax_mha.attention_fn, is_causal=True, **promote, **PRESET))
     got, want = (
@@ -296,7 +284,7 @@ def test_a_partial_that_sets_positions_is_refused(api, name):
 
 @pytest.mark.core
 def test_views():
-    """A cache of its own for each view, with an index for each sequence if that is asked for."""
+    """Each view has its own cache, with an index for each sequence if `per_row`."""
     module, expected = made(Nnx)
     view = nnx.view(module.module, decode=True, batch_size=B, max_length=SLOTS["slots"], per_row=True)
     assert view.cache_index.shape == (B,)
@@ -308,7 +296,7 @@ def test_views():
 
 
 def test_a_donated_step():
-    """As the documentation of decoding has it: the cache goes in and comes out, and one trace serves all steps."""
+    """As in the documentation of decoding: the cache is an argument and a result, and all steps share one trace."""
     module, expected = made(Nnx)
     module.start(SLOTS["ring"], per_row=True)
     graph, cache, rest = nnx.split(module.module, nnx.Cache, ...)
@@ -376,21 +364,14 @@ def decode_cross(module, first, positions=None):
     return np.concatenate(outputs, 1)
 
 
-@pytest.mark.core
 @CROSS
-def test_stored_keys_equal_those_of_the_inputs(make):
-    module = make()
-    want = module(TARGET, ENCODED, decode=False, lengths=(None, LENGTHS))
-    for _ in range(2):  # stored keys can be stored anew
-        assert_close(decode_cross(module, {"lengths": (None, LENGTHS)}), want, atol=1e-6)
-
-
-@CROSS
-def test_without_lengths_all_keys_are_used_and_no_call_adds_any(make):
-    module = make()
-    want = module(TARGET, ENCODED, decode=False)
-    assert_close(decode_cross(module, {}), want, atol=1e-6)
-    assert_close(module(TARGET, is_causal=True), want, atol=1e-6)
+@pytest.mark.parametrize("lengths", [None, core(np.array([11, 4], np.int64))])
+def test_stored_keys_equal_those_of_the_inputs(make, lengths):
+    module, given = make(), {} if lengths is None else {"lengths": (None, lengths)}
+    want = module(TARGET, ENCODED, decode=False, **given)
+    for _ in range(2):  # stored keys can be stored again
+        assert_close(decode_cross(module, given), want, atol=1e-6)
+    assert_close(module(TARGET, is_causal=True), want, atol=1e-6)  # no call added any
 
 
 @CROSS
@@ -412,7 +393,7 @@ def test_axial_positions_are_not_counted():
 
 
 @CROSS
-def test_another_attention_function_gets_the_lengths_as_a_mask(make):
+def test_other_attention_functions_get_the_lengths_as_a_mask(make):
     module = make(num_kv_heads=2, attention_fn=FLAX[Nnx if make is nnx_cross else Linen])
     shown = (jnp.arange(11)[None] < LENGTHS[:, None])[:, None, None]
     want = module(TARGET, ENCODED, decode=False, mask=shown)
@@ -427,7 +408,7 @@ def test_another_attention_function_gets_the_lengths_as_a_mask(make):
 
 @pytest.mark.core
 @CROSS
-def test_what_does_not_fit_is_refused(make):
+def test_refusals_of_cross_attention(make):
     module = make()
     if not isinstance(module, LinenCross):
         module(TARGET, ENCODED, store_keys=True)
@@ -437,14 +418,19 @@ def test_what_does_not_fit_is_refused(make):
         ([TARGET], {"store_keys": True}, "store_keys=True requires inputs_k, but got None"),
         ([TARGET, ENCODED], {"store_keys": True, "decode": False}, "store_keys=True requires decode=True"),
         ([TARGET, ENCODED], {"store_keys": 1}, "store_keys must be True or False"),
+        (
+            [TARGET, ENCODED],
+            {"store_keys": True, "lengths": (None, np.array([2**40, 4]))},
+            "lengths must be at most 11",
+        ),
     ):
         refused(expected, module, *inputs, **arguments)
 
 
 @CROSS
 @pytest.mark.parametrize("name", ["mask", "score_mod", "local_window_size"])
-def test_what_depends_on_positions_is_refused(make, name):
-    """A later call begins at an unknown position; counted from 0, its answer would be silently wrong."""
+def test_arguments_that_depend_on_positions_are_refused(make, name):
+    """A later call begins at an unknown position; counted from 0, its output would be silently wrong."""
     window = {"local_window_size": 2} if name == "local_window_size" else {}
     options = {"mask": CausalMask(), "score_mod": lambda score, b, h, q_idx, kv_idx: score}
     arguments = {} if window else {name: options[name]}
@@ -467,15 +453,6 @@ def test_steps_are_pure_under_jit():
     graph, cache, rest = nnx.split(module, nnx.Cache, ...)
     output = jax.jit(lambda cache, rest, x: nnx.merge(graph, cache, rest)(x))(cache, rest, TARGET)
     assert_close(output, module(TARGET), atol=1e-6)
-
-
-@pytest.mark.parametrize("make", [nnx_cross, LinenCross])
-def test_lengths_of_64_bits_are_kept(make):
-    module = make()
-    with pytest.raises(ValueError, match="lengths must be at most 11, the length of the array"):
-        module(TARGET[:, :1], ENCODED, lengths=(None, np.array([2**40, 4])), store_keys=True)
-    stored = module(TARGET[:, :1], ENCODED, lengths=(None, np.array([11, 4], np.int64)), store_keys=True)
-    assert_close(module(TARGET[:, :1]), stored, atol=1e-6)
 
 
 def test_one_length_without_a_batch_axis():

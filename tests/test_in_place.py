@@ -1,4 +1,4 @@
-"""A few queries of many keys are read in place: outputs, log-sum-exps and derivatives are those of the dense way."""
+"""Few queries read many keys in place: outputs, log-sum-exps and derivatives equal those of the dense path."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import close
-from marks import with_core, with_core_tuples
+from marks import core, with_core_tuples
 
 from flax_mha import dot_product_attention
 from flax_mha._src import plan as schedule
@@ -56,7 +56,7 @@ CASES = {
 
 
 def both_ways(call):
-    """What `call` returns where keys are read in place and where they are not, and that it makes a difference."""
+    """The results of `call` with keys read in place, and with the dense path."""
     in_place = call()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "blocks_in_place", lambda call: None)
@@ -72,16 +72,16 @@ assert_same = functools.partial(close, at_least=1.0)
 ONE_BLOCK = ("window", "lengths", "nothing visible", "logits", "bias and mask")
 
 
-@pytest.mark.parametrize(
-    ("name", "one_block"),
-    with_core_tuples(
-        [*((name, False) for name in CASES), *((name, True) for name in ONE_BLOCK)],
-        *((name, name in ("lengths", "logits")) for name in ("window", "lengths", "logits", "bias and mask")),
-    ),
+OUTPUTS = with_core_tuples(
+    [*((name, False) for name in CASES), *((name, True) for name in ONE_BLOCK)],
+    *((name, name in ("lengths", "logits")) for name in ("window", "lengths", "logits", "bias and mask")),
 )
+
+
+@pytest.mark.parametrize(("name", "one_block"), OUTPUTS)
 def test_outputs(name, one_block, monkeypatch):
-    """Also with NaN and infinities in keys, values and queries, wherever they are, and large numbers where hidden."""
-    if one_block:  # where more than half of the keys are seen
+    """Also with NaN and infinities anywhere in keys, values and queries, and large numbers in masked places."""
+    if one_block:  # if more than half of the keys are visible
         monkeypatch.setattr(schedule, "MAX_HEIGHT_IN_PLACE", 128)
     query, key, value = map(jnp.asarray, arrays(5))
     given = {
@@ -132,7 +132,7 @@ def derivatives(name, second):
     return run, (*arrays(5), learned, SLOPES)
 
 
-@pytest.mark.parametrize("name", with_core(["window", "logits", "score_mod", "bias and mask", "dropout"], "score_mod"))
+@pytest.mark.parametrize("name", ["window", "logits", core("score_mod"), "bias and mask", "dropout"])
 def test_derivatives(name):
     run, x = derivatives(name, second=name == "logits")
     got, expected = both_ways(lambda: jax.jit(lambda x: run(x))(x))
@@ -149,7 +149,7 @@ def test_batch_axes_and_halves():
 
 
 def test_products_in_bfloat16(monkeypatch):
-    """Where the CPU multiplies bfloat16, in blocks and in one: as exact as weights rounded to bfloat16."""
+    """If the CPU multiplies bfloat16, in blocks and in one: as exact as weights rounded to bfloat16."""
     monkeypatch.setattr(schedule, "MAX_HEIGHT_IN_PLACE", 128)
     monkeypatch.setattr(tracing, "cpu_features", lambda: {"avx512_bf16"})
     chosen, original = [], schedule.blocks_in_place
@@ -165,16 +165,9 @@ def test_products_in_bfloat16(monkeypatch):
         assert_same(jax.tree.map(lambda x: x.astype(jnp.float32), got), want, 2**-8)
 
 
-def test_a_mapped_axis_of_length_0():
-    query, key, value = (jnp.zeros((0, *x.shape)) for x in arrays(1))
-    call = functools.partial(attend, key_value_seq_lengths=INDEX)
-    shapes = [x.shape for x in jax.vmap(call)(query, key, value)]
-    assert shapes == [(0, *BATCH, 1, N, HV), (0, *BATCH, 1, N), (0, *BATCH, N)]
-
-
 @pytest.mark.parametrize("shared", ["nothing", "query", "keys", "lengths"])
-def test_a_mapped_call_still_chooses(shared):
-    """`jax.vmap` adds a batch axis; it does not turn each choice between two ways into both of them."""
+def test_a_mapped_call_still_has_branches(shared):
+    """`jax.vmap` adds a batch axis; it does not compute both branches of each choice."""
     lengths = jnp.array([[140, 3], [149, 149], [1, 90]], jnp.int32)
     given = arrays(1, (3, 2))
     axes = [None if name == shared else 0 for name in ("query", "keys", "keys", "lengths")]
@@ -187,11 +180,16 @@ def test_a_mapped_call_still_chooses(shared):
     entries = [[value if axis is None else value[i] for value, axis in zip(x, axes, strict=True)] for i in range(3)]
     assert_same(every(*x), jax.tree.map(lambda *x: jnp.stack(x), *(call(*entry) for entry in entries)))
     assert ("stablehlo.case" in every.lower(*x).as_text()) == (shared != "keys")
+    none = [
+        jnp.zeros((0, *value.shape[1:]), value.dtype) if axis == 0 else value
+        for value, axis in zip(x, axes, strict=True)
+    ]
+    assert [x.shape for x in every(*none)] == [(0, 2, 1, N, HV), (0, 2, 1, N), (0, 2, N)]
 
 
 @pytest.mark.core
 def test_products_of_bfloat16_are_not_rounded(monkeypatch):
-    """Scores of 256 and 257 differ by 1, of which bfloat16 would leave nothing."""
+    """Scores of 256 and 257 would be equal in bfloat16."""
     monkeypatch.setattr(tracing, "cpu_features", lambda: {"avx512_bf16"})
     query = jnp.full((1, 1, 2, 16), 16, jnp.bfloat16)
     key = jnp.zeros((1, S, 1, 16), jnp.bfloat16).at[:, :2].set(1).at[:, 1, :, 0].set(1.0625)

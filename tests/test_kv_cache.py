@@ -1,4 +1,4 @@
-"""`KVCache`: what stands where, what is taken back or reordered, and what is refused."""
+"""`KVCache`: the token in every slot, tokens that are taken back or reordered, and refusals."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import refused
-from marks import pairwise, with_core, with_core_tuples
+from marks import core, pairwise, with_core_tuples
 
 from flax_mha import dot_product_attention
 from flax_mha._src.core.eight_bits import quantize
@@ -21,7 +21,7 @@ SLOTS = 72
 
 
 def tokens(first, number, batch=(B,), dtype=jnp.float32):
-    """Keys and values that say where they belong: the batch entry, and in its fraction the position."""
+    """Keys and values that show their place: the batch entry, and in the fraction the position."""
     entry = np.arange(np.prod(batch, dtype=int)).reshape(*batch, 1, 1, 1)
     position = np.asarray(first).reshape(np.shape(first) + (1,) * 3) + np.arange(number)[:, None, None]
     key = np.broadcast_to(entry + (position + 1) / 1024, (*batch, number, K, H))
@@ -29,7 +29,7 @@ def tokens(first, number, batch=(B,), dtype=jnp.float32):
 
 
 def assert_holds(cache, index):
-    """Every slot holds the token that `positions` names, and the rest nothing that was ever written."""
+    """Every slot holds the token of its position in `positions`, and other slots hold none."""
     np.testing.assert_array_equal(cache.index, index)
     positions, ends = np.asarray(cache.positions()), np.broadcast_to(index, cache.batch)
     for place in np.ndindex(*cache.batch):
@@ -100,29 +100,25 @@ def test_every_feature_of_one_key_head(dtype, size, lengths):
     np.testing.assert_array_equal(np.asarray(grown.value, np.float32), -expected)
 
 
-def test_what_is_known_may_be_known_under_jit_too():
-    """Arrays that a jitted function closes over."""
+def test_constants_under_jit():
+    """Arrays that a jitted function closes over are known. One length counts for all sequences."""
     cache, lengths, rows = KVCache.create(B, S, K, H, per_row=True), jnp.array([3, 0, 2]), jnp.array([2, 2])
     grown = jax.jit(lambda cache: cache.update(*tokens(0, 7), lengths=lengths))(cache)
     assert_holds(grown, [3, 0, 2])
     np.testing.assert_array_equal(jax.jit(lambda cache: cache.take(rows))(grown).index, [2, 2])
+    assert_holds(cache.update(*tokens(0, 7), lengths=4), [4, 4, 4])
+    assert_holds(KVCache.create((), S, K, H).update(*tokens(0, 7, ()), lengths=4), 4)
     with pytest.raises(ValueError, match="lengths must be between 0 and 2"):
         jax.jit(lambda cache: cache.update(*tokens(0, 2), lengths=lengths))(cache)
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_arrays_of_numpy(window):
-    """As a checkpoint may be read."""
+    """Checkpoints may hold them."""
     cache = jax.tree.map(np.asarray, KVCache.create(B, RING, K, H, window=window, per_row=True))
     grown = jax.tree.map(np.asarray, cache.update(*map(np.asarray, tokens(0, 7))))
     assert_holds(jax.tree.map(np.asarray, grown.truncate(np.array([5, 2, 7]))), [5, 2, 7])
     np.testing.assert_array_equal(grown.take(np.array([2, 2])).key[1], grown.key[2])
-
-
-def test_one_length_for_all():
-    cache = KVCache.create(B, S, K, H, per_row=True)
-    assert_holds(cache.update(*tokens(0, 7), lengths=4), [4, 4, 4])
-    assert_holds(KVCache.create((), S, K, H).update(*tokens(0, 7, ()), lengths=4), 4)
 
 
 @pytest.mark.core
@@ -138,7 +134,7 @@ def test_truncate():
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_ring_that_has_lost_tokens_can_be_emptied(jit):
-    """And used again, as a row that is done makes room for another prompt."""
+    """A finished row makes room for another prompt."""
     ring = KVCache.create(2, 999, 1, H, window=3, per_row=True)
     x = jax.random.normal(jax.random.key(0), (2, 100, 1, H))
     ring = ring.update(x, x, lengths=np.array([90, 40]))
@@ -150,7 +146,7 @@ def test_a_ring_that_has_lost_tokens_can_be_emptied(jit):
         np.testing.assert_allclose(output[:1], want, rtol=0, atol=1e-6)
 
 
-def test_truncate_marks_what_it_cannot_take_back():
+def test_truncate_marks_sequences_that_it_cannot_restore():
     cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 9))
     marked = jax.jit(KVCache.truncate)(cache, jnp.array([3, 10, -1]))
     np.testing.assert_array_equal(marked.index, [3, -1, -1])
@@ -163,7 +159,7 @@ def test_truncate_marks_what_it_cannot_take_back():
 
 @pytest.mark.core
 def test_truncate_of_a_ring():
-    """Back by as many tokens as there are spare slots, and one more; what was overwritten is gone."""
+    """By one token more than there are spare slots; overwritten tokens are lost."""
     cache = KVCache.create(B, 9 * RING, K, H, window=WINDOW).update(*tokens(0, 3 * RING))
     oldest = 3 * RING - SPARE - 1
     back = cache.truncate(oldest)
@@ -176,17 +172,12 @@ def test_truncate_of_a_ring():
     assert int(jax.jit(KVCache.truncate)(cache, oldest - 1).index) == -1
     with jax.debug_nans(True):
         assert int(cache.truncate(3 * RING - 2).index) == 3 * RING - 2
+        for truncate in (KVCache.truncate, jax.jit(KVCache.truncate)):  # nothing is lost yet
+            new = KVCache.create(B, 9 * RING, K, H, window=WINDOW).update(*tokens(0, 9))
+            assert_holds(truncate(new, 5).update(*tokens(5, 2)), 7)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_truncate_of_a_ring_that_has_lost_nothing_makes_no_nan(jit):
-    truncate = jax.jit(KVCache.truncate) if jit else KVCache.truncate
-    cache = KVCache.create(B, 9 * RING, K, H, window=WINDOW).update(*tokens(0, 9))
-    with jax.debug_nans(True):
-        assert_holds(truncate(cache, 5).update(*tokens(5, 2)), 7)
-
-
-@pytest.mark.parametrize("jit", with_core([False, True], True))
+@pytest.mark.parametrize("jit", [False, core(True)])
 def test_keep(jit):
     """A path of a tree of drafts; paths of their own, of which one is empty; the tokens that follow."""
     keep = jax.jit(KVCache.keep) if jit else KVCache.keep
@@ -206,7 +197,7 @@ def test_keep(jit):
     np.testing.assert_array_equal(beams.update(*tokens(0, 1, (2,))).index, [6, 6])
 
 
-def test_keep_marks_what_is_no_path():
+def test_keep_marks_sequences_without_a_path():
     cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 9), lengths=[9, 9, 5])
     slots = np.array([[4, 6], [6, 6], [4, 6]])
     marked = jax.jit(KVCache.keep)(cache, slots)
@@ -233,7 +224,7 @@ def test_take():
 
 @pytest.mark.core
 def test_values_that_are_a_part_of_the_keys():
-    """They are not stored, and nobody has to give them."""
+    """They are not stored, and `value` is None."""
     cache = KVCache.create(B, S, 1, H, per_row=True, value_size=H - 2)
     key = tokens(0, 7)[0][:, :, :1]
     grown = jax.jit(KVCache.update)(cache, key, None, jnp.array([7, 3, 5])).take([2, 0]).truncate([4, 6])
@@ -246,25 +237,22 @@ def test_values_that_are_a_part_of_the_keys():
 
 
 @pytest.mark.core
-def test_room_where_the_index_is_not_known():
+def test_room_if_the_index_is_unknown():
     cache = KVCache.create(B, S, K, H, per_row=True).update(*tokens(0, 9), lengths=[9, 5, 0])
     assert cache.has_room(2) is True
     room = jax.jit(lambda cache, lengths: cache.has_room(6, lengths))
     np.testing.assert_array_equal(room(cache, jnp.array([2, 6, 7])), [True, True, False])
     np.testing.assert_array_equal(room(cache, jnp.array([3, -1, 6])), [False, False, True])
     np.testing.assert_array_equal(jax.jit(lambda cache: cache.has_room(6))(cache), [False, True, True])
-
-
-def test_a_ring_is_full_where_positions_end():
-    last = 2**31 - 1
-    ring = KVCache(*tokens(0, RING), jnp.asarray(last - 2, jnp.int32), WINDOW)
+    # A ring is full at the largest position.
+    ring = KVCache(*tokens(0, RING), jnp.asarray(2**31 - 3, jnp.int32), WINDOW)
     assert ring.has_room(2) is True
     refused("the cache is too short", ring.has_room, 3)
 
 
 @pytest.mark.parametrize(("number", "per_row", "dtype"), pairwise((1, 65), (False, True), (jnp.float32, jnp.bfloat16)))
 def test_without_room_nothing_is_written(number, per_row, dtype):
-    """Under jit, and in the sequences alone that have none."""
+    """Under jit, and only in the sequences without room."""
     length = number + 4
     cache = KVCache.create(B, length, K, H, dtype, per_row=per_row)
     cache = cache.update(*tokens(0, length, dtype=dtype), lengths=[length, 4, 5] if per_row else None)
@@ -278,8 +266,8 @@ def test_without_room_nothing_is_written(number, per_row, dtype):
 
 
 @pytest.mark.parametrize(("number", "per_row", "dtype"), pairwise((2, 65), (False, True), (jnp.float32, jnp.bfloat16)))
-def test_what_is_written_has_a_gradient(number, per_row, dtype):
-    """And what it replaces has none; the order of `jax.vmap` and `jax.grad` does not matter."""
+def test_written_tokens_have_a_gradient(number, per_row, dtype):
+    """Replaced ones have none; the order of `jax.vmap` and `jax.grad` does not matter."""
     cache, places = KVCache.create(B, SLOTS, K, H, dtype, per_row=per_row), np.arange(1.0, SLOTS + 1)
     firsts, new = (3, 6), tokens(0, number, dtype=dtype)[0]
     olds, news, indices = (jnp.stack(x) for x in ([cache.key] * 2, [new, 2 * new], [cache.index + i for i in firsts]))
@@ -306,12 +294,12 @@ OF_LENGTHS = [case for case in WRITES if case[1] == "lengths"]
 
 @pytest.mark.parametrize(("ring", "kind", "mapped", "dtype"), with_core_tuples(WRITES, *OF_LENGTHS))
 def test_every_slot_after_updates_of_any_size(ring, kind, mapped, dtype):
-    """Those that are not written keep their bits, also where there is no room, or a ring goes on at its first slot."""
+    """Other slots keep their bits, also without room, or if a ring continues at its first slot."""
     rng, batch = np.random.default_rng(0), (2, B) if mapped else (B,)
     update = jax.jit(jax.vmap(KVCache.update) if mapped else updated)
 
     def bits(number):
-        """Any at all, so that there are infinite numbers, and NaN of every kind."""
+        """Random bits, which include infinity and every kind of NaN."""
         size = jnp.dtype(dtype).itemsize
         return jnp.asarray(rng.integers(0, 256, (*batch, number, K, H * size), np.uint8).view(dtype))
 
@@ -347,8 +335,8 @@ def test_an_index_in_another_dtype(dtype):
         np.testing.assert_array_equal(updated(other, *tokens(3, 2)).key, cache.update(*tokens(3, 2)).key)
 
 
-def test_mapped_updates_of_what_is_shared():
-    """A cache that all share becomes one for each; so do new tokens, and an axis of length 0 stays one."""
+def test_mapped_updates_of_a_shared_cache():
+    """It becomes one cache for each; so do shared tokens, and an axis of length 0 stays empty."""
     cache, (key, value) = KVCache.create(B, S, K, H).update(*tokens(0, 2)), tokens(2, 4)
     keys, values = (jnp.stack([x, 2 * x]) for x in (key, value))
     for own, new in (((None, 0, 0), (keys, values)), ((0, None, None), (key, value))):
@@ -373,11 +361,8 @@ def create(**given):
 
 FLOATS = [x.astype(jnp.bfloat16) for x in NEW]
 REFUSED = [
-    (lambda: create(batch=2.0), "batch must be an int >= 0, but got 2.0"),
-    (lambda: create(batch=None), "batch must be an int >= 0, but got None"),
     (lambda: create(batch=(2, -1)), "batch must be an int >= 0, but got -1"),
     (lambda: create(batch=True), "batch must be an int >= 0, but got True"),
-    (lambda: create(max_length=0), "max_length must be an int >= 1, but got 0"),
     (lambda: create(max_length=1e3), "max_length must be an int >= 1, but got 1000.0"),
     (lambda: create(num_kv_heads=0), "num_kv_heads must be an int >= 1, but got 0"),
     (lambda: create(head_size="8"), "head_size must be an int >= 1, but got '8'"),
@@ -387,16 +372,13 @@ REFUSED = [
     (lambda: create(dtype="float33"), "dtype must be floating point, but got 'float33'"),
     (lambda: create(per_row=1), "per_row must be True or False, but got 1"),
     (lambda: create(window=(3, 0)), r"window must be an int >= 0 or None, but got \(3, 0\)"),
-    (lambda: create(window=-1), "window must be an int >= 0 or None, but got -1"),
     (lambda: create(window=True), "window must be an int >= 0 or None, but got True"),
     (lambda: ONE.update(*tokens(7, 5)), "end at position 12, but there are only 11 slots; create a"),
     (lambda: ONE.update(*tokens(7, 4)).update(*tokens(11, 1)), "the cache is full: all 11 slots .*; create a longer"),
-    (lambda: ROWS.update(*tokens(0, 5)), "end at position 12, but there are only 11 slots"),
     (lambda: ROWS.update(*tokens(0, 6), lengths=[5, 1, 1]), "end at position 12"),
     (lambda: jax.eval_shape(lambda c: c.update(*tokens(0, S + 1)), ONE), "too short: got 12 new tokens for 11 slots"),
     (lambda: ONE.update(*tokens(0, 2, (2,))), r"expected key shape \(3, T, 2, 5\) instead got \(2, 2, 2, 5\)"),
     (lambda: ONE.update(NEW[0][0], NEW[1][0]), r"expected key shape .* instead got \(2, 2, 5\)"),
-    (lambda: ONE.update(NEW[0][:, :, :1], NEW[1]), r"expected key shape .* instead got \(3, 2, 1, 5\)"),
     (lambda: ONE.update(NEW[0], NEW[1][..., :3]), r"expected value shape .* instead got \(3, 2, 2, 3\)"),
     (lambda: ONE.update(FLOATS[0], NEW[1]), r"key must have .* dtype, float32, but got bfloat16; use \.astype"),
     (lambda: ONE.update(NEW[0], FLOATS[1]), "value must have the cache's dtype, .*16"),
@@ -405,7 +387,6 @@ REFUSED = [
     (lambda: ROWS.update(*NEW, lengths=[1, -1, 1]), "lengths must be between 0 and 2.*got values from -1 to 1"),
     (lambda: ROWS.update(*NEW, lengths=[1, 3, 1]), "lengths must be between 0 and 2.*got values from 1 to 3"),
     (lambda: ROWS.update(*NEW, lengths=[1, 1]), r"lengths must have shape \[batch...\] = \(3,\)"),
-    (lambda: ROWS.update(*NEW, lengths=[1.0, 1.0, 1.0]), "lengths must have an integer dtype.*float64"),
     (lambda: ROWS.update(*NEW, lengths=jnp.ones(B, bool)), "lengths must have an integer dtype.*bool"),
     (lambda: ONE.truncate(8), r"index must be between 0 and 7 \(the number of tokens so far\)"),
     (lambda: ROWS.truncate(4), r"index must be between 0 and 3 \(.*but got values from 4 to 4"),
