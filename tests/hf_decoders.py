@@ -1,6 +1,6 @@
 """Compares the logits of examples/any_decoder.py with those of whole models of Transformers.
 
-A family is a tiny random model of four layers, saved and loaded anew. Two prompts of different lengths are read in one
+A family is a tiny random model of four layers, saved and loaded again. Two prompts of different lengths are read in one
 call, and continued by 8 tokens with a cache; Transformers reads each of both sequences alone and at once. No logit may
 differ by more than 1e-4 of the largest, or of 1. Each of the 8 tokens must be the one that Transformers finds most
 probable after those before it: its own greedy continuation of the prompt then has the same tokens.

@@ -85,7 +85,7 @@ BLT = {"hidden_size": D, "hidden_size_global": D, "num_attention_heads": N, "num
 BLT |= {"num_hidden_layers": LAYERS, "intermediate_size": 48, "vocab_size": 99, "sliding_window": WINDOW}
 DOTS_3 = {"layer_types": ["sliding_attention", "indexed_attention"] * 2, "head_dim": 20}
 DOTS_3 |= {"per_layer_config": {i: {"kv_lora_rank": 16, "qk_nope_head_dim": 24, "head_dim": 32} for i in (0, 2)}}
-OTHERS: dict[str, dict[str, Any]] = {  # what tiny models need besides, or what shows more of them
+OTHERS: dict[str, dict[str, Any]] = {  # additional entries that tiny models need, or that use more of their features
     "bailing_hybrid": HEADS | HYBRID | {"num_expert_group": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), BLT)
@@ -261,7 +261,9 @@ def check(name: str, changes: dict[str, Any]) -> Result:
     return max(results, key=lambda result: result.difference)
 
 
-def check_part(model_type: str, model: nn.Module, config: dict[str, Any], part: str) -> Result:
+def check_part(
+    model_type: str, model: nn.Module, config: dict[str, Any], part: str, positions: Any = None, **inputs: Any
+) -> Result:
     """Compares the layers whose names start with `part`, and the decoding of the last one."""
     state_dict, refused = model.state_dict(), ""
     prefixes: dict[int, str] = {}
@@ -274,7 +276,7 @@ def check_part(model_type: str, model: nn.Module, config: dict[str, Any], part: 
             prefixes[layer] = layer_prefix(with_shared(state_dict, N, K), layer, part, FAMILIES[model_type].attentions)
     if not prefixes:
         return Result(model_type, [], refused=refused)
-    arrays, differences, found = capture(model, list(prefixes.values())), [], {}
+    arrays, differences, found = capture(model, list(prefixes.values()), **inputs), [], {}
     for layer, prefix in prefixes.items():
         x, expected = jnp.asarray(arrays[prefix][0].numpy()), arrays[prefix][1].numpy()
         module = convert.from_hf(config, state_dict, layer, part)
@@ -282,12 +284,17 @@ def check_part(model_type: str, model: nn.Module, config: dict[str, Any], part: 
             source, source_x = found[module.local_window_size]
         else:
             found[module.local_window_size] = source, source_x = module, x
-        results = [run(module, x, source, source_x)]
+
+        def call(first: int, end: int, **arguments: Any) -> jax.Array:
+            if positions is not None:
+                arguments["positions"] = positions[:, first:end]
+            return run(module, x[:, first:end], source, source_x[:, first:end], **arguments)  # noqa: B023
+
+        results = [call(0, x.shape[1])]
         if layer == max(prefixes):
             source.init_cache(x.shape)
             steps = [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, x.shape[1]))]
-            outputs = [run(module, x[:, i:j], source, source_x[:, i:j], decode=True) for i, j in steps]
-            results.append(jnp.concatenate(outputs, axis=1))
+            results.append(jnp.concatenate([call(i, j, decode=True) for i, j in steps], axis=1))
         differences += [np.abs(result - expected).max() / max(1.0, np.abs(expected).max()) for result in results]
     return Result(model_type, list(prefixes), float(max(differences)))
 

@@ -15,17 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from hf_families import LENGTH, TOLERANCE, D, K, N, check_part
 
-from flax_mha import convert
-from flax_mha.convert.state_dict import layer_prefix
 from flax_mha.rope import RoPE, apply_rope
 
-PROMPT, LENGTH, TOLERANCE = 5, 13, 5e-5
-TEXT: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+TEXT: dict[str, Any] = {"hidden_size": D, "num_attention_heads": N, "num_key_value_heads": K, "num_hidden_layers": 2}
 TEXT |= {"intermediate_size": 48, "vocab_size": 99, "max_position_embeddings": 128, "pad_token_id": 0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-# Class: what the config of a tiny model holds besides, and its rotary parameters.
+# Class: additional entries in the config of a tiny model, and its rotary parameters.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2VLTextModel": ({}, {"mrope_section": [2, 3, 3]}),
     "Qwen2_5_VLTextModel": (SLIDING, {"mrope_section": [2, 3, 3]}),
@@ -38,7 +36,7 @@ VISION |= {"qwen3_5": "Qwen3_5", "glm4v": "Glm4v", "glm4v_moe": "Glm4vMoe", "pix
 
 
 def coordinates() -> torch.Tensor:
-    """Text, an image of two rows, text: [3, 1, length], as Transformers has them."""
+    """Text, an image of two rows, text: [3, 1, length], as in Transformers."""
     image = [(4, 4 + row, 4 + column) for row in range(2) for column in range(3)]
     tokens = [(i, i, i) for i in range(4)] + image + [(i, i, i) for i in range(7, 10)]
     return torch.tensor(tokens).T[:, None]
@@ -54,29 +52,13 @@ def compare_text(name: str) -> float:
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
-    state_dict, arrays = model.state_dict(), {}
-    prefixes = [layer_prefix(state_dict, layer, "") for layer in range(TEXT["num_hidden_layers"])]
-    for prefix in prefixes:
-        model.get_submodule(prefix.rstrip(".")).register_forward_hook(
-            lambda _, x, options, y, prefix=prefix: arrays.__setitem__(prefix, (options["hidden_states"], y[0])),
-            with_kwargs=True,
-        )
-    with torch.no_grad():
-        model(inputs_embeds=torch.randn(1, LENGTH, TEXT["hidden_size"]), position_ids=coordinates())
-    positions, differences = jnp.asarray(np.moveaxis(coordinates().numpy(), 0, -1)), []
-    for layer, prefix in enumerate(prefixes):
-        x, expected = jnp.asarray(arrays[prefix][0].numpy()), arrays[prefix][1].numpy()
-        module = convert.from_hf(model.config.to_dict(), state_dict, layer)
-        module.init_cache(x.shape)
-        steps = [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, LENGTH))]
-        decoded = [module(x[:, i:j], decode=True, positions=positions[:, i:j]) for i, j in steps]
-        for result in (module(x, positions=positions), jnp.concatenate(decoded, axis=1)):
-            differences.append(np.abs(result - expected).max() / np.abs(expected).max())
-    return float(max(differences))
+    positions = jnp.asarray(np.moveaxis(coordinates().numpy(), 0, -1))
+    inputs = {"inputs_embeds": torch.randn(1, LENGTH, D), "position_ids": coordinates()}
+    return check_part(model.config.model_type, model, model.config.to_dict(), "", positions, **inputs).difference
 
 
 def compare_vision(name: str) -> float:
-    """Returns the largest difference of what the rotation of a vision encoder returns."""
+    """Returns the largest difference of the rotation of a vision encoder."""
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     config = getattr(transformers, f"{VISION[name]}VisionConfig")()
     rope = RoPE.from_config(config.to_dict())

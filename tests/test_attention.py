@@ -22,7 +22,7 @@ CORE = named("""no batch axis; two batch axes; 6 query heads, 2 key heads; value
     causal, a query offset per sequence; window of 7 to the left, 3 to the right;
     window of 2 to the right, open on the left; window that leaves queries without keys; a sequence of length 0;
     segment ids; mask per sequence and head; bias per head and key; soft cap; a sink per head; all arguments at once""")
-# One for each way to multiply. Which scores are hidden has nothing to do with the dtype of the products.
+# One for each way to multiply. The dtype of products is independent of the mask.
 MULTIPLIED = named("""no batch axis; 6 query heads, 2 key heads; values of size 5, keys of size 8;
     one causal query at offset 20; mask per sequence and head; bias per sequence and head; soft cap; a sink per head;
     all arguments at once""")
@@ -37,9 +37,9 @@ def call(case, implementation, arrays, traced, **more):
 
 
 def gradients(case, implementation, arrays, cotangents, traced, **more):
-    """What is returned, and all gradients. A log-sum-exp of -inf takes part in no loss, so its cotangent is 0.
+    """The results, and all gradients. The loss ignores a log-sum-exp of -inf, so its cotangent is 0.
 
-    Neither has the largest score an effect on any gradient.
+    The largest score has no effect on any gradient.
     """
 
     def loss(arrays):
@@ -52,7 +52,7 @@ def gradients(case, implementation, arrays, cotangents, traced, **more):
 
 
 def compare(case, implementation, arrays, cotangents, terms=None, eps=None, keep=None, **more):
-    """Compares what is returned, and all gradients, with the equation in float64. Returns them."""
+    """Compares the results, and all gradients, with the equation in float64. Returns them."""
     run = jax.jit(
         lambda arrays, cotangents, traced: gradients(case, implementation, arrays, cotangents, traced, **more)
     )
@@ -85,7 +85,7 @@ MAPPED_BY_BOTH = [*itertools.product(("6 query heads, 2 key heads", "all argumen
 
 @pytest.mark.parametrize(("name", "implementation"), with_core_tuples([*MAPPED, *MAPPED_BY_BOTH], *MAPPED_BY_BOTH[2:]))
 def test_vmap_is_a_loop(name, implementation):
-    """Each result is that of its arrays alone, by the equation."""
+    """Each result equals the equation for its own arrays."""
     case = CASES[name]
     each = case.arrays(0), case.arrays(7)
     pairs = jax.tree.map(lambda *pair: np.stack(pair), *each)
@@ -96,16 +96,14 @@ def test_vmap_is_a_loop(name, implementation):
             close(got[i], want, (case.t + case.s) * np.finfo(np.float32).eps, at_least=1.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    with_core_tuples(
-        [(name, implementation) for name in DROPOUT_CASES for implementation in IMPLEMENTATIONS],
-        ("dropout", "xla"),
-        ("dropout, everything", "blockwise"),
-    ),
+WITH_DROPOUT = with_core_tuples(
+    itertools.product(DROPOUT_CASES, IMPLEMENTATIONS), ("dropout", "xla"), ("dropout, everything", "blockwise")
 )
+
+
+@pytest.mark.parametrize(("name", "implementation"), WITH_DROPOUT)
 def test_dropout_and_its_gradient(name, implementation):
-    """The weights that are kept show in the output when the values are the identity matrix."""
+    """If the values are the identity matrix, the output shows which weights are kept."""
     case = DROPOUT_CASES[name]
     arrays, rate = case.arrays(), case.static["dropout_rate"]
     keys = case.shapes["key"][-2]
@@ -126,7 +124,7 @@ def test_float64(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_dropout_in_float64(implementation):
-    """What is kept is divided by 1 - rate as exactly as float64 can."""
+    """Kept weights are divided by 1 - rate in float64."""
     with jax.enable_x64(True):
         x = np.ones((1, 1, 40, 1))
         got = jax.jit(
@@ -153,12 +151,10 @@ def test_narrow_products(name, implementation):
 
 
 LOW_PRECISION = pairwise(IMPLEMENTATIONS, ("bfloat16", "float16"), ("narrow", "float32"))
+LOW_PRECISION = with_core_tuples(LOW_PRECISION, ("blockwise", "float16", "narrow"))
 
 
-@pytest.mark.parametrize(
-    ("implementation", "dtype", "operands"),
-    with_core_tuples(LOW_PRECISION, ("blockwise", "float16", "narrow")),
-)
+@pytest.mark.parametrize(("implementation", "dtype", "operands"), LOW_PRECISION)
 def test_low_precision_by_the_rule_of_flash_attention(implementation, dtype, operands, request):
     """At most twice the error of the naive computation in the same dtype, plus one rounding of the result."""
     if operands == "narrow":

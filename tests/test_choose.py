@@ -1,4 +1,4 @@
-"""Who computes a call: what is chosen, what is refused and why, read out of the lowered text for devices not here."""
+"""The choice of an implementation, refusals with their reasons, and programs for devices that this host lacks."""
 
 import functools
 import inspect
@@ -27,7 +27,7 @@ IDS = jnp.zeros((B, T), jnp.int32)
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """As on a GPU of this kind, whose plans all compile."""
+    """As on an H200 whose plans all compile."""
     compiled_for(monkeypatch, "gpu")
     kernels.as_if_cudnn_were_here(monkeypatch)
     forget_programs()
@@ -40,26 +40,28 @@ lowered = functools.partial(kernels.lowered, platform="cuda", gradient=False)
 
 
 def bias_of(*shape, masked=False):
-    """Where `masked`, with a row of -inf, another with one number that is visible, and a key of -inf."""
+    """If `masked`, with a row of -inf, another with one visible number, and a key of -inf."""
     bias = np.random.default_rng(4).standard_normal(shape, np.float32)
     if masked:
         bias[..., 7, :], bias[..., 9, 1:], bias[..., 30] = -np.inf, -np.inf, -np.inf
     return jnp.asarray(bias, jnp.bfloat16)
 
 
-LENGTHS = {"query_seq_lengths": jnp.array([100, 256]), "key_value_seq_lengths": jnp.array([200, 0])}
-BOTH_LENGTHS = {"query_seq_lengths": jnp.array([100, 300]), "key_value_seq_lengths": jnp.array([200, 30])}
-OFFSETS = {"query_offset": jnp.array([-20, 30]), "key_value_offset": jnp.array([5])}
-OFFSETS |= LENGTHS | {"key_value_seq_lengths": jnp.array([250, 300])}
-KEY_LENGTHS = {"key_value_seq_lengths": jnp.array([200, 0])}
-SHIFTED = {"query_seq_lengths": jnp.array([130, 286]), "key_value_seq_lengths": jnp.array([280, 300])}
+def lengths(of_queries, of_keys):
+    return {"query_seq_lengths": jnp.array(of_queries), "key_value_seq_lengths": jnp.array(of_keys)}
+
+
+KEY_LENGTHS, BOTH_LENGTHS = {"key_value_seq_lengths": jnp.array([200, 0])}, lengths([100, 300], [200, 30])
+OFFSETS = {"query_offset": jnp.array([-20, 30]), "key_value_offset": jnp.array([5])} | lengths([100, 256], [250, 300])
+SHIFTED = {"query_offset": 30, "key_value_offset": 30} | lengths([130, 286], [280, 300])
+MASKED = {"bias": bias_of(N, 301, 170, masked=True), "is_causal": True}
 FUSED = {
     "plain": call(inputs()),
     "float16": call(inputs(dtype=jnp.float16)),
     "causal": call(inputs(), is_causal=True),
     "no batch": call(inputs(batch=()), is_causal=True),
     "two batch axes": call(inputs(batch=(2, 3))),
-    "lengths": (inputs(), LENGTHS),
+    "lengths": (inputs(), lengths([100, 256], [200, 0])),
     "causal, lengths": call(inputs(), is_causal=True, **KEY_LENGTHS),
     "causal, more keys": call(inputs(s=384), is_causal=True),
     "causal, more queries": call(inputs(301, 200), is_causal=True),
@@ -71,15 +73,13 @@ FUSED = {
     "mask objects": call(inputs(), mask=masks.CausalMask() & masks.LocalMask(100, 5)),
     "window wider than the keys": call(inputs(), local_window_size=(1000, 1000)),
     "offsets of each sequence, lengths": (inputs(), OFFSETS),
-    "offsets, causal, lengths": call(inputs(), query_offset=30, key_value_offset=30, is_causal=True, **SHIFTED),
+    "offsets, causal, lengths": call(inputs(), is_causal=True, **SHIFTED),
     "head size 256": call(inputs(h=256), scale=0.5),
     "as many heads": call(inputs(k=N), is_causal=True),
     "bias": call(inputs(), bias=bias_of(B, N, T, T)),
     "bias of all, causal": call(inputs(), bias=bias_of(1, 1, T, T, masked=True), is_causal=True),
     "bias that masks": call(inputs(), bias=bias_of(B, 1, T, T, masked=True)),
-    "bias, two batch axes, fewer keys": call(
-        inputs(301, 170, batch=(1, 2)), bias=bias_of(N, 301, 170, masked=True), is_causal=True
-    ),
+    "bias, two batch axes, fewer keys": (inputs(301, 170, batch=(1, 2)), MASKED),
     "bias, lengths": call(inputs(), bias=bias_of(N, T, T, masked=True), **KEY_LENGTHS),
 }
 NOT_FUSED = {
@@ -125,7 +125,7 @@ def test_a_gpu_gets_the_fused_kernel(name):
 @pytest.mark.core
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", NOT_FUSED)
-def test_a_gpu_gets_the_portable_one_where_the_kernel_would_answer_something_else(name):
+def test_a_gpu_gets_portable_code_if_the_kernel_would_return_something_else(name):
     arrays, arguments, reason = NOT_FUSED[name]
     kernels.assert_refused("cudnn", arrays, arguments, reason)
     for platform in ("cpu", "cuda", "tpu"):
@@ -142,18 +142,12 @@ def test_every_reason_is_named():
         lowered(inputs(dtype=jnp.float32, h=60), implementation="cudnn", logits_soft_cap=1.0, local_window_size=3)
     for reason in ("float16", "multiple of 8", "logits_soft_cap", "window", "Pass None"):
         assert reason in str(error.value)
-
-
-@pytest.mark.core
-@pytest.mark.usefixtures("hopper")
-def test_one_query_and_short_sequences():
-    assert "__cudnn" not in lowered(inputs(t=1))
-    assert "__cudnn" in lowered(inputs(t=2), implementation="cudnn")
+    assert "__cudnn" not in lowered(inputs(t=1))  # one query needs no kernel
 
 
 @pytest.mark.usefixtures("hopper")
 def test_a_plan_that_fails_is_a_reason(monkeypatch):
-    """Also for arrays on a CPU, if the platform that is named is here."""
+    """Also for arrays on a CPU, if the given platform is available."""
     monkeypatch.setattr(cudnn, "failure", lambda kernel: ["cuDNN has no execution plan for it: out of luck"])
     assert "__cudnn" not in lowered(inputs())
     with pytest.raises(NotImplementedError, match="out of luck"):
@@ -165,18 +159,18 @@ def test_a_plan_that_fails_is_a_reason(monkeypatch):
 
 
 @pytest.mark.core
-def test_what_fails_to_compile_has_no_plan():
+def test_a_kernel_that_does_not_compile_has_no_plan():
     kernel = cudnn.Kernel((1, 128, 1, 64), (1, 128, 1, 64), jnp.dtype("bfloat16"), 1.0, True, None, False)
     [reason] = cudnn.failure(kernel)  # there is no cuDNN on a CPU, and on a GPU this has no reason
     assert reason.startswith("cuDNN has no execution plan for this call (")
     assert REMEDY.search(reason)
 
 
-# More queries than keys, or lengths, are among the others together with what these have.
-MET_BY_OTHERS = ("causal", "causal window", "causal, lengths", "float16", "head size 256", "bias")
+# The others have these arguments together with lengths, or with more queries than keys.
+COVERED_BY_OTHERS = ("causal", "causal window", "causal, lengths", "float16", "head size 256", "bias")
 CORE = ("causal, more queries, lengths", "causal window, more queries, some see nothing")
-# What does not reach the output and what does: in a key and a value; in a key and its value that the bias masks for all
-# queries; in the bias itself, where row 60 comes before key 100.
+# Numbers in a key and a value; in a key and value that the bias masks for all queries; in the bias itself, whose row 60
+# comes before key 100.
 FINITE, SPOILT = {"finite": ()}, {"key and value": ((1, (150, 0), np.nan), (2, (20, 1), np.inf))}
 SPOILT_BIAS = {
     "masked key and value": ((1, (30, 0), np.nan), (2, (30, 0), np.nan)),
@@ -190,15 +184,15 @@ SPOILT_BIAS = {
 @pytest.mark.parametrize(
     ("name", "devices"),
     with_core_tuples(
-        [(name, 1) for name in FUSED if name not in MET_BY_OTHERS]
+        [(name, 1) for name in FUSED if name not in COVERED_BY_OTHERS]
         + [(name, 2) for name in ("causal, more queries, lengths", "offsets of each sequence, lengths")],
         *((name, 1) for name in (*CORE, "bias of all, causal")),
     ),
 )
-def test_around_the_kernel_our_meanings_are_kept(name, devices, monkeypatch):
-    """With a dense computation in the kernel's place: rows that see nothing, NaN in hidden and in visible places.
+def test_our_semantics_around_the_kernel(name, devices, monkeypatch):
+    """With a dense computation instead of the kernel: masked rows, NaN in masked and in visible places.
 
-    With a bias, under vmap. Of several devices no one knows what all arrays hold.
+    With a bias, under vmap. With several devices, no device knows all arrays.
     """
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     kernels.compute_for_cudnn(monkeypatch)
@@ -208,7 +202,7 @@ def test_around_the_kernel_our_meanings_are_kept(name, devices, monkeypatch):
     if "bias" in arguments:
         arrays = [*(np.stack([x, x[::-1]]) for x in arrays), np.array(arguments["bias"], np.float32)]
         fillings = FINITE | (SPOILT_BIAS if name == "bias of all, causal" else {})
-    else:  # without a mask, NaN reaches what the kernel lets it reach
+    else:  # without a mask, NaN spreads as in the kernel
         fillings = FINITE | (SPOILT if arguments and name != "window wider than the keys" else {})
     axes = (0, 0, 0, None) if "bias" in arguments else None
     ours, dense = (jax.jit(with_gradients(x, axes, **others)) for x in ("cudnn", "xla"))
@@ -227,7 +221,7 @@ def test_around_the_kernel_our_meanings_are_kept(name, devices, monkeypatch):
 
 
 def kernel_with_a_gradient(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
-    """`dense_kernel` with what cuDNN's has: a gradient of first order, in reverse mode alone."""
+    """`dense_kernel` with the derivatives of cuDNN's kernel: only gradients of first order."""
 
     def run(arrays):
         return cases.dense_kernel(kernel, *arrays[:3], query_lengths, key_lengths, residual, *arrays[3:])
@@ -243,7 +237,7 @@ def kernel_with_a_gradient(kernel, query, key, value, query_lengths, key_lengths
 
 @pytest.mark.usefixtures("hopper")
 def test_derivatives_of_every_order_around_a_kernel(monkeypatch):
-    """Also under vmap; of the rule's parts each is used: tangent, gradient, and the tangents of both."""
+    """Also under vmap; each part of the rule is used: tangent, gradient, and the tangents of both."""
     kernels.compute_for_cudnn(monkeypatch, kernel_with_a_gradient)
     arrays = normal(*[(2, 1, 64, 2, 16)] * 3, (1, 2, 64, 64))
 
@@ -270,14 +264,13 @@ def test_derivatives_of_every_order_around_a_kernel(monkeypatch):
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("implementation", [None, "cudnn"])
 @pytest.mark.parametrize("arguments", [{}, {"is_causal": True, "key_value_seq_lengths": np.int32([300])}])
-def test_what_a_policy_saves_by_name_does_not_run_the_kernel_again(implementation, arguments):
-    """As many kernels as without `jax.checkpoint`; without names each block runs one more, as cuDNN or on a CPU."""
+def test_policies_that_save_by_name_do_not_run_the_kernel_again(implementation, arguments):
+    """As many kernels as without `jax.checkpoint`; without names each block runs one more."""
     x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
-    saved, without, anew = kernels.kernels_of_two_blocks(
-        ["dot_product_attention_fwd_wrapper"], x, implementation=implementation, **arguments
-    )
+    kernel = ["dot_product_attention_fwd_wrapper"]
+    saved, without, again = kernels.kernels_of_two_blocks(kernel, x, implementation=implementation, **arguments)
     in_forward = 2 if arguments else 1  # with masks also the branch for NaN has one
-    assert 0 < saved == without == anew - 2 * in_forward
+    assert 0 < saved == without == again - 2 * in_forward
 
 
 def test_a_large_bias_is_not_copied(hopper, monkeypatch):
@@ -298,7 +291,7 @@ def near(got, expected):
 
 @pytest.mark.usefixtures("hopper")
 def test_on_a_gpu_host_a_program_for_a_cpu_is_right():
-    """Arrays that are on a CPU, and jit(backend="cpu"), of which nothing is known while tracing."""
+    """Arrays on a CPU, and jit(backend="cpu"), which is unknown while tracing."""
     arrays = half()
     expected = dot_product_attention(*(x.astype(jnp.float32) for x in arrays), is_causal=True, implementation="xla")
     explanation = explain_implementation(*arrays, is_causal=True)
@@ -339,7 +332,7 @@ def test_exported_for_two_platforms():
 
 
 @pytest.mark.core
-def test_on_this_machine():
+def test_on_this_host():
     x = jnp.ones((1, 1000, 2, 64), jnp.bfloat16)
     explanation = explain_implementation(x, x, x, is_causal=True)
     assert list(explanation.refusals) == ["xla", "blockwise", "cudnn", "splash", "pallas"]
@@ -351,7 +344,7 @@ def test_on_this_machine():
 
 
 @pytest.mark.core
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what a CPU is told")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads errors for a CPU")
 def test_on_a_cpu():
     x = jnp.ones((1, 8, 2, 64))
     assert explain_implementation(x, x, x).chosen == "xla"
@@ -363,12 +356,11 @@ def test_on_a_cpu():
 @pytest.mark.parametrize(
     ("lengths", "window"), [(None, None), (jnp.array([200, 3]), (99, 0))], ids=["all tokens", "a padded ring"]
 )
-def test_a_prompt_that_meets_an_empty_cache_reaches_the_kernel(hopper, lengths, window):
-    """Under jit, where whether it is empty is found out when the program runs."""
+def test_a_prompt_for_an_empty_cache_uses_the_kernel(hopper, lengths, window):
+    """Under jit, the program finds out whether the cache is empty."""
     query, key, value = inputs()
-    cache = jax.eval_shape(
-        lambda: KVCache.create(B, 512, K, H, jnp.bfloat16, window=window and window[0], per_row=True)
-    )
+    create = functools.partial(KVCache.create, window=window and window[0], per_row=True)
+    cache = jax.eval_shape(lambda: create(B, 512, K, H, jnp.bfloat16))
 
     def prompt(query, key, value, cache):
         return cached_attention(query, key, value, cache, lengths=lengths, local_window_size=window)
@@ -392,8 +384,8 @@ def test_a_prompt_that_meets_an_empty_cache_reaches_the_kernel(hopper, lengths, 
         ("gpu", "bfloat16", {"implementation": "blockwise", "precision": "highest"}, "f32"),
     ],
 )
-def test_where_products_have_16_bits(platform, dtype, arguments, operands, monkeypatch, request):
-    """Unless the precision asked for, here or as JAX's default, is that of float32; results have 32."""
+def test_products_in_16_bits(platform, dtype, arguments, operands, monkeypatch, request):
+    """Unless `precision` or JAX's default asks for float32; results have 32 bits."""
     compiled_for(monkeypatch, platform)
     request.addfinalizer(forget_programs)
     target = "cuda" if platform == "gpu" else platform
@@ -426,8 +418,8 @@ ELSEWHERE = {
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_what_another_platform_would_choose(name):
-    """Without its device: nothing is compiled, and the explanation says that cuDNN was not asked."""
+def test_the_choice_for_another_platform(name):
+    """Without its device: nothing is compiled, and the explanation says that cuDNN did not run."""
     platform, arrays, arguments, chosen = ELSEWHERE[name]
     concrete = [jnp.zeros(x.shape, x.dtype) for x in arrays]
     cudnn.failure.cache_clear()
@@ -442,7 +434,7 @@ def test_what_another_platform_would_choose(name):
 
 
 @pytest.mark.core
-def test_only_platforms_that_are_known():
+def test_unknown_platforms_are_refused():
     x = jnp.ones((1, 8, 2, 4))
     for platform in ("rocm", "CUDA", "", 3, ["tpu"]):
         with pytest.raises(ValueError, match='platform must be "cpu", "cuda", "tpu" or None, but got'):

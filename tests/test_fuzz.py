@@ -1,10 +1,10 @@
 """Random combinations of every argument, all implementations against float64: outputs and gradients, no NaN.
 
-Every other draw puts NaN, infinities and huge numbers where nothing is visible: they change nothing.
+Every other draw puts NaN, infinities and huge numbers in masked places: they change nothing.
 
-A drawn structure (which arguments, which sizes) is compiled once and met by many draws of the data (lengths, offsets,
-ids, masks, biases, values). FUZZ_STRUCTURES in the environment draws another number of them: where it is more than
-the few that every run does, others each time.
+A drawn structure (arguments and sizes) is compiled once for many draws of the data (lengths, offsets, ids, masks,
+biases, values). FUZZ_STRUCTURES in the environment sets the number of structures: if it is more than the default, they
+differ in each run.
 """
 
 import functools
@@ -29,7 +29,7 @@ KEY = jax.random.key(11)
 
 
 def structure_of(one_of, broadcast, groups, batches, lengths, windows):
-    """Sizes, static arguments, and which arrays there are with which axes: `one_of` draws one of its arguments.
+    """Sizes, static arguments, and the axes of the arrays: `one_of` draws one of its arguments.
 
     `broadcast` draws a shape that broadcasts to its arguments.
     """
@@ -60,12 +60,9 @@ def structures(draw):
     def broadcast(*shape):
         return tuple(one_of(size, 1) for size in shape)[draw(st.integers(0, len(shape))) :]
 
-    groups, batches, lengths = (
-        ((1, 1), (1, 3), (2, 1), (2, 2)),
-        ((), (2,), (2, 1)),
-        ((1, 19), (21, 21), (37, 5), (19, 40)),
-    )
-    return structure_of(one_of, broadcast, groups, batches, lengths, windows=((3, 1), (None, 4), (7, None)))
+    groups, lengths = ((1, 1), (1, 3), (2, 1), (2, 2)), ((1, 19), (21, 21), (37, 5), (19, 40))
+    batches, windows = ((), (2,), (2, 1)), ((3, 1), (None, 4), (7, None))
+    return structure_of(one_of, broadcast, groups, batches, lengths, windows)
 
 
 def data(structure, seed):
@@ -132,7 +129,7 @@ def positions(structure, fixed):
 
 
 def masked_by_object(structure, fixed, marks):
-    """What the mask object of `ours` says."""
+    """The mask object of `ours` as an array."""
     position, column = positions(structure, fixed)
     head = np.arange(structure["sizes"][3])[:, None, None]
     mask = marks[column % len(marks)] | ((position + head) % 3 == 0)
@@ -142,7 +139,7 @@ def masked_by_object(structure, fixed, marks):
 
 
 def with_fillings(structure, learned, fixed, rng):
-    """Arrays with zeros where nothing is visible, and the same with something worse in one feature of each."""
+    """Arrays with zeros in masked places, and with something worse in one feature of each."""
     batch, t, s, n, k, *_ = structure["sizes"]
     others = dict(fixed)
     marks = others.pop("marks", None)
@@ -185,7 +182,7 @@ def exact(structure, learned, fixed, cotangents, keep):
     if slopes is not None:
         d_scores = -named["slopes"] * distance
         summed = (*range(d_scores.ndim - 3), -2, -1)
-        # Here large numbers cancel: what is lost in a sum goes with the size of what is summed up.
+        # Large numbers cancel: the error of a sum is relative to its terms.
         named["slopes"], sizes["slopes"] = d_scores.sum(summed), np.abs(d_scores).sum(summed).max(initial=0)
     return answer, named, sizes
 
