@@ -34,9 +34,9 @@ from flax_mha._src import plan as schedule  # noqa: E402
 from flax_mha._src.math import tiling  # noqa: E402
 from flax_mha._src.math.tiling import TileShape  # noqa: E402
 
-# Files of the demo's tests name it as a plugin; the search for examples in docstrings may have imported it before.
+# Tests of the demo name it as a plugin; the search for examples in docstrings may have imported it before.
 pytest.register_assert_rewrite("demo_fixtures")
-# It holds no tests; the tests that use it say that they are skipped.
+# These hold no tests; the tests that use them are skipped.
 OF_TRANSFORMERS = ["torch_transformers.py", "hf_decoders.py", "hf_families.py", "hf_positions.py"]
 collect_ignore = [] if importlib.util.find_spec("transformers") else OF_TRANSFORMERS
 
@@ -44,12 +44,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-# Tracing makes many objects that stay. Looking through them for garbage as often as Python does takes a tenth of the
-# time.
+# Tracing makes many objects that stay. Collecting garbage as often as Python does takes a tenth of the time.
 gc.set_threshold(50_000, 20, 100)
 
 
-# Files of tests that take longest. They come first, lest one of them begins when the other processes are done.
+# The files that take longest come first, so that none of them begins when the other processes are done.
 LONGEST = ("test_devices.py", "test_fuzz.py", "test_train_demo.py", "test_train_demo_processes.py")
 
 
@@ -91,7 +90,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Nothing that was imported is garbage."""
+    """Imported objects are not garbage."""
     gc.freeze()
 
 

@@ -1,4 +1,4 @@
-"""What tests of fused kernels share: shapes of arrays, programs for devices that are not here, and explanations."""
+"""What tests of fused kernels share: shapes of arrays, programs for devices that this host lacks, and explanations."""
 
 import functools
 
@@ -37,7 +37,7 @@ close = functools.partial(cases.close, at_least=1.0)
 
 
 def as_if_cudnn_were_here(patch):
-    """On a GPU of this kind, whose plans all compile. `patch` is a pytest.MonkeyPatch."""
+    """As on an H200 whose plans all compile. `patch` is a pytest.MonkeyPatch."""
     hopper = cudnn.Device("NVIDIA H200", (9, 0))
     patch.setattr(cudnn, "device", lambda platform: hopper if platform == "gpu" else cudnn.Device(platform, None))
     patch.setattr(cudnn, "failure", lambda kernel: [])
@@ -46,7 +46,7 @@ def as_if_cudnn_were_here(patch):
 
 
 def compute_for_cudnn(patch, kernel=cases.dense_kernel):
-    """A dense computation in the place of cuDNN's kernel, of float32 too. `patch` is a pytest.MonkeyPatch."""
+    """Replaces cuDNN's kernel by a dense computation, also for float32. `patch` is a pytest.MonkeyPatch."""
     patch.setattr(cudnn.Kernel, "__call__", kernel)
     patch.setattr(cudnn, "DTYPES", (jnp.float32,))
     patch.setattr(cudnn, "DTYPES_OF_BIAS", (jnp.float32,))
@@ -64,7 +64,7 @@ def as_on_a_tpu():
 
 
 def lowered(arrays, attend=dot_product_attention, platform="tpu", gradient=True, **arguments):
-    """What a device would be given for the output and, unless `gradient` is False, for gradients."""
+    """The program of a device for the output and, unless `gradient` is False, for gradients."""
     attend = functools.partial(attend, **arguments)
 
     def both(*arrays):
@@ -111,7 +111,7 @@ def assert_refused(name, arrays, arguments, reason):
 
 
 def assert_one_reason(arrays, name, reason, setting):
-    """Nothing keeps this implementation from computing these arrays but the setting, and what to change is said."""
+    """Only the setting keeps this implementation from computing the call, and the reason says what to change."""
     assert explained(arrays).refusals[name] == []
     with setting():
         [refusal] = explained(arrays).refusals[name]
@@ -120,7 +120,7 @@ def assert_one_reason(arrays, name, reason, setting):
 
 
 def in_bfloat16_by_the_rule_of_flash_attention(implementation, sizes, visible, **arguments):
-    """The output and the gradients of a kernel; `visible` is what the arguments mask, as an array."""
+    """The output and the gradients of a kernel; `visible` is the mask of the arguments, as an array."""
     naive = functools.partial(cases.naive_attention, visible=visible, logits_soft_cap=arguments.get("logits_soft_cap"))
     ours, exact = (
         functools.partial(dot_product_attention, implementation=x, **arguments) for x in (implementation, "xla")

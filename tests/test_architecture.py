@@ -1,4 +1,4 @@
-"""The house keeps its plan: imports point down only, the core needs jax and flax alone."""
+"""The architecture: imports have one direction, and the package needs only JAX and Flax."""
 
 import ast
 import functools
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.core
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flax_mha"
 
-# Each folder or file imports only those to its left, and a folder its own files. "_src" holds what users do not import.
+# Each folder or file imports only those to its left, and a folder its own files. Users do not import "_src".
 ORDER = ["_src.__init__", "_src.core", "masks", "_src.call", "_src.guard", "_src.math", "_src.plan", "_src.engines"]
 ORDER += ["_src.explanation", "_src.distributed", "_src.run", "attention", "cache", "rope", "_src.modules"]
 ORDER += ["context_parallel", "nnx", "linen", "recipes", "plot", "kv_cache", "cached_attention", "convert", "__init__"]
@@ -24,7 +24,7 @@ ANNEX = ("rope", "convert")
 
 
 def imports(path):
-    """Dotted names of all that a file imports."""
+    """The dotted names that a file imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,4 @@
-"""The comparison with other packages: every cell names its source, and what can be run here is as the page says."""
+"""The comparison with other packages: every cell has a source, and JAX and Flax behave as the page says."""
 
 import functools
 import inspect
@@ -61,15 +61,15 @@ CHECKS = {
 
 @pytest.mark.parametrize("topic", with_core(list(CHECKS), "soft cap"))
 @pytest.mark.parametrize("package", FUNCTIONS)
-def test_what_jax_and_flax_compute(package, topic):
+def test_behavior_of_jax_and_flax(package, topic):
     begins, name, kind = CHECKS[topic]
     assert ANSWERS[package][topic].startswith(begins)
     assert check(FUNCTIONS[package], name).kind == kind
 
 
 @pytest.mark.core
-def test_what_flax_does_not_take():
-    """No argument of its functions and modules speaks of what the page says they lack."""
+def test_arguments_that_flax_lacks():
+    """Its functions and modules have no argument for the features that they lack according to the page."""
     modules = [nnx.MultiHeadAttention, nn.MultiHeadDotProductAttention]
     functions = [*FUNCTIONS.values(), nn.dot_product_attention, *modules, *(module.__call__ for module in modules)]
     taken = {name for function in functions for name in inspect.signature(function).parameters}

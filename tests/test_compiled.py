@@ -1,4 +1,4 @@
-"""What `benchmarks/hlo.py` reads out of a program, and for what device `benchmarks/targets.py` has us choose."""
+"""`benchmarks/hlo.py` reads costs out of a program; `benchmarks/targets.py` makes choices for another device."""
 
 import importlib.util
 import re
@@ -75,8 +75,8 @@ def test_costs_of_a_program(known, trips):
 
 
 @pytest.mark.parametrize("loops", [1, 2])
-def test_loops_that_follow_one_another_share_the_trips(loops):
-    """As those over the tiles that show all, and over the others."""
+def test_consecutive_loops_share_the_trips(loops):
+    """Such as the loops over tiles with and without a mask."""
     loop = next(line for line in TEXT.splitlines() if " while(" in line).replace(", backend_config={KNOWN}", "")
     text = TEXT.replace(", backend_config={KNOWN}", "").replace(loop, "\n".join([loop] * loops))
     assert hlo.Program(text, trips=6).costs().others == 6 + 1
@@ -97,7 +97,7 @@ def test_of_a_program_compiled_here():
 
 
 @pytest.mark.parametrize(("dtype", "chosen"), [(jnp.bfloat16, "cudnn"), (jnp.float32, "xla")])
-def test_choices_are_made_for_the_device_that_is_compiled_for(dtype, chosen):
+def test_choices_for_the_target_device(dtype, chosen):
     names, x = [], jax.ShapeDtypeStruct((1, 1024, 4, 64), dtype)
     with targets.compiling_for(targets.Target("gpu", [])):
         jax.eval_shape(lambda x: names.append(explain_implementation(x, x, x, is_causal=True).chosen), x)

@@ -17,7 +17,7 @@ CAUSAL = recipes.causal()["mask"]
 
 
 def by_the_paper(query, key, value, vectors, layer):
-    """Head n is made of the heads n and N + n of queries, and of the keys that belong to them."""
+    """Head n uses query heads n and N + n, and their keys."""
     visible, (q1, k1, q2, k2), start = np.tri(S, dtype=bool), vectors, 0.8 - 0.6 * np.exp(-0.3 * layer)
     first = naive_attention(query[..., :N, :], key[..., :K, :], value, visible)
     second = naive_attention(query[..., N:, :], key[..., K:, :], value, visible)
@@ -41,7 +41,7 @@ def test_equals_the_formula_with_gradients(implementation, small_tiles):
     close(jax.jit(lambda: everything(ours))(), want, 2e-5)
 
 
-def test_layers_may_be_traced_and_dropout_differs_in_both_softmaxes():
+def test_traced_layers_and_different_dropout_in_both_softmaxes():
     layers = jnp.arange(3)
     got = jax.vmap(lambda layer: recipes.differential(**ARRAYS, layer=layer, mask=CAUSAL))(layers)
     want = [recipes.differential(**ARRAYS, layer=i, mask=CAUSAL) for i in range(3)]

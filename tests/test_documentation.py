@@ -1,4 +1,4 @@
-"""Every block of every page runs, links lead somewhere, and reference and gallery leave nothing out."""
+"""Every block of every page runs, links have targets, and the reference and the gallery are complete."""
 
 import importlib
 import inspect
@@ -23,12 +23,12 @@ DOCS = ROOT / "docs"
 PAGES = ["README.md", "CHANGELOG.md", *sorted(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
 PAGES = [page for page in PAGES if "_generated" not in page]
 QUICKSTART = ("README.md", "docs/quickstart.md")
-# The blocks of the one need runs of the demo, whose own tests make them; those of the other eight devices.
+# Tests of the demo run the blocks of the first, which need its runs; the second needs eight devices.
 ELSEWHERE = ("docs/training.md", "docs/devices.md")
 
 
 def by_hand(page):
-    """The text of a page without the parts that `docs/write_pages.py` writes, such as the source of recipes."""
+    """The text of a page without the parts from `docs/write_pages.py`, such as the source of recipes."""
     return re.sub(r"<!-- begin: .*?<!-- end -->", "", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
@@ -41,7 +41,7 @@ RUN = [page for page in PAGES if blocks(page) and page not in ELSEWHERE]
 
 @pytest.mark.parametrize("page", with_core(RUN, *QUICKSTART))
 def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
-    """One after the other, as in one session of a reader, with JAX as it comes."""
+    """One after the other, as in one session of a reader, with JAX's defaults."""
     monkeypatch.chdir(tmp_path)
     names = {}
     for block in blocks(page):
@@ -52,7 +52,7 @@ def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
 @pytest.mark.core
 @pytest.mark.parametrize("page", PAGES)
 def test_no_block_is_overlooked(page):
-    """Only blocks that begin with ```python run, so there are no others of Python, such as indented ones of a list."""
+    """Only blocks that begin with ```python run, so there must be no others, such as indented ones of a list."""
     text = by_hand(page)
     assert len(re.findall(r"```\s*(?:python|py)\b", text)) == len(blocks(page))
     assert ">>>" not in text
@@ -60,8 +60,8 @@ def test_no_block_is_overlooked(page):
 
 @pytest.mark.core
 @pytest.mark.parametrize("page", PAGES)
-def test_links_to_files_lead_somewhere(page):
-    """Those between pages with their anchors are checked by Sphinx, the README's by nobody else."""
+def test_links_to_files_have_targets(page):
+    """Sphinx checks links between pages with their anchors, but not those of the README."""
     folder = (ROOT / page).parent
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'src(?:set)?="([^"]+)"', text):
@@ -69,7 +69,7 @@ def test_links_to_files_lead_somewhere(page):
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-# The module or file of a command, and its arguments, with lines of further ones, as docstrings of scripts have them.
+# The module or file of a command, and its arguments, which may continue on further lines in docstrings of scripts.
 COMMAND = re.compile(r"\bpython (?:-m )?(train_demo|flax_mha\.conformance|[\w/]+\.py)\b([^`#\n]*(?:\n +\[--[^\n]*)*)")
 SCRIPTS = ("benchmarks/*.py", "benchmarks/results/*.md", "docs/*.py", "examples/*.py", "tests/hf_*.py")
 
@@ -106,13 +106,13 @@ def test_github_shows_the_whole_page(page):
 
 @pytest.mark.core
 def test_pages_hold_what_the_script_writes(write_pages):
-    """Where this fails, run `python docs/write_pages.py`."""
+    """If this fails, run `python docs/write_pages.py`."""
     for path, text in write_pages.written().items():
         assert path.read_text() == text, path
 
 
 def test_pictures_are_what_the_script_draws(write_pages):
-    """Where this fails, run `python docs/write_pages.py`."""
+    """If this fails, run `python docs/write_pages.py`."""
     drawn = write_pages.pictures.draw()
     assert {path.name: path.read_text() for path in (DOCS / "_static").glob("*.svg")} == drawn
 
@@ -134,12 +134,12 @@ def test_every_known_issue_is_listed_linked_and_asserted():
 
 
 MODULES = ("cached_attention", "context_parallel", "convert", "kv_cache", "linen", "masks", "plot", "recipes", "rope")
-# Public by their names alone: what combined masks are, and steps of what the reference does name.
+# Public only by their names: the classes of combined masks, and parts of documented names.
 INTERNAL = ["And", "Or", "Not", "Occupancy", "WrittenMask"]
 
 
 def public_names():
-    """What users may import: at the top level, and of each public module what it defines or lists."""
+    """The names that users may import: at the top level, and those that a public module defines or lists."""
     for module in (flax_mha, *(importlib.import_module(f"flax_mha.{name}") for name in MODULES)):
         for name in getattr(module, "__all__", vars(module)):
             x = getattr(module, name)  # some on first use
@@ -153,7 +153,7 @@ def test_the_reference_names_every_public_name():
     text = "".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
     assert "automodule:: flax_mha.recipes\n   :members:" in text
     documented = [vars(recipes)[name] for name in (*gallery(), "combine")]
-    # A name there is what users type; importing finds a module even if a function of the package hides it.
+    # Users type these names; importing would find a module even if a function of the package hides it.
     for path in re.findall(r"^\.\. auto(?:function|class|module):: flax_mha\.(\S+)", text, re.MULTILINE):
         documented.append(operator.attrgetter(path)(flax_mha))
     undocumented = sorted(name for name, x in public_names() if x not in documented)
@@ -179,7 +179,7 @@ def test_features_of_models_name_arguments_and_families_that_exist():
 
 
 @pytest.mark.core
-def test_pages_leave_no_table_and_no_recipe_out(write_pages):
+def test_pages_have_every_table_and_every_recipe(write_pages):
     text = {page: (DOCS / f"{page}.md").read_text() for page in ("performance", "masks")}
     assert sorted(re.findall(r"begin: table (\w+)", text["performance"])) == sorted(write_pages.tables.TABLES)
     assert set(write_pages.pictures.RECIPES) == gallery()
@@ -191,7 +191,7 @@ def test_pages_leave_no_table_and_no_recipe_out(write_pages):
 
 @pytest.mark.core
 def test_notebooks_are_the_pages_and_were_run(monkeypatch):
-    """Where this fails, run `python docs/notebooks.py`. What cells put out is not compared: it holds times."""
+    """If this fails, run `python docs/notebooks.py`. Outputs are not compared: they contain times."""
     monkeypatch.syspath_prepend(str(DOCS))
     notebooks = importlib.import_module("notebooks")
     assert sorted(path.stem for path in (DOCS / "notebooks").glob("*.ipynb")) == sorted(notebooks.PAGES)

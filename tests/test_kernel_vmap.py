@@ -26,7 +26,7 @@ FLOATS = ("query", "key", "value", "bias")
 
 @pytest.fixture(autouse=True)
 def accelerators(request, monkeypatch):
-    """As on a GPU or a TPU, whichever the test's parameter `kernel` runs on."""
+    """As on a GPU or a TPU: the platform of the test's parameter `kernel`."""
     kernel = request.node.callspec.params.get("kernel", "cudnn") if hasattr(request.node, "callspec") else "cudnn"
     compiled_for(monkeypatch, PLATFORMS[kernel])
     as_if_cudnn_were_here(monkeypatch)
@@ -59,7 +59,7 @@ def jvp_of_vmap(attend, axes):
 
 
 def two_vmaps(attend, axes):
-    """The outer one maps what the inner one does not."""
+    """The outer one maps the operands that the inner one does not."""
 
     def both(*arguments):
         outer = tuple({name: 0 if axis is None else None for name, axis in group.items()} for group in axes)
@@ -87,7 +87,7 @@ SUPPORTED = {"cudnn": (*FLOATS, "lengths"), "splash": (*FLOATS[:3], "lengths", "
 
 
 def cases():
-    """(kernel, transformation, T, is_causal), and which of the operands that the kernel supports are mapped."""
+    """(kernel, transformation, T, is_causal), and which operands of the kernel are mapped."""
     qkv, optional = [("shared", "mapped")] * 3, [("absent", "shared", "mapped")] * 2
     sizes = (100, False), (128, True), (1000, True)
     for kernel, name, size, *kinds in pairwise(tuple(SUPPORTED), tuple(TRANSFORMATIONS), sizes, *qkv, *optional):
