@@ -11,7 +11,7 @@ import pytest
 from cases import refused
 from flax_cases import BATCH, FEATURES, HEADS, KEYS, QUERIES, Case, assert_close, assert_same, flax_rules, normal
 from flax_modules import EACH_API, Linen, Nnx, X, Y, both, decode, each
-from marks import core
+from marks import core, with_core
 
 import flax_mha
 
@@ -19,9 +19,7 @@ CAUSAL = np.tri(QUERIES, dtype=bool)[None, None]
 COMPLEX = X.astype(jnp.complex64)
 
 
-@each(
-    "self, without bias, normalized, groups", "self, without bias, normalized, sizes", core="normalized, groups, sizes"
-)
+@each("self, without bias, normalized, groups", "self, without bias, normalized, sizes", core="groups, sizes")
 def test_same_parameters_from_the_same_seed(api, case):
     assert_same(*(api.initial(kind, case) for kind in (api.ours, api.flax)))
 
@@ -65,7 +63,7 @@ def test_half_precision_is_no_worse(api, dtype, options, arguments):
 
 
 @each("no batch, two batch axes, causal with mask, groups", "no batch, two batch axes, mask", core="groups, mask")
-def test_sown_weights_are_those_of_flax(api, case):
+def test_sown_weights_equal_sown_weights_of_flax(api, case):
     assert_close(*both(api, case, "capture"))
 
 
@@ -103,7 +101,7 @@ def test_decoding_equals_the_whole_forward(api, case):
     core="groups, mask",
     cases=DECODING,
 )
-def test_decoding_equals_that_of_flax(api, case):
+def test_decoding_equals_decoding_of_flax(api, case):
     (x,) = case.inputs()
     params = api.params(api.flax, [x], **case.options)
     (ours, cache), (flax, flax_cache) = (api.decoder(kind, params, x, case.options) for kind in (api.ours, api.flax))
@@ -150,9 +148,7 @@ def test_broadcast_dropout_shares_what_is_dropped(api, shared):
     """Batch entries and heads are equal and the output layer is the identity, so only dropout makes a difference."""
     x, options = jnp.broadcast_to(X[:1], X.shape), {"dropout_rate": 0.5, "deterministic": False, "use_bias": False}
     params = jax.tree.map(np.asarray, api.params(api.flax, [x], use_bias=False))
-    params = {
-        name: {"kernel": np.repeat(params[name]["kernel"][:, :1], HEADS, 1)} for name in ("query", "key", "value")
-    }
+    params = {n: {"kernel": np.repeat(params[n]["kernel"][:, :1], HEADS, 1)} for n in ("query", "key", "value")}
     params["out"] = {"kernel": np.eye(FEATURES, dtype=np.float32).reshape(HEADS, -1, FEATURES)}
     got = api.call(api.ours, params, [x], options | {"broadcast_dropout": shared})
     parts = np.moveaxis(np.asarray(got).reshape(BATCH, QUERIES, HEADS, -1), 2, 1).reshape(BATCH * HEADS, -1)
@@ -205,6 +201,7 @@ def test_documents_across_inputs_and_bias(api, implementation):
     q_ids, k_ids = np.arange(QUERIES) % 3, np.arange(KEYS) // 4
     pair = tuple(jnp.broadcast_to(ids, (BATCH, len(ids))) for ids in (q_ids, k_ids))
 
+    @jax.jit
     def run(keys, bias):
         return api.call(api.ours, params, [X, keys], {"implementation": implementation}, segment_ids=pair, bias=bias)
 
@@ -223,10 +220,10 @@ def project(x, layer, equation="btd,dnh->btnh"):
     return jnp.einsum(equation, x, layer["kernel"]) + layer["bias"][None, None]
 
 
-@pytest.mark.core
 @EACH_API
-@pytest.mark.parametrize(("options", "arguments"), flax_cases.ADDED.values(), ids=flax_cases.ADDED)
-def test_what_flax_lacks_equals_the_core_between_the_projections(api, options, arguments):
+@pytest.mark.parametrize("name", with_core(flax_cases.ADDED, "causal, segments", "everything"))
+def test_our_options_equal_the_function_between_the_projections(api, name):
+    options, arguments = flax_cases.ADDED[name]
     params, of_nnx = (x.params(x.ours, [X], **options) for x in (api, Nnx))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), of_nnx)
     has_sinks, is_normalized = "sinks" in options, "normalize_qk" in options

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from marks import core
 
 from flax_mha import MultiHeadAttention, dot_product_attention, explain_implementation, linen, recipes
 from flax_mha.cached_attention import cached_attention
@@ -38,12 +39,10 @@ def partial(score, b, h, q_idx, kv_idx, table):
     return score + table[h]
 
 
+SHIFTED_WINDOW = {"local_window_size": 3, "key_value_offset": -9}
 OFFSETS = {"query_offset": [0, 5], "key_value_offset": [0, 5], "is_causal": True}
 REFUSED = {
-    "heads": (
-        mod(lambda b, h, q, k: HEADS[h]),
-        r"score_mod mod.<lambda> .* h = 7, it uses index 7 on axis 0 .* shape \(4,\); .* at least 8, .* jnp.clip\(",
-    ),
+    "heads": (mod(lambda b, h, q, k: HEADS[h]), r"<lambda> .* h = 7, .* index 7 on axis 0 .* \(4,\); .* at least 8,"),
     "unsigned": (mod(lambda b, h, q, k: HEADS[h.astype(jnp.uint8)]), "h = 7, it uses index 7"),
     "alibi": (recipes.alibi(4), "score_mod alibi.score_mod was created for 4 heads, but the call has 8"),
     "alibi of more heads": (recipes.alibi(16), "created for 16 heads, but the call has 8"),
@@ -71,14 +70,8 @@ REFUSED = {
     "a condition on others": (mod(lambda b, h, q, k: jnp.where(k < q, HEADS[h], 0.0)), "h = 7"),
     "in a part of a mask": ({"mask": CausalMask() & ~FunctionMask(lambda b, h, q, k: TABLE[k] > 0)}, "kv_idx = 55"),
     "in a part of a mask, or": ({"mask": CausalMask() | FunctionMask(lambda b, h, q, k: TABLE[k] > 0)}, "kv_idx = 55"),
-    "window and function": (
-        recipes.combine(recipes.sliding_window(3), mask(lambda b, h, q, k: TABLE[k] > 0)),
-        "k.* 55",
-    ),
-    "last query with a key": (
-        mod(lambda b, h, q, k: TABLE[q]) | {"local_window_size": 3, "key_value_offset": -9},
-        "q_idx = 49",
-    ),
+    "two masks": (recipes.combine(recipes.sliding_window(3), mask(lambda b, h, q, k: TABLE[k] > 0)), "k.* 55"),
+    "last query with a key": (mod(lambda b, h, q, k: TABLE[q]) | SHIFTED_WINDOW, "q_idx = 49"),
     "bias": (mod(lambda b, h, q, k: TABLE[k]) | {"bias": np.where(np.arange(T) < 40, 0.0, -np.inf)}, "kv_idx = 55"),
     "heads, other masks": (recipes.documents(jnp.arange(T) // 28) | mod(lambda b, h, q, k: HEADS[h]), "h = 7"),
     "batch, lengths": (mod(lambda b, h, q, k: TABLE[k] + jnp.ones(1)[b]) | {"key_value_seq_lengths": 40}, "b = 1"),
@@ -151,11 +144,12 @@ def test_other_masks_may_hide_missing_entries(name):
     call(HIDING[name] | {"mask": FunctionMask(lambda b, h, q, k: TABLE[q] < TABLE[k]) & given})
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-@pytest.mark.parametrize("name", ["FunctionMask", "lengths"])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("FunctionMask", "xla"), core("FunctionMask", "blockwise"), core("lengths", "xla"), ("lengths", "blockwise")],
+)
 def test_missing_entries_of_hidden_positions_change_nothing(name, implementation):
-    """Output and gradients are those of a longer table; its further entries get no gradient."""
+    """Output and gradients are the same as with a longer table; its other entries get no gradient."""
     x = jax.random.normal(jax.random.key(0), (B, T, N, 4))
     table = jax.random.normal(jax.random.key(1), (T,))
     queries = jnp.cos(jnp.arange(40.0))
@@ -195,7 +189,7 @@ def test_keys_without_queries_are_not_looked_up():
 
 
 @pytest.mark.core
-def test_positions_that_are_not_known():
+def test_unknown_positions():
     """Heads are checked all the same."""
 
     def run(of, **arguments):
@@ -211,7 +205,7 @@ def test_positions_that_are_not_known():
 @pytest.mark.core
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_cache_may_be_longer_than_a_table(window):
-    """Positions are checked where the index is known; else the tokens of a position without an entry become NaN."""
+    """Positions are checked if the index is known; otherwise tokens without an entry return NaN."""
     x = jnp.ones((B, 1, N, 4))
 
     def step(x, cache):

@@ -121,12 +121,11 @@ def test_derivatives_of_every_order(small_tiles):
 @pytest.mark.core
 def test_arrays_outside_jit():
     """Their sharding is known, even if only some axes are split."""
-    x = arrays(40, 1)
     for sizes, axes in SPLITS.values():
-        mesh = mesh_of("auto", sizes)
-        split = placed(x, mesh, axes, 1)
-        close(attend(split), on_one_device(40, 1)[0])
-        assert attend(split).sharding.is_equivalent_to(split["query"].sharding, 4)
+        split = placed(arrays(40, N), mesh_of("auto", sizes), axes, N)
+        output = attend(split)
+        close(output, on_one_device(40, N)[0])
+        assert output.sharding.is_equivalent_to(split["query"].sharding, 4)
 
 
 def test_few_queries_of_many_keys():
@@ -256,7 +255,7 @@ def test_vmap_of_few_queries_over_an_axis_that_is_split(shared):
 
 @pytest.mark.parametrize(("dtype", "kind"), [(jnp.float32, "auto"), (jnp.bfloat16, "explicit")])
 def test_steps_of_mapped_sequences_in_shard_map(dtype, kind):
-    """Each sequence as a call of its own, `jax.vmap` inside of `jax.shard_map`; some caches are full, some empty."""
+    """One call for each sequence, by `jax.vmap` inside of `jax.shard_map`; some caches are full, some empty."""
     shapes = ((8, 1, N, H), (8, 1, 2, H), (8, 600, 2, H), (8, 600, 2, H))
     x = [floats(i, *shape, dtype=dtype) for i, shape in enumerate(shapes)] + [jnp.arange(8, dtype=jnp.int32) * 85]
 
@@ -355,7 +354,7 @@ def test_a_bfloat16_cache_whose_split_is_unknown_is_not_copied(per_row, number):
     [("auto", 1, jnp.int8), ("explicit", 2, jnp.float8_e4m3fn), ("explicit", 4, jnp.int8)],
 )
 def test_a_cache_in_8_bits(kind, kv_heads, dtype):
-    """Split by batch and heads, its scales alike; with fewer key heads than devices, on all of them; latents too."""
+    """Split by batch and heads, like its scales; with fewer key heads than devices, on all of them; latents too."""
     mesh, spec = mesh_of(kind), jax.P("data", None, "model" if kv_heads == 4 else None, None)
     value_size = H - 2 if kv_heads == 1 else None
     empty = functools.partial(KVCache.create, 8, 30, kv_heads, H, dtype, value_size=value_size)
