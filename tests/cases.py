@@ -47,9 +47,9 @@ def inputs(seed=0, batch=2, t=T, s=S, n=N, k=2, h=8):
 
 
 def with_gradients(implementation=None, axes=None, **arguments):
-    """A function of query, key, value (and bias), and of other arrays by name: what is returned, and all gradients.
+    """A function of query, key, value (and bias), and of other arrays by name: the results, and all gradients.
 
-    Those of a loss over what is finite; with `axes` of the arrays, under `jax.vmap`.
+    The loss is over finite results; with `axes` of the arrays, under `jax.vmap`.
     """
 
     def run(*arrays, **learned):
@@ -79,7 +79,7 @@ def _dense_gradients(arrays, mask, scale, soft_cap):
 
 
 def dense_gradients(arrays, scale=None, logits_soft_cap=None, **masking):
-    """The dense output and gradients; what is seen is an array, so that calls of one shape share a program."""
+    """The dense output and gradients; the mask is an array, so that calls of one shape share a program."""
     (*batch, t, n, _), s = arrays[0].shape, arrays[1].shape[-3]
     mask = reference.visible_scores((*batch, n, t, s), **masking)
     return jax.device_get(_dense_gradients(arrays, mask, scale, logits_soft_cap))
@@ -115,7 +115,7 @@ def by_the_rule_of_flash_attention(answers, naive, truth):
         assert error <= 2 * naive_error + float(jnp.finfo(got.dtype).eps) * np.abs(want).max()
 
 
-# How the reason for which an implementation refuses a call ends: what to change.
+# A refusal ends with what to change.
 REMEDY = re.compile(
     r": (if it only masks, )?(change|compute|export|leave|look up|make|multiply|pass|run|set|use) [^:]+$", re.DOTALL
 )
@@ -127,13 +127,13 @@ def interpret(patch, name, how=True):
 
 
 def compiled_for(patch, platform):
-    """As on a machine with this accelerator; arrays that exist are on a CPU. `patch` is a pytest.MonkeyPatch."""
+    """As on a host with this accelerator; concrete arrays are on a CPU. `patch` is a pytest.MonkeyPatch."""
     patch.setattr(tracing, "platform", lambda: platform)
 
 
 @contextlib.contextmanager
 def nothing_is_compiled():
-    """Checks that all programs that are needed meanwhile have been compiled before."""
+    """Checks that nothing is compiled in this context."""
     compiled = []
 
     def note(event, seconds, fun_name="", **details):
@@ -149,7 +149,7 @@ def nothing_is_compiled():
 
 
 def forget_programs():
-    """Forgets what flax_mha has traced, for it may depend on what a test patches; `jax.clear_caches` forgets all."""
+    """Forgets what flax_mha has traced, which may depend on patches of a test; `jax.clear_caches` forgets all."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "flax_mha":
             for x in list(vars(module).values()):
@@ -168,7 +168,7 @@ def equations(jaxpr):
 
 
 def kernels_in(text, pattern):
-    """The kernels that a lowered program runs if all is finite: what `pattern` finds, calls followed, no branches."""
+    """The kernels that a lowered program runs if all is finite: matches of `pattern` in all calls, not in branches."""
     bodies = dict(re.findall(r"func\.func \w+ @([\w.$]+)(.*?)(?=func\.func|\Z)", text, re.DOTALL))
 
     def names_in(body):
@@ -194,7 +194,7 @@ def _without_branches(body):
 
 
 def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
-    """Computes what cuDNN does, by jax.nn's dense implementation."""
+    """Computes the result of cuDNN by jax.nn's dense implementation."""
     static = {"scale": kernel.scale, "is_causal": kernel.is_causal, "local_window_size": kernel.window}
     lengths = {"query_seq_lengths": query_lengths, "key_value_seq_lengths": key_lengths}
     more = {"implementation": "xla", "return_residual": residual}

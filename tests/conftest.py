@@ -74,7 +74,7 @@ def pytest_itemcollected(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keeps the core alone in plain `pytest`, and with `--cases` that many of each test, the same in every run."""
+    """Keeps only the core in plain `pytest`, and with `--cases` that many of each test, the same in every run."""
     kept = items
     worker = getattr(config, "workerinput", None)
     if worker["core_alone"] if worker else runs_core_alone(config):

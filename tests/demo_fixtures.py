@@ -19,7 +19,7 @@ def text(processes, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run(text, tmp_path_factory):
-    """A run from Python that nothing disturbed, with all that it leaves, but empty pictures."""
+    """An undisturbed run from Python with all its files, but empty pictures."""
     with pytest.MonkeyPatch.context() as patch, as_users_have_it():
         patch.setattr("train_demo.plots.draw", leave_empty)
         return train_demo.train(text, out=tmp_path_factory.mktemp("runs") / "run", quiet=True, **SETTINGS)
@@ -38,7 +38,7 @@ def rules_of_users():
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    """What is trained in this process leaves empty pictures: to draw them takes longer than to train."""
+    """Training in this process leaves empty pictures, because drawing takes longer than training."""
     monkeypatch.setattr("train_demo.plots.draw", leave_empty)
 
 
@@ -49,7 +49,7 @@ def leave_empty(out, *_):
 
 @pytest.fixture(scope="session")
 def processes(tmp_path_factory):
-    """What the processes share: what they compile, with this one if it keeps that, and a GPU where there is one."""
+    """The processes share compiled programs, also with this one if it keeps them, and a GPU if there is one."""
     compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(tmp_path_factory.mktemp("compiled"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", compiled)

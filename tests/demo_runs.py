@@ -1,4 +1,4 @@
-"""What the tests of the demo share: a tiny run, which is trained once, and ways to run the command."""
+"""Helpers of the tests of the demo: settings of a tiny run, and ways to run the command."""
 
 import contextlib
 import sys
@@ -59,7 +59,7 @@ _start()
 
 @contextlib.contextmanager
 def as_users_have_it():
-    """Promotion as JAX does it by default."""
+    """JAX's default promotion."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -70,7 +70,7 @@ def sabotaged(moment, action, *arguments):
 
 
 def here(capfd, *arguments):
-    """Runs the command in this process, which spares the imports; returns what it said, on stdout alone."""
+    """Runs the command in this process, which saves the imports; returns its output, which is only on stdout."""
     capfd.readouterr()
     with as_users_have_it():
         assert main([str(argument) for argument in arguments]) == 0
@@ -80,7 +80,7 @@ def here(capfd, *arguments):
 
 
 def refusal(capsys, *arguments):
-    """Runs the command in this process, where it has to refuse in one line that says what is wrong; returns that."""
+    """Runs the command in this process, which must refuse in one line; returns this line."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended, as_users_have_it():
         main([str(argument) for argument in arguments])

@@ -15,7 +15,7 @@ BATCH, QUERIES, KEYS, HEADS, FEATURES = 2, 7, 11, 3, 15
 
 
 class Case(NamedTuple):
-    """One use of a module: what is built, what goes in, and the other arguments of the call."""
+    """One use of a module: its options, its inputs, and the other arguments of the call."""
 
     options: dict = {}  # noqa: RUF012
     batch: tuple[int, ...] = (BATCH,)
@@ -202,7 +202,7 @@ def attention_arguments(run, ours, flax):
     return of_ours
 
 
-# What both modules refuse, when they are made or called: options, inputs and arguments of the call, error and message.
+# Refusals of both modules when they are made or called: options, inputs and arguments of the call, error and message.
 REFUSED_OPTIONS = [
     ({"num_heads": 0}, "num_heads and num_kv_heads must be at least 1, but got 0"),
     ({"num_kv_heads": 0}, "must be at least 1, but got 3 and 0"),

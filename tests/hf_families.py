@@ -336,7 +336,7 @@ def check_assistant(name: str, target_name: str) -> Result:
 
 
 def table(results: dict[str, Result]) -> str:
-    """Returns the tables of what is described and of what is refused, as Markdown."""
+    """Returns the tables of described and of refused families, as Markdown."""
     described = {name: result for name, result in results.items() if not result.refused}
     lines = [
         f"Of the {len(results)} families of Transformers {transformers.__version__} that generate text, "

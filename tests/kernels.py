@@ -119,12 +119,10 @@ def assert_one_reason(arrays, name, reason, setting):
     assert cases.REMEDY.search(refusal)
 
 
-def in_bfloat16_by_the_rule_of_flash_attention(implementation, sizes, visible, **arguments):
+def in_bfloat16_by_the_rule_of_flash_attention(name, sizes, visible, **arguments):
     """The output and the gradients of a kernel; `visible` is the mask of the arguments, as an array."""
     naive = functools.partial(cases.naive_attention, visible=visible, logits_soft_cap=arguments.get("logits_soft_cap"))
-    ours, exact = (
-        functools.partial(dot_product_attention, implementation=x, **arguments) for x in (implementation, "xla")
-    )
+    ours, exact = (functools.partial(dot_product_attention, implementation=x, **arguments) for x in (name, "xla"))
 
     @functools.partial(jax.jit, static_argnums=0)
     def answers(attend, arrays):

@@ -16,7 +16,7 @@ def core(*values):
 
 
 def with_core(cases, *core):
-    """Cases as the parameters of a test; the others are those of the core."""
+    """Cases as the parameters of a test, and the same cases again that are in the core."""
     cases = list(cases)
     unknown = [case for case in core if case not in cases]
     assert not unknown, f"the core must be cases of the test, but got {unknown}"

@@ -166,7 +166,7 @@ def test_hidden_slots_never_affect_outputs_and_gradients(number, filling):
     jax.tree.map(assert_close, got, run(cache.key, cache.value))
 
 
-def test_a_score_mod_with_a_derivative_of_its_own_reads_a_narrow_cache():
+def test_a_score_mod_with_a_custom_derivative_reads_a_narrow_cache():
     """Only such calls take the dense path."""
     doubled = jax.custom_vjp(lambda x: jnp.sin(x) * 2)
     doubled.defvjp(lambda x: (doubled(x), x), lambda x, cotangent: (cotangent * 2 * jnp.cos(x),))
@@ -197,13 +197,11 @@ def test_derivatives_equal_those_of_one_call(number, dtype):
         return gradients if dtype == jnp.bfloat16 else (gradients, jax.value_and_grad(along, (0, 1, 2))(*x))
 
     got, expected = (jax.jit(lambda f=f: derivatives(f))() for f in (by_cache, lambda *x: in_full(x)[:, at:]))
-    close(
-        jax.tree.map(np.float32, got), jax.tree.map(np.float32, expected), 1e-5 if dtype == jnp.float32 else 2**-5, 1.0
-    )
+    close(*(jax.tree.map(np.float32, x) for x in (got, expected)), 1e-5 if dtype == jnp.float32 else 2**-5, 1.0)
 
 
 @pytest.mark.parametrize("number", [1, 18])
-def test_vmap_over_sequences_with_an_index_each(number):
+def test_vmap_over_sequences_with_their_own_indices(number):
     """Each with a cache without a batch axis."""
     indices = jnp.array([3, 12])
     caches = jax.vmap(lambda key, value, index: empty(()).update(key, value, index))(*cut(X[1:], 0, 12), indices)
@@ -236,14 +234,12 @@ def test_64_bit_types():
         expected = in_full(x)
         for dtype, window in ((jnp.float64, None), (jnp.bfloat16, WINDOW)):
             cache = KVCache.create(B, 999, K, H, dtype, window=window, per_row=True)
-            output, cache = cached_attention(
-                x[0], *(x.astype(dtype) for x in x[1:]), cache, lengths=np.array([LENGTH, 20]), local_window_size=window
-            )
+            attend = functools.partial(cached_attention, local_window_size=window)
+            new = [x[0], *(x.astype(dtype) for x in x[1:])]
+            output, cache = attend(*new, cache, lengths=np.array([LENGTH, 20]))
             cache = cache.truncate(jnp.int64(17)).take(jnp.arange(2))
             assert (output.dtype, cache.index.dtype) == (jnp.float64, jnp.int32)
-            last, cache = jax.jit(functools.partial(cached_attention, local_window_size=window))(
-                x[0][:, 17:18], *(x[:, 17:18].astype(dtype) for x in x[1:]), cache
-            )
+            last, cache = jax.jit(attend)(*cut(new, 17, 18), cache)
             np.testing.assert_array_equal(cache.index, 18)
             if window is None:
                 np.testing.assert_allclose(output[0], expected[0], rtol=0, atol=1e-12)
@@ -269,7 +265,7 @@ def test_implementations_without_caches(implementation, window):
 
 @pytest.mark.parametrize("batch", [0, (), (2, 0)])
 @pytest.mark.parametrize("number", [0, 1, 20])
-def test_of_nothing(batch, number):
+def test_empty_batches_and_inputs(batch, number):
     cache = KVCache.create(batch, S, K, H, jnp.bfloat16, per_row=True)
     query, key, value = tokens(number, cache.batch)
     output, cache = cached_attention(query, key.astype(jnp.bfloat16), value.astype(jnp.bfloat16), cache)
@@ -395,28 +391,21 @@ class Structure(NamedTuple):
         return [np.asarray(jnp.asarray(query, self.dtype)), *(np.asarray(jnp.asarray(x, self.cached)) for x in cached)]
 
 
-WINDOWED = {"local_window_size": (WINDOW, 0)}
+WINDOWED, WINDOW_AHEAD, NARROW = ({"local_window_size": size} for size in ((WINDOW, 0), (9, 2), 4))
 LOGITS = {"logits_soft_cap": 3.0, "sinks": SINKS}
 DROPOUT = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(5)}
+SCALED, OF_HEADS = {"scale": jnp.float32(0.7)}, {"mask": LengthMask(171), "bias": BIAS[:, :, :1]}
 FUNCTIONS = {"mask": FunctionMask(thinned), "score_mod": slopes_and_entry}
 OF_EACH_SLOT = {"bias": lambda _, slots: BIAS[..., :slots], "mask": lambda _, slots: SHOWN[..., :slots]}
 STRUCTURES = {
-    "no batch axis, window, soft cap, sinks, dropout": Structure(
-        {"local_window_size": (9, 2)} | DROPOUT | LOGITS, batch=(), kv_heads=1
-    ),
+    "no batch axis, window, logits, dropout": Structure(WINDOW_AHEAD | DROPOUT | LOGITS, batch=(), kv_heads=1),
     "ring, lengths, logits": Structure(WINDOWED | LOGITS, ring=True, per_row=True),
-    "narrow ring, positions": Structure(
-        {"local_window_size": 4} | FUNCTIONS, ring=True, per_row=True, kv_heads=4, cached="float16"
-    ),
+    "narrow ring, positions": Structure(NARROW | FUNCTIONS, ring=True, per_row=True, kv_heads=4, cached="float16"),
     "positions, lengths": Structure(FUNCTIONS, per_row=True),
     "segments of slots, bias of heads": Structure({"mask": in_segments, "bias": BIAS[:, :, :1]}, per_row=True),
-    "two batch axes, dropout, scale, narrow cache": Structure(
-        DROPOUT | {"scale": jnp.float32(0.7)}, batch=(2, 1), per_row=True, cached="bfloat16"
-    ),
+    "two batch axes, dropout, scale": Structure(SCALED | DROPOUT, batch=(2, 1), per_row=True, cached="bfloat16"),
     "values in keys": Structure(LOGITS, kv_heads=1, value_size=4, per_row=True),
-    "values in a narrow ring, positions, bias of heads": Structure(
-        WINDOWED | {"mask": LengthMask(171), "bias": BIAS[:, :, :1]}, cached="bfloat16", ring=True, value_size=4
-    ),
+    "values in a narrow ring": Structure(WINDOWED | OF_HEADS, cached="bfloat16", ring=True, value_size=4),
     # One rounding of an output of this size, and of each product's operands in 16 bits. (In bfloat16: `test_scan`.)
     "float16, bias and mask of slots": Structure(OF_EACH_SLOT, dtype="float16", cached="float16", tolerance=2**-9),
 }
@@ -509,7 +498,7 @@ def test_a_known_index(name):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("name", ["narrow ring, positions", "two batch axes, dropout, scale, narrow cache"])
+@pytest.mark.parametrize("name", ["narrow ring, positions", "two batch axes, dropout, scale"])
 def test_as_on_an_accelerator(name, monkeypatch):
     """All batch entries together."""
     programs.cache_clear()

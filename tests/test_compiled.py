@@ -82,7 +82,7 @@ def test_consecutive_loops_share_the_trips(loops):
     assert hlo.Program(text, trips=6).costs().others == 6 + 1
 
 
-def test_of_a_program_compiled_here():
+def test_a_program_compiled_here():
     """Every instruction is understood."""
 
     def f(x, i):

@@ -79,10 +79,7 @@ ALIKE = {
     "hf_hunyuan hf_lfm2": NORMED,
     "hf_gpt_neo hf_vit_unbiased hf_vit5_unbiased timm_unbiased": BIASED_OUT,
 }
-LAYOUTS["hf_llama"] += [
-    NARROW | {"value_dim": 2, "gate": "head"},
-    NARROW | UNBIASED | {"value_dim": 7, "out_norm": True},
-]
+LAYOUTS["hf_llama"] += [NARROW | {"value_dim": 2, "gate": "head"}, NARROW | UNBIASED | {"value_dim": 7, "out_norm": 1}]
 LAYOUTS |= {name: [case] for names, case in ALIKE.items() for name in names.split()}
 HOLDS = [(layout, case) for layout, cases in LAYOUTS.items() for case in cases]
 
@@ -107,17 +104,6 @@ def test_round_trip_is_exact(layout, case, dtype):
         assert array.flags.c_contiguous
         assert array.flags.owndata
         assert array.flags.writeable
-
-
-@pytest.mark.core
-def test_results_share_no_memory():
-    params = make_params()
-    state_dict = convert.to_torch(params, "hf_llama")
-    back = convert.from_torch(state_dict, HEADS)
-    for leaf in jax.tree.leaves(back):
-        assert not any(np.shares_memory(leaf, array) for array in state_dict.values())
-    for array in state_dict.values():
-        assert not any(np.shares_memory(leaf, array) for leaf in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -150,7 +136,7 @@ def test_takes_jax_arrays():
     ("layout", "extra"),
     [("hf_bert", "output.LayerNorm.weight"), ("hf_bert", "output.LayerNorm.beta"), ("hf_llama", "rotary_emb.inv_freq")],
 )
-def test_what_is_no_attention_is_left_out(layout, extra):
+def test_other_entries_are_ignored(layout, extra):
     params = make_params()
     state_dict = convert.to_torch(params, layout) | {extra: np.ones(2)}
     assert_same_bits(convert.from_torch(state_dict, HEADS), params)
@@ -225,11 +211,7 @@ REFUSED_BY_TO_TORCH = [
     ({"params": make_params()}, "torch", r"missing \['key/kernel', .*\], extra \['params'\]"),
     (with_leaf("value/kernel", np.ones((15, 1, 15))), "torch", r"value/kernel must have shape \(V, 3, U\)"),
     (with_leaf("out/kernel", np.ones((15, 15))), "torch", r"out/kernel must have shape \(3, 5, O\) .* got \(15, 15\)"),
-    (
-        make_params(value_dim=2),
-        "torch",
-        "its values must have the head size of its queries, but got query out 15, .* 6,",
-    ),
+    (make_params(value_dim=2), "torch", "values must have the head size of its queries, but got query out 15, .* 6,"),
     (make_params(), "hf_laguna", "it requires a gate; layouts that fit: torch, "),
     (make_params(gate=True), "hf_beam", "gate/bias must have one number for each head"),
     (None, "torch", "params must be a module, its nnx.State or a dict of its parameters, but got None"),

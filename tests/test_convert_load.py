@@ -89,11 +89,7 @@ WRONG = [
     ("rope is None: Llama.* use it; pass rope=RoPE.from_config.*convert.describe", state_dict(), {"rope": None}),
     ("logits_soft_cap is None: Gemma 2", GEMMA_2_LAYER, {}, {"prefix": "layers.3.self_attn."}),
     ("query.kernel must have .* float32, but got complex64", state_dict(q_proj__weight=BYTES.astype(np.complex64))),
-    (
-        "out.kernel must fit in float16, .* 1e\\+06",
-        state_dict(o_proj__weight=1e6 * BYTES.T),
-        {"param_dtype": jnp.float16},
-    ),
+    ("out.kernel must fit in float16", state_dict(o_proj__weight=1e6 * BYTES.T), {"param_dtype": jnp.float16}),
 ]
 
 
@@ -130,23 +126,16 @@ def test_loads_the_parameters_that_from_torch_makes(options):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-@pytest.mark.parametrize("norm", ["rms_norm", "rms_norm_all_heads", None])
-def test_linen_takes_the_same_parameters(norm):
-    """Without norms, also what `describe` says."""
+def test_linen_takes_the_same_parameters_and_options():
     described = convert.describe(LLAMA | {"model_type": "gpt_oss", "attention_bias": False})
     options = {key: value for key, value in described.items() if key not in ("in_features", "kernel_metadata")}
-    if norm:
-        options |= {"rope": RoPE(), "local_window_size": None, "normalize_qk": norm}
-    entries = state_dict(norms=norm is not None, sinks=True)
-    if norm == "rms_norm_all_heads":
-        entries |= {"q_norm.weight": np.linspace(-1, 2, N * H, dtype=np.float32)}
-        entries |= {"k_norm.weight": np.linspace(2, 0, K * H, dtype=np.float32)}
+    entries = state_dict(sinks=True)
     layer = linen.MultiHeadDotProductAttention(**options)
     x = jnp.linspace(-1, 1, 5 * D).reshape(1, 5, D)
     params = convert.from_torch(entries, N, K)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, layer.init(jax.random.key(0), x)["params"])
     module = flax_mha.MultiHeadAttention(**options, in_features=D, decode=False, rngs=nnx.Rngs(0))
-    convert.load_torch(module, entries, qk_norm_offset=0.0 if norm else None)
+    convert.load_torch(module, entries)
     np.testing.assert_array_equal(layer.apply({"params": params}, x, is_causal=True), module(x, is_causal=True))
 
 
@@ -199,15 +188,14 @@ def test_another_number_of_heads_is_refused_if_the_table_of_t5_shows_it():
     layer = "decoder.block.1.layer.0.SelfAttention."
     weights = {f"{layer}{name}.weight": np.ones((D, D), np.float32) for name in "qkvo"}
     weights["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] = np.ones((32, 3), np.float32)
-    right, wrong = (
-        flax_mha.MultiHeadAttention(n, D, use_bias=False, scale=1.0, decode=False, rngs=nnx.Rngs(0)) for n in (3, 4)
-    )
+    options = {"use_bias": False, "scale": 1.0, "rngs": nnx.Rngs(0)}
+    right, wrong = (flax_mha.MultiHeadAttention(n, D, **options) for n in (3, 4))
     with pytest.raises(ValueError, match=r"num_heads must be 3 to match decoder\.block\.0\..*, but got 4"):
         convert.load_torch(wrong, weights, layer)
     convert.load_torch(right, weights, layer)
 
 
-def test_a_module_of_flax_is_loaded_and_no_other():
+def test_only_modules_of_flax_are_loaded():
     with pytest.raises(ValueError, match=r"module must be an nnx.MultiHeadAttention, but got Linear"):
         convert.load_torch(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), state_dict())
     module = nnx.MultiHeadAttention(2, 6, decode=False, rngs=nnx.Rngs(0))
@@ -296,11 +284,7 @@ DESCRIBED = [
     (like_llama("cohere2"), {"rope": RoPE(interleaved=True), "local_window_size": (4095, 0)}, 2),
     (like_llama("cohere2"), NO_WINDOW | {"rope": None}, 3),
     (like_llama("exaone4", sliding_window=None), {"rope": RoPE()}, 3),
-    (
-        like_llama("granite_swa", layer_rope_theta=[0, 5.0]),
-        LAST_128 | {"rope": RoPE(5.0), "scale": 1.0, "sinks": True},
-        1,
-    ),
+    (like_llama("granite_swa", layer_rope_theta=[0, 5.0]), LAST_128 | {"rope": RoPE(5), "scale": 1, "sinks": True}, 1),
     (HUNYUAN, {"rope": RoPE(scaling=NTK(1000.0)), "normalize_qk": "rms_norm_after_rope"}),
     (ZAMBA, {"in_features": 16, "qkv_features": 16, "out_features": 8, "scale": 0.5, "rope": None}, 1),
     (like_llama("jamba"), {"rope": None}, 4),

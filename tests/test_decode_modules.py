@@ -21,14 +21,8 @@ from flax_mha.rope import RoPE
 
 B, D, N, K, LENGTH, WINDOW = 2, 24, 4, 2, 97, 5
 SLOTS = {"ring": 300, "slots": 67}  # from 70 on, the window makes a ring of 70
-EVERYTHING = {
-    "num_kv_heads": K,
-    "rope": RoPE(),
-    "local_window_size": (WINDOW, 1),
-    "logits_soft_cap": 2.0,
-    "sinks": True,
-    "normalize_qk": "rms_norm",
-}
+EVERYTHING = {"num_kv_heads": K, "rope": RoPE(), "local_window_size": (WINDOW, 1), "logits_soft_cap": 2.0}
+EVERYTHING |= {"sinks": True, "normalize_qk": "rms_norm"}
 X = np.float32(np.random.default_rng(0).standard_normal((B, LENGTH, D)))
 SIZES = (1, 7, 40)
 CALLS = ((0, 40), (40, 48))
@@ -170,7 +164,7 @@ def test_positions_only_change_the_rotation():
 def test_positions_of_several_coordinates():
     """Tokens of an image share a frame, and later tokens have smaller positions than their slots."""
     module = Nnx(**EVERYTHING | {"rope": RoPE(sections=(1, 1, 1))})
-    assert_close(module.full(X), made(Nnx)[1], atol=1e-6)  # text alone
+    assert_close(module.full(X), made(Nnx)[1], atol=1e-6)  # only text
     text, image = np.arange(11), 11 + np.stack([np.zeros(24, int), *np.divmod(np.arange(24), 6)], axis=-1)
     positions = np.concatenate([text[:, None].repeat(3, 1), image, np.arange(17, 30)[:, None].repeat(3, 1)])
     positions = jnp.asarray(np.stack([positions, positions[::-1]]), jnp.int32)
@@ -266,10 +260,8 @@ def test_arguments_of_a_partial_count_as_those_of_the_call(api, promote):
     """For a prompt and for a token, whether keys are read in place or the function has to be called."""
     *options, mask = PRESET.items()
     preset = api(attention_fn=functools.partial(flax_mha.attention_fn, is_causal=True, **promote, **PRESET))
-    got, want = (
-        decoded(module, calls=((0, 9), (9, 10)), **arguments)
-        for module, arguments in ((preset, {}), (api(**dict(options)), dict([mask])))
-    )
+    both = (preset, {}), (api(**dict(options)), dict([mask]))
+    got, want = (decoded(module, calls=((0, 9), (9, 10)), **arguments) for module, arguments in both)
     assert_close(got, want)
 
 
@@ -335,9 +327,8 @@ class LinenCross:
     """A linen module for cross-attention with its variables, called like one of nnx."""
 
     def __init__(self, **options):
-        self.module = linen.MultiHeadDotProductAttention(
-            **{"num_heads": 2, "num_kv_heads": 1, "decode": True} | options
-        )
+        given = {"num_heads": 2, "num_kv_heads": 1, "decode": True}
+        self.module = linen.MultiHeadDotProductAttention(**given | options)
         given = {"positions": (jnp.arange(1), jnp.arange(11))} if "rope" in options else {}
         self.variables = self.module.init(jax.random.key(0), TARGET[:, :1], ENCODED, store_keys=True, **given)
 
@@ -418,11 +409,7 @@ def test_refusals_of_cross_attention(make):
         ([TARGET], {"store_keys": True}, "store_keys=True requires inputs_k, but got None"),
         ([TARGET, ENCODED], {"store_keys": True, "decode": False}, "store_keys=True requires decode=True"),
         ([TARGET, ENCODED], {"store_keys": 1}, "store_keys must be True or False"),
-        (
-            [TARGET, ENCODED],
-            {"store_keys": True, "lengths": (None, np.array([2**40, 4]))},
-            "lengths must be at most 11",
-        ),
+        ([TARGET, ENCODED], {"store_keys": True, "lengths": (None, np.array([2**40, 4]))}, "lengths must be at most"),
     ):
         refused(expected, module, *inputs, **arguments)
 

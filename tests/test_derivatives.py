@@ -93,9 +93,7 @@ def derivatives(loss_and_aux):
 
 def compare_with_differences(run, got, x, tangents):
     """Compares a Hessian-vector product with finite differences of the gradients that the same program returns."""
-    above, below = (
-        run(jax.tree.map(lambda x, d, step=step: x + step * d, x, tangents), tangents) for step in (1e-5, -1e-5)
-    )
+    above, below = (run(jax.tree.map(lambda x, d, e=e: x + e * d, x, tangents), tangents) for e in (1e-5, -1e-5))
     differences = jax.tree.map(lambda a, b: (a - b) / 2e-5, above["gradient"], below["gradient"])
     compare(got["Hessian-vector product"], differences, 1e-7)
 
@@ -163,9 +161,8 @@ def test_transformations(transformed):
     def answers(implementation):
         def run(x, ids):
             def loss(x):
-                output = dot_product_attention(
-                    x, 2 * x, jnp.sin(x), is_causal=True, query_segment_ids=ids, implementation=implementation
-                )
+                more = {"query_segment_ids": ids, "implementation": implementation}
+                output = dot_product_attention(x, 2 * x, jnp.sin(x), is_causal=True, **more)
                 return jnp.sin(output).sum()
 
             return transformed(loss)(x)

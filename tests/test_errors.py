@@ -1,4 +1,4 @@
-"""Bad input gets an error before any compute: which argument, what is expected, what was got."""
+"""Errors for bad input name the argument, the expected and the given value, before anything is computed."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from cases import refused
 from flax_mha import attention_fn, dot_product_attention, explain_implementation
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
 
+pytestmark = pytest.mark.core
 B, T, S, N, K, H = 2, 5, 7, 6, 3, 4
 SHAPES = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
 RNG = jax.random.key(0)
@@ -19,9 +20,7 @@ COMPLEX = jnp.ones(S, jnp.complex64)
 def call(**arguments):
     dtypes = arguments.pop("dtypes", {})
     given = {name: arguments.pop(name, shape) for name, shape in SHAPES.items()}
-    arrays = {
-        name: jnp.ones(x, dtypes.get(name, jnp.float32)) if isinstance(x, tuple) else x for name, x in given.items()
-    }
+    arrays = {n: jnp.ones(x, dtypes.get(n, jnp.float32)) if isinstance(x, tuple) else x for n, x in given.items()}
     return dot_product_attention(**arrays, **arguments)
 
 
@@ -126,7 +125,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_refused(arguments, message):
     refused(message, call, **arguments)
@@ -144,20 +142,17 @@ NO_MASKS = [
 ]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("make", "message"), NO_MASKS)
 def test_masks_are_refused(make, message):
     refused(message, make)
 
 
-@pytest.mark.core
 def test_an_error_comes_before_any_compute():
     """It is raised while tracing, without any value."""
     with pytest.raises(ValueError, match="depths must match"):
         jax.eval_shape(dot_product_attention, *(jax.ShapeDtypeStruct((1, 2, 1, n), jnp.float32) for n in (3, 4, 4)))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["lengths", "segment_ids"])
 @pytest.mark.parametrize("function", [dot_product_attention, attention_fn, explain_implementation])
 def test_arguments_of_modules_are_refused_with_the_names_of_functions(function, name):
@@ -168,7 +163,6 @@ def test_arguments_of_modules_are_refused_with_the_names_of_functions(function, 
     refused(r"got an unexpected keyword argument 'length'$", function, x, x, x, length=3, error=TypeError)
 
 
-@pytest.mark.core
 def test_a_rate_in_an_array_counts_if_it_is_known():
     want = call(dropout_rate=0.25, dropout_rng=RNG)
     for rate in (np.array(0.25), jnp.linspace(0, 0.5, 3)[1]):

@@ -59,7 +59,7 @@ def test_vit():
 @pytest.mark.core
 def test_packed_lm():
     packed_lm = example("packed_lm", one_layer="LanguageModel")
-    # Tokens alone do not tell how far apart the tokens of a document are: log(15) = 2.71.
+    # Without the distance between the tokens of a document: log(15) = 2.71.
     model = nnx.jit(trained(packed_lm, steps=25, below=2.2))
     documents = [np.arange(9), 3 * np.arange(5), 2 * np.arange(40), np.arange(7) + 4]
     documents = [document % packed_lm.VOCABULARY_SIZE for document in documents]
@@ -89,14 +89,14 @@ def test_meanflow():
 
 def test_llama():
     llama = example("llama")
-    model = trained(llama, steps=25, below=3.25)  # the frequencies of characters alone cost 3.42
+    model = trained(llama, steps=25, below=3.25)  # with only the frequencies of characters: 3.42
     texts = ["def train", "class"]
     prompts, lengths = llama.encode_prompts(texts)
     written = llama.generate(model, prompts, lengths, num_tokens=11)
 
     assert_greedy(nnx.jit(model), prompts, lengths, written)
     assert llama.decode(llama.encode("def train")) == "def train"
-    assert model.blocks[0].attention.cached_key is None  # what generates has caches of its own
+    assert model.blocks[0].attention.cached_key is None  # generating uses other caches
 
 
 GLM: dict[str, object] = {"model_type": "glm4_moe", "vocab_size": 29, "hidden_size": 12, "num_hidden_layers": 2}

@@ -40,10 +40,8 @@ ORDERS = {
 def test_order_and_defaults_equal_those_of_flax(name):
     """New arguments follow, or are keywords."""
     ours, flax = map(parameters, ORDERS[name])
-    mine, theirs = (
-        [name for name, x in each.items() if x.kind == x.POSITIONAL_OR_KEYWORD and name != "name"]
-        for each in (ours, flax)
-    )
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    mine, theirs = ([n for n, x in each.items() if x.kind == positional and n != "name"] for each in (ours, flax))
     new = mine[len(theirs) :]
     assert mine[: len(theirs)] == theirs
     assert "nnx" not in name or new == []

@@ -37,12 +37,8 @@ def structure_of(one_of, broadcast, groups, batches, lengths, windows):
     scores = (*batch, k * g, t, s)
     structure = {
         "sizes": (batch, t, s, k * g, k, one_of(3, 8), one_of(3, 8)),
-        "static": {
-            "is_causal": one_of(True, False),
-            "local_window_size": one_of(None, None, *windows),
-            "logits_soft_cap": one_of(None, None, 1.3),
-            "scale": one_of(None, 0.2),
-        },
+        "static": {"is_causal": one_of(True, False), "local_window_size": one_of(None, None, *windows)}
+        | {"logits_soft_cap": one_of(None, None, 1.3), "scale": one_of(None, 0.2)},
         "rate": one_of(0.0, 0.0, 0.3),
         "bias": one_of(None, broadcast(*scores)),
         "mask": one_of(None, broadcast(*scores)),
@@ -98,9 +94,7 @@ def ours(structure, implementation, learned, fixed, return_residual=True):
     learned, fixed = dict(learned), dict(fixed)
     slopes, marks = learned.pop("slopes", None), fixed.pop("marks", None)
     if marks is not None:
-        mask = FunctionMask(
-            lambda b, h, q_idx, kv_idx: jnp.asarray(marks)[kv_idx % len(marks)] | ((q_idx + h) % 3 == 0)
-        )
+        mask = FunctionMask(lambda b, h, q, k: jnp.asarray(marks)[k % len(marks)] | ((q + h) % 3 == 0))
         fixed["mask"] = mask if structure["mask_object"] == "function" else ~(CausalMask(-4) & mask) | LocalMask(0, 0)
     if slopes is not None:
         fixed["score_mod"] = lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k).astype(score.dtype)
@@ -110,7 +104,7 @@ def ours(structure, implementation, learned, fixed, return_residual=True):
 
 
 def everything(structure, implementation, learned, fixed, cotangents):
-    """The output alone; output and log-sum-exp, and gradients."""
+    """The output; output and log-sum-exp; and gradients."""
 
     def loss(learned):
         output, lse = ours(structure, implementation, learned, fixed)

@@ -20,6 +20,8 @@ X, Y = (draw.standard_normal((B, n, D)).astype(np.float32) for n in (T, S))
 LENGTHS, KEY_LENGTHS = jnp.array([6, 4]), jnp.array([2, 5])
 INSIDE, KEYS_INSIDE = ((jnp.arange(n)[None] < x[:, None])[..., None] for n, x in ((T, LENGTHS), (S, KEY_LENGTHS)))
 SIZES = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+WINDOWED = {"local_window_size": (2, 0)}
+LATENT = functools.partial(flax_mha.MultiHeadLatentAttention, **SIZES)
 
 
 def module_of(api, kind, **options):
@@ -29,7 +31,7 @@ def module_of(api, kind, **options):
         graph, params, rest = nnx.split(decoding(20, per_row=True, gate=True), nnx.Param, ...)
         return params, lambda params, x, **given: nnx.merge(graph, params, jax.tree.map(lambda x: x, rest))(x, **given)
     if api == "nnx":
-        cls = functools.partial(flax_mha.MultiHeadLatentAttention, **SIZES) if latent else flax_mha.MultiHeadAttention
+        cls = LATENT if latent else flax_mha.MultiHeadAttention
         graph, params, rest = nnx.split(cls(in_features=D, rngs=nnx.Rngs(0), **options), nnx.Param, ...)
         return params, lambda params, *inputs, **given: nnx.merge(graph, params, rest)(*inputs, decode=False, **given)
     latent_cls = functools.partial(linen.MultiHeadLatentAttention, **SIZES)
@@ -72,11 +74,8 @@ def test_padding_never_affects_gradients(api, kind):
 
     def padded(filling):
         queries, keys = jnp.where(INSIDE, X, filling), jnp.where(KEYS_INSIDE, Y, filling)
-        return (
-            loss((params, queries, keys), (LENGTHS, KEY_LENGTHS))
-            if kind == "keys"
-            else loss((params, queries), LENGTHS)
-        )
+        both = (params, queries, keys), (LENGTHS, KEY_LENGTHS)
+        return loss(*both) if kind == "keys" else loss((params, queries), LENGTHS)
 
     for filling in jnp.float32([np.nan, np.inf]):
         got = padded(filling)
@@ -148,11 +147,7 @@ RESTORED = list(itertools.product(("plain", "latent", "int8", "ring"), (np.array
 def test_restored_state_is_not_written_into(kind, convert):
     """Decoding from NumPy arrays leaves them as they are; two modules that were updated from them share nothing."""
     options = {"slots": 80, "dropout_rate": 0.5, "deterministic": False}
-    options |= {
-        "latent": {"cls": functools.partial(flax_mha.MultiHeadLatentAttention, **SIZES)},
-        "int8": {"dtype": jnp.int8},
-        "ring": {"local_window_size": (2, 0)},
-    }.get(kind, {})
+    options |= {"latent": {"cls": LATENT}, "int8": {"dtype": jnp.int8}, "ring": WINDOWED}.get(kind, {})
     layer = decoding(**options)
     layer(X)
     stored = nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngKey)))

@@ -143,7 +143,7 @@ def test_cache_has_the_dtype_of_the_computation():
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize(("attribute", "call"), [(True, None), (None, True), (False, None), (None, False)])
 def test_attention_fn_gets_the_arguments_of_flax(attribute, call, given):
-    """The key of the call comes before that of the collection."""
+    """The key of the call has priority over the key of the collection."""
     arguments = {"mask": CAUSAL, "deterministic": call, "dropout_rng": jax.random.key(5) if given else None}
 
     def run(kind, options):

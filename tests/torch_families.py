@@ -23,7 +23,7 @@ def conv1d(w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def core(q, k, v, *, scale=None, visible=None, cap=None, sinks=None, bias=None) -> Tensor:
-    """q [batch, length, heads, size]; k and v of fewer heads; the answer [batch, length, heads * size]."""
+    """q [batch, length, heads, size]; k and v of fewer heads; the result [batch, length, heads * size]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -205,7 +205,7 @@ def dory(w, x, number, kv_number, init) -> Tensor:
 
 
 def latent(w, x, number, sizes: tuple[int, int, int], rotate, scale=1.0, visible=None, gate=1.0, q=None) -> Tensor:
-    """`sizes` are those of the latent, of a head without its rotary part, and of that part, which all keys share."""
+    """The sizes of the latent, of a head without its rotary part, and of this part, which all keys share."""
     size, content, rotary = sizes
     if q is None:
         compressed = compressed_query(w, x) if "q_a_proj.weight" in w else x

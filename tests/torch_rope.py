@@ -74,7 +74,7 @@ glm_4 = plain(10_000.0, rotate_every_two, fraction=0.5)
 
 
 def gemma_4_global(x: Tensor, positions: Tensor, fraction: float = 0.25) -> Tensor:
-    """Pairs are those of the whole head, of which the first quarter rotates."""
+    """The whole head has pairs, of which the first quarter rotates."""
     pairs = x.shape[-1] // 2
     turning = 1_000_000.0 ** (-torch.arange(int(fraction * pairs), dtype=torch.float64) / pairs)
     return rotate_halves(x, angles(positions, torch.cat([turning, torch.zeros(pairs - len(turning)).double()])))
@@ -133,7 +133,7 @@ def angles_of_coordinates(positions: Tensor, frequencies: Tensor) -> list[Tensor
 
 
 def sections_in_a_row(positions: Tensor, frequencies: Tensor, sections: list[int]) -> Tensor:
-    """Each coordinate turns as many pairs as its section has, at the frequencies that stand there."""
+    """Each coordinate rotates the pairs of its section, at their frequencies."""
     parts = [angle.split(sections, dim=-1) for angle in angles_of_coordinates(positions, frequencies)]
     return torch.cat([parts[i][i] for i in range(len(sections))], dim=-1)
 

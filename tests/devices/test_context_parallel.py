@@ -50,7 +50,7 @@ def test_as_on_one_device(strategy, case, devices, layout, small_tiles):
 
 
 def second_derivatives(loss_and_aux):
-    """Each mode of the other: besides `hessian_product` the tangent, and its gradient."""
+    """Each mode of the other: `hessian_product`, the tangent, and its gradient."""
 
     def answers(x, tangents):
         tangent, across = jax.value_and_grad(lambda x: jax.jvp(lambda x: loss_and_aux(x)[0], (x,), (tangents,))[1])(x)
@@ -99,9 +99,9 @@ def largest_scores():
     ("strategy", "axis_type"), [("ring", AxisType.Auto), ("ulysses", AxisType.Explicit), ("allgather", AxisType.Auto)]
 )
 def test_on_a_mesh_of_data_context_and_heads(strategy, axis_type):
-    """Known from types with Explicit axes, else given; the output and its gradients are as without largest scores.
+    """Known from types with Explicit axes, else given; largest scores do not change the output and its gradients.
 
-    The ids of segments are what the ring exchanges besides.
+    The ring exchanges the ids of segments, too.
     """
     mesh = mesh_of(axis_type, data=2, context=2, model=2)
     axes = {"batch_axes": "data", "head_axis": "model"} if axis_type == AxisType.Auto else {}

@@ -2,7 +2,6 @@
 
 import functools
 import re
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -19,12 +18,10 @@ from train_demo.update import State, compiled, make_optimizer, make_update
 pytest_plugins = ["demo_fixtures"]
 pytestmark = pytest.mark.usefixtures("rules_of_users")
 STEPS, VOCABULARY = 20, 31
-SETTINGS = Settings(
-    steps=STEPS, batch_size=32, context_length=16, layers=1, heads=4, features=32, optimizer="adamw", learning_rate=4e-3
-)
-MUON = replace(SETTINGS, optimizer="muon", learning_rate=0.03)
-# A loss is a mean of so many float32 numbers. Where these are alike, as before the first step, each addition may round
-# in the same direction.
+SIZES = {"steps": STEPS, "batch_size": 32, "context_length": 16, "layers": 1, "heads": 4, "features": 32}
+SETTINGS, MUON = (Settings(optimizer=x, learning_rate=y, **SIZES) for x, y in (("adamw", 4e-3), ("muon", 0.03)))
+# A loss is a mean of so many float32 numbers. If they are equal, as before the first step, each addition may round in
+# the same direction.
 ROUNDING = SETTINGS.batch_size * SETTINGS.context_length * 2.0**-24
 TEXT = np.random.default_rng(0).integers(0, VOCABULARY, 2000).astype(np.int32)
 PACKED = TEXT.copy()

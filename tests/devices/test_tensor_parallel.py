@@ -114,7 +114,7 @@ def test_linen(num_kv_heads, kind):
 
 
 @pytest.mark.parametrize(("num_kv_heads", "kind"), [(N, "auto, set_mesh"), (2, "explicit, set_mesh")])
-def test_what_is_done_with_each_head(num_kv_heads, kind):
+def test_gates_and_norms_of_heads(num_kv_heads, kind):
     mesh, options = mesh_of(kind), OF_HEADS | {"dropout_rate": 0.0}
     layers = [linen_layer(num_kv_heads, head_axis=axis, **options) for axis in (None, "model")]
     variables = layers[0].init(jax.random.key(0), inputs())
@@ -213,7 +213,7 @@ def test_bad_input(heads, kv_heads, head_axis, words):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_shared_keys_and_values(kind):
-    """The heads of both layers are split, and those of the cache, which the second layer only reads."""
+    """The heads of both layers and of the cache are split; the second layer only reads the cache."""
 
     def pair():
         options, rngs = {"num_kv_heads": 2, "rope": RoPE(), "decode": True}, nnx.Rngs(0)
