@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import kernels
 import numpy as np
 import pytest
-from cases import REMEDY, close, compiled_for, dense_gradients, forget_programs, kernels_in, with_gradients
+from cases import REMEDY, close, compiled_for, dense_gradients, forget_programs, kernels_in, refused, with_gradients
 from jax import lax
 from kernels import call, explained, normal
 from marks import with_core, with_core_tuples
@@ -150,8 +150,7 @@ def test_a_plan_that_fails_is_a_reason(monkeypatch):
     """Also for arrays on a CPU, if the given platform is available."""
     monkeypatch.setattr(cudnn, "failure", lambda kernel: ["cuDNN has no execution plan for it: out of luck"])
     assert "__cudnn" not in lowered(inputs())
-    with pytest.raises(NotImplementedError, match="out of luck"):
-        lowered(inputs(), implementation="cudnn")
+    refused("out of luck", lowered, inputs(), implementation="cudnn", error=NotImplementedError)
     explanation = explain_implementation(*half(), platform="cuda")
     assert explanation.chosen == explain_implementation(*half(), platform="cpu").chosen == "xla"
     assert "out of luck" in explanation.refusals["cudnn"][0]

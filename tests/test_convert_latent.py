@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from cases import refused
 from flax import nnx
 
 import flax_mha
@@ -42,8 +43,7 @@ def test_describe():
     assert convert.describe(of_kimi_k2).items() >= (sizes | {"rope": rope}).items()
     linear = CONFIG | {"model_type": "kimi_linear", "linear_attn_config": {"full_attn_layers": [4, 8]}}
     assert convert.describe(linear, 3)["rope"] is None
-    with pytest.raises(ValueError, match="layer 4 of kimi_linear has type 'linear_attention'"):
-        convert.describe(linear, 4)
+    refused("layer 4 of kimi_linear has type 'linear_attention'", convert.describe, linear, 4)
 
 
 @pytest.mark.core
@@ -79,24 +79,21 @@ REFUSED = [
 def test_weights_that_do_not_fit(state_dict, options, message):
     module = make_module(**options)
     before = nnx.to_pure_dict(nnx.state(module))
-    with pytest.raises(ValueError, match=message):
-        convert.load_torch(module, state_dict)
+    refused(message, convert.load_torch, module, state_dict)
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(module)), before)
 
 
 def test_other_attentions():
     """Weights of one kind of attention do not load into the other."""
     other = flax_mha.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="module must be a MultiHeadLatentAttention for latent weights"):
-        convert.load_torch(other, weights())
+    refused("module must be a MultiHeadLatentAttention for latent weights", convert.load_torch, other, weights())
     square = {f"{name}_proj.weight": np.ones((D, D), np.float32) for name in "qkvo"}
     with pytest.raises(ValueError, match="module must be a MultiHeadAttention for layout 'hf_llama'"):
         convert.load_torch(make_module(num_heads=N), square)
     with pytest.raises(ValueError, match=r"qk_norm_offset must be None for latent attention, but got 1\.0"):
         convert.load_torch(make_module(), weights(), qk_norm_offset=1.0)
     for params, layout in ((make_module(), "hf_llama"), (other, "hf_deepseek")):
-        with pytest.raises(ValueError, match="layout must be 'hf_deepseek' if and only if the attention is latent"):
-            convert.to_torch(params, layout)
+        refused("layout must be 'hf_deepseek' if and only if the attention is latent", convert.to_torch, params, layout)
     with pytest.raises(ValueError, match=r"prefix must select one attention layer(.|\n)*self_attn"):
         convert.load_torch(make_module(), {f"{PREFIX}{key}": x for key, x in weights().items()})
     params = nnx.to_pure_dict(nnx.state(make_module(), nnx.Param)) | {"other": np.ones(3)}

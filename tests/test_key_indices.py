@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import close
+from cases import close, refused
 from flax import nnx
 from marks import core, with_core
 
@@ -160,8 +160,7 @@ def test_errors_and_explanation():
         (indices.astype(float), "integer dtype"),
         (0, "key_indices must have shape"),
     ):
-        with pytest.raises(ValueError, match=error):
-            call(key_indices=wrong)
+        refused(error, call, key_indices=wrong)
     with pytest.raises(NotImplementedError, match="key_indices is not supported: pass implementation=None"):
         call(key_indices=indices, implementation="blockwise")
     explanation = explain_implementation(query, key, value, key_indices=indices, platform="cuda")
@@ -196,8 +195,7 @@ def test_top_blocks_equal_the_definition():
     blocks = recipes.top_blocks(query, key, block, count, query_offset=offset)
     got = dot_product_attention(query, key, value, **blocks, query_offset=offset)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="block must be an int >= 1"):
-        recipes.top_blocks(query, key, 0, 3)
+    refused("block must be an int >= 1", recipes.top_blocks, query, key, 0, 3)
 
 
 CACHES = {

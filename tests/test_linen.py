@@ -101,8 +101,7 @@ def test_quantized_einsums_reach_flax():
         results = [make(cls, **dict.fromkeys(names, lambda: counted)).init_with_output(KEY, X) for cls in BOTH]
         assert_same(*results)
         assert calls == ["...qhd,...khd->...hqk", "...hqk,...khd->...qhd"] * 2
-        with pytest.raises(ValueError, match="must be specified together"):
-            make(OURS, **{names[0]: lambda: counted}).init(KEY, X)
+        refused("must be specified together", make(OURS, **{names[0]: lambda: counted}).init, KEY, X)
 
 
 @pytest.mark.parametrize(("name", "used"), [("qkv_dot_general", 3), ("out_dot_general", 1)])

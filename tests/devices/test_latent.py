@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from cases import close
+from cases import close, refused
 from flax import linen as nn
 from flax import nnx
 from marks import core
@@ -89,5 +89,4 @@ def test_sequences(strategy):
     split = nnx_layer(decode=False, attention_fn=attention_fn)
     close(RUN(split, put(x, mesh, None, "data")), output_on_one_device())
     split.init_cache((4, 40, FEATURES))
-    with pytest.raises(ValueError, match="decode must be False with context_parallel"):
-        split(x, decode=True)
+    refused("decode must be False with context_parallel", split, x, decode=True)
