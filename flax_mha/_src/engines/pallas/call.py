@@ -1,7 +1,6 @@
 """The engine "pallas": which calls it refuses, its tiles, the inputs of its kernels, and their first derivatives.
 
-One set of kernels supports nearly every argument, forward and backward. These kernels have never run on a TPU, so they
-are only used with `implementation="pallas"`.
+These kernels have never run on a TPU, so they are only used with `implementation="pallas"`.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ MOST_EQUATIONS = {512: 32, 256: 128, 128: math.inf}
 
 @dataclasses.dataclass(frozen=True)
 class Pallas(Engine):
-    """The engine of this package's TPU kernels. `interpret` is passed to `pallas_call`: True runs anywhere, slowly."""
+    """The engine of this package's TPU kernels. With `interpret=True`, `pallas_call` runs them anywhere, but slowly."""
 
     name = "pallas"
     platform = "tpu"
@@ -88,14 +87,14 @@ def _tiling(call: Call) -> Tiling:
 
 
 def _functions(call: Call) -> list[tuple[str, TracedFunction, int]]:
-    """Lists the user's functions: argument name, traced function, and number of captured arrays."""
+    """Lists the user's functions: "score_mod" or "mask_mod", the traced function, and how many arrays it captures."""
     operands, score_mod = call.operands, call.options.score_mod
     functions = [] if score_mod is None else [("score_mod", score_mod, len(operands.captured + operands.constants))]
     return functions + [("mask_mod", part.function, len(part.captured)) for part in functions_of(operands.mask)]
 
 
 def _reasons_against_tiles(call: Call) -> list[str]:
-    """Returns [a reason] if the list of tiles to visit (`list_steps`) does not fit in scalar memory, else []."""
+    """Returns [a reason] if a list of all tiles to visit (`list_steps`) would not fit in scalar memory, else []."""
     operands, tiling = call.operands, _tiling(call)
     heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2]
     lists = [heads if jax.tree.leaves((operands.mask, operands.offsets)) else operands.groups[1]]
@@ -111,7 +110,7 @@ def _reasons_against_tiles(call: Call) -> list[str]:
 
 
 def prepare(plan: Plan, call: Call, interpret: Any) -> KernelCall:
-    """Converts a call to the arguments of kernels; these round query, key and value to `plan.dtype` for products."""
+    """Makes the arguments of kernels from a call (`interpret`: see `Pallas`); `attend` rounds vectors for products."""
     dtype, tiling = call.operands.query.dtype, plan.tiling
     assert tiling is not None
     head = heads_of(call, plan.dtype, dtype)
@@ -138,10 +137,11 @@ def prepare(plan: Plan, call: Call, interpret: Any) -> KernelCall:
     return KernelCall(kernel_plan, Inputs(head), _occupancy(rule, tiling, rank))
 
 
-def _split(
-    function: TracedFunction, captured: list[Array], batch: Any, head: Any, rank: int
-) -> tuple[TileFunction, Arrays]:
-    """Splits a user's function (`split_function.py`): returns the part that kernels compute, and values of the rest."""
+def _split(function: TracedFunction, captured: list, batch: Any, head: Any, rank: int) -> tuple[TileFunction, Arrays]:
+    """Splits a user's function (`split_function.py`): returns the part for kernels, and the values of the outer part.
+
+    All arrays begin with `rank` axes of batch and heads. `batch` and `head` are the indices b and h; None means 0.
+    """
     tile = split(function, len(captured))
     one, ids = jnp.zeros((1,) * rank, jnp.int32), (("b", batch), ("h", head))
     used = (jnp.asarray(x) if x is not None and function.uses(name) else one for name, x in ids)
@@ -149,7 +149,10 @@ def _split(
 
 
 def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
-    """Computes which tiles [*heads, rows, columns] have some, or only, visible scores; in NumPy if masks allow it."""
+    """Computes which tiles [*heads, rows, columns] have some, or only, visible scores; there are `rank` axes of heads.
+
+    Without a mask, or if mask and offsets hold no arrays, uses NumPy, so that steps can be listed while tracing.
+    """
 
     def of_head(arrays: tuple[Mask | None, Offsets]) -> Occupancy:
         return occupancy(tiling, arrays[0], arrays[1].values)
@@ -162,7 +165,7 @@ def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
 
 
 def attend(call: KernelCall, result: Arrays | None) -> Arrays:
-    """Computes output, log-sum-exp and perhaps largest scores; given the `result`, returns it (`Engine.share`)."""
+    """Computes output, log-sum-exp and, on request, largest scores; for `share`, only gives `result` its gradients."""
     plan = call.plan
     known = call.occupancy if isinstance(call.occupancy.any_visible, np.ndarray) else None
 
@@ -177,7 +180,7 @@ def attend(call: KernelCall, result: Arrays | None) -> Arrays:
         return kernels.forward(call_of(head, occupancy)) if result is None else result
 
     def forward(*arguments: Any) -> tuple[Arrays, tuple]:
-        # Whose gradients are used; others are too costly. Residuals are arrays, so () means yes, and None no.
+        # Which arrays' gradients are used; others are too costly. Residuals are arrays: () means yes, and None no.
         wanted = jax.tree.map(
             lambda x: () if x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating) else None, arguments[0].inputs
         )
@@ -195,7 +198,7 @@ def attend(call: KernelCall, result: Arrays | None) -> Arrays:
 
 
 def _backward(call: KernelCall, wanted: ScoreInputs, results: Arrays, cotangents: Arrays) -> Any:
-    """Computes gradients of a head from the results and their cotangents; None for arrays that have none."""
+    """Computes gradients from the cotangents of output and log-sum-exp; of bias and captured, only if in `wanted`."""
     head, (d_output, d_lse) = call.inputs.head, cotangents
     query, output, lse, finite = guard.derivative_rows(head.query, results[:2], head.nonfinite is not None)  # type: ignore[arg-type]
     d_output = jnp.where(finite[..., None], d_output, jnp.zeros_like(d_output)).astype(lse.dtype)
@@ -216,6 +219,6 @@ def _backward(call: KernelCall, wanted: ScoreInputs, results: Arrays, cotangents
 
 
 def _sum_to(x: Array, like: Array) -> Array:
-    """Sums a gradient `x` over each axis of length 1 in its array, `like`: all heads along this axis share an entry."""
+    """Sums gradients `x` of all heads over the axes of length 1 in their array, `like`: there, heads share entries."""
     axes = tuple(axis for axis, size in enumerate(like.shape) if size == 1 != x.shape[axis])
     return x.sum(axes).reshape(like.shape)

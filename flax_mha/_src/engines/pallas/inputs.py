@@ -2,10 +2,9 @@
 
 A *step* of a kernel computes one tile of one head. Arrays have leading axes of batch and heads, [*heads], and then the
 axes of one head's part: "T" and "S" for queries and keys, "H" for features, "L" for the entries of a table. An array
-with one number per head goes to scalar memory. All others are stored as [*heads, rows, columns]. The memory of a TPU
-has rows of 128 numbers: an array [T, 1] would take 128 times its size, so vectors are stored as [1, T]. And [T, 64]
-would take twice its size; so if the number of features is no multiple of 128, features come first, [64, T], as in XLA's
-own layout of such arrays.
+with one number per head goes to scalar memory. All others have the *stored form* [*heads, rows, columns]. The memory of
+a TPU has rows of 128 numbers: [T, 1] would take 128 times its size, so vectors are stored as [1, T]. And [T, 64] would
+take twice its size; so if the number of features is no multiple of 128, features come first, [64, T], as in XLA.
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ class KernelTile(Tile):
 
 
 class TransposedTile(KernelTile):
-    """A tile with keys along rows and queries along columns, for gradients of keys; its `shape` is [s, t]."""
+    """A tile [s, t], for gradients of keys and values; its `rows` still index queries, and its `columns` keys."""
 
     @property
     def rows(self) -> Int[Array, "1 t"]:
@@ -55,7 +54,7 @@ class TransposedTile(KernelTile):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileMask(Mask):
-    """A `mask_mod` in a kernel: `function` computes tiles from `values` that XLA has computed (`split_function.py`)."""
+    """A `mask_mod` in a kernel: `function` computes tiles from `values` of its outer part (`split_function.py`)."""
 
     function: TileFunction = dataclasses.field(metadata={"static": True})
     values: Arrays = dataclasses.field(metadata={"axes": "B N L"})
@@ -69,7 +68,11 @@ class TileMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TileRule(ScoreRule):
-    """The `ScoreRule` inside a kernel: `score_mod` is a `TileFunction`, and `constants` hold its values."""
+    """The `ScoreRule` inside a kernel, which cannot call a user's `score_mod` for each score.
+
+    XLA first computes the function's *values*, which depend only on batch entry, head and captured arrays. Then the
+    field `score_mod`, a `TileFunction`, computes whole tiles from them. `constants` holds the values for the tile.
+    """
 
     def zero_masked(self, products: Float[Array, "..."], visible: Bool[Array, "..."]) -> Float[Array, "..."]:
         return products  # `tile_vjp` removes what masked products would add to gradients
@@ -82,9 +85,9 @@ class TileRule(ScoreRule):
     def tile_vjp(
         self, products: Float[Array, "..."], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "..."], Callable[[Array], tuple[Array, ScoreInputs]]]:
-        """Computes scores and their gradients as in `ScoreRule`; a captured value has a gradient for each score [t, s].
+        """Computes a tile's scores, and a function of their cotangents that computes those of `products`, `inputs`.
 
-        Gradients are 0 for masked scores, even if the derivative of `score_mod` or of the soft cap there is NaN.
+        Masked scores add 0, even if a derivative is NaN. Values in `inputs.captured` have the tile's shape.
         """
         scores, pull = jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
         if self.score_mod is None and self.soft_cap is None:
@@ -101,10 +104,9 @@ class TileRule(ScoreRule):
 
 
 class Inputs(NamedTuple):
-    """The input arrays of a kernel, of all heads or, inside the kernel, of one step.
+    """The input arrays of a kernel: of all heads or, inside the kernel, the blocks of one step.
 
-    `head.rule` is a `TileRule`. `head.inputs.captured` holds values of the outer part of `score_mod`, first numbers,
-    then tables (`split_function.py`).
+    `head.rule` is a `TileRule`. `head.inputs.captured` holds its values (`split_function.py`): numbers, then tables.
     """
 
     head: Head
@@ -113,7 +115,7 @@ class Inputs(NamedTuple):
     delta: Block = None  # subtracted from the gradients of the weights; see `_backward` in call.py
 
     def axis_names(self) -> list[str]:
-        """Lists the axis names of one head's part of each array, in the order of `jax.tree.leaves`."""
+        """Lists the axes of one head's part of each array ("T H"; number: ""), in the order of `jax.tree.leaves`."""
         head, rule, (bias, sink, values) = self.head, self.head.rule, self.head.inputs
         named: list[tuple[Any, str]] = [
             (head.query, "T H"),
@@ -130,7 +132,7 @@ class Inputs(NamedTuple):
         return [axes for tree, axes in named for _ in jax.tree.leaves(tree)]
 
     def of_rows(self, transposed: bool) -> list[Block]:
-        """Lists the arrays with an entry for each row of a tile: arrays of queries or, if `transposed`, of keys."""
+        """Lists the arrays for a tile's rows: query, `d_output`, `lse`, `delta` if any; if `transposed`, key, value."""
         head = self.head
         rows = (head.key, head.value) if transposed else (head.query, self.d_output, self.lse, self.delta)
         return [x for x in rows if x is not None]
@@ -147,16 +149,20 @@ class KernelPlan(NamedTuple):
     learned: tuple[bool, ...] = ()  # for each value of `score_mod`, whether it gets a gradient; empty if none does
 
     def stored_axes(self, names: str, part: Sizes) -> str:
-        """Returns the axes of an array as it is stored, one letter each, from the names of its axes and their sizes.
+        """Returns the axes of one head's part of an array as it is stored, one letter each.
 
-        "T H" becomes "TH", or "HT" unless `features_last`. Broadcast axes are left out. A number has no axes: "".
+        `names` are its axes in the program, as in `Inputs.axis_names`, and `part` their sizes. "T H" becomes "TH" or,
+        unless `features_last`, "HT". Axes "T|1" and "S|1" of length 1 are left out. One number per head becomes "".
         """
         pairs = zip(names.split(), part, strict=False)
         kept = "".join(name[0] for name, size in pairs if not (name.endswith("|1") and size == 1))
         return kept[::-1] if kept.endswith("H") and not self.features_last else kept
 
     def store(self, x: Array, axes: str, rank: int) -> Array:
-        """Pads and reshapes an array to its stored form, [*heads, rows, columns], or [1, heads] if `axes` is empty."""
+        """Converts an array [*heads, ...], with `rank` axes of heads, to its stored form; `axes` are its `stored_axes`.
+
+        Returns [*heads, rows, columns] of whole tiles; a vector is one row. One number per head becomes [1, heads].
+        """
         heads = x.shape[:rank]
         x = jnp.swapaxes(x, -1, -2) if axes.startswith("H") else x
         part = x.shape[rank:] if x.ndim - rank == len(axes) else tuple(n for n in x.shape[rank:] if n != 1)
@@ -170,17 +176,21 @@ class KernelPlan(NamedTuple):
         return x.reshape(1, -1) if not axes else x if len(axes) == 2 else jnp.expand_dims(x, -2)
 
     def restore(self, x: Array, axes: str, shape: Sizes, rank: int) -> Array:
-        """Inverts `store` for a result of this `shape`."""
+        """Inverts `store` for a kernel's result `x`: removes the padding, and returns an array of this `shape`."""
         x = jnp.swapaxes(x, -1, -2) if axes.startswith("H") else x
         return x[(..., *map(slice, shape[rank:]))].reshape(shape)
 
     def to_rows(self, block: Array) -> Array:
-        """Converts a stored block to [n, features], or back to store a result: transposes it unless `features_last`."""
+        """Converts a block of n vectors from its stored form to [n, features], or back: [features, n] is transposed."""
         return block if self.features_last else jnp.transpose(block.astype(jnp.float32)).astype(block.dtype)
 
 
 def read_block(x: Array, axes: str, dtype: Any, transposed: bool) -> Array:
-    """Converts a stored block with these `axes` to a tile's layout, [n, 1] for one axis; to bool for that `dtype`."""
+    """Converts a block from its stored form to the layout of a tile, which has queries along columns if `transposed`.
+
+    `axes` are the `stored_axes`. A vector along the tile's rows becomes [n, 1]; along its columns, it stays [1, n].
+    "TS" is transposed with the tile. If `dtype`, from before `store`, is bool, the block becomes bool, except a table.
+    """
     x = x.astype(jnp.int32) if x.dtype == jnp.int8 else x
     if axes == ("S" if transposed else "T"):
         x = jnp.transpose(jnp.broadcast_to(x, (LANES, x.shape[1])))[:, :1]
@@ -190,25 +200,25 @@ def read_block(x: Array, axes: str, dtype: Any, transposed: bool) -> Array:
 
 
 class LoadedTile(NamedTuple):
-    """The tile of one step, loaded into fast memory."""
+    """The tile of one step, in fast memory. It has m rows (queries or, if transposed, keys) and n columns."""
 
     plan: KernelPlan
     head: Head  # the blocks of the step
     rows: Sequence[Array]  # query and d_output or, in a transposed tile, key and value, with features last
     columns: Sequence[Array]  # key and value or, in a transposed tile, query and d_output, in stored form
-    lse: Float[Array, "#m #n"]  # log-sum-exp
-    delta: Float[Array, "#m #n"]  # delta of the backward pass
+    lse: Float[Array, "#m #n"]  # log-sum-exp of each query
+    delta: Float[Array, "#m #n"]  # as in `Inputs`
     tile: KernelTile
     rule: TileRule
-    params: ScoreInputs  # bias and values of `score_mod` that get gradients
+    params: ScoreInputs  # what `gradients` differentiates: the bias, and values of `score_mod` (others are None)
     entries: list[Array | None]  # for each value of `score_mod`, the indices looked up in a table; None for a number
 
     def over_features(self, rows: Float[Array, "m F"], columns: Array) -> Float[Array, "m n"]:
-        """Multiplies an array of `self.rows` by one of `self.columns`, summed over features."""
+        """Computes the matrix product of an array in `self.rows` and one in `self.columns`, summed over features."""
         return self.rule.dot(rows, columns, transpose_b=self.plan.features_last)
 
     def over_columns(self, tile: Float[Array, "m n"], columns: Array) -> Float[Array, "m F"]:
-        """Multiplies a tile [m, n], such as the weights, by an array of `self.columns`, summed over columns."""
+        """Computes the matrix product of a tile, such as the weights, and an array in `self.columns`, summed over n."""
         return self.rule.dot(tile, columns, transpose_b=not self.plan.features_last)
 
     def products(self) -> Float[Array, "m n"]:
@@ -216,7 +226,7 @@ class LoadedTile(NamedTuple):
         return products if self.rule.scale == 1.0 else products * self.rule.scale
 
     def gradients(self) -> tuple[Float[Array, "m n"], Float[Array, "m n"], ScoreInputs]:
-        """Computes the weights after dropout, and the gradients of `products()` and of `params`."""
+        """Computes the weights after dropout, and the cotangents (gradients of a loss) of `products()` and `params`."""
         s, pull = self.rule.tile_vjp(self.products(), self.params, self.tile)
         may_be_nan = self.params.bias is not None or self.rule.score_mod is not None
         weights, kept = guard.backward_weights(s, self.lse, may_be_nan), self.rule.dropout_multiplier(self.tile)
@@ -227,10 +237,10 @@ class LoadedTile(NamedTuple):
 def load_tile(
     plan: KernelPlan, inputs: Inputs, rows: list[Array], place: tuple[Any, Any], transposed: bool, masked: bool
 ) -> LoadedTile:
-    """Loads the tile of one step from its blocks, `inputs`; `place` is the tile's row and column, counted in tiles.
+    """Makes the tile of one step from its blocks, `inputs`; `place` is the tile's row and column, counted in tiles.
 
-    `rows` holds the arrays with an entry for each row if an earlier step loaded them; else it is empty. If
-    `transposed`, queries are along columns. If not `masked`, the tile is full, and needs no mask.
+    `rows` holds the arrays `Inputs.of_rows` if they were kept from the first step of the group, else nothing. If
+    `transposed`, queries are along columns. If not `masked`, the tile is full, and its mask is left out.
     """
     tiling, head = plan.tiling, inputs.head
     shape, columns = (tiling.height, tiling.width), (head.key, head.value)

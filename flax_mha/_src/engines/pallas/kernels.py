@@ -3,8 +3,7 @@
 Dao, FlashAttention-2, arXiv:2307.08691. Forward is algorithm 1, the online softmax; the maximum and the sum of each row
 of scores are stored 128 times side by side, because a vector register has 128 lanes. Backward is algorithm 2, in one
 kernel for each direction in which gradients are summed, so that every sum stays in fast memory until it is complete.
-The kernel for keys and values has queries along the columns of its tiles. Then none of its three matrix products needs
-a transposed tile, and arrays with one entry per query are read as rows.
+The kernel for keys and values has queries along the columns of its tiles, so its products need no transposed tile.
 """
 
 from typing import Any
@@ -25,7 +24,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def forward(call: KernelCall) -> Arrays:
-    """Runs the forward kernel: returns output [..., T, Hv], log-sum-exp and perhaps largest scores [..., T]."""
+    """Computes output [..., T, Hv], log-sum-exp [..., T] and, if `rule.returns_max`, largest scores [..., T]."""
     plan, head = call.plan, call.inputs.head
     (*heads, length, _), value_size, height = head.query.shape, head.value.shape[-1], plan.tiling.height
 
@@ -59,7 +58,7 @@ def forward(call: KernelCall) -> Arrays:
 
 
 def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:
-    """Adds a tile to `sums`, the running maximum, sum and output of the online softmax (`online_softmax.State`)."""
+    """Adds a tile to `sums`: each row's maximum, sum of weights, and weighted sum of values (online softmax)."""
     running_max, running_sum, weighted = sums
     poison = None if tile.head.nonfinite is None else tile.head.nonfinite.key
     is_masked = tile.rule.mask is not None
@@ -83,7 +82,7 @@ def _add_to_softmax(tile: LoadedTile, results: Refs, sums: Refs) -> None:
 
 
 def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> list[Array]:
-    """Computes gradients of queries and of `score_mod`'s numbers [*heads, 1] and tables that are `learned`."""
+    """Computes each head's gradients of queries, then of the values of `score_mod` that are marked in `learned`."""
     plan, head = call.plan, call.inputs.head
     *heads, _, head_size = head.query.shape
     values = [x for x, is_learned in zip(head.inputs.captured, learned, strict=True) if is_learned]
@@ -111,7 +110,7 @@ def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> list[Array]:
 
 
 def _add_value(d_value: Array, entry: Array | None, total: Any) -> None:
-    """Adds a tile's gradients to `total`: of one number, or of a table whose index for each gradient is in `entry`.
+    """Adds a tile's gradients to `total`, of a number or, given the indices `entry` that scores looked up, of a table.
 
     TPU kernels have no scatter: a loop from the least to the greatest index updates one table entry in each step.
     """

@@ -1,11 +1,10 @@
 """Makes a `pallas_call` from a `Kernel`, which sums over tiles: its grid, its memory, and the blocks of each step.
 
 The grid has the axes of batch and heads, then the *steps*, one for each tile to visit. A list in scalar memory says
-which tile a step visits. A kernel has one block of results for each *group* of tiles: the forward kernel for each row
-of tiles, the gradients of keys and values for each column of tiles. The tiles of a group follow one another. Empty
-tiles (masked throughout) are not listed, so they are neither fetched nor computed; a group of empty tiles keeps one,
-whose step only writes the result. If the mask is known only at run time, the list has room for all tiles, and its end
-repeats the last tile, for which nothing is fetched.
+which tile a step visits. The tiles of a *group*, whose sum is one block of results, follow one another. Empty tiles
+(masked throughout) are not listed, so they are neither fetched nor computed; a group of empty tiles keeps one, whose
+step only writes the result. If the mask is known only at run time, the list has room for all tiles, and its end repeats
+the last tile, for which nothing is fetched.
 """
 
 import functools
@@ -19,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Shaped
 
 from flax_mha._src.engines.pallas.inputs import Inputs, KernelPlan, LoadedTile, Sizes, load_tile, read_block
 from flax_mha._src.engines.pallas.split_function import LANES
@@ -35,23 +34,22 @@ Refs = Sequence[Any]
 FIRST, LAST, COMPUTE, MASKED = 1, 2, 4, 8
 FLAG_BITS = 4
 
-# The most words in lists of steps. Scalar memory has 1 MiB, and holds other numbers, too. Each step takes two words of
-# four bytes; one of them holds the row and the column of its tile, in 16 bits each.
+# The most words in lists of steps, two for each step. Scalar memory has 2^18 words, and holds other numbers, too.
 MOST_WORDS = 2 * 65535
 
 
 class StepGrid(NamedTuple):
-    """The grid of a kernel: its axes of batch and heads, and the sizes of the lists of steps."""
+    """The grid of a kernel: axes of batch and heads, then steps. Finds the tile and the blocks of each step."""
 
     sizes: Sizes  # sizes of the axes of batch and heads
-    results: Sizes  # the same axes of the results, 1 if heads share a result
-    lists: Sizes  # the same axes of the lists of steps, 1 if heads share a list, and the number of steps
+    results: Sizes  # sizes of these axes in results (and in the grid): 1 if all heads along an axis share a result
+    lists: Sizes  # shape of the lists of steps (`list_steps`): these axes, 1 if heads share a list; number of steps
     tiling: Tiling
 
     def place(self, *indices: Any) -> tuple[Any, list[Any], Any, Any]:
-        """Reads one step: returns its action (`list_steps`), the indices of its head, and its tile's row and column.
+        """Returns a step's action, its head's index along each axis, and its tile's row and column, counted in tiles.
 
-        `indices` are the step's indices in the grid, then references to the two flat results of `list_steps`.
+        `indices` are the step's indices in the grid, then references to actions and tiles (`list_steps`), flattened.
         """
         *place, action_ref, tile_ref = indices
         at, head = flat_index(place, self.lists), place[:-1]
@@ -85,23 +83,20 @@ class StepGrid(NamedTuple):
         return pl.BlockSpec((*[None] * rank, *block), index)
 
 
-def flat_index(head: Sequence[Any], heads: Sizes) -> Any:
-    """Returns the index in a flattened array [*heads] of the head with indices `head`; axes of size 1 are shared."""
+def flat_index(indices: Sequence[Any], sizes: Sizes) -> Any:
+    """Converts `indices` in an array [*sizes] to one in the flattened array; in axes of size 1, any index means 0."""
     number: Any = 0
-    for i, size in zip(head, heads, strict=True):
+    for i, size in zip(indices, sizes, strict=True):
         number = number if size == 1 else number * size + i
     return number
 
 
 def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> tuple[Array, Array]:
-    """Lists the steps of a kernel, in NumPy if the occupancy [*heads, rows, columns] is known while tracing.
+    """Lists the steps of a kernel from the occupancy [*heads, rows, columns]; see `StepGrid`, and for `by`, `Kernel`.
 
-    For `sizes` and `results` see `StepGrid`, for `by` see `Kernel`.
-
-    Returns:
-      Actions and tiles, each an int32 array [*lists, steps]; all heads along an axis of length 1 share a list. An
-      action is the sum of the step's flags (such as `FIRST`) and 2^4 times the index of its head among the heads that
-      share a result. A tile is 2^16 times its row plus its column.
+    Returns actions and tiles, each an int32 array [*lists, steps], in NumPy if the occupancy is. All heads along an
+    axis of length 1 share a list. An action is the sum of the step's flags (such as `FIRST`) and 2^4 times the index of
+    its head among the heads that share a result. A tile is 2^16 times its row plus its column.
     """
     group = functools.partial(_group, sizes=sizes, results=results, by=by)
     some, full = (group(x) for x in occupancy)
@@ -125,8 +120,8 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> t
     return action.reshape(*lists, -1), tile.reshape(*lists, -1)
 
 
-def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Bool[Array, "*heads groups members"]:
-    """Reshapes an array with an entry for each tile [*heads, rows, columns] to groups; arguments as in `list_steps`."""
+def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Shaped[Array, "*lists groups members"]:
+    """Sorts the entries for tiles in `x` [*heads, rows, columns] into groups of tiles; arguments as in `list_steps`."""
     rank = len(sizes)
     separate = [axis for axis, size in enumerate(results) if size != 1]
     tiles = [rank + "TS".index(name) for name in by]
@@ -140,7 +135,7 @@ def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Bool[Array, "*heads
 
 
 class KernelCall(NamedTuple):
-    """The arguments of all kernels: inputs with leading axes [B..., K, G], and which tiles have visible scores."""
+    """The arguments of all kernels: inputs with leading axes [B..., K, G], and the tiles that have visible scores."""
 
     plan: KernelPlan
     inputs: Inputs
@@ -148,27 +143,28 @@ class KernelCall(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel that visits the tiles of each group in order, sums over them, and writes a result.
+    """A kernel that sums over *groups* of tiles: each group gives one block of each result.
 
-    For each group, the sums are filled with their initial values, `add` is called for each tile, and `end` once.
+    For output, a group is a row of tiles; for gradients of keys and values, a column. In each group, the sums get their
+    initial values, `add` is called for each tile that is not empty, and then `end` writes the block.
     """
 
     name: str  # name in programs and profiles
-    # Axis names of one head's part, and array, of each output. If heads share a result, their axes have size 1.
+    # Each result's axes in one head's part, such as "T H", and its shape: axes of heads that share it have size 1.
     results: Sequence[tuple[str, jax.ShapeDtypeStruct]]
     sums: Sequence[tuple[tuple[int, int], float]]  # shape and initial value of each float32 sum in fast memory
-    add: Callable[[LoadedTile, Refs, Refs], None]  # `add(tile, results, sums)` adds a tile to the sums
+    add: Callable[[LoadedTile, Refs, Refs], None]  # `add(tile, results, sums)` adds to sums, or to "L" results
     end: Callable[[Head, Refs, Refs], None]  # `end(head, results, sums)` writes the results
     transposed: bool = False  # whether tiles have queries along columns
 
     @property
     def by(self) -> str:
-        """The tiles that one result sums over: a row of tiles ("T"), a column ("S"), one tile ("TS"), or all ("")."""
+        """A group: a row of tiles ("T"), a column ("S"), one tile ("TS") or all (""), of heads that share a result."""
         return "".join(name for name in "TS" if name in self.results[0][0])
 
 
 def launch(kernel: Kernel, call: KernelCall) -> list[Array]:
-    """Runs a kernel, and returns its results."""
+    """Runs a kernel on the arrays of all heads, and returns arrays of the shapes in `kernel.results`."""
     plan, inputs, occupancy = call
     sizes, arrays = inputs.head.query.shape[:-2], jax.tree.leaves(inputs)
     rank, results = len(sizes), [x for _, x in kernel.results]
@@ -198,16 +194,13 @@ def launch(kernel: Kernel, call: KernelCall) -> list[Array]:
     return [plan.restore(x, names, result.shape, rank) for x, names, result in outputs]
 
 
-def _scratch(kernel: Kernel, inputs: Inputs, heads: Sizes, tiling: Tiling) -> list[list[Any]]:
-    """Lists buffers in fast memory: for arrays of rows that are loaded once per group (see `_run`), and for the sums.
-
-    There are no such arrays if tiles of a group have different rows.
-    """
+def _scratch(kernel: Kernel, inputs: Inputs, result_heads: Sizes, tiling: Tiling) -> list[list[Any]]:
+    """Lists buffers in fast memory: for the arrays `inputs.of_rows`, if tiles of a group share them, and for sums."""
     rows, by, length = inputs.of_rows(kernel.transposed), "T", tiling.height
     if kernel.transposed:
         by, length = "S", tiling.width
-    rows = rows if (kernel.by, heads) == (by, rows[0].shape[:-2]) else []
-    widths = [x.shape[-1] if x.ndim == len(heads) + 2 else LANES for x in rows]
+    rows = rows if (kernel.by, result_heads) == (by, rows[0].shape[:-2]) else []
+    widths = [x.shape[-1] if x.ndim == len(result_heads) + 2 else LANES for x in rows]
     kept = [pltpu.VMEM((length, width), x.dtype) for x, width in zip(rows, widths, strict=True)]
     return [kept, [pltpu.VMEM(shape, jnp.float32) for shape, _ in kernel.sums]]
 

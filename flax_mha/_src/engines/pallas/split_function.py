@@ -20,11 +20,9 @@ from flax_mha._src.core.tracing import inner_jaxprs
 from flax_mha._src.core.user_function import TracedFunction
 
 LANES = 128  # numbers in a row of a TPU's registers and memory
-# The most entries of a table; each 128 of them take a gather and a selection per score.
-MOST_ENTRIES = 2048
+MOST_ENTRIES = 2048  # of a table; each 128 of them take a gather and a selection per score
 
-# These do nothing to an array of one entry.
-RESHAPING = {"squeeze", "reshape", "broadcast_in_dim", "expand_dims"}
+RESHAPING = {"squeeze", "reshape", "broadcast_in_dim", "expand_dims"}  # these do nothing to an array of one entry
 # Primitives that Mosaic compiles for whole tiles, with their derivatives; benchmarks/pallas.py compiles each of them.
 ELEMENTWISE = {
     *("add", "sub", "mul", "div", "rem", "neg", "abs", "sign", "max", "min", "clamp", "square", "integer_pow", "pow"),
@@ -40,20 +38,20 @@ class RefusedError(Exception):
 
 
 class Lookup(NamedTuple):
-    """A lookup of one array entry: the index along each axis, and the axes whose index depends on positions."""
+    """A user's lookup of an entry, `array[indices]`, in an array that the outer part knows."""
 
-    array: Any
-    indices: Sequence[Any]
-    by_position: Sequence[int]
+    array: Any  # variable of the jaxpr
+    indices: Sequence[Any]  # for each axis, a variable or a literal
+    by_position: Sequence[int]  # axes whose index depends on positions; the outer part knows the other indices
 
     def table(self, known: dict[Any, Array]) -> Array:
-        """Returns all entries that may be looked up, flattened; `known` maps the jaxpr's variables to their values."""
+        """Returns the part of `array` that positions can select, flattened; `known` maps outer variables to values."""
         indices = [0 if i in self.by_position else _read(x, known) for i, x in enumerate(self.indices)]
         sizes = [size if i in self.by_position else 1 for i, size in enumerate(self.array.aval.shape)]
         return lax.dynamic_slice(known[self.array], indices, sizes).reshape(-1)
 
     def entry(self, known: dict[Any, Any]) -> Int[Array, "#t #s"]:
-        """Computes each score's index in `table`, clipped as in `lax.dynamic_slice`; `known` as for `table`."""
+        """Computes each score's index in `table`, clipped as by `dynamic_slice`; `known` maps variables to values."""
         entry: Any = 0
         for axis in self.by_position:
             size = self.array.aval.shape[axis]
@@ -63,7 +61,7 @@ class Lookup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileFunction:
-    """The result of `split`: computes whole tiles in a kernel, given the numbers and tables of `outer_values`."""
+    """A user's function, split: XLA runs `outer_values`; a kernel calls `look_up`, then the object, for each tile."""
 
     outer: Jaxpr  # equations of the outer part
     arguments: Sequence[Any]  # variables of the arguments [score,] q_idx, kv_idx
@@ -74,7 +72,7 @@ class TileFunction:
     result: Any  # variable of the function's value
 
     def outer_values(self, captured: Sequence[Array], batch: Array, head: Array) -> list[Array]:
-        """Computes the values of the outer part for one head: numbers, then flat tables [entries]."""
+        """Computes the outer part for one head, with the indices b and h: numbers, then flat tables [entries]."""
         positions: Any = self.outer.invars[len(captured) :]
         *score, _, _, query, key = (jnp.zeros((), v.aval.dtype) for v in positions)
         computed = [*self.outer.invars, *(x for equation in self.outer.eqns for x in equation.outvars)]
@@ -83,7 +81,7 @@ class TileFunction:
         return [known[x] for x in self.numbers] + [x.table(known) for x in self.lookups.values()]
 
     def __call__(self, arguments: Sequence[Array], values: Sequence[Array], shape: tuple[int, int]) -> Array:
-        """Computes a tile of this shape; `arguments` are [score,] q_idx, kv_idx, and `look_up` returns `values`."""
+        """Computes a tile of this shape from arrays [score,] q_idx, kv_idx, and the `values` that `look_up` returns."""
         known = dict(zip((*self.arguments, *self.numbers, *self.lookups), (*arguments, *values), strict=True))
         for equation in self.equations:
             if equation.outvars[0] not in known:
@@ -93,9 +91,9 @@ class TileFunction:
     def look_up(
         self, positions: tuple[Array, Array], values: Sequence[Array]
     ) -> tuple[Sequence[Array], list[Int[Array, "#t #s"] | None]]:
-        """Replaces the tables [1, entries] in `values`, which follow the numbers, by their entries at `positions`.
+        """Replaces each table [1, entries] in `values` (numbers, then tables) by the entry that each score looks up.
 
-        Also returns the indices of these entries in each table, and None for each number.
+        `positions` are q_idx and kv_idx. Also returns, for each value, the indices of these entries; None for a number.
         """
         count = len(self.numbers)
         entries: list[Any] = [None] * count
@@ -144,7 +142,7 @@ def _sign(x: Array) -> Array:
 
 
 def _gather(table: Array, entry: Int[Array, "#t #s"]) -> Array:
-    """Looks up the indices `entry` in a table [1, a multiple of 128], by gathers of 128 entries along lanes."""
+    """Returns `table[0, entry]` for a table [1, a multiple of 128], by gathers among 128 entries along lanes."""
     rows, columns = entry.shape
     wide = jnp.broadcast_to(entry, (max(rows, 8), -(-columns // LANES) * LANES))
     pieces = [_gather_lanes(table, wide[:, i : i + LANES]) for i in range(0, wide.shape[1], LANES)]
