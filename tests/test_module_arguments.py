@@ -1,4 +1,4 @@
-"""What the modules take besides Flax's arguments, `flax.nnx` and `flax.linen` alike, and what they refuse."""
+"""The arguments that both kinds of modules add to Flax's, and the errors of wrong arguments."""
 
 import functools
 import importlib
@@ -77,14 +77,11 @@ def test_gate():
 @pytest.mark.core
 @MAKES
 def test_lengths_are_a_mask_of_padding(make):
+    """And what padding holds affects nothing."""
     lengths, module = jnp.array([9, 4]), make(use_bias=False)
-    got = call(module, X, lengths=lengths)
+    got = call(module, jnp.asarray(X).at[1, 4:].set(jnp.nan), lengths=lengths)
     inside = jnp.arange(T)[None] < lengths[:, None]
     assert_close(got, call(module, X, mask=(inside[:, None, :, None] & inside[:, None, None, :])))
-    assert (got[1, 4:] == 0).all()
-    # What padding holds reaches nothing.
-    spoilt = call(module, jnp.asarray(X).at[1, 4:].set(jnp.nan), lengths=lengths)
-    np.testing.assert_array_equal(spoilt[1, :4], got[1, :4])
 
 
 def layer_norm(x, scale, bias=0.0):
@@ -133,28 +130,6 @@ def test_norms_of_queries_and_keys(kind):
     nnx.update(module, params)
     for got in (module(X), linen_module(**options).apply({"params": params}, X)):
         np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
-
-
-@MAKES
-def test_everything_together(make):
-    """Each argument has its effect beside all others."""
-    arguments = {
-        "lengths": jnp.array([9, 6]),
-        "segment_ids": jnp.asarray(np.sort(rng.integers(0, 2, (B, T)))),
-        "mask": CausalMask(),
-        "bias": jnp.broadcast_to(jnp.linspace(0.0, 1.0, T), (N, T, T)),
-        "score_mod": lambda score, b, h, q_idx, kv_idx: score * 0.5,
-    }
-    options = {"qk_norm_epsilon": 0.5, "scale": 2.0, "sinks": True, "logits_soft_cap": 1.0, "local_window_size": (3, 1)}
-
-    def without(name):
-        chosen, given = ({n: x for n, x in all_of.items() if n != name} for all_of in (options, arguments))
-        return call(make(num_kv_heads=K, normalize_qk="rms_norm", **chosen), X, **given)
-
-    whole = without(None)
-    assert jnp.isfinite(whole).all()
-    for name in (*arguments, *options):
-        assert jnp.abs(without(name) - whole).max() > 1e-6, name
 
 
 @pytest.mark.core
@@ -220,21 +195,24 @@ def test_partials_on_a_mesh(make):
 
 
 @pytest.mark.core
-def test_explain_of_decoding_is_of_what_the_cache_holds():
-    """A prompt that meets an empty cache may use any implementation; later calls read keys in the cache."""
-    module = nnx_module(decode=True)
+def test_explain_of_decoding_depends_on_the_cache_and_leaves_it_alone():
+    """A prompt may use any implementation while the cache is empty; later calls read keys in the cache."""
+    module = nnx_module(decode=True, dropout_rate=0.5)
     module.init_cache((1, 900, D))
     prompt = jnp.ones((1, 700, D))
 
     def refuses(name):
-        return any(name in reason for reason in module.explain(prompt).refusals["cudnn"])
+        explanation = module.explain(prompt, deterministic=True)
+        return any(name in reason for reason in explanation.refusals["cudnn"])
 
     assert not refuses("ArrayMask")
     assert not refuses("query_offset")
-    assert module.explain(prompt).chosen == "blockwise"
-    module(jnp.ones((1, 20, D)))
+    assert module.explain(prompt, deterministic=False).chosen == "blockwise"
+    assert not any(x.any() for x in jax.tree.leaves(nnx.state(module, nnx.Cache)))
+    assert module.attention_fn is flax_mha.attention_fn
+    module(jnp.ones((1, 20, D)), deterministic=True)
     assert refuses("query_offset")
-    assert module.explain(prompt[:, :1]).chosen == "xla"
+    assert module.explain(prompt[:, :1], deterministic=False).chosen == "xla"
     layer = linen_module(decode=True)
     bound = layer.bind(layer.init(jax.random.key(0), jnp.ones((1, 900, D))))
     assert bound.explain(prompt).chosen == "blockwise"
@@ -286,26 +264,29 @@ def test_explain_of_a_prompt_and_a_step_for_a_platform_that_is_not_here(latent, 
         assert "this call runs on cpu" not in str(step)
 
 
-def test_explain_leaves_an_nnx_module_as_it_is():
-    module = nnx_module(dropout_rate=0.5, decode=True)
-    module.init_cache((B, T, D))
-    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module, nnx.Cache)))
-    assert module.explain(X[:, :1], deterministic=False).chosen == "xla"
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(module, nnx.Cache)), before)
-    assert module.attention_fn is flax_mha.attention_fn
+def of_flax(query, key, value, mask=None, broadcast_dropout=True, dropout_rng=None, dropout_rate=0.0,
+            deterministic=False, dtype=None, precision=None, module=None, is_causal=False):  # fmt: skip
+    return query
+
+
+def of_arrays(query, key, value, deterministic=True):
+    return query
 
 
 @pytest.mark.core
-@MAKES
-def test_a_custom_attention_function_gets_what_it_does_not_know_and_fails(make):
-    def attention(query, key, value, mask=None, broadcast_dropout=True, dropout_rng=None, dropout_rate=0.0,
-                  deterministic=False, dtype=None, precision=None, module=None, is_causal=False):  # fmt: skip
-        return query
-
+@pytest.mark.parametrize(
+    ("make", "attention", "options", "arguments", "name"),
+    [
+        *((make, of_flax, {"scale": 1.0}, {}, "scale") for make in (nnx_module, linen_module)),
+        *((make, of_flax, {}, {"lengths": jnp.array([3, 4])}, "lengths") for make in (nnx_module, linen_module)),
+        (linen_module, of_arrays, {}, {"mask": CausalMask()}, "mask"),
+        (linen_module, of_arrays, {"dropout_rate": 0.5}, {"deterministic": False}, "dropout"),
+    ],
+)
+def test_an_attention_function_without_an_argument_that_is_used_raises(make, attention, options, arguments, name):
     assert call(make(attention_fn=attention), X).shape == X.shape
-    for options, arguments, name in (({"scale": 1.0}, {}, "scale"), ({}, {"lengths": jnp.array([3, 4])}, "lengths")):
-        with pytest.raises(TypeError, match=name):
-            call(make(attention_fn=attention, **options), X, **arguments)
+    with pytest.raises(TypeError, match=name):
+        call(make(attention_fn=attention, **options), X, **arguments)
 
 
 @MAKES
@@ -328,20 +309,11 @@ def test_a_decoding_call_that_raises_leaves_the_cache():
     for run in (module, bound):
         with pytest.raises((ValueError, TypeError), match=r"mask|broadcast"):
             run(X[:, :1], mask=jnp.ones((3, 1, 1, T), bool))
+        one_index = r"lengths must be None if all sequences share one index.*per_row=True"
+        refused(one_index, run, X[:, :1], lengths=jnp.array([1, 1]))
     assert module.cache_index[...] == 0
     assert (module.cached_key[...] == 0).all()
     assert bound.variables["cache"]["cache_index"] == 0
-
-
-def test_a_linen_attention_function_that_does_not_know_a_mask_fails():
-    def attention(query, key, value, deterministic=True):
-        return query
-
-    assert call(linen_module(attention_fn=attention), X).shape == X.shape
-    with pytest.raises(TypeError, match="mask"):
-        call(linen_module(attention_fn=attention), X, mask=CausalMask())
-    with pytest.raises(TypeError, match="dropout"):
-        call(linen_module(attention_fn=attention, dropout_rate=0.5), X, deterministic=False)
 
 
 ARRAYS_OF_NUMBERS = {
@@ -406,26 +378,19 @@ REFUSED = [
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["in_features", "in_kv_features", "out_features"])
-@pytest.mark.parametrize("size", [0, -1, "8"])
-def test_modules_need_features(name, size):
-    makes = [nnx_module] if name == "in_kv_features" else [nnx_module, flax_mha.MultiHeadLatentAttention]
-    for make in makes:
-        options = {"num_heads": N, "in_features": D, name: size} | (LATENT if make is not nnx_module else {})
-        with pytest.raises(ValueError, match=f"{name} must be an int >= 1, but got {size!r}"):
-            make(**options, rngs=nnx.Rngs(0))
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("empty", ["inputs_q", "inputs_k", "inputs_v"])
-def test_linen_inputs_need_features(empty):
-    inputs = {name: X[..., :0] if name == empty else X for name in ("inputs_q", "inputs_k", "inputs_v")}
-    message = f"{empty} must have at least one feature.* got shape \\(2, 9, 0\\)"
-    with pytest.raises(ValueError, match=message):
-        call(linen_module(qkv_features=D), **inputs)
-    if empty == "inputs_q":
-        with pytest.raises(ValueError, match=message):
-            call(linen.MultiHeadLatentAttention(N, **LATENT), X[..., :0])
+def test_modules_need_features():
+    latent = functools.partial(flax_mha.MultiHeadLatentAttention, N, rngs=nnx.Rngs(0), **LATENT)
+    for size in (0, -1, "8"):
+        message = f"must be an int >= 1, but got {size!r}"
+        for name in ("in_features", "in_kv_features", "out_features"):
+            refused(f"{name} {message}", nnx_module, **{name: size})
+        refused(f"in_features {message}", latent, size)
+        refused(f"out_features {message}", latent, D, out_features=size)
+    for name in ("inputs_q", "inputs_k", "inputs_v"):
+        inputs = {"inputs_q": X, "inputs_k": X, "inputs_v": X} | {name: X[..., :0]}
+        message = f"{name} must have at least one feature.* got shape \\(2, 9, 0\\)"
+        refused(message, call, linen_module(qkv_features=D), **inputs)
+    refused("inputs_q must have at least one", call, MODULES["linen, latent"](), X[..., :0])
 
 
 @pytest.mark.core
@@ -447,36 +412,22 @@ def test_refused(options, arguments, message, make):
 
 @pytest.mark.core
 @MAKES
-def test_a_misspelt_argument_is_blamed_on_the_call_or_the_function(make):
-    with pytest.raises(TypeError, match=r"__call__\(\) got an unexpected keyword argument 'maks'"):
-        call(make(), X, maks=None)
-    with pytest.raises(TypeError, match=r"attention_fn\(\) got an unexpected keyword argument 'scal'"):
-        call(make(attention_fn=partial(scal=0.3)), X)
+def test_errors_of_misspelled_arguments_name_the_call_or_the_function(make):
+    unexpected = r"\(\) got an unexpected keyword argument "
+    refused(f"__call__{unexpected}'maks'", call, make(), X, maks=None, error=TypeError)
+    refused(f"attention_fn{unexpected}'scal'", call, make(attention_fn=partial(scal=0.3)), X, error=TypeError)
 
 
 @pytest.mark.core
 def test_a_key_of_jax_random_is_no_rngs():
-    with pytest.raises(ValueError, match=r"rngs must be nnx.Rngs, but got PRNGKeyArray; pass a key as nnx.Rngs\(key\)"):
-        nnx_module(rngs=jax.random.key(0))
-    module = nnx_module(dropout_rate=0.5, deterministic=False)
-    refused(r"rngs must be nnx.Rngs or nnx.RngStream, but got PRNGKeyArray", module, X, rngs=jax.random.key(0))
-
-
-@pytest.mark.core
-@MAKES
-def test_while_decoding_lengths_need_an_index_for_each_sequence(make):
-    module = make(decode=True)
-    if make is nnx_module:
-        module.init_cache((B, T, D))
-    else:
-        module = module.bind(module.init(jax.random.key(0), X), mutable=["cache"])
-    with pytest.raises(ValueError, match=r"lengths must be None if all sequences share one index.*per_row=True"):
-        module(X[:, :1], lengths=jnp.array([1, 1]))
+    key, module = jax.random.key(0), nnx_module(dropout_rate=0.5, deterministic=False)
+    refused(r"rngs must be nnx.Rngs, but got PRNGKeyArray; pass a key as nnx.Rngs\(key\)", nnx_module, rngs=key)
+    refused(r"rngs must be nnx.Rngs or nnx.RngStream, but got PRNGKeyArray", module, X, rngs=key)
 
 
 @pytest.mark.core
 def test_names_of_the_package():
-    """`dir` lists public names only: what only the package uses, such as `importlib`, is not listed."""
+    """`dir` lists only public names, and a star import leaves Flax's modules alone."""
     assert flax_mha.recipes.causal()["mask"] == CausalMask()
     assert (flax_mha.linen, flax_mha.convert) == (linen, convert)
     assert (flax_mha.CausalMask, flax_mha.combine) == (masks.CausalMask, flax_mha.recipes.combine)
@@ -492,10 +443,14 @@ def test_names_of_the_package():
     assert modules == {"attention", "cached_attention", "convert", "kv_cache", "linen", "masks", "nnx", "plot",
                        "recipes", "rope"}  # fmt: skip
     assert set(names) == {*flax_mha.__all__, *modules, "__version__"}
+    names = {}
+    exec("from flax import linen, nnx\nfrom flax_mha import *", names)
+    assert (names.pop("nnx"), names.pop("linen")) == (nnx, nn)
+    assert names.keys() - {"__builtins__"} == {name for name in dir(flax_mha) if callable(getattr(flax_mha, name))}
 
 
 def parameters(function):
-    """Those that `help` and editors show, of which none may take just anything."""
+    """The parameters that `help` and editors show; none may be `*args` or `**kwargs`."""
     found = inspect.signature(function).parameters
     assert not [x for x in found.values() if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
     return found
@@ -520,17 +475,12 @@ def test_help_and_editors_show_the_signature_of_a_module(name):
 
 
 @pytest.mark.core
-def test_the_signature_of_a_subclass_is_its_own():
+def test_signatures_of_subclasses_and_functions():
     class Wider(flax_mha.MultiHeadAttention):
         def __init__(self, width: int, rngs: nnx.Rngs):
             super().__init__(2, width, decode=False, rngs=rngs)
 
     assert list(parameters(Wider)) == ["width", "rngs"]
-    assert Wider(8, nnx.Rngs(0))(jnp.ones((1, 3, 8))).shape == (1, 3, 8)
-
-
-@pytest.mark.core
-def test_help_and_editors_show_the_signature_of_a_function():
     functions = (flax_mha.attention_fn, flax_mha.cached_attention.cached_attention, flax_mha.context_parallel)
     functions += (flax_mha.context_parallel("x"), flax_mha.dot_product_attention, flax_mha.explain_implementation)
     for function in functions:
@@ -538,33 +488,18 @@ def test_help_and_editors_show_the_signature_of_a_function():
         assert "arguments" not in parameters(function)
 
 
+CONSTRUCTORS = ((flax_mha, ""), (flax_mha, "Latent"), (linen, "DotProduct"), (linen, "Latent"))
+
+
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("kind", "undescribed"),
-    [
-        *((kind, set()) for kind in (flax_mha.MultiHeadAttention, flax_mha.MultiHeadLatentAttention)),
-        # What every linen module has.
-        *((x, {"parent", "name"}) for x in (linen.MultiHeadDotProductAttention, linen.MultiHeadLatentAttention)),
-    ],
-)
-def test_every_argument_of_a_constructor_is_described(kind, undescribed):
-    """In the docstring of the class, or of those to which the docstring sends its reader."""
+@pytest.mark.parametrize("kind", [getattr(x, f"MultiHead{name}Attention") for x, name in CONSTRUCTORS])
+def test_every_argument_of_a_constructor_is_described(kind):
+    """In the docstring of the class, or in a docstring to which it refers."""
+    undescribed = {"parent", "name"} if issubclass(kind, nn.Module) else set()  # every linen module has these
     texts = kind.__doc__ + flax_mha.MultiHeadAttention.__doc__
     texts += flax_mha.MultiHeadLatentAttention.__doc__ if undescribed else ""
     described = re.findall(r"^(?:    )?  (\w+(?:, \w+)*): ", texts, re.M)
     assert parameters(kind).keys() - {name for names in described for name in names.split(", ")} == undescribed
-
-
-@pytest.mark.core
-def test_a_star_import_brings_functions_and_classes_and_no_modules():
-    """Which would replace those of Flax that were imported before."""
-    names = {}
-    exec("from flax import linen, nnx\nfrom flax_mha import *", names)
-    assert (names["nnx"], names["linen"]) == (nnx, nn)
-    brought = names.keys() - {"__builtins__", "linen", "nnx"}
-    assert brought == {name for name in dir(flax_mha) if callable(getattr(flax_mha, name))}
-    assert {"CausalMask", "MultiHeadAttention", "context_parallel", "dot_product_attention"} <= brought
-    assert {"RoPE", "KVCache", "to_zigzag", "from_zigzag", "combine"} <= brought
 
 
 def test_attention_fn_takes_every_argument_of_flax():
