@@ -1,6 +1,5 @@
-"""Mask objects: what they show, what they say of tiles, how they combine, print, and reach the attention."""
+"""Mask objects: in attention, their tiles, pictures of them, and comparisons."""
 
-import functools
 import io
 import itertools
 import sys
@@ -9,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import nothing_is_compiled
 from marks import with_core_tuples
 
-from flax_mha import dot_product_attention, masks, plot
+from flax_mha import dot_product_attention, plot
 from flax_mha._src.core.tile import Grid
 from flax_mha.conformance import reference
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
@@ -65,8 +63,8 @@ MASKS = {
 CORE = ("local", "function of head", "and, or, not")
 
 
-def assert_knows_its_tiles(mask, array, offset=0):
-    """Exactly which tiles of 8 x 8 are empty, and which are full."""
+def assert_occupancy(mask, array, offset=0):
+    """Exactly the right tiles of 8 x 8 count as empty, and as full."""
     grid = Grid((T // 8, S // 8), (8, 8), (offset, 0))
     tiles = np.broadcast_to(array, (T, S)).reshape(T // 8, 8, S // 8, 8)
     some, full = (np.broadcast_to(x, grid.counts) for x in mask.occupancy(grid))
@@ -75,19 +73,19 @@ def assert_knows_its_tiles(mask, array, offset=0):
 
 
 @pytest.mark.core
-def test_windows_and_lengths_know_exactly_which_tiles_are_empty_and_full():
-    """However their edges lie to those of the tiles."""
+def test_windows_and_lengths_find_all_empty_and_full_tiles():
+    """Wherever their edges are inside the tiles."""
     ahead = column - row
     for left, right in itertools.product((None, *range(9)), repeat=2):
         array = (left is None or ahead - 5 >= -left) & (right is None or ahead - 5 <= right) & np.ones((T, S), bool)
-        assert_knows_its_tiles(LocalMask(left, right), array, 5)
+        assert_occupancy(LocalMask(left, right), array, 5)
     for number in range(-9, 10):
-        assert_knows_its_tiles(CausalMask(number), ahead <= number)
+        assert_occupancy(CausalMask(number), ahead <= number)
         lengths = LengthMask(20 + number, query_lengths=30 - number)
-        assert_knows_its_tiles(lengths, (column < 20 + number) & (row < 30 - number))
+        assert_occupancy(lengths, (column < 20 + number) & (row < 30 - number))
 
 
-# Every mask in tiles, in turns known while tracing or not, both where it matters most; whole, those of the core.
+# Every mask in tiles, with arrays that are known while tracing or not; the most important masks with both.
 BOTH = (*CORE, "lengths", "segments", "array")
 ATTENDED = [
     (name, "blockwise", traced)
@@ -102,8 +100,8 @@ ATTENDED += [(name, "xla", False) for name in CORE]
 @pytest.mark.parametrize(
     ("name", "implementation", "traced"), with_core_tuples(ATTENDED, *(case for case in ATTENDED if case[0] in CORE))
 )
-def test_attention_sees_what_the_array_shows(name, implementation, traced):
-    """Also where arrays of the mask are arguments of the jitted function, so that nothing of them is known before."""
+def test_a_mask_object_equals_an_array(name, implementation, traced):
+    """Also if the arrays of the mask are arguments of the jitted function, and thus unknown while tracing."""
     mask, array, offset = MASKS[name]
     shapes = {"query": (B, T, N, 8), "key": (B, S, 2, 8), "value": (B, S, 2, 8)}
     inputs = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
@@ -120,7 +118,7 @@ def test_attention_sees_what_the_array_shows(name, implementation, traced):
         np.testing.assert_allclose(got, expected, rtol=0, atol=(T + S) * np.finfo(np.float32).eps * 4)
 
 
-def test_a_mask_says_the_same_as_the_arguments_and_adds_to_them():
+def test_masks_equal_arguments_and_combine_with_them():
     arrays = [np.float32(rng.standard_normal((B, T, 2, 8))) for _ in range(3)]
     arguments = {"is_causal": True, "local_window_size": (9, 0), "key_value_seq_lengths": jnp.array([40, 30])}
     mask = CausalMask() & LocalMask(9, 0) & LengthMask(jnp.array([40, 30]))
@@ -129,33 +127,19 @@ def test_a_mask_says_the_same_as_the_arguments_and_adds_to_them():
     np.testing.assert_array_equal(dot_product_attention(*arrays, mask=LocalMask(9, 0), **arguments), want)
 
 
-def test_other_ids_compile_nothing_where_every_call_has_its_own():
-    x = jnp.ones((1, 600, 1, 8))
-    attend = functools.partial(dot_product_attention, x, x, x, implementation="blockwise")
-    attend(query_segment_ids=jnp.zeros((1, 600), jnp.int32))
-    ids = jnp.arange(600, dtype=jnp.int32)[None] // 100
-    with nothing_is_compiled():
-        attend(query_segment_ids=ids)
-
-
 @pytest.mark.core
 def test_pictures():
+    """Batched, longer than the picture, of all heads, of functions: they show the first queries of the first head."""
     assert str(CausalMask() & LocalMask(2, 0)).splitlines()[:4] == ["█·······", "██······", "███·····", "·███····"]
     assert str(SegmentMask(np.array([0, 0, 1]), np.array([0, 1, 1, 1]))) == "█···\n█···\n·███"
     assert repr(CausalMask(2)) == "CausalMask(offset=2)"
     axes = plot.plot_mask(~CausalMask(), 5, 7)
     assert axes.get_title() == "visible: 57 % of 5 x 7"
     np.testing.assert_array_equal(axes.images[0].get_array(), ~np.tri(5, 7, dtype=bool))
-
-
-@pytest.mark.core
-def test_pictures_of_any_mask():
-    """Batched, longer than the picture, of all heads, of functions: what the first queries of the first head see."""
     ids = np.arange(100)[None] // 3
     assert str(SegmentMask(np.repeat(ids, 2, 0), np.repeat(ids, 2, 0))).splitlines()[0] == "███" + "·" * 29
     assert len(str(ArrayMask(np.ones((2, 6, 100, 7), bool))).splitlines()) == 32
-    assert str(LengthMask(np.array([3, 9]))).splitlines() == ["███·····"] * 8
-    assert str(LengthMask([2, 9])).splitlines() == ["██······"] * 8
+    assert str(LengthMask([3, 9])).splitlines() == ["███·····"] * 8
     assert str(FunctionMask(lambda b, h, q, k: q == k) & ~LengthMask(3)).splitlines()[3] == "···█····"
     assert str(ArrayMask(np.ones((1, 1, 1, 5), bool)) & CausalMask()).splitlines()[0] == "█····"
     assert plot.plot_mask(SegmentMask(ids, ids), 5, 5).get_title() == "visible: 52 % of 5 x 5"
@@ -172,7 +156,7 @@ def test_a_picture_for_a_terminal_without_these_characters(monkeypatch):
 
 @pytest.mark.core
 def test_masks_compare_and_hash():
-    """By what they hold; whatever it is, nothing raises."""
+    """By their contents, which may be anything, and while tracing."""
     same = [
         lambda: CausalMask(2) & LocalMask(1, 0),
         lambda: SegmentMask(IDS, IDS.copy()),
@@ -189,12 +173,5 @@ def test_masks_compare_and_hash():
     assert LengthMask(jnp.array([3, 4])) != LengthMask(jnp.array([3, 5]))
     assert jax.jit(lambda x: LengthMask(x) == LengthMask(x))(jnp.array([3]))
     assert jax.jit(lambda x: LengthMask(x) != LengthMask(x + 1))(jnp.array([3]))
-
-
-@pytest.mark.core
-def test_masks_are_pytrees_and_values():
-    assert jax.tree.leaves(CausalMask() & LocalMask(1, 0)) == []
-    assert CausalMask() == CausalMask(0)
-    assert len(jax.tree.leaves(SegmentMask(IDS, IDS))) == 2
     with pytest.raises(AttributeError):
-        masks.CausalMask().offset = 1
+        CausalMask().offset = 1

@@ -1,10 +1,9 @@
-"""Temporaries of the blockwise attention grow with T, not with T x T; XLA's own account of them is exact."""
+"""Memory of temporaries is linear in the length; XLA reports it exactly."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from marks import with_core
 
@@ -62,10 +61,8 @@ def test_four_times_the_length_takes_at_most_five_times_the_memory(name, gradien
 
 @pytest.mark.parametrize("name", with_core(CASES, "dropout"))
 def test_no_array_has_both_lengths(name):
-    """Not even as a shape that XLA might fuse away."""
-    text = lowered(8192, True, CASES[name](8192)).as_text()
-    assert "8192x" in text
-    assert "8192x8192" not in text
+    """Not even one that XLA might fuse away."""
+    assert "8192x8192" not in lowered(8192, True, CASES[name](8192)).as_text()
 
 
 DERIVATIVES = {
@@ -91,7 +88,7 @@ def test_derivatives_of_other_orders_take_memory_linear_in_the_length(derivative
 
 
 def test_heads_of_a_group_share_their_keys():
-    """Repeating keys and values for the heads of a group would show in the temporaries."""
+    """Copies of keys and values for the heads of a group would show in the temporaries."""
 
     def gradient(n, k):
         query, key = (jax.ShapeDtypeStruct((1, 4096, heads, H), jnp.float32) for heads in (n, k))
@@ -99,13 +96,12 @@ def test_heads_of_a_group_share_their_keys():
         return temporaries(jax.jit(f).lower(query, key, key))
 
     saved = gradient(8, 8) - gradient(8, 1)
-    one_head = np.float32(0).nbytes * 4096 * H
-    assert saved >= 2 * 7 * one_head  # the keys and values of seven heads, at the least
+    assert saved >= 2 * 7 * 4 * 4096 * H  # at least the keys and values of seven heads, in float32
 
 
 @pytest.mark.core
 def test_the_backward_pass_gets_no_more_than_inputs_output_and_rows():
-    """A condition on rows must not be saved for every feature."""
+    """For example, a condition on rows is not saved for every feature."""
     x = jax.ShapeDtypeStruct((1, 1024, 2, H), jnp.float32)
     saved = jax.eval_shape(
         lambda *qkv: jax.vjp(functools.partial(dot_product_attention, is_causal=True), *qkv), x, x, x

@@ -481,6 +481,7 @@ def test_signatures_of_subclasses_and_functions():
             super().__init__(2, width, decode=False, rngs=rngs)
 
     assert list(parameters(Wider)) == ["width", "rngs"]
+    assert Wider(8, nnx.Rngs(0)).in_features == 8
     functions = (flax_mha.attention_fn, flax_mha.cached_attention.cached_attention, flax_mha.context_parallel)
     functions += (flax_mha.context_parallel("x"), flax_mha.dot_product_attention, flax_mha.explain_implementation)
     for function in functions:

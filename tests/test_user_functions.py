@@ -309,7 +309,8 @@ def test_equal_functions_and_other_arrays_compile_nothing(implementation):
         slope = jnp.float32(slope)
         score_mod = lambda score, b, h, q_idx, kv_idx: score * slope + 0.25 * (q_idx - kv_idx).astype(score.dtype)  # noqa: E731
         mask = FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 != 1)
-        return attend(score_mod, implementation, mask=mask, query_offset=offset, scale=scale)
+        more = {"query_offset": offset, "scale": scale, "query_segment_ids": np.arange(T)[None] // offset}
+        return attend(score_mod, implementation, mask=mask, **more)
 
     call(0.5, 7, 0.1)
     with nothing_is_compiled():
