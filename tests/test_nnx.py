@@ -1,4 +1,4 @@
-"""flax_mha.MultiHeadAttention in the place of flax.nnx.MultiHeadAttention."""
+"""flax_mha.MultiHeadAttention as a replacement for flax.nnx.MultiHeadAttention."""
 
 import functools
 
@@ -34,7 +34,7 @@ def params(module):
 
 
 def test_half_precision_inputs():
-    """Without a dtype the inputs and the weights decide, as in Flax."""
+    """Without a `dtype`, the inputs and the weights determine it, as in Flax."""
     ours, flax = (make(cls, param_dtype=jnp.bfloat16) for cls in (OURS, FLAX))
     x = X.astype(jnp.bfloat16)
     got = ours(x)
@@ -54,7 +54,7 @@ def test_half_precision_inputs():
     ],
 )
 def test_complex_inputs_work_as_in_flax(options, arguments):
-    """As on Flax's way with dropout: its other way, jax.nn's, leaves out the imaginary part of the scores."""
+    """Without dropout, Flax calls jax.nn, which ignores the imaginary part of the scores."""
     inputs = jax.lax.complex(X, normal(3, BATCH, QUERIES, FEATURES))
     params, options = Nnx.params(FLAX, [], **options), options | {"dropout_rate": 0.5, "deterministic": True}
     with flax_rules():
@@ -67,7 +67,7 @@ def capture(module, *inputs, **arguments):
 
 
 def test_sown_largest_scores():
-    """Those of the heads, in float32 whatever the dtype; the output, its gradient and `explain` know of them."""
+    """One for each head, always in float32. Sowing changes neither the output nor its gradient; `explain` knows it."""
     module, x = make(OURS, dtype=jnp.bfloat16), X
     query, key, value = module.query(x), module.key(x), module.value(x)
     with jax.numpy_dtype_promotion("standard"):
@@ -97,33 +97,27 @@ def test_sown_weights_have_the_dtype_of_the_module(dtype):
     assert {weights.dtype for weights in jax.tree.leaves(sown)} == {jnp.dtype(dtype)}
 
 
-def test_sown_weights_of_a_query_without_keys_are_zero():
-    mask = visible(BATCH, 1, QUERIES, QUERIES)
-    mask[1, :, 3] = False
-    module = make(OURS, bias_init=nnx.initializers.ones_init())
-    result, sown = capture(module, X, mask=mask)
-    (weights,) = sown["attention_weights"]
-    # Rounding of a sum of QUERIES weights of at most 1.
-    sums = np.broadcast_to(mask.any(-1), (BATCH, HEADS, QUERIES))
-    np.testing.assert_allclose(weights.sum(-1), sums, rtol=0, atol=QUERIES * np.finfo(np.float32).eps)
-    np.testing.assert_array_equal(result[1, 3], module.out.bias[...])
-
-
 @pytest.mark.core
-def test_sown_weights_of_a_row_that_is_nan_are_nan():
+def test_sown_weights_of_a_query_without_keys_are_zero_and_of_a_nan_row_nan():
     inputs = np.array(X)
     inputs[1, 3, 0] = np.nan
-    mask = visible(BATCH, 1, QUERIES, QUERIES) | True
+    mask = visible(BATCH, 1, QUERIES, QUERIES)
     mask[..., 3] = False
-    mask[1, :, 3, 3] = True
-    result, sown = capture(make(OURS), jnp.asarray(inputs), mask=mask)
+    mask[1, :, 3, 3] = True  # only row 3 uses the NaN
+    mask[1, :, 5] = False
+    module = make(OURS, bias_init=nnx.initializers.ones_init())
+    result, sown = capture(module, jnp.asarray(inputs), mask=mask)
     (weights,) = sown["attention_weights"]
     assert np.isnan(result[1, 3]).all()
     assert np.isnan(weights[1, :, 3]).all()
     assert np.isnan(weights).sum() == HEADS * QUERIES
+    # Rounding of a sum of QUERIES weights of at most 1.
+    sums = np.broadcast_to(np.where(np.isnan(inputs).any(-1)[:, None], np.nan, mask.any(-1)), (BATCH, HEADS, QUERIES))
+    np.testing.assert_allclose(weights.sum(-1), sums, rtol=0, atol=QUERIES * np.finfo(np.float32).eps)
+    np.testing.assert_array_equal(result[1, 5], module.out.bias[...])
 
 
-def test_decode_of_the_call_comes_first():
+def test_decode_of_the_call_overrides_that_of_the_module():
     x, module = normal(0, BATCH, 1, FEATURES), make(OURS, decode=True)
     refused(r"call ``init_cache`` first: layer.init_cache\(\(\*batch, max_length,", module, x)
     assert_same(module(x, decode=False), make(OURS)(x))
@@ -170,7 +164,7 @@ def test_view_makes_a_cache():
 
 
 @pytest.mark.core
-def test_view_wants_the_size_of_the_cache():
+def test_view_needs_the_size_of_the_cache():
     for arguments, missing in (
         ({"decode": True}, "batch_size"),
         ({"decode": True, "batch_size": 2}, "max_length"),
@@ -195,16 +189,16 @@ def test_attention_fn_gets_the_arguments_of_flax(constructor, call, keep_rngs, r
 
 
 @pytest.mark.core
-def test_dropout_needs_to_know_whether_and_from_what():
+def test_dropout_needs_deterministic_and_rngs():
     refused("No `deterministic` argument was provided", make(OURS, dropout_rate=0.5), X)
     module = make(OURS, dropout_rate=0.5, keep_rngs=False)
     refused(r"'rngs' must be provided to __call__.*keep_rngs=False", module, X, deterministic=False)
-    make(OURS)(X)  # no dropout, no question
+    make(OURS)(X)  # needs neither
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("run", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_each_call_drops_others_and_the_same_rngs_the_same(run):
+def test_each_call_draws_another_dropout_mask_and_the_same_rngs_the_same(run):
     step = run(lambda module, x: module(X))
     first, second = (make(OURS, dropout_rate=0.5, deterministic=False) for _ in range(2))
     one, other = step(first, X), step(first, X)
@@ -216,14 +210,13 @@ def test_each_call_drops_others_and_the_same_rngs_the_same(run):
 
 
 @pytest.mark.core
-def test_what_the_call_does_not_know_reaches_attention_fn():
+def test_positions_of_the_call_reach_attention_fn():
     def attention(query, key, value, *, input_positions=None, **arguments):
         return query * input_positions[..., None, None]
 
     module = make(OURS, attention_fn=attention, use_bias=False)
-    positions = jnp.broadcast_to(jnp.arange(QUERIES, dtype=jnp.float32), (BATCH, QUERIES))
-    result = module(X, input_positions=positions)
-    assert_close(result, module.out(module.query(X) * positions[..., None, None]))
+    positions = normal(6, BATCH, QUERIES)
+    assert_close(module(X, input_positions=positions), module.out(module.query(X) * positions[..., None, None]))
 
 
 def test_sharded_projections():
@@ -234,21 +227,17 @@ def test_sharded_projections():
     assert_close(got, expected)
 
 
-def test_another_batch_than_that_of_the_cache_is_not_blamed_on_positions():
+def test_shapes_that_do_not_fit_a_cache_are_refused():
     module = make(OURS, qkv_features=4 * HEADS, decode=True, rope=flax_mha.rope.RoPE())
+    for shape in ((BATCH, KEYS, FEATURES - 1), (BATCH, KEYS, HEADS, 5)):
+        refused(rf"input_shape must be \(batch..., length, {FEATURES}\), .*module sets the", module.init_cache, shape)
     module.init_cache((BATCH, KEYS, FEATURES), per_row=True)
-    with pytest.raises(ValueError, match=r"cache shape error, expected key shape \(2, 1, 3, 4\) instead got \(3, 1,"):
-        module(jnp.ones((3, 1, FEATURES)))
-
-
-@pytest.mark.parametrize("shape", [(BATCH, KEYS, FEATURES - 1), (BATCH, KEYS, HEADS, 5)])
-def test_init_cache_refuses_what_is_no_shape_of_inputs(shape):
-    module = make(OURS, decode=True)
-    refused(rf"input_shape must be \(batch..., length, {FEATURES}\), .*module sets the", module.init_cache, shape)
+    message = r"cache shape error, expected key shape \(2, 1, 3, 4\) instead got \(3, 1,"
+    refused(message, module, jnp.ones((3, 1, FEATURES)))
 
 
 def test_an_argument_given_twice_does_not_print_the_module():
-    module, mask = make(OURS), {"mask": None}
+    mask = {"mask": None}
     with pytest.raises(TypeError, match="got multiple values for keyword argument 'mask'") as error:
-        module(jnp.ones((BATCH, QUERIES, FEATURES)), **mask, **mask)
+        make(OURS)(X, **mask, **mask)
     assert len(str(error.value)) < 120
