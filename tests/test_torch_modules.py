@@ -1,4 +1,4 @@
-"""flax_mha next to PyTorch, under the same weights: outputs, gradients and accuracy."""
+"""flax_mha and PyTorch with the same weights: outputs, gradients and accuracy."""
 
 import functools
 import math
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from flax_modules import Linen, Nnx
+from marks import with_core
 from torch import nn
 from torch_port import D2LMHA, BertSelfAttention, GroupedQueryAttention, MaskedSelfAttention, NoteMHA
 
@@ -19,7 +20,6 @@ from flax_mha import convert
 from flax_mha.conformance import reference
 
 IMPLEMENTATIONS = ("xla", "blockwise")
-each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 BATCH, QUERIES, KEYS, HEADS, HEAD_SIZE = 2, 5, 7, 3, 13
 FEATURES = HEADS * HEAD_SIZE
 
@@ -37,11 +37,8 @@ def assert_close(got, expected):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-# Modules -------------------------------------------------------------------------------------------------------------
-
-
 class Case(NamedTuple):
-    """A PyTorch module, the shapes of its inputs, and what else PyTorch's and ours are called with."""
+    """A PyTorch module, the shapes of its inputs, and the other arguments of PyTorch's call and of ours."""
 
     module: Callable[[], nn.Module]
     shapes: list[tuple[int, ...]]
@@ -81,9 +78,9 @@ def torch_mha(**options):
     return lambda: nn.MultiheadAttention(FEATURES, HEADS, batch_first=True, **options)
 
 
-def masked_self(shape, features, heads, mask):
+def masked_self(mask):
     arguments = {"attention_mask": torch.tensor(mask.astype(int))}
-    return Case(lambda: MaskedSelfAttention(features, heads), [shape], arguments, {"mask": mask}, heads)
+    return Case(lambda: MaskedSelfAttention(128, 8), [(3, 2, 128)], arguments, {"mask": mask}, 8)
 
 
 def grouped(causal):
@@ -91,13 +88,12 @@ def grouped(causal):
     return Case(lambda: GroupedQueryAttention(11, 6, 2, 5, causal), [(2, 7, 11)], {}, arguments, 6, 2)
 
 
-MASKED_SELF_ATTENTION = masked_self((3, 2, 128), 128, 8, MASKED)
 CASES = {
     "note_mha": Case(lambda: NoteMHA(FEATURES, HEADS), [X] * 3),
     "bert_self_attention": Case(lambda: BertSelfAttention(FEATURES, HEADS), [X]),
     "d2l_mha": Case(lambda: D2LMHA(17, 11, 17, FEATURES, HEADS), [Q11, K17, K17]),
     "d2l_mha of three sizes": Case(lambda: D2LMHA(17, 11, 19, FEATURES, HEADS), [Q11, K17, V19]),
-    "masked_self_attention": masked_self(X, FEATURES, HEADS, PADDING[:, None, None]),
+    "masked_self_attention": masked_self(MASKED),
     "groups": grouped(causal=False),
     "causal groups": grouped(causal=True),
     "no bias": Case(torch_mha(bias=False, kdim=17, vdim=17), [Q, K17, K17]),
@@ -128,7 +124,7 @@ def run_torch(case, module, inputs, cotangent):
 
 
 def run(api, params, heads, inputs, arguments, cotangent, implementation):
-    """The same of flax_mha's module, into which goes what `from_torch` gives; nnx also takes the features of inputs."""
+    """The same for flax_mha's module, with the parameters that `from_torch` returns."""
     options = {
         "num_heads": heads,
         "qkv_features": params["query"]["kernel"][0].size,
@@ -142,12 +138,8 @@ def run(api, params, heads, inputs, arguments, cotangent, implementation):
     return api.grads(api.ours, params, inputs, options, arguments, cotangent)
 
 
-APIS = {"nnx": Nnx, "linen": Linen}
-each_api = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
-
-
 def assert_same_gradients(got, expected):
-    """Leaf by leaf; the key bias moves all scores of a row alike, so its gradient is 0 and only rounding shows."""
+    """The bias of keys moves all scores of a row equally, so its gradient is 0 up to rounding."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for name, layer in expected.items():
         for leaf, array in layer.items():
@@ -158,8 +150,17 @@ def assert_same_gradients(got, expected):
                 assert_close(got[name][leaf], array)
 
 
-def check(case, api, implementation, module=None):
-    module, inputs = case.make() if module is None else module, case.inputs()
+CORE = ("masked_self_attention", "key_padding_mask and attn_mask")
+BOTH = tuple(zip((Nnx, Linen), IMPLEMENTATIONS, strict=True))
+
+
+@pytest.mark.parametrize("name", with_core(CASES, *CORE))
+@pytest.mark.parametrize(("api", "implementation"), BOTH)
+def test_modules(name, api, implementation):
+    case = CASES[name]
+    if len({shape[-1] for shape in case.shapes[1:]}) > 1:
+        api = Linen  # nnx has one size of keys and values
+    module, inputs = case.make(), case.inputs()
     params = convert.from_torch(module.state_dict(), case.heads, case.kv_heads)
     cotangent = normal(10, *inputs[0].shape[:2], params["out"]["kernel"].shape[-1])
     output, weights, arrays = run(api, params, case.heads, inputs, case.arguments, cotangent, implementation)
@@ -170,32 +171,11 @@ def check(case, api, implementation, module=None):
         assert_close(got, array)
 
 
-def paired():
-    """Each case with both implementations, and in both modules if these can hold its weights."""
-    for name, case in CASES.items():
-        one_size = len({shape[-1] for shape in case.shapes[1:]}) <= 1  # nnx has one for keys and values
-        for api, implementation in zip(("nnx" if one_size else "linen", "linen"), IMPLEMENTATIONS, strict=True):
-            yield pytest.param(case, APIS[api], implementation, id=f"{name}-{api}-{implementation}")
-
-
-@pytest.mark.parametrize(("case", "api", "implementation"), list(paired()))
-def test_modules(case, api, implementation):
-    check(case, api, implementation)
-
-
-@pytest.mark.core
-@each_api
-@each_implementation
-def test_masked_self_attention(api, implementation):
-    check(MASKED_SELF_ATTENTION, api, implementation)
-
-
-@each_api
-@each_implementation
-def test_a_query_without_keys_answers_the_bias_where_torch_answers_nan(api, implementation):
-    """Its own example: nothing is visible to the second of three batch entries."""
+@pytest.mark.parametrize(("api", "implementation"), BOTH)
+def test_a_query_without_keys_gives_the_bias_and_in_torch_nan(api, implementation):
+    """Everything is masked for the second of three batch entries, as in an example of this module."""
     mask = np.broadcast_to(np.array([[0, 1], [0, 0], [1, 0]])[:, None, None], (3, 8, 2, 2)).astype(bool)
-    case = MASKED_SELF_ATTENTION._replace(torch_arguments={"attention_mask": torch.tensor(mask)})
+    case = masked_self(mask)
     module, inputs, cotangent = case.make(), case.inputs(), normal(10, 3, 2, 128)
     peer, peer_weights, _ = run_torch(case, module, inputs, cotangent)
     assert np.isnan(peer[1]).all()
@@ -209,24 +189,8 @@ def test_a_query_without_keys_answers_the_bias_where_torch_answers_nan(api, impl
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(weights))
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(("api", "implementation"), [(Nnx, "xla"), (Linen, "blockwise")])
-def test_cross_attention_where_note_mha_fails(api, implementation):
-    """It takes the length of the keys from the queries; torch.nn with its weights is the peer."""
-    case = CASES["note_mha"]._replace(shapes=[Q, K, K])
-    note, peer = case.make(), torch_mha()()
-    with pytest.raises(RuntimeError, match="invalid for input of size"):
-        note(*(torch.tensor(x) for x in case.inputs()))
-    weights = convert.to_torch(convert.from_torch(note.state_dict(), HEADS), "torch")
-    peer.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
-    check(case, api, implementation, peer)
-
-
-# Accuracy; test_attention.py compares the results of functions with float64 ------------------------------------------
-
-
 def with_grads(function):
-    """Of arrays and the cotangent of the output: the output, and the gradients of the arrays."""
+    """A function of arrays and the output's cotangent that returns the output and the gradients of the arrays."""
 
     @jax.jit
     def run(arrays, cotangent):
@@ -237,7 +201,7 @@ def with_grads(function):
 
 
 def torch_results(arrays, cotangent, is_causal):
-    """The same of arrays [T, N, H] by PyTorch."""
+    """The same for arrays [T, N, H] in PyTorch."""
     *tensors, cotangent = (torch.tensor(x).transpose(0, 1) for x in (*arrays, cotangent))
     tensors = [x.requires_grad_() for x in tensors]
     output = F.scaled_dot_product_attention(*tensors, is_causal=is_causal)
@@ -246,11 +210,7 @@ def torch_results(arrays, cotangent, is_causal):
 
 
 def errors(results, references):
-    """As root mean squares: the largest error is one element's luck.
-
-    That of dV grows fourfold with the order in which a matrix product adds its terms, even where exact weights go into
-    numpy's.
-    """
+    """Root mean squares: the largest error of one element depends on the order of sums."""
     pairs = zip(results, references, strict=True)
     return np.array([math.sqrt(np.mean((np.asarray(a, np.float64) - b) ** 2)) for a, b in pairs])
 
@@ -260,10 +220,7 @@ def errors(results, references):
     [(257, 257, True, 1), (257, 1031, False, 8), (1031, 257, True, 8), (1031, 1031, False, 1)],
 )
 def test_float32_is_as_accurate_as_torch(queries, keys, is_causal, size):
-    """Output and gradients are each at most twice as far from float64 as torch's; weights are even, or a few are large.
-
-    The queries are `size` times as large.
-    """
+    """Errors are at most twice PyTorch's. With queries `size` times as large, a few weights dominate."""
     attends = {
         name: with_grads(functools.partial(flax_mha.dot_product_attention, is_causal=is_causal, implementation=name))
         for name in IMPLEMENTATIONS
