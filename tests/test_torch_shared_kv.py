@@ -1,4 +1,4 @@
-"""Keys and values that layers share, and norms of values: Gemma 3n and Gemma 4 against a port in PyTorch."""
+"""Shared keys and values, and norms of values: Gemma 3n and Gemma 4 against a port to PyTorch."""
 
 import functools
 
@@ -11,7 +11,6 @@ import torch
 import torch_families as port
 from cases import refused
 from flax import nnx
-from flax_cases import flax_rules
 from marks import with_core
 from torch_rope import gemma_4_global
 
@@ -38,7 +37,7 @@ assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
 
 
 def weights(name):
-    """Those of four layers, of which the last two have no keys and values, and full layers of Gemma 4 no values."""
+    """Four layers; the last two have no keys and values, and full layers of Gemma 4 have no values."""
     rng, found = np.random.default_rng(1), {}
     for i in range(4):
         is_global = i % 2 == 1 and name != "gemma3n"
@@ -112,12 +111,10 @@ def test_an_assistant_equals_the_port():
         assert_close(layer(X, kv=kv, positions=jnp.arange(1, T + 1), is_causal=True), want)
 
 
-def test_what_a_config_must_say():
+def test_configs():
     gemma4 = MODELS["gemma4"]
-    too_many = gemma4 | {"num_kv_shared_layers": 3}
-    refused(
-        "num_kv_shared_layers must leave an earlier layer of the same type as layer 3", convert.describe, too_many, 3
-    )
+    message = "num_kv_shared_layers must leave an earlier layer of the same type as layer 3"
+    refused(message, convert.describe, gemma4 | {"num_kv_shared_layers": 3}, 3)
     for model_type in ("gemma4_assistant", "gemma4_unified_assistant"):
         config = {"model_type": model_type, "text_config": gemma4 | {"num_kv_shared_layers": 4}}
         described = [convert.describe(config, layer) for layer in range(4)]
@@ -127,8 +124,7 @@ def test_what_a_config_must_say():
         assert convert.from_hf(config, state, 0).key is None
     refused("use_bidirectional_attention='all'", convert.describe, gemma4 | {"use_bidirectional_attention": "all"})
     assert convert.describe(gemma4 | {"use_bidirectional_attention": "vision"})["scale"] == 1.0
-    state = weights("gemma4")
-    state["model.layers.1.self_attn.v_proj.weight"] = torch.zeros(GLOBAL_H, D)
+    state = weights("gemma4") | {"model.layers.1.self_attn.v_proj.weight": torch.zeros(GLOBAL_H, D)}
     with pytest.raises(ValueError, match=r"value.kernel is missing from the module; create it with share_kv=False"):
         convert.from_hf(gemma4, state, 1)
 
@@ -160,7 +156,7 @@ class LinenPair(nn.Module):
 
 
 def dense(params, x):
-    """The formula, in NumPy's einsum, causal."""
+    """The causal formula."""
 
     def norm(y, scale=None):
         return y / jnp.sqrt((y**2).mean(-1, keepdims=True) + 0.1) * (1 if scale is None else scale[None, None, None])
@@ -182,7 +178,7 @@ def dense(params, x):
 
 @pytest.mark.core
 def test_outputs_and_gradients_equal_the_formula():
-    """Also with each layer in remat, and in linen; gradients of keys come from both layers."""
+    """Also with remat, and in linen; keys get gradients from both layers."""
     graph, params = nnx.split(Pair())
     shapes = jax.tree.map(jnp.shape, nnx.to_pure_dict(params))
     assert {*shapes["second"]} == {"query", "query_ln", "out"}
@@ -213,6 +209,7 @@ CACHES = {
     "float": {},
     "ring": {"local_window_size": (WINDOW, 0)},
     "8 bits": {"dtype": jnp.int8},
+    "16 bits": {"dtype": jnp.bfloat16},
     "ring in 8 bits": {"local_window_size": (WINDOW, 0), "dtype": jnp.float8_e4m3fn},
     "lengths": {"per_row": True},
 }
@@ -220,14 +217,14 @@ CACHES = {
 
 @pytest.mark.parametrize("name", with_core(CACHES, "ring"))
 def test_decoding_equals_the_whole_sequence(name):
-    """Prompts of different lengths, whose padding holds NaN; a ring is overwritten by later calls."""
+    """With prompts of different lengths and NaN in padding; later calls overwrite a ring."""
     given = dict(CACHES[name])
     options = {"local_window_size": given.pop("local_window_size")} if "ring" in name else {}
     pair, total = Pair(**options), 153
     x = np.float32(np.random.default_rng(2).standard_normal((B, total, D)))
     want = nnx.jit(functools.partial(Pair.__call__, is_causal=True))(pair, x)
     pair.first.init_cache((B, total, D), **given)
-    step, atol = nnx.jit(functools.partial(Pair.__call__, decode=True)), 0.1 if "8 bits" in name else 1e-5
+    step, atol = nnx.jit(functools.partial(Pair.__call__, decode=True)), 0.1 if "bits" in name else 1e-5
     starts, calls = [0, 0], ((20, (20, 7)), (1, (1, 1)), (30, (30, 12))) if name == "lengths" else None
     for number, lengths in calls or [(number, (number,) * 2) for number in (40, 1, 1, 40, 1, 70)]:
         part = np.full((B, number, D), np.nan, np.float32)
@@ -255,29 +252,37 @@ def test_decoding_in_linen_and_by_another_function():
 
 
 @pytest.mark.core
-def test_masks_and_positions_are_those_of_each_call():
-    pair, call = Pair(), nnx.jit(functools.partial(Pair.__call__, is_causal=True))
-    lengths, positions = jnp.array([T, 5]), jnp.arange(T) + 3
+def test_each_call_has_its_masks_and_positions():
+    """NaN in padding affects no output and no gradient, and segments attend to their own keys."""
+    pair, segments = Pair(), np.array([[0] * 6 + [1] * 7, [0] * 2 + [1] * 11])
+    more = {"lengths": jnp.array([T, 5]), "segment_ids": jnp.asarray(segments), "positions": jnp.arange(T) + 3}
+
+    @nnx.jit
+    @functools.partial(nnx.value_and_grad, has_aux=True)
+    def run(pair, x, more):
+        output = pair(x, is_causal=True, **more)
+        return output[1, :5].sum(), output
+
     padded = jnp.asarray(X).at[1, 5:].set(jnp.nan)
-    got = call(pair, padded, lengths=lengths, positions=positions)
-    assert_close(got.at[1, 5:].set(0), call(pair, X).at[1, 5:].set(0))
-    slopes = nnx.jit(nnx.grad(lambda pair: pair(padded, lengths=lengths)[1, :5].sum()))(pair)
+    (_, got), slopes = run(pair, padded, more)
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(slopes))
-    segments = jnp.array([[0] * 6 + [1] * 7] * 2)
-    halves = call(pair, X[:, :6]), call(pair, X[:, 6:])
-    assert_close(call(pair, X, segment_ids=segments), jnp.concatenate(halves, axis=1))
-    kv = pair.first(X, return_kv=True)[1]
-    assert pair.second.explain(X, kv=kv, is_causal=True).chosen == pair.first.explain(X, is_causal=True).chosen
-    scanned = jax.lax.scan(lambda x, _: (x + pair.second(x, kv=pair.first(X, return_kv=True)[1]), None), X, None, 2)[0]
-    assert scanned.shape == X.shape
+    mask = (segments[:, None, :, None] == segments[:, None, None, :]) & np.tri(T, dtype=bool)
+    want = nnx.jit(lambda pair, x, mask: pair(x, mask=mask))(pair, X, mask)
+    assert_close(got.at[1, 5:].set(0), want.at[1, 5:].set(0))
 
 
 @pytest.mark.core
-def test_wrong_uses_are_refused():
+def test_views_explanations_and_errors():
     pair, other = Pair(), Pair(num_kv_heads=1)
-    _, kv = pair.first(X, return_kv=True)
-    kv_of_other = other.first(X, return_kv=True)[1]
-    lengths = jnp.array([T, 5])
+    view = nnx.view(pair, decode=True, batch_size=B, max_length=T)
+    assert view.first.cached_key.shape == (B, T, K, D // N)
+    assert view.second.cached_key is None
+    first = nnx.jit(lambda layer: layer(X, return_kv=True)[1])
+    kv, kv_of_other, lengths = first(pair.first), first(other.first), jnp.array([T, 5])
+    assert pair.second.explain(X, kv=kv, is_causal=True).chosen == pair.first.explain(X, is_causal=True).chosen
+    shared = flax_mha.MultiHeadAttention(N, D, share_kv=True, decode=False, rngs=nnx.Rngs(0))
+    of_linen = functools.partial(linen.MultiHeadAttention, N)
+    key = jax.random.key(0)
     for call, error in (
         (lambda: pair.second(X), "kv must be the SharedKV that the call of an earlier layer returns .* got NoneType"),
         (lambda: pair.second(X, kv=(kv.key, kv.value)), "kv must be the SharedKV .* but got tuple"),
@@ -294,31 +299,11 @@ def test_wrong_uses_are_refused():
         (lambda: pair.first(X, return_kv=1), "return_kv must be True or False"),
         (lambda: Pair(share_kv=True), "share_kv must be False with reuse_kv=True"),
         (lambda: Pair(share_kv=1), "share_kv must be True or False"),
+        (lambda: shared(X, X, X + 1), "inputs_v must be None with share_kv=True"),
+        (lambda: of_linen(share_kv=True).init(key, X, X, X + 1), "inputs_v must be None with share_kv=True"),
+        (lambda: of_linen(reuse_kv=True, normalize_value=True).init(key, X), "normalize_value must be False with reus"),
     ):
         refused(error, call)
-    shared = flax_mha.MultiHeadAttention(N, D, share_kv=True, decode=False, rngs=nnx.Rngs(0))
-    refused("inputs_v must be None with share_kv=True", shared, X, X, X + 1)
-    layer = linen.MultiHeadDotProductAttention(N, share_kv=True)
-    refused("inputs_v must be None with share_kv=True", layer.init, jax.random.key(0), X, X, X + 1)
-    refused(
-        "normalize_value must be False with reuse_kv",
-        linen.MultiHeadAttention(N, reuse_kv=True, normalize_value=True).init,
-        jax.random.key(0),
-        X,
-    )
-
-
-def test_shared_layers_in_views_and_in_16_bits():
-    pair = Pair(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-    view = nnx.view(pair, decode=True, batch_size=B, max_length=T)
-    assert view.second.cached_key is None
-    with flax_rules():  # of Flax's norms
-        want = pair(jnp.asarray(X, jnp.bfloat16), is_causal=True)
-        step = nnx.jit(Pair.__call__)
-        steps = [step(view, jnp.asarray(X[:, i:j], jnp.bfloat16)) for i, j in ((0, 9), (9, 10), (10, T))]
-    got = jnp.concatenate(steps, axis=1)
-    assert got.dtype == want.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=0, atol=0.1)
 
 
 @pytest.mark.core
