@@ -1,4 +1,4 @@
-"""`train_demo` from Python: the command's runs, its refusals as exceptions, and the notebook."""
+"""`train_demo` from Python: runs, errors as exceptions, and the notebook."""
 
 import dataclasses
 import inspect
@@ -45,29 +45,43 @@ def test_a_run_from_python_is_loaded_again_and_samples(run):
     assert run.sample("fox", 5, temperature=0, top_k=3, top_p=0.9, min_p=0.1) == run.sample("fox", 5, temperature=0)
 
 
+REFUSED = [
+    ("train", {"steps": 0, "out": "new"}, "steps: expected a whole number from 1 to 2147483647, got '0'"),
+    ("train", {"steps": "3", "out": "new"}, "steps: expected a number, got '3'"),
+    ("train", {"steps": True, "out": "new"}, "steps: expected a number, got True"),
+    ("train", {"dtype": "float16", "out": "new"}, "dtype: expected one of auto, float32, bfloat16"),
+    ("train", {"dtype": jnp.float32, "out": "new"}, "dtype: expected a string"),
+    ("train", {"heads": 3, "out": "new"}, "--features 8 is incompatible with --heads 3"),
+    ("train", {"data": "no-such-file", "out": "new"}, "no-such-file"),
+    ("train", {"resume": True, "seed": 3}, "(--seed was 0, now 3): drop these options, or choose a"),
+    ("train", {}, "already contains a run: pass --resume to continue it, or choose a different --out"),
+    ("train", {"layout": Layout(coordinator="a:1", num_processes=2, process_id=0)}, "multiple processes"),
+    ("train", {"layout": Layout(fsdp=3), "out": "new"}, "--data-parallel -1 x --fsdp 3 x --tensor 1"),
+    ("train", {"size": ["tiny"], "out": "new"}, "size: expected a string, got ['tiny']"),
+    ("train", {"size": "huge", "out": "new"}, "size: expected one of"),
+    ("train", {"out": ""}, "--out is empty"),
+    ("Layout", {"fsdp": 0}, "fsdp: expected a whole number from 1 to 2147483647, got '0'"),
+    ("Layout", {"accumulate": 2.0}, "accumulate: expected a whole number from 1 to 2147483647, got '2.0'"),
+    ("Layout", {"tensor": "2"}, "tensor: expected a number, got '2'"),
+    ("Layout", {"remat": "no"}, "remat: expected True or False, got 'no'"),
+    ("Layout", {"coordinator": "x", "num_processes": 1, "process_id": 0}, "coordinator: expected HOST:PORT"),
+    ("sample", {"prompt": ""}, "prompt '' is empty"),
+    ("sample", {"prompt": "Ünknown"}, "does not contain 'Ü'"),
+    ("sample", {"prompt": 5}, "prompt: expected a string, got 5"),
+    ("sample", {"max_new_tokens": 0}, "max_new_tokens: expected a whole number from 1"),
+    ("sample", {"temperature": -1.0}, "temperature: "),
+    ("sample", {"top_p": 0.0}, "top_p: "),
+    ("sample", {"top_k": True}, "top_k: "),
+]
+
+
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"steps": 0, "out": "new"}, ["steps: expected a whole number from 1", "got '0'"]),
-        ({"steps": "3", "out": "new"}, ["steps: expected a number, got '3'"]),
-        ({"steps": True, "out": "new"}, ["steps: expected a number, got True"]),
-        ({"dtype": "float16", "out": "new"}, ["dtype", "float32, bfloat16"]),
-        ({"dtype": jnp.float32, "out": "new"}, ["dtype: expected a string"]),
-        ({"heads": 3, "out": "new"}, ["--features 8 is incompatible with --heads 3"]),
-        ({"data": "no-such-file", "out": "new"}, ["no-such-file"]),
-        ({"resume": True, "seed": 3}, ["different settings", "(--seed was 0, now 3): drop these options, or choose a"]),
-        ({}, ["already contains a run: pass --resume to continue it, or choose a different --out"]),
-        ({"layout": Layout(coordinator="a:1", num_processes=2, process_id=0)}, ["multiple processes"]),
-        ({"layout": Layout(fsdp=3), "out": "new"}, ["--data-parallel -1 x --fsdp 3 x --tensor 1"]),
-        ({"size": ["tiny"], "out": "new"}, ["size: expected a string, got ['tiny']"]),
-        ({"size": "huge", "out": "new"}, ["size: expected one of", "got 'huge'"]),
-        ({"out": ""}, ["--out is empty"]),
-    ],
-)
-def test_what_the_command_refuses_is_an_exception(run, text, tmp_path, monkeypatch, options, words):
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED)
+def test_refused(run, text, tmp_path, monkeypatch, name, options, message):
     monkeypatch.chdir(tmp_path)
-    assert_refused(words, train_demo.train, **{"data": text, "out": run.out, "quiet": True, **SETTINGS, **options})
+    given = {"train": {"data": text, "out": run.out, "quiet": True, **SETTINGS}, "sample": {"prompt": "fox"}}
+    function = run.sample if name == "sample" else getattr(train_demo, name)
+    assert_refused([message], function, **given.get(name, {}) | options)
     assert not list(tmp_path.rglob("config.json"))
 
 
@@ -81,38 +95,8 @@ def test_export(run, tmp_path):
     assert_refused(["different --to"], run.export, run.out / "lock/x")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"fsdp": 0}, ["fsdp: expected a whole number from 1", "got '0'"]),
-        ({"accumulate": 2.0}, ["accumulate: expected a whole number from 1", "got '2.0'"]),
-        ({"tensor": "2"}, ["tensor: expected a number, got '2'"]),
-        ({"remat": "no"}, ["remat: expected True or False, got 'no'"]),
-        ({"coordinator": "here", "num_processes": 1, "process_id": 0}, ["coordinator: expected HOST:PORT"]),
-    ],
-)
-def test_what_layouts_refuse(options, words):
-    assert_refused(words, Layout, **options)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "words"),
-    [
-        ("", {}, ["prompt '' is empty"]),
-        ("Ünknown", {}, ["does not contain 'Ü'"]),
-        ("fox", {"max_new_tokens": 0}, ["max_new_tokens", "got '0'"]),
-        ("fox", {"temperature": -1.0}, ["temperature"]),
-        ("fox", {"top_p": 0.0}, ["top_p"]),
-        ("fox", {"top_k": True}, ["top_k"]),
-        (5, {}, ["prompt: expected a string, got 5"]),
-    ],
-)
-def test_what_samples_refuse(run, prompt, options, words):
-    assert_refused(words, run.sample, prompt, **options)
-
-
 @pytest.mark.usefixtures("no_pictures")
-def test_ctrl_c_saves_and_a_resumed_run_is_the_same(run, text, tmp_path, monkeypatch):
+def test_ctrl_c_saves_and_a_resumed_run_ends_the_same(run, text, tmp_path, monkeypatch):
     def note(self, name, step, value, loss=metrics.Log.loss):
         if (name, step) == ("loss", 1):
             os.kill(os.getpid(), signal.SIGINT)
@@ -147,7 +131,7 @@ def test_every_setting_is_an_argument_with_the_type_of_its_default():
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_the_largest_attention_score_is_noted_and_changes_nothing(run, text, tmp_path):
+def test_noting_the_largest_attention_score_changes_nothing(run, text, tmp_path):
     noted = train_demo.train(text, out=tmp_path / "run", quiet=True, max_score=True, **SETTINGS)
     assert noted.losses == run.losses
     checked = {metric["step"]: metric["max_score"] for metric in metrics.read(noted.out) if "val_loss" in metric}
@@ -170,7 +154,7 @@ def test_the_default_folder(tmp_path, monkeypatch, data, folder):
     ("module", "heavy"),
     [
         ("train_demo", {"jax", "numpy", "rich", "argparse"}),
-        ("train_demo.command_line", {"jax"}),  # it decides before where programs are kept
+        ("train_demo.command_line", {"jax"}),  # it first decides where to cache programs
     ],
 )
 def test_importing_is_light(module, heavy):

@@ -1,4 +1,4 @@
-"""The demo's steps: the same bits however they are dispatched, what Muon does, and sizes."""
+"""The demo's steps: the same bits with any dispatches, Muon's updates, and sizes."""
 
 import itertools
 from dataclasses import replace
@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from train_demo import model, training
+from train_demo import training
 from train_demo.model import blueprint, initial_params
 from train_demo.run_folder import prepare
-from train_demo.settings import LEARNING_RATES, SIZES, Layout, Settings, completed
+from train_demo.settings import LEARNING_RATES, SIZES, Settings, completed
 from train_demo.update import NEWTON_SCHULZ, WARM_UP, State, make_optimizer, make_update, make_updates
 
 VOCABULARY = 11
@@ -29,7 +29,7 @@ def test_the_bits_do_not_depend_on_the_dispatches(optimizer):
     updates = make_updates(make_update(structure, settings))
 
     def run(*dispatches):
-        """The losses, and the last state, of steps that are dispatched so."""
+        """The losses and the last state."""
         state, losses = State(params, start), []
         for last, steps in zip(itertools.accumulate(dispatches), dispatches, strict=True):
             state, some = updates(state, last - steps + 1, steps, TEXT)
@@ -67,8 +67,8 @@ def test_muon_makes_the_gradients_of_matrices_orthogonal():
             expected = a * expected + b * expected**3 + c * expected**5
         found = singular(updates, layer, name, shape) / (rate * scale)
         np.testing.assert_allclose(found, np.sort(expected)[::-1], rtol=1e-3)
-    # Adam's first updates are as large as the learning rate, but for Nesterov's look ahead: b1 times the momentum after
-    # two steps, and the gradient. That of the head is divided by its width.
+    # Adam's first updates equal the learning rate times Nesterov's correction: b1 times the momentum after two steps,
+    # and the gradient. The update of the head is divided by its width.
     first = rate * (0.9 * 0.1 / (1 - 0.9**2) + 1)
     np.testing.assert_allclose(np.abs(updates["embedding"]["embedding"]), first, rtol=1e-3)
     np.testing.assert_allclose(np.abs(updates["head"]["kernel"]), first * 128 / 16, rtol=1e-3)
@@ -106,20 +106,3 @@ def test_dispatches_follow_the_clock(monkeypatch):
         now[0] += seconds
         several.took(several.steps)
         assert several.steps == training.IN_STEP
-
-
-def test_the_model_is_built_once(monkeypatch):
-    built, build = [], model.Transformer.__init__
-
-    def noting(transformer, *args, **options):
-        built.append(args)
-        build(transformer, *args, **options)
-
-    monkeypatch.setattr(model.Transformer, "__init__", noting)
-    settings = replace(SMALL, seed=123)
-    structure, shapes = model.blueprint(11, settings, Layout())
-    params = model.initial_params(11, settings)
-    assert model.blueprint(11, settings)[0] is structure
-    assert len(built) == 1
-    types, other_types = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (shapes, params))
-    assert types == other_types
