@@ -1,4 +1,4 @@
-"""What the command refuses in one line: arguments, texts, folders; with damaged runs it goes on or refuses."""
+"""One-line errors of the command: arguments, texts, folders, and damaged runs."""
 
 import itertools
 import json
@@ -140,9 +140,6 @@ def test_the_help_lists_the_options_of_training_within_the_width(capsys, monkeyp
     assert {"--data", "--steps", "--learning-rate", "--fsdp", "--start-timeout"} <= set(words[""])
 
 
-# Runs
-
-
 OTHERS = ["--resume", "--data", "other", "--batch-size", 3, "--learning-rate", 0.5]
 
 
@@ -167,27 +164,11 @@ def test_what_does_not_fit_a_run(capsys, run, text, tmp_path, arguments, words):
     assert "--context-length" not in said
 
 
-def test_the_same_text_elsewhere_is_the_same_configuration(run, tmp_path):
+def test_a_moved_text_is_the_same_configuration(run, tmp_path):
     moved = tmp_path / "moved.txt"
     moved.write_text(TEXT)
     config, _ = run_folder.prepare(run.out, str(moved), {"steps": STEPS}, resume=True)
     assert config.settings == run_folder.read_config(run.out).settings
-
-
-@pytest.mark.parametrize("command", [["sample", "--prompt", "fox"], ["plot"], ["report"], ["export"]])
-def test_a_run_without_a_checkpoint(capsys, copy, command):
-    shutil.rmtree(copy / run_folder.CHECKPOINTS)
-    assert "contains no complete checkpoint" in refusal(capsys, *command, "--out", copy)
-
-
-@pytest.mark.parametrize("version", [None, 2])
-def test_a_run_of_another_model(capsys, copy, version):
-    config = json.loads((copy / run_folder.CONFIG).read_bytes()) | {"model_version": version}
-    (copy / run_folder.CONFIG).write_text(json.dumps({name: x for name, x in config.items() if x is not None}))
-    for arguments in (["--resume"], ["sample", "--prompt", "fox"], ["plot"]):
-        said = refusal(capsys, *arguments, "--out", copy)
-        assert f"contains a run with model version {version or 1}" in said
-        assert "train again" in said
 
 
 @pytest.mark.parametrize("command", [["sample", "--prompt", "fox", "--max-new-tokens", "2"], ["--resume"]])
@@ -201,8 +182,6 @@ def test_the_newest_run_is_the_default(capsys, monkeypatch, run, fast, tmp_path,
     said = capsys.readouterr()
     assert said.err == f"Using the newest run: {Path('runs', 'new')}\n"
 
-
-# Damage
 
 COMMANDS = (("--resume",), ("sample", "--prompt", "fox", "--max-new-tokens", 2), ("plot",), ("report",), ("export",))
 
@@ -254,12 +233,14 @@ def test_a_damaged_file(fast, capfd, copy, tmp_path, place, harm):
         complaint = capfd.readouterr().err
         assert code == 0 or (code, complaint.count("\n")) == (2, 1), complaint
         assert code == 0 or not lines or harm == "a folder"
+        if (place, harm) == ("checkpoints", "deleted") and command != ("--resume",):
+            assert "contains no complete checkpoint" in complaint
 
 
 CONFIG_HARMS = {
     "settings": [None, 3, {}, {"steps": 4}],
     "vocabulary": [None, 3, ["a"], "ab", {}, {"characters": ""}, {"characters": "\ud800"}],
-    "model_version": [None, "2", True, 2.0, 1, 4],
+    "model_version": [None, "2", True, 2.0, 4],
     "sentence": [None, 3, "?"],
 }
 SETTING_HARMS = {
@@ -273,7 +254,7 @@ SETTING_HARMS = {
 
 
 DELETED = object()
-# These are sane, and only do not fit the checkpoint or the text.
+# These are valid, but do not match the checkpoint or the text.
 FITTING = [("model_version", 4), ("layers", 2), ("context_length", 16), ("features", 8)]
 
 
@@ -294,6 +275,10 @@ def test_a_damaged_configuration(copy, where):
                 continue
             with pytest.raises(UserError, match=r"config\.json is damaged|contains a run with model version"):
                 run_folder.read_config(copy)
+    for version in (1, 2):
+        (copy / "config.json").write_text(json.dumps(config | {"model_version": version}))
+        with pytest.raises(UserError, match=f"contains a run with model version {version}, .*train again"):
+            run_folder.read_config(copy)
 
 
 def test_damaged_lines_of_metrics(tmp_path):

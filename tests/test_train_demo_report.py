@@ -1,4 +1,4 @@
-"""The demo's report: one page that asks for nothing else, whatever its texts hold, and also of a run without much."""
+"""The demo's report: one page that loads nothing, whatever its texts contain, also for a run that has just begun."""
 
 import io
 import json
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.core
 
 
 class Page(HTMLParser):
-    """What a browser finds: the elements, everything that it would load, the text."""
+    """The elements, the text, and all that a browser would load."""
 
     def __init__(self, page):
         super().__init__()
@@ -66,11 +66,13 @@ def test_no_text_is_html_and_nothing_is_loaded(out):
     assert "\\x1b[31m" in text  # as on a terminal
     assert "<b>.txt" in text
     page = (out / report.FILE).read_text()
+    report.write(out, config(), "b c" * 99)
+    assert "<pre><b>ab</b>" + "b c" * 99 + "</pre>" in (out / report.FILE).read_text()
     assert "default-src 'none'" in page
     assert not re.search(r"https?://|url\(|@import", page)
 
 
-def test_what_the_report_says_is_what_the_run_measured(out):
+def test_the_report_contains_the_measurements(out):
     lines = [{"step": i, "loss": 5 - i / 100, "seconds": 3 + i / 10} for i in range(1, 201)]
     lines += [{"step": i, "val_loss": 4 - i / 100, "max_score": 150 - i / 2, "seconds": 23} for i in range(50, 201, 50)]
     measured(out, *lines)
@@ -91,14 +93,14 @@ def test_what_the_report_says_is_what_the_run_measured(out):
 
 
 @pytest.mark.parametrize(("last", "advice"), [(2.0, "--steps 18 with --resume"), (4.0, "more text or --dropout-rate")])
-def test_a_finished_run_says_what_to_try_next(out, last, advice):
+def test_the_report_of_a_finished_run_suggests_what_to_try_next(out, last, advice):
     measured(out, *({"step": i, "val_loss": x, "seconds": 1.0} for i, x in ((5, 3.0), (SETTINGS.steps, last))))
     *_, (name, value, meaning) = metrics.facts(out, config())
     assert f"{name} {value} {meaning}".startswith(f"try next {advice}")
 
 
 @pytest.mark.parametrize("lines", [[], [{"step": 1, "val_loss": 3.0, "seconds": 1.0}], [{"step": 1, "loss": 3.0}]])
-def test_a_run_without_much(out, lines):
+def test_a_run_with_few_files(out, lines):
     measured(out, *lines)
     (out / metrics.RESOURCES).write_text("[1")
     assert "Random guessing among 4 characters" in shown(out)
@@ -134,20 +136,14 @@ def test_lines_break_only_between_words(width):
     assert "".join(terminal.wrapped(["as it\n   was"], width)) == "as it\n   was\n"
 
 
-def test_a_text_is_shown_word_by_word_as_it_is_written():
-    written = []
-
-    def pieces():
-        for piece in ("two wo", "rds", " more"):
-            written.append(piece)
-            yield piece
-
-    lines = terminal.wrapped(pieces(), 80)
-    assert (next(lines), written) == ("two", ["two wo"])
+def test_words_are_printed_once_they_are_complete():
+    pieces = iter(["two wo", "rds", " more"])
+    assert next(terminal.wrapped(pieces, 80)) == "two"
+    assert next(pieces) == "rds"
 
 
 @pytest.mark.parametrize(("width", "speed"), [(60, False), (80, True), (120, True)])
-def test_the_bar_takes_one_line_that_says_how_much_time_is_left(monkeypatch, width, speed):
+def test_the_progress_bar_fits_one_line_and_shows_the_time_left(monkeypatch, width, speed):
     monkeypatch.setattr(Task, "time_remaining", 80.0)
     console = Console(width=width, force_terminal=True, file=io.StringIO())
     bar = progress.progress_bar(console)
@@ -177,12 +173,7 @@ def test_the_verdict(out, losses, said):
     assert shown(out).count(metrics.verdict(out, config())) == 1
 
 
-def test_the_report_has_the_long_sample(out):
-    report.write(out, config(), "b c" * 99)
-    assert "<pre><b>ab</b>" + "b c" * 99 + "</pre>" in (out / report.FILE).read_text()
-
-
-def test_the_end_of_the_training_is_enlarged():
+def test_the_plot_has_an_inset_of_the_last_steps():
     lines = [{"step": step, "seconds": step / 10, "loss": 1 + 4 / step} for step in range(1, 101)]
     lines += [{"step": step, "seconds": step / 10, "val_loss": 1.1} for step in (50, 100)]
     *_, ending = plots.loss_figure(lines).axes
@@ -200,7 +191,7 @@ def test_the_end_of_the_training_is_enlarged():
         ([], " s"),
     ],
 )
-def test_only_what_came_from_the_cache_is_called_cached(events, said):
+def test_a_program_is_cached_if_all_its_parts_are(events, said):
     with training.Compiling() as compiling:
         for event in events:
             jax.monitoring.record_event(f"/jax/compilation_cache/{event}")
@@ -210,7 +201,5 @@ def test_only_what_came_from_the_cache_is_called_cached(events, said):
 
 
 def test_every_sentence_has_a_prompt():
-    for sentence in (" ab", "ab c", " "):
-        prompt = run_folder.Config(SETTINGS, None, "", Vocabulary(" abc"), sentence).prompt
-        assert prompt
-        assert prompt in sentence
+    for sentence, prompt in ((" ab", " ab"), ("ab c", "ab"), (" ", " ")):
+        assert run_folder.Config(SETTINGS, None, "", Vocabulary(" abc"), sentence).prompt == prompt
