@@ -1,11 +1,34 @@
-"""What the comparison with other packages says of PyTorch, as it runs on a CPU."""
+"""Statements of the documentation about PyTorch, checked on a CPU."""
 
+import jax
+import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from flax_mha import dot_product_attention
+from flax_mha.masks import FunctionMask
+
 X = torch.linspace(-1, 1, 96).reshape(1, 2, 6, 8)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_functions_of_scores_and_positions_have_the_arguments_of_flex_attention():
+    """The same two functions, passed to both."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score - (0.25 * h + b + 0.5) * abs(2 * q_idx - kv_idx)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & ((q_idx + 2 * kv_idx + b) % (h + 2) != 1)
+
+    x = torch.linspace(-1, 1, 192).sin().reshape(2, 2, 6, 8)
+    want = flex_attention(x, x, x, score_mod, create_block_mask(mask_mod, 2, 2, 6, 6, device="cpu"))
+    ours = x.numpy().swapaxes(1, 2)
+    with jax.numpy_dtype_promotion("standard"):
+        got = dot_product_attention(ours, ours, ours, mask=FunctionMask(mask_mod), score_mod=score_mod)
+    np.testing.assert_allclose(got, want.numpy().swapaxes(1, 2), rtol=0, atol=1e-6)
 
 
 def test_masked_rows_and_nan():
