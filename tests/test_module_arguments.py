@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 from cases import refused
 from flax import nnx
-from marks import with_core
 
 import flax_mha
 from flax_mha import CausalMask, convert, linen, masks
 from flax_mha._src.core import tracing
 from flax_mha._src.modules.call import dot_general
-from flax_mha.rope import RoPE, apply_rope
 
 B, T, S, D, N, K = 2, 9, 13, 16, 4, 2
 rng = np.random.default_rng(0)
@@ -53,28 +51,6 @@ assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6)
 
 
 @pytest.mark.core
-def test_gate():
-    """A sigmoid of the input multiplies heads before they are projected back; the padding's is not asked."""
-    options = {"gate": True, "use_bias": False, "num_kv_heads": K}
-    module, layer = nnx_module(**options), linen_module(**options)
-    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    names = ("query", "key", "value", "gate")
-    query, key, value, gate = (jnp.einsum("btd,dnh->btnh", X, params[x]["kernel"]) for x in names)
-    output = flax_mha.dot_product_attention(query, key, value, is_causal=True) / (1 + jnp.exp(-gate))
-    expected = jnp.einsum("btnh,nhd->btd", output, params["out"]["kernel"])
-    padded = jnp.asarray(X).at[1, 5:].set(jnp.nan)
-    for run in (module, functools.partial(layer.apply, {"params": params})):
-        np.testing.assert_allclose(run(X, is_causal=True), expected, atol=1e-5)
-        got = run(padded, is_causal=True, lengths=jnp.array([T, 5]))
-        np.testing.assert_allclose(got, expected.at[1, 5:].set(0), atol=1e-5)
-    assert jax.tree.map(jnp.shape, layer.init(jax.random.key(0), X)["params"]) == jax.tree.map(jnp.shape, params)
-    with jax.debug_nans(True):  # values of 0 have gradients
-        nnx.update(module, {"value": {"kernel": jnp.zeros_like(params["value"]["kernel"])}})
-        slopes = nnx.grad(lambda module: module(X).sum())(module)
-    assert jnp.abs(slopes["value"]["kernel"][...]).max() > 0
-
-
-@pytest.mark.core
 @MAKES
 def test_lengths_are_a_mask_of_padding(make):
     """And what padding holds affects nothing."""
@@ -82,54 +58,6 @@ def test_lengths_are_a_mask_of_padding(make):
     got = call(module, jnp.asarray(X).at[1, 4:].set(jnp.nan), lengths=lengths)
     inside = jnp.arange(T)[None] < lengths[:, None]
     assert_close(got, call(module, X, mask=(inside[:, None, :, None] & inside[:, None, None, :])))
-
-
-def layer_norm(x, scale, bias=0.0):
-    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 0.5) * scale + bias
-
-
-def rms_norm(x, scale, axes=-1):
-    return x / np.sqrt(np.square(x).mean(axes, keepdims=True) + 0.5) * scale
-
-
-# The norm of [B, T, heads, head size], and the heads that its scale has.
-NORMS = {
-    "layer_norm": (layer_norm, ()),
-    "layer_norm_bias": (layer_norm, ()),
-    "layer_norm_each_head": (layer_norm, (N,)),
-    "rms_norm": (rms_norm, ()),
-    "rms_norm_all_heads": (functools.partial(rms_norm, axes=(-2, -1)), (N,)),
-    "rms_norm_after_rope": (rms_norm, ()),
-}
-
-
-@pytest.mark.parametrize("kind", with_core(NORMS, "layer_norm_bias", "rms_norm_after_rope"))
-def test_norms_of_queries_and_keys(kind):
-    """Of a module's parameters in both APIs: the scores are those of the formula."""
-    norm, heads = NORMS[kind]
-    options = {"use_bias": False, "normalize_qk": kind, "qk_norm_epsilon": 0.5, "rope": RoPE(), "scale": 1.0}
-    draw = np.random.default_rng(1)
-    leaves = ("scale", "bias") if kind == "layer_norm_bias" else ("scale",)
-    norms = {x: {leaf: draw.uniform(0.5, 2.0, (*heads, D // N)) for leaf in leaves} for x in ("query_ln", "key_ln")}
-    kernels = {x: {"kernel": draw.standard_normal((D, N, D // N))} for x in ("query", "key", "value")}
-    kernels["out"] = {"kernel": draw.standard_normal((N, D // N, D))}
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), kernels | norms)
-
-    after = kind == "rms_norm_after_rope"
-    rotate = lambda x: np.asarray(apply_rope(jnp.asarray(x, jnp.float32), jnp.arange(T), RoPE()))  # noqa: E731
-    projected = {x: np.einsum("btd,dnh->btnh", X, kernels[x]["kernel"]) for x in ("query", "key", "value")}
-    query, key = (
-        norm(rotate(projected[x]), **norms[f"{x}_ln"]) if after else rotate(norm(projected[x], **norms[f"{x}_ln"]))
-        for x in ("query", "key")
-    )
-    weights = np.asarray(jax.nn.softmax(jnp.asarray(np.einsum("btnh,bsnh->bnts", query, key)), axis=-1))
-    expected = np.einsum("bnts,bsnh,nhd->btd", weights, projected["value"], kernels["out"]["kernel"])
-
-    module = nnx_module(**options)
-    assert jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(module, nnx.Param))) == jax.tree.map(jnp.shape, params)
-    nnx.update(module, params)
-    for got in (module(X), linen_module(**options).apply({"params": params}, X)):
-        np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 @pytest.mark.core
