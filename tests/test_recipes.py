@@ -1,10 +1,10 @@
-"""The gallery: each recipe equals its dense formula, in output and every gradient, those of captured arrays too."""
+"""Every recipe equals its dense formula, in the output and all gradients, also those of captured arrays."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import by_the_rule_of_flash_attention, close, naive_attention
+from cases import by_the_rule_of_flash_attention, close, naive_attention, refused
 
 from flax_mha import dot_product_attention, recipes
 from flax_mha.cached_attention import cached_attention
@@ -20,9 +20,8 @@ BLOCKS = rng.random((N, 9, 9)) < 0.4
 TABLE = rng.standard_normal((12, N)).astype(np.float32)
 SINKS = rng.standard_normal(N).astype(np.float32)
 DOCUMENTS = CAUSAL & (IDS[:, None, :, None] == IDS[:, None, None, :])
-SLOPES = (
-    2.0 ** -np.array([2, 4, 6, 8, 1, 3])[:, None, None]
-)  # of six heads: those of four, and every second one of eight
+# For six heads: the slopes for four, and every second one of the slopes for eight.
+SLOPES = 2.0 ** -np.array([2, 4, 6, 8, 1, 3])[:, None, None]
 
 
 def t5_buckets(distance, buckets=12):
@@ -33,7 +32,7 @@ def t5_buckets(distance, buckets=12):
 
 
 def natten(length, size):
-    """What each place along one axis sees, as NATTEN's reference kernel computes it."""
+    """The visible keys along one axis, as in NATTEN's reference kernel."""
     place, left, right = np.arange(length)[:, None], size // 2, size // 2 + size % 2 - 1
     start = np.maximum(place - left, 0) + (place + right >= length) * (length - right - place - 1)
     ahead = np.arange(length) - start
@@ -41,7 +40,7 @@ def natten(length, size):
 
 
 def swin(height, width, window, shift):
-    """Liu et al.: the image is rolled, cut into windows, and masked where rolled parts meet. The mask, and the bias."""
+    """The mask and the index into the bias. Liu et al. roll the image, cut windows, and mask across the seam."""
     places, regions = [], []
     for axis, length in enumerate((height, width)):
         rolled = (np.indices((height, width))[axis].ravel() - shift) % length
@@ -81,7 +80,7 @@ TERMS = {
     for name, width in (("relative terms", 20), ("relative terms, clipped", 20), ("relative terms, both sides", 41))
 }
 
-# How to make it, and what is visible.
+# The recipe, and its mask as an array.
 MASKS = {
     "causal": (recipes.causal, CAUSAL),
     "sliding window": (lambda: recipes.sliding_window(9), CAUSAL & (column >= row - 9)),
@@ -123,7 +122,7 @@ def relative(name, mask, **options):
 
 
 def gradient_of_learned(name, d_added):
-    """The gradient of what is learned, from that of what it adds to the scores [B, N, S, S]."""
+    """The gradient of the learned array, given that of the bias [B, N, S, S] that it adds to the scores."""
     if name == "forgetting":
         d_sums = d_added.sum(-1) - d_added.sum(-2)
         return np.moveaxis(np.cumsum(d_sums[..., ::-1], -1)[..., ::-1], 1, -1)
@@ -136,7 +135,7 @@ def gradient_of_learned(name, d_added):
     return gradient
 
 
-# How to make it of what is learned, what that is, and the arguments of the dense formula.
+# A function from the learned array to the recipe, the learned array, and the arguments of the dense formula.
 RECIPES = {name: (make, None, {"mask": mask}) for name, (make, mask) in MASKS.items()} | {
     "ALiBi": (lambda: recipes.alibi(np.int64(N)), None, {"mask": CAUSAL, "added": SLOPES * (column - row)}),
     "T5 bias": (
@@ -174,7 +173,7 @@ def inputs(dtype=np.float32):
 
 
 def graded(name, implementation, cotangent, **more):
-    """The function of the inputs and of what is learned that returns their gradients and the output."""
+    """A function of the inputs and the learned array that returns their gradients and the output."""
     make = RECIPES[name][0]
 
     def loss(inputs, learned):
@@ -201,7 +200,7 @@ pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def kept(rate):
-    """What dropout multiplies the weights with: it shows in the output when the values are the identity."""
+    """The factors of the weights in dropout; the output shows them if the values are the identity."""
     flat = {name: np.zeros_like(x) for name, x in inputs().items()}
     flat["value"] = np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, K, S))
     shown = dot_product_attention(**flat, dropout_rate=rate, dropout_rng=jax.random.key(0), implementation="xla")
@@ -216,7 +215,7 @@ def kept(rate):
     ],
 )
 def test_equals_its_dense_formula(name, implementation, rate):
-    """To 1e-5 relative; in tiles in turns with dropout and without."""
+    """In tiles, every second recipe with dropout."""
     arrays, cotangent = inputs(), rng.standard_normal((B, S, N, H)).astype(np.float32)
     drop = {"dropout_rate": rate, "dropout_rng": jax.random.key(0)}
     (grads, learned), output = jax.jit(graded(name, implementation, cotangent, **drop))(arrays, RECIPES[name][1])
@@ -225,7 +224,7 @@ def test_equals_its_dense_formula(name, implementation, rate):
 
 
 def test_recipes_combine():
-    """Masks by &, score functions in order, all else as it is."""
+    """Masks are combined with &, and score functions applied in order."""
     mods = [lambda score, *place: score * 2, lambda score, b, h, q, k: score + k.astype(score.dtype)]
     parts = [{"score_mod": mods[0]}, recipes.sliding_window(9), recipes.alibi(N), recipes.soft_cap(1.5)]
     parts += [recipes.documents(jnp.asarray(IDS)), {"score_mod": mods[1]}]
@@ -241,76 +240,52 @@ def test_recipes_combine():
     assert both == {"score_mod": mods[0], "logits_soft_cap": 3.0}
 
 
-BAD = {
-    "two soft caps": (
-        lambda: recipes.combine(recipes.soft_cap(3.0), recipes.soft_cap(5.0)),
-        "logits_soft_cap must be set by only one recipe, but 2 set it",
-    ),
-    "numbers of heads": (
-        lambda: recipes.combine(recipes.alibi(4), recipes.t5_bias(TABLE)),
-        "recipes must be created for the same number of heads, but got 4 and 6",
-    ),
-    "no recipe": (
-        lambda: recipes.combine(recipes.causal(), recipes.causal()["mask"]),
-        r'a recipe must be a dict of arguments, such as {"mask": mask}',
-    ),
-    "tree, order": (lambda: recipes.tree_causal([-1, 2, 0]), r"parents must precede their tokens.* \[-1, 2, 0\]"),
-    "tree, below -1": (lambda: recipes.tree_causal([-2]), r"parents must precede their tokens or be -1"),
-    "tree, a number": (
-        lambda: recipes.tree_causal(3),
-        r"parents must have shape \[T\] or \[B, T\], .*\[B\], but got \(\) and ",
-    ),
-    "tree, batches": (lambda: recipes.tree_causal(np.full((2, 3), -1), [1, 2, 3]), r"got \(2, 3\) and \(3,\)"),
-    "tree, floats": (lambda: recipes.tree_causal([0.0]), "parents must have an integer dtype"),
-    "heads": (lambda: recipes.alibi(0), "num_heads must be an int >= 1, but got 0"),
-    "prefix": (lambda: recipes.prefix_lm(2.5), "length must have an integer dtype, but got float64"),
-    "step": (lambda: recipes.dilated(0), "step must be an int >= 1, but got 0"),
-    "blocks": (lambda: recipes.block_sparse(BLOCKS, 0), "block must be an int >= 1, but got 0"),
-    "blocks, axes": (lambda: recipes.block_sparse(BLOCKS[0], 8), r"table must be bool .*, but got bool \(9, 9\)"),
-    "blocks, dtype": (lambda: recipes.block_sparse(BLOCKS * 1.0, 8), "table must be bool .*, but got float"),
-    "T5, axes": (
-        lambda: recipes.t5_bias(TABLE[0]),
-        r"table must have shape \[buckets, heads\] with at least 2 buckets, but got \(6,\)",
-    ),
-    "T5, buckets": (lambda: recipes.t5_bias(TABLE[:3], bidirectional=True), r"with at least 4 buckets, .* \(3, 6\)"),
-    "T5, distance": (lambda: recipes.t5_bias(TABLE, max_distance=6), "max_distance must be an int >= 7, but got 6"),
-    "diffusion": (lambda: recipes.block_diffusion(8, 2.0), r"block must be an int >= 1, but got 2\.0"),
-    "neighborhood": (lambda: recipes.neighborhood(3, 9, 5), "size must not exceed the image size, 3 x 9, but got 5"),
-    "windows": (lambda: recipes.shifted_windows(OFFSETS, 8, 10, 4), "multiples of window, 4, but got 8 and 10"),
-    "windows, shift": (lambda: recipes.shifted_windows(OFFSETS, 8, 8, 4, 4), "shift must be less than window, 4, but"),
-    "windows, table": (lambda: recipes.shifted_windows(TABLE, 8, 8, 4), r"heads\] = \(49, N\), but got \(12, 6\)"),
-    "gates, axes": (lambda: recipes.forgetting(SINKS), r"log_gates must be floats \[.*\], but got float32 \(6,\)"),
-    "gates, integers": (lambda: recipes.forgetting(IDS), r"log_gates must be floats .*, but got int"),
-    "terms, axes": (lambda: recipes.relative_terms(TABLE), r"terms must be floats \[.*\], but got float32 \(12, 6\)"),
-    "terms, none": (lambda: recipes.relative_terms(np.zeros((2, 3, 0))), "terms must have at least 1 distance"),
-    "terms, even": (
-        lambda: recipes.relative_terms(np.zeros((2, 3, 4)), bidirectional=True),
-        r"an odd number of distances if bidirectional, but got shape \(2, 3, 4\)",
-    ),
-    "terms, offsets": (lambda: recipes.relative_terms(GATES, [1, 2]), "one for each of 1 batch entries, but got 2"),
-    "terms, offset": (lambda: recipes.relative_terms(GATES, 0.5), "query_offset must have an integer dtype"),
-    "tiles, axes": (
-        lambda: recipes.sliding_tiles((4, 4), (1, 2, 2), (1, 1, 1)),
-        r"video must be three ints .*\(4, 4\)",
-    ),
-    "tiles, zero": (lambda: recipes.sliding_tiles((4, 4, 4), (1, 0, 2), (1, 1, 1)), r"tile\[1\] must be an int >= 1"),
-    "tiles, cut": (lambda: recipes.sliding_tiles((4, 4, 4), (1, 3, 2), (1, 1, 1)), "multiple of tile, .* but got "),
-    "tiles, window": (
+REFUSED = [
+    (lambda: recipes.combine(recipes.soft_cap(3.0), recipes.soft_cap(5.0)), "logits_soft_cap must be set by only one"),
+    (lambda: recipes.combine(recipes.alibi(4), recipes.t5_bias(TABLE)), "number of heads, but got 4 and 6"),
+    (lambda: recipes.combine({}, recipes.causal()["mask"]), r'a recipe must be a dict .*, such as {"mask": mask}'),
+    (lambda: recipes.tree_causal([-1, 2, 0]), r"parents must precede their tokens.* \[-1, 2, 0\]"),
+    (lambda: recipes.tree_causal([-2]), "parents must precede their tokens or be -1"),
+    (lambda: recipes.tree_causal(3), r"parents must have shape \[T\] or .*, but got \(\) and "),
+    (lambda: recipes.tree_causal(np.full((2, 3), -1), [1, 2, 3]), r"got \(2, 3\) and \(3,\)"),
+    (lambda: recipes.tree_causal([0.0]), "parents must have an integer dtype"),
+    (lambda: recipes.alibi(0), "num_heads must be an int >= 1, but got 0"),
+    (lambda: recipes.prefix_lm(2.5), "length must have an integer dtype, but got float64"),
+    (lambda: recipes.dilated(0), "step must be an int >= 1, but got 0"),
+    (lambda: recipes.block_sparse(BLOCKS, 0), "block must be an int >= 1, but got 0"),
+    (lambda: recipes.block_sparse(BLOCKS[0], 8), r"table must be bool .*, but got bool \(9, 9\)"),
+    (lambda: recipes.block_sparse(BLOCKS * 1.0, 8), "table must be bool .*, but got float"),
+    (lambda: recipes.t5_bias(TABLE[0]), r"table must have shape .* at least 2 buckets, but got \(6,\)"),
+    (lambda: recipes.t5_bias(TABLE[:3], bidirectional=True), r"with at least 4 buckets, .* \(3, 6\)"),
+    (lambda: recipes.t5_bias(TABLE, max_distance=6), "max_distance must be an int >= 7, but got 6"),
+    (lambda: recipes.block_diffusion(8, 2.0), r"block must be an int >= 1, but got 2\.0"),
+    (lambda: recipes.neighborhood(3, 9, 5), "size must not exceed the image size, 3 x 9, but got 5"),
+    (lambda: recipes.shifted_windows(OFFSETS, 8, 10, 4), "multiples of window, 4, but got 8 and 10"),
+    (lambda: recipes.shifted_windows(OFFSETS, 8, 8, 4, 4), "shift must be less than window, 4, but"),
+    (lambda: recipes.shifted_windows(TABLE, 8, 8, 4), r"heads\] = \(49, N\), but got \(12, 6\)"),
+    (lambda: recipes.forgetting(SINKS), r"log_gates must be floats \[.*\], but got float32 \(6,\)"),
+    (lambda: recipes.forgetting(IDS), "log_gates must be floats .*, but got int"),
+    (lambda: recipes.relative_terms(TABLE), r"terms must be floats \[.*\], but got float32 \(12, 6\)"),
+    (lambda: recipes.relative_terms(np.zeros((2, 3, 0))), "terms must have at least 1 distance"),
+    (lambda: recipes.relative_terms(GATES[..., :4], bidirectional=True), r"an odd number .*67, 4\)"),
+    (lambda: recipes.relative_terms(GATES, [1, 2]), "one for each of 1 batch entries, but got 2"),
+    (lambda: recipes.relative_terms(GATES, 0.5), "query_offset must have an integer dtype"),
+    (lambda: recipes.sliding_tiles((4, 4), (1, 2, 2), (1, 1, 1)), r"video must be three ints .*\(4, 4\)"),
+    (lambda: recipes.sliding_tiles((4, 4, 4), (1, 0, 2), (1, 1, 1)), r"tile\[1\] must be an int >= 1"),
+    (lambda: recipes.sliding_tiles((4, 4, 4), (1, 3, 2), (1, 1, 1)), "multiple of tile, .* but got "),
+    (
         lambda: recipes.sliding_tiles((4, 4, 4), (1, 2, 2), (1, 3, 1)),
         r"window must be at most video / tile = \(4, 2, 2\) along each axis, but got \(1, 3, 1\)",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments(name):
-    make, message = BAD[name]
-    with pytest.raises(ValueError, match=message) as error:
-        make()
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_refused(call, message):
+    refused(message, call)
 
 
-# What masks alone show does not depend on the dtype.
+# The dtype does not matter for masks.
 OF_SCORES = ["causal", *(name for name in RECIPES if name not in MASKS)]
 
 
@@ -318,7 +293,6 @@ OF_SCORES = ["causal", *(name for name in RECIPES if name not in MASKS)]
     ("name", "implementation"), [(name, ("xla", "blockwise")[i % 2]) for i, name in enumerate(OF_SCORES)]
 )
 def test_bfloat16_by_the_rule_of_flash_attention(name, implementation):
-    """At most twice the error of the dense formula with its scores and weights in bfloat16, plus one rounding."""
     arrays = inputs(jnp.bfloat16)
     formula = {"visible" if name == "mask" else name: x for name, x in RECIPES[name][2].items()}
     simple = naive_attention(**jax.tree.map(jnp.asarray, arrays), **formula)
@@ -334,7 +308,7 @@ STEPS = {"float32": {}, "each sequence its own index": {"per_row": True}, "ring"
 @pytest.mark.parametrize("name", ["forgetting", "relative terms"])
 @pytest.mark.parametrize("kind", STEPS)
 def test_decoding_equals_one_call(name, kind):
-    """A step passes the terms of its queries with their position, or the gates of all tokens so far."""
+    """A step passes the terms of its queries and their position, or the gates of all tokens so far."""
     arrays, learned, window = inputs(), jnp.asarray(RECIPES[name][1]), STEPS[kind].get("window")
     cache = KVCache.create(B, S, num_kv_heads=K, head_size=H, dtype=jnp.float32, **STEPS[kind])
     more = {} if window is None else {"local_window_size": (window, 0)}
@@ -354,7 +328,7 @@ def test_decoding_equals_one_call(name, kind):
 
 
 def test_queries_outside_the_terms_are_nan():
-    """Where the position is not known while tracing; no other query changes."""
+    """If the position is not known while tracing; no other query changes."""
     terms = TERMS["relative terms"]
     attend = jax.jit(lambda offset: dot_product_attention(**inputs(), **recipes.relative_terms(terms, offset)))
     np.testing.assert_array_equal(np.isnan(attend(3)).any((0, 2, 3)), np.arange(S) < 3)
@@ -362,7 +336,7 @@ def test_queries_outside_the_terms_are_nan():
 
 
 LONG, HEADS = 8192, 4
-# test_memory.py has windows, soft caps and sinks; the others are further functions of positions and ids.
+# test_memory.py has windows, soft caps and sinks.
 AT_8K = {
     "documents": lambda: recipes.documents(jnp.arange(LONG) // 1024),
     "ALiBi": lambda: recipes.alibi(HEADS),
@@ -379,7 +353,7 @@ AT_8K = {
 
 @pytest.mark.parametrize("name", AT_8K)
 def test_memory_at_8k(name, monkeypatch):
-    """Of the gradient: at most 1/16 of the dense computation's temporaries, and no array that has both lengths."""
+    """A gradient takes at most 1/16 of the dense computation's temporaries, and no array has both lengths."""
     monkeypatch.undo()
     make, *learned = AT_8K[name] if isinstance(AT_8K[name], tuple) else (AT_8K[name],)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (*[(1, LONG, HEADS, 64)] * 3, *learned)]
