@@ -1,4 +1,4 @@
-"""What the kernels for every argument refuse, before anything is compiled, and what a TPU is given of the rest."""
+"""Calls that the Pallas kernels refuse before compilation, and programs for a TPU of calls that they compute."""
 
 import functools
 import re
@@ -35,9 +35,9 @@ REFUSED = {
     "precision": (abstract(), {"precision": "highest"}, "not Precision.HIGHEST|not highest"),
     "no keys": (abstract(s=0), {}, "an axis has length 0"),
     "tiles": (
-        abstract(2**16, 2**16, batch=(256,)),
+        abstract(2**14, 2**14, batch=(256,)),
         {"key_value_seq_lengths": jnp.ones(256, jnp.int32)},
-        "tile table does not fit: .* room for [0-9]+ words, but 128 x 128 tiles for 512 heads take ",
+        "tile table does not fit: .* room for [0-9]+ words, but 32 x 32 tiles for 512 heads take ",
     ),
     "tiles of heads that share a bias": (
         abstract(8192, 8192, batch=(512,)),
@@ -91,7 +91,7 @@ def test_refused_with_the_reason(name):
 
 
 def of_most_primitives(score, b, h, q, k):
-    """One that Mosaic would ask the device about, floor division, or has no rule for, ends this test."""
+    """The test fails at a primitive without a rule in Mosaic, or whose rule needs a device."""
     x, distance = jnp.abs(score) + 1.5, q - k
     floats = jnp.log1p(x) + jnp.tanh(x) + x**1.5 + jnp.sign(score) + jnp.sin(x) + jnp.round(x) + lax.logistic(x)
     integers = distance // 3 + distance % 5 + jnp.abs(distance) + (distance >> 1) + jnp.sign(distance)
@@ -122,7 +122,7 @@ def test_a_tpu_gets_the_kernels(name):
 
 @pytest.mark.parametrize(("h", "part"), [(64, f"64x{T}"), (80, f"80x{T}"), (128, f"{T}x128"), (1, f"{T}x1")])
 def test_no_row_of_memory_is_filled_up(h, part):
-    """Rows have 128 numbers. Where features are fewer, tokens lie along them, as XLA lays out the caller's arrays."""
+    """Rows have 128 numbers. With fewer features, tokens lie along them, as in XLA's layout of the arrays."""
     text = lowered(abstract(h=h), implementation="pallas", is_causal=True)
     kernels = [line.rpartition(" : ")[2] for line in text.splitlines() if "tpu_custom_call" in line]
     arrays = re.findall(rf"tensor<{B}x{N}x1x(\d+x\d+)xbf16>", "".join(kernels))
@@ -130,7 +130,7 @@ def test_no_row_of_memory_is_filled_up(h, part):
 
 
 def test_the_gradient_of_a_bias_has_its_own_shape():
-    """Of a bias for all heads and batch entries, no array of T x S values for each of them is made."""
+    """For a bias that heads and batch entries share, no T x S array for each of them is built."""
     query, key, value = abstract()
     bias = jax.ShapeDtypeStruct((T, T), jnp.float32)
 

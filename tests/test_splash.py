@@ -16,14 +16,14 @@ from marks import with_core
 from flax_mha import dot_product_attention, masks
 
 B, T, N, K, H = 2, 256, 2, 1, 32
-# Ids in no order, the least and the greatest among them.
+# Unsorted ids, with the smallest and the largest of int32.
 SEGMENTS = np.random.default_rng(1).choice(np.array([-(2**31), -1, 0, 1, 2**31 - 1], np.int32), (B, T))
 PACKED = np.sort(SEGMENTS, axis=-1)
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The kernels run here, as XLA programs; jax's own code promotes."""
+    """The kernels run as XLA programs; jax's own code promotes."""
     interpret(monkeypatch, "splash")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
@@ -53,7 +53,7 @@ HIDING = {
     # Edges that meet corners of tiles.
     "window of one key before": call(shapes(), local_window_size=(1, 200)),
     "window of one key after": call(shapes(), local_window_size=(200, 1)),
-    "offset below, whole tiles see nothing": call(shapes(400, 260), is_causal=True, query_offset=-140),
+    "offset below, masked tiles": call(shapes(400, 260), is_causal=True, query_offset=-140),
     "lengths": call(shapes(), key_value_seq_lengths=lengths(200, 0), query_seq_lengths=lengths(100, 256)),
     "groups, segments, window": call(
         shapes(n=4, k=2, h=8), query_segment_ids=SEGMENTS, local_window_size=(100, 5), scale=-0.3
@@ -81,16 +81,10 @@ HIDING = {
 }
 
 
-CORE = ("no batch, causal window, soft cap", "window ahead, offset, one length for all")
-
-
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", with_core([*PLAIN, *HIDING], *CORE))
+@pytest.mark.parametrize("name", with_core([*PLAIN, *HIDING], *[*HIDING][:2]))
 def test_output_and_gradients(name):
-    """Then, where something is hidden, with NaN in a key and inf in a value: where that is seen, the row is NaN.
-
-    Queries that see nothing may hold NaN too.
-    """
+    """If keys are masked, also with NaN in a key, infinity in a value, and NaN in queries without visible keys."""
     sizes, arguments = (PLAIN | HIDING)[name]
     ours, dense = gradients("splash", arguments), functools.partial(dense_gradients, **arguments)
     if "mask" in arguments:
@@ -107,31 +101,26 @@ def test_output_and_gradients(name):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(
-    ("arguments", "seen"),
-    [
-        ({"is_causal": True, "logits_soft_cap": 3.0}, np.tri(T, dtype=bool)),
-        ({"query_segment_ids": PACKED[:1]}, PACKED[0][:, None] == PACKED[0][None, :]),
-    ],
-)
-def test_bfloat16_by_the_rule_of_flash_attention(arguments, seen):
-    kernels.in_bfloat16_by_the_rule_of_flash_attention("splash", shapes(), seen, **arguments)
-
-
-SINKS = np.float32([0.5, 3.0]), np.float32([[-np.inf, 1.0], [80.0, -2.0]])
+def test_bfloat16_by_the_rule_of_flash_attention():
+    arguments = {"query_segment_ids": PACKED[:1], "is_causal": True, "logits_soft_cap": 3.0}
+    visible = np.tri(T, dtype=bool) & (PACKED[0][:, None] == PACKED[0][None, :])
+    kernels.in_bfloat16_by_the_rule_of_flash_attention("splash", shapes(), visible, **arguments)
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("sinks", "arguments"),
     [
-        (SINKS[0], {}),
-        (SINKS[0], HIDING["lengths"][1]),
-        pytest.param(SINKS[1], {"is_causal": True, "logits_soft_cap": 2.0}, marks=pytest.mark.core),
+        ([0.5, 3.0], {}),
+        ([0.5, 3.0], HIDING["lengths"][1]),
+        pytest.param(
+            [[-np.inf, 1.0], [80.0, -2.0]], {"is_causal": True, "logits_soft_cap": 2.0}, marks=pytest.mark.core
+        ),
     ],
 )
 def test_sinks(sinks, arguments):
-    """One for each head, or each head of each sequence, with gradients; rows that see nothing among them."""
+    """One for each head, or for each head of each sequence, with gradients, also in rows without visible keys."""
+    sinks = np.float32(sinks)
     ours, dense = (gradients(name, arguments) for name in ("splash", "xla"))
     _, key, value = arrays = normal(*shapes())
     expected = dense(arrays, sinks=sinks)
@@ -143,8 +132,8 @@ def test_sinks(sinks, arguments):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_infinity_that_is_seen_reaches_the_output():
-    """Also where all products with it are minus infinity, which kernels take for masked scores."""
+def test_visible_infinity_gives_nan():
+    """Also if all products with it are minus infinity, which the kernels treat as masked scores."""
     ours, dense = (gradients(implementation, {"is_causal": True}) for implementation in ("splash", "xla"))
     for which, infinity in itertools.product(range(3), (np.inf, -np.inf)):
         arrays = [np.abs(x) for x in normal(*shapes())]
@@ -156,7 +145,7 @@ def test_infinity_that_is_seen_reaches_the_output():
 
 @pytest.mark.usefixtures("interpreted")
 def test_gradients_under_vmap():
-    """Of a batch of calls, one of which holds NaN where it is not seen: that one decides for all."""
+    """With a batch of calls, one of which has masked NaN, so that all take the branch for NaN."""
     query, key, value = normal(*shapes(batch=(3, B)))
     key[1, 0, 250:], value[2, 1, 251] = np.nan, np.inf
     lengths = np.array([[T, 250], [250, T], [T, 100]], np.int32)
@@ -194,7 +183,7 @@ REFUSED = {
         {"query_segment_ids": PACKED, "mask": masks.SegmentMask(SEGMENTS, SEGMENTS)},
         "SegmentMask",
     ),
-    "half a million keys": (abstract(2**19, 2**19), {}, "its tile table does not fit"),
+    "131072 keys": (abstract(2**17, 2**17), {}, "its tile table does not fit"),
     "no keys": (abstract(s=0), {}, "an axis has length 0"),
     "no value features": (abstract(hv=0), {}, "an axis has length 0"),
 }
@@ -212,7 +201,7 @@ def test_a_tpu_gets_the_kernels(name):
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_tpu_gets_the_portable_one_where_the_kernels_would_answer_something_else(name):
+def test_a_tpu_gets_the_portable_computation_if_the_kernels_refuse(name):
     kernels.assert_refused("splash", *REFUSED[name])
 
 
@@ -220,28 +209,20 @@ BOTH = pytest.mark.parametrize("implementation", ["splash", "pallas"])
 MESH = AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(
-    ("implementation", "setting", "reason"),
-    [
-        *((x, lambda: jax.enable_x64(True), "jax_enable_x64") for x in ("splash", "pallas")),
-        ("splash", lambda: jax.default_matmul_precision("high"), "default matmul precision, not high"),
-        ("pallas", lambda: jax.default_matmul_precision("tensorfloat32"), "not tensorfloat32"),
-        *(
-            (x, lambda: use_abstract_mesh(MESH), "on multiple devices, it needs to know how its arr")
-            for x in ("splash", "pallas")
-        ),
-    ],
-)
-def test_settings_that_the_kernels_do_not_know(implementation, setting, reason):
-    kernels.assert_one_reason(abstract(), implementation, reason, setting)
-    with jax.set_mesh(mesh()):  # of one device, which splits nothing
-        assert explained(abstract()).refusals[implementation] == []
+SETTINGS = {
+    "jax_enable_x64": lambda: jax.enable_x64(True),
+    "not high": lambda: jax.default_matmul_precision("high"),
+    "on multiple devices, it needs to know how its arr": lambda: use_abstract_mesh(MESH),
+}
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("reason", SETTINGS)
 @BOTH
-def test_float64_is_refused(implementation):
+def test_settings_that_the_kernels_refuse(reason, implementation):
+    kernels.assert_one_reason(abstract(), implementation, reason, SETTINGS[reason])
+    with jax.set_mesh(mesh()):  # of one device, so nothing is split
+        assert explained(abstract()).refusals[implementation] == []
     with jax.enable_x64(True):
         reasons = explained(abstract(dtype=jnp.float64)).refusals[implementation]
     assert any("the inputs are float64" in reason for reason in reasons)
@@ -253,7 +234,7 @@ def mesh():
 
 @BOTH
 def test_inside_shard_map(implementation):
-    """The kernels do not say how their results vary over the mesh, which `check_vma` wants to know."""
+    """The kernels do not declare how their results vary over the mesh, which `check_vma` requires."""
 
     def lowered_with(check_vma, name):
         attend = functools.partial(dot_product_attention, is_causal=True, implementation=name)
@@ -261,7 +242,7 @@ def test_inside_shard_map(implementation):
         return kernels.lowered(abstract(k=2), jax.shard_map(attend, mesh=mesh(), **specs))
 
     count = lowered_with(False, implementation).count("tpu_custom_call")
-    assert count == 3 if implementation == "pallas" else count  # "splash" has more in the branch for NaN
+    assert count == 3 if implementation == "pallas" else count > 3  # "splash" has more in the branch for NaN
     with pytest.raises(NotImplementedError, match="check_vma=False"):
         lowered_with(True, implementation)
     assert "tpu_custom_call" in lowered_with(False, None)
@@ -272,10 +253,10 @@ def test_inside_shard_map(implementation):
 @BOTH
 @pytest.mark.parametrize("arguments", [{"is_causal": True}, {"local_window_size": 40, "query_offset": -3}])
 def test_what_a_policy_saves_by_name_does_not_run_the_kernel_again(implementation, arguments):
-    """As many kernels in the program as without `jax.checkpoint`; with it and no names, one more for each block."""
+    """As many kernels as without `jax.checkpoint`; with `jax.checkpoint` but no policy, one more for each block."""
     x = jax.ShapeDtypeStruct((1, T, N, 128), jnp.float32)
     saved, without, anew = kernels.kernels_of_two_blocks(
         ["pallas_call"], x, "tpu", implementation=implementation, **arguments
     )
-    in_forward = 2 if implementation == "splash" else 1  # with masks also the branch for NaN has one
+    in_forward = 2 if implementation == "splash" else 1  # with masks, the branch for NaN has another one
     assert saved == without == anew - 2 * in_forward
