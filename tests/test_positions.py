@@ -1,4 +1,4 @@
-"""Positions: offsets of queries and keys, the ends of int32, and calls on slices that equal parts of the whole call."""
+"""Positions: offsets of queries and keys, the limits of int32, and calls on slices that equal parts of a whole call."""
 
 import functools
 import itertools
@@ -48,14 +48,14 @@ SLICES = ((0, 16, 31), (8, 24, 31), (13, 29, 9), (31, 32, 20))
 
 
 def attention(*arrays, **arguments):
-    """Output and log-sum-exp, as NumPy arrays: what is done to them compiles nothing."""
+    """Output and log-sum-exp, as NumPy arrays, whose operations compile nothing."""
     return jax.device_get(dot_product_attention(*arrays, return_residual=True, **arguments))
 
 
 @pytest.mark.parametrize("name", with_core(BY_POSITION, "window, lengths"))
 @BOTH
 def test_slices_of_queries_and_keys_merge_into_the_whole_call(name, implementation):
-    """By their log-sum-exps, as ring attention does; offsets are numbers, arrays, or one per batch entry."""
+    """Using log-sum-exps, as in ring attention; offsets are numbers, arrays, or one for each batch entry."""
     arguments = BY_POSITION[name] | {"implementation": implementation}
     output, lse = attention(QUERY, KEY, VALUE, **arguments)
     for q_start, q_stop, middle in SLICES[: len(SLICES) if name == "window, lengths" else -1]:
@@ -70,31 +70,30 @@ def test_slices_of_queries_and_keys_merge_into_the_whole_call(name, implementati
         assert_close(total, output[:, rows])
 
 
-def kept(query_offset, key_value_offset, t, s, implementation):
-    """Which weights are not dropped [B, N, t, s]."""
-    query, key = (np.zeros((B, length, N, 1), np.float32) for length in (t, s))
-    value = np.broadcast_to(np.eye(s, dtype=np.float32)[:, None], (B, s, N, s))
+def kept(query_offset, key_value_offset, implementation):
+    """The weights [B, N, T, T] that are not dropped."""
+    zeros = np.zeros((B, T, N, 1), np.float32)
+    value = np.broadcast_to(np.eye(T, dtype=np.float32)[:, None], (B, T, N, T))
     offsets = {"query_offset": query_offset, "key_value_offset": key_value_offset}
     dropout = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(1), "implementation": implementation}
-    return np.moveaxis(np.asarray(dot_product_attention(query, key, value, **offsets, **dropout)), -2, 1) != 0
+    return np.moveaxis(np.asarray(dot_product_attention(zeros, zeros, value, **offsets, **dropout)), -2, 1) != 0
 
 
 @pytest.mark.parametrize(
     ("as_array", "implementation"),
     with_core_tuples(itertools.product((False, True), ("xla", "blockwise")), (False, "xla"), (True, "blockwise")),
 )
-def test_dropout_of_a_slice_is_that_of_the_whole_bit_for_bit(as_array, implementation):
-    whole = kept(0, 0, T, T, "xla")
+def test_dropout_of_a_slice_has_the_bits_of_the_whole(as_array, implementation):
+    whole = kept(0, 0, "xla")
     for start, first in ((6, 0), (7, 9), (33, 34)):
         offsets = (np.full(B, start), np.full(B, first)) if as_array else (start, first)
-        part = kept(*offsets, T - start, T - first, implementation)
+        part = kept(*offsets, implementation)[:, :, : T - start, : T - first]
         np.testing.assert_array_equal(part, whole[:, :, start:, first:])
 
 
 @BOTH
 @pytest.mark.parametrize("traced", [False, True])
-def test_the_ends_of_int32(traced, implementation):
-    """The largest positions and windows that there are: as far from each other as anywhere else."""
+def test_positions_at_the_limits_of_int32(traced, implementation):
     want = attend(is_causal=True, local_window_size=(9, 0))
 
     def at(offset):
@@ -107,7 +106,7 @@ def test_the_ends_of_int32(traced, implementation):
 
 
 @BOTH
-def test_numbers_beyond_int32_are_as_good_as_the_largest(implementation):
+def test_numbers_beyond_int32_equal_its_limits(implementation):
     everything = attend(implementation=implementation)
     for arguments in (
         {"local_window_size": LARGEST},
@@ -116,8 +115,7 @@ def test_numbers_beyond_int32_are_as_good_as_the_largest(implementation):
         {"mask": CausalMask(2**35)},
         {"key_value_seq_lengths": np.array([2**40, LARGEST]), "key_value_offset": 0},  # a slice of longer sequences
     ):
-        got = attend(implementation=implementation, **arguments)
-        assert_close(got, everything)
+        assert_close(attend(implementation=implementation, **arguments), everything)
     nothing = attend(mask=CausalMask(-(2**40)), implementation=implementation)
     assert (nothing == 0).all()
 
@@ -151,7 +149,7 @@ REFUSED = [
 
 @pytest.mark.core
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_refused_where_known(arguments, message):
+def test_refused(arguments, message):
     refused(message, attend, **arguments)
 
 

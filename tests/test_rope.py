@@ -1,4 +1,4 @@
-"""`apply_rope` against float64, its properties, and its transformations."""
+"""`apply_rope` against float64, and under transformations."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ POSITIONS = np.array([[0, 1, 2, 3, 131_072], [7, -3, 100_003, 5, 5]], np.int32)
 
 
 def rotated(x, angles, rope):
-    """In float64: pairs as complex numbers times e^(i angle), and the features beyond them as they are."""
+    """In float64: pairs are complex numbers, times e^(i angle); the other features stay unchanged."""
     size = 2 * angles.shape[-1]
     pairs = [x[..., :size:2], x[..., 1:size:2]] if rope.interleaved else np.split(x[..., :size], 2, axis=-1)
     turned = (pairs[0] + 1j * pairs[1]) * np.exp(1j * angles[..., None, :]) * rope.attention_factor
@@ -45,7 +45,7 @@ def rotated(x, angles, rope):
 
 
 def tolerance(x, positions, rope, unit):
-    """An angle is rounded twice, its frequency and itself: off by |angle| * 2 units; the rest is 32 units at most."""
+    """The rounding of an angle and of its frequency adds |angle| * 2 units; the rest is at most 32 units."""
     angles = np.abs(positions).max() * rope.frequencies(x.shape[-1]).max()
     return (2 * angles + 32) * unit * 2 * np.abs(x).max() * rope.attention_factor
 
@@ -67,15 +67,14 @@ def test_float32_and_float64_against_numpy(name):
 @pytest.mark.parametrize("name", ["yarn", "partial, interleaved"])
 def test_half_precision_is_rounded_once(name, dtype):
     x, rope = jnp.asarray(X, dtype), ROPES[name]
-    got = apply_rope(x, POSITIONS, rope)
+    got, want = apply_rope(x, POSITIONS, rope), apply_rope(x.astype(jnp.float32), POSITIONS, rope)
     assert got.dtype == dtype
-    want = apply_rope(x.astype(jnp.float32), POSITIONS, rope).astype(dtype)
-    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(dtype).astype(jnp.float32))
 
 
 @pytest.mark.core
 def test_frequencies_by_hand():
-    """Pairs that turn 41 and 1.3 times in 256 positions: Llama 3 keeps one, YaRN too; the slow ones are divided."""
+    """Llama 3 and YaRN keep a pair that turns 41 times in 256 positions, and slow down those that turn less."""
     plain = RoPE(1000.0).frequencies(H)
     np.testing.assert_allclose(plain, [1000 ** (-i / 8) for i in range(8)], rtol=1e-15)
     assert plain.dtype == np.float64
@@ -95,7 +94,7 @@ def test_frequencies_by_hand():
 
 @pytest.mark.parametrize(
     ("original_max_position", "kept"),
-    [(64, [1, 2 / 3, 1 / 3, 0, 0, 0, 0, 0]), (6, [1, 0, 0, 0, 0, 0, 0, 0])],  # the fast pair would be before the first
+    [(64, [1, 2 / 3, 1 / 3, 0, 0, 0, 0, 0]), (6, [1, 0, 0, 0, 0, 0, 0, 0])],
 )
 def test_yarn_after_a_short_pretraining(original_max_position, kept):
     ratio = RoPE(1000.0, scaling=YaRN(4.0, original_max_position)).frequencies(H) / RoPE(1000.0).frequencies(H)
@@ -120,16 +119,17 @@ def test_attention_factor(scaling, want):
 
 @pytest.mark.parametrize("name", with_core(ROPES, "llama3", "yarn", "partial, interleaved"))
 def test_jit_vmap_grad(name):
-    rope, x = ROPES[name], jnp.asarray(X, jnp.float32)
-    # The rotation is linear, and its transpose rotates backwards.
-    slope = jnp.asarray(X[::-1], jnp.float32)
-    vjp = jax.jit(lambda x: jax.vjp(lambda x: apply_rope(x, POSITIONS, rope), x)[1](slope)[0])
+    """The rotation is linear, and its transpose rotates backward."""
+    rope, x, slope = ROPES[name], jnp.asarray(X, jnp.float32), jnp.asarray(X[::-1], jnp.float32)
+
+    @jax.jit
+    def run(x, slope):
+        rotate = jax.vmap(lambda x, p: apply_rope(x, p, rope))
+        output, pull = jax.vjp(lambda x: apply_rope(x, POSITIONS, rope), x)
+        return output, rotate(x, POSITIONS), *pull(slope)
+
     want = apply_rope(x, POSITIONS, rope)
-    for got, wanted in (
-        (jax.jit(apply_rope, static_argnums=2)(x, POSITIONS, rope), want),
-        (jax.jit(jax.vmap(lambda x, p: apply_rope(x, p, rope)))(x, POSITIONS), want),
-        (vjp(x), apply_rope(slope, -POSITIONS, rope)),
-    ):
+    for got, wanted in zip(run(x, slope), (want, want, apply_rope(slope, -POSITIONS, rope)), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6 * rope.attention_factor * np.abs(X).max())
 
 
@@ -157,7 +157,7 @@ CHANGES = {
     [(name, change) for name in SECTIONS for change in CHANGES if change != "yarn" or name[0] != "a"],
 )
 def test_each_coordinate_turns_its_pairs(name, change):
-    """As one position after another would, on pairs whose other coordinates are 0; also mapped, and differentiated."""
+    """Also under vmap, and differentiated."""
     rope, of_pairs, of_frequencies = SECTIONS[name]
     x = RNG.standard_normal((2, 5, 3, 2 * H if "fraction" in CHANGES[change] else H))
     rope = dataclasses.replace(rope, **CHANGES[change])
@@ -175,7 +175,7 @@ def test_each_coordinate_turns_its_pairs(name, change):
         return output, jax.vmap(lambda x, p: apply_rope(x, p, rope))(x, positions), vjp(output)[0]
 
     output, mapped, back = run(jnp.asarray(x, jnp.float32), jnp.asarray(positions))
-    for got in (output, mapped, apply_rope(jnp.asarray(x, jnp.float32), positions, rope)):
+    for got in (output, mapped):
         np.testing.assert_allclose(got, want, rtol=0, atol=5e-4)
     size = np.where(np.arange(x.shape[-1]) < H, rope.attention_factor**2, 1)  # the transpose turns back
     np.testing.assert_allclose(back, x * size, rtol=0, atol=1e-5)
@@ -183,21 +183,19 @@ def test_each_coordinate_turns_its_pairs(name, change):
     np.testing.assert_array_equal(of_all[1], apply_rope(jnp.asarray(x, jnp.float32), positions, rope)[1])
 
 
-def test_positions_of_each_row_and_of_all():
-    x = jnp.asarray(X, jnp.float32)
+def test_positions_of_any_shape_and_integer_dtype():
+    """A JAX array that `jax.jit` captures is known, but JAX arrays that are computed from it there are not."""
+    x, same = jnp.asarray(X, jnp.float32), np.testing.assert_array_equal
     for row in range(2):
         want = apply_rope(x, POSITIONS, RoPE())[row]
-        np.testing.assert_array_equal(apply_rope(x, POSITIONS[row], RoPE())[row], want)
-        np.testing.assert_array_equal(apply_rope(x[row], POSITIONS[row], RoPE()), want)
-    deep = apply_rope(x[:, None], POSITIONS[:, None], RoPE())
-    np.testing.assert_array_equal(deep[:, 0], apply_rope(x, POSITIONS, RoPE()))
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.uint8, np.uint32])
-def test_positions_of_any_integer_dtype(dtype):
-    x, positions = jnp.asarray(X, jnp.float32), np.arange(100, 105)
+        same(apply_rope(x, POSITIONS[row], RoPE())[row], want)
+        same(apply_rope(x[row], POSITIONS[row], RoPE()), want)
+    same(apply_rope(x[:, None], POSITIONS[:, None], RoPE())[:, 0], apply_rope(x, POSITIONS, RoPE()))
+    positions = jnp.arange(5) + 100
     want = apply_rope(x, positions, RoPE())
-    np.testing.assert_array_equal(apply_rope(x, positions.astype(dtype), RoPE()), want)
+    for dtype in (np.int8, np.int16, np.uint8, np.uint32):
+        same(apply_rope(x, np.asarray(positions, dtype), RoPE()), want)
+    np.testing.assert_allclose(jax.jit(lambda x: apply_rope(x, positions, RoPE()))(x), want, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["yarn", "partial, interleaved"])
@@ -235,7 +233,7 @@ def test_symbolic_head_size_is_refused():
 
 
 def test_embeddings_are_values():
-    """Equal and hashed by what they hold, whatever sequences of numbers were given."""
+    """Equality and hashes depend on the numbers, whatever the type of their sequence."""
     for rope in ROPES.values():
         copy = dataclasses.replace(rope, scaling=rope.scaling and dataclasses.replace(rope.scaling))
         assert {rope: 1}[copy] == 1
@@ -249,11 +247,3 @@ def test_embeddings_are_values():
     assert Linear(2.0) != NTK(2.0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         RoPE().base = 1.0
-
-
-def test_known_positions_while_tracing():
-    """A JAX array that `jax.jit` captures is known, but what is computed from it there is not."""
-    x, positions = jnp.ones((2, 5, 3, 8)), jnp.arange(5) + 7
-    np.testing.assert_array_equal(
-        jax.jit(lambda x: apply_rope(x, positions, RoPE()))(x), apply_rope(x, positions, RoPE())
-    )

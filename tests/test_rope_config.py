@@ -1,4 +1,4 @@
-"""What `flax_mha.rope` refuses, and how it reads Hugging Face configs; test_torch_rope.py has those of many models."""
+"""Errors of `flax_mha.rope`, and how it reads Hugging Face configs; test_torch_rope.py has those of many models."""
 
 import math
 
@@ -15,13 +15,10 @@ THREE, INTERLEAVED = (RoPE(sections=(2, 3, 3), section_layout=layout) for layout
 XS, PS = jnp.zeros((2, 5, 3, H)), jnp.zeros((2, 5), jnp.int32)
 REFUSED = [
     (lambda: apply_rope(XS, PS[:, :4], RoPE()), r"positions must be .* got \(2, 4\)"),
-    (lambda: apply_rope(XS, PS[:1], RoPE()), r"positions must be .* got \(1, 5\)"),
     (lambda: apply_rope(XS, 3, RoPE()), r"positions must be .* got \(\)"),
     (lambda: apply_rope(XS, PS[..., None], RoPE()), r"positions must be .* got \(2, 5, 1\)"),
-    (lambda: apply_rope(XS, PS.astype(jnp.float32), RoPE()), "positions must have an integer dtype.*float32"),
     (lambda: apply_rope(XS, PS.astype(bool), RoPE()), "positions must have an integer dtype, but got bool"),
     (lambda: apply_rope(XS, np.arange(5) + 2**32, RoPE()), "positions must be in the int32 range, but got 4294967296"),
-    (lambda: apply_rope(XS, [2**40] * PS.shape[-1], RoPE()), "positions must be in the int32 range"),
     (lambda: apply_rope(XS, "first", RoPE()), "positions must have an integer dtype, but got <U5"),
     (lambda: apply_rope(XS[0, 0], PS[0], RoPE()), "x must have rank 3 or more"),
     (lambda: apply_rope(XS.astype(jnp.int32), PS, RoPE()), "x must have a floating.* got int32"),
@@ -34,14 +31,11 @@ REFUSED = [
     (lambda: apply_rope(XS[..., :1], PS, RoPE()), r"even integer.* = 1; use larger heads"),
     (lambda: RoPE(fraction=0), "fraction must be a finite number > 0, but got 0"),
     (lambda: RoPE(fraction=64), r"fraction must be in \(0, 1\], but got 64"),
-    (lambda: RoPE(fraction=math.nan), "fraction must be .* got nan"),
-    (lambda: RoPE(0), "base must be a finite number > 0, but got 0"),
-    (lambda: RoPE("10000"), "base must be .* got '10000'"),
+    (lambda: RoPE("10000"), "base must be a finite number > 0, but got '10000'"),
     (lambda: RoPE(True), "base must be .* got True"),
     (lambda: RoPE(math.inf), "base must be .* got inf"),
     (lambda: RoPE(interleaved="yes"), "interleaved must be True or False, but got 'yes'"),
     (lambda: RoPE(scaling={"factor": 2.0}), "scaling must be None, Linear.*from_config"),
-    (lambda: RoPE(scaling=Linear), "scaling must be None, Linear"),
     (lambda: Linear(0.5), r"Linear\(factor\) must be .* >= 1, but got 0\.5"),
     (lambda: NTK(0.5), r"NTK\(factor\) must be .* >= 1"),
     (lambda: apply_rope(XS[..., :2], PS, RoPE(scaling=NTK(2.0))), "NTK needs at least 4 rotated"),
@@ -65,7 +59,6 @@ REFUSED = [
     (lambda: apply_rope(XS, jnp.zeros((2, 5, 3), int), RoPE()), "positions must be"),
     (lambda: RoPE(sections=(2, 3)).coordinates(H), r"8 for 16 .* \(2, 3\), which sum to 5"),
     (lambda: RoPE(sections=(8, 0)), r"sections must be None or positive .* got \(8, 0\)"),
-    (lambda: RoPE(sections=(4.0, 4.0)), "sections must be None or positive"),
     (lambda: RoPE(sections=()), r"sections must be None or positive .* got \(\)"),
     (lambda: RoPE(sections=8), "sections must be None or positive .* got 8"),
     (lambda: INTERLEAVED.coordinates(H), r"sections must interleave the coordinates across 8 pairs.* got \(2, 3, 3\)"),
@@ -116,7 +109,7 @@ def scaled(**scaling):
     return {"rope_theta": 1e4, "rope_scaling": scaling}
 
 
-# config, what is read and, if there are any, arguments
+# config, the embedding and, for some, arguments
 CONFIGS = [
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}}, RoPE(5e5, 0.5)),
     (NESTED, RoPE(1e6, scaling=Linear(8.0)), FULL),
@@ -149,8 +142,7 @@ CONFIGS = [
     (scaled(**LLAMA3) | {"max_position_embeddings": 8192}, RoPE(scaling=Llama3(8.0, 1.0, 4.0, 8192))),
     ({"rope_theta": 1e4, "partial_rotary_factor": np.float32(0.3), "head_dim": 16}, RoPE(1e4, fraction=4 / 16)),
     (scaled(type="linear", factor=np.float32(2)), RoPE(1e4, scaling=Linear(2.0))),
-    (LONG, RoPE(1e6, scaling=LongRoPE(FACTORS, 1.25)), {"max_length": 4096}),
-    (LONG, RoPE(1e6, scaling=LongRoPE(FACTORS, 1.25)), {"max_length": np.int64(100)}),
+    (LONG, RoPE(1e6, scaling=LongRoPE(FACTORS, 1.25)), {"max_length": np.int64(4096)}),
     (LONG, RoPE(1e6, scaling=LongRoPE(FACTORS[::-1], 1.5)), {"max_length": 4097}),
 ]
 
@@ -165,7 +157,7 @@ def test_from_config(case):
 PARTIAL = {"rope_theta": 1e4, "head_dim": 64}
 HEADS = {"hidden_size": 64, "num_attention_heads": [8, 8]}
 TEXT_YARN = scaled(rope_type="yarn", original_max_position_embeddings="4096") | {"max_position_embeddings": 8192}
-# config, message and, if there are any, arguments
+# config, message and, for some, arguments
 REFUSED_CONFIGS = [
     (None, "config must be a dict, but got NoneType; use config.to_dict"),
     (scaled(type="dynamic", factor=2.0), "rope_type 'dynamic' is not supported.*cached keys"),

@@ -1,4 +1,4 @@
-"""Every layout of flax_mha.convert against the PyTorch module that writes it."""
+"""Every layout of flax_mha.convert with the PyTorch module that saves it."""
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +15,7 @@ FEATURES = HEADS * HEAD_DIM
 
 
 class HFBert(nn.Module):
-    """Names the weights of a BertSelfAttention as Hugging Face's BertAttention does."""
+    """A BertSelfAttention with the weight names of Hugging Face's BertAttention."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class HFBert(nn.Module):
 
 
 def llama(biased=()):
-    """Makes a module of the names and sizes of Llama's attention, or with biases on q, k, v of Qwen2's."""
+    """A module with the names and sizes of Llama's attention or, with biases of q, k and v, of Qwen2's."""
     module = GroupedQueryAttention(11, HEADS, num_kv_heads=1, head_dim=HEAD_DIM)
     for name in biased:
         linear = getattr(module, f"{name}_proj")
@@ -59,7 +59,7 @@ SELF_ATTENTION = (BertSelfAttention, MaskedSelfAttention, HFBert, GroupedQueryAt
 
 @pytest.fixture(params=MODULES)
 def case(request):
-    """A layout, its module with biases that are not zero, the features and the key heads."""
+    """A layout, its module with nonzero biases, the features and the key heads."""
     torch.manual_seed(0)
     layout, make, features, kv_heads = MODULES[request.param]
     module = make().eval()
@@ -69,7 +69,7 @@ def case(request):
 
 
 def attend(params, *inputs):
-    """In float64, of inputs [batch, length, features]."""
+    """Attention in float64 of inputs [batch, length, features]."""
     names = zip(("query", "key", "value"), inputs, strict=True)
     arrays = [np.einsum("btd,dnh->btnh", x, params[n]["kernel"]) + params[n].get("bias", 0.0) for n, x in names]
     output, _ = reference.attention(*arrays)
@@ -96,7 +96,7 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_modules_load_what_to_torch_gives(case, dtype):
+def test_modules_load_the_result_of_to_torch(case, dtype):
     layout, module, _, kv_heads = case
     original = {key: value.clone() for key, value in module.to(dtype).state_dict().items()}
     params = convert.from_torch(original, HEADS, kv_heads)
@@ -123,11 +123,9 @@ def test_every_bfloat16_is_exact():
     np.testing.assert_array_equal(result.view(np.uint16), numbers.view(torch.uint16).numpy())
 
 
-def test_parameters_stay_as_they_are():
+def test_results_share_no_memory_with_parameters():
     module = torch_mha()
-    parameters = dict(module.named_parameters())
-    params = convert.from_torch(parameters, HEADS)
-    before = params["out"]["kernel"].copy()
+    params = convert.from_torch(dict(module.named_parameters()), HEADS)
     nn.init.zeros_(module.out_proj.weight)
-    np.testing.assert_array_equal(params["out"]["kernel"], before)
-    assert all(parameter.requires_grad for parameter in parameters.values())
+    assert params["out"]["kernel"].any()
+    assert all(parameter.requires_grad for parameter in module.parameters())

@@ -1,4 +1,4 @@
-"""`load_torch` from PyTorch's own objects: tensors of every kind, modules, quantized models."""
+"""`load_torch` with PyTorch's own objects: tensors of every kind, modules, quantized models."""
 
 import jax
 import numpy as np
@@ -49,7 +49,7 @@ def quantized(x):
     return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
 
 
-# Other ways not to fit are those of arrays, in test_convert_load.py.
+# test_convert_load.py has the errors of arrays.
 WRONG = {
     "a module": (torch_mha, "got a MultiheadAttention; pass module.state_dict()"),
     "sparse": (lambda: changed(torch.Tensor.to_sparse), "in_proj_weight must be a dense tensor .*sparse_coo"),

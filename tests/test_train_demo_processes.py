@@ -1,4 +1,4 @@
-"""`python -m train_demo` by several processes, one of which is killed; and layouts that nothing can be made of."""
+"""`python -m train_demo` in several processes, one of which is killed, and layouts that do not fit."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def free_port():
 
 
 def start(devices, *arguments, moment=""):
-    """Starts a process, which is killed at this moment."""
+    """Starts a process that is killed at this moment."""
     return subprocess.Popen(
         sabotaged(moment, int(signal.SIGKILL), *arguments),
         cwd=ROOT,
@@ -43,7 +43,7 @@ def start(devices, *arguments, moment=""):
 
 
 def two(*arguments, killed=None, moment=""):
-    """Runs two processes of two devices; returns their exit codes, what they said, and the survivor's seconds."""
+    """Runs two processes of two devices; returns their exit codes, their output, and the survivor's seconds."""
     shared = (*arguments, *MESH, "--coordinator", f"localhost:{free_port()}", "--num-processes", 2)
     moments = [moment if number == killed else "" for number in range(2)]
     processes = [start(2, *shared, "--process-id", number, moment=moments[number]) for number in range(2)]
@@ -65,7 +65,7 @@ def text(processes, tmp_path_factory):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_killed_twice_in_mid_save_it_goes_on_as_if_nothing_had_been_and_on_one_device(text, tmp_path, capfd):
+def test_a_run_that_was_killed_twice_while_saving_ends_the_same_also_on_one_device(text, tmp_path, capfd):
     finished, out = tmp_path / "finished", tmp_path / "run"
     codes, said, _ = two("--data", text, "--out", finished, *SIZES)
     assert codes == [0, 0], said
@@ -118,7 +118,7 @@ def test_layouts_that_fit():
 
 
 def test_processes_that_do_not_find_each_other(text, tmp_path):
-    """The first of two, and the second of two others: each says so, in one line."""
+    """The first of two, and the second of two others, report it in one line."""
     places = [f"localhost:{free_port()}" for _ in range(2)]
     together = ("--num-processes", 2, "--start-timeout", 2, "--data", text, "--out", tmp_path / "run", *SIZES)
     processes = [

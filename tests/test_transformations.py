@@ -1,4 +1,4 @@
-"""Under jit, vmap, shard_map, export, x64 and differentiation: every transformation meets every argument."""
+"""vmap, export, checkpoint and linear_transpose with many arguments, empty axes, and gradients in float16."""
 
 import functools
 import math
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import close, compiled_for, with_gradients
+from cases import close, compiled_for, refused, with_gradients
 from jax import export
 from kernels import kernels_of_two_blocks
 from marks import pairwise, with_core, with_core_tuples
@@ -30,7 +30,7 @@ def normal(*shape):
     return rng.standard_normal(shape).astype(np.float32)
 
 
-# Each argument shows beside the others that are mapped with it.
+# Arguments that are mapped together.
 MAPPED = {
     "scores": {
         "bias": normal(B, N, T, T),
@@ -53,7 +53,7 @@ MAPPED = {
 @pytest.mark.parametrize("name", with_core(MAPPED, "positions"))
 @BOTH
 def test_vmap_over_arguments_equals_a_loop_over_them(name, implementation):
-    """Alone and together with query, key and value."""
+    """Also together with query, key and value."""
 
     @jax.jit
     def call(arguments, *arrays):
@@ -70,7 +70,7 @@ def test_vmap_over_arguments_equals_a_loop_over_them(name, implementation):
 
 @BOTH
 def test_vmap_over_keys_of_dropout_masks_and_captured_arrays(implementation):
-    """Also of gradients of a function that `jax.checkpoint` computes again."""
+    """Also of gradients with `jax.checkpoint`."""
     attend = functools.partial(dot_product_attention, *(x[:1] for x in ARRAYS), implementation=implementation)
     keys, lengths = jax.random.split(jax.random.key(0), 3), jnp.array([3, 20, 40])
     tables = jnp.outer(jnp.arange(1.0, 4), TABLE)
@@ -104,7 +104,7 @@ EXPORTED = {
 
 @pytest.mark.parametrize("name", with_core(EXPORTED, "plain"))
 def test_export_with_symbolic_sizes(name):
-    """One program for every batch size and length; nobody has to name an implementation."""
+    """One program for every batch size and length, without naming an implementation."""
     batch, queries, keys = export.symbolic_shape("batch, queries, keys")
 
     def call(*arrays, implementation=None):
@@ -166,8 +166,8 @@ def test_empty_axes(empty, name, implementation):
 
 
 @BOTH
-def test_groups_of_heads_change_nothing(implementation, monkeypatch):
-    """As on a TPU: loops over groups of batch entries or heads, which may share keys and lengths."""
+def test_loops_over_groups_of_heads_change_nothing(implementation, monkeypatch):
+    """On a TPU, groups of batch entries or heads may share keys and lengths."""
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((3, 20, n, 8), np.float32) for n in (4, 2, 2)]
     arrays.append(np.ones((1, 4, 1, 20), np.float32))
@@ -185,7 +185,7 @@ def test_groups_of_heads_change_nothing(implementation, monkeypatch):
 @BOTH
 @pytest.mark.parametrize("size", [(1e-3, 100, 1e3), (1, 1, 1e4)])
 def test_gradients_of_float16_overflow_only_where_the_result_does(implementation, size, monkeypatch):
-    """As on an accelerator; gradients of scores are larger than those of queries and keys, and than float16 goes."""
+    """As on an accelerator, with gradients of scores beyond the range of float16."""
     compiled_for(monkeypatch, "gpu")
     rng, (of_keys, of_values, of_cotangents) = np.random.default_rng(0), size
     arrays = [rng.standard_normal((1, 256, 2, 16)) * x for x in (of_keys, of_keys, of_values, of_cotangents)]
@@ -222,7 +222,7 @@ def test_export_of_decoding_with_symbolic_sizes():
 @pytest.mark.core
 @BOTH
 def test_what_a_policy_saves_by_name_is_not_computed_again(implementation):
-    """The attention's products, or for tiles its forward pass, are as many as without `jax.checkpoint`."""
+    """There are as many products ("blockwise": forward passes) as without `jax.checkpoint`."""
     x, primitives = jax.ShapeDtypeStruct((40, 1, 4), jnp.float32), ("dot_general", "function")
     saved, without, anew = kernels_of_two_blocks(primitives, x, is_causal=True, implementation=implementation)
     assert 0 < saved == without < anew
@@ -246,7 +246,7 @@ LINEAR_CASES += [("window, soft cap, sinks", "xla"), ("dropout", "blockwise"), (
 
 @pytest.mark.parametrize(("name", "implementation"), with_core_tuples(LINEAR_CASES, LINEAR_CASES[1]))
 def test_linear_transpose_by_values(name, implementation):
-    """Attention is linear in its values; the transpose is the gradient, also under `jit` and with NaN elsewhere."""
+    """Attention is linear in the values, so the transpose is the gradient, also under `jit`."""
     rng = np.random.default_rng(0)
     shapes = (2, 7, 4, 8), (2, 9, 2, 8), (2, 9, 2, 3), (2, 7, 4, 3)
     query, key, value, cotangent = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
@@ -274,16 +274,12 @@ def test_linear_transpose_by_values(name, implementation):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("function", [lambda attend: lambda x: attend(x, x), lambda attend: jax.jit(attend)])
-def test_linear_transpose_of_what_is_not_known_to_be_linear_is_refused(function):
-    x = jnp.ones((1, 3, 2, 4))
-    attend = function(lambda value, query=x: dot_product_attention(query, x, value, implementation="blockwise"))
-    with pytest.raises(NotImplementedError, match=r"only as a function of value, .* use jax.vjp"):
-        jax.linear_transpose(attend, x)(x)
-
-
-@pytest.mark.core
-def test_linear_transpose_with_the_residual():
+def test_other_linear_transposes():
+    """With the residual, and of calls that are not linear, or not known to be."""
     x = jnp.ones((1, 3, 2, 4))
     (got,) = jax.linear_transpose(lambda value: dot_product_attention(x, x, value, return_residual=True)[0], x)(x)
-    np.testing.assert_allclose(got, jnp.ones_like(x), atol=1e-6)
+    np.testing.assert_allclose(got, x, atol=1e-6)
+    attend = functools.partial(dot_product_attention, key=x, implementation="blockwise")
+    for function in (lambda value: attend(value, value=value), jax.jit(lambda value: attend(x, value=value))):
+        message = "only as a function of value, .* use jax.vjp"
+        refused(message, jax.linear_transpose(function, x), x, error=NotImplementedError)
