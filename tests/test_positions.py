@@ -58,7 +58,7 @@ def test_slices_of_queries_and_keys_merge_into_the_whole_call(name, implementati
     """Using log-sum-exps, as in ring attention; offsets are numbers, arrays, or one for each batch entry."""
     arguments = BY_POSITION[name] | {"implementation": implementation}
     output, lse = attention(QUERY, KEY, VALUE, **arguments)
-    for q_start, q_stop, middle in SLICES[: len(SLICES) if name == "window, lengths" else -1]:
+    for q_start, q_stop, middle in SLICES[: len(SLICES) if name == "causal, dropout" else -1]:
         total, rows = 0, slice(q_start, q_stop)
         for start, stop in ((0, middle), (middle, T)):
             offset = np.full(B, q_start) if name == "masks, functions" else q_start

@@ -1,12 +1,15 @@
-"""Every layout of flax_mha.convert with the PyTorch module that saves it."""
+"""Every layout of flax_mha.convert with the PyTorch module that saves it, and `load_torch` with PyTorch's objects."""
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from torch import nn
 from torch_port import D2LMHA, BertSelfAttention, GroupedQueryAttention, MaskedSelfAttention, NoteMHA
 
+import flax_mha
 from flax_mha import convert
 from flax_mha.conformance import reference
 
@@ -129,3 +132,66 @@ def test_results_share_no_memory_with_parameters():
     nn.init.zeros_(module.out_proj.weight)
     assert params["out"]["kernel"].any()
     assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def make_module():
+    return flax_mha.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+
+
+def small_mha(**options):
+    torch.manual_seed(0)
+    return nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_load_torch_converts_dtypes(dtype):
+    """float32 holds the first two exactly; float64 is rounded to the module's dtype."""
+    layer, module = small_mha().to(dtype), make_module()
+    convert.load_torch(module, layer.state_dict())
+    expected = layer.out_proj.weight.detach().float().numpy().T.reshape(2, 4, 8)
+    np.testing.assert_array_equal(module.out.kernel.get_value(), expected)
+
+
+def test_load_torch_takes_views_that_are_not_contiguous():
+    weights = small_mha().state_dict()
+    strided = {key: torch.stack([value, value], dim=-1).bfloat16()[..., 0] for key, value in weights.items()}
+    assert not strided["in_proj_weight"].is_contiguous()
+    one, other = make_module(), make_module()
+    convert.load_torch(one, strided)
+    convert.load_torch(other, {key: value.bfloat16() for key, value in weights.items()})
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(one, nnx.Param), nnx.state(other, nnx.Param))
+
+
+def changed(change):
+    weights = small_mha().state_dict()
+    return weights | {"in_proj_weight": change(weights["in_proj_weight"])}
+
+
+def quantized(x):
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+
+
+# test_convert_load.py has the errors of arrays.
+WRONG = {
+    "a module": (small_mha, "got a MultiheadAttention; pass module.state_dict()"),
+    "sparse": (lambda: changed(torch.Tensor.to_sparse), "in_proj_weight must be a dense tensor .*sparse_coo"),
+    "meta": (lambda: small_mha(device="meta").state_dict(), "in_proj_weight has no values, .* the meta device"),
+    "quantized": (lambda: changed(quantized), "in_proj_weight must be floating point, but got qint8; dequantize"),
+    "float8": (
+        lambda: changed(lambda x: x.to(torch.float8_e4m3fn)),
+        "in_proj_weight must be floating point, but got float8_e4m3fn",
+    ),
+}
+
+
+@pytest.mark.core
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG)
+def test_load_torch_refuses_before_anything_changes(make, message):
+    module = make_module()
+    before = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    with pytest.raises(ValueError, match=message) as error:
+        convert.load_torch(module, make())
+    assert len(str(error.value).splitlines()) <= 10
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(module, nnx.Param)), before)
