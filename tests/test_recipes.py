@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import by_the_rule_of_flash_attention, close, naive_attention, refused
+from cases import close, refused
+from test_meanings import dropped
 
 from flax_mha import dot_product_attention, recipes
 from flax_mha.cached_attention import cached_attention
@@ -166,10 +167,10 @@ RECIPES = {name: (make, None, {"mask": mask}) for name, (make, mask) in MASKS.it
 }
 
 
-def inputs(dtype=np.float32):
+def inputs():
     shapes = {"query": (B, S, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
     generator = np.random.default_rng(1)
-    return {name: generator.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    return {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def graded(name, implementation, cotangent, **more):
@@ -199,14 +200,6 @@ def dense(name, inputs, cotangent, keep=None):
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-def kept(rate):
-    """The factors of the weights in dropout; the output shows them if the values are the identity."""
-    flat = {name: np.zeros_like(x) for name, x in inputs().items()}
-    flat["value"] = np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, K, S))
-    shown = dot_product_attention(**flat, dropout_rate=rate, dropout_rng=jax.random.key(0), implementation="xla")
-    return (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - rate)
-
-
 @pytest.mark.parametrize(
     ("name", "implementation", "rate"),
     [
@@ -219,7 +212,8 @@ def test_equals_its_dense_formula(name, implementation, rate):
     arrays, cotangent = inputs(), rng.standard_normal((B, S, N, H)).astype(np.float32)
     drop = {"dropout_rate": rate, "dropout_rng": jax.random.key(0)}
     (grads, learned), output = jax.jit(graded(name, implementation, cotangent, **drop))(arrays, RECIPES[name][1])
-    want, want_grads = dense(name, arrays, cotangent, kept(rate) if rate else None)
+    keep = (dropped((B, S, N, S), **drop) != 0) / (1 - rate) if rate else None
+    want, want_grads = dense(name, arrays, cotangent, keep)
     close((output, [grads[name] for name in arrays], learned), (want, want_grads))
 
 
@@ -283,23 +277,6 @@ REFUSED = [
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_refused(call, message):
     refused(message, call)
-
-
-# The dtype does not matter for masks.
-OF_SCORES = ["causal", *(name for name in RECIPES if name not in MASKS)]
-
-
-@pytest.mark.parametrize(
-    ("name", "implementation"), [(name, ("xla", "blockwise")[i % 2]) for i, name in enumerate(OF_SCORES)]
-)
-def test_bfloat16_by_the_rule_of_flash_attention(name, implementation):
-    arrays = inputs(jnp.bfloat16)
-    formula = {"visible" if name == "mask" else name: x for name, x in RECIPES[name][2].items()}
-    simple = naive_attention(**jax.tree.map(jnp.asarray, arrays), **formula)
-    gradient = graded(name, implementation, jnp.ones((B, S, N, H), jnp.bfloat16))
-    output = jax.jit(lambda *arguments: gradient(*arguments)[1])(arrays, RECIPES[name][1])  # traced, but not compiled
-    truth, _ = dense(name, arrays, np.ones((B, S, N, H)))
-    by_the_rule_of_flash_attention([output], [simple], [truth])
 
 
 STEPS = {"float32": {}, "each sequence its own index": {"per_row": True}, "ring": {"window": 9}}

@@ -41,30 +41,18 @@ def loss_of(score_mod, implementation="xla"):
 
 
 def jitted_helper(table):
-    @jax.jit
-    def helper(score, kv_idx):
-        return score + table[kv_idx]
-
+    helper = jax.jit(lambda score, kv_idx: score + table[kv_idx])
     return lambda score, b, h, q_idx, kv_idx: helper(score, kv_idx)
 
 
 def custom_jvp(table):
-    @jax.custom_jvp
-    def helper(score, kv_idx):
-        return score + table[kv_idx]
-
-    @helper.defjvp
-    def _rule(primals, tangents):
-        return helper(*primals), tangents[0] * table[primals[1]]
-
+    helper = jax.custom_jvp(lambda score, kv_idx: score + table[kv_idx])
+    helper.defjvp(lambda primals, tangents: (helper(*primals), tangents[0] * table[primals[1]]))
     return lambda score, b, h, q_idx, kv_idx: helper(score, kv_idx)
 
 
 def custom_vjp(table):
-    @jax.custom_vjp
-    def helper(score, kv_idx):
-        return score + table[kv_idx]
-
+    helper = jax.custom_vjp(lambda score, kv_idx: score + table[kv_idx])
     helper.defvjp(
         lambda score, kv_idx: (helper(score, kv_idx), kv_idx),
         lambda kv_idx, cotangent: (cotangent * table[kv_idx], None),
@@ -136,29 +124,19 @@ def test_functions_that_differ_only_in_a_captured_array_differ(name):
 
 
 def jvp_rule(factor):
-    @jax.custom_jvp
-    def scaled(x):
-        return x
-
+    scaled = jax.custom_jvp(lambda x: x)
     scaled.defjvp(lambda primals, tangents: (primals[0], tangents[0] * factor[0]))
     return lambda score, *_: scaled(score)
 
 
 def vjp_rule(factor):
-    @jax.custom_vjp
-    def scaled(x):
-        return x
-
+    scaled = jax.custom_vjp(lambda x: x)
     scaled.defvjp(lambda x: (x, None), lambda _, cotangent: (cotangent * factor[0],))
     return lambda score, *_: scaled(score)
 
 
 def rule_of_a_rule(factor):
-    @jax.custom_jvp
-    def outer(x):
-        return jnp.cos(x)
-
-    inner = jvp_rule(factor)
+    outer, inner = jax.custom_jvp(jnp.cos), jvp_rule(factor)
     outer.defjvp(lambda primals, tangents: (outer(primals[0]), -tangents[0] * jnp.sin(inner(primals[0]))))
     return lambda score, *_: outer(score)
 
@@ -248,19 +226,17 @@ def test_what_positions_cannot_index_is_refused_with_the_fix(capture, convert):
     assert "\n" not in str(error.value)
 
 
-def test_a_key_of_jax_random_may_be_captured():
+@BOTH
+def test_a_key_of_jax_random_may_be_captured(implementation):
     key = jax.random.key(3)
 
     def noise(q_idx, kv_idx):
         return jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, q_idx), kv_idx))
 
-    places = jnp.meshgrid(jnp.arange(T), jnp.arange(T), indexing="ij")
-    bias = jax.vmap(jax.vmap(noise))(*places)[None]
-    for implementation in ("xla", "blockwise"):
-        got = attend(lambda score, b, h, q_idx, kv_idx: score + noise(q_idx, kv_idx), implementation)
-        close(got, dot_product_attention(*ARRAYS, bias))
-        got = attend(None, implementation, mask=FunctionMask(lambda b, h, q_idx, kv_idx: noise(q_idx, kv_idx) > 0))
-        close(got, dot_product_attention(*ARRAYS, mask=bias > 0))
+    bias = jax.vmap(jax.vmap(noise))(*jnp.meshgrid(jnp.arange(T), jnp.arange(T), indexing="ij"))[None]
+    mask = FunctionMask(lambda b, h, q_idx, kv_idx: noise(q_idx, kv_idx) > 0)
+    got = attend(lambda score, b, h, q_idx, kv_idx: score + noise(q_idx, kv_idx), implementation, mask=mask)
+    close(got, dot_product_attention(*ARRAYS, bias, bias > 0))
 
 
 @BOTH
@@ -376,13 +352,10 @@ def test_functions_with_different_numbers_differ(make):
 
 
 def test_a_function_whose_rule_refuses_has_no_derivative_but_a_value():
-    @jax.custom_vjp
-    def doubled(x):
-        return 2 * x
-
     def refuse(*_):
         raise NotImplementedError("no gradient")
 
+    doubled = jax.custom_vjp(lambda x: 2 * x)
     doubled.defvjp(lambda x: (2 * x, None), refuse)
     close(attend(lambda score, *_: doubled(score)), attend(lambda score, *_: 2 * score))
     with pytest.raises(NotImplementedError, match="no gradient"):
@@ -417,18 +390,24 @@ def test_each_head_gets_its_own_entry_of_an_array_by_batch_and_head(implementati
     """If all lookups are array[b, h, ...]; the array may be larger than the call, or also used as a whole."""
     terms = jnp.asarray(rng.standard_normal((3, N, T)), jnp.float32)
 
-    def only_entries(terms):
-        return lambda score, b, h, q, k: score + terms[b, h, q] * terms[b, h, k]
+    def loss(whole, terms):
+        """With `whole`, also an entry of another batch entry."""
 
-    def also_whole(terms):
-        return lambda score, b, h, q, k: score + terms[b, h, q] * terms[b, h, k] + terms[1, 0, 0]
+        def score_mod(score, b, h, q, k):
+            return score + terms[b, h, q] * terms[b, h, k] + (terms[1, 0, 0] if whole else 0)
 
-    def loss(make, terms):
-        return jnp.sin(attend(make(terms), implementation)).sum()
+        return jnp.sin(attend(score_mod, implementation)).sum()
 
     def by_bias(terms):
         bias = terms[:1, :, :, None] * terms[:1, :, None, :]
         return jnp.sin(dot_product_attention(*ARRAYS, bias)).sum()
 
-    for make, given in ((only_entries, terms[:1]), (only_entries, terms), (also_whole, terms)):
-        close(jax.grad(functools.partial(loss, make))(given), jax.grad(by_bias)(given))
+    for whole, given in ((False, terms[:1]), (False, terms), (True, terms)):
+        close(jax.grad(functools.partial(loss, whole))(given), jax.grad(by_bias)(given))
+
+
+def test_scores_have_32_bits_in_narrow_calls():
+    dtypes = []
+    arrays = (jnp.asarray(x, jnp.bfloat16) for x in ARRAYS)
+    dot_product_attention(*arrays, score_mod=lambda score, *_: dtypes.append(score.dtype) or score)
+    assert {*dtypes} == {jnp.dtype(jnp.float32)}
