@@ -118,15 +118,6 @@ def test_a_mask_object_equals_an_array(name, implementation, traced):
         np.testing.assert_allclose(got, expected, rtol=0, atol=(T + S) * np.finfo(np.float32).eps * 4)
 
 
-def test_masks_equal_arguments_and_combine_with_them():
-    arrays = [np.float32(rng.standard_normal((B, T, 2, 8))) for _ in range(3)]
-    arguments = {"is_causal": True, "local_window_size": (9, 0), "key_value_seq_lengths": jnp.array([40, 30])}
-    mask = CausalMask() & LocalMask(9, 0) & LengthMask(jnp.array([40, 30]))
-    want = dot_product_attention(*arrays, **arguments)
-    np.testing.assert_array_equal(dot_product_attention(*arrays, mask=mask), want)
-    np.testing.assert_array_equal(dot_product_attention(*arrays, mask=LocalMask(9, 0), **arguments), want)
-
-
 @pytest.mark.core
 def test_pictures():
     """Batched, longer than the picture, of all heads, of functions: they show the first queries of the first head."""

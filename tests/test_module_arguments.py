@@ -35,7 +35,7 @@ def linen_module(**options):
 
 
 def call(module, *inputs, **arguments):
-    """The output of a module of either library; those of linen get new parameters."""
+    """The output of a module of either library; linen modules get new parameters."""
     if isinstance(module, nnx.Module):
         return module(*inputs, **arguments)
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
@@ -62,7 +62,7 @@ def test_lengths_are_a_mask_of_padding(make):
 
 @pytest.mark.core
 @MAKES
-def test_explain_says_what_a_call_computes(make):
+def test_explain(make):
     module = make(num_kv_heads=K, sinks=True)
     assert module.explain(X).chosen == "xla"
     explanation = module.explain(jnp.ones((1, 700, D)), is_causal=True, lengths=jnp.array([650]))
@@ -90,7 +90,7 @@ def test_explain_says_what_a_call_computes(make):
     ],
     ids=lambda x: " ".join(x),
 )
-def test_a_partial_sets_what_the_module_leaves_open(make, preset, options, arguments):
+def test_a_partial_sets_arguments_that_the_module_does_not(make, preset, options, arguments):
     kept = {name: x for name, x in options.items() if name not in preset}
     got = call(make(**kept, attention_fn=partial(**preset)), X)
     want = call(make(**options), X, **arguments)
@@ -107,7 +107,7 @@ def test_a_partial_can_switch_dropout_off(make):
 
 @MAKES
 def test_partials_on_a_mesh(make):
-    """Around `context_parallel`; and with the sharding that a module with `head_axis` otherwise says itself."""
+    """Around `context_parallel`, and with the sharding that a module with `head_axis` would set."""
     mesh = jax.make_mesh((1, 1), ("context", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     split = functools.partial(flax_mha.context_parallel("context"), logits_soft_cap=1.0)
     heads = partial(logits_soft_cap=1.0, qkv_sharding=jax.P(None, None, "model"))
@@ -148,7 +148,7 @@ def test_explain_of_decoding_depends_on_the_cache_and_leaves_it_alone():
     np.testing.assert_array_equal(bound.variables["cache"]["cache_index"], 0)
 
 
-def test_explain_of_stored_keys_is_not_of_a_mask_array():
+def test_explain_of_stored_keys_mentions_no_mask_array():
     module = nnx_module(decode=True)
     arguments = {"lengths": (None, jnp.array([7])), "store_keys": True}
     assert not any("mask" in reason for reason in module.explain(X[:1], X[:1], **arguments).refusals["cudnn"])
@@ -166,7 +166,7 @@ MODULES = {
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", MODULES)
-def test_explain_for_a_platform_that_is_not_here(name):
+def test_explain_for_another_platform(name):
     x = jnp.ones((1, 1024, D))
     half, whole = (MODULES[name](decode=False, dtype=dtype) for dtype in (jnp.bfloat16, jnp.float32))
     for platform, chosen in (("cuda", "cudnn"), ("tpu", "splash"), ("cpu", "blockwise"), (None, "blockwise")):
@@ -181,7 +181,7 @@ def test_explain_for_a_platform_that_is_not_here(name):
 @pytest.mark.core
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize("latent", [False, True])
-def test_explain_of_a_prompt_and_a_step_for_a_platform_that_is_not_here(latent, dtype):
+def test_explain_of_a_prompt_and_a_step_for_another_platform(latent, dtype):
     module = MODULES["nnx, latent" if latent else "nnx"](decode=True, dtype=jnp.bfloat16)
     module.init_cache((1, 1024, D), dtype)
     for platform, chosen in (("cuda", "cudnn"), ("tpu", "splash")):
@@ -252,7 +252,7 @@ ARRAYS_OF_NUMBERS = {
 
 
 @pytest.mark.parametrize("kind", ARRAYS_OF_NUMBERS)
-def test_options_in_0d_arrays_count_as_their_numbers(kind):
+def test_options_may_be_0d_arrays(kind):
     """As in Flax, also under `jit`, where the arrays are constants."""
     numbers = {"dropout_rate": 0.25, "logits_soft_cap": 2.0}
     query = X.reshape(B, T, N, -1)
@@ -323,7 +323,7 @@ def test_modules_need_features():
 
 @pytest.mark.core
 def test_remat_traces_keyword_arguments():
-    """So `is_causal=True` is no bool in it; the mask object is the same."""
+    """So `is_causal=True` is not a bool inside; a mask object stays the same."""
     module = nn.remat(linen.MultiHeadDotProductAttention)(N)
     fix = r"got a traced value; pass mask=flax_mha.CausalMask\(\) instead.* nn.remat"
     refused("is_causal must be a concrete True or False, .*" + fix, call, module, X, is_causal=True)

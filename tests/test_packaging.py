@@ -121,7 +121,7 @@ def test_the_metadata(metadata):
 
 
 @pytest.mark.core
-def test_every_address_is_that_of_pyproject():
+def test_every_address_equals_pyproject():
     """If it changes there, this test lists the other places."""
     home, wrong = PROJECT["urls"]["Homepage"], []
     for name in listed("--cached"):

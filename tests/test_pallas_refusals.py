@@ -121,7 +121,7 @@ def test_a_tpu_gets_the_kernels(name):
 
 
 @pytest.mark.parametrize(("h", "part"), [(64, f"64x{T}"), (80, f"80x{T}"), (128, f"{T}x128"), (1, f"{T}x1")])
-def test_no_row_of_memory_is_filled_up(h, part):
+def test_no_row_of_memory_is_padded(h, part):
     """Rows have 128 numbers. With fewer features, tokens lie along them, as in XLA's layout of the arrays."""
     text = lowered(abstract(h=h), implementation="pallas", is_causal=True)
     kernels = [line.rpartition(" : ")[2] for line in text.splitlines() if "tpu_custom_call" in line]
@@ -142,14 +142,3 @@ def test_the_gradient_of_a_bias_has_its_own_shape():
     assert "flax_mha_dbias" in text
     assert f"{B},{N},{T},{T}]" not in text.replace(" ", "")
     assert f"[{B * N},{T},{T}]" not in text.replace(" ", "")
-
-
-def test_under_vmap():
-    """One kernel computes all calls, each with its own sinks."""
-
-    def attend(query, key, value, sinks):
-        return dot_product_attention(query, key, value, sinks=sinks, is_causal=True, implementation="pallas")
-
-    text = lowered([*abstract(batch=(3, B)), jax.ShapeDtypeStruct((3, N), jnp.float32)], jax.vmap(attend))
-    assert text.count("tpu_custom_call") == 3
-    assert "stablehlo.while" not in text

@@ -76,25 +76,12 @@ def test_refused_in_one_line(call, message):
 
 
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
-NESTED = {
-    "model_type": "gemma3_text",
-    "rope_parameters": {
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-}
-LONG = {
-    "model_type": "phimoe",
-    "max_position_embeddings": 131072,
-    "rope_scaling": {
-        "rope_type": "longrope",
-        "short_factor": FACTORS,
-        "long_factor": FACTORS[::-1],
-        "short_mscale": 1.25,
-        "long_mscale": 1.5,
-        "original_max_position_embeddings": 4096,
-    },
-}
+OF_LAYERS = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+OF_LAYERS |= {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+NESTED = {"model_type": "gemma3_text", "rope_parameters": OF_LAYERS}
+LONG_SCALING = {"rope_type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS[::-1], "short_mscale": 1.25}
+LONG_SCALING |= {"long_mscale": 1.5, "original_max_position_embeddings": 4096}
+LONG = {"model_type": "phimoe", "max_position_embeddings": 131072, "rope_scaling": LONG_SCALING}
 INSIDE = {"text_config": {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}}
 LOCAL, FULL = {"layer_type": "sliding_attention"}, {"layer_type": "full_attention"}
 DEEPSEEK = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}

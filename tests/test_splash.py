@@ -252,7 +252,7 @@ def test_inside_shard_map(implementation):
 @pytest.mark.core
 @BOTH
 @pytest.mark.parametrize("arguments", [{"is_causal": True}, {"local_window_size": 40, "query_offset": -3}])
-def test_what_a_policy_saves_by_name_does_not_run_the_kernel_again(implementation, arguments):
+def test_a_policy_saves_kernel_results_by_name(implementation, arguments):
     """As many kernels as without `jax.checkpoint`; with `jax.checkpoint` but no policy, one more for each block."""
     x = jax.ShapeDtypeStruct((1, T, N, 128), jnp.float32)
     saved, without, anew = kernels.kernels_of_two_blocks(

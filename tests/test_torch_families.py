@@ -58,11 +58,11 @@ class Family(NamedTuple):
     prefix: str = "model.layers.1.self_attn."
     layer: int = 1
     decodes: bool = True
-    call: Callable[[], dict[str, Any]] = dict  # what calls take besides
+    call: Callable[[], dict[str, Any]] = dict  # other arguments of calls
     transformers: str = ""  # module and class of Transformers; its names of weights are these
 
     def weights(self):
-        """Such that scores and outputs are about 1."""
+        """Random, with a size that makes scores and outputs about 1."""
         rng = np.random.default_rng(0)
         sizes = {key: shape[-1] ** -0.5 if len(shape) == 2 else 0.5 for key, shape in self.shapes.items()}
         arrays = {key: rng.standard_normal(shape) * sizes[key] for key, shape in self.shapes.items()}
@@ -113,7 +113,7 @@ def split(kind, **config):
 
 
 def latent(kind, port, more=None, **config):
-    """With biases where there is compression, if there are any."""
+    """With `attention_bias`, only compressions and the output have biases."""
     config, rows = LATENT | config, N * (7 + 6)
     rank, biased = config["q_lora_rank"], config.get("attention_bias")
     shapes = {"kv_a_proj_with_mqa.weight": (10 + 6, D), "kv_a_layernorm.weight": (10,)}
@@ -129,7 +129,7 @@ def latent(kind, port, more=None, **config):
 
 
 def indexed(kind, run, more=None, without="-", **config):
-    """With three of five to thirteen keys; `more` are shapes of weights besides."""
+    """With three of five to thirteen keys; `more` are shapes of other weights."""
     index = {"index_n_heads": 8, "index_head_dim": 9, "index_topk": 3, "q_lora_rank": 9}
     shapes = {"wq_b.weight": (8 * 9, 9), "wk.weight": (9, D), "weights_proj.weight": (8, D)}
     shapes |= {"k_norm.weight": (9,), "k_norm.bias": (9,)}
@@ -146,7 +146,7 @@ def encoder(kind, names, biased, layout, prefix, decodes=False, **config):
 
 
 def grouped(kind, run, run_options=None, more=None, shapes=None, layout="hf_llama", layer=1, **config):
-    """Grouped heads with the names of Llama; `more` are shapes of weights besides."""
+    """Grouped heads with the names of Llama; `more` are shapes of other weights."""
     run = functools.partial(run, number=N, kv_number=K, **run_options or {})
     shapes = (shapes or linears(LLAMA_NAMES, D, K)) | (more or {})
     prefix = f"model.layers.{layer}.self_attn." if kind == "llama4_text" else "model.layers.1.self_attn."
@@ -154,7 +154,7 @@ def grouped(kind, run, run_options=None, more=None, shapes=None, layout="hf_llam
 
 
 def one_matrix(kind, run, run_options, shapes, layout, prefix, base=None, call=dict, decodes=True, **config):
-    """Queries, keys and values by one product."""
+    """One matrix computes queries, keys and values."""
     run, config = functools.partial(run, number=N, **run_options), (base or SQUARE) | config
     family = Family(shapes=shapes, port=run, layout=layout, prefix=prefix, **split(kind, **config))
     return family._replace(call=call, decodes=decodes)
@@ -378,7 +378,7 @@ def test_outputs_and_gradients_of_inputs(name):
 
 @functools.cache
 def program(options, is_causal, call, changed):
-    """One for all families with these options."""
+    """A program that families with the same options share."""
     module = kind_of(dict(options))(**dict(options), decode=False, rngs=nnx.Rngs(0))
     graph, state = nnx.split(module_of(changed) if changed else module)
 
@@ -405,7 +405,7 @@ def test_prefill_and_eight_tokens(name):
 
 @each(lambda name, family: name in FROM_HF.split(", "), "llama, t5, llama4")
 def test_from_hf(name):
-    """Calls need nothing else; other layers, and other attentions of this layer, are in the way."""
+    """From a state dict with other layers, and other attentions of this layer."""
     family = FAMILIES[name]
     whole = {f"{family.prefix.replace('1', '0')}{key}": torch.zeros(3) for key in family.shapes}
     whole |= {f"vision_model.layers.1.self_attn.{key}": torch.zeros(3) for key in linears(OUT_NAMES)}
@@ -435,7 +435,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_is_refused(message):
+def test_refused(message):
     name, changes = REFUSED[message]
     family = FAMILIES[name]._replace(config=FAMILIES[name].config | changes)
     with pytest.raises(ValueError, match=message):
@@ -489,7 +489,7 @@ def test_a_layer_of_gpt_neo_is_not_scaled():
     assert_close(module(jnp.asarray(x), is_causal=True), expected.numpy())
 
 
-def test_the_first_layer_of_t5_holds_a_bias_for_all():
+def test_the_first_layer_of_t5_holds_the_bias_of_all_layers():
     module = flax_mha.MultiHeadAttention(**convert.describe(FAMILIES["t5"].config), decode=False, rngs=nnx.Rngs(0))
     weights = FAMILIES["t5"].weights()
     with pytest.raises(ValueError, match=r"got relative_attention_bias\.weight, .*recipes\.t5_bias\(table\)"):

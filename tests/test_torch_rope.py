@@ -152,7 +152,7 @@ def test_same_as_torch(name):
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", MODELS)
-def test_configs_give_the_same(name):
+def test_from_config(name):
     rope, _, config, arguments = MODELS[name]
     assert RoPE.from_config(config, **arguments) == rope
     assert hash(RoPE.from_config(config, **arguments)) == hash(rope)

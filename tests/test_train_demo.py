@@ -243,7 +243,7 @@ def test_a_signal_at_any_moment(text, tmp_path, delay, number):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_an_output_that_is_full_is_named(tmp_path):
+def test_errors_name_a_full_output(tmp_path):
     command = [sys.executable, "-m", "train_demo", "--out", str(tmp_path / "run"), *TINY]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -252,7 +252,7 @@ def test_an_output_that_is_full_is_named(tmp_path):
     assert "cannot write to standard output (No space left on device)" in done.stderr
 
 
-def test_a_metric_without_room_is_named(tmp_path):
+def test_errors_name_metrics_without_room(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with contextlib.closing(metrics.Log(tmp_path, 0, 1.0, time.perf_counter())) as log:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))

@@ -63,7 +63,7 @@ def test_the_validation_texts_depend_only_on_the_texts(folder):
 
 
 @pytest.mark.parametrize(("sizes", "held"), [([100, 900], [100]), ([100, 200, 300], [100]), ([50] * 20, [50, 50])])
-def test_at_most_a_tenth_is_held_out_but_one_document(tmp_path, sizes, held):
+def test_at_most_a_tenth_or_one_document_is_held_out(tmp_path, sizes, held):
     for number, size in enumerate(sizes):
         (tmp_path / str(number)).write_text(chr(97 + number) * size)
     text = data.load(str(tmp_path), 8)
@@ -85,7 +85,7 @@ def test_bad_folders(tmp_path, files, words):
     assert_refused([str(tmp_path), *words], data.load, str(tmp_path), 8)
 
 
-def test_a_folder_with_one_text_is_that_text(tmp_path):
+def test_a_folder_with_one_text_equals_that_text(tmp_path):
     (tmp_path / "folder").mkdir()
     for name in ("folder/a.txt", "b.txt"):
         (tmp_path / name).write_text(TEXT)

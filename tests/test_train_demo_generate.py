@@ -68,7 +68,7 @@ SMALL = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1}
         (LOGITS, {"temperature": 1e30, "top_k": 10, "min_p": 0.5}),
     ],
 )
-def test_the_filters_are_those_of_hugging_face(logits, options):
+def test_the_filters_equal_hugging_face(logits, options):
     expected = hugging_face(logits, **options)
     got = np.asarray(jax.jit(filtered)(logits, Sampling(**{"temperature": 1.0} | options)))
     kept = softmax(expected) > 0
@@ -139,7 +139,7 @@ def numbers_of(text):
 
 
 @pytest.mark.parametrize("prompt", ["a", "bcdefgab", "abcdefghijkabcdefghijkabc"[: 2 * CONTEXT - 1]])
-def test_texts_beyond_the_context_are_those_of_one_windowed_pass(model, prompt):
+def test_texts_beyond_the_context_equal_one_windowed_pass(model, prompt):
     (text,) = texts(model, [prompt], 90, GREEDY)
     whole = prompt + text
     expected = VOCABULARY.decode(np.argmax(logits_of(model, numbers_of(whole)), axis=-1))

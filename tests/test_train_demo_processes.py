@@ -152,10 +152,7 @@ def test_the_plan_on_the_command_line(text):
             "processes 1, 2 were lost: start all",
         ),
         ("terminate called after throwing an instance of 'std::bad_alloc'\n", "(after throwing an instance of 'std::"),
-        (
-            "F1122 11:01 client.h:80] Terminating. absl::Status: INTERNAL: odd\n",
-            "JAX ended this process (INTERNAL: ",
-        ),
+        ("F1122 11:01 client.h:80] Terminating. absl::Status: INTERNAL: odd\n", "JAX ended this process (INTERNAL: "),
     ],
 )
 def test_the_summary_of_a_crash_log(log, line):

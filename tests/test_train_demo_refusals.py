@@ -117,7 +117,7 @@ def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
 
 
 @pytest.mark.parametrize("arguments", [["--data", UNSAFE], [f"--steps={UNSAFE}"], [UNSAFE], ["plot", "--out", UNSAFE]])
-def test_errors_do_not_command_the_terminal(capsys, monkeypatch, tmp_path, arguments):
+def test_errors_send_no_control_characters(capsys, monkeypatch, tmp_path, arguments):
     monkeypatch.chdir(tmp_path)
     said = refusal(capsys, *arguments)
     assert not set(UNSAFE) - set("[31m") & set(said)
@@ -154,7 +154,7 @@ OTHERS = ["--resume", "--data", "other", "--batch-size", 3, "--learning-rate", 0
         (["sample", "--prompt", "Ünknown é"], ["'Ü' 'é'"]),
     ],
 )
-def test_what_does_not_fit_a_run(capsys, run, text, tmp_path, arguments, words):
+def test_options_that_do_not_match_a_run(capsys, run, text, tmp_path, arguments, words):
     """The error names only what differs."""
     (tmp_path / "other").write_text(TEXT + "!")
     places = {"same": text, "other": tmp_path / "other"}

@@ -59,7 +59,7 @@ def shown(out, run=None):
     return page.text
 
 
-def test_no_text_is_html_and_nothing_is_loaded(out):
+def test_the_page_escapes_texts_and_loads_nothing(out):
     (out / metrics.SAMPLES).write_text(json.dumps({"step": 3, "prompt": HOSTILE, "text": HOSTILE * 2}) + "\n")
     text = shown(out, config(data=f"/x/{HOSTILE[:9]}<b>.txt"))
     assert text.count("<script>alert(1)</script>") == 3

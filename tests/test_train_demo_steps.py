@@ -75,7 +75,7 @@ def test_muon_makes_the_gradients_of_matrices_orthogonal():
 
 
 @pytest.mark.core
-def test_sizes_and_optimizers_bring_their_numbers(tmp_path):
+def test_sizes_and_optimizers_set_their_numbers(tmp_path):
     assert Settings(**completed("tiny", {})) == Settings()
     large = Settings(**completed("gpt2", {"layers": 3}))
     assert (large.layers, large.features, large.context_length) == (3, 768, 1024)

@@ -221,7 +221,7 @@ def test_export_of_decoding_with_symbolic_sizes():
 
 @pytest.mark.core
 @BOTH
-def test_what_a_policy_saves_by_name_is_not_computed_again(implementation):
+def test_a_policy_saves_attention_by_name(implementation):
     """There are as many products ("blockwise": forward passes) as without `jax.checkpoint`."""
     x, primitives = jax.ShapeDtypeStruct((40, 1, 4), jnp.float32), ("dot_general", "function")
     saved, without, anew = kernels_of_two_blocks(primitives, x, is_causal=True, implementation=implementation)

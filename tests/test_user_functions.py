@@ -219,7 +219,7 @@ def test_arrays_captured_by_a_jitted_helper_get_gradients(implementation):
 @pytest.mark.core
 @pytest.mark.parametrize("convert", [np.asarray, list], ids=["NumPy", "list"])
 @pytest.mark.parametrize("capture", CAPTURING.values(), ids=CAPTURING)
-def test_what_positions_cannot_index_is_refused_with_the_fix(capture, convert):
+def test_lists_and_numpy_arrays_are_refused_with_the_fix(capture, convert):
     message = r"score_mod\(.* raised Tracer(Array|Integer)Conv.* indexed by positions: use jnp.asarray\(\.\.\.\)"
     with pytest.raises(ValueError, match=message) as error:
         attend(capture(convert(np.asarray(FIRST))))
@@ -311,7 +311,7 @@ def test_a_hundred_lambdas_leak_nothing():
 
 @pytest.mark.core
 @pytest.mark.parametrize("position", range(4))
-def test_each_position_is_a_function_of_its_own(position):
+def test_each_position(position):
     got = attend(lambda s, *positions: s + FIRST[3] * 0.5 + positions[position].astype(s.dtype) * 0.25)
     bias = np.indices((1, N, T, T))[position] * 0.25
     close(got, dot_product_attention(*ARRAYS, np.float32(bias), implementation="xla"))
@@ -351,7 +351,7 @@ def test_functions_with_different_numbers_differ(make):
     assert np.abs(one - other).max() > 1e-3
 
 
-def test_a_function_whose_rule_refuses_has_no_derivative_but_a_value():
+def test_a_function_whose_rule_raises_has_a_value_but_no_derivative():
     def refuse(*_):
         raise NotImplementedError("no gradient")
 
@@ -364,7 +364,7 @@ def test_a_function_whose_rule_refuses_has_no_derivative_but_a_value():
 
 @BOTH
 @pytest.mark.parametrize("transform", ["grad", "jacfwd", "grad of grad"])
-def test_scores_that_the_function_masks_itself_have_safe_derivatives(transform, implementation):
+def test_scores_masked_by_a_score_mod_have_safe_derivatives(transform, implementation):
     """Its logarithm has no value for later keys, which it masks."""
     slopes = jnp.array([0.5, 1.5])
 
