@@ -71,8 +71,8 @@ def test_explain(make):
     nested = functools.partial(partial(implementation="xla", is_causal=True), implementation="blockwise")
     for options in ({"implementation": "blockwise"}, {"attention_fn": nested}):
         assert make(**options).explain(X).chosen == "blockwise"
-    with pytest.raises(ValueError, match=r"only attention_fn=flax_mha\.attention_fn can be explained"):
-        make(attention_fn=nnx.dot_product_attention).explain(X)
+    other = make(attention_fn=nnx.dot_product_attention)
+    refused(r"only attention_fn=flax_mha\.attention_fn can be explained", other.explain, X)
     with pytest.raises(NotImplementedError, match='implementation="cudnn" does not support this call'):
         make(implementation="cudnn").explain(X)
 
@@ -146,12 +146,9 @@ def test_explain_of_decoding_depends_on_the_cache_and_leaves_it_alone():
     assert bound.explain(prompt).chosen == "blockwise"
     assert bound.explain(prompt[:, :1]).chosen == "xla"
     np.testing.assert_array_equal(bound.variables["cache"]["cache_index"], 0)
-
-
-def test_explain_of_stored_keys_mentions_no_mask_array():
-    module = nnx_module(decode=True)
-    arguments = {"lengths": (None, jnp.array([7])), "store_keys": True}
-    assert not any("mask" in reason for reason in module.explain(X[:1], X[:1], **arguments).refusals["cudnn"])
+    storing = {"lengths": (None, jnp.array([7])), "store_keys": True}
+    explanation = nnx_module(decode=True).explain(X[:1], X[:1], **storing)
+    assert not any("mask" in reason for reason in explanation.refusals["cudnn"])
 
 
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -255,26 +252,19 @@ ARRAYS_OF_NUMBERS = {
 def test_options_may_be_0d_arrays(kind):
     """As in Flax, also under `jit`, where the arrays are constants."""
     numbers = {"dropout_rate": 0.25, "logits_soft_cap": 2.0}
+    arrays = {name: ARRAYS_OF_NUMBERS[kind](x) for name, x in numbers.items()}
     query = X.reshape(B, T, N, -1)
 
-    def of_function(function, **options):
-        return function(query, query, query, dropout_rng=jax.random.key(1), **options)
+    def of_module(name, **options):
+        return call(MODULES[name](decode=False, **options), X, deterministic=False)
 
-    def of_linen(**options):
-        return call(linen_module(**options), X, deterministic=False)
-
-    def of_nnx(name, **options):
-        module = MODULES[name](decode=False, **options)
-        return nnx.jit(lambda module: module(X, deterministic=False))(module)
-
-    arrays = {name: ARRAYS_OF_NUMBERS[kind](x) for name, x in numbers.items()}
-    functions = (functools.partial(of_function, f) for f in (flax_mha.dot_product_attention, flax_mha.attention_fn))
-    for compute in (*functions, of_linen):
-        want = compute(**numbers)
-        np.testing.assert_array_equal(compute(**arrays), want)
-        np.testing.assert_allclose(jax.jit(functools.partial(compute, **arrays))(), want, atol=1e-6)
-    for name in ("nnx", "nnx, latent"):
-        np.testing.assert_array_equal(of_nnx(name, **arrays), of_nnx(name, **numbers))
+    functions = [functools.partial(of_module, name) for name in ("nnx", "nnx, latent", "linen")]
+    for function in (flax_mha.dot_product_attention, flax_mha.attention_fn):
+        functions.append(functools.partial(function, query, query, query, dropout_rng=jax.random.key(1)))
+    for function in functions:
+        want = function(**numbers)
+        np.testing.assert_array_equal(function(**arrays), want)
+        np.testing.assert_allclose(jax.jit(functools.partial(function, **arrays))(), want, atol=1e-6)
 
 
 # What is refused with Flax: `flax_cases.py`.

@@ -27,17 +27,13 @@ import flax_mha
 OURS, FLAX, make = Nnx.ours, Nnx.flax, Nnx.make
 
 
-def params(module):
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
-
-
 def test_half_precision_inputs():
     """Without a `dtype`, the inputs and the weights determine it, as in Flax."""
     ours, flax = (make(cls, param_dtype=jnp.bfloat16) for cls in (OURS, FLAX))
     x = X.astype(jnp.bfloat16)
     got = ours(x)
     exact = make(OURS)
-    nnx.update(exact, jax.tree.map(lambda w: w.astype(jnp.float32), params(flax)))
+    nnx.update(exact, jax.tree.map(lambda w: w.astype(jnp.float32), nnx.state(flax, nnx.Param)))
     with flax_rules():
         assert_no_worse(got, flax(x), exact(x.astype(jnp.float32)))
 

@@ -1,5 +1,7 @@
 """Every recipe equals its dense formula, in the output and all gradients, also those of captured arrays."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,36 +169,8 @@ RECIPES = {name: (make, None, {"mask": mask}) for name, (make, mask) in MASKS.it
 }
 
 
-def inputs():
-    shapes = {"query": (B, S, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
-    generator = np.random.default_rng(1)
-    return {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def graded(name, implementation, cotangent, **more):
-    """A function of the inputs and the learned array that returns their gradients and the output."""
-    make = RECIPES[name][0]
-
-    def loss(inputs, learned):
-        arguments = make() if learned is None else make(learned)
-        output = dot_product_attention(**inputs, **arguments, implementation=implementation, **more)
-        return jnp.sum(output * cotangent), output
-
-    return jax.grad(loss, (0, 1), has_aux=True)
-
-
-def dense(name, inputs, cotangent, keep=None):
-    arguments = RECIPES[name][2]
-    arrays = {n: np.asarray(x, np.float64) for n, x in inputs.items()}
-    cotangents = np.asarray(cotangent, np.float64), np.zeros((B, S, N))
-    (output, _), grads = reference.attention(**arrays, **arguments, keep=keep, cotangents=cotangents)
-    if "added" in arguments:
-        d_added = grads.pop(0)
-        if RECIPES[name][1] is not None:
-            grads.append(gradient_of_learned(name, d_added))
-    return output, grads
-
-
+HEADS_OF = {"query": N, "key": K, "value": K}
+INPUTS = {name: rng.standard_normal((B, S, heads, H)).astype(np.float32) for name, heads in HEADS_OF.items()}
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
@@ -209,12 +183,26 @@ pytestmark = pytest.mark.usefixtures("small_tiles")
 )
 def test_equals_its_dense_formula(name, implementation, rate):
     """In tiles, every second recipe with dropout."""
-    arrays, cotangent = inputs(), rng.standard_normal((B, S, N, H)).astype(np.float32)
+    make, learned, formula = RECIPES[name]
+    cotangent = rng.standard_normal((B, S, N, H)).astype(np.float32)
     drop = {"dropout_rate": rate, "dropout_rng": jax.random.key(0)}
-    (grads, learned), output = jax.jit(graded(name, implementation, cotangent, **drop))(arrays, RECIPES[name][1])
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1), has_aux=True)
+    def run(inputs, learned):
+        arguments = make() if learned is None else make(learned)
+        output = dot_product_attention(**inputs, **arguments, **drop, implementation=implementation)
+        return jnp.sum(output * cotangent), output
+
+    (grads, d_learned), output = run(INPUTS, learned)
     keep = (dropped((B, S, N, S), **drop) != 0) / (1 - rate) if rate else None
-    want, want_grads = dense(name, arrays, cotangent, keep)
-    close((output, [grads[name] for name in arrays], learned), (want, want_grads))
+    arrays = {n: np.float64(x) for n, x in INPUTS.items()}
+    cotangents = np.float64(cotangent), np.zeros((B, S, N))
+    (want, _), want_grads = reference.attention(**arrays, **formula, keep=keep, cotangents=cotangents)
+    d_added = want_grads.pop(0) if "added" in formula else None
+    if d_added is not None and learned is not None:
+        want_grads.append(gradient_of_learned(name, d_added))
+    close((output, [grads[name] for name in INPUTS], d_learned), (want, want_grads))
 
 
 def test_recipes_combine():
@@ -222,11 +210,11 @@ def test_recipes_combine():
     mods = [lambda score, *place: score * 2, lambda score, b, h, q, k: score + k.astype(score.dtype)]
     parts = [{"score_mod": mods[0]}, recipes.sliding_window(9), recipes.alibi(N), recipes.soft_cap(1.5)]
     parts += [recipes.documents(jnp.asarray(IDS)), {"score_mod": mods[1]}]
-    got = dot_product_attention(**inputs(), **recipes.combine(*parts))
+    got = dot_product_attention(**INPUTS, **recipes.combine(*parts))
     mask = DOCUMENTS & (column >= row - 9)
     alibi = recipes.alibi(N)["score_mod"]
     score_mod = lambda score, *place: mods[1](alibi(mods[0](score, *place), *place), *place)  # noqa: E731
-    want = dot_product_attention(**inputs(), mask=mask, logits_soft_cap=1.5, score_mod=score_mod)
+    want = dot_product_attention(**INPUTS, mask=mask, logits_soft_cap=1.5, score_mod=score_mod)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
     assert recipes.combine() == {}
     assert recipes.combine({"score_mod": None, "mask": None}) == {}
@@ -286,10 +274,10 @@ STEPS = {"float32": {}, "each sequence its own index": {"per_row": True}, "ring"
 @pytest.mark.parametrize("kind", STEPS)
 def test_decoding_equals_one_call(name, kind):
     """A step passes the terms of its queries and their position, or the gates of all tokens so far."""
-    arrays, learned, window = inputs(), jnp.asarray(RECIPES[name][1]), STEPS[kind].get("window")
+    learned, window = jnp.asarray(RECIPES[name][1]), STEPS[kind].get("window")
     cache = KVCache.create(B, S, num_kv_heads=K, head_size=H, dtype=jnp.float32, **STEPS[kind])
     more = {} if window is None else {"local_window_size": (window, 0)}
-    want = dot_product_attention(**arrays, **RECIPES[name][0](learned), **more)
+    want = dot_product_attention(**INPUTS, **RECIPES[name][0](learned), **more)
 
     @jax.jit
     def step(cache, learned, **arrays):
@@ -299,7 +287,7 @@ def test_decoding_equals_one_call(name, kind):
 
     for first, end in ((0, 9), (9, 10), (10, 11), (11, 20)):
         so_far = jnp.where(jnp.arange(S)[None, :, None] < end, learned, 0.0) if name == "forgetting" else None
-        new = {n: x[:, first:end] for n, x in arrays.items()}
+        new = {n: x[:, first:end] for n, x in INPUTS.items()}
         output, cache = step(cache, learned[:, :, first:end] if so_far is None else so_far, **new)
         np.testing.assert_allclose(output, want[:, first:end], rtol=0, atol=1e-5)
 
@@ -307,7 +295,7 @@ def test_decoding_equals_one_call(name, kind):
 def test_queries_outside_the_terms_are_nan():
     """If the position is not known while tracing; no other query changes."""
     terms = TERMS["relative terms"]
-    attend = jax.jit(lambda offset: dot_product_attention(**inputs(), **recipes.relative_terms(terms, offset)))
+    attend = jax.jit(lambda offset: dot_product_attention(**INPUTS, **recipes.relative_terms(terms, offset)))
     np.testing.assert_array_equal(np.isnan(attend(3)).any((0, 2, 3)), np.arange(S) < 3)
     np.testing.assert_array_equal(np.isnan(attend(-3)).any((0, 2, 3)), np.arange(S) >= S - 3)
 

@@ -10,6 +10,7 @@ from cases import refused
 from flax_mha.rope import NTK, Linear, Llama3, LongRoPE, RoPE, YaRN, apply_rope
 
 H = 16
+pytestmark = pytest.mark.core
 FACTORS = [1.0, 1.1, 1.5, 2.0, 4.0, 8.0, 16.0, 16.5]
 THREE, INTERLEAVED = (RoPE(sections=(2, 3, 3), section_layout=layout) for layout in ("contiguous", "interleaved"))
 XS, PS = jnp.zeros((2, 5, 3, H)), jnp.zeros((2, 5), jnp.int32)
@@ -69,7 +70,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_refused_in_one_line(call, message):
     refused(message, call)
@@ -134,7 +134,6 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("case", CONFIGS)
 def test_from_config(case):
     config, want, arguments = (*case, {})[:3]
@@ -191,7 +190,6 @@ REFUSED_CONFIGS = [
 ]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("case", REFUSED_CONFIGS)
 def test_refused_configs(case):
     config, message, arguments = (*case, {})[:3]

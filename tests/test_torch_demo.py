@@ -5,12 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import torch
+from demo_runs import ROOT
 from flax import nnx
 from safetensors.torch import load_file
 
@@ -20,7 +20,6 @@ from train_demo.__main__ import main
 from train_demo.model import blueprint
 from train_demo.settings import Settings
 
-ROOT = Path(__file__).parent.parent
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs! How vexing, zebras jump. "
 SIZES = {"context_length": 16, "layers": 2, "heads": 2, "features": 32, "dtype": "float32"}
 

@@ -1,6 +1,5 @@
 """`apply_rope` against PyTorch ports of the rotary embeddings of many models, outputs and gradients."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +38,7 @@ AXIAL = {"section_layout": "axial"}
 
 
 class Model(NamedTuple):
-    """The line of RoPE's docstring, the head size, what from_config reads, and its other arguments."""
+    """An embedding from RoPE's docstring, the head size, a config, and other arguments of `from_config`."""
 
     rope: RoPE
     size: int
@@ -112,21 +111,6 @@ POSITIONS = np.array([[0, 1, 2, 31, 4095, 4096, 8191], [131_072, 131_071, 100_00
 COORDINATES = np.stack([POSITIONS, POSITIONS[:, ::-1], POSITIONS // 2 + 3], axis=-1)
 
 
-def positions_of(rope):
-    return COORDINATES[..., : len(rope.sections)] if rope.sections else POSITIONS
-
-
-@functools.cache
-def by_torch(name):
-    """Input, output, the gradient of the output, the gradient of the input; all float32."""
-    rng = np.random.default_rng(0)
-    x, slope = rng.standard_normal((2, *POSITIONS.shape, 3, MODELS[name].size)).astype(np.float32)
-    tensor = torch.from_numpy(x).requires_grad_()
-    output = getattr(torch_rope, name)(tensor, torch.from_numpy(positions_of(MODELS[name].rope)))
-    output.backward(torch.from_numpy(slope))
-    return x, output.detach().numpy(), slope, tensor.grad.numpy()
-
-
 @pytest.mark.parametrize(
     "name", with_core(MODELS, "llama_3_1", "gpt_j", "gpt_oss", "phi_3_long", "qwen_3_vl", "pixtral")
 )
@@ -134,15 +118,19 @@ def test_same_as_torch(name):
     """Angles have the same bits on both sides. cos and sin are off by 2^-22 in each library at most (4 units in the
     last place), and two products and a sum add 2^-23: for |u|, |v| <= m, in all 2 * 2m * (2^-22 + 2^-23) < m * 2^-19.
     """
-    rope, *_ = MODELS[name]
-    x, want, slope, want_grad = by_torch(name)
+    rope, size, *_ = MODELS[name]
+    positions = COORDINATES[..., : len(rope.sections)] if rope.sections else POSITIONS
+    x, slope = np.float32(np.random.default_rng(0).standard_normal((2, *POSITIONS.shape, 3, size)))
+    tensor = torch.from_numpy(x).requires_grad_()
+    output = getattr(torch_rope, name)(tensor, torch.from_numpy(positions))
+    output.backward(torch.from_numpy(slope))
+    want, want_grad = output.detach().numpy(), tensor.grad.numpy()
 
     @jax.jit
     def both(x, slope, positions):
         output, vjp = jax.vjp(lambda x: apply_rope(x, positions, rope), x)
         return output, *vjp(slope)
 
-    positions = positions_of(rope)
     got, got_grad = both(x, slope, positions)
     tolerance = 2.0**-19 * rope.attention_factor
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(x).max())

@@ -57,13 +57,6 @@ def two(*arguments, killed=None, moment=""):
     return [process.returncode for process in processes], said, seconds
 
 
-@pytest.fixture(scope="module")
-def text(processes, tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "fox.txt"
-    path.write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    return path
-
-
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_that_was_killed_twice_while_saving_ends_the_same_also_on_one_device(text, tmp_path, capfd):
     finished, out = tmp_path / "finished", tmp_path / "run"
@@ -128,7 +121,7 @@ def test_processes_that_do_not_find_each_other(text, tmp_path):
         out, error = process.communicate(timeout=60)
         assert (process.returncode, error.count("\n")) == (2, 1), error
         assert f"--coordinator {place} within 2 s" in error
-        assert ("1,800 characters of " in out) == (number == 0)
+        assert ("1,804 characters of " in out) == (number == 0)
     assert not (tmp_path / "run").exists()
 
 

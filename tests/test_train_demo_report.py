@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import Task
 
-from train_demo import files, metrics, plots, progress, report, run_folder, terminal, training
+from train_demo import metrics, plots, progress, report, run_folder, terminal, training
 from train_demo.settings import Settings
 from train_demo.vocabulary import Vocabulary
 
@@ -104,19 +104,6 @@ def test_a_run_with_few_files(out, lines):
     measured(out, *lines)
     (out / metrics.RESOURCES).write_text("[1")
     assert "Random guessing among 4 characters" in shown(out)
-
-
-def test_a_full_disk_leaves_the_old_report(out, monkeypatch):
-    (out / report.FILE).write_text("old")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(OSError, match=rf"No space.*{report.FILE}"):
-        report.write(out, config())
-    assert (out / report.FILE).read_text() == "old"
-    assert not list(out.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("text", ["\n\t x", "\x1b[31m\u202e", "漢字" * 99, "a" * 99, "\ud800"])
