@@ -193,7 +193,7 @@ def test_positions_of_any_shape_and_integer_dtype():
     positions = jnp.arange(5) + 100
     want = apply_rope(x, positions, RoPE())
     for dtype in (np.int8, np.int16, np.uint8, np.uint32):
-        same(apply_rope(x, np.asarray(positions, dtype), RoPE()), want)
+        same(apply_rope(x, np.asarray(positions, dtype), RoPE()), want, str(dtype))
     np.testing.assert_allclose(jax.jit(lambda x: apply_rope(x, positions, RoPE()))(x), want, rtol=0, atol=1e-6)
 
 

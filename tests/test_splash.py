@@ -44,11 +44,14 @@ PLAIN = {
     "two batch axes, window wider than the keys": call(shapes(130, batch=(2, 1)), local_window_size=(1000, 1000)),
 }
 HIDING = {
-    "no batch, causal window, soft cap": call(
-        shapes(300, 300, batch=()), is_causal=True, local_window_size=100, logits_soft_cap=2.0
+    "causal window, soft cap, one length for all": call(
+        shapes(), is_causal=True, local_window_size=100, logits_soft_cap=2.0, key_value_seq_lengths=lengths(240)
     ),
-    "window ahead, offset, one length for all": call(
-        shapes(130, 400), local_window_size=(None, 5), query_offset=150, key_value_seq_lengths=lengths(260)
+    "no batch, window ahead, offset, length": call(
+        shapes(130, 400, batch=()),
+        local_window_size=(None, 5),
+        query_offset=150,
+        key_value_seq_lengths=np.array(260, np.int32),
     ),
     # Edges that meet corners of tiles.
     "window of one key before": call(shapes(), local_window_size=(1, 200)),
@@ -82,7 +85,7 @@ HIDING = {
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", with_core([*PLAIN, *HIDING], *[*HIDING][:2]))
+@pytest.mark.parametrize("name", with_core([*PLAIN, *HIDING], "no batch, window ahead, offset, length"))
 def test_output_and_gradients(name):
     """If keys are masked, also with NaN in a key, infinity in a value, and NaN in queries without visible keys."""
     sizes, arguments = (PLAIN | HIDING)[name]
@@ -107,27 +110,25 @@ def test_bfloat16_by_the_rule_of_flash_attention():
     kernels.in_bfloat16_by_the_rule_of_flash_attention("splash", shapes(), visible, **arguments)
 
 
+SINKS = {
+    "of heads": ([0.5, 3.0], {}),
+    "of heads, lengths": ([0.5, 3.0], HIDING["lengths"][1]),
+    "of sequences": ([[-np.inf, 1.0], [80.0, -2.0]], HIDING["causal window, soft cap, one length for all"][1]),
+}
+
+
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(
-    ("sinks", "arguments"),
-    [
-        ([0.5, 3.0], {}),
-        ([0.5, 3.0], HIDING["lengths"][1]),
-        pytest.param(
-            [[-np.inf, 1.0], [80.0, -2.0]], {"is_causal": True, "logits_soft_cap": 2.0}, marks=pytest.mark.core
-        ),
-    ],
-)
-def test_sinks(sinks, arguments):
+@pytest.mark.parametrize("name", with_core(SINKS, "of sequences"))
+def test_sinks(name):
     """One for each head, or for each head of each sequence, with gradients, also in rows without visible keys."""
-    sinks = np.float32(sinks)
+    sinks, arguments = np.float32(SINKS[name][0]), SINKS[name][1]
     ours, dense = (gradients(name, arguments) for name in ("splash", "xla"))
     _, key, value = arrays = normal(*shapes())
     expected = dense(arrays, sinks=sinks)
     assert np.abs(expected[-1]).max() > 1e-4
     close(ours(arrays, sinks=sinks), expected)
     if arguments:
-        key[0, 250], value[1, 130, 0, 3] = np.nan, np.inf
+        key[0, 245], value[1, 130, 0, 3] = np.nan, np.inf
         close(ours(arrays, sinks=sinks), dense(arrays, sinks=sinks))
 
 

@@ -234,11 +234,9 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "arguments", "message"), REFUSED)
 @pytest.mark.parametrize("kind", APIS)
 def test_refused(options, arguments, message, kind):
-    if kind == "nnx":
-        refused(
-            message,
-            lambda: flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0), **options)(X, **arguments),
-        )
-    else:
-        layer = linen.MultiHeadDotProductAttention(N, **options)
-        refused(message, lambda: layer.init(jax.random.key(0), X, **arguments))
+    def call():
+        if kind == "nnx":
+            return flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0), **options)(X, **arguments)
+        return linen.MultiHeadDotProductAttention(N, **options).init(jax.random.key(0), X, **arguments)
+
+    refused(message, call)
