@@ -309,7 +309,7 @@ FAMILIES = {
     "bart": encoder("bart.BartAttention", *OUT, "encoder.layers.1.self_attn.", d_model=E),
     "wav2vec2": encoder("wav2vec2.Wav2Vec2Attention", *OUT, "wav2vec2.encoder.layers.1.attention."),
 }
-CORE = "llama, deepseek_v3, qwen3_next, gemma2 with a window, gpt_oss, falcon, llama4, cohere with norms"
+CORE = "llama, deepseek_v3, qwen3_next, gemma2 with a window, gpt_oss, falcon, llama4, cohere with norms, bert"
 # Every option in a cache once; the other families differ from these only in numbers and layouts.
 ROUNDED = ("gemma3_text", "qwen3_next", "qwen4_exp_text", "dots3_note_text", "longcat_flash")
 DECODED = (
