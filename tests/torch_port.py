@@ -1,4 +1,4 @@
-"""PyTorch ports of the attentions that flax_mha reproduces, faults included, and of grouped-query attention.
+"""PyTorch ports of the attentions whose weights flax_mha converts, including their faults.
 
 Shapes are batch first. Every port keeps the whole [batch, heads, queries, keys] matrix of scores.
 """
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 def attend(query, key, value, head_dim: int, length: int | None = None, visible: Tensor | None = None) -> Tensor:
     """Attention by heads of inputs [batch, length, heads * head_dim]; if given, `length` is that of all three."""
     q, k, v = (x.view(len(x), length or x.shape[1], -1, head_dim).transpose(1, 2) for x in (query, key, value))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
@@ -68,18 +67,3 @@ class MaskedSelfAttention(nn.Module):
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         visible = None if attention_mask is None else attention_mask != 0
         return self.out_proj(attend(self.q(x), self.k(x), self.v(x), self.head_dim, visible=visible))
-
-
-class GroupedQueryAttention(nn.Module):
-    """Groups of query heads share one key and value head, as in Llama, but without rotary positions."""
-
-    def __init__(self, features: int, num_heads: int, num_kv_heads: int, head_dim: int, causal: bool = False) -> None:
-        super().__init__()
-        self.head_dim, self.causal = head_dim, causal
-        self.q_proj = nn.Linear(features, num_heads * head_dim, bias=False)
-        self.k_proj, self.v_proj = (nn.Linear(features, num_kv_heads * head_dim, bias=False) for _ in range(2))
-        self.o_proj = nn.Linear(num_heads * head_dim, features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if self.causal else None
-        return self.o_proj(attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), self.head_dim, visible=visible))
