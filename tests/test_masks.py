@@ -1,8 +1,8 @@
 """Mask objects: in attention, their tiles, pictures of them, and comparisons."""
 
+import contextlib
 import io
 import itertools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -136,11 +136,9 @@ def test_pictures():
     assert plot.plot_mask(SegmentMask(ids, ids), 5, 5).get_title() == "visible: 52 % of 5 x 5"
 
 
-def test_a_picture_for_a_terminal_without_these_characters(monkeypatch):
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    print(LocalMask(0, 0))
-    monkeypatch.undo()
+def test_a_picture_for_a_terminal_without_these_characters():
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="ascii")) as terminal:
+        print(LocalMask(0, 0))
     terminal.seek(0)
     assert terminal.read().splitlines()[:2] == ["#.......", ".#......"]
 

@@ -10,13 +10,12 @@ from marks import with_core
 from flax_mha import dot_product_attention
 
 N, H = 4, 64
-KEY = jax.random.key(0)
 
 CASES = {
     "plain": lambda t: {},
     "causal": lambda t: {"is_causal": True},
     "bias of keys": lambda t: {"bias": jax.ShapeDtypeStruct((N, 1, t), jnp.float32)},
-    "dropout": lambda t: {"dropout_rate": 0.1, "dropout_rng": KEY},
+    "dropout": lambda t: {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
     "causal window, segments, lengths, soft cap, sinks": lambda t: {
         "is_causal": True,
         "local_window_size": (1000, 0),

@@ -83,23 +83,9 @@ MASKED = [("no score_mod", "all"), ("slopes", "bias, window"), ("logarithm", "al
 )
 @BOTH
 def test_masked_values_change_nothing_and_visible_ones_count(score_mod, arguments, implementation):
-    """The latter is tested if the `score_mod` masks nothing itself, and has a value and a derivative everywhere."""
+    """Outputs and gradients keep every bit. Visible values are tested unless the `score_mod` masks or has no value."""
     causal = score_mod in ("logarithm", "root")
     which = {"score_mod": score_mod, "arguments": arguments, "implementation": implementation, "causal": causal}
-    masked_values_change_nothing(**which)
-    if score_mod in ("no score_mod", "slopes"):
-        visible_values_count(**which)
-
-
-@pytest.mark.parametrize("arguments", ["plain", "soft cap, sinks"])
-@BOTH
-def test_visible_values_count_without_a_mask(arguments, implementation):
-    which = {"score_mod": "no score_mod", "arguments": arguments, "implementation": implementation, "causal": False}
-    visible_values_count(**which, mask=False)
-
-
-def masked_values_change_nothing(**which):
-    """Masked entries of queries, keys, values and bias: outputs and all gradients keep every bit."""
     clean = arrays(which["score_mod"], which["arguments"])
     clean["query"][:, 30:], clean["key"][:, 33:], clean["value"][:, 33:] = 0, 0, 0
     want = run(clean, **which)
@@ -118,6 +104,15 @@ def masked_values_change_nothing(**which):
         got = run(spoilt, **which)
         for name, x in want.items():
             np.testing.assert_array_equal(got[name], x, err_msg=f"{name}, {filling}")
+    if score_mod in ("no score_mod", "slopes"):
+        visible_values_count(**which)
+
+
+@pytest.mark.parametrize("arguments", ["plain", "soft cap, sinks"])
+@BOTH
+def test_visible_values_count_without_a_mask(arguments, implementation):
+    which = {"score_mod": "no score_mod", "arguments": arguments, "implementation": implementation, "causal": False}
+    visible_values_count(**which, mask=False)
 
 
 def visible_values_count(*, mask=True, **which):

@@ -171,9 +171,8 @@ IN_LAYER, IN_H = "model.layers.1.self_attn.", "transformer.h.1.attn."
 COMPRESSED = {"q_lora_rank": 9, "attention_bias": True, "rope_scaling": LATENT_ROPE}
 QWEN_2 = {"shapes": linears(LLAMA_NAMES, E, K, QKV_NAMES), "layout": "hf_qwen2", "rope_theta": 1e6, "hidden_size": E}
 GATED, GATE = NORMS | {"q_proj.weight": (2 * N * H, D)}, NORMS | {"gate_proj.weight": (N * H, D)}
-BITNET = {"more": {"attn_sub_norm.weight": (N * H,)}, "rms_norm_eps": 1e-5}
-LAGUNA = {"more": NORMS | {"g_proj.weight": (N, D)}, "layout": "hf_laguna"}
-BEAM = {"more": GATE | {"gate_bias": (N,)}, "layout": "hf_beam", "layer": 5}
+BITNET = {"more": {"attn_sub_norm.weight": (N * H,)}, "rms_norm_eps": 1e-5, "hidden_size": E}
+OF_HEADS = {"g_proj.weight": (N, D)}
 MIMO = {"num_key_value_heads": 1, "v_head_dim": 5, "sliding_window": WINDOW, "partial_rotary_factor": 0.5}
 MIMO |= {"more": {"v_proj.weight": (K * 5, D), "o_proj.weight": (D, N * 5), "sinks": (N,)}, "sliding_window_size": None}
 MIMO |= {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}, "attention_value_scale": 0.5}
@@ -213,7 +212,7 @@ T5_SHAPES = linears("q k v o", D)
 
 
 V_32, GLM_5 = (functools.partial(port.deepseek_v3, index=(pairing, 3)) for pairing in PAIRINGS)
-OF_DOTS = {"g_proj.weight": (N, D), "k_rope_only_layernorm.weight": (6,)}
+OF_DOTS = OF_HEADS | {"k_rope_only_layernorm.weight": (6,)}
 DOTS_3 = {"layer_types": ["sliding_attention", "indexed_attention"], "rms_norm_eps": 1e-5, "rope_theta": 1e4}
 DOTS_3_LAYERS = {"layer_types": ["indexed_attention", "sliding_attention"], "sliding_window": WINDOW}
 DOTS_3_LAYERS |= {"kv_lora_rank": 3, "per_layer_config": {"01": {"kv_lora_rank": 10}}}
@@ -244,20 +243,16 @@ FAMILIES = {
     "qwen4_exp": grouped("qwen4_exp_text", port.qwen_4, more=GATED | OF_QWEN_4, **QWEN_4),
     "minicpm3": latent("minicpm3.MiniCPM3Attention", port.minicpm_3, q_lora_rank=None),
     "longcat_flash": latent("longcat_flash", port.longcat, q_lora_rank=9),
-    "bailing_hybrid": latent(
-        "bailing_hybrid", port.bailing, {"g_proj.weight": (N, D)}, layer_group_size=2, q_lora_rank=None
-    ),
+    "bailing_hybrid": latent("bailing_hybrid", port.bailing, OF_HEADS, layer_group_size=2, q_lora_rank=None),
     "llama": grouped("llama.LlamaAttention", port.llama, {"base": 5e5}, rope_theta=5e5),
     "mistral": grouped("mistral.MistralAttention", port.llama, {"base": 1e4, "window": WINDOW}, **MISTRAL),
     "qwen2": grouped("qwen2.Qwen2Attention", port.llama, {"base": 1e6}, **QWEN_2),
     "qwen3": grouped("qwen3.Qwen3Attention", port.qwen_3, {"epsilon": 1e-3}, NORMS, rope_theta=1e6, rms_norm_eps=1e-3),
     "qwen3_next": grouped("qwen3_next.Qwen3NextAttention", port.qwen_3_next, **QWEN_3_NEXT),
     "afmoe": grouped("afmoe.AfmoeAttention", port.afmoe, {"window": WINDOW}, GATE, sliding_window=WINDOW),
-    "bitnet": grouped(
-        "bitnet.BitNetAttention", port.bitnet, **BITNET | {"hidden_size": E, "shapes": linears(LLAMA_NAMES, E, K)}
-    ),
-    "laguna": grouped("laguna", port.laguna, **LAGUNA),
-    "beam": grouped("beam", port.beam, **BEAM),
+    "bitnet": grouped("bitnet.BitNetAttention", port.bitnet, shapes=linears(LLAMA_NAMES, E, K), **BITNET),
+    "laguna": grouped("laguna", port.laguna, more=NORMS | OF_HEADS, layout="hf_laguna"),
+    "beam": grouped("beam", port.beam, more=GATE | {"gate_bias": (N,)}, layout="hf_beam", layer=5),
     "mimo_v2_flash": grouped("mimo_v2_flash", port.mimo, {"factor": 0.5, "size": 4, "window": WINDOW}, **MIMO),
     "dory": grouped("dory", port.dory, {"init": 0.8}, OF_DORY, layer=3, initializer_range=0.8),
     "gemma": grouped("gemma.GemmaAttention", port.llama, {"base": 1e4}, rope_theta=1e4),

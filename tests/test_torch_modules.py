@@ -74,10 +74,7 @@ CASES = {
 }
 
 
-CORE = ("masked_self_attention", "key_padding_mask and attn_mask")
-
-
-@pytest.mark.parametrize("name", with_core(CASES, *CORE))
+@pytest.mark.parametrize("name", with_core(CASES, "masked_self_attention", "key_padding_mask and attn_mask"))
 @pytest.mark.parametrize(("api", "implementation"), [(Nnx, "xla"), (Linen, "blockwise")])
 def test_modules(name, api, implementation):
     """Outputs, and gradients of weights and inputs."""

@@ -51,9 +51,9 @@ def weights(name):
     return found
 
 
-def expected(name, x):
+def expected(name):
     """Each layer adds to its input."""
-    x, state, kvs = torch.from_numpy(x), weights(name), {}
+    x, state, kvs = torch.from_numpy(X), weights(name), {}
     for i in range(4):
         w = {key.split("self_attn.")[1]: value for key, value in state.items() if f".{i}.self_attn" in key}
         if i % 2 == 0 or name == "gemma3n":
@@ -79,7 +79,7 @@ def run(layers, x, arguments):
 def test_layers_of_a_model_equal_the_port(name):
     """In one call and over caches: the first two layers have one, and the others nothing of their own."""
     layers = nnx.List([convert.from_hf(MODELS[name], weights(name), i) for i in range(4)])
-    want = expected(name, X)
+    want = expected(name)
     assert_close(run(layers, X, {}), want)
     for layer in layers:
         layer.init_cache((B, T, D))

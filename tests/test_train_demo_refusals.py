@@ -209,7 +209,9 @@ DAMAGES += [(place, "deleted") for place in ("checkpoints", "lock", "loss.png")]
 DAMAGES += [("checkpoints", "a file"), ("lock", "a folder"), ("report.html", "a folder")]
 
 
-def damage(path, harm):
+@pytest.mark.parametrize(("place", "harm"), DAMAGES)
+def test_a_damaged_file(fast, capfd, copy, tmp_path, place, harm):
+    path = copy / place
     content = path.read_bytes() if path.is_file() else b"xx"
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     if harm == "a folder":
@@ -218,11 +220,6 @@ def damage(path, harm):
         path.write_bytes(content[: len(content) // 2])
     elif harm != "deleted":
         path.write_text(WRITTEN[harm])
-
-
-@pytest.mark.parametrize(("place", "harm"), DAMAGES)
-def test_a_damaged_file(fast, capfd, copy, tmp_path, place, harm):
-    damage(copy / place, harm)
     lines = place in ("metrics.jsonl", "samples.jsonl")
     for command in reversed(COMMANDS):
         try:

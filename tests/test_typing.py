@@ -12,8 +12,6 @@ from pathlib import Path
 import hatchling.build
 import pytest
 
-ROOT = Path(__file__).parent.parent
-
 RIGHT = """
 import jax
 import jax.numpy as jnp
@@ -132,7 +130,7 @@ def installed(folder):
     venv.create(environment, with_pip=False, symlinks=True)
     site = Path(sysconfig.get_path("purelib", "venv", {"base": environment, "platbase": environment}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
+        patch.chdir(Path(__file__).parent.parent)
         with zipfile.ZipFile(folder / hatchling.build.build_editable(str(folder))) as archive:
             archive.extractall(site)
     (site / "zzz_after_the_package.pth").write_text(sysconfig.get_path("purelib"))

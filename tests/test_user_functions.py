@@ -102,16 +102,12 @@ class Model:
     __call__ = score_mod
 
 
-def _of_keywords(score, b, h, q_idx, kv_idx, *, table):
-    return score + table[kv_idx]
-
-
 CAPTURING = {
     "closure": lambda table: lambda score, b, h, q_idx, kv_idx: score + table[kv_idx],
     "default": lambda table: lambda score, b, h, q_idx, kv_idx, table=table: score + table[kv_idx],
     "method": lambda table: Model(table).score_mod,
     "object": Model,
-    "partial": lambda table: functools.partial(_of_keywords, table=table),
+    "partial": lambda table: functools.partial(lambda s, b, h, q, k, *, table: s + table[k], table=table),
 }
 ADDING = {x.__name__: x for x in (jitted_helper, custom_jvp, custom_vjp, callback, helpers_of_several_modules)}
 
