@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +141,7 @@ def rule_of_a_rule(factor):
 @BOTH
 @pytest.mark.parametrize(
     ("make", "same"),
-    [(jvp_rule, False), (jvp_rule, True), (vjp_rule, False), (vjp_rule, True), (rule_of_a_rule, False)],
+    [*itertools.product((jvp_rule, vjp_rule, rule_of_a_rule), (False, True))],
 )
 def test_the_current_rule_of_a_custom_derivative_counts(make, same, implementation):
     """If the same function's closure changes, neither its jaxpr nor its identity shows the change."""

@@ -96,8 +96,7 @@ class TracedFunction:
             if value is not None and (value >= size or (name in "bh" and value + 1 < size)):
                 raise ValueError(f"{self.name} was created for {size} {NAMES[name]}, but the call has {value + 1}.")
         for name, axis, shape in self.lookups:
-            value = last[name]
-            if value is not None and value >= shape[axis]:
+            if (value := last[name]) is not None and value >= shape[axis]:
                 raise ValueError(
                     f"{self.name} must not index arrays out of bounds, but at {name} = {value}, it uses index {value} "
                     f"on axis {axis} of an array with shape {shape}; extend that axis to at least {value + 1}, or clip "
@@ -196,29 +195,30 @@ def _key(compared: Any) -> tuple:
 
 
 def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
-    """Lists objects to compare in addition to a `score_mod`'s jaxpr, which omits the rules of custom derivatives.
+    """Lists jaxprs of derivatives to compare besides a `score_mod`'s jaxpr, which omits rules of custom derivatives.
 
-    Without custom derivatives, there are none. Otherwise, they are the jaxpr of the derivative, if it can be traced,
-    and `function`, if it cannot or if the derivative has custom derivatives of its own.
+    The last has no new custom derivatives; `function` follows if one cannot be traced, or after the fourth.
     """
 
     def custom(jaxpr: Any) -> set[tuple]:
         calls = [e for e in equations(jaxpr) if e.primitive.name in ("custom_jvp_call", "custom_vjp_call")]
-        inner = [e.params["call_jaxpr"].jaxpr for e in calls]
-        return {(x.debug_info.func_src_info, str(x)) for x in inner}
+        return {(x.debug_info.func_src_info, str(x)) for x in (e.params["call_jaxpr"].jaxpr for e in calls)}
 
-    def pull(arguments: list[Array], cotangents: list[Array]) -> Any:
+    def pull(values: list[Array], cotangents: list[Array]) -> Any:
         with jax.disable_jit():
-            pulled = jax.vjp(lambda *values: evaluate(jaxpr, values), *arguments)[1](cotangents)
+            pulled = jax.vjp(lambda *values: evaluate(jaxpr, values), *values)[1](cotangents)
         return [x for x in pulled if x.dtype != jax.dtypes.float0]
 
-    if not custom(jaxpr):
-        return []
-    try:
-        derivative = jax.make_jaxpr(pull)([v.aval for v in jaxpr.invars], [v.aval for v in jaxpr.outvars])
-    except Exception:  # the function may still be used without derivatives
-        return [function]
-    return [derivative] if custom(derivative.jaxpr) <= custom(jaxpr) else [derivative, function]
+    found, known = list[Any](), set[tuple]()
+    while (new := custom(jaxpr) - known) and len(found) < 4:
+        known |= new
+        try:
+            found.append(jax.make_jaxpr(pull)([v.aval for v in jaxpr.invars], [v.aval for v in jaxpr.outvars]))
+        except Exception:  # the function may still be used without derivatives
+            return [*found, function]
+        jaxpr = found[-1].jaxpr
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    return [*found, function] if new else found
 
 
 def _positions(jaxpr: Any) -> dict[Any, str]:
