@@ -145,7 +145,7 @@ def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _write_slices(kind: Kind, *arrays: Array) -> Array:
-    """Does the same as `_scatter` by updates of slices, which are faster on CPUs; the derivative is a scatter."""
+    """Does the same as `_scatter` by writing slices, which is faster on CPUs; `_scatter` computes the tangent."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Array) -> Array:
@@ -230,7 +230,7 @@ def _write_sequence(
 
 
 def _start(place: tuple[Array, ...], slot: Int[Array, ""]) -> tuple[Array, ...]:
-    """Returns where a slice from `slot` on, of the sequence at `place`, starts along each axis [B..., S, K, H]."""
+    """Returns the start indices along [B..., S, K, H] of a slice from `slot` on; `place` indexes the batch axes."""
     zero = jnp.zeros_like(slot)
     return varying_alike((*place, slot, zero, zero))
 

@@ -370,9 +370,9 @@ class SelfAttention(MultiHeadDotProductAttention):
 
 
 def _inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array | None) -> tuple[Any, Any, bool]:
-    """Returns the inputs of keys and of values, and whether `inputs_v` may be meant as a mask; if it may, warns.
+    """Returns the inputs of keys and of values, and whether `inputs_v` looks like a mask (is square); if so, warns.
 
-    Until Flax 0.7.4, `mask` was the third positional argument.
+    Until Flax 0.7.4, `mask` was the third positional argument. `inputs_kv` are the inputs of both.
     """
     if inputs_kv is not None:
         if inputs_k is not None or inputs_v is not None:

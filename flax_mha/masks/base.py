@@ -267,7 +267,7 @@ class _Window(Mask):
 
 
 def _int32(distance: int) -> int:
-    """Clips a distance to the range of int32, which holds all distances between positions."""
+    """Clips a window's bound to int32. The window stays the same, because distances between positions fit in int32."""
     return int(min(max(distance, SMALLEST), LARGEST))
 
 

@@ -136,7 +136,7 @@ class TracedMask(Mask):
 
 
 def functions_of(mask: Any) -> list[TracedMask]:
-    """Lists the parts of one or several canonical masks that call a user's function; `mask` is any pytree of masks."""
+    """Lists every `TracedMask`, which calls a user's function, in any pytree of masks made by `Mask.canonical`."""
     return [part for part in jax.tree.leaves(mask, is_leaf=_calls_function) if _calls_function(part)]
 
 

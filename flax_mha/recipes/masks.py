@@ -161,8 +161,8 @@ def tree_causal(parents: Int[Array, "*B T"], index: Int[Array, "*B"] | int = 0) 
       index: Number of tokens before the tree: [] or [B].
 
     Raises:
-      ValueError: If a parent does not come before its token and the values are not traced; in the attention, if there
-        are queries after the tree and `index` is not traced, or if another number of sequences than B is computed.
+      ValueError: If a parent does not come before its token, unless `parents` is traced. The attention raises it if the
+        batch does not have B sequences, or if there are queries after the tree, unless `index` is traced.
     """
     parents, index = int32("parents", parents), int32("index", index)
     batches = {x.shape[0] for x, rank in ((parents, 2), (index, 1)) if x.ndim == rank}

@@ -360,7 +360,7 @@ def with_keys(
     cache_scale: Array | None = None,
     key_indices: Array | None = None,
 ) -> Call:
-    """Completes the call `scoring` from `check_scoring`; checks `bias` and user functions, and combines all masks."""
+    """Adds keys, values, `bias` and the merged `masks` to a call from `check_scoring`; checks bias and functions."""
     present = [mask for mask in masks if mask is not None]
     operands = scoring.operands._replace(
         key=key,

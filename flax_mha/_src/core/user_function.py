@@ -86,9 +86,9 @@ class TracedFunction:
         return min([*sizes, *(size for name, size in self.made_for.items() if name == position)], default=None)
 
     def check(self, last: Mapping[str, int | None]) -> None:
-        """Raises a ValueError if the call does not fit `made_for`, or if a lookup is certainly out of bounds.
+        """Raises a ValueError if the call does not fit `made_for`, or if an index is certainly beyond a captured array.
 
-        JAX clamps an index that is too large, so a table that is too short would give wrong numbers and no error.
+        JAX clamps an index that is too large, so an array that is too short would give wrong numbers and no error.
         `last` maps b, h, q_idx and kv_idx to their largest visible value, or to None if it is not known.
         """
         for name, size in self.made_for.items():
@@ -242,7 +242,7 @@ def _is_entry(equation: Any, held: Mapping[Any, str]) -> bool:
 
 
 def _conditional(jaxpr: Any) -> set[str]:
-    """Returns which of b, h, q_idx and kv_idx affect a comparison, clamp or branch, and so may discard a lookup."""
+    """Returns which of b, h, q_idx and kv_idx affect a comparison or branch, as in `where(q_idx < 8, x[q_idx], 0)`."""
     sources, found = {v: {name} for v, name in zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)}, set[str]()
     for equation in jaxpr.eqns:
         name, atoms = equation.primitive.name, _atoms(equation)

@@ -124,9 +124,9 @@ def segment_ids(
     shape: Shape,
     names: tuple[str, str] = ("query_segment_ids", "key_value_segment_ids"),
 ) -> tuple[Array, Array]:
-    """Checks the segment ids of queries [B..., T] and keys [B..., S], which errors call `names`.
+    """Checks the segment ids of queries [B..., T] and keys [B..., S]; `names` are the names of the arguments in errors.
 
-    If one of them is None, both are the other, which requires T = S.
+    If one of them is None, the other is used for both, which requires T = S.
     """
     if query_ids is None and key_ids is None:
         raise ValueError("SegmentMask(query_ids, key_value_ids) requires integer arrays, but got None.")

@@ -160,7 +160,7 @@ class Ring(NamedTuple):
         return trainable | self.send({name: trainable[name] for name in ("key", "value")})
 
     def rows(self, results: T, chunk: Scalar) -> T:
-        """Cuts the entries of one chunk of queries out of arrays of results."""
+        """Returns the slice of each array in the pytree `results` that belongs to one chunk of queries."""
 
         def cut(x: Array) -> Array:
             size = x.shape[self.rows_axis] // self.chunks

@@ -65,8 +65,8 @@ def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> H
     """Returns the arrays of a call as a `Head` with axes [B..., K, G, ...].
 
     Matrix products take operands of `dtype`. Query, key and value are converted to it or, for an engine that rounds
-    them to `dtype` itself, to `stored`. Queries are multiplied by the scale, except by a number if that would round
-    them: then `rule.scale` scales the products.
+    them to `dtype` itself, to `stored`. An array as scale multiplies the queries. So does a number, unless conversion
+    would then round the scaled queries: in this case `rule.scale` multiplies the products.
     """
     operands, options = call
     inputs, rule = scores_of(operands, options)

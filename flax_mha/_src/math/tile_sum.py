@@ -105,9 +105,9 @@ class TileSummand(NamedTuple):
     outputs: tuple[Argument, ...]
 
     def jvp(self, places: Sequence[int]) -> "TileSummand":
-        """Returns the function's tangent along the arguments `places`, which are indices into (*residuals, *linear).
+        """Returns the tangent with respect to the arguments `places`, which are indices into (*residuals, *linear).
 
-        The tangent is linear in the tangents of these arguments. All arguments of the function are its residuals.
+        It is a summand: linear in the tangents of these arguments, with all arguments of this summand as residuals.
         """
         count = len(self.residuals)
 

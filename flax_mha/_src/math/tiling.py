@@ -288,7 +288,7 @@ def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar,
 
 
 def with_occupancy(call: Call) -> Call:
-    """Evaluates each `mask_mod` in the call's mask once, if its arrays can be read, so that empty tiles can be skipped.
+    """Evaluates each `mask_mod` in the call's mask now, if its arrays are concrete, so that empty tiles are skipped.
 
     The mask of the returned call holds, for each square of CELL x CELL scores, whether some or all of them are visible.
     """

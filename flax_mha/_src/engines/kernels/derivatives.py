@@ -108,9 +108,9 @@ class _ForwardPass(NamedTuple):
 
 
 def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | None = None) -> Function:
-    """Makes a differentiable operation (`Function`) of the kernel's `jaxpr`.
+    """Makes a `Function`, an operation with derivatives, of the kernel's `jaxpr`.
 
-    `saved` is the forward pass if `jaxpr` is from it, and so returns residuals, too; None if it returns only results.
+    If `saved` is given, `jaxpr` is its forward pass, which returns results and then residuals; else only results.
     """
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
@@ -139,9 +139,10 @@ def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | 
 
 
 def _tangent(functions: _Functions, saved: _ForwardPass, num_leaves: int, outputs: Sequence[Any]) -> Function:
-    """Makes the `Function` from (leaves, residuals, tangents of the leaves `saved.places`) to tangents of the results.
+    """Makes the kernel's tangent: a `Function` of all leaves, the residuals, and the tangents of some of the leaves.
 
-    Its transpose is the kernel's gradient. `num_leaves` counts leaves; `outputs` have the results' shapes and dtypes.
+    These leaves have the indices `saved.places`. The transpose is the kernel's gradient. `num_leaves` counts leaves;
+    `outputs` have the results' shapes and dtypes.
     """
     places, num_saved = saved.places, saved.pull.num_leaves
     first = num_leaves + num_saved

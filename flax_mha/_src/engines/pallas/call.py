@@ -149,9 +149,9 @@ def _split(function: TracedFunction, captured: list, batch: Any, head: Any, rank
 
 
 def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
-    """Computes which tiles [*heads, rows, columns] have some, or only, visible scores; there are `rank` axes of heads.
+    """Computes the occupancy of the tiles, [*heads, rows, columns], with `rank` axes of heads.
 
-    Without a mask, or if mask and offsets hold no arrays, uses NumPy, so that steps can be listed while tracing.
+    Without a mask, or if mask and offsets hold no arrays, returns NumPy arrays, for `list_steps` at trace time.
     """
 
     def of_head(arrays: tuple[Mask | None, Offsets]) -> Occupancy:

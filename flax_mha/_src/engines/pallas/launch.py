@@ -121,7 +121,7 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> t
 
 
 def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Shaped[Array, "*lists groups members"]:
-    """Sorts the entries for tiles in `x` [*heads, rows, columns] into groups of tiles; arguments as in `list_steps`."""
+    """Rearranges `x` [*heads, rows, columns], one entry per tile: the last axis holds the tiles of one group."""
     rank = len(sizes)
     separate = [axis for axis, size in enumerate(results) if size != 1]
     tiles = [rank + "TS".index(name) for name in by]
