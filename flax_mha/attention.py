@@ -144,10 +144,10 @@ def dot_product_attention(
         batch entry, the head and the positions, so they are the same in every implementation.
       broadcast_dropout: Drop the same weights in every batch entry and head.
       implementation: None selects the fastest one that supports the call; see `explain_implementation`. "xla" computes
-        all T x S scores. "blockwise" computes the scores tile by tile and skips fully masked tiles. "cudnn" (NVIDIA
-        GPUs) and "splash" (TPUs) are fused kernels that support fewer arguments. "pallas" (TPUs) is a fused kernel that
-        supports nearly every argument; it has never run on a TPU, so None never selects it. All have derivatives
-        of every order, in forward and reverse mode.
+        all scores of a head at once or, for few queries, reads keys in place. "blockwise" computes the scores tile by
+        tile and skips fully masked tiles. "cudnn" (NVIDIA GPUs) and "splash" (TPUs) are fused kernels that support
+        fewer arguments. "pallas" (TPUs) is a fused kernel that supports nearly every argument; it has never run on a
+        TPU, so None never selects it. All have derivatives of every order, in forward and reverse mode.
       return_residual: Also return the log-sum-exp of the scores.
       return_max_score: Also return the largest visible score of each head, for example for QK-Clip.
       precision: Precision of the matrix products; None means `jax.default_matmul_precision`.

@@ -8,8 +8,8 @@ Masked keys must not affect the output, but a weight of 0 times NaN is NaN. So, 
 2. An engine makes a row, the scores of one query, NaN if a flag is visible in it: it adds the flags (*poison*) to
    visible scores, adds NaN to the largest score of the row, or, in `rows_of`, puts NaN back into the operands of a
    product whose masked scores are overwritten.
-3. Rows that are NaN, and rows without visible keys, get zero gradients, so that the gradients of all other rows stay
-   finite: by `derivative_rows` if gradients are computed tile by tile, else in `math/softmax.py`.
+3. Rows that are NaN, and rows without visible keys, add zero to all gradients, so that these stay finite: by
+   `derivative_rows` if gradients are computed tile by tile, else in `math/softmax.py`.
 
 If nothing can be masked, NaN propagates by itself, and none of this is done.
 

@@ -44,7 +44,7 @@ TILE_SHAPES = (
 # first number, the heads of one batch entry up to the second (and up to the third in all), else one head.
 MAX_SCORES_ALL_HEADS, MAX_SCORES_ONE_ENTRY, MAX_SCORES_ONE_ENTRY_IN_ALL = 128 * 128, 512 * 512, 8 * 512 * 512
 
-# CPU, reading keys in place: for at most this many queries over at least this many keys; a cache always is.
+# CPU, reading keys in place: for at most this many queries over at least this many keys, and for caches.
 MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
 # Limits of a block: its queries, the numbers in its keys and values of all heads, and its least and most keys.
 MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
@@ -183,7 +183,7 @@ def _may_fuse(call: Call, scores: int) -> bool:
 def reads_in_place(call: Call) -> bool:
     """Returns whether "xla" reads keys and values [B..., S, K, H] where they are, instead of copying them head by head.
 
-    "xla" does so for a cache, and for few queries over many keys on a CPU.
+    "xla" does so for a cache (`Options.cached`) if no implementation is named, and on a CPU for few queries, many keys.
     """
     operands, options = call
     if not options.has_known_sizes or not all(x.size for x in operands[:3]) or operands.key_indices is not None:

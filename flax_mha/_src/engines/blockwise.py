@@ -33,7 +33,7 @@ from flax_mha._src.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise(Engine):
-    """The engine that computes attention tile by tile; it supports every call on every platform."""
+    """The engine that computes attention tile by tile; it runs on every platform."""
 
     name = "blockwise"
     shares = True
