@@ -30,9 +30,9 @@ from flax_mha._src.call.operands import Call, NonFinite
 
 
 def guard(call: Call, plan: Any) -> Call:
-    """Replaces keys and values that are not finite by zeros, and flags them and such queries (`Operands.nonfinite`).
+    """Replaces keys and values with NaN or infinity by zeros. `Operands.nonfinite` flags all such keys and queries.
 
-    Returns the call unchanged if nothing can be masked, or if `plan.guard_first` is False: the engine guards itself.
+    Returns the call unchanged if nothing can be masked, or if `plan.guard_first` is False: then the engine does it.
     """
     operands, options = call
     if not plan.guard_first or not may_mask(call):
@@ -107,10 +107,10 @@ def poison_rows(largest: Float[Array, " t"], poison: Float[Array, " t"]) -> Floa
 def derivative_rows(
     query: Float[Array, "*L T H"], result: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]], keys_are_finite: bool
 ) -> tuple[Float[Array, "*L T H"], Float[Array, "*L T Hv"], Float[Array, "*L T"], Bool[Array, "*L T"]]:
-    """Prepares queries and `result` (output, log-sum-exp) for derivatives; also returns which rows have derivatives.
+    """Returns query, output, log-sum-exp, and which rows have derivatives; the others then add 0 to all gradients.
 
-    A row has none if its log-sum-exp is not finite: no key is visible and there is no sink, or the row is NaN. Then its
-    log-sum-exp becomes infinity, so that its weights are 0; its output and, if `keys_are_finite`, its query become 0.
+    A row has none if its log-sum-exp, `result[1]`, is not finite: the row is NaN, or has no visible key and no sink.
+    The log-sum-exp becomes infinity, so that all weights are 0. Output and, if `keys_are_finite`, query become 0.
     """
     output, lse = result
     finite = jnp.isfinite(lse)
@@ -120,19 +120,19 @@ def derivative_rows(
 
 
 def backward_weights(s: Float[Array, "..."], lse: Float[Array, "..."], may_be_nan: bool) -> Float[Array, "..."]:
-    """Computes weights exp(s - lse) for derivatives; 0 in rows without any, in which `derivative_rows` made `lse` inf.
+    """Computes the weights exp(s - lse) for derivatives; 0 where `derivative_rows` set `lse` to infinity.
 
-    `may_be_nan`: whether scores of these rows may be NaN, which a bias or a `score_mod` can cause.
+    `may_be_nan`: whether scores in those rows may be NaN, which a bias or a `score_mod` can cause.
     """
     s = jnp.where(lse == jnp.inf, jnp.full_like(s, -jnp.inf), s) if may_be_nan else s
     return jnp.exp(s - lse)
 
 
 class Fused(Protocol):
-    """A fused kernel for `around_kernel`: how to run it, and how to clean its arrays. Instances are hashable."""
+    """What `around_kernel` needs of a fused kernel: how to run it, and how to remove NaN and infinity. Hashable."""
 
     def run(self, arrays: Any, mask: Any, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Computes the output (`differentiated`: for a gradient), and arrays that are finite if that is correct."""
+        """Returns output and arrays. Output and, if `differentiated`, gradient are correct if the arrays are finite."""
 
     def clean(self, arrays: Any, mask: Any) -> tuple[Any, Bool[Array, "B T N 1"]]:
         """Returns the arrays with zeros in place of NaN and infinity, and which rows of the output must become NaN."""
@@ -140,7 +140,7 @@ class Fused(Protocol):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def around_kernel(fused: Fused, arrays: Any, mask: Any) -> Array:
-    """Runs a fused kernel, or `on_guarded` if an array to check is not finite; `arrays` have first-order gradients."""
+    """Returns the output of `fused.run` if it is correct, else of `on_guarded`; `arrays` get first-order gradients."""
     output, decisive = fused.run(arrays, mask, False)
     return lax.cond(all_finite(*decisive), lambda: output, lambda: on_guarded(fused, arrays, mask))
 
@@ -171,7 +171,7 @@ around_kernel.defvjp(_forward, _backward)
 
 
 def on_guarded(fused: Fused, arrays: Any, mask: Any) -> Array:
-    """Runs a fused kernel on zeros in place of NaN and infinity; rows that attend to these become NaN (gradient 0)."""
+    """Runs a fused kernel on arrays from `fused.clean`. Rows that attend to NaN or infinity become NaN (gradient 0)."""
     finite, is_nan = fused.clean(arrays, mask)
     output, _ = fused.run(finite, mask, False)
     return jnp.where(is_nan, jnp.full_like(output, jnp.nan), output)
@@ -195,6 +195,6 @@ def _all_finite_of_all(axis_size: int, in_batched: list[bool], *arrays: Array) -
 
 
 def _combine_alike(flags: list[Array]) -> list[Array]:
-    """Combines all boolean arrays of the same shape by `and`; returns one array for each shape."""
+    """Combines the boolean arrays of each shape by `and`; returns one array for each shape."""
     shapes = dict.fromkeys(x.shape for x in flags)
     return [functools.reduce(jnp.logical_and, [x for x in flags if x.shape == shape]) for shape in shapes]

@@ -74,7 +74,7 @@ class KeyBlocks(NamedTuple):
     whole: bool = False  # whether one block holds the keys of all batch entries
 
     def fitting(self, scores: int, numbers: int) -> "KeyBlocks":
-        """Returns the blocks for so many `scores`, and `numbers` in keys and values; `jax.vmap` may add to both."""
+        """Returns the blocks to use for `scores` scores, and keys and values of `numbers` entries, after `jax.vmap`."""
         if self.wide is None or not self.wide.whole:
             return self
         if scores > MAX_SCORES_WHOLE:
@@ -136,7 +136,7 @@ def _plan_gathered(call: Call, count: int) -> Plan:
 
 
 def plan_tiles(call: Call) -> tuple[Plan, Call]:
-    """Plans a call in tiles; the returned call holds the tiles to visit, and what each `mask_mod` hides, if known."""
+    """Returns a plan in tiles, and the call with the tiles to visit and the occupancy of `mask_mod`s, if known now."""
     call = with_occupancy(call)
     tiling, blocks = choose_tiles(call, TILE_SHAPES if call.options.target.platform == "cpu" else TILE_SHAPES[:1])
     scores = tiling.height * tiling.width

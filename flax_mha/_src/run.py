@@ -169,7 +169,7 @@ def _check_supported(implementation: str, reasons: list[str]) -> None:
 
 
 def _on_cpu(call: Call, name: str) -> Call | None:
-    """Returns the call to compute instead if the program that is being traced is compiled for a CPU after all.
+    """Returns `call` with a CPU as its target, to run if the program that JAX traces is compiled for a CPU instead.
 
     None if that cannot happen, or does not matter: JAX does not trace, the engine `name` runs on CPUs, too, or the call
     is only explained for another platform. See `lower_for_platform.py`.

@@ -33,13 +33,13 @@ LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
 
 
 def unexpected(function: str, name: str) -> TypeError:
-    """Makes Python's error about an unknown argument `name`; adds the arguments to use instead, if known."""
+    """Returns Python's error for an unknown argument `name`. If only modules accept it, the error says what to use."""
     fix = f"; only modules accept {name}; use {SIBLINGS[name]} instead" if name in SIBLINGS else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{fix}")
 
 
 def naming_siblings(function: F) -> F:
-    """Wraps an attention function: its error for an argument that only modules accept says what to use instead."""
+    """Wraps an attention function: for an argument that only modules accept, the error says what to use instead."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -127,7 +127,7 @@ def check_inputs(
 
 
 def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], meaning: str) -> Array | None:
-    """Checks that bias or sinks are floats, and that they broadcast to `shape`; for `meaning` see `broadcastable`."""
+    """Checks that bias or sinks are floats that broadcast to `shape`, whose axes `meaning` names in errors."""
     if value is None:
         return None
     array = as_array(name, value, "an array of floats")
@@ -311,7 +311,7 @@ def canonical(
 def check_scoring(
     query: Array, shape: Shape, arguments: CallArguments, target: Target, return_residual: bool = False
 ) -> Call:
-    """Begins a call: checks arguments that do not depend on keys, and traces `score_mod`. `with_keys` completes it."""
+    """Returns a call without keys, for `with_keys`; checks arguments that need no keys, and traces `score_mod`."""
     number, scale_array = check_scale(arguments.get("scale"), shape)
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
     score_mod = arguments.get("score_mod")
@@ -360,7 +360,7 @@ def with_keys(
     cache_scale: Array | None = None,
     key_indices: Array | None = None,
 ) -> Call:
-    """Adds keys, values, `bias` and the merged `masks` to a call from `check_scoring`; checks bias and functions."""
+    """Returns a call from `check_scoring` with keys, values, bias and one merged mask; checks bias and functions."""
     present = [mask for mask in masks if mask is not None]
     operands = scoring.operands._replace(
         key=key,

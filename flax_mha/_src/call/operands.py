@@ -43,7 +43,7 @@ class Context(NamedTuple):
     mesh: Mesh | AbstractMesh | None
 
     def with_sharding(self, sharding: Any, rank: int) -> "Context":
-        """Adds mesh, batch axes and head axis of the query's `sharding`; raises a ValueError if `self` has others.
+        """Returns `self` with mesh, batch axes and head axis of the query's `sharding`; ValueError if the two disagree.
 
         `rank` is the query's number of axes. `sharding` is a PartitionSpec or NamedSharding, or None to add nothing.
         """

@@ -1,4 +1,4 @@
-"""Cuts the arrays of a call along its sequences: the queries and keys of a ring's step, or a block of queries."""
+"""Slices the arrays of a call along its sequences: the queries and keys of a ring's step, or a block of queries."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -47,7 +47,7 @@ def slice_call(
     keys: tuple[Scalar, Scalar, int] | None,
     positions: tuple[Scalar, Scalar],
 ) -> Operands:
-    """Cuts a range of queries and a range of keys out of all operands on a device, and moves the offsets.
+    """Slices one device's operands to a range of queries and a range of keys, and moves the offsets.
 
     `queries` is (first query, number of queries). `keys` is (first key in arrays that travel around the ring, first key
     in all other arrays, number of keys); None keeps all keys. In the ring, arrays that travel hold one device's keys,

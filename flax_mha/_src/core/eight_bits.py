@@ -61,8 +61,8 @@ def quantize_cache(
 ) -> tuple[Array, Array, Float[Array, "... 2"]]:
     """Quantizes keys and values; returns 8-bit keys, 8-bit values, and their scales, in this order.
 
-    With `value_size`, keys begin with their values. The values then have the second scale, the other features of the
-    keys the first one, and `value`, which has no features, is returned unchanged.
+    With `value_size`, the first `value_size` features of each key are its value: they have the second scale, and all
+    other features the first. `value` then has no features, and is returned unchanged.
     """
     numbers, scales = zip(*(quantize(x, dtype) for x in _parts(key, value, value_size)), strict=True)
     entries = numbers if value_size is None else (jnp.concatenate(numbers[::-1], axis=-1), value)

@@ -53,7 +53,7 @@ class Offsets:
 
 
 class Tile(NamedTuple):
-    """A rectangle of the scores of one head; its methods compute positions, and cut its part out of arrays."""
+    """A rectangle of the scores of one head; its methods return positions and the parts of arrays that belong to it."""
 
     row: Scalar  # its first row
     column: Scalar  # its first column
@@ -95,7 +95,7 @@ class Tile(NamedTuple):
         return indices if self.lengths is None else jnp.minimum(indices, jnp.int32(max(self.lengths[axis] - 1, 0)))
 
     def cut(self, x: Array | np.ndarray) -> Array:
-        """Cuts the tile's part out of `x` [T | 1, S | 1]; an axis of length 1 is kept, to be broadcast."""
+        """Returns the tile's part of `x` [T | 1, S | 1]; an axis of length 1 is kept, to be broadcast."""
         if x.shape[0] != 1:
             x = lax.dynamic_slice_in_dim(x, self.row, self.shape[0], 0, allow_negative_indices=False)
         if self.indices is not None and x.shape[1] != 1:
@@ -103,11 +103,11 @@ class Tile(NamedTuple):
         return jnp.asarray(x) if x.shape[1] == 1 else self.cut_columns(x, 1)
 
     def cut_queries(self, x: Array | np.ndarray) -> Array:
-        """Cuts the entries of the tile's queries out of `x` [T], in the shape of `query_positions`."""
+        """Returns the entries of `x` [T] for the tile's queries, in the shape of `query_positions`."""
         return self.cut(x[:, None])
 
     def cut_keys(self, x: Array | np.ndarray) -> Array:
-        """Cuts the entries of the tile's keys out of `x` [S], in the shape of `key_positions`."""
+        """Returns the entries of `x` [S] for the tile's keys, in the shape of `key_positions`."""
         return self.cut(x[None, :])
 
     def map_positions(self, function: Callable[..., Array], *scores: Float[Array, "t s"]) -> Array:
@@ -120,7 +120,7 @@ class Tile(NamedTuple):
         return by_row(*scores, self.query_positions[:, 0], self.key_positions[0])
 
     def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
-        """Cuts the entries of the tile's keys out of `x`, whose `axis` has an entry for each key."""
+        """Returns the entries of `x` for the tile's keys; `axis` is the axis of `x` with an entry for each key."""
         return lax.dynamic_slice_in_dim(x, self.column, self.shape[1], axis, allow_negative_indices=False)
 
     def add(self, x: Array, part: Array) -> Array:

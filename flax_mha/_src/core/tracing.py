@@ -137,10 +137,10 @@ def is_key(x: Any) -> bool:
 
 
 def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tuple) -> T:
-    """Calls `function(*operands)` in a `jax.vmap` rule; if a mesh splits the mapped axis, each device calls it.
+    """Calls `function(*operands)`; if a mesh splits the mapped axis, each device calls it on its part of that axis.
 
-    The mapped axis is the first axis of every result and of every array in `operands` whose `is_batched` is True. A
-    device gets its part of this axis (`jax.shard_map`).
+    For rules of `custom_vmap`. The mapped axis is the first axis of every result, and of every array in
+    `operands` whose `is_batched` is True.
     """
     leaves = [x for x, batched in zip(*map(jax.tree.leaves, (operands, is_batched)), strict=True) if batched]
     shardings = [jax.typeof(x).sharding for x in leaves]

@@ -57,9 +57,9 @@ class TracedFunction:
 
     @functools.cached_property
     def lookups(self) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Lookups of arrays at index b, h, q_idx or kv_idx, as (name of the index, axis, shape of the array).
+        """Where the function indexes an array by b, h, q_idx or kv_idx: (name of the index, axis, shape of the array).
 
-        If a condition depends on the index, the lookup is left out, because the condition may discard its result.
+        Omits an index that also affects a condition, because the condition may discard the entry it reads.
         """
         held, conditional, found = _positions(self.jaxpr), _conditional(self.jaxpr), []
         for equation in (e for e in self.jaxpr.eqns if e.primitive.name == "dynamic_slice"):
@@ -73,7 +73,7 @@ class TracedFunction:
 
     @functools.cached_property
     def entries_of_heads(self) -> list[bool]:
-        """For each captured array, whether it is read only as array[b, h, ...]: then a head needs only that entry."""
+        """For each captured array, whether the function only reads it as array[b, h, ...]: a head needs one entry."""
         held, found = _positions(self.jaxpr), []
         for variable in self.jaxpr.invars[: -len(POSITIONS)]:
             uses = [e for e in self.jaxpr.eqns if any(x is variable for x in e.invars)]
@@ -81,7 +81,7 @@ class TracedFunction:
         return found
 
     def size(self, position: str) -> int | None:
-        """Returns how many values of `position`, such as "q_idx", `lookups` and `made_for` allow; None: no limit."""
+        """Returns how many values `position`, such as "q_idx", may have by `lookups` and `made_for`; None: no limit."""
         sizes = [shape[axis] for name, axis, shape in self.lookups if name == position]
         return min([*sizes, *(size for name, size in self.made_for.items() if name == position)], default=None)
 
@@ -184,7 +184,7 @@ def _fix(error: Exception) -> str:
 
 
 def _key(compared: Any) -> tuple:
-    """Returns a key to compare: a function's `id`, or a jaxpr's text and the `id`s of its constants and callbacks."""
+    """Returns what `==` compares: a function's `id`, or a jaxpr's text and the `id`s of its constants and callbacks."""
     if not isinstance(compared, Jaxpr | ClosedJaxpr):
         return (id(compared),)
     inside = list(equations(compared))
@@ -195,9 +195,9 @@ def _key(compared: Any) -> tuple:
 
 
 def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
-    """Lists jaxprs of derivatives to compare besides a `score_mod`'s jaxpr, which omits rules of custom derivatives.
+    """Lists jaxprs of a `score_mod`'s first and higher derivatives: they show the custom rules that `jaxpr` omits.
 
-    The last has no new custom derivatives; `function` follows if one cannot be traced, or after the fourth.
+    Stops if no custom rule is new. The last entry is `function` if tracing fails, or if the fourth has new rules.
     """
 
     def custom(jaxpr: Any) -> set[tuple]:
@@ -222,7 +222,7 @@ def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
 
 
 def _positions(jaxpr: Any) -> dict[Any, str]:
-    """Maps variables that hold b, h, q_idx or kv_idx, perhaps after a cast or n + negative index, to these names."""
+    """Maps variables that hold b, h, q_idx or kv_idx to these names, also after casts and shifts of negative ones."""
     held, from_end = dict[Any, str](zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)), dict[Any, str]()
     for equation in jaxpr.eqns:
         name, result, atoms = equation.primitive.name, (*equation.outvars, None)[0], _atoms(equation)
@@ -256,5 +256,5 @@ def _conditional(jaxpr: Any) -> set[str]:
 
 
 def _atoms(equation: Any) -> list[Any]:
-    """Returns the operands of an equation: its variables, and None in place of literal numbers."""
+    """Lists the operands of an equation: variables, and None in place of each literal number."""
     return [None if isinstance(x, Literal) else x for x in equation.invars]

@@ -1,4 +1,4 @@
-"""Checks that masks and calls share: each function checks one argument and returns it in canonical form.
+"""Checks that masks and calls share: each function checks one argument and returns it in one standard form.
 
 Every error names the argument, the expected value, the given value and a fix. Traced values are not checked.
 Lengths, positions and ids of any integer dtype become int32, never with a silent change of their meaning.

@@ -54,10 +54,10 @@ def linear_function(
     portable: Callable[..., Sequence[Array]] | None = None,
     jaxpr: ClosedJaxpr | None = None,
 ) -> Function:
-    """Makes a `Function` that is linear in its arguments from number `first` on. Along these, it is its own tangent.
+    """Makes a `Function` that is linear in its arguments from number `first` on: for these, it is its own tangent.
 
-    With respect to earlier arguments, JAX differentiates `portable`, which computes the same as `evaluate`; None means
-    `evaluate`. For all other arguments, see `Function`.
+    For tangents of earlier arguments, JAX differentiates `portable`, which computes the same as `evaluate`; None means
+    `evaluate`. The other parameters are fields of `Function`.
     """
 
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
@@ -71,7 +71,7 @@ def linear_function(
 
 
 def is_linear_in_values(operands: Operands) -> bool:
-    """Returns whether `jax.linear_transpose` traces a call as a function of only its values: it is linear in them."""
+    """Returns whether `jax.linear_transpose` traces a call of which only the values vary; it is linear in these."""
     if not isinstance(operands.value, JaxprTracer):
         return False
     return sum(isinstance(x, JaxprTracer) for x in jax.tree.leaves(operands)) == 1
@@ -105,7 +105,7 @@ def as_function_of_values(call: Call, run: Callable[[Call], Result]) -> Result:
 
 
 def reverse_only(x: Array, error: str) -> Array:
-    """Returns `x` with gradients but without forward mode, which raises a NotImplementedError with message `error`."""
+    """Returns `x`, but only reverse mode can differentiate it: forward mode raises a NotImplementedError (`error`)."""
 
     def refuse(*_: Array) -> Sequence[Array]:
         raise NotImplementedError(error)

@@ -64,9 +64,9 @@ class Head:
 def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> Head:
     """Returns the arrays of a call as a `Head` with axes [B..., K, G, ...].
 
-    Matrix products take operands of `dtype`. Query, key and value are converted to it or, for an engine that rounds
-    them to `dtype` itself, to `stored`. An array as scale multiplies the queries. So does a number, unless conversion
-    would then round the scaled queries: in this case `rule.scale` multiplies the products.
+    `dtype` is the dtype of operands of matrix products. Query, key and value are converted to it or, for an engine that
+    rounds them to `dtype` itself, to `stored`. The scale multiplies the queries. But if it is a number, and queries are
+    rounded to a narrower `dtype`, it multiplies the products, as `rule.scale`.
     """
     operands, options = call
     inputs, rule = scores_of(operands, options)
@@ -252,7 +252,7 @@ def map_heads(
 
 
 def _loop(run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves: list) -> Any:
-    """Loops `run(leaves)` over the first axis of the leaves that `is_mapped` marks; vmaps `group` entries at a time."""
+    """Maps `run` over the first axis of leaves marked in `is_mapped`, in a loop that vmaps `group` entries at once."""
 
     def entry(mapped: list) -> Any:
         following = iter(mapped)
@@ -263,9 +263,9 @@ def _loop(run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves:
 
 
 def by_blocks(block: Callable[[Int[Array, ""]], T], queries: int, height: int, axis: int) -> T:
-    """Computes queries in blocks, one after another to save memory; joins the results along `axis`, their query axis.
+    """Calls `block` for blocks of queries in turn, to save memory; joins the results along `axis`, their query axis.
 
-    `block(first)` computes `height` queries from number `first` on, or all `queries` if there are no more than that.
+    `block(first)` returns results of `height` queries from number `first` on, or of all `queries` if these are fewer.
     """
     if queries <= height:
         return block(jnp.int32(0))
@@ -284,7 +284,7 @@ def by_blocks(block: Callable[[Int[Array, ""]], T], queries: int, height: int, a
 
 
 def one_of(operands: Any, place: tuple[int, ...]) -> Any:
-    """Takes one head's arrays out of the pytree `operands`; `place` is the head's index along each leading axis."""
+    """Returns one head's arrays of the pytree `operands`; `place` holds the head's index along each leading axis."""
     return jax.tree.map(lambda x: x[tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))], operands)
 
 

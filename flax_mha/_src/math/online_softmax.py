@@ -16,7 +16,7 @@ from flax_mha._src.guard import poison_rows
 
 
 class State(NamedTuple):
-    """The state between blocks: the unfinished softmax of each row over the keys so far; `finish` completes it."""
+    """The unfinished softmax of each row over the keys so far; `finish` converts it to results after the last keys."""
 
     running_max: Float[Array, " t"]  # the largest score, the sink included
     running_sum: Float[Array, " t"]  # the sum of exp(score - running_max)
@@ -31,7 +31,7 @@ def start(
     dtype: DTypeLike,
     keeps_largest: bool = False,
 ) -> State:
-    """Makes the state before the first key. A sink is a score that counts in the sum but has no value.
+    """Returns the state before the first key. A sink is a score that counts in the sum but has no value.
 
     `rows` is the number of rows, or the shape [*L, t] of the rows of many heads; `features` is Hv. With `keeps_largest`
     the state also has the largest score without the sink.
@@ -52,7 +52,7 @@ def rescale(
     row_poison: Float[Array, " t"] | None = None,
     dtype: DTypeLike | None = None,
 ) -> tuple[State, Float[Array, "t s"]]:
-    """Adds the scores of a block of keys to the state; returns it, and the weights by which to add the block's values.
+    """Adds a block of keys to maximum and sum; returns the state, and the weights by which to add values to `output`.
 
     Args:
       state: The state before these keys.
@@ -87,7 +87,7 @@ def update(
 def finish(state: State) -> tuple[Float[Array, "*L t Hv"], Float[Array, "*L t"], Float[Array, "*L t"] | None]:
     """Converts the last state to output, log-sum-exp and largest score (None if the state has none).
 
-    For a row without visible keys, these are 0, the sink (-inf without one) and -inf.
+    A row without visible keys has output 0, log-sum-exp -inf (its sink, if there is one) and largest score -inf.
     """
     total = state.running_sum
     total = lax.select(lax.eq(total, lax.full_like(total, 0)), lax.full_like(total, 1), total)

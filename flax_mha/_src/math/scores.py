@@ -30,7 +30,7 @@ class ScoreInputs(NamedTuple):
     captured: list[Array]
 
     def cut(self, tile: Tile) -> "ScoreInputs":
-        """Cuts the bias to a tile, and converts it to at least float32, so that its gradients are summed in float32."""
+        """Returns the inputs with the bias of one tile, in float32 or float64, in which gradients are then summed."""
         bias = self.bias
         if bias is not None:
             bias = tile.cut(bias).astype(accumulation_dtype(bias.dtype))
@@ -94,9 +94,9 @@ class ScoreRule:
         tile: Tile,
         nonfinite: NonFinite | None,
     ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
-        """Computes a tile's scores, and NaN or 0 for each query, which the caller must add to its largest score.
+        """Computes a tile's scores, and a number for each row, NaN or 0, to add to the largest score of that row.
 
-        The latter is None without `nonfinite`, which flags the tile's queries and keys that held NaN or infinity
+        The numbers are None without `nonfinite`, the flags of the tile's queries and keys that held NaN or infinity
         (`guard.py`). `inputs` belong to the whole head.
         """
         products, poison, row_poison = self.products(query, key), None, None
@@ -163,7 +163,7 @@ class ScoreRule:
     def tile_vjp(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "t s"], Callable[[Array], tuple[Array, ScoreInputs]]]:
-        """Computes a tile's scores, and a function of their cotangents that computes those of `products`, `inputs`."""
+        """Returns a tile's scores, and a function from their cotangents to those of (`products`, `inputs`)."""
         if self.score_mod is None:
             return jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
         scores = self.tile(products, inputs, tile)
@@ -225,7 +225,7 @@ class ScoreRule:
         return None if self.dropout_seed is None else self._factors(self._words_by_pairs(tile), dtype)
 
     def dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:
-        """Computes `dropout_multiplier` by one hash per score, which XLA fuses on GPUs; uses one of its two words."""
+        """Computes `dropout_multiplier` by one hash per score. It uses only one of the two words, but fuses on GPUs."""
         if self.dropout_seed is None:
             return None
         rows, columns = (jnp.broadcast_to(x, tile.shape) for x in (tile.query_positions, tile.key_positions))

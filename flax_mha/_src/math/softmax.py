@@ -35,8 +35,8 @@ def name_residuals(
 def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
     """Computes output, log-sum-exp and largest scores (None if not requested) of one head.
 
-    For queries without visible keys, these are 0, the sink (-inf without one) and -inf. The function has derivatives of
-    every order, in forward and reverse mode. With `fuse_rows`, XLA's CPU compiles the forward pass to one kernel.
+    A query without visible keys has output 0, log-sum-exp -inf (its sink, if there is one) and largest score -inf.
+    Forward and reverse mode work to every order. With `fuse_rows`, XLA's CPU compiles the forward pass to one kernel.
     """
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
     reverse_only = head.rule.score_mod is not None and "custom_vjp_call" in head.rule.score_mod.primitives

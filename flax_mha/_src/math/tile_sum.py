@@ -33,7 +33,7 @@ Kind = Literal["queries", "queries transposed", "keys", "keys transposed", "scor
 
 
 class Argument(NamedTuple):
-    """Describes an argument or an output of `tile_sum`: how tiles are cut out of it (`kind`), its shape and dtype."""
+    """Describes an argument or an output of `tile_sum`: which part of it a tile uses (`kind`), its shape and dtype."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -60,22 +60,22 @@ class Argument(NamedTuple):
 
 
 class TileVisit(NamedTuple):
-    """A tile to compute, or some bands of one; `first` is the index of its first query in its row of tiles."""
+    """A tile, or some bands of one, to compute; `first` is the number of rows above it within its row of tiles."""
 
     first: int
     tile: Tile
 
     def rows(self, x: Array, axis: int = 0) -> Array:
-        """Cuts the tile's queries out of an array whose `axis` has an entry for each query of the row of tiles."""
+        """Returns the tile's part of `x`, whose `axis` has an entry for each query of the row of tiles."""
         height = self.tile.shape[0]
         return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
 
     def put_rows(self, x: Array, part: Array, axis: int = 0) -> Array:
-        """Returns `x` with `part` in place of the entries that `rows(x, axis)` cuts out."""
+        """Returns `x` with `part` in place of the entries that `rows(x, axis)` returns."""
         return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
 
     def cut(self, kind: Kind, x: Array) -> Array:
-        """Cuts the tile's part out of an argument; if `kind` is "queries", `x` holds only the tile's row of tiles."""
+        """Returns the tile's part of the argument `x`; for "queries", `x` holds only the tile's row of tiles."""
         axis = int(kind.endswith("transposed"))
         if kind.startswith("queries"):
             return self.rows(x, axis)
@@ -105,9 +105,9 @@ class TileSummand(NamedTuple):
     outputs: tuple[Argument, ...]
 
     def jvp(self, places: Sequence[int]) -> "TileSummand":
-        """Returns the tangent with respect to the arguments `places`, which are indices into (*residuals, *linear).
+        """Returns the tangent with respect to some arguments, given by their indices `places` in (*residuals, *linear).
 
-        It is a summand: linear in the tangents of these arguments, with all arguments of this summand as residuals.
+        It is a `TileSummand`, too, linear in these arguments' tangents; its residuals are all arguments of `self`.
         """
         count = len(self.residuals)
 
@@ -161,10 +161,10 @@ def tile_sum(
     linear: Sequence[Array],
     backward: Callable[[ScoreRule, BlockMask, Sequence[Array], Sequence[Array]], Sequence[Array]] | None = None,
 ) -> list[Array]:
-    """Sums `function` over the tiles of one head that `blocks` lists; returns its outputs.
+    """Sums `function` over the tiles of one head that `blocks` lists; returns the sums, its outputs.
 
-    `residuals` and `linear` are its arguments. The sum is linear in `linear`; `backward(rule, blocks, residuals,
-    cotangents)` computes the transpose. None uses `function.transposed`.
+    `residuals` and `linear` are the arguments of `function`. The sum is linear in `linear`. `backward(rule, blocks,
+    residuals, cotangents)` computes the transpose of the sum; None uses `function.transposed`.
     """
     context, structure = jax.tree.flatten((rule, blocks))
     return _sum_of(tiling, function, structure, backward)(*context, *residuals, *linear)
@@ -243,9 +243,9 @@ def over_keys(
     step: Callable[[TileVisit, ScoreRule, T], T],
     state: T,
 ) -> T:
-    """Runs `state = step(visit, rule, state)` for each tile in row `i` of tiles, which `blocks` lists.
+    """Runs `state = step(visit, rule, state)` for each tile to visit in row `i` of tiles; returns the last state.
 
-    The `rule` that `step` gets has no mask for full tiles.
+    `blocks` is the block mask of that row. For full tiles, `step` gets the rule without its mask.
     """
     mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
 
@@ -277,7 +277,7 @@ def element(x: Any, place: Scalar) -> Int[Array, ""]:
 
 
 def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
-    """Returns what a loop over rows of tiles needs: each row's number, block mask, and part of `arrays` [T, ...]."""
+    """Returns the inputs of a scan over rows of tiles: each row's number, block mask and part of `arrays` [T, ...]."""
     shape = (tiling.rows, tiling.height)
     parts = (None if x is None else x.reshape(*shape, *x.shape[1:]) for x in arrays)
     return jnp.arange(tiling.rows, dtype=jnp.int32), blocks, *parts

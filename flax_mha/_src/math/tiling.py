@@ -75,7 +75,7 @@ class Tiling(NamedTuple):
         return self.height // self.bands
 
     def grid(self, offsets: tuple[Scalar, Scalar]) -> Grid:
-        """Cuts the scores into rectangles with the rows of a band and the columns of a cell, for `occupancy`."""
+        """Returns the grid of rectangles, each one band high and one cell wide, for which `occupancy` is computed."""
         counts, shape = (self.rows * self.bands, self.cells), (self.band_height, self.cell_width)
         return Grid(counts, shape, offsets, self.inside)
 
@@ -98,8 +98,8 @@ def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) 
 def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
     """Cuts `length` into the fewest equal pieces of at most `largest`; returns their number and their size.
 
-    The size is a multiple of 16 * `bands`, so the last piece may need padding. But one piece of one band has the size
-    `length`.
+    The size is a multiple of 16 * `bands`, so the last piece may need padding. But if one piece is enough and `bands`
+    is 1, the size is `length`.
     """
     count = max(-(-length // largest), 1)
     multiple = 16 * bands if count > 1 or bands > 1 else 1
@@ -108,7 +108,7 @@ def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
 
 
 def occupancy(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> Occupancy:
-    """Computes if any and all scores of each rectangle of `tiling.grid` are visible; NumPy if the mask is known."""
+    """Computes whether any, and whether all, scores are visible in each rectangle of `tiling.grid`."""
     grid, mask = tiling.grid(offsets), padded_mask(mask, tiling)
     everything = np.ones(grid.counts, bool)
     some, full = (everything, everything) if mask is None else mask.occupancy(grid)
@@ -158,9 +158,9 @@ class InsideMask(Mask):
 
 
 def _join_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Joins cells to tiles. `some` and `full` [rows, bands, cells] say if any and all scores of a cell are visible.
+    """Converts `some` and `full` [rows, bands, cells], whether any and all scores are visible, from cells to tiles.
 
-    Returns the same for tiles [rows, bands, tiles], and the first cell of each tile [rows, tiles].
+    Returns both arrays for tiles [rows, bands, tiles], and the first cell of each tile [rows, tiles].
     """
     cells_of_tile = tiling.width // tiling.cell_width
     start = _starts(np.asarray(some.any(1)), cells_of_tile)
@@ -300,7 +300,7 @@ def with_occupancy(call: Call) -> Call:
 
 
 def choose_tiles(call: Call, shapes: tuple[TileShape, ...]) -> tuple[Tiling, BlockMask | None]:
-    """Chooses the cheapest tiling with one of the tile `shapes`, the first if the mask is not known while tracing.
+    """Chooses the cheapest tiling with one of `shapes`; the first if mask or offsets are not known while tracing.
 
     Also lists the tiles to visit if JAX is tracing and the mask holds concrete arrays. Otherwise the list is None, and
     made later: at trace time if the mask holds no arrays (`block_mask_of_one`), else at run time
