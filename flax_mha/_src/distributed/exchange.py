@@ -19,7 +19,7 @@ from flax_mha._src.distributed import split
 
 
 def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> Result:
-    """Computes a device's part of a call by strategy "ulysses"; `attend` computes some heads of the whole sequence."""
+    """Computes the result of this device's queries by "ulysses": `attend` computes some heads over all positions."""
     operands, options = call
     axis, is_zigzag = context.axis, context.layout == "zigzag"
     order = split.chunk_order(context.layout, lax.axis_size(axis))
@@ -36,7 +36,7 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> R
 
 
 def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) -> Result:
-    """Computes a device's part of a call by strategy "allgather"; `attend` gets all keys and a chunk of its queries."""
+    """Computes the result of this device's queries by "allgather": `attend` computes a chunk of them over all keys."""
     operands, options = call
     devices, rank = lax.axis_size(context.axis), lax.axis_index(context.axis)
     key, value = (

@@ -55,22 +55,22 @@ def attention(call: Call, context: Context, engine: Engine, portable: Engine) ->
 
 
 def first_step(call: Call, context: Context) -> Call:
-    """Returns the call of the first pair of a chunk of queries and a chunk of keys.
+    """Returns the call in which this device's first chunk of queries attends to its first chunk of keys.
 
-    All pairs have equal shapes, so by this call an engine plans, or refuses, the whole ring.
+    The calls of all pairs of chunks have equal shapes: an engine that plans, or refuses, this one does so for all.
     """
     return _ring_of(call, context)[1]
 
 
 def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
-    """Makes the ring of a call and the call that `first_step` returns; `attention` adds the engines to the ring."""
+    """Returns the `Ring` of a call, still without engines, which `attention` adds, and the call of `first_step`."""
     operands, chunks = _of_hops(call.operands), 2 if context.layout == "zigzag" else 1
     ring = Ring(context.axis, lax.axis_size(context.axis), chunks, operands.query.ndim - 3, call.options)
     return ring, ring.slice(operands, lax.axis_index(ring.axis), 0, 0)
 
 
 def _of_hops(operands: Operands) -> Operands:
-    """Removes operands that hops do not use: sinks, added after the last hop, and the dropout key (`ids_and_seeds`)."""
+    """Removes sinks, which `attention` adds after the last hop, and the dropout key: `ids_and_seeds` replaces it."""
     return operands._replace(sinks=None, dropout_rng=None)
 
 
@@ -138,7 +138,7 @@ class Ring(NamedTuple):
         )
 
     def hop(self, call: Call, known: Result | None = None) -> Result:
-        """Computes a pair's call in float32 at least; given `known`, returns it; its derivative is the call's share."""
+        """Computes a pair's call in float32 at least, by `Engine.forward` or, given `known`, by `Engine.share`."""
         operands, (engine, plan) = call.operands, self.engines[0]
         query, key, value = (x.astype(self.options.dtype) for x in operands[:3])
         call = guard(call._replace(operands=operands._replace(query=query, key=key, value=value)), plan)
@@ -169,7 +169,7 @@ class Ring(NamedTuple):
         return jax.tree.map(cut, results)
 
     def put_rows(self, results: T, chunk: Scalar, parts: T) -> T:
-        """Returns `results` with `parts` in place of the entries that `rows(results, chunk)` cuts out."""
+        """Returns `results` with `parts` in place of the slices that `rows(results, chunk)` returns."""
 
         def put(x: Array, part: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(x, part, chunk * part.shape[self.rows_axis], self.rows_axis)
@@ -263,7 +263,7 @@ def _results(ring: Ring, operands: Operands) -> Any:
 
 
 def _linear(compute: Callable, ring: Ring, operands: Operands, known: Result, linear: Any) -> list[Array]:
-    """Computes `compute(ring, operands, known, linear)` as one operation that JAX can transpose; returns its leaves.
+    """Returns the leaves of `compute(ring, operands, known, linear)`, as one operation that JAX can transpose.
 
     `compute` is `_tangents` or its transpose `_gradients`, and `linear` holds the tangents or cotangents.
     """

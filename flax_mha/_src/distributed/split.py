@@ -31,17 +31,17 @@ def mesh_axes(mesh: Any, *kinds: AxisType) -> list[str]:
 
 
 def names_of(axes: Axes) -> tuple[str, ...]:
-    """Converts the mesh axes that split one axis of an array, one, several or none, to a tuple of names."""
+    """Converts one entry of a PartitionSpec to a tuple of mesh axes: None to (), "x" to ("x",)."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def number_of_parts(mesh: Any, axes: Axes) -> int:
-    """Counts the parts into which the mesh axes `axes` split an axis of an array."""
+    """Returns into how many parts the mesh axes `axes` split an axis of an array: the product of their sizes."""
     return math.prod(mesh.shape[name] for name in names_of(axes))
 
 
 def is_explicit(x: Any) -> bool:
-    """Returns whether the type of an array shows how it is split, as on a mesh with Explicit axes."""
+    """Returns whether an array is on a mesh with Explicit axes, so that its type shows how it is split."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
@@ -82,7 +82,7 @@ class Split(NamedTuple):
         return PartitionSpec(*(None if n == 1 else part for n, part in zip(x.shape, each, strict=False)))
 
     def _sequences(self, names: list[str]) -> dict[str, tuple[Axes]]:
-        """For an array with axes `names`, returns the mesh axes of those that `context_parallel` splits, by name."""
+        """Returns how `context_parallel` splits an array with axes `names`, such as {"T": ("x",)} for mesh axis "x"."""
         if self.context is None:
             return {}
         axis, strategy = self.context.axis, self.context.strategy
@@ -123,7 +123,7 @@ class Split(NamedTuple):
 
 
 def by_types(call: Call) -> Split:
-    """Returns the split that the types of query, key and value show, at least one of which is on an Explicit mesh."""
+    """Returns the split that the types of query, key and value show; at least one is on a mesh with Explicit axes."""
     arrays = call.operands[:3]
     mesh = next(jax.typeof(x).sharding.mesh for x in arrays if is_explicit(x))
     specs = [jax.typeof(x).sharding.spec for x in arrays]
@@ -131,7 +131,7 @@ def by_types(call: Call) -> Split:
 
 
 def by_caller(call: Call, sharding: Any) -> Split | None:
-    """Returns the split by `qkv_sharding`, on its own mesh or the mesh of `jax.set_mesh`; None if there is no mesh."""
+    """Returns the split by `sharding`, the argument `qkv_sharding`; None if it names no axes and there is no mesh."""
     mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
     known = _known_axes("qkv_sharding", mesh, [name for axes in spec for name in names_of(axes)], "a NamedSharding")
     return _split(mesh, known, [spec], call, "qkv_sharding") if known else None
@@ -153,7 +153,7 @@ def by_placement(call: Call) -> Split | None:
 
 
 def by_context(call: Call, context: Context) -> Split:
-    """Returns the split by `context_parallel`; if `batch_axes` or `head_axis` is None, the query's split is used."""
+    """Returns the split by `context_parallel`. Batch or heads are split as in the query if `context` names no axes."""
     mesh, spec = _mesh_and_spec(call, context)
     batch = [context.batch_axes or spec[0], *spec[1:-3]] if len(spec) > 3 else []
     heads = context.head_axis or spec[-2]
@@ -184,7 +184,7 @@ def _known_axes(argument: str, mesh: Any, named: Sequence[str], fix: str) -> lis
 
 
 def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
-    """Returns the mesh to use, and the mesh axes that split each axis of the query: None if not split, or not known."""
+    """Returns the mesh to use and, for each axis of the query, the mesh axes that split it (None: none, or unknown)."""
     query: Any = call.operands.query
     is_traced = isinstance(query, jax.core.Tracer)
     known: Any = jax.typeof(query).sharding if is_explicit(query) else None if is_traced else query.sharding
@@ -253,10 +253,10 @@ def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, s
     return Split(mesh, frozenset(manual), tuple(batch), heads, key_heads)
 
 
-def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array:
-    """Places an array on a mesh by `sharding`; returns it unchanged if that is None.
+def place(x: Array, sharding: Sharding | None, num_axes: int | None = None) -> Array:
+    """Places an array on a mesh by `sharding`; returns the array unchanged if `sharding` is None.
 
-    `rank` limits the spec to its first entries, for an array that lacks the axes after them; None uses all.
+    `num_axes`: how many entries of the PartitionSpec to use, if the array has fewer axes than entries; None uses all.
     """
     if sharding is None:
         return x
@@ -264,24 +264,24 @@ def place(x: Array, sharding: Sharding | None, rank: int | None = None) -> Array
     if mesh.empty:
         raise ValueError(f"sharding must be a NamedSharding if no mesh is set, but got {sharding}.")
     spec: Any = getattr(sharding, "spec", sharding)
-    target = NamedSharding(mesh, PartitionSpec(*spec[:rank]))
+    target = NamedSharding(mesh, PartitionSpec(*spec[:num_axes]))
     if AxisType.Explicit in mesh.axis_types:
         return jax.reshard(x, target)
     return lax.with_sharding_constraint(x, target)
 
 
-def take_entries(x: ArrayLike, numbers: Array, missing: float) -> Array:
-    """Gathers x[numbers] along the first axis; entries for indices out of range are filled with `missing`.
+def take_entries(x: ArrayLike, indices: Array, missing: float) -> Array:
+    """Returns `x[indices]` along the first axis, with `missing` in the entries whose index is out of range.
 
-    On a mesh with Explicit axes, the result is split like `x`, but along the first axis only if its length allows it.
+    On a mesh with Explicit axes, the result is split like `x`, but the first axis only if it still splits evenly.
     """
     x, target = jnp.asarray(x), None
     if is_explicit(x):
         sharding = jax.typeof(x).sharding
         first, *others = pad_spec(sharding.spec, x.ndim)
         parts = number_of_parts(sharding.mesh, first)
-        target = NamedSharding(sharding.mesh, PartitionSpec(None if numbers.size % parts else first, *others))
-    return x.at[numbers].get(mode="fill", fill_value=missing, out_sharding=target)
+        target = NamedSharding(sharding.mesh, PartitionSpec(None if indices.size % parts else first, *others))
+    return x.at[indices].get(mode="fill", fill_value=missing, out_sharding=target)
 
 
 def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callable[[Call], Any]) -> Any:
@@ -297,13 +297,13 @@ def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callabl
 
 
 def unsplit(call: Call) -> Call:
-    """Marks a call as one whose arrays are on one device."""
+    """Returns the call with options which say that all of its arrays are on one device."""
     options = call.options
     return call._replace(options=options._replace(sharding=None, target=options.target._replace(may_be_split=False)))
 
 
 def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
-    """If key heads are not split, keeps only the one that this device's queries use; returns the new `part`.
+    """If key heads are not split, reduces `part` to the one key head that the query heads on this device use.
 
     `part` holds the operands on this device, and `whole` those of the whole call.
     """
@@ -320,7 +320,7 @@ def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
 
 
 def empty_result(call: Call, parts: Split) -> Result:
-    """Returns the result of a call with an empty output; XLA cannot always compile gradients of its empty parts."""
+    """Returns the empty result of a call, not by `shard_map`: XLA may fail to compile gradients of empty parts."""
     query, value = call.operands.query, call.operands.value
     lse = query.sum(-1)  # no constant, so that the results are on the devices of the query
     output = jnp.broadcast_to(lse[..., None], (*lse.shape, value.shape[-1]))
@@ -330,7 +330,7 @@ def empty_result(call: Call, parts: Split) -> Result:
 
 
 def reorder_keys(operands: Operands, order: np.ndarray, and_queries: bool = False) -> Operands:
-    """Applies `reorder_chunks` to the keys in all arrays of a call and, with `and_queries`, to the queries in them."""
+    """Applies `reorder_chunks` along the axes of keys in all arrays of a call and, with `and_queries`, of queries."""
 
     def change(x: Array, axes: SequenceAxes) -> Array:
         x = x if axes.keys is None else reorder_chunks(x, order, axes.keys)
@@ -347,7 +347,7 @@ def reorder_chunks(x: Any, order: np.ndarray, axis: int) -> Any:
 
 
 def chunk_order(layout: Layout, devices: int) -> np.ndarray:
-    """Lists the chunks of the sequence, by number, in the order in which the devices hold them."""
+    """Lists the sequence's chunks in the order in which devices hold them: [0, 3, 1, 2] for "zigzag" on 2 devices."""
     ranks = np.arange(int_at_least("devices", devices, 1), dtype=np.int32)
     if layout == "contiguous":
         return ranks
@@ -355,7 +355,7 @@ def chunk_order(layout: Layout, devices: int) -> np.ndarray:
 
 
 def chunk_of(rank: Any, number: Any, devices: int) -> Any:
-    """Returns the number, in the whole sequence, of the first (`number` 0) or second (1) chunk on device `rank`.
+    """Returns which chunk of the sequence device `rank` holds as its first (`number` 0) or second (`number` 1) chunk.
 
     Only layout "zigzag" has second chunks. There, device 0 holds the first and the last chunk of the sequence.
     """

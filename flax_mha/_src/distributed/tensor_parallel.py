@@ -23,8 +23,8 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
     """Returns names for the axes of each parameter, for Flax's metadata: `head_axis` for heads, None for all others.
 
     The entries "query" and "key" (for keys and values) name the axes of kernels [features, heads, H]; a bias lacks the
-    first axis. "key" also names the last axes of a cache [B..., S, K, H]; its names are all None if there are fewer
-    key heads than devices.
+    first axis. "key" also names the last axes of a cache [B..., S, K, H]. With fewer key heads than devices, all names
+    in "key" are None.
     """
     parts = _size(head_axis)
     if num_heads % parts:
@@ -59,7 +59,7 @@ def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..
 
 
 class _Unboxing:
-    """A mixin whose `unbox` shards a parameter, but not a flat kernel, which `DenseGeneral` has yet to reshape."""
+    """A mixin whose `unbox` shards the parameter, unless it is a flat kernel that `DenseGeneral` will reshape."""
 
     value: Any
     names: Names
@@ -95,7 +95,7 @@ def _size(head_axis: str) -> int:
 
 
 def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: Any) -> NamedSharding:
-    """Returns the `out_sharding` of a `lax.dot_general`, which JAX requires if the axes that it sums over are split."""
+    """Returns the `out_sharding` that a `lax.dot_general` over split axes needs; other axes stay split as they are."""
     (lhs_sums, rhs_sums), (lhs_batch, rhs_batch) = dimension_numbers
     left, right = (pad_spec(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
     batch = [left[axis] for axis in lhs_batch]

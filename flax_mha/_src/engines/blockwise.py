@@ -51,7 +51,7 @@ class Blockwise(Engine):
 def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
     """Computes attention in all heads or, given `result`, implements `Engine.share`.
 
-    Then `result`, the output and log-sum-exp over all keys of a ring, is returned as it is; only its derivative is new.
+    `result` is the output and log-sum-exp over all keys of a ring. It is returned unchanged, but with a new derivative.
     """
     tiling: Any = plan.tiling
     head, blocks, axes = heads_of(call, plan.dtype), call.operands.tiles, call.operands.query.ndim - 1
@@ -71,7 +71,7 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
     """Lists the tiles that each head visits: while tracing if mask and offsets hold no arrays, else at run time.
 
-    The arrays of the result have `axes` leading axes, [B..., K, G], with length 1 if all heads along one share a list.
+    The arrays have `axes` leading axes, [B..., K, G]. If all heads along an axis share a list, its length is 1.
     """
     if not jax.tree.leaves((rule.mask, rule.offsets)):
         blocks = block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
@@ -183,7 +183,7 @@ def _join_rows(results: Any) -> ResultsOfHead:
 
 
 def _cut_flags(nonfinite: NonFinite | None, of_queries: Array | None, tile: Tile) -> NonFinite | None:
-    """Returns a tile's flags (`guard.py`), None without flags; `of_queries` are already cut to the tile."""
+    """Returns the flags (`guard.py`) of a tile: `of_queries`, and those of its keys; None if the head has no flags."""
     return (
         None if nonfinite is None or of_queries is None else NonFinite(of_queries, tile.cut_columns(nonfinite.key, 0))
     )
@@ -236,23 +236,23 @@ def _tangent(
 
 
 def _arguments(head: Head) -> list[Array]:
-    """Lists the last arguments of each tile sum in this file: a head's keys, values, bias if any, captured arrays."""
+    """Lists the arrays that `_tangent` passes to its tile sum last: keys, values, bias if any, captured arrays."""
     bias = [] if head.inputs.bias is None else [head.inputs.bias]
     return [head.key, head.value, *bias, *head.inputs.captured]
 
 
 def _inputs(arguments: Sequence[Array], has_bias: bool) -> ScoreInputs:
-    """Makes a tile's `ScoreInputs` from its bias, which comes first if `has_bias`, and captured arrays."""
+    """Makes a tile's `ScoreInputs` from its `arguments`: the bias (if `has_bias`), then captured arrays."""
     bias, captured = (arguments[0], arguments[1:]) if has_bias else (None, arguments)
     bias = None if bias is None else bias.astype(accumulation_dtype(bias.dtype))
     return ScoreInputs(bias, None, list(captured))
 
 
 def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
-    """Makes the function that `_tangent` sums over tiles, with the symbols defined there.
+    """Makes the function that `_tangent` sums over tiles; for the symbols below, see there.
 
-    It returns (p s') v + p v' [t, Hv], and the sum of p s' over the tile's keys [t, 1]. `lse` is the log-sum-exp of
-    each row over all keys.
+    The function returns (p s') v + p v' [t, Hv], and the sum of p s' over the tile's keys [t, 1]. `lse` is the
+    log-sum-exp of each row over all keys.
     """
     has_bias, (rows, features) = head.inputs.bias is not None, (head.query.shape[0], head.value.shape[1])
     may_be_nan = has_bias or head.rule.score_mod is not None
@@ -291,7 +291,7 @@ def _backward(
     """Computes FlashAttention-2's backward pass: the transpose of the tile sum in `_tangent`.
 
     `residuals` are that sum's residuals: queries, log-sum-exp, keys, values, bias (if `has_bias`) and captured arrays.
-    `cotangents` belong to its two outputs, and `scale` is its factor of products of queries and keys. Returns the
+    `cotangents` are those of its two outputs. Products of queries and keys are multiplied by `scale`. Returns the
     cotangents of queries, keys, values, bias (if `has_bias`) and captured arrays.
     """
     query, lse, key, value, *inputs = residuals
@@ -333,5 +333,5 @@ def _backward(
 
 
 def _for_gradients(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
-    """Converts float16 to float32, because its product with gradients of scores would round these to float16."""
+    """Converts float16 to float32: products with a float16 array would round the gradients of scores to float16."""
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x

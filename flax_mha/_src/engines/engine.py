@@ -33,16 +33,16 @@ class Engine:
     def plan(self, call: Call) -> tuple[Plan, Call]:
         """Decides how to compute a call; also returns the call, perhaps with more arrays, such as the tiles to visit.
 
-        By default, products take operands in the query's dtype, and `guard.guard` prepares the call for `forward`.
+        The default plan multiplies matrices in the query's dtype, and has `guard.guard` make keys and values finite.
         """
         return Plan(call.operands.query.dtype), call
 
     def forward(self, plan: Plan, call: Call) -> Result:
-        """Computes a call prepared by `guard.guard`; the log-sum-exp may be None unless `return_residual` is True."""
+        """Computes a call that `guard.guard` returned; the log-sum-exp may be None unless `return_residual` is True."""
         raise NotImplementedError
 
     def share(self, plan: Plan, call: Call, result: Result) -> Result:
-        """Returns `result`, but its derivative is the call's *share*: the part that comes from this call's keys.
+        """Returns `result` with the call's *share* as its derivative: the part that comes from this call's keys.
 
         `result` holds output and log-sum-exp over the keys of all devices in a ring. The ring adds up the shares of its
         hops.
@@ -65,7 +65,7 @@ EMPTY = "an axis has length 0: pass non-empty arrays, or skip the call"
 def reason_against_platform(platform: str, devices: str, here: str) -> str:
     """Returns why a kernel that needs `devices`, such as "TPUs", cannot run on the device `here`.
 
-    The text advises to explain the call for `platform`, such as "tpu", which works on any device.
+    The text suggests `explain_implementation` with `platform`, such as "tpu", which works on any device.
     """
     remedy = f'run it there, or explain it with platform="{platform}"'
     return f"it runs only on {devices}, but this call runs on {here}: {remedy}"

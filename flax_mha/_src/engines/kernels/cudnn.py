@@ -217,9 +217,9 @@ class Masked(NamedTuple):
     kernel: Kernel
 
     def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Returns the output, 0 for queries without visible keys, and arrays: if these are finite, it is correct.
+        """Returns the output, and arrays to check: the output is correct if all of these arrays are finite.
 
-        If `differentiated`, the gradients are then correct, too.
+        If `differentiated`, the gradients are then correct, too. Queries without visible keys get the output 0.
         """
         query, key, value, bias, _ = arrays
         batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
@@ -269,14 +269,14 @@ class CuDNN(Engine):
 
 
 def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
-    """Returns a call's bias in the layout of `Arrays`: broadcast to all batch entries and heads, one batch axis."""
+    """Returns a call's bias, broadcast to all batch entries and heads, in the layout of `Arrays` (one batch axis)."""
     *batch, queries, num_heads, _ = operands.query.shape
     whole = jnp.broadcast_to(operands.bias, (*batch, num_heads, queries, operands.key.shape[-3]))  # type: ignore[arg-type]
     return jnp.swapaxes(kernel_mask.flat(whole, len(batch)), 1, 2)
 
 
 def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
-    """Runs the kernel on padded arrays; returns [output] or, with `residual`, [output, log-sum-exp] without padding.
+    """Pads `arrays` and runs the kernel; returns [output] or, with `residual`, [output, log-sum-exp], without padding.
 
     `visible` holds each query's first visible key, and one past its last; None if every query has a visible key.
     """
@@ -325,9 +325,9 @@ _run.defvjp(_forward, _backward)
 
 
 def _vmap_alike(tree: T) -> T:
-    """Returns arrays with the same values, of which `jax.vmap` maps all or none; XLA removes the added operations.
+    """Makes all arrays depend on one another, with the same values, so that `jax.vmap` maps all of them or none.
 
-    JAX's rules to `vmap` cuDNN's kernel require that (jax-ml/jax#34920, #36702).
+    JAX's rules to `vmap` cuDNN's kernel require that (jax-ml/jax#34920, #36702). XLA removes the added operations.
     """
     firsts = [x.ravel()[0] for x in jax.tree.leaves(tree) if x.size]
     never = functools.reduce(jnp.logical_or, (x != x for x in firsts)) & False

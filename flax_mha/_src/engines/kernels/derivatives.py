@@ -76,17 +76,17 @@ class _ForwardPass(NamedTuple):
     jaxpr: ClosedJaxpr  # computes the results, and the residuals that come from the kernel
     inputs: ClosedJaxpr  # computes all other residuals, which are cheap: inputs in the kernel's layout
     of_kernel: tuple[bool, ...]  # for each residual, whether it comes from the kernel
-    places: tuple[int, ...]  # numbers of the leaves that get gradients
+    argnums: tuple[int, ...]  # indices of the leaves that get gradients
     pull: Any  # structure of the function, a pytree whose leaves are the residuals, that computes these gradients
 
     @classmethod
-    def of(cls, functions: _Functions, places: tuple[int, ...], arguments: Sequence[Any]) -> "_ForwardPass":
-        """Traces the forward pass. `arguments` are the operands' leaves; those at indices `places` get gradients."""
+    def of(cls, functions: _Functions, argnums: tuple[int, ...], arguments: Sequence[Any]) -> "_ForwardPass":
+        """Traces the forward pass. `arguments` are the operands' leaves; those at indices `argnums` get gradients."""
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:
-            some = tuple(leaves[i] for i in places)
-            results, pull = jax.vjp(lambda *some: functions.kernel(*replace_at(leaves, places, some)), *some)
+            some = tuple(leaves[i] for i in argnums)
+            results, pull = jax.vjp(lambda *some: functions.kernel(*replace_at(leaves, argnums, some)), *some)
             residuals, structure = jax.tree.flatten(pull)
             structures.append(structure)
             return [*results, *residuals]
@@ -96,7 +96,7 @@ class _ForwardPass(NamedTuple):
         kept = [i < results or _runs_kernel(_outputs(jaxpr, [i == j for j in range(count)])) for i in range(count)]
         kept = kept if any(kept[results:]) else [True] * count  # no kernel was found by name
         inputs = _outputs(jaxpr, [not flag for flag in kept])
-        return cls(_outputs(jaxpr, kept), inputs, tuple(kept[results:]), places, structures[0])
+        return cls(_outputs(jaxpr, kept), inputs, tuple(kept[results:]), argnums, structures[0])
 
     def all_residuals(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
         """Lists all residuals that `pull` needs, in order.
@@ -108,18 +108,18 @@ class _ForwardPass(NamedTuple):
 
 
 def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | None = None) -> Function:
-    """Makes a `Function`, an operation with derivatives, of the kernel's `jaxpr`.
+    """Wraps `jaxpr`, which runs the kernel, as a `Function`: one operation with derivatives of every order.
 
-    If `saved` is given, `jaxpr` is its forward pass, which returns results and then residuals; else only results.
+    Without `saved`, `jaxpr` returns the results. Given `saved`, it is `saved.jaxpr`, which also returns residuals.
     """
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
         return functions.run(jaxpr, arguments)
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        places = tuple(sorted(tangents))
+        argnums = tuple(sorted(tangents))
         current = (
-            saved if saved is not None and saved.places == places else _ForwardPass.of(functions, places, arguments)
+            saved if saved is not None and saved.argnums == argnums else _ForwardPass.of(functions, argnums, arguments)
         )
         outputs = (attend if current is saved else _attention(functions, current.jaxpr, current))(*arguments)
         results, kept = outputs[: functions.num_results], outputs[functions.num_results :]
@@ -129,7 +129,7 @@ def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | 
         kept = [checkpoint_name(x, RESIDUALS[int(x.size < largest)]) for x in kept]
         # Residuals have no tangent: only the kernel's gradient uses them.
         tangent = _tangent(functions, current, len(arguments), attend.outputs[: functions.num_results])
-        d_results = tangent(*arguments, *current.all_residuals(arguments, kept), *(tangents[i] for i in places))
+        d_results = tangent(*arguments, *current.all_residuals(arguments, kept), *(tangents[i] for i in argnums))
         primal = [*results, *kept] if saved is None or saved is current else attend(*arguments)
         primal = primal[: len(attend.outputs)]
         return primal, [*d_results, *(None for _ in primal[functions.num_results :])]
@@ -139,22 +139,22 @@ def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | 
 
 
 def _tangent(functions: _Functions, saved: _ForwardPass, num_leaves: int, outputs: Sequence[Any]) -> Function:
-    """Makes the kernel's tangent: a `Function` of all leaves, the residuals, and the tangents of some of the leaves.
+    """Makes the kernel's tangent, a `Function` whose transpose is the kernel's gradient.
 
-    These leaves have the indices `saved.places`. The transpose is the kernel's gradient. `num_leaves` counts leaves;
-    `outputs` have the results' shapes and dtypes.
+    The tangent's arguments are all `num_leaves` leaves of the operands, the residuals, and the tangents of the leaves
+    with indices `saved.argnums`. `outputs` have the shapes and dtypes of the results.
     """
-    places, num_saved = saved.places, saved.pull.num_leaves
+    argnums, num_saved = saved.argnums, saved.pull.num_leaves
     first = num_leaves + num_saved
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
-        tangents = dict(zip(places, arguments[first:], strict=True))
+        tangents = dict(zip(argnums, arguments[first:], strict=True))
         return differentiate(functions.portable, arguments[:num_leaves], tangents)
 
     def portable_gradient(*arguments: Any) -> Sequence[Array]:
         leaves = arguments[:num_leaves]
-        some = tuple(leaves[i] for i in places)
-        _, pull = jax.vjp(lambda *some: functions.portable(*replace_at(leaves, places, some)), *some)
+        some = tuple(leaves[i] for i in argnums)
+        _, pull = jax.vjp(lambda *some: functions.portable(*replace_at(leaves, argnums, some)), *some)
         return list(pull(list(arguments[first:])))
 
     def transpose(residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:

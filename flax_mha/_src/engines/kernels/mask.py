@@ -47,7 +47,7 @@ class KernelMask:
 def kernel_mask(call: Call) -> KernelMask:
     """Translates the mask of a call; masks that cannot be translated are named in `others`, for `refusals`.
 
-    If an offset is an array, `left` and `right` show only whether there is a limit, because such limits are refused.
+    If an offset is an array, `left` and `right` are 0 for a limit and None for no limit: `refusals` needs no more.
     """
     left = right = query_lengths = key_lengths = segments = None
     others = []
@@ -82,7 +82,7 @@ def _smaller(a: Any, b: Any) -> Any:
 
 
 def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> list[str]:
-    """Lists the reasons why a fused kernel cannot compute a call; `mask` is its mask, translated by `kernel_mask`.
+    """Lists the reasons why a fused kernel cannot compute a call; `mask` is `kernel_mask(call)`.
 
     `supported` names arguments, such as "bias", that this kernel accepts and others do not.
     """
@@ -150,7 +150,7 @@ def visible_range(
 
 
 def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
-    """Returns whether every query's window has a key (`lengths`: T and S); False if `mask` has lengths or segments."""
+    """Returns whether every query has a visible key, or False if `mask` has lengths or segments; `lengths`: T, S."""
     queries, keys = lengths
     if mask.query_lengths is not None or mask.key_lengths is not None or mask.segments is not None:
         return False
@@ -193,8 +193,8 @@ class Arrays(NamedTuple):
 def clean(arrays: Arrays, mask: KernelMask, scale: float) -> tuple[Arrays, Bool[Array, "B T N 1"]]:
     """Replaces queries, keys, values and biases that are not finite by zeros, so that a kernel can run on them.
 
-    Also returns which rows of its output must be NaN: those that any of these would affect. -inf in a bias stays,
-    because it masks. `scale` is the kernel's factor of the queries, which may make them overflow.
+    Also returns which rows with visible keys must be NaN: their query, or a visible key, value or bias, was replaced.
+    -inf in a bias stays, because it masks. A query that overflows when multiplied by `scale` is replaced, too.
     """
     query, key, value, bias, _ = arrays
     batch, lengths, groups = query.shape[0], (query.shape[1], key.shape[1]), query.shape[2] // key.shape[2]

@@ -96,7 +96,7 @@ class Masked(NamedTuple):
     interpret: bool
 
     def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Returns the output, 0 for queries without visible keys, and arrays: if these are finite, it is correct."""
+        """Returns the output (0 for rows without visible keys) and arrays to check: it is correct if all are finite."""
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
         lengths = query.shape[2], key.shape[2]
         sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
@@ -164,8 +164,8 @@ def _scaled(query: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N
 def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
     """Makes splash's description of tiles of `rows` and `columns`, the same forward and backward.
 
-    Forward, a row whose tiles are all skipped is NaN, and backward must skip the same tiles. Backward is two kernels; a
-    single fused one would store a gradient of the queries for every column of tiles.
+    A row whose tiles are all skipped is NaN after the forward pass, so the backward pass must skip them, too. That pass
+    is two kernels; a single fused one would store a gradient of the queries for every column of tiles.
     """
     return splash.BlockSizes(
         block_q=rows, block_kv=columns, block_q_dkv=rows, block_kv_dkv=columns, block_q_dq=rows, block_kv_dq=columns
@@ -175,7 +175,7 @@ def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
 def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) -> splash_masks.Mask:
     """Makes splash's mask of window and padding; `lengths` T and S are padded to multiples of `sides`, a tile's shape.
 
-    Returns a full mask if nothing or everything is hidden: splash needs a visible tile. `Masked.run` clears such rows.
+    If it would hide everything, it hides nothing: splash needs a visible tile, and `Masked.run` zeroes the output.
     """
     queries, keys = lengths
     size = queries + -queries % sides[0], keys + -keys % sides[1]
@@ -190,7 +190,7 @@ def _segment_ids(
 ) -> splash.SegmentIds | None:
     """Makes padded segment ids, by which splash hides keys of other segments, and keys past their sequence's length.
 
-    Such keys get an id that no query has. None without segments and key lengths. `lengths` and `sides` as in `_mask`.
+    Keys past the length get an id that no query has. Returns None without segments and key lengths. See also `_mask`.
     """
     if mask.segments is None and mask.key_lengths is None:
         return None

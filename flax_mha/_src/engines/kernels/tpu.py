@@ -16,7 +16,7 @@ LARGEST_HEAD = 256
 def tile_size(length: int, largest: int | None = None) -> int:
     """Chooses the side of tiles along a sequence of this `length`: the largest of `TILES` that pads little.
 
-    The padded length is at most 9/8 of its length with the smallest side. `largest` is an upper limit; None sets none.
+    It pads to at most 9/8 of the length that the smallest tile pads to. `largest` is an upper limit; None sets none.
     """
     tiles = [tile for tile in TILES if largest is None or tile <= largest]
     padded = [length + -length % tile for tile in tiles]

@@ -87,7 +87,7 @@ def _tiling(call: Call) -> Tiling:
 
 
 def _functions(call: Call) -> list[tuple[str, TracedFunction, int]]:
-    """Lists the user's functions: "score_mod" or "mask_mod", the traced function, and how many arrays it captures."""
+    """Lists the user's functions: ("score_mod" or "mask_mod", traced function, number of captured arrays) for each."""
     operands, score_mod = call.operands, call.options.score_mod
     functions = [] if score_mod is None else [("score_mod", score_mod, len(operands.captured + operands.constants))]
     return functions + [("mask_mod", part.function, len(part.captured)) for part in functions_of(operands.mask)]
@@ -110,7 +110,7 @@ def _reasons_against_tiles(call: Call) -> list[str]:
 
 
 def prepare(plan: Plan, call: Call, interpret: Any) -> KernelCall:
-    """Makes the arguments of kernels from a call (`interpret`: see `Pallas`); `attend` rounds vectors for products."""
+    """Makes the arguments of kernels from a call. `attend` rounds queries, keys, values. `interpret`: see `Pallas`."""
     dtype, tiling = call.operands.query.dtype, plan.tiling
     assert tiling is not None
     head = heads_of(call, plan.dtype, dtype)
@@ -165,7 +165,7 @@ def _occupancy(rule: ScoreRule, tiling: Tiling, rank: int) -> Occupancy:
 
 
 def attend(call: KernelCall, result: Arrays | None) -> Arrays:
-    """Computes output, log-sum-exp and, on request, largest scores; for `share`, only gives `result` its gradients."""
+    """Returns output, log-sum-exp and, on request, largest scores. Given `result`, implements `Engine.share`."""
     plan = call.plan
     known = call.occupancy if isinstance(call.occupancy.any_visible, np.ndarray) else None
 
@@ -198,7 +198,7 @@ def attend(call: KernelCall, result: Arrays | None) -> Arrays:
 
 
 def _backward(call: KernelCall, wanted: ScoreInputs, results: Arrays, cotangents: Arrays) -> Any:
-    """Computes gradients from the cotangents of output and log-sum-exp; of bias and captured, only if in `wanted`."""
+    """Computes gradients from cotangents of output and log-sum-exp; not of a bias or values if None in `wanted`."""
     head, (d_output, d_lse) = call.inputs.head, cotangents
     query, output, lse, finite = guard.derivative_rows(head.query, results[:2], head.nonfinite is not None)  # type: ignore[arg-type]
     d_output = jnp.where(finite[..., None], d_output, jnp.zeros_like(d_output)).astype(lse.dtype)
@@ -219,6 +219,6 @@ def _backward(call: KernelCall, wanted: ScoreInputs, results: Arrays, cotangents
 
 
 def _sum_to(x: Array, like: Array) -> Array:
-    """Sums gradients `x` of all heads over the axes of length 1 in their array, `like`: there, heads share entries."""
+    """Sums `x`, the gradients of all heads, over the axes of length 1 in `like`, along which heads share entries."""
     axes = tuple(axis for axis, size in enumerate(like.shape) if size == 1 != x.shape[axis])
     return x.sum(axes).reshape(like.shape)

@@ -85,7 +85,7 @@ class TileRule(ScoreRule):
     def tile_vjp(
         self, products: Float[Array, "..."], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "..."], Callable[[Array], tuple[Array, ScoreInputs]]]:
-        """Computes a tile's scores, and a function of their cotangents that computes those of `products`, `inputs`.
+        """Returns a tile's scores, and a function from their cotangents to the cotangents of `products` and `inputs`.
 
         Masked scores add 0, even if a derivative is NaN. Values in `inputs.captured` have the tile's shape.
         """
@@ -106,7 +106,7 @@ class TileRule(ScoreRule):
 class Inputs(NamedTuple):
     """The input arrays of a kernel: of all heads or, inside the kernel, the blocks of one step.
 
-    `head.rule` is a `TileRule`. `head.inputs.captured` holds its values (`split_function.py`): numbers, then tables.
+    `head.rule` is a `TileRule`. `head.inputs.captured` holds the values of `score_mod`: numbers, then tables.
     """
 
     head: Head
@@ -115,7 +115,7 @@ class Inputs(NamedTuple):
     delta: Block = None  # subtracted from the gradients of the weights; see `_backward` in call.py
 
     def axis_names(self) -> list[str]:
-        """Lists the axes of one head's part of each array ("T H"; number: ""), in the order of `jax.tree.leaves`."""
+        """Lists each array's axes in one head's part, such as "T H" ("" for a number), in `jax.tree.leaves` order."""
         head, rule, (bias, sink, values) = self.head, self.head.rule, self.head.inputs
         named: list[tuple[Any, str]] = [
             (head.query, "T H"),
@@ -132,7 +132,7 @@ class Inputs(NamedTuple):
         return [axes for tree, axes in named for _ in jax.tree.leaves(tree)]
 
     def of_rows(self, transposed: bool) -> list[Block]:
-        """Lists the arrays for a tile's rows: query, `d_output`, `lse`, `delta` if any; if `transposed`, key, value."""
+        """Lists arrays along tile rows: query, and `d_output`, `lse`, `delta` if any; if `transposed`, key, value."""
         head = self.head
         rows = (head.key, head.value) if transposed else (head.query, self.d_output, self.lse, self.delta)
         return [x for x in rows if x is not None]
@@ -189,7 +189,7 @@ def read_block(x: Array, axes: str, dtype: Any, transposed: bool) -> Array:
     """Converts a block from its stored form to the layout of a tile, which has queries along columns if `transposed`.
 
     `axes` are the `stored_axes`. A vector along the tile's rows becomes [n, 1]; along its columns, it stays [1, n].
-    "TS" is transposed with the tile. If `dtype`, from before `store`, is bool, the block becomes bool, except a table.
+    "TS" is transposed with the tile. `dtype` is from before `store`: if it is bool, so is the block, except a table.
     """
     x = x.astype(jnp.int32) if x.dtype == jnp.int8 else x
     if axes == ("S" if transposed else "T"):
@@ -239,7 +239,7 @@ def load_tile(
 ) -> LoadedTile:
     """Makes the tile of one step from its blocks, `inputs`; `place` is the tile's row and column, counted in tiles.
 
-    `rows` holds the arrays `Inputs.of_rows` if they were kept from the first step of the group, else nothing. If
+    `rows` holds the arrays `Inputs.of_rows` if the first of the tiles that share them has stored them, else nothing. If
     `transposed`, queries are along columns. If not `masked`, the tile is full, and its mask is left out.
     """
     tiling, head = plan.tiling, inputs.head

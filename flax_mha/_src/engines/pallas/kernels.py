@@ -110,7 +110,7 @@ def query_gradients(call: KernelCall, learned: tuple[bool, ...]) -> list[Array]:
 
 
 def _add_value(d_value: Array, entry: Array | None, total: Any) -> None:
-    """Adds a tile's gradients to `total`, of a number or, given the indices `entry` that scores looked up, of a table.
+    """Adds a tile's gradients of a number (`entry`: None) or of a table (`entry`: each score's index) to `total`.
 
     TPU kernels have no scatter: a loop from the least to the greatest index updates one table entry in each step.
     """

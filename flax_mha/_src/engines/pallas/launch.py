@@ -49,7 +49,7 @@ class StepGrid(NamedTuple):
     def place(self, *indices: Any) -> tuple[Any, list[Any], Any, Any]:
         """Returns a step's action, its head's index along each axis, and its tile's row and column, counted in tiles.
 
-        `indices` are the step's indices in the grid, then references to actions and tiles (`list_steps`), flattened.
+        `indices` are the step's indices in the grid, then references to the actions and tiles of `list_steps`, flat.
         """
         *place, action_ref, tile_ref = indices
         at, head = flat_index(place, self.lists), place[:-1]
@@ -65,8 +65,8 @@ class StepGrid(NamedTuple):
     def spec(self, axes: str, stored: Sizes) -> pl.BlockSpec:
         """Makes the `BlockSpec` of an array, which selects the block that each step reads or writes.
 
-        `stored` is the array's shape, [*heads, rows, columns], and `axes` are its `stored_axes`. Blocks cut "T" and "S"
-        to one tile. If `axes` is empty, all of the array is in scalar memory.
+        `stored` is the array's shape, [*heads, rows, columns], and `axes` are its `stored_axes`. A block spans one
+        tile along "T" and "S". If `axes` is empty, all of the array is in scalar memory.
         """
         if not axes:
             return pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -92,9 +92,9 @@ def flat_index(indices: Sequence[Any], sizes: Sizes) -> Any:
 
 
 def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> tuple[Array, Array]:
-    """Lists the steps of a kernel from the occupancy [*heads, rows, columns]; see `StepGrid`, and for `by`, `Kernel`.
+    """Lists the steps of a kernel. For `sizes` and `results`, see `StepGrid`; for `by`, see `Kernel.by`.
 
-    Returns actions and tiles, each an int32 array [*lists, steps], in NumPy if the occupancy is. All heads along an
+    Returns int32 arrays [*lists, steps] of actions and tiles, in NumPy if `occupancy` is. All heads along an
     axis of length 1 share a list. An action is the sum of the step's flags (such as `FIRST`) and 2^4 times the index of
     its head among the heads that share a result. A tile is 2^16 times its row plus its column.
     """
@@ -121,7 +121,7 @@ def list_steps(occupancy: Occupancy, sizes: Sizes, results: Sizes, by: str) -> t
 
 
 def _group(x: Any, sizes: Sizes, results: Sizes, by: str) -> Shaped[Array, "*lists groups members"]:
-    """Rearranges `x` [*heads, rows, columns], one entry per tile: the last axis holds the tiles of one group."""
+    """Rearranges `x` [*heads, rows, columns], one entry per tile, so that the last axis has the tiles of one group."""
     rank = len(sizes)
     separate = [axis for axis, size in enumerate(results) if size != 1]
     tiles = [rank + "TS".index(name) for name in by]
@@ -159,7 +159,7 @@ class Kernel(NamedTuple):
 
     @property
     def by(self) -> str:
-        """A group: a row of tiles ("T"), a column ("S"), one tile ("TS") or all (""), of heads that share a result."""
+        """Which tiles form a group, in heads that share a result: row ("T"), column ("S"), one ("TS") or all ("")."""
         return "".join(name for name in "TS" if name in self.results[0][0])
 
 

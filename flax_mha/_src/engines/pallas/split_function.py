@@ -38,14 +38,14 @@ class RefusedError(Exception):
 
 
 class Lookup(NamedTuple):
-    """A user's lookup of an entry, `array[indices]`, in an array that the outer part knows."""
+    """A lookup by position, `array[indices]`, in a user's function; the outer part computes or captures `array`."""
 
     array: Any  # variable of the jaxpr
     indices: Sequence[Any]  # for each axis, a variable or a literal
     by_position: Sequence[int]  # axes whose index depends on positions; the outer part knows the other indices
 
     def table(self, known: dict[Any, Array]) -> Array:
-        """Returns the part of `array` that positions can select, flattened; `known` maps outer variables to values."""
+        """Returns the entries that positions can select, flattened; `known` has the values of the outer variables."""
         indices = [0 if i in self.by_position else _read(x, known) for i, x in enumerate(self.indices)]
         sizes = [size if i in self.by_position else 1 for i, size in enumerate(self.array.aval.shape)]
         return lax.dynamic_slice(known[self.array], indices, sizes).reshape(-1)
@@ -72,7 +72,7 @@ class TileFunction:
     result: Any  # variable of the function's value
 
     def outer_values(self, captured: Sequence[Array], batch: Array, head: Array) -> list[Array]:
-        """Computes the outer part for one head, with the indices b and h: numbers, then flat tables [entries]."""
+        """Computes the values of the outer part for one head: numbers, then flat tables. `batch` is b, `head` is h."""
         positions: Any = self.outer.invars[len(captured) :]
         *score, _, _, query, key = (jnp.zeros((), v.aval.dtype) for v in positions)
         computed = [*self.outer.invars, *(x for equation in self.outer.eqns for x in equation.outvars)]
@@ -81,7 +81,7 @@ class TileFunction:
         return [known[x] for x in self.numbers] + [x.table(known) for x in self.lookups.values()]
 
     def __call__(self, arguments: Sequence[Array], values: Sequence[Array], shape: tuple[int, int]) -> Array:
-        """Computes a tile of this shape from arrays [score,] q_idx, kv_idx, and the `values` that `look_up` returns."""
+        """Computes a tile of this `shape`. `arguments` are [score,] q_idx, kv_idx; `look_up` returns the `values`."""
         known = dict(zip((*self.arguments, *self.numbers, *self.lookups), (*arguments, *values), strict=True))
         for equation in self.equations:
             if equation.outvars[0] not in known:
@@ -160,7 +160,7 @@ def _gather_lanes(table: Array, entry: Int[Array, "t 128"]) -> Array:
 
 
 def split(function: TracedFunction, num_captured: int) -> TileFunction:
-    """Splits a user's function, which captures `num_captured` arrays; raises a `RefusedError` if kernels cannot."""
+    """Splits a user's function, which captures `num_captured` arrays; raises a `RefusedError` if that is impossible."""
     jaxpr = function.jaxpr
     *score, _, _, query, key = jaxpr.invars[num_captured:]
     inner, of_scores = {*score, query, key}, set(score)

@@ -83,7 +83,7 @@ def _gathered(
 
 
 def _unique(indices: Int[Array, "*B T K k"], keys: int) -> tuple[Int[Array, "*B T K k"], Bool[Array, "*B T K"]]:
-    """Sorts each list, and replaces repeats by -1; also returns which lists have other indices than -1 to keys - 1."""
+    """Sorts each list, and replaces repeats by -1; also returns which lists hold an index < -1 or >= `keys`."""
     indices = lax.sort(indices, dimension=-1)
     repeated = indices[..., 1:] == indices[..., :-1]
     is_beyond = (indices[..., -1] >= keys) | (indices[..., 0] < -1)
@@ -93,7 +93,7 @@ def _unique(indices: Int[Array, "*B T K k"], keys: int) -> tuple[Int[Array, "*B 
 
 
 def _one_head(height: int | None, own: tuple[Head, Int[Array, "T k"], Bool[Array, " T"]]) -> ResultsOfHead:
-    """Computes one head, gathering keys for `height` queries at a time; None if all are gathered already.
+    """Computes one head, gathering the keys of `height` queries at a time; if that is None, they are gathered already.
 
     `own` is the head, the keys that its queries list, and which rows must be NaN, because their lists are out of range.
     """

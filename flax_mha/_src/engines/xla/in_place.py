@@ -113,7 +113,7 @@ def _mapped(blocks: KeyBlocks) -> Callable[..., Results]:
     """Returns `_attend` with a rule for `jax.vmap`, which makes the mapped axis one more batch axis.
 
     Without this rule `jax.vmap` would compute both branches of every `lax.cond`, and visit for each entry as many
-    blocks as the longest one needs. Mapped entries that share keys do without it, since it would copy the keys.
+    blocks as the longest one needs. Where mapped entries share keys, the rule adds no axis: that would copy them.
     """
     call = jax.custom_batching.custom_vmap(functools.partial(_attend, blocks))
 
@@ -187,7 +187,7 @@ def _entries(blocks: KeyBlocks, part: BatchSlice) -> Results:
 
 
 def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
-    """Cuts the batch entry with indices `place` out of every array of `tree`; batch axes get length 1."""
+    """Returns `tree` with only the batch entry at indices `place` of each array; batch axes then have length 1."""
 
     def own(x: Array) -> Array:
         for axis, i in enumerate(place):
@@ -263,8 +263,8 @@ def _read_block(
     """Reads the block of keys that begins at key `column`: returns its keys, values, scales and flags.
 
     The keys are one array or, if keys hold the values (`blocks.value_size`), two: the features after the values, then
-    the values. The scales of a cache in 8 bits are two arrays, of keys and of values, else None. If `part.guarded`, a
-    flag is infinity if the key or its value was not finite and became zeros, else 0; otherwise, flags are None.
+    the values. The scales of a cache in 8 bits are two arrays, of keys and of values, else None. Flags are
+    None unless `part.guarded`; then a flag is infinity if the key or its value was not finite and became zeros, else 0.
     """
     groups, scale, flags = (part.key.shape[-2], 1), None, None
     read = functools.partial(_block, part=part, column=column, width=blocks.width)
@@ -287,7 +287,7 @@ def _read_block(
 
 
 def _scaled_features(blocks: KeyBlocks) -> list[slice]:
-    """Lists a key's slices, one for each scale: all or, if keys hold the values, [value_size:] and [:value_size]."""
+    """Lists slices of a key, each with its own scale: all or, if keys hold values, [value_size:] and [:value_size]."""
     number = blocks.value_size
     return [slice(None)] if number is None else [slice(number, None), slice(number)]
 
@@ -332,7 +332,7 @@ def _visited(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> tuple[Scalar
 
 
 def _seen(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> Bool[Array, "*#B #K #G count"]:
-    """Returns, for each of the `count` blocks of keys, whether it may hold a key that some query attends to."""
+    """Returns, for each block of keys, whether any query of `part` may attend to a key in it."""
     rule, count = part.rule, -(-num_keys // blocks.width)
     if rule.ring is not None:  # in a ring cache, all slots that have been written
         newest = jnp.asarray(rule.offsets.values[1])
