@@ -166,10 +166,10 @@ def over_cache(
     With `latent`, the key and the cache hold latents, and `query` is not absorbed yet (see `Latent`). A prompt in an
     empty cache expands latents to keys and values of all heads, which takes fewer products; other calls absorb `query`.
 
-    `platform` is the one to explain the call for; None means the one that computes it. `appended` is the result of
-    `cache.append` if keys and values are already in the cache. `top_k` is the length of the lists in `key_indices` if
-    an indexer made them, else 0. Such a list holds all visible keys if these are at most `top_k`, so a prompt of at
-    most `top_k` tokens in an empty cache ignores the lists.
+    `platform` names the platform to explain the call for; None means the current one. `appended` is the result of
+    `cache.append`, if the caller has called it. `top_k` is that of the indexer that chose `key_indices`, or 0 without
+    one. An indexer chooses all visible keys if there are at most `top_k`, so a prompt of at most `top_k` tokens in an
+    empty cache ignores `key_indices`.
     """
     heads = query
     if latent is not None:
@@ -228,10 +228,10 @@ class Step(NamedTuple):
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)
 
     def check_lookups(self, room: Bool[Array, "..."] | bool) -> Bool[Array, "..."] | bool:
-        """Returns `room`, but False for sequences that are longer than an array in `score_mod` or a mask function.
+        """Returns `room`, but False for sequences longer than an array that `score_mod` or a mask indexes by position.
 
         `room` says which sequences fit into the cache; the output of all others becomes NaN. JAX would clamp a position
-        beyond the array and return a wrong entry. If the sequences' lengths are known, raises a ValueError instead.
+        beyond the array and return a wrong entry. If lengths are not traced, raises a ValueError instead.
         """
         masks, score_mod = self.masks(self.mask, self.cache.length), self.scoring.options.score_mod
         ends = jnp.where(self.tokens > 0, self.cache.index + self.tokens, 0)
@@ -250,8 +250,8 @@ class Step(NamedTuple):
     def by_emptiness(self, compute: Callable[[bool], T]) -> T:
         """Returns `compute(True)` for a prompt in an empty cache, which attends only to itself, else `compute(False)`.
 
-        Prompts of at most 16 tokens, and mask objects with an array along the keys, also get `compute(False)`. If it is
-        not known whether the cache is empty, both are traced, `compute(True)` first, and one of them runs.
+        Prompts of at most 16 tokens, and mask objects with an array along the keys, also get `compute(False)`. If the
+        cache's index is traced, both are traced, `compute(True)` first, and `lax.cond` runs one of them.
         """
         (number, length), mask, index = (self.shape.query_length, self.cache.length), self.mask, self.cache.index
         are_known = isinstance(number, int) and isinstance(length, int)  # else symbols, as in jax.export
@@ -308,10 +308,10 @@ class Step(NamedTuple):
         return call if scale is None or indices is not None or reads_in_place(call) else self.call(is_empty, False)
 
     def _listed(self, first: Any, number: int, by_slot: bool) -> Int[Array, "..."] | None:
-        """Converts the positions in `key_indices` to indices of a call's `number` keys; -1 if it has no such key.
+        """Converts the positions in `key_indices` to indices of a call's `number` keys; -1 for positions without a key.
 
-        `first` is the position of the first key. If `by_slot`, the keys are in the order of a ring's slots, and `first`
-        is the position of the newest one.
+        `first` is the position of the first key; None means 0. But if `by_slot`, the keys are the slots of a ring, and
+        `first` is the position of the newest key. Returns None without `key_indices`.
         """
         positions = self.key_indices
         if positions is None:
@@ -331,14 +331,14 @@ def nan_without(room: Bool[Array, "..."] | bool, x: Array, batch: tuple[int, ...
 
 
 def _by_batch(x: Int[Array, "..."], rank: int) -> Int[Array, "..."]:
-    """Returns x, one number or one for each sequence, as int32 with `rank` axes, so that it broadcasts to the batch."""
+    """Reshapes int32 x, [] or [B...], to `rank` axes (the number of batch axes), so that it broadcasts to [B...]."""
     return jnp.asarray(x, jnp.int32).reshape((1,) * (rank - x.ndim) + x.shape)
 
 
 def in_order(cache: KVCache, key: Array, value: Array) -> tuple[Array, Array, Int[Array, "..."]]:
-    """Returns a ring's keys and values in order of position, followed by those of the new tokens: [B..., S + T, K, _].
+    """Returns the keys and the values of a ring, sorted by position, then the new ones: both [B..., S + T, K, _].
 
-    Also returns the position of the first key, in the shape of the cache's index. Positions below 0 hold no token.
+    Also returns the position of the first key, shaped like the cache's index. Positions below 0 are empty slots.
     """
     first = jnp.maximum(cache.index, 0) - cache.length
     slots = (first[..., None] + cache.counted(cache.length)) % cache.length
@@ -385,7 +385,7 @@ def _differs_by_slot(x: Any) -> bool:
 
 
 def _of_first_slots(x: Any, number: int) -> Any:
-    """Cuts a bias or mask [..., S] to the first `number` slots, those of a prompt; keeps [..., 1] and mask objects."""
+    """Returns the first `number` slots, a prompt's, of a bias or mask [..., S]; [..., 1] and mask objects unchanged."""
     if isinstance(x, Mask) or not _differs_by_slot(x):
         return x
     return (x if isinstance(x, np.ndarray) else jnp.asarray(x))[..., :number]

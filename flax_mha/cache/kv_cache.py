@@ -35,7 +35,7 @@ class KVCache:
       key: [B..., S, K, H].
       value: [B..., S, K, Hv]; Hv = 0 with a `value_size`.
       index: The number of tokens so far, int32: [] for all sequences, or [B...] (`per_row`). A negative number marks a
-        sequence that has lost tokens that a query needs; its outputs are NaN.
+        sequence that `truncate`, `keep` or `take` could not make under `jit`; its outputs are NaN.
       window: How many positions before its own a query attends to; None if the cache is not a ring.
       value_size: If given, the values are the first `value_size` features of the keys, and are not stored separately.
       scale: Scales [B..., S, K, 2] of 8-bit keys and 8-bit values. With a `value_size`, the scales of the key features
@@ -130,7 +130,7 @@ class KVCache:
         return key, value
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
-        """Raises a ValueError unless new keys and values fit; a `number` of tokens is checked instead of the dtype."""
+        """Raises a ValueError unless new keys and values fit. With a `number` of tokens, dtypes may differ."""
         given, expected = None if self.scale is None else self.scale.shape, (*self.key.shape[:-1], 2)
         if given != (expected if self.key.dtype.itemsize == 1 else None):
             raise ValueError(
@@ -236,8 +236,8 @@ class KVCache:
         """Adds the keys and values of T tokens.
 
         Args:
-          key: Keys in the dtype of the cache.
-          value: Values in the dtype of the cache; None if the cache has a `value_size`.
+          key: Keys in the dtype of the cache, or in any real dtype if the cache has 8 bits.
+          value: Values, to which the same applies. None if the cache has a `value_size`.
           lengths: int [B...]: number of tokens before the padding in each sequence; None means T. Requires `per_row`.
 
         Returns:
@@ -251,7 +251,7 @@ class KVCache:
     def append(
         self, key: Array, value: Array, lengths: ArrayLike | None = None
     ) -> tuple["KVCache", Int[Array, "..."], Bool[Array, "..."] | bool]:
-        """Like `update`, but unchecked; returns the cache, the number of new tokens without padding, and `has_room`."""
+        """Like `update` without checks of the arrays; returns (cache, number of tokens before padding, `has_room`)."""
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
         kind, options = Kind(self.window is not None, lengths is None), (self.value_size, self.key.dtype)
@@ -262,8 +262,8 @@ class KVCache:
     def truncate(self, index: ArrayLike) -> "KVCache":
         """Keeps the first `index` tokens and removes the others, for speculative decoding; returns a new cache.
 
-        In a ring, the slots of removed tokens contain NaN until they are written again, because the tokens that they
-        replaced are lost; `jax_debug_nans` may stop there.
+        In a ring, a removed token may have replaced an earlier one, which is lost. Its slot then contains NaN until it
+        is written again; `jax_debug_nans` may stop there.
 
         Args:
           index: int, or [B...] for a cache with an index for each sequence: how many tokens to keep.

@@ -1,7 +1,7 @@
 """Latent attention: keys and values of all heads are linear in one short vector per token, the latent, which is cached.
 
-With a token's latent c [C] and the rotary part r [R] of its key, which all heads share, the other and the rotary part
-(q, q_r) of a head's query, and a head's matrices W and V:
+A token has a latent c [C] and a rotary key r [R], which all heads share. A head's query has a rotary part q_r; q is the
+rest. With the head's matrices W and V:
 
     query . key = q . (W c) + q_r . r = (W^T q) . c + q_r . r        value = V c
 
@@ -21,7 +21,7 @@ Layer = Callable[[Array], Array]
 
 
 class Latent(NamedTuple):
-    """Multiplies by the matrices W and V of all heads, both in one kernel; the docstring of the file defines them."""
+    """Multiplies by the matrices W and V of all heads, which one kernel holds; see the docstring of this file."""
 
     kernel: Float[Array, "C N F"]  # W, then V, along the axis F
     key_size: int  # the features of a head's query and key that are not rotary, the first ones of F
@@ -47,7 +47,7 @@ class Latent(NamedTuple):
         return jnp.concatenate([absorbed, rotary.astype(absorbed.dtype)], axis=-1)
 
     def project(self, x: Float[Array, "*B T N CR"]) -> Float[Array, "*B T N Hv"]:
-        """Computes each head's output V c, given [c, r], the weighted averages of latents and of rotary keys."""
+        """Computes each head's output V c from x = [c, r], the average of cached keys with the head's weights."""
         # Without the barrier, XLA on CPUs fuses the transpose into the product, which then reads V with strides.
         by_head = lax.optimization_barrier(jnp.swapaxes(self.kernel[..., self.key_size :], 0, 1))
         return self._product("...nc,ncf->...nf", x[..., : self.size], by_head)

@@ -29,7 +29,7 @@ class SharedKV:
       key: Keys of the call's tokens after norm and rotation, [B..., T, K, H].
       value: Values after their norm, [B..., T, K, Hv].
       cache: The cache before the call, with the keys of earlier tokens; None if the call did not use a cache.
-      appended: The cache with the call's tokens added, which is the cache to keep; None without a cache.
+      appended: `appended.cache` has the call's tokens added, and is the cache to keep. None without a cache.
       decode: Whether the call decoded.
       has_lengths: Whether the call had `lengths`.
 
@@ -52,7 +52,7 @@ class SharedKV:
     has_lengths: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def check(self, shape: tuple[int, ...], value_size: int, decode: bool, has_lengths: bool) -> None:
-        """Raises a ValueError unless this fits a call with keys of this `shape`, and values of size `value_size`."""
+        """Raises a ValueError unless this fits a later call with these arguments; `shape` is that of its keys."""
         of_values = (*shape[:-1], value_size)
         if self.key.shape != shape or self.value.shape != of_values:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Checks new keys and values, and writes them into a cache, in place if the cache is donated.
 
-On a CPU, entries are written as slices: XLA's scatter copies the new entries there, and up to jax 0.11 converts a whole
-bfloat16 cache to float32 and back.
+On a CPU, entries are written as slices, not by a scatter. XLA's scatter on CPUs copies the new entries and, up to jax
+0.11, converts a whole bfloat16 cache to float32 and back.
 """
 
 import functools
@@ -44,10 +44,10 @@ def check_dtype(dtype: DTypeLike) -> None:
 
 
 def check_entries(name: str, new: Array, cached: Array, number: int | None, any_dtype: bool) -> None:
-    """Raises a ValueError unless `new` keys or values, whose argument is `name`, fit the `cached` ones.
+    """Raises a ValueError unless `new` keys or values fit the `cached` ones; calls them `name` in the error.
 
-    `number` is the expected number of tokens; None accepts any. `any_dtype` accepts other dtypes than the
-    cache's, except complex ones for a real cache.
+    `number` is the expected number of tokens; None accepts any. `any_dtype` accepts all dtypes, except complex ones
+    for a real cache.
     """
     sizes = (*cached.shape[:-3], "T" if number is None else number, *cached.shape[-2:])
     given = (*new.shape[:-3], "T", *new.shape[-2:]) if number is None else new.shape
@@ -66,9 +66,9 @@ def check_entries(name: str, new: Array, cached: Array, number: int | None, any_
 
 
 def _by_device(function: Callable[..., T], cached: Shaped[Array, "*B S K _"], *others: tuple[Array, str]) -> T:
-    """Calls `function(cached, *others)`, on a mesh with Explicit axes once per device with its parts of the arrays.
+    """Calls `function` with all arrays; on a mesh with Explicit axes, each device calls it with its part of each array.
 
-    Each of the `others` is an array, paired with the names of its axes, such as "B T K H".
+    `others` are pairs of an array and the names of its axes, such as "B T K H".
     """
     sharding = jax.typeof(cached).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
@@ -116,7 +116,7 @@ def _write_on_device(kind: Kind, *given: Array) -> tuple[Array, ...]:
 
 
 def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
-    """Does `write_entries` for one array by a scatter: accelerators do it in place, and XLA's partitioner splits it."""
+    """Does `write_entries` for one array by a scatter: in place on accelerators, and XLA can split it over devices."""
     length, number = cached.shape[-3], new.shape[-3]
     index, added = index[..., None], added[..., None]
     steps = jnp.arange(number, dtype=jnp.int32).reshape((1,) * (index.ndim - 1) + (number,))
@@ -133,7 +133,7 @@ def _scatter(kind: Kind, cached: Array, new: Array, index: Array, added: Array) 
 
 
 def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
-    """Gathers the entries [B..., n, K, H] in `slots`, [n] or [B..., n], and appends `new` entries along axis n."""
+    """Returns the entries [B..., n, K, H] in `slots`, [n] or [B..., n], followed by the `new` ones along axis n."""
 
     def gather(cached: Array, slots: Array, *new: Array) -> Array:
         slots = jnp.broadcast_to(slots, (*cached.shape[:-3], slots.shape[-1]))[..., None, None]
@@ -145,7 +145,7 @@ def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _write_slices(kind: Kind, *arrays: Array) -> Array:
-    """Does the same as `_scatter` by writing slices, which is faster on CPUs; `_scatter` computes the tangent."""
+    """Does the same as `_scatter` by writing slices, which is faster on CPUs; its JVP rule uses `_scatter`."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Array) -> Array:
@@ -178,7 +178,7 @@ def _write_slices_jvp(kind: Kind, primals: tuple, tangents: tuple) -> tuple[Arra
 
 @functools.partial(jax.jit, static_argnums=0)
 def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: Array) -> Array:
-    """Writes the new entries of all sequences as one slice if they go to the same slots, else one after another."""
+    """Writes the new entries of all sequences as one slice if all use the same slots, else one by one."""
     batch = cached.shape[:-3]  # not flattened: XLA would copy some caches into other layouts
     if _fills_one_slice(kind, new) and not index.ndim:
         return _write_sequence(kind, cached, new, (jnp.zeros_like(index),) * len(batch), index, added)
@@ -196,7 +196,7 @@ def _update_slices(kind: Kind, cached: Array, new: Array, index: Array, added: A
 
 
 def _fills_one_slice(kind: Kind, new: Array) -> bool:
-    """Returns whether each sequence writes one slice: its T slots are consecutive, and all or none are written."""
+    """Returns whether one slice suffices for a sequence: its T slots are consecutive, and all or none are written."""
     return kind.all_or_none and (new.shape[-3] == 1 or not kind.ring)
 
 
@@ -230,7 +230,7 @@ def _write_sequence(
 
 
 def _start(place: tuple[Array, ...], slot: Int[Array, ""]) -> tuple[Array, ...]:
-    """Returns the start indices along [B..., S, K, H] of a slice from `slot` on; `place` indexes the batch axes."""
+    """Returns where a slice of [B..., S, K, H] starts: at `place` along B..., `slot` along S, and 0 along K and H."""
     zero = jnp.zeros_like(slot)
     return varying_alike((*place, slot, zero, zero))
 
@@ -241,7 +241,7 @@ def _update_slice(
     start: tuple[Array, ...],
     in_use: Bool[Array, "..."],
 ) -> Float[Array, "*B S K H"]:
-    """Writes entries, or their bits, into the slice from `start` on; only if `in_use`, one bool or one per slot."""
+    """Writes entries, or their bits, into the slice at `start`, only where `in_use`: one bool, or one for each slot."""
     if not _is_converted(cached):
         before = lax.dynamic_slice(cached, start, entries.shape)
         return lax.dynamic_update_slice(cached, jnp.where(in_use, entries, before), start)

@@ -1,4 +1,4 @@
-"""Attention modules for `flax.linen`: drop-in replacements of Flax's, and multi-head latent attention."""
+"""Attention modules for `flax.linen`: drop-in replacements for Flax's, and multi-head latent attention."""
 
 from flax_mha.linen.latent import MultiHeadLatentAttention as MultiHeadLatentAttention
 from flax_mha.linen.multi_head import MultiHeadAttention as MultiHeadAttention

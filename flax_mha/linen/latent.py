@@ -150,10 +150,10 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         return nn.RMSNorm(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=self.norm_epsilon, name=name)
 
     def _query(self) -> tuple[Layer, Layer | None, Callable[[], IndexLayers] | None]:
-        """Returns functions that project inputs to queries and to the gate, and one that makes the indexer's layers.
+        """Returns the projections of inputs to queries and to the gate, and a function that makes the `IndexLayers`.
 
-        If `q_lora_rank` is set, queries are projections of compressed queries. The second and the third function are
-        None if the module has no gate or no indexer.
+        With `q_lora_rank`, inputs are compressed before they are projected to queries. The projection to the gate is
+        None without a gate, and the function is None without an indexer.
         """
         head = self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
         init = self._split(self.kernel_init, "query")
@@ -235,7 +235,7 @@ class _IndexerLayers(nn.Module):
 
 
 class _Kernel(nn.Module):
-    """Creates and returns only the kernel of the layer `kv_b_proj`: `Latent` multiplies by its parts separately."""
+    """Creates only the kernel of `kv_b_proj`, no layer: `Latent` multiplies by its key and value parts separately."""
 
     init_kernel: Init
     shape: tuple[int, ...]
@@ -247,5 +247,5 @@ class _Kernel(nn.Module):
 
 
 def _flat(init: Init) -> Init:
-    """Makes `init` draw kernels [in, heads, size] as [in, heads * size]: the same variance as in `nn.DenseGeneral`."""
+    """Wraps `init` to draw [in, heads * size] for [in, heads, size], so that the variance is `nn.DenseGeneral`'s."""
     return lambda key, shape, dtype: init(key, (shape[0], math.prod(shape[1:])), dtype).reshape(shape)

@@ -372,7 +372,7 @@ class SelfAttention(MultiHeadDotProductAttention):
 def _inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array | None) -> tuple[Any, Any, bool]:
     """Returns the inputs of keys and of values, and whether `inputs_v` looks like a mask (is square); if so, warns.
 
-    Until Flax 0.7.4, `mask` was the third positional argument. `inputs_kv` are the inputs of both.
+    Until Flax 0.7.4, `mask` was the third positional argument. `inputs_kv`, if given, is returned as both inputs.
     """
     if inputs_kv is not None:
         if inputs_k is not None or inputs_v is not None:

@@ -29,7 +29,7 @@ from flax_mha.rope import RoPE
 class IndexerLayers(nnx.Module):
     """The projections and the norm of an `Indexer`, which chooses the keys that each query attends to.
 
-    Inputs have `features` features, and compressed queries have `q_rank`, the attention's `q_lora_rank`.
+    The inputs have `features` features. The compressed queries have `q_rank` features (`q_lora_rank` of the attention).
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class MultiHeadLatentAttention(AttentionModule):
       indexer: Chooses the keys that each query attends to (DeepSeek V3.2, GLM 5); requires `q_lora_rank`. The cache
         then also holds one index key per token. See `flax_mha.Indexer`.
       gate: As in `MultiHeadAttention` (HY 4; "head": dots3, Ling 3). The gate has no bias.
-      query_residual: `q_b_proj` and `gate` read the compressed queries twice, after and before their norm: [2 *
-        q_lora_rank] features (A.X K2).
+      query_residual: Use the compressed queries both after and before their norm, concatenated to 2 * q_lora_rank
+        features, as the input of `q_b_proj` and `gate` (A.X K2).
       normalize_rotary_key: Normalize the rotary part of the key, before the rotation, by `k_rope_only_layernorm`
         (dots3).
 
@@ -252,7 +252,7 @@ class MultiHeadLatentAttention(AttentionModule):
         return self.gate(self._query_features(x) if self.query_residual else x)
 
     def _query_features(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T R"]:
-        """Computes from inputs the features that `q_b_proj` (and, with `query_residual`, `gate`) projects to heads."""
+        """Compresses inputs to the features that `q_b_proj` (with `query_residual`, also `gate`) projects to heads."""
         if not self.query_residual:
             return self._compressed_query(x)
         compressed = self.q_a_proj(x)

@@ -51,7 +51,7 @@ class AttentionModule(nnx.Module):
     cached_index_scale: Any
 
     def _explained(self: Any, platform: Platform | None, *inputs: Any, **arguments: Any) -> Explanation:
-        """Explains which implementation a call uses, by tracing a copy of this module, whose state does not change."""
+        """Explains which implementation a call uses; traces a copy, so that this module's state does not change."""
         graph, state = nnx.split(self)
         explained = ExplainedAttention(self.attention_fn, platform)
 
@@ -65,7 +65,7 @@ class AttentionModule(nnx.Module):
         return explained.explanations[0]
 
     def _split_heads(self: Any, num_kv_heads: int, layers: Iterable[tuple[str, str]]) -> None:
-        """Splits parameters over `head_axis`; `layers` pairs attributes with their keys in `parameter_names`."""
+        """Splits parameters over `head_axis`; `layers` has pairs (attribute, its key in `parameter_names`)."""
         names = tensor_parallel.parameter_names(self.head_axis, self.num_heads, num_kv_heads)
         for attribute, name in layers:
             layer = getattr(self, attribute)
@@ -100,7 +100,7 @@ class AttentionModule(nnx.Module):
             the heads along `head_axis`.
 
         Raises:
-          ValueError: If a size is missing, negative or does not fit the module, or if the dtype is not floating point.
+          ValueError: If a size is missing, negative or does not fit the module, or if a cache cannot hold the dtype.
         """
         if self.reuse_kv:
             return
@@ -152,7 +152,7 @@ class AttentionModule(nnx.Module):
         Args:
           deterministic: True disables dropout; None leaves the setting unchanged.
           decode: True makes calls decode; None leaves the setting unchanged.
-          batch_size: Batch axes of a new cache; requires `max_length`.
+          batch_size: Size of the batch axis of a new cache, or sizes of several; requires `max_length`.
           max_length: Number of tokens that the new cache has room for; requires `batch_size`.
           per_row: True gives each sequence its own index; see `init_cache`.
 

@@ -111,15 +111,15 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       exclusive: Remove from each head's output its component along the token's own value, in self-attention only
         (exclusive self-attention, arXiv:2603.09078): o - (o . v) v / (v . v), or o if v is 0. Done before `gate`.
         A token that attends only to itself, such as the first one in causal attention, keeps only rounding errors.
-      gate_activation: The function of the projection in `gate`: "sigmoid", or "softplus" (Laguna).
+      gate_activation: The function applied to the projection `gate`: "sigmoid", or "softplus" (Laguna).
       out_norm: "rms_norm" normalizes all features of all heads of a token together, after `gate` and before `out`
         (BitNet b1.58). The norm `out_norm` has a learned scale [heads, head size]. None means no norm.
       out_norm_epsilon: Added to the mean square in this norm; None means 1e-6.
-      clip_qkv: c > 0 clips queries, keys and values to [-c, c] before the rotation, and after norms that are also
-        before it (DBRX, MPT, OLMo, OLMoE). None means no limit.
+      clip_qkv: c > 0 clips queries, keys and values to [-c, c]: before the rotation, but after any norms that precede
+        the rotation (DBRX, MPT, OLMo, OLMoE). None means no limit.
       value_dim: Head size of the values, and so of `out`, of an elementwise `gate` and of `out_norm`; None means the
         head size of queries and keys (MiMo-V2: 128 and 192).
-      value_scale: Factor > 0 of the values, after their norm (MiMo-V2); None means 1.
+      value_scale: Factor > 0 that multiplies the values, after their norm (MiMo-V2); None means 1.
 
     Raises:
       ValueError: If an argument is out of range, or if heads and features do not fit together.
@@ -373,7 +373,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         return self.num_kv_heads, self.head_dim, None, self.value_dim
 
     def _norm(self, kind: Norm, flax_norm: Any, heads: int, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
-        """Makes the norm of `kind` that replaces Flax's `flax_norm`; keeps its scale, unless each head has its own."""
+        """Makes a norm of this `kind` to replace Flax's `flax_norm`; keeps the scale unless its shape must change."""
         options: dict[str, Any] = {} if kind.is_rms else {"use_bias": False}
         norm: Any = (nnx.RMSNorm if kind.is_rms else nnx.LayerNorm)(
             self.head_dim,

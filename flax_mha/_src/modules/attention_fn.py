@@ -135,7 +135,7 @@ def sow(module: Any, name: str, x: Array) -> None:
 def _flax_attention(
     query: Array, key: Array, value: Array, bias: Any, mask: Any, is_causal: bool, extra: dict, **arguments: Any
 ) -> Array:
-    """Computes Flax's own attention; raises a ValueError for a mask object or any argument in `extra`."""
+    """Computes Flax's own attention; raises a ValueError for a mask object, or if `extra` has any but None and 0."""
     extra["mask"] = mask if isinstance(mask, Mask) else None
     given = [name for name, x in extra.items() if x is not None and not (isinstance(x, int) and x == 0)]
     if given:

@@ -34,7 +34,7 @@ OPTIONS = ("implementation", "scale", "local_window_size", "logits_soft_cap")
 
 
 class FlaxModule(NamedTuple):
-    """The parts of a module of nnx or linen that `call_module` uses: layers, parameters, cache, Flax's arguments."""
+    """What `call_module` needs from a module of nnx or linen: layers, parameters, cache, arguments of the attention."""
 
     module: Any  # has the options
     query: Layer  # projects inputs [B..., T, D] to queries [B..., T, N, H]
@@ -96,7 +96,7 @@ PASSED_ON = frozenset(Given._fields) - {"decode"}  # arguments of a module's cal
 
 
 def call_module(flax: FlaxModule, given: Given) -> Any:
-    """Returns a module's output or, with `return_kv`, (output, `SharedKV`); writes its cache if nothing raised."""
+    """Computes a module's call and updates its cache; returns its output or, with `return_kv`, (output, `SharedKV`)."""
     _check_sharing(flax, given)
     keys, core = _source_of_keys(given, flax.stored is not None), core_of(flax.module.attention_fn)
     if keys == "stored":
@@ -146,8 +146,8 @@ def _attend(
 ) -> tuple[Float[Array, "*B T N Hv"], Appended | None]:
     """Computes the attention of projected heads, over the cache if there is one.
 
-    `core` is None if `attention_fn`, which is then called, is not of this package. `top_k` is the number of keys that
-    the indexer chose for each query, or 0. Also returns the cache with the new keys and values, or None.
+    `core` is None if the module's `attention_fn` is not from this package. `top_k` is the indexer's; 0 without one, or
+    if a user chose the keys. Returns the output, and the cache with the new keys and values (None without a cache).
     """
     if cache is not None:
         arguments.pop("is_causal", None)  # decoding is always causal
@@ -169,7 +169,7 @@ def _index(
     cache: KVCache | None,
     arguments: dict[str, Any],
 ) -> tuple[int, KVCache | None]:
-    """Lets the indexer set `arguments["key_indices"]`; returns `top_k` (0 if the user lists keys) and its new cache."""
+    """Adds the chosen `key_indices` to `arguments`; returns `top_k` (0 if a user chose) and the cache of index keys."""
     if core is None:
         raise ValueError("attention_fn must be flax_mha.attention_fn with an indexer, but got another function.")
     query, key, weights = layers.project(inputs)
@@ -207,7 +207,7 @@ def _source_of_keys(given: Given, has_stored: bool) -> KeySource:
 
 
 def _check_sharing(flax: FlaxModule, given: Given) -> None:
-    """Raises a ValueError if `kv` is missing with `reuse_kv`, given without it, or if cross-attention shares keys."""
+    """Raises a ValueError if only one of `reuse_kv` and `kv` is set, or if cross-attention reuses or returns keys."""
     if flax.latent is not None:
         return
     validation.flag("return_kv", given.return_kv)
@@ -267,7 +267,7 @@ def _check_exclusive(exclusive: bool, given: Given, keys: KeySource) -> None:
 def _heads(
     flax: FlaxModule, given: Given, keys: KeySource, inputs: tuple[Array, Array, Array], self_attention: bool
 ) -> tuple[Heads, KVCache | None, Array | None]:
-    """Returns projected, normalized, rotated (query, key, value); the cache or None; lengths of stored keys or None."""
+    """Returns normalized, rotated (query, key, value); the cache or None; and the lengths of stored keys or None."""
     inputs_q, inputs_k, inputs_v = inputs
     query, cache, lengths = flax.query(inputs_q), None, None
     if keys == "stored":
@@ -299,7 +299,7 @@ def _heads(
 
 
 def _value(flax: FlaxModule, key: Array, inputs_v: Array) -> Array:
-    """Returns the values after norm and scale: projections or, with `share_kv`, projected keys; empty with `latent`."""
+    """Returns projected values, or `key` with `share_kv`, after norm and scale. With `latent`: no features."""
     if flax.latent is not None:
         return key[..., :0]
     value = key if flax.value is None else flax.value(inputs_v)
@@ -347,9 +347,9 @@ def _arguments(
     query: Array,
     decoding: bool,
 ) -> tuple[dict[str, Any], Bool[Array, ""] | None]:
-    """Joins the arguments of the attention function: from Flax, module options, the call, and a `functools.partial`.
+    """Merges the attention function's arguments from Flax, module options, the call, and a `functools.partial`.
 
-    Also returns whether a mask of traced numbers has values other than 0 and 1; None if the mask has been checked.
+    Also returns a flag for `nan_if`: whether a mask of traced numbers holds any but 0 and 1; None for other masks.
     """
     ours = {name: getattr(flax.module, name) for name in OPTIONS} | {"sinks": flax.sinks} | per_sequence
     ours |= {name: getattr(given, name) for name in ("mask", "bias", "score_mod", "key_indices")}
@@ -367,7 +367,7 @@ def _arguments(
 
 
 def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:
-    """Returns the attention's `qkv_sharding`: the call's or a partial's, else one that splits heads over `head_axis`.
+    """Returns the `qkv_sharding` of the call or of a `functools.partial`, else one that splits heads over `head_axis`.
 
     Heads are split only on a mesh of Auto axes, and only if no other axis may split the batch; else returns None.
     """
@@ -384,7 +384,7 @@ def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: A
 
 
 def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any) -> Array:
-    """Replaces `lax.dot_general` in projections: sets `out_sharding` on Explicit meshes; faster on CPUs in bfloat16."""
+    """`lax.dot_general` for projections: infers `out_sharding` on Explicit meshes; faster for bfloat16 on CPUs."""
     by_types = any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in (lhs, rhs))
     if by_types and options.get("out_sharding") is None:
         options["out_sharding"] = tensor_parallel.sharding_of_product(lhs, rhs, dimension_numbers)

@@ -49,14 +49,14 @@ class CoreAttention:
     change: Callable[[Call], Call] = lambda call: call  # what the function does to a call before it is computed
 
     def compute(self, call: Call, implementation: Implementation | None) -> Result:
-        """Computes or explains `change(call)`; `implementation` names the engine, and None lets `run` choose it."""
+        """Applies `change` to a call and passes it to `run`, which chooses the engine if `implementation` is None."""
         return self.run(self.change(call), implementation)
 
     def combine(self, arguments: Mapping[str, Any], without: Sequence[str], decoding: bool) -> dict[str, Any]:
         """Adds the arguments in `preset`, except those named in `without`, to the `arguments` that a module passes.
 
-        Raises a ValueError for a preset that the module sets, too, and if `decoding`, for context_parallel and for
-        presets that a cache does not support.
+        Raises a TypeError for an unknown argument, and a ValueError for one that the module sets, too. If `decoding`,
+        also a ValueError for context_parallel, and for offsets, lengths and segment ids.
         """
         if decoding and self.context is not None:
             raise ValueError(
@@ -95,12 +95,12 @@ class CoreAttention:
         return x is None or _is_same(x, self.defaults[name])
 
     def computes(self, arrays: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
-        """Returns whether `run` can compute a call: all arguments given are in `DIRECT`, and no array is complex."""
+        """Returns False if `run` cannot compute a call: an argument is not in `DIRECT`, or an array is complex."""
         given = {name for name, x in arguments.items() if x is not None}
         return given <= DIRECT and not any(map(jnp.iscomplexobj, arrays))
 
     def call_of(self, query: Array, key: Array, value: Array, **arguments: Any) -> tuple[Call, Implementation | None]:
-        """Converts arguments of `attention_fn` to the arguments of `run`; ignores arguments that `run` cannot use."""
+        """Converts arguments of `attention_fn` to those of `run`; drops the ones that `run` lacks, such as `module`."""
         promote_dtype = arguments.get("promote_dtype") or dtypes.promote_dtype
         query, key, value = promote_dtype((query, key, value), dtype=arguments.get("dtype"))
         known = _core_arguments(arguments)
@@ -112,12 +112,12 @@ class CoreAttention:
 
 
 def _is_same(x: Any, y: Any) -> bool:
-    """Returns whether `x` and `y` are the same object, or equal numbers, strings or tuples; arrays are not read."""
+    """Returns whether `x` and `y` are the same object, or equal numbers, strings or tuples; never compares arrays."""
     return x is y or (isinstance(x, STATIC) and isinstance(y, STATIC) and x == y)
 
 
 def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those `arguments` of `attention_fn` that `dot_product_attention` also has, and `return_max_score`."""
+    """Selects the arguments of `attention_fn` that `dot_product_attention` takes, too; adds `return_max_score`."""
     dropout = ("dropout_rate", "dropout_rng") if arguments.get("deterministic") else ()
     known = {name: x for name, x in arguments.items() if name in CORE and name not in dropout and x is not None}
     return known | {"return_max_score": arguments.get("max_score_module") is not None}
@@ -154,8 +154,8 @@ def decode(
 ) -> tuple[Float[Array, "*B T N Hv"], Appended]:
     """Adds new keys and values to a cache, unless `appended` has them already, and computes attention over the cache.
 
-    `core` computes it or, if it cannot, `attention_fn`. `latent` is given if keys and cache hold latents. An indexer
-    that listed the keys passes its `top_k`; see `over_cache`. Returns the output and the cache with the new tokens.
+    `core` computes the attention or, if it cannot, `attention_fn`. `latent` is None unless keys and cache hold latents.
+    For `top_k`, see `over_cache`. Returns the output and the cache with the new tokens.
     """
     query, key, value = heads
     if cache.scale is None:

@@ -42,9 +42,9 @@ class Indexer:
 
     The queries q are projections of the compressed queries, and the weights w are projections of the input. All heads
     share the keys k, which are a LayerNorm of a projection of the input. The first `qk_rope_head_dim` features of
-    queries and keys are rotated, or the last ones. Equal scores choose the earlier key. Masked keys are never chosen;
-    `bias` and `score_mod` do not affect the choice. Masks must be the same for all heads; a `FunctionMask` is called
-    for head 0.
+    queries and keys are rotated; with `rotary_last`, the last. Of keys with equal scores, the earlier one is chosen.
+    Masked keys are never chosen; `bias` and `score_mod` do not affect the choice. Masks must be the same for all heads;
+    a `FunctionMask` is called for head 0.
 
     Pass it to `MultiHeadLatentAttention(indexer=)`. The parameters are `wq_b` [q_lora_rank, num_heads, head_dim], `wk`
     [in, head_dim], `k_norm` and `weights_proj` [in, num_heads], under `indexer`.
@@ -107,7 +107,7 @@ class IndexLayers(NamedTuple):
         return query, key.astype(query.dtype), weights.astype(accumulation_dtype(weights.dtype)) * factor
 
     def cached(self, key: Array, cache: KVCache | None) -> KVCache | None:
-        """Returns the cache of index keys before the new `key`, if the attention has a `cache`, else None."""
+        """Returns the cache of index keys, to which `key` is not added yet; None if the attention has no `cache`."""
         arrays = self.cache(key)
         if cache is None:
             return None
@@ -126,11 +126,11 @@ def choose(
     arguments: Mapping[str, Any],
     sow_to: Any = None,
 ) -> tuple[Int[Array, "*B T k"] | None, KVCache | None]:
-    """Returns the positions of the keys that each query attends to, and the cache with the new index keys, or None.
+    """Returns the positions of the chosen keys, and the cache with the new index keys (None without a `cache`).
 
     `projected` are index queries, keys and weights; `lengths` and `arguments` are those of attention. If `arguments`
-    list keys, that list is returned. Otherwise, the positions are None if there are at most `top_k` keys: then queries
-    attend to all. `sow_to` is a module in which to sow index scores and positions, or None.
+    has `key_indices`, they are returned. Otherwise, None is returned as positions if there are at most `top_k` keys:
+    queries attend to all. `sow_to` is the module that sows index scores and positions; None sows none.
     """
     query, key, weights = projected
     number: Any = key.shape[-3] if cache is None else cache.length
@@ -167,7 +167,7 @@ def _check_mask(mask: Any) -> None:
 
 
 def _step(query: Array, key: Array, cache: KVCache, added: tuple, padded: bool, arguments: Mapping[str, Any]) -> Step:
-    """Makes a `cached_attention.Step` of one head for all index keys; `added` is the result of `cache.append`."""
+    """Makes a `Step` for a single head whose keys are the index keys; `added` is what `cache.append` returned."""
     query, key, value, shape = check_inputs(query[..., :1, :], key, key[..., :0], any_dtypes=True)
     mask = arguments.get("mask")
     window = check_cache(cache, None, mask, arguments.get("local_window_size"))
@@ -196,7 +196,7 @@ def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choi
 
 
 def _choose(call: Call, query: Float[Array, "*B T N H"], weights: Float[Array, "*B T N"], count: int) -> Choice:
-    """Chooses `count` keys for each query, block by block; `call` has masks, and index keys as those of one head."""
+    """Chooses `count` keys for each query, one block of queries at a time; `call` holds the index keys and masks."""
     if is_explicit(query):
         return _on_mesh(call, query, weights, count)
     (queries, keys), rank, height, together = call.operands.lengths, query.ndim - 3, query.shape[-3], None

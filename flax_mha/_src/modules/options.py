@@ -56,7 +56,7 @@ def norm_of(normalize_qk: bool | str) -> Norm:
 
 
 def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
-    """Raises a ValueError unless a module's constructor arguments are valid; `qkv_features`: all heads' features."""
+    """Raises a ValueError unless a module's constructor arguments are valid; `qkv_features`: N times the head size."""
     num_heads, num_kv_heads = options["num_heads"], options.get("num_kv_heads")
     _check_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features)
     check_dropout_rate(options["dropout_rate"])
@@ -176,21 +176,21 @@ def check_positive(name: str, number: Any) -> float | None:
 
 
 def check_features(**sizes: Any) -> None:
-    """Raises a ValueError unless each of `sizes`, numbers of features by argument name, is an integer >= 1 or None."""
+    """Raises a ValueError unless each keyword, such as `value_dim=64`, is an integer >= 1 or None."""
     for name, size in sizes.items():
         if size is not None:
             int_at_least(name, size, 1)
 
 
 def check_has_features(**inputs: Any) -> None:
-    """Raises a ValueError if one of `inputs`, arrays by argument name, has no features on its last axis."""
+    """Raises a ValueError if an array, such as `inputs_q=x`, has a last axis of size 0; the error uses the keyword."""
     for name, x in inputs.items():
         if x is not None and x.ndim and x.shape[-1] < 1:
             raise ValueError(f"{name} must have at least one feature on its last axis, but got shape {x.shape}.")
 
 
 def _check_norm_epsilon(name: str, epsilon: Any, norm_name: str, norm: Any) -> None:
-    """Raises a ValueError if `epsilon` is invalid, or is given without a `norm`; `norm_name` is the norm's option."""
+    """Raises a ValueError if `epsilon` is invalid, or if there is no `norm`, which the option `norm_name` would add."""
     if epsilon is None:
         return
     validation.epsilon(name, epsilon)

@@ -18,7 +18,7 @@ ACTIVATIONS = {
 
 
 def apply_gate(x: Float[Array, "*B T N Hv"], gate: Float[Array, "..."], activation: str) -> Array:
-    """Multiplies x by activation(gate); `gate` is [B..., T, N], one number for each head, or [B..., T, N, Hv]."""
+    """Returns x * f(gate); `activation` names f in `ACTIVATIONS`. `gate` is [B..., T, N] or [B..., T, N, Hv]."""
     gate = ACTIVATIONS[activation](gate if gate.ndim == x.ndim else gate[..., None])
     # Outputs at padding are 0, and must stay 0 even if inputs there, and so the gate, are NaN or infinite.
     return x * jnp.where((x == 0) & ~jnp.isfinite(gate), 0, gate).astype(x.dtype)
@@ -27,7 +27,7 @@ def apply_gate(x: Float[Array, "*B T N Hv"], gate: Float[Array, "..."], activati
 def as_stored(cache: KVCache | None, key: Array, value: Array) -> Array:
     """Returns new values as attention reads them back from `cache`: rounded to its dtype, then converted back.
 
-    Keys and values are quantized together, but `key` does not affect the result. Without a cache, returns `value`.
+    `key` does not affect the result; `quantize_cache` takes both. Without a cache, returns `value`.
     """
     if cache is None or cache.value.dtype == value.dtype:
         return value
@@ -37,7 +37,7 @@ def as_stored(cache: KVCache | None, key: Array, value: Array) -> Array:
 
 
 def exclude_own(x: Float[Array, "*B T N Hv"], value: Float[Array, "*B T K Hv"]) -> Float[Array, "*B T N Hv"]:
-    """Removes from x its component along v, the token's own value: x - (x . v) v / (v . v); x if v is 0.
+    """Returns x without its component along the token's own value v: x - (x . v) v / (v . v), or x if v is 0.
 
     Zhai, Exclusive self attention, arXiv:2603.09078.
     """

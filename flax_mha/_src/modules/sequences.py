@@ -25,9 +25,9 @@ def per_sequence_arguments(
 ) -> tuple[tuple[Array, Array, Array], dict[str, Array | None]]:
     """Turns `segment_ids` and `lengths` of a module's call into arguments of `dot_product_attention`.
 
-    Returns no arguments if there is a cache (`is_cached`), whose methods take the lengths. Also returns the inputs
-    [B..., T, D] of queries, keys and values with padding set to 0, so that NaN in padding does not reach gradients of
-    parameters.
+    Returns (inputs, arguments). In the inputs [B..., T, D] of queries, keys and values, padding is set to 0, so that
+    NaN in padding does not reach gradients of parameters. If `is_cached`, there are no arguments: the lengths are
+    passed to the cache instead.
     """
     if decode and segment_ids is not None:
         raise ValueError(
@@ -70,7 +70,7 @@ def _before(lengths: PerSequence, number: int) -> Bool[Array, "*B n"]:
 
 
 def _check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array) -> None:
-    """Checks a module's `segment_ids` first, because errors of `dot_product_attention` would name other arguments."""
+    """Checks `segment_ids` here, because `dot_product_attention` would call them `query_segment_ids` in its errors."""
     queries, keys = inputs_q.shape[-2], inputs_k.shape[-2]
     is_pair = isinstance(segment_ids, tuple)
     if not is_pair and queries != keys:
@@ -94,11 +94,11 @@ def rotate(
     shared: bool,
     size: int | None,
 ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K Hk"]]:
-    """Rotates query and key by their positions; keys are rotated already if they are `stored` or `shared`.
+    """Rotates query and key by their positions; `stored` and `shared` keys are rotated already, and do not change.
 
     `positions` are [B..., T] or [T], with a last axis of coordinates if `rope` has sections, or a pair for queries and
-    keys. If None, they count from `start`, or from 0 for the keys of cross-attention. With a `size`, only the last
-    `size` features of a head are rotated.
+    keys. None counts from `start`, or from 0 for the keys of cross-attention. With a `size`, only the last `size`
+    features of a head are rotated.
     """
     if rope is None:
         if positions is not None:
@@ -133,7 +133,7 @@ def _rotate_end(
 def _count(
     queries: int, keys: int, rope: RoPE, self_attention: bool, start: Int[Array, "..."] | int
 ) -> tuple[Array, Array]:
-    """Makes default positions of queries and keys: they count from `start`, or from 0 for cross-attention's keys."""
+    """Returns default positions of queries and keys: `start`, `start` + 1, ...; from 0 for keys of cross-attention."""
     if rope.section_layout.startswith("axial"):
         raise ValueError("positions must be [..., T, coordinates] if rope is axial, but got None.")
     start = jnp.asarray(start, jnp.int32)[..., None]
@@ -146,13 +146,13 @@ def _count(
 
 
 def key_lengths(lengths: Array | None, key: Float[Array, "*B S K H"]) -> PerSequence:
-    """Converts key lengths, the number of keys before a sequence's padding, to int32 [B...]; None means all S keys."""
+    """Converts `lengths`, the number of keys before the padding of each sequence, to int32 [B...]; None means S."""
     lengths = int32("lengths", key.shape[-3] if lengths is None else lengths)
     return jnp.broadcast_to(lengths if key.ndim > 3 else lengths.reshape(()), key.shape[:-3])
 
 
 def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | None, score_mod: Any) -> None:
-    """Raises a ValueError if an option depends on query positions: calls with stored keys do not track positions.
+    """Raises a ValueError for a mask object, `score_mod` or window: with stored keys, query positions are unknown.
 
     `preset` holds the arguments that a `functools.partial` around `attention_fn` sets.
     """
@@ -172,6 +172,6 @@ def check_stored(module: Any, preset: Mapping[str, Any], mask: Array | Mask | No
 
 
 def mask_padding(mask: Array | None, lengths: PerSequence, key: Float[Array, "*B S K H"]) -> Array:
-    """Adds padding to a bool mask: returns a mask that also hides each sequence's keys after the first `lengths`."""
+    """Returns a bool mask that hides what `mask` hides, and the keys of each sequence after the first `lengths`."""
     shown = _before(lengths, key.shape[-3])[..., None, None, :]
     return shown if mask is None else mask & shown
