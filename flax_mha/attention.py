@@ -108,8 +108,8 @@ def dot_product_attention(
       query: [B..., T, N, H]; float16, bfloat16, float32 or float64, the same for query, key and value.
       key: [B..., S, K, H].
       value: [B..., S, K, Hv]; Hv may differ from H.
-      bias: Added to the scaled scores; broadcasts to [B..., N, T, S]. -inf masks a score. The bias receives a gradient,
-        even if it is broadcast.
+      bias: Added to the scores after `score_mod`; broadcasts to [B..., N, T, S]. -inf masks a score. The bias receives
+        a gradient, even if it is broadcast.
       mask: bool, True attends; broadcasts to [B..., N, T, S]. Or a mask object such as `flax_mha.CausalMask()`, which
         needs no T x S array.
       scale: Factor that multiplies query . key; None means 1 / sqrt(H).
@@ -136,9 +136,9 @@ def dot_product_attention(
         (flattened if there are several batch axes), `h` the index of the head, `q_idx` and `kv_idx` the positions of
         query and key (int32). Captured arrays and numbers are read at every call. Inside your own `jit` they are read
         while tracing, so pass values that change as arguments. Captured floating-point arrays receive gradients.
-        Returning -inf masks the score. Looking up `b`, `h`, `q_idx` or `kv_idx` outside a captured array is an error if
-        sizes are known while tracing, unless the function has a condition on this index, or a mask other than a causal
-        mask or a window may hide it. Computed indices are not checked: beyond the array, JAX returns the last entry.
+        Returning -inf masks the score. An index `b`, `h`, `q_idx` or `kv_idx` beyond the end of a captured array is an
+        error if sizes are known while tracing. Not checked are computed indices, indices that the function compares
+        (`q_idx < 8`) and, with masks other than causal ones and windows, positions: JAX then uses the last entry.
       dropout_rate: Fraction of the softmax's weights set to 0, in [0, 1); the others are scaled by 1 / (1 - rate).
       dropout_rng: Key of `jax.random`; required if `dropout_rate > 0`. The dropped weights depend only on the key, the
         batch entry, the head and the positions, so they are the same in every implementation.
@@ -160,9 +160,9 @@ def dot_product_attention(
     Returns:
       [B..., T, N, Hv] in the dtype of `query`. With `return_residual`, also the log-sum-exp [B..., T, N], which is
       differentiable, in float32, or float64 for float64 inputs; if all keys of a query are masked, it is the sink or,
-      without sinks, -inf. With `return_max_score`, also, as the last result, the maximum score [B..., N] in the same
-      dtype, without sinks: -inf if all scores are masked, NaN if the log-sum-exp of a query is NaN. The maximum has no
-      gradient.
+      without sinks, -inf. With `return_max_score`, the last result is each head's largest visible score, [B..., N], in
+      the dtype of the log-sum-exp. It ignores sinks and has no gradient. It is -inf if all scores are masked, and NaN
+      if the log-sum-exp of a query is NaN.
 
     Raises:
       ValueError: If arguments do not fit together, or if `score_mod` or a `mask_mod` looks up an entry outside an
@@ -203,8 +203,8 @@ def explain_implementation(  # noqa: D417 - dot_product_attention describes the 
 ) -> Explanation:
     """Explains which implementation computes a call of `dot_product_attention`, and why the others do not.
 
-    All other arguments are the same as in `dot_product_attention`. The choice depends only on shapes, dtypes and values
-    known while tracing, so this also works under `jit`, and on `jax.ShapeDtypeStruct` inside `jax.eval_shape`.
+    All arguments but `platform` are those of `dot_product_attention`. The choice depends only on shapes, dtypes and
+    values known while tracing. So this also works under `jit`, and on `jax.ShapeDtypeStruct` in `jax.eval_shape`.
 
     Args:
       platform: Explain the call for "cpu", "cuda" (or "gpu") or "tpu" instead of the device that would compute it. The
@@ -212,12 +212,12 @@ def explain_implementation(  # noqa: D417 - dot_product_attention describes the 
         reject the shapes, because it can check them only on a machine with a GPU.
 
     Returns:
-      An `Explanation`: `chosen` is the implementation that computes the call, and `refusals` lists for each
-      implementation why it cannot, with what to change. `print` shows a table.
+      An `Explanation`: `chosen` is the implementation that computes the call, and `refusals` maps each
+      implementation to the reasons why it cannot, and what to change. `print` shows a table.
 
     Raises:
-      ValueError: If `platform` is unknown, or if `dot_product_attention` would raise one.
-      NotImplementedError: If `dot_product_attention` would raise one.
+      ValueError: If `platform` is unknown, or where `dot_product_attention` raises a ValueError.
+      NotImplementedError: Where `dot_product_attention` raises a NotImplementedError.
 
     Example:
       >>> import jax.numpy as jnp

@@ -44,9 +44,9 @@ def context_parallel(
         any implementation, including fused kernels. Each device must hold a multiple of N key heads.
         "allgather": each device gathers all keys and values for its queries. Good for short sequences or few key heads.
       layout: Which tokens a device holds. "contiguous": T / N consecutive tokens. "zigzag": two chunks of T / (2 N)
-        tokens, the r-th from the front and the r-th from the back, which balances the work under a causal mask. With
-        "zigzag", all arrays along T and S must be in this order: see `to_zigzag`, and `zigzag_positions` for rotary
-        embeddings.
+        tokens, on device r the r-th from the front and the r-th from the back, which balances the work under a causal
+        mask. With "zigzag", all arrays along T and S must be in this order: see `to_zigzag`, and `zigzag_positions` for
+        rotary embeddings.
       batch_axes: The mesh axes that split the first batch axis. None uses the query's sharding, if its type contains it
         (on a mesh with Explicit axes) or the query is not traced; otherwise the batch is not split.
       head_axis: The mesh axis that splits the heads. None means the module's `head_axis`, or the query's sharding.
@@ -92,7 +92,7 @@ def _names(name: str, axes: Any) -> Axes:
 
 @dataclasses.dataclass(frozen=True)
 class _ContextAttention:
-    """The function that `context_parallel` returns; a dataclass, because `jit` compiles again for unequal functions."""
+    """The function that `context_parallel` returns. A dataclass, because `jit` compiles once for equal functions."""
 
     context: Context
 
@@ -103,8 +103,8 @@ class _ContextAttention:
         object.__setattr__(self, "core", core)
 
     def __call__(self, query: Array, *others: Any, qkv_sharding: Sharding | None = None, **arguments: Any) -> Array:
-        """Calls `attention_fn` on split sequences; `qkv_sharding` adds mesh axes that `self.context` does not have."""
-        _check_computes(query, arguments)
+        """Calls `attention_fn`, split by `self.context`; `qkv_sharding` may add the mesh and its other axes."""
+        _check_splittable(query, arguments)
         sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
         return attention_fn(query, *others, qkv_sharding=sharding, **arguments)
 
@@ -117,8 +117,8 @@ _ContextAttention.__call__.__signature__ = _SIGNATURE.replace(  # type: ignore[a
 )
 
 
-def _check_computes(query: Array, arguments: dict[str, Any]) -> None:
-    """Raises a ValueError if an argument, such as a custom einsum, needs whole sequences on one device."""
+def _check_splittable(query: Array, arguments: dict[str, Any]) -> None:
+    """Raises a ValueError if the call is complex, or if an argument (such as a custom einsum) needs whole sequences."""
     given = [name for name, x in arguments.items() if x is not None and (name == "module" or "einsum" in name)]
     if given or jnp.iscomplexobj(query):
         got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"

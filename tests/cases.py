@@ -1,4 +1,4 @@
-"""What many tests of the attention share; the table of cases is in `flax_mha.conformance`."""
+"""Helpers that many tests of attention share; the table of cases is in `flax_mha.conformance`."""
 
 import contextlib
 import dataclasses
@@ -47,9 +47,10 @@ def inputs(seed=0, batch=2, t=T, s=S, n=N, k=2, h=8):
 
 
 def with_gradients(implementation=None, axes=None, **arguments):
-    """A function of query, key, value (and bias), and of other arrays by name: the results, and all gradients.
+    """Returns a function that computes attention's results, and the gradients of all arrays that are passed to it.
 
-    The loss is over finite results; with `axes` of the arrays, under `jax.vmap`.
+    It takes query, key, value (and bias) by position, and other arrays by name. With `axes`, attention runs under
+    `jax.vmap`, with these `in_axes` for query, key, value (and bias). The loss is over the finite results.
     """
 
     def run(*arrays, **learned):
@@ -64,7 +65,7 @@ def with_gradients(implementation=None, axes=None, **arguments):
 
 
 def gradients(implementation, arguments, **more):
-    """Jitted `with_gradients`, with arrays of the arguments as data."""
+    """Returns `with_gradients`, jitted: NumPy arrays in the dict `arguments` are traced, all the rest is static."""
     data = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
     static = more | {name: x for name, x in arguments.items() if name not in data}
     run = jax.jit(lambda arrays, learned, data: with_gradients(implementation, **static, **data)(*arrays, **learned))
@@ -79,14 +80,14 @@ def _dense_gradients(arrays, mask, scale, soft_cap):
 
 
 def dense_gradients(arrays, scale=None, logits_soft_cap=None, **masking):
-    """The dense output and gradients; the mask is an array, so that calls of one shape share a program."""
+    """Computes output and gradients by "xla", with the mask as an array: calls with equal shapes compile only once."""
     (*batch, t, n, _), s = arrays[0].shape, arrays[1].shape[-3]
     mask = reference.visible_scores((*batch, n, t, s), **masking)
     return jax.device_get(_dense_gradients(arrays, mask, scale, logits_soft_cap))
 
 
 def naive_attention(query, key, value, visible=True, logits_soft_cap=None, added=0.0, sinks=-np.inf):
-    """The equation as one would write it, with scores and weights in the dtype of the arrays."""
+    """Computes attention by its textbook equation, with scores and weights in the dtype of the arrays."""
     dtype, groups = query.dtype, query.shape[-2] // key.shape[-2]
     key, value = (jnp.repeat(x, groups, -2) for x in (key, value))
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
@@ -100,7 +101,7 @@ def naive_attention(query, key, value, visible=True, logits_soft_cap=None, added
 
 
 def close(got, want, tolerance=1e-5, at_least=0.0):
-    """Compares trees, array by array, relative to the largest finite number that is wanted, or to `at_least`."""
+    """Asserts that trees agree up to `tolerance` times the largest finite value of each wanted array, or `at_least`."""
     for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         largest = np.abs(np.where(np.isfinite(other), other, 0)).max(initial=at_least)
         name = jax.tree_util.keystr(path)
@@ -108,32 +109,32 @@ def close(got, want, tolerance=1e-5, at_least=0.0):
 
 
 def by_the_rule_of_flash_attention(answers, naive, truth):
-    """At most twice the error of the naive computation in the same dtype, plus one rounding of the result."""
+    """Asserts errors of at most twice those of the naive computation in the same dtype, plus one rounding error."""
     for got, simple, want in zip(answers, naive, truth, strict=True):
         assert got.dtype == simple.dtype
         error, naive_error = (np.abs(np.float64(x) - np.float64(want)).max() for x in (got, simple))
         assert error <= 2 * naive_error + float(jnp.finfo(got.dtype).eps) * np.abs(want).max()
 
 
-# A refusal ends with what to change.
+# The end of an error message, which says what to change.
 REMEDY = re.compile(
     r": (if it only masks, )?(change|compute|export|leave|look up|make|multiply|pass|run|set|use) [^:]+$", re.DOTALL
 )
 
 
 def interpret(patch, name, how=True):
-    """Runs the kernels of an implementation here, as XLA programs. `patch` is a pytest.MonkeyPatch."""
+    """Lets an implementation run its TPU kernels here, with `interpret=how`. `patch` is a pytest.MonkeyPatch."""
     patch.setitem(run.ENGINES, name, dataclasses.replace(run.ENGINES[name], interpret=how))
 
 
 def compiled_for(patch, platform):
-    """As on a host with this accelerator; concrete arrays are on a CPU. `patch` is a pytest.MonkeyPatch."""
+    """Makes traced calls choose an implementation as on `platform` ("gpu", "tpu"). `patch` is a pytest.MonkeyPatch."""
     patch.setattr(tracing, "platform", lambda: platform)
 
 
 @contextlib.contextmanager
 def nothing_is_compiled():
-    """Checks that nothing is compiled in this context."""
+    """Asserts that JAX compiles nothing inside the `with` statement."""
     compiled = []
 
     def note(event, seconds, fun_name="", **details):
@@ -149,7 +150,7 @@ def nothing_is_compiled():
 
 
 def forget_programs():
-    """Forgets what flax_mha has traced, which may depend on patches of a test; `jax.clear_caches` forgets all."""
+    """Clears the caches of flax_mha's jitted functions, which may depend on a test's patches; keeps all others."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "flax_mha":
             for x in list(vars(module).values()):
@@ -158,7 +159,7 @@ def forget_programs():
 
 
 def equations(jaxpr):
-    """The equations of a jaxpr and of all that are inside it."""
+    """Yields the equations of a jaxpr and of all jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for parameter in equation.params.values():
@@ -168,7 +169,7 @@ def equations(jaxpr):
 
 
 def kernels_in(text, pattern):
-    """The kernels that a lowered program runs if all is finite: matches of `pattern` in all calls, not in branches."""
+    """Lists the kernels, matches of `pattern`, that a lowered program runs on finite inputs: those not in a branch."""
     bodies = dict(re.findall(r"func\.func \w+ @([\w.$]+)(.*?)(?=func\.func|\Z)", text, re.DOTALL))
 
     def names_in(body):
@@ -180,7 +181,7 @@ def kernels_in(text, pattern):
 
 
 def _without_branches(body):
-    """The text of a function without the branches of `lax.cond`; those for platforms depend on a constant, and stay."""
+    """Removes the branches of `lax.cond` from a function's text; those of `lax.platform_dependent` stay."""
     before, case, after = body.partition('"stablehlo.case"')
     if not case:
         return before
@@ -194,7 +195,7 @@ def _without_branches(body):
 
 
 def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
-    """Computes the result of cuDNN by jax.nn's dense implementation."""
+    """Replaces a cuDNN kernel: computes the same result by the dense implementation in `jax.nn`."""
     static = {"scale": kernel.scale, "is_causal": kernel.is_causal, "local_window_size": kernel.window}
     lengths = {"query_seq_lengths": query_lengths, "key_value_seq_lengths": key_lengths}
     more = {"implementation": "xla", "return_residual": residual}
@@ -202,13 +203,13 @@ def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual
 
 
 def in_parts(step, x, sizes):
-    """The outputs of a step that is called with so many tokens of x, one call after another."""
+    """Calls `step` on consecutive parts of x with `sizes` tokens; returns the outputs, joined to one array."""
     ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
     return np.concatenate([step(x[:, i:j]) for i, j in ends], axis=1)
 
 
 def linen_step(layer, variables):
-    """A jitted call of a linen module, which puts the new cache into the variables."""
+    """Returns a jitted call of a linen module; each call stores the new cache in the dict `variables`."""
     apply = jax.jit(functools.partial(layer.apply, mutable=["cache"]))
 
     def step(*inputs, **arguments):
@@ -220,7 +221,7 @@ def linen_step(layer, variables):
 
 
 def refused(message, call, *arguments, error=ValueError, **keywords):
-    """Checks that a call is refused, in one line; Flax adds where it was, below a rule."""
+    """Asserts that a call raises `error` with a message of one line; below a dashed line, Flax may add the module."""
     with pytest.raises(error, match=message) as raised:
         call(*arguments, **keywords)
     assert "\n" not in str(raised.value).partition("\n---")[0]

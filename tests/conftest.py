@@ -1,4 +1,4 @@
-"""Strictness for every test: shapes are checked at run time, and nothing promotes or broadcasts in silence."""
+"""Settings and options of all tests. Implicit promotion of dtypes or ranks is an error; some shapes are checked."""
 
 import gc
 import importlib.util
@@ -8,11 +8,11 @@ import random
 from collections import defaultdict
 from importlib.metadata import version
 
-# Most of the time goes into compiling, and most of that into machine code that runs once. Without LLVM's optimizations
-# only rounding differs. So it does with XLA's older generator of CPU code, which takes a third of the time; later
-# versions lack it, and end at flags that they do not know. AVX has no fused multiply-add: with one, bits would depend
-# on what is fused into what. Splitting a program, to generate its parts side by side, takes longer than it saves where
-# other tests use the other cores. Set XLA_FLAGS, if only to nothing, to have what users have; .ci/run does both.
+# Most of the time is spent on compiling code that runs once. Level 0 turns off LLVM's optimizations, which change only
+# rounding. XLA's older CPU code generator takes a third of the time, and also changes only rounding; later versions
+# lack it, and abort at unknown flags. AVX has no fused multiply-add, which would make results depend on XLA's fusions.
+# Compiling parts of a program in parallel takes longer than it saves if other tests use the other cores. To test with
+# the settings of users, set XLA_FLAGS='' (`.ci/run` runs tests with both).
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
@@ -25,8 +25,8 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-# Before the package is imported: the shapes in the signatures of these files become checks. (Not in those with pytrees,
-# which jax also fills with placeholders.)
+# Calls of these modules' functions check the shapes in their signatures, if this runs before the package is imported.
+# (Modules with pytrees are left out: JAX also fills these with placeholders.)
 CHECKED = ("math.softmax", "engines.blockwise", "math.online_softmax", "core.tile")
 install_import_hook([f"flax_mha._src.{name}" for name in CHECKED], "beartype.beartype")
 
@@ -34,9 +34,9 @@ from flax_mha._src import plan as schedule  # noqa: E402
 from flax_mha._src.math import tiling  # noqa: E402
 from flax_mha._src.math.tiling import TileShape  # noqa: E402
 
-# Tests of the demo name it as a plugin; the search for examples in docstrings may have imported it before.
+# Tests of the demo load this plugin. Register it before the collection of doctests imports it, or it is not rewritten.
 pytest.register_assert_rewrite("demo_fixtures")
-# These hold no tests; the tests that use them are skipped.
+# These helper files need transformers. Without it, the tests that use them are skipped.
 OF_TRANSFORMERS = ["torch_transformers.py", "hf_decoders.py", "hf_families.py", "hf_positions.py"]
 collect_ignore = [] if importlib.util.find_spec("transformers") else OF_TRANSFORMERS
 
@@ -44,17 +44,17 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-# Tracing makes many objects that stay. Collecting garbage as often as Python does takes a tenth of the time.
+# Tracing makes many objects that stay alive. With Python's defaults, garbage collection takes a tenth of the time.
 gc.set_threshold(50_000, 20, 100)
 
 
-# The files that take longest come first, so that none of them begins when the other processes are done.
+# The slowest files run first, so that no process is still busy with one of them when the others are done.
 LONGEST = ("test_devices.py", "test_fuzz.py", "test_train_demo.py", "test_train_demo_processes.py")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run every test, not only those marked as the core")
-    parser.addoption("--cases", type=int, help="of each parametrized test, run at most so many cases; all by default")
+    parser.addoption("--all", action="store_true", help="run all tests, not only the core tests")
+    parser.addoption("--cases", type=int, help="maximum number of cases to run of each parametrized test; default: all")
 
 
 def runs_core_alone(config):
@@ -63,18 +63,18 @@ def runs_core_alone(config):
 
 
 def pytest_configure_node(node):
-    """Tells a worker, which gets the paths as arguments in any case."""
+    """Tells workers of pytest-xdist, which cannot find it out: their arguments always contain paths."""
     node.workerinput["core_alone"] = runs_core_alone(node.config)
 
 
 def pytest_itemcollected(item):
-    """Every example of a docstring is core."""
+    """Marks the examples in docstrings as core tests."""
     if isinstance(item, pytest.DoctestItem):
         item.add_marker("core")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keeps only the core in plain `pytest`, and with `--cases` that many of each test, the same in every run."""
+    """Keeps only core tests in plain `pytest`, and with `--cases=n` the same n random cases of a test in every run."""
     kept = items
     worker = getattr(config, "workerinput", None)
     if worker["core_alone"] if worker else runs_core_alone(config):
@@ -90,12 +90,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Imported objects are not garbage."""
+    """Excludes all objects that exist by now, such as modules, from garbage collection."""
     gc.freeze()
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Several tiles each way in lengths of a few dozen, cut into cells and bands."""
+    """Makes tiles so small that even a few dozen queries and keys need several, with several cells and bands."""
     monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(16, 32), TileShape(32, 32, 2), TileShape(16, 16)))
     monkeypatch.setattr(tiling, "CELL", 8)

@@ -1,4 +1,4 @@
-"""Marks of the core, the tests that plain `pytest` runs, and cases that are fewer than all combinations."""
+"""Marks core tests, which plain `pytest` runs, and chooses cases from all combinations of options."""
 
 import itertools
 
@@ -6,17 +6,17 @@ import pytest
 
 
 def named(text):
-    """Names of cases, between semicolons."""
+    """Lists the names of cases in a text that separates them by semicolons."""
     return [" ".join(name.split()) for name in text.split(";")]
 
 
 def core(*values):
-    """A case in the core."""
+    """Returns a case of a parametrized test, marked as a core test."""
     return pytest.param(*values, marks=pytest.mark.core)
 
 
 def with_core(cases, *core):
-    """Cases as the parameters of a test, and the same cases again that are in the core."""
+    """Returns `cases` for `pytest.mark.parametrize`; those that are also in `core` are marked as core tests."""
     cases = list(cases)
     unknown = [case for case in core if case not in cases]
     assert not unknown, f"the core must be cases of the test, but got {unknown}"
@@ -24,12 +24,12 @@ def with_core(cases, *core):
 
 
 def with_core_tuples(cases, *core):
-    """`with_core` for a test of several parameters, whose cases are tuples."""
+    """Does the same as `with_core` for a test with several parameters: each case is a tuple of them."""
     return [pytest.param(*param.values[0], marks=param.marks) for param in with_core(map(tuple, cases), *core)]
 
 
 def pairwise(*axes):
-    """A few tuples of one value of each axis that contain every pair of values of two axes."""
+    """Chooses tuples with one value per axis, so that any two values of different axes occur together in a tuple."""
     cases = list(itertools.product(*map(range, map(len, axes))))
     pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
     unmet, chosen = set().union(*pairs.values()), []

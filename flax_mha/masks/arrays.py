@@ -16,7 +16,7 @@ from flax_mha.masks.base import Mask, Occupancy
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LengthMask(Mask):
-    """Hides keys from position `key_value_lengths` on and queries from `query_lengths` on: int [B...]; None hides none.
+    """Hides key positions >= `key_value_lengths` and query positions >= `query_lengths`: int [B...] or None (no limit).
 
     Example:
       >>> from flax_mha import LengthMask
@@ -81,7 +81,7 @@ class SegmentMask(Mask):
         return SegmentMask(*validation.segment_ids(self.query_ids, self.key_value_ids, shape))
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Keeps a tile if its ranges of query and key ids overlap, even if no two of its (unsorted) ids are equal."""
+        """A tile may be visible if the ranges (min to max) of its query and key ids overlap, even if all ids differ."""
         q_ids = self.query_ids.reshape(grid.counts[0], 1, grid.tile_shape[0])
         k_ids = self.key_value_ids.reshape(1, grid.counts[1], grid.tile_shape[1])
         q_low, q_high, k_low, k_high = q_ids.min(-1), q_ids.max(-1), k_ids.min(-1), k_ids.max(-1)

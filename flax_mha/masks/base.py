@@ -4,11 +4,11 @@ A score is visible if its query attends to its key; a mask hides all others. `ti
 rectangle of the T x S scores of one head, are visible. `occupancy` classifies all tiles of a grid: tiles without
 visible scores are skipped, and tiles without hidden scores need no masking.
 
-Masks are pytrees: numbers such as the width of a window are static, arrays are leaves. A user's arrays have any shapes
-that broadcast. `canonical` checks them against the sizes of a call, and adds the axes named in the metadata of their
-fields: "B" means all batch axes and "N" the heads; both come first and may have length 1. "T" and "S" have an entry per
-query and per key; "T|1" and "S|1" may also have length 1. An array without names has any shape, and is the same for all
-heads. `tile` and `occupancy` run on a mask whose arrays have been cut to one head, without the axes "B" and "N".
+Masks are pytrees: numbers such as the width of a window are static, arrays are leaves. The metadata of an array's field
+names its axes, for example "B N T|1 S|1": all batch axes, heads, queries and keys. "B", "N", "T|1" and "S|1" may have
+length 1. An array with the empty name "" has any shape, and is the same for all heads. Users pass arrays of any shapes
+that broadcast to these axes. `canonical` checks them against the sizes of a call, and adds missing axes. `tile` and
+`occupancy` run on a mask for one head, whose arrays have lost the axes "B" and "N".
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Occupancy(NamedTuple):
 
 
 def part_axes(axes: str) -> list[str]:
-    """Lists the axes that remain when an array with these axes is cut to one head: all but "B" and "N"."""
+    """Lists the axes that an array has left when it is cut to one head: ["T", "S"] for axes "B N T S"."""
     return [name for name in axes.split() if name not in "BN"]
 
 
@@ -60,15 +60,15 @@ class Mask:
         raise NotImplementedError
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Computes which tiles may have visible scores (default: all), and which have no hidden scores (none)."""
+        """Classifies all tiles of a grid. This default is right for every mask: no tile is skipped or left unmasked."""
         return Occupancy(np.ones(grid.counts, bool), np.zeros(grid.counts, bool))
 
     def canonical(self, shape: Shape) -> "Mask":
-        """Returns the mask for a call: its arrays checked against the sizes, and missing axes added with length 1."""
+        """Returns the mask for a call with sizes `shape`: checks its arrays and adds missing axes with length 1."""
         return self
 
     def map_arrays(self, change: Callable[[Array, str], Array]) -> "Mask":
-        """Returns the mask with each array replaced by `change(array, axes)`; its field's metadata holds the axes."""
+        """Returns the mask with each array replaced by `change(array, axes)`; `axes` names its axes, such as "B T"."""
         changed = {
             field.name: jax.tree.map(lambda x, axes=field.metadata["axes"]: change(x, axes), getattr(self, field.name))
             for field in dataclasses.fields(self)
@@ -83,7 +83,7 @@ class Mask:
 
     @property
     def window(self) -> Window | None:
-        """(left, right) if the mask hides the same as `LocalMask(left, right)`, otherwise None."""
+        """(left, right) if the mask is a window or an `&` of windows, equal to `LocalMask(left, right)`; else None."""
         return None
 
     def picture(self, queries: int, keys: int) -> Bool[np.ndarray, "queries keys"]:
@@ -141,7 +141,7 @@ def axes_of(mask: Mask | None) -> list[str]:
 
 
 def _first_head(x: Array, axes: str) -> Array:
-    """Selects index 0 along the batch and head axes of an array: all axes before `part_axes(axes)`."""
+    """Selects index 0 along the batch and head axes of an array, which come before the axes `part_axes(axes)`."""
     rank = len(part_axes(axes))
     return x if not axes or np.ndim(x) <= rank else x.reshape(-1, *x.shape[x.ndim - rank :])[0]
 
@@ -213,7 +213,7 @@ class And(_Pair):
 
 
 def conjuncts(mask: Mask | None) -> list[Mask]:
-    """Lists the masks that `mask` combines by `&`, or only `mask` if it combines none; an empty list for None."""
+    """Splits a mask at `&`: returns [a, b, c] for `a & b & c`, [mask] without `&`, and an empty list for None."""
     if isinstance(mask, And):
         return [*conjuncts(mask.left), *conjuncts(mask.right)]
     return [] if mask is None else [mask]
@@ -279,7 +279,7 @@ class LocalMask(_Window):
     None means no limit on that side.
 
     Raises:
-      ValueError: If `left` or `right` is not an integer, or if the window is empty because left + right < 0.
+      ValueError: If `left` or `right` is neither an integer nor None, or if the window is empty: left + right < 0.
 
     Example:
       >>> from flax_mha import LocalMask

@@ -98,7 +98,7 @@ def _key(array: Array) -> tuple:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedMask(Mask):
-    """The canonical form of a `FunctionMask`: its function traced, and the arrays and indices to call it with."""
+    """What `FunctionMask.canonical` returns: the traced function, and the arrays and indices to call it with."""
 
     captured: list[Array] = dataclasses.field(metadata={"axes": ""})
     # Indices of batch entries and of heads; None means 0.
@@ -136,7 +136,7 @@ class TracedMask(Mask):
 
 
 def functions_of(mask: Any) -> list[TracedMask]:
-    """Lists every `TracedMask`, which calls a user's function, in any pytree of masks made by `Mask.canonical`."""
+    """Lists the `TracedMask`s, which call users' functions, in a pytree of masks that `Mask.canonical` returned."""
     return [part for part in jax.tree.leaves(mask, is_leaf=_calls_function) if _calls_function(part)]
 
 
@@ -149,9 +149,8 @@ def check_lookups(
 ) -> None:
     """Raises a ValueError if a user's function does not fit the call, or looks up an entry outside a captured array.
 
-    `masks` are all masks of the call, and `lengths` are T and S. Lookups are checked at the positions that causal masks
-    and windows leave visible. If any other mask, except the function's own, may hide more positions, lookups by
-    position are not checked.
+    `masks` are all masks of the call, and `lengths` are T and S. `q_idx` and `kv_idx` are checked only at visible
+    positions, and only if `with_windows` returns the window in which keys are visible.
     """
     sizes = {"b": math.prod(shape.batch), "h": shape.num_heads}
     last = {name: size - 1 if isinstance(size, int) and size else None for name, size in sizes.items()}
@@ -165,8 +164,8 @@ def with_windows(
 ) -> list[tuple[TracedFunction, Window | None]]:
     """Lists the user's functions in `masks`, then `score_mod`, each with the window in which to check its lookups.
 
-    The window (left, right) is the intersection of all causal masks and windows. It is None, and lookups by position
-    cannot be checked, if any other mask, except the function's own, may hide more.
+    The window (left, right) is the intersection of all causal masks and windows. It is None if there is
+    another mask, because that may hide lookups beyond an array. (A mask that calls only this function does not count.)
     """
     functions = [*(part.function for part in functions_of(masks)), *([] if score_mod is None else [score_mod])]
     return [(function, _window_beside(masks, function)) for function in functions]
@@ -184,10 +183,10 @@ def _window_beside(masks: Sequence[Mask | None], function: TracedFunction) -> Wi
 
 
 def _last_visible(offsets: Offsets, lengths: tuple[int, int], window: Window) -> tuple[int | None, int | None]:
-    """Returns the position of the last query that has a key in its window (left, right), and of the last such key.
+    """Returns the position of the last query with a key in its window (left, right), and of the last key in a window.
 
-    With one offset for each sequence, these are the largest over the batch. Both are None if offsets or lengths are not
-    known, or if no query has a key in its window.
+    With one offset for each sequence, these are the largest in the batch. A position is None if offsets or lengths that
+    determine it are not known while tracing, or if no query has a key in its window.
     """
     queries, keys = (_span(offset, length) for offset, length in zip(offsets.values, lengths, strict=True))
     if window == (None, None):
@@ -203,7 +202,7 @@ def _last_visible(offsets: Offsets, lengths: tuple[int, int], window: Window) ->
 
 
 def _span(offset: int | Array, length: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the first and last position of sequences that begin at `offset`; None if unknown or without tokens."""
+    """Returns the first and last position of sequences that begin at `offset`; None if they are unknown or empty."""
     if not isinstance(length, int) or not length or not (isinstance(offset, int) or readable(offset)):
         return None
     first = np.asarray(offset, np.int64)
@@ -211,7 +210,7 @@ def _span(offset: int | Array, length: int) -> tuple[np.ndarray, np.ndarray] | N
 
 
 def map_functions(change: Callable[[TracedMask], Mask], mask: Any) -> Any:
-    """Replaces every part of `mask` that calls a user's function, a `TracedMask`, by `change(part)`."""
+    """Replaces each `TracedMask`, which calls a user's function, in the pytree `mask` by `change(traced_mask)`."""
     return jax.tree.map(lambda x: change(x) if _calls_function(x) else x, mask, is_leaf=_calls_function)
 
 
@@ -222,8 +221,8 @@ def _calls_function(part: Any) -> bool:
 def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask | None:
     """Evaluates the user's functions in a mask before the call is computed, to find the tiles that it can skip.
 
-    Returns the mask with the occupancy of squares of `cell` x `cell` scores stored in each `TracedMask` whose captured
-    arrays are known. `lengths` are T and S, `offsets` the positions of the first query and key.
+    Returns the mask. Each `TracedMask` in it stores the occupancy of squares of `cell` x `cell` scores, if it has no
+    callback and its arrays are concrete. `lengths` are T and S, `offsets` the positions of the first query and key.
     """
     counts = max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell))
     grid = Grid(counts, (cell, cell), offsets, lengths)
@@ -245,7 +244,7 @@ def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[i
 
 
 def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
-    """Computes the occupancy of the tiles of `grid` from `known`, the occupancy of smaller squares of size `cell`."""
+    """Computes the occupancy of the tiles of `grid` from `known`, that of squares of `cell` x `cell` scores."""
     some: BoolMatrix
     full: BoolMatrix
     some, full = known
@@ -259,7 +258,7 @@ def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
 
 @functools.lru_cache(maxsize=64)
 def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
-    """Evaluates a function that captures no arrays, once per `grid` (cached); returns its mask with `known_bytes`."""
+    """Makes the mask of a function that captures no arrays, with its occupancy for `grid` as static `known_bytes`."""
     head = np.zeros(1, np.int32)
     some, full = _evaluated(TracedMask([], head, head, function), grid)
     known = some.tobytes(), full.tobytes(), grid.counts
@@ -267,7 +266,7 @@ def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
 
 
 def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
-    """Computes `_occupancies` now, even while tracing, and returns NumPy arrays."""
+    """Calls `_occupancies` at once, even while JAX traces the caller, and returns the results as NumPy arrays."""
     with jax.ensure_compile_time_eval():
         offsets = jnp.asarray(grid.offsets[0], jnp.int32), jnp.asarray(grid.offsets[1], jnp.int32)
         return Occupancy(*map(np.asarray, _occupancies(heads, offsets, grid._replace(offsets=(0, 0)))))
@@ -275,7 +274,7 @@ def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
 
 @functools.partial(jax.jit, static_argnames="grid")
 def _occupancies(heads: TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid) -> Occupancy:
-    """Computes the occupancy [heads, rows, columns] for each pair in `heads.batch` and `heads.head`, one by one.
+    """Computes the occupancy [heads, rows, columns] of all heads, one by one; `heads` holds arrays of their indices.
 
     `offsets` are arrays that replace the static `grid.offsets`, so that other offsets do not compile again.
     """

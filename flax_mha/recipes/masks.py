@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable)
 
 
 def made_for(**sizes: int) -> Callable[[F], F]:
-    """Declares the sizes that a `mask_mod` or a `score_mod` is made for, such as `@made_for(h=8, kv_idx=1024)`.
+    """Decorates a `mask_mod` or `score_mod` that fits only certain sizes: `@made_for(h=8, kv_idx=1024)`.
 
     Attention then raises a ValueError for another number of heads (`h`) or batch entries (`b`), and for more positions
     of queries (`q_idx`) or keys (`kv_idx`); see `TracedFunction.check`.
@@ -156,8 +156,8 @@ def tree_causal(parents: Int[Array, "*B T"], index: Int[Array, "*B"] | int = 0) 
     modules with rotary positions, also pass `positions`: `index` plus the depth of each token.
 
     Args:
-      parents: For each token of the tree, the index of its parent, which must be smaller than its own index; -1 for the
-        first token of a branch. [T], or [B, T] if each sequence has its own tree.
+      parents: For each token of the tree, the index of its parent, which must be smaller than its own index; -1 for
+        tokens that directly follow the text. [T], or [B, T] if each sequence has its own tree.
       index: Number of tokens before the tree: [] or [B].
 
     Raises:
@@ -255,12 +255,12 @@ def sliding_tiles(
     Args:
       video: Tokens of the video, multiples of `tile`.
       tile: Tokens of a tile.
-      window: Tiles that each token attends to along each axis, from 1 to video / tile. The authors' code uses one tile
-        more if this is even and less than video / tile.
+      window: Tiles that each token attends to along each axis, from 1 to video / tile. For an even number below that,
+        the authors' code uses one more.
       text: Number of text tokens after the video, as in HunyuanVideo; all tokens attend to them, and they to all.
 
     Raises:
-      ValueError: If an argument is out of range; in the attention, if there are more tokens.
+      ValueError: If an argument is out of range; in the attention, if there are positions after the video and text.
 
     Example:
       >>> from flax_mha import recipes
@@ -346,7 +346,7 @@ def shifted_windows(
         raise ValueError(f"table must have shape [(2 * window - 1)^2, heads] = ({side**2}, N), but got {table.shape}.")
 
     def squares(index: Array) -> tuple[list[Array], list[Array]]:
-        """Returns [row, column] of the square of each token `index`, and [row, column] of the token in its square."""
+        """Returns the [row, column] of the square that contains token `index`, and of the token within this square."""
         moved = [x + window - shift for x in (index // width, index % width)]
         return [x // window for x in moved], [x % window for x in moved]
 

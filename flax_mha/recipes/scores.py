@@ -57,8 +57,8 @@ def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128, bidirecti
     encoders; the first half of the table is then for keys up to the query, the second for keys after it.
 
     Raises:
-      ValueError: If the table does not have two axes or has too few buckets, if `max_distance` is too small for them,
-        or if the attention has another number of heads than the table.
+      ValueError: If the table does not have two axes or has too few buckets, if `max_distance` is too small for that
+        many, or if the attention has another number of heads than the table.
     """
     table = as_array("table", table, "an array [buckets, heads]")
     least = 4 if bidirectional else 2
@@ -107,15 +107,15 @@ def forgetting(log_gates: Float[Array, "*B S N"]) -> dict[str, Any]:
 
         score + c[i] - c[j], for keys up to the query.
 
-    For decoding with a cache, pass the gates of all tokens so far, with zeros up to the length of the cache.
+    For decoding with a cache, pass the gates of all tokens so far, padded with zeros to the length of the cache.
 
     Args:
       log_gates: Logarithm of the forget gate of each token and head, such as `jax.nn.log_sigmoid(gates(x))`; finite.
         Receives a gradient.
 
     Raises:
-      ValueError: If `log_gates` has no axes for tokens and heads, or no floating-point dtype; in the attention, if it
-        has another number of batch entries or heads, or fewer tokens.
+      ValueError: If `log_gates` has no axes for tokens and heads, or no floating-point dtype; in the attention, if the
+        call has other numbers of batch entries or heads, or more tokens.
     """
     log_gates = _floats("log_gates", log_gates, "[batch..., tokens, heads]")
     gates = log_gates.reshape(-1, *log_gates.shape[-2:]).astype(accumulation_dtype(log_gates.dtype))
@@ -152,8 +152,8 @@ def relative_terms(
 
     Raises:
       ValueError: If `terms` does not have three axes or more, or a floating-point dtype, or if W is even with
-        `bidirectional`; in the attention, if there are other numbers of batch entries or heads, or later queries. A
-        query outside the terms gets NaN if its position is not known while tracing.
+        `bidirectional`; in the attention, if the call has other numbers of batch entries or heads, or queries after
+        those of `terms`. If positions are not known while tracing, these queries get NaN instead.
     """
     terms = _floats("terms", terms, "[batch..., heads, queries, distances]", 3)
     *_, heads, rows, width = terms.shape
@@ -180,7 +180,7 @@ def relative_terms(
 
 
 def _floats(name: str, value: Any, axes: str, rank: int = 2) -> Array:
-    """Returns argument `name` as an array; raises a ValueError unless it holds floats and has `rank` or more `axes`."""
+    """Returns argument `name` as an array; raises a ValueError unless it holds floats and has `rank` axes or more."""
     array = as_array(name, value, f"an array {axes}")
     if array.ndim < rank or array.dtype.name not in DTYPES:
         raise ValueError(f"{name} must be floats {axes}, but got {array.dtype} {array.shape}.")
@@ -256,7 +256,7 @@ def differential(
 
 
 def difference(first: Array, second: Array, vectors: Array, layer: Any, epsilon: float) -> Array:
-    """Computes the output of `differential` from its `first` and `second` softmax @ value, in float32 at least."""
+    """Computes the output of `differential` from `first` and `second`, softmax @ value, in float32 or higher."""
     dtype = accumulation_dtype(first.dtype)
     q1, k1, q2, k2 = vectors.astype(dtype)
     start = 0.8 - 0.6 * jnp.exp(-0.3 * jnp.asarray(layer, dtype))
@@ -269,7 +269,7 @@ def difference(first: Array, second: Array, vectors: Array, layer: Any, epsilon:
 def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
     """Combines several recipes, dicts of arguments, into one.
 
-    A query attends to the keys that all masks show. Score functions are applied in the order of the recipes, each to
+    A query attends to the keys that no mask hides. Score functions are applied in the order of the recipes, each to
     the previous result. A soft cap is applied before all score functions, whatever the order. Arguments that are None
     are ignored.
 
@@ -309,7 +309,7 @@ def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common_sizes(score_mods: list[Any]) -> dict[str, int]:
-    """Returns the smallest of each size that `made_for` declares for them; raises a ValueError if b or h differ."""
+    """Returns the sizes for which all functions are made (see `made_for`); raises a ValueError if b or h differ."""
     common: dict[str, int] = {}
     for name, size in (item for one in score_mods for item in getattr(one, "made_for", {}).items()):
         if name in "bh" and common.get(name, size) != size:

@@ -142,12 +142,12 @@ class RoPE:
     def from_config(
         cls, config: Mapping[str, Any], layer_type: str | None = None, max_length: int | None = None
     ) -> "RoPE":
-        """Makes the `RoPE` of a Hugging Face model from `config.json` or, in Transformers 4 and 5, `config.to_dict()`.
+        """Returns the `RoPE` of a Hugging Face model, from `config.json` or `config.to_dict()` (Transformers 4 and 5).
 
-        The keys are `rope_theta` (`rotary_emb_base`), `partial_rotary_factor` (`rotary_pct`, or `rotary_dim` with the
-        head size), `rope_scaling` and `rope_parameters`; if they are missing, the defaults of `model_type` apply.
-        `model_type` also determines `interleaved`, which is False for unknown types. This method does not read which
-        layers use RoPE (see `convert.describe`), nor factors of the softmax scale (DeepSeek's mscale).
+        It reads `rope_theta` (`rotary_emb_base`), `partial_rotary_factor` (`rotary_pct`, or `rotary_dim` with the
+        head size), `rope_scaling` and `rope_parameters`; for missing keys, the defaults of `model_type` apply.
+        `model_type` also determines `interleaved`, which is False for unknown types. The result says neither which
+        layers use RoPE (see `convert.describe`), nor by what to multiply the softmax scale (DeepSeek's mscale).
 
         `mrope_section` and `mrope_interleaved` become `sections`, whose coordinates are frame, row and column. For the
         rows and columns of patches, pass the `vision_config` of a Qwen model (Qwen2-VL to Qwen 3.5), GLM-4V or Pixtral.
@@ -158,9 +158,9 @@ class RoPE:
           config: The dict, which may contain the `text_config` of a multimodal model.
           layer_type: "full_attention" or "sliding_attention", for models in which they differ: Gemma 3 rotates its
             sliding (local) layers with `rope_local_base_freq` and without scaling.
-          max_length: The length of the longest sequence, prompt plus generated tokens; only needed for LongRoPE, which
-            uses the long factors if it exceeds `original_max_position_embeddings`. Transformers switches when a
-            sequence grows past that length, although cached keys keep their old rotation; here the choice is made once.
+          max_length: The length of the longest sequence, prompt plus generated tokens; only needed for LongRoPE. Above
+            `original_max_position_embeddings`, the long factors are used. Transformers switches when a sequence grows
+            past that length, although cached keys keep their old rotation; here the choice is made once.
 
         Raises:
           ValueError: If `config` is not a dict, has an unknown `rope_type` or an unknown key for rotary embeddings,

@@ -33,7 +33,7 @@ class Scaling:
         return 1.0
 
     def _check(self, name: str, **bounds: float) -> None:
-        """Raises a ValueError unless field `name` is a number within `bounds`; None is valid if it is the default."""
+        """Raises a ValueError unless field `name` is a number within `bounds`, or None in a field with default None."""
         value = getattr(self, name)
         if value is not None or getattr(type(self), name, 0) is not None:
             check_number(f"{type(self).__name__}({name})", value, **bounds)
@@ -54,12 +54,12 @@ class Linear(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Proportional(Scaling):
-    """Rotates only the fastest pairs: the first floor(fraction * R / 2) of R/2, at frequencies f / factor (Gemma 4).
+    """Rotates only the first floor(fraction * R / 2) of the R/2 pairs, which are the fastest (Gemma 4).
 
-    Unlike `RoPE.fraction`, this does not change which features form a pair, i and i + R/2, nor their frequency f.
+    Unlike a smaller `RoPE.fraction`, this keeps R: pairs remain i and i + R/2. Rotated ones have f[i] / factor.
 
     Attributes:
-      fraction: The rotated part of a head, in (0, 1].
+      fraction: The rotated part of the R/2 pairs, in (0, 1].
       factor: The divisor of the frequencies, at least 1.
     """
 
@@ -115,7 +115,7 @@ class NTK(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Llama3(Scaling):
-    """Slows down slow pairs by the factor, keeps fast pairs, and interpolates between them (Llama 3.1).
+    """Divides the frequencies of slow pairs by `factor`, keeps fast pairs, and interpolates between them (Llama 3.1).
 
     A pair of frequency f makes t = original_max_position * f / 2 pi turns in the original length. The pair is kept if
     t > high_freq_factor and slowed down if t < low_freq_factor. Grattafiori et al., arXiv:2407.21783.
