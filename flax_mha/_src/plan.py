@@ -107,7 +107,7 @@ class Plan(NamedTuple):
 
 
 def plan_xla(call: Call) -> Plan:
-    """Plans a call for "xla": gathers listed keys, reads keys in place, or computes all scores of a head at once."""
+    """Plans a call for "xla", which gathers the keys in `key_indices`, reads keys in place, or computes all scores."""
     if call.operands.key_indices is not None:
         return _plan_gathered(call, call.operands.key_indices.shape[-1])
     blocks = blocks_in_place(call)

@@ -141,7 +141,7 @@ def axes_of(mask: Mask | None) -> list[str]:
 
 
 def _first_head(x: Array, axes: str) -> Array:
-    """Selects index 0 along the batch and head axes of an array, which come before the axes `part_axes(axes)`."""
+    """Returns the part of a mask's array for the first batch entry and head; `axes` names its axes ("B N T S")."""
     rank = len(part_axes(axes))
     return x if not axes or np.ndim(x) <= rank else x.reshape(-1, *x.shape[x.ndim - rank :])[0]
 

@@ -162,10 +162,10 @@ def check_lookups(
 def with_windows(
     masks: Sequence[Mask | None], score_mod: TracedFunction | None
 ) -> list[tuple[TracedFunction, Window | None]]:
-    """Lists the user's functions in `masks`, then `score_mod`, each with the window in which to check its lookups.
+    """Pairs each user function, those in `masks` and then `score_mod`, with the window in which to check its lookups.
 
-    The window (left, right) is the intersection of all causal masks and windows. It is None if there is
-    another mask, because that may hide lookups beyond an array. (A mask that calls only this function does not count.)
+    The window (left, right) is the intersection of all causal masks and windows. It is None if there is another mask,
+    because that may hide lookups beyond an array; masks made of this function, causal masks and windows do not count.
     """
     functions = [*(part.function for part in functions_of(masks)), *([] if score_mod is None else [score_mod])]
     return [(function, _window_beside(masks, function)) for function in functions]

@@ -24,9 +24,9 @@ from flax_mha.cache.kv_cache import KVCache
 
 
 class _ConstructorSignature:
-    """Makes `help` and editors show the arguments of the constructor, which Flax's metaclass hides.
+    """A descriptor for `__signature__`: the class gets its constructor's signature, which Flax's metaclass hides.
 
-    Instances have no attribute `__signature__`, so `inspect.signature(module)` returns the arguments of the call.
+    Instances have no such attribute, so that `inspect.signature(module)` returns the signature of `__call__`.
     """
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:

@@ -230,7 +230,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             self._split_heads(self.num_kv_heads, (*OF_HEADS, ("gate", "head_gate" if gate == "head" else "query")))
 
     def _add_layers(self, given: Mapping[str, Any]) -> None:
-        """Adds the layers that Flax's module lacks, and replaces those that `value_dim` changes."""
+        """Adds `gate` and `out_norm` if requested and, for a `value_dim` unlike the head size, `value` and `out`."""
         self.gate: nnx.LinearGeneral | None = nnx.data(None)
         self.out_norm: nnx.RMSNorm | None = nnx.data(None)
         options = {name: given[name] for name in (*OF_LINEAR, "use_bias", "bias_metadata")}

@@ -110,7 +110,10 @@ class RoPE:
         return found.reshape(-1, len(sections)).T.ravel() if layout == "axial_strided" else found
 
     def coordinates(self, head_size: int) -> np.ndarray:
-        """Returns the index of the coordinate that rotates each pair: integers `[R / 2]`, zeros without `sections`."""
+        """Returns, as integers [R / 2], which coordinate of a position (a row, say) sets the angle of each pair.
+
+        Without `sections`, all are 0. Raises a ValueError if `sections` do not fit the number of pairs.
+        """
         pairs = self.rotated_size(head_size) // 2
         sections = self.sections or (pairs,)
         if sum(sections) != pairs:

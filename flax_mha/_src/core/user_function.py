@@ -195,9 +195,9 @@ def _key(compared: Any) -> tuple:
 
 
 def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
-    """Lists jaxprs of a `score_mod`'s first and higher derivatives: they show the custom rules that `jaxpr` omits.
+    """Lists what else must be equal for equal functions: jaxprs of derivatives, which show rules of custom derivatives.
 
-    Stops if no custom rule is new. The last entry is `function` if tracing fails, or if the fourth has new rules.
+    Goes on while new rules appear. `function` is added if tracing fails, or if the fourth derivative has new rules.
     """
 
     def custom(jaxpr: Any) -> set[tuple]:
@@ -222,7 +222,7 @@ def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
 
 
 def _positions(jaxpr: Any) -> dict[Any, str]:
-    """Maps variables that hold b, h, q_idx or kv_idx to these names, also after casts and shifts of negative ones."""
+    """Maps each variable that equals b, h, q_idx or kv_idx, cast or wrapped (`where(i < 0, i + n, i)`), to its name."""
     held, from_end = dict[Any, str](zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)), dict[Any, str]()
     for equation in jaxpr.eqns:
         name, result, atoms = equation.primitive.name, (*equation.outvars, None)[0], _atoms(equation)
@@ -236,7 +236,7 @@ def _positions(jaxpr: Any) -> dict[Any, str]:
 
 
 def _is_entry(equation: Any, held: Mapping[Any, str]) -> bool:
-    """Returns whether an equation looks up one entry array[b, h, ...]; `held` comes from `_positions`."""
+    """Returns whether an equation reads array[b, h, ...], the part of one head; for `held` see `_positions`."""
     is_slice = equation.primitive.name == "dynamic_slice" and equation.params["slice_sizes"][:2] == (1, 1)
     return is_slice and [held.get(x) for x in _atoms(equation)[1:3]] == ["b", "h"]
 

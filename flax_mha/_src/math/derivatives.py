@@ -54,10 +54,10 @@ def linear_function(
     portable: Callable[..., Sequence[Array]] | None = None,
     jaxpr: ClosedJaxpr | None = None,
 ) -> Function:
-    """Makes a `Function` that is linear in its arguments from number `first` on: for these, it is its own tangent.
+    """Makes a `Function` that is linear in `arguments[first:]` jointly: its tangent is the function of their tangents.
 
-    For tangents of earlier arguments, JAX differentiates `portable`, which computes the same as `evaluate`; None means
-    `evaluate`. The other parameters are fields of `Function`.
+    If an earlier argument has a tangent, JAX differentiates `portable` instead, which computes the same; None means
+    `evaluate` itself. The other parameters are fields of `Function`.
     """
 
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:

@@ -143,7 +143,7 @@ def _captured_by_head(operands: Operands, options: Options, convert: Callable[[A
 def ids_and_seeds(operands: Operands, options: Options) -> IdsAndSeeds:
     """Makes the indices b and h that `score_mod` gets, and two random words for each head, which seed its dropout.
 
-    If the operands are a slice of a larger call, returns the entries that were made for that call.
+    If the operands are a slice of a larger call, returns what they hold: their part of that call's indices and seeds.
     """
     if operands.ids_and_seeds is not None:
         return operands.ids_and_seeds

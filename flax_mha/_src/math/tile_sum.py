@@ -60,7 +60,7 @@ class Argument(NamedTuple):
 
 
 class TileVisit(NamedTuple):
-    """A tile, or some bands of one, to compute; `first` is the number of rows above it within its row of tiles."""
+    """A tile, or some bands of one, to compute; `first` is the offset of its first query within the row of tiles."""
 
     first: int
     tile: Tile

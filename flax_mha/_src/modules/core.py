@@ -53,10 +53,10 @@ class CoreAttention:
         return self.run(self.change(call), implementation)
 
     def combine(self, arguments: Mapping[str, Any], without: Sequence[str], decoding: bool) -> dict[str, Any]:
-        """Adds the arguments in `preset`, except those named in `without`, to the `arguments` that a module passes.
+        """Adds `preset`, the arguments from `functools.partial`s, except those in `without`, to a module's `arguments`.
 
-        Raises a TypeError for an unknown argument, and a ValueError for one that the module sets, too. If `decoding`,
-        also a ValueError for context_parallel, and for offsets, lengths and segment ids.
+        Raises a TypeError if a preset is unknown, and a ValueError if the module sets it always, or otherwise. If
+        `decoding`, also refuses preset offsets, lengths and segment ids, and context_parallel.
         """
         if decoding and self.context is not None:
             raise ValueError(
@@ -95,7 +95,10 @@ class CoreAttention:
         return x is None or _is_same(x, self.defaults[name])
 
     def computes(self, arrays: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
-        """Returns False if `run` cannot compute a call: an argument is not in `DIRECT`, or an array is complex."""
+        """Returns whether `run` can compute a call: all arguments are in `DIRECT`, or None, and no array is complex.
+
+        If not, modules call the attention function instead.
+        """
         given = {name for name, x in arguments.items() if x is not None}
         return given <= DIRECT and not any(map(jnp.iscomplexobj, arrays))
 

@@ -190,7 +190,10 @@ def check_has_features(**inputs: Any) -> None:
 
 
 def _check_norm_epsilon(name: str, epsilon: Any, norm_name: str, norm: Any) -> None:
-    """Raises a ValueError if `epsilon` is invalid, or if there is no `norm`, which the option `norm_name` would add."""
+    """Raises a ValueError if option `name` sets an invalid `epsilon`, or one that no `norm` uses; None is always valid.
+
+    `norm_name` is the option that adds the norm.
+    """
     if epsilon is None:
         return
     validation.epsilon(name, epsilon)

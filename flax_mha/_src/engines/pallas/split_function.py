@@ -51,7 +51,7 @@ class Lookup(NamedTuple):
         return lax.dynamic_slice(known[self.array], indices, sizes).reshape(-1)
 
     def entry(self, known: dict[Any, Any]) -> Int[Array, "#t #s"]:
-        """Computes each score's index in `table`, clipped as by `dynamic_slice`; `known` maps variables to values."""
+        """Computes where each score of a tile looks up a number in `table(...)`; `known` holds values in the tile."""
         entry: Any = 0
         for axis in self.by_position:
             size = self.array.aval.shape[axis]
