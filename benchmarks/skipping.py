@@ -31,7 +31,7 @@ from flax_mha._src.core.validation import Shape
 from flax_mha._src.math import head, tiling
 from flax_mha._src.math.head import one_of
 from flax_mha.masks import CausalMask, LocalMask, Mask, SegmentMask
-from flax_mha.masks.function import with_occupancy
+from flax_mha.masks.function import store_occupancy
 
 COLUMNS = {
     "length": "T",
@@ -106,7 +106,7 @@ def share_of_tiles(mask: Mask | None, length: int) -> float | None:
     lengths = (length, length)
     tiles = tiling.tiling_of(lengths, schedule.TILE_SHAPES[0])
     canonical = mask.canonical(Shape((1,), *lengths, HEADS, HEADS, HEAD_DIM, HEAD_DIM))
-    by_head = head.mask_by_head(with_occupancy(canonical, lengths, (0, 0), tiling.CELL), 1, (HEADS, 1))
+    by_head = head.mask_by_head(store_occupancy(canonical, lengths, (0, 0), tiling.CELL), 1, (HEADS, 1))
     each = [one_of(by_head, (0, n, 0)) for n in range(HEADS)]
     return float(np.mean(tiling.static_block_mask(tiles, each, (0, 0)).num_tiles)) / tiles.cells
 

@@ -119,7 +119,7 @@ class TracedMask(Mask):
         return tile.map_positions(one)
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Uses the result that `with_occupancy` stored; without one, evaluates one row of tiles at a time."""
+        """Uses the result that `store_occupancy` stored; without one, evaluates one row of tiles at a time."""
         if self.known_bytes is not None:
             *known, shape = self.known_bytes
             return _coarser(Occupancy(*(np.frombuffer(x, bool).reshape(shape) for x in known)), self.cell, grid)
@@ -218,7 +218,7 @@ def _calls_function(part: Any) -> bool:
     return isinstance(part, TracedMask)
 
 
-def with_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask | None:
+def store_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask | None:
     """Evaluates the user's functions in a mask before the call is computed, to find the tiles that it can skip.
 
     Returns the mask. Each `TracedMask` in it stores the occupancy of squares of `cell` x `cell` scores, if it has no

@@ -22,7 +22,7 @@ from flax_mha._src.core.tracing import being_traced, is_key, readable
 from flax_mha._src.math.head import mask_by_head, one_of
 from flax_mha.masks import Mask, Occupancy
 from flax_mha.masks.base import part_axes
-from flax_mha.masks.function import with_occupancy as store_occupancy
+from flax_mha.masks.function import store_occupancy
 
 # Size of the squares whose occupancy is computed if the mask is known while tracing; a tile may begin at each of them.
 CELL = 128
