@@ -19,11 +19,13 @@ class Engine:
       name: The value of the argument `implementation` that selects this engine.
       platform: The only platform that it runs on, "gpu" or "tpu". None if it runs everywhere; then it has derivatives
         of every order. For other engines, `kernels/derivatives.py` adds the derivatives that they lack.
+      guard_first: Whether `guard.guard` makes keys and values finite first; if False, `forward` guards by itself.
       shares: Whether it implements `share`, which the strategy "ring" of `context_parallel` needs.
     """
 
     name: ClassVar[str]
     platform: ClassVar[str | None] = None
+    guard_first: ClassVar[bool] = True
     shares: ClassVar[bool] = False
 
     def supports(self, call: Call) -> list[str]:
@@ -33,9 +35,9 @@ class Engine:
     def plan(self, call: Call) -> tuple[Plan, Call]:
         """Decides how to compute a call; also returns the call, perhaps with more arrays, such as the tiles to visit.
 
-        The default plan multiplies matrices in the query's dtype, and has `guard.guard` make keys and values finite.
+        The default plan multiplies matrices in the query's dtype.
         """
-        return Plan(call.operands.query.dtype), call
+        return Plan(call.operands.query.dtype, self.guard_first), call
 
     def forward(self, plan: Plan, call: Call) -> Result:
         """Computes a call that `guard.guard` returned; the log-sum-exp may be None unless `return_residual` is True."""

@@ -244,12 +244,10 @@ class CuDNN(Engine):
 
     name = "cudnn"
     platform = "gpu"
+    guard_first = False
 
     def supports(self, call: Call) -> list[str]:
         return refusals(call)
-
-    def plan(self, call: Call) -> tuple[Plan, Call]:
-        return Plan(call.operands.query.dtype, guard_first=False), call  # `forward` guards
 
     def forward(self, plan: Plan, call: Call) -> Result:
         operands, options = call

@@ -130,13 +130,11 @@ class Splash(Engine):
 
     name = "splash"
     platform = "tpu"
+    guard_first = False
     interpret: bool = False
 
     def supports(self, call: Call) -> list[str]:
         return refusals(call)
-
-    def plan(self, call: Call) -> tuple[Plan, Call]:
-        return Plan(call.operands.query.dtype, guard_first=False), call  # `forward` guards
 
     def forward(self, plan: Plan, call: Call) -> Result:
         operands, options = call
