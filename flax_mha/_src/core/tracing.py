@@ -137,7 +137,7 @@ def is_key(x: Any) -> bool:
 
 
 def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tuple) -> T:
-    """Calls `function(*operands)`; if a mesh splits the mapped axis, each device calls it on its part of that axis.
+    """Calls `function(*operands)`; if a mesh splits the mapped axis, each device calls it on its own part.
 
     For rules of `custom_vmap`. The mapped axis is the first axis of every result, and of every array in
     `operands` whose `is_batched` is True.

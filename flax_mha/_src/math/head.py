@@ -143,7 +143,7 @@ def _captured_by_head(operands: Operands, options: Options, convert: Callable[[A
 def ids_and_seeds(operands: Operands, options: Options) -> IdsAndSeeds:
     """Makes the indices b and h that `score_mod` gets, and two random words for each head, which seed its dropout.
 
-    If the operands are a slice of a larger call, returns what they hold: their part of that call's indices and seeds.
+    If the operands are a slice of a larger call, returns the indices and seeds that were made for the slice.
     """
     if operands.ids_and_seeds is not None:
         return operands.ids_and_seeds
@@ -263,7 +263,7 @@ def _loop(run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves:
 
 
 def by_blocks(block: Callable[[Int[Array, ""]], T], queries: int, height: int, axis: int) -> T:
-    """Calls `block` for blocks of queries in turn, to save memory; joins the results along `axis`, their query axis.
+    """Calls `block` for one block of queries at a time, to save memory; joins results along their query axis, `axis`.
 
     `block(first)` returns results of `height` queries from number `first` on, or of all `queries` if these are fewer.
     """

@@ -94,7 +94,7 @@ class ScoreRule:
         tile: Tile,
         nonfinite: NonFinite | None,
     ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
-        """Computes a tile's scores, and a number for each row, NaN or 0, to add to the largest score of that row.
+        """Computes a tile's scores, and a number for each row, NaN or 0, to add to the row's largest score.
 
         The numbers are None without `nonfinite`, the flags of the tile's queries and keys that held NaN or infinity
         (`guard.py`). `inputs` belong to the whole head.

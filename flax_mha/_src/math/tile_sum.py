@@ -245,7 +245,7 @@ def over_keys(
 ) -> T:
     """Runs `state = step(visit, rule, state)` for each tile to visit in row `i` of tiles; returns the last state.
 
-    `blocks` is the block mask of that row. For full tiles, `step` gets the rule without its mask.
+    `blocks` is the block mask of the row. For full tiles, `step` gets the rule without its mask.
     """
     mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
 
