@@ -35,6 +35,7 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "causal": recipes.causal(),
     "sliding_window": recipes.sliding_window(8),
     "prefix_lm": recipes.prefix_lm(12),
+    "image_spans": recipes.image_spans([0] * 5 + [1] * 8 + [0] * 4 + [2] * 8 + [0] * 7),
     "documents": recipes.documents(jnp.asarray(IDS)),
     "alibi": recipes.alibi(HEADS),
     "t5_bias": recipes.t5_bias(np.linspace(0, -4, 16, dtype=np.float32)[:, None].repeat(HEADS, 1), max_distance=32),

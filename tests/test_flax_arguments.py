@@ -47,7 +47,8 @@ def test_order_and_defaults_equal_those_of_flax(name):
     assert "nnx" not in name or new == []
     assert all(ours[name].default in (None, False) for name in new)
     differ = {name for name in ours.keys() & flax.keys() if ours[name].default != flax[name].default}
-    assert differ == (set() if name == "nnx, the call" else {"attention_fn", "broadcast_dropout"})
+    # None means causal while decoding, as in Flax, where False does not say otherwise.
+    assert differ == ({"is_causal"} if name == "nnx, the call" else {"attention_fn", "broadcast_dropout"})
     assert "broadcast_dropout" not in differ or not ours["broadcast_dropout"].default
 
 

@@ -83,11 +83,17 @@ TERMS = {
     for name, width in (("relative terms", 20), ("relative terms, clipped", 20), ("relative terms, both sides", 41))
 }
 
+# Images of 4 to 9 tokens between texts of as many; the last one ends before the ids of the recipe do.
+SPANS = np.repeat(np.resize([0, 1, 0, 2, 0, 3], 12), np.resize([4, 7, 5, 9, 6], 12))[:S] * np.ones((B, 1), int)
+SPANS = np.where(np.arange(S) < 48, SPANS, 0)
+SAME_SPAN = ((SPANS[:, :, None] == SPANS[:, None]) & (SPANS[:, None] > 0))[:, None]
+
 # The recipe, and its mask as an array.
 MASKS = {
     "causal": (recipes.causal, CAUSAL),
     "sliding window": (lambda: recipes.sliding_window(9), CAUSAL & (column >= row - 9)),
     "prefix-LM": (lambda: recipes.prefix_lm(20), CAUSAL | (column < 20)),
+    "image spans": (lambda: recipes.image_spans(SPANS[:, :50]), CAUSAL | SAME_SPAN),
     "documents": (lambda: recipes.documents(jnp.asarray(IDS)), DOCUMENTS),
     "dilated": (lambda: recipes.dilated(3), CAUSAL & ((row - column) % 3 == 0)),
     "block-sparse": (lambda: recipes.block_sparse(jnp.asarray(BLOCKS), 8), BLOCKS[:, row // 8, column // 8]),
@@ -233,6 +239,8 @@ REFUSED = [
     (lambda: recipes.tree_causal([0.0]), "parents must have an integer dtype"),
     (lambda: recipes.alibi(0), "num_heads must be an int >= 1, but got 0"),
     (lambda: recipes.prefix_lm(2.5), "length must have an integer dtype, but got float64"),
+    (lambda: recipes.image_spans([0.5]), "ids must have an integer dtype"),
+    (lambda: recipes.image_spans(1), r"ids must have shape \[S\] or \[B, S\], not empty, but got \(\)"),
     (lambda: recipes.dilated(0), "step must be an int >= 1, but got 0"),
     (lambda: recipes.block_sparse(BLOCKS, 0), "block must be an int >= 1, but got 0"),
     (lambda: recipes.block_sparse(BLOCKS[0], 8), r"table must be bool .*, but got bool \(9, 9\)"),

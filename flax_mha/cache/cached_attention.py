@@ -13,6 +13,7 @@ from flax_mha._src.call.arguments import (
     CallArguments,
     CommonArguments,
     check_inputs,
+    check_is_causal,
     check_scoring,
     check_window,
     given_mask,
@@ -44,6 +45,7 @@ def cached_attention(
     mask: ArrayLike | Mask | None = ...,
     *,
     lengths: ArrayLike | None = ...,
+    is_causal: bool | None = ...,
     implementation: Implementation | None = ...,
     return_max_score: Literal[False] = ...,
     **arguments: Unpack[CommonArguments],
@@ -58,6 +60,7 @@ def cached_attention(
     mask: ArrayLike | Mask | None = ...,
     *,
     lengths: ArrayLike | None = ...,
+    is_causal: bool | None = ...,
     implementation: Implementation | None = ...,
     return_max_score: Literal[True],
     **arguments: Unpack[CommonArguments],
@@ -71,6 +74,7 @@ def cached_attention(  # noqa: D417 - dot_product_attention describes the others
     mask: ArrayLike | Mask | None = None,
     *,
     lengths: ArrayLike | None = None,
+    is_causal: bool | None = None,
     scale: float | ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
@@ -85,10 +89,12 @@ def cached_attention(  # noqa: D417 - dot_product_attention describes the others
     precision: lax.PrecisionLike = None,
     qkv_sharding: Sharding | None = None,
 ) -> tuple[Array, KVCache] | tuple[Array, KVCache, Array]:
-    """Adds T new tokens to a cache, and computes their causal attention over all tokens in the cache.
+    """Adds T new tokens to a cache, and computes their attention over all tokens in the cache, causal by default.
 
     Token i of the call has the position `cache.index + i` in its sequence. However a sequence is split into calls, the
-    results equal `dot_product_attention(..., is_causal=True)` on the whole sequence.
+    results equal `dot_product_attention(..., is_causal=True)` on the whole sequence. With `is_causal=False`, queries
+    also attend to later tokens of the same call, as far as the mask allows; tokens that attend to each other must then
+    be in the same call.
 
     A prompt of more than 16 tokens in an empty cache is computed as without a cache, by the fastest implementation. All
     other calls read the cache in place, only as far as the queries attend; several new tokens over a ring copy it.
@@ -104,10 +110,13 @@ def cached_attention(  # noqa: D417 - dot_product_attention describes the others
         key axis, this axis has an entry for each slot.
       lengths: int [B...]: number of new tokens of each sequence before the padding at its end; None means T. The output
         of padding is 0. Requires a cache created with `per_row=True`.
+      is_causal: None or True hides later tokens of the same call. False leaves that to `mask`, which then decides
+        which written tokens are visible; `local_window_size` narrows that. Required for masks that show later tokens,
+        such as `CausalMask() | FunctionMask(...)`.
       scale: As in `dot_product_attention`, like all other arguments.
       local_window_size: (left, right). If the cache is a ring, `left` must be given and at most the cache's `window`.
       key_indices: int [B..., T, k], or [B..., T, K, k]: positions in the sequence of the tokens that each query attends
-        to. -1 means no token; positions after the query are masked.
+        to. -1 means no token. Positions after the query are masked, or those not yet written if `is_causal` is False.
       implementation: Name of the implementation; None lets the library choose. A named implementation gets the whole
         cache, as arrays of keys and values.
       qkv_sharding: How a mesh splits the query and the cache.
@@ -184,7 +193,8 @@ def over_cache(
     window = check_cache(cache, bias, mask, arguments.get("local_window_size"))
     new, tokens, room = cache.append(key, value, lengths) if appended is None else appended
     scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value), platform))
-    step = Step(scoring, shape, key, value, cache, new, tokens, bias, mask, window, lengths is not None)
+    visibility = Visibility.of(arguments.get("is_causal"), window, mask, number, is_padded=lengths is not None)
+    step = Step(scoring, shape, key, value, cache, new, tokens, bias, mask, visibility)
     if (indices := arguments.get("key_indices")) is not None:
         most = length if cache.window is None else LARGEST
         step = step._replace(key_indices=key_indices(indices, shape._replace(key_length=most)), top_k=top_k)
@@ -204,6 +214,50 @@ def over_cache(
     return output, new, *max_score
 
 
+class Visibility(NamedTuple):
+    """Which keys the new tokens of a call attend to: the rule of decoding, for every function that computes a step.
+
+    A step attends to all written keys, up to the query itself if it is causal. Windows and masks narrow that. Without
+    causality, masks decide alone which of the written keys are visible, later tokens of the call included.
+    """
+
+    is_causal: bool
+    window: tuple[int | None, int | None] | None
+    is_padded: bool  # whether there may be padding among the new tokens
+
+    @classmethod
+    def of(
+        cls, is_causal: Any, window: tuple[int | None, int | None] | None, mask: Any, number: int, is_padded: bool
+    ) -> "Visibility":
+        """Checks `is_causal` against `mask`, for a call with `number` new tokens."""
+        is_causal = check_is_causal(is_causal, mask)
+        # No token comes after a single one, so the causal mask, with which rings are read in place, hides nothing.
+        is_single = isinstance(number, int) and number == 1
+        return cls(is_causal or is_single, window, is_padded)
+
+    def masks(
+        self, mask: ArrayLike | Mask | None, shape: Shape, ends: Int[Array, "..."] | None, is_ring: bool = False
+    ) -> list[Mask | None]:
+        """Lists all masks of a step for the keys in `shape`; `mask` is the caller's.
+
+        `ends` are the positions after the last new token of each sequence; None if every key is a token, and none is
+        padding. In a ring that `is_ring` sorted by position, slots without a token come first, at positions below 0.
+        """
+        masks: list[Mask | None] = [CausalMask() if self.is_causal else None]
+        if self.window is not None:
+            masks.append(LocalMask(*self.window))
+        if mask is not None:
+            masks.append(given_mask(mask, shape))
+        # A causal mask hides all slots that are not written yet.
+        key_ends = None if self.is_causal else ends
+        query_ends = ends if self.is_padded else None
+        if key_ends is not None or query_ends is not None:
+            masks.append(LengthMask(key_ends, query_ends))
+        if is_ring:
+            masks.append(WrittenMask())
+        return masks
+
+
 class Step(NamedTuple):
     """The checked arguments of one call of `cached_attention`, with the cache before and after it adds the tokens."""
 
@@ -216,8 +270,7 @@ class Step(NamedTuple):
     tokens: Int[Array, "..."]  # the number of new tokens without padding, shaped like the index
     bias: ArrayLike | None
     mask: ArrayLike | Mask | None
-    window: tuple[int | None, int | None] | None
-    is_padded: bool  # whether there may be padding among the new tokens
+    visibility: Visibility
     key_indices: Int[Array, "..."] | None = None  # positions of the tokens that each query attends to
     top_k: int = 0  # a query with at most this many visible keys lists all of them
 
@@ -233,7 +286,9 @@ class Step(NamedTuple):
         `room` says which sequences fit into the cache; the output of all others becomes NaN. JAX would clamp a position
         beyond the array and return a wrong entry. If lengths are not traced, raises a ValueError instead.
         """
-        masks, score_mod = self.masks(self.mask, self.cache.length), self.scoring.options.score_mod
+        # Without the mask of written keys: `ends` below says the same, and does not hide lookups from the checks.
+        masks = self.visibility.masks(self.mask, self.shape._replace(key_length=self.cache.length), ends=None)
+        score_mod = self.scoring.options.score_mod
         ends = jnp.where(self.tokens > 0, self.cache.index + self.tokens, 0)
         if readable(ends):
             last = extremes(ends)[1] - 1
@@ -262,12 +317,6 @@ class Step(NamedTuple):
             return compute(not np.any(np.asarray(index)))
         return lax.cond(jnp.all(index == 0), lambda: compute(True), lambda: compute(False))
 
-    def masks(self, mask: ArrayLike | Mask | None, length: int) -> list[Mask | None]:
-        """Lists the causal mask, the window and `mask` for `length` keys; `call` also masks padding and empty slots."""
-        window = None if self.window is None else LocalMask(*self.window)
-        shape = self.shape._replace(key_length=length)
-        return [CausalMask(), window, None if mask is None else given_mask(mask, shape)]
-
     def call(self, is_empty: bool, in_place: bool) -> Call:
         """Makes a `Call` over only the new tokens if `is_empty`, else over the cache with the new tokens.
 
@@ -294,8 +343,9 @@ class Step(NamedTuple):
             key, value = key.astype(query.dtype), value.astype(query.dtype)
         shape = self.shape._replace(key_length=key.shape[-3])
         ends = self.tokens if index is None else index + self.tokens
-        padding = LengthMask(None, _by_batch(ends, rank)) if self.is_padded else None
-        masks = [*self.masks(mask, shape.key_length), padding, WrittenMask() if is_ring else None]
+        if is_empty and not self.visibility.is_padded:
+            ends = None  # all keys are tokens of this call
+        masks = self.visibility.masks(mask, shape, None if ends is None else _by_batch(ends, rank), is_ring)
         query_offset, key_offset = (None if x is None else _by_batch(x, rank) for x in (index, first))
         scale = self.new.scale if in_place else None
         value_size = None if scale is None else cache.value_size

@@ -64,7 +64,7 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
       >>> config = {"model_type": "mistral", "hidden_size": 64, "num_attention_heads": 8, "sliding_window": 16}
       >>> arguments = convert.describe(config | {"rope_theta": 10000.0})
       >>> arguments["num_kv_heads"], arguments["local_window_size"], arguments["use_bias"]
-      (8, (15, 0), False)
+      (8, (15, None), False)
     """
     family, values = _read(config, layer)
     kind = _layer_type(family, values, layer)
@@ -258,14 +258,17 @@ def _scale(values: Values, layer: int, head_size: int) -> float | None:
     return None if is_scaled and factor == 1 else (head_size**-0.5 if is_scaled else 1.0) * factor
 
 
-def _window(values: Values) -> tuple[int, int] | None:
-    """Returns `local_window_size` (left, 0), or None; `sliding_window` in a config also counts the token itself."""
+def _window(values: Values) -> tuple[int, None] | None:
+    """Returns `local_window_size` (left, None), or None; `sliding_window` in a config also counts the token itself.
+
+    As in Transformers, the window limits the past only: `is_causal` hides later tokens, except those of the same image.
+    """
     width = values.get("sliding_window")
     if width is None or not values.get("use_sliding_window", True):
         return None
     if width < 1:
         raise ValueError(f"sliding_window must be a positive integer, but got {width!r}.")
-    return width - 1, 0
+    return width - 1, None
 
 
 def _position_arguments(

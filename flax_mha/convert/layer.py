@@ -43,6 +43,10 @@ def from_hf(
     `is_causal=True` in decoders, and the bias of T5. In layers of DiffLlama and Doge, other layers replace some of the
     module's; a layer of Qwen4-Exp is a subclass with an indexer, which chooses the keys of each query.
 
+    Prompts of models with images need one more argument, in training and in decoding, because not all of their tokens
+    are causal. PaliGemma: `**recipes.prefix_lm(n)`, where n counts the tokens of the image and of the prompt. Gemma 3
+    and 4: `**recipes.image_spans(ids)`, where ids number the images. Both override the preset `is_causal=True`.
+
     Args:
       config: The dict of a `config.json`, or `config.to_dict()`; see `describe`.
       state_dict: PyTorch tensors, or numpy or JAX arrays (`safetensors.flax.load_file`): of the whole model, of one of

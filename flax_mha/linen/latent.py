@@ -95,7 +95,7 @@ class MultiHeadLatentAttention(AttentionModule, nn.Module):
         deterministic: bool | None = None,
         dropout_rng: Array | None = None,
         sow_weights: bool = False,
-        is_causal: bool = False,
+        is_causal: bool | None = None,
         bias: Float[Array, "..."] | None = None,
         segment_ids: Int[Array, "*B T"] | None = None,
         lengths: Int[Array, "*B"] | None = None,

@@ -12,9 +12,10 @@ that broadcast to these axes. `canonical` checks them against the sizes of a cal
 """
 
 import dataclasses
+import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -225,6 +226,61 @@ class Or(_Pair):
     """Lets queries attend to the keys that at least one of two masks leaves visible: `left | right`."""
 
     operator = operator.or_
+
+
+def merged(masks: Sequence[Mask | None]) -> Mask | None:
+    """Combines masks by `&`; None in the list masks nothing."""
+    present = [mask for mask in masks if mask is not None]
+    return functools.reduce(operator.and_, present) if present else None
+
+
+def visible_at(mask: Mask | None, shape: Shape, offsets: tuple[Array, Array]) -> Bool[Array, "*B 1 T S"]:
+    """Evaluates a mask whose arrays have at most one entry for each sequence, as `offsets` do."""
+    lengths = shape.query_length, shape.key_length
+    if mask is None:
+        return jnp.ones((*shape.batch, 1, *lengths), bool)
+
+    def by_sequence(x: Array) -> Array:
+        return jnp.broadcast_to(x, shape.batch).reshape(-1)
+
+    def of_sequence(mask: Mask, first_query: Array, first_key: Array) -> Array:
+        tile = Tile(0, 0, lengths, (first_query, first_key))
+        return jnp.broadcast_to(mask.tile(tile), lengths)
+
+    sequences = mask.map_arrays(lambda x, _: by_sequence(x))
+    visible = jax.vmap(of_sequence)(sequences, *map(by_sequence, offsets))
+    return visible.reshape(*shape.batch, 1, *lengths)
+
+
+def shows_future(mask: Mask) -> bool:
+    """Returns whether a mask certainly is meant to show keys after the query: it widens `CausalMask()` by `|`.
+
+    A causal call would make such a mask pointless. Masks that a causal call narrows do not count, such as windows to
+    both sides, or `LocalMask(8, 0) | mask`, where `mask` shows more of the past.
+    """
+    if isinstance(mask, And):
+        return any(map(shows_future, mask.parts)) and not hides_future(mask)
+    if isinstance(mask, Or):
+        widens_causal = any(map(_shows_past, mask.parts)) and not hides_future(mask)
+        return widens_causal or any(map(shows_future, mask.parts))
+    return False
+
+
+def _shows_past(mask: Mask) -> bool:
+    """Returns whether a mask certainly shows each query itself and all keys before it."""
+    if mask.window is None:
+        return False
+    left, right = mask.window
+    return left is None and (right is None or right >= 0)
+
+
+def hides_future(mask: Mask) -> bool:
+    """Returns whether a mask certainly hides all keys after the query."""
+    if isinstance(mask, And):
+        return any(map(hides_future, mask.parts))
+    if isinstance(mask, Or):
+        return all(map(hides_future, mask.parts))
+    return mask.window is not None and mask.window[1] is not None and mask.window[1] <= 0
 
 
 @jax.tree_util.register_dataclass

@@ -204,7 +204,7 @@ class MultiHeadLatentAttention(AttentionModule):
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
-        is_causal: bool = False,
+        is_causal: bool | None = None,
         out_sharding: Any = None,
         qkv_sharding: Sharding | None = None,
         bias: Float[Array, "..."] | None = None,

@@ -271,7 +271,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
-        is_causal: bool = False,
+        is_causal: bool | None = None,
         out_sharding: Any = None,
         qkv_sharding: Any = None,
         input_positions: Array | None = None,
@@ -300,7 +300,10 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
           sow_weights: Sow the weights [B..., N, T, S] as `nnx.Intermediate` variable `attention_weights`.
           decode: Add the T tokens of this call to the cache, and attend to all tokens in it; None uses the
             constructor's value.
-          is_causal: Queries attend only to keys up to their own position. Decoding calls are always causal.
+          is_causal: True: queries attend only to keys up to their own position. None means True while decoding, and
+            otherwise what a `functools.partial` in `attention_fn` sets, or False. A decoding call with False attends to
+            all written tokens that the mask leaves visible, later ones of the call included; masks that show later
+            tokens (`recipes.prefix_lm`) require it.
           out_sharding: Sharding of the module's output, passed to the projection `out`.
           qkv_sharding: Sharding of query, key and value [B..., T, N, H], for the attention (see
             `dot_product_attention`) and, on a mesh with Explicit axes, for their projections.

@@ -1,4 +1,4 @@
-"""Twenty kinds of attention in plain Python: functions return arguments for `dot_product_attention`.
+"""Twenty-one kinds of attention in plain Python: functions return arguments for `dot_product_attention`.
 
 You can also pass the masks and score functions to the call of a module. For `soft_cap` and `attention_sinks`, modules
 take constructor arguments instead; see these recipes. `combine` joins several recipes. `differential` takes the
@@ -20,6 +20,7 @@ from flax_mha.recipes.masks import block_sparse as block_sparse
 from flax_mha.recipes.masks import causal as causal
 from flax_mha.recipes.masks import dilated as dilated
 from flax_mha.recipes.masks import documents as documents
+from flax_mha.recipes.masks import image_spans as image_spans
 from flax_mha.recipes.masks import neighborhood as neighborhood
 from flax_mha.recipes.masks import prefix_lm as prefix_lm
 from flax_mha.recipes.masks import shared_prefix as shared_prefix

@@ -45,9 +45,59 @@ def sliding_window(width: int) -> dict[str, Any]:
 
 
 def prefix_lm(length: int | Int[Array, ""]) -> dict[str, Any]:
-    """Lets the first `length` tokens attend to each other; causal after them. Raffel et al., T5, arXiv:1910.10683."""
+    """Lets the first `length` tokens attend to each other; causal after them. Raffel et al., T5, arXiv:1910.10683.
+
+    While decoding, the first call must contain the whole prefix.
+    """
     length = length if is_int(length) else int32("length", length)
-    return {"mask": CausalMask() | FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx < length)}
+    prefix = FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx < length)
+    return {"mask": CausalMask() | prefix, "is_causal": False}
+
+
+def image_spans(ids: Int[Array, "*B S"]) -> dict[str, Any]:
+    """Lets the tokens of each image attend to each other; causal otherwise. Gemma Team, Gemma 3, arXiv:2503.19786.
+
+    Query i attends to key j if j <= i, or if both are tokens of the same image: ids[i] = ids[j] > 0. While decoding,
+    the tokens of an image must be in one call, and every call takes the same ids.
+
+    Args:
+      ids: 0 for text, otherwise a number for each image, [S] or [B, S]. Positions after the last id are text.
+
+    Raises:
+      ValueError: If `ids` are not integers; in the attention, if the batch does not have B sequences.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_mha import recipes
+      >>> print(recipes.image_spans(jnp.array([0, 1, 1, 0, 2, 2, 2]))["mask"])
+      █·······
+      ███·····
+      ███·····
+      ████····
+      ███████·
+      ███████·
+      ███████·
+      ████████
+    """
+    ids = ids_int32("ids", ids)
+    if ids.ndim not in (1, 2) or not ids.size:
+        raise ValueError(f"ids must have shape [S] or [B, S], not empty, but got {ids.shape}.")
+    images = jnp.asarray(ids)
+    differ_by_sequence = images.ndim == 2
+    sizes = {"b": images.shape[0]} if differ_by_sequence else {}
+    last = images.shape[-1] - 1
+
+    def image_at(b: Array, position: Array) -> Array:
+        index = jnp.clip(position, 0, last)
+        image = images[b, index] if differ_by_sequence else images[index]
+        return jnp.where(position <= last, image, 0)
+
+    @made_for(**sizes)
+    def same_image(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        image = image_at(b, q_idx)
+        return (image > 0) & (image == image_at(b, kv_idx))
+
+    return {"mask": CausalMask() | FunctionMask(same_image), "is_causal": False}
 
 
 def documents(ids: Int[Array, "*B S"]) -> dict[str, Any]:

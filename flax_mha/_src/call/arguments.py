@@ -2,7 +2,6 @@
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
@@ -21,6 +20,7 @@ from flax_mha._src.core.tracing import Target, is_key, target_of
 from flax_mha._src.core.user_function import trace
 from flax_mha._src.core.validation import DTYPES, Shape, as_array, broadcastable, is_finite, is_int, number_in
 from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
+from flax_mha.masks.base import merged, shows_future
 from flax_mha.masks.function import check_lookups
 
 # Arguments that only modules accept, and the arguments of functions to use instead.
@@ -171,6 +171,21 @@ def check_window(size: Any) -> tuple[int | None, int | None] | None:
             f"{size!r}."
         )
     return None if pair == (None, None) else pair
+
+
+def check_is_causal(is_causal: Any, mask: Any) -> bool:
+    """Returns `is_causal`, which is True if it is None, as while decoding.
+
+    Raises a ValueError if the call is causal, but the mask is made to show later tokens, as `CausalMask() | mask` is.
+    """
+    given = is_causal
+    is_causal = given is None or _flag("is_causal", given)
+    if is_causal and isinstance(mask, Mask) and shows_future(mask):
+        raise ValueError(
+            "is_causal must be False if mask shows later tokens, as CausalMask() | mask does, because a causal call "
+            f"would hide them, but got {given}; pass is_causal=False (while decoding, None means True)."
+        )
+    return is_causal
 
 
 def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
@@ -366,7 +381,7 @@ def with_keys(
         key=key,
         value=value,
         bias=check_floats("bias", bias, shape.scores, "[batch..., heads, queries, keys]"),
-        mask=functools.reduce(operator.and_, present) if present else None,
+        mask=merged(present),
         offsets=offsets,
         cache_scale=cache_scale,
         key_indices=key_indices,

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from flax_mha._src.call.arguments import check_window
+from flax_mha._src.call.arguments import check_is_causal, check_window
 from flax_mha._src.core import validation
 from flax_mha._src.core.tracing import multiplies_bfloat16
 from flax_mha._src.distributed import tensor_parallel
@@ -74,7 +74,7 @@ class Given(NamedTuple):
     inputs_k: Float[Array, "*B S Dk"] | None = None
     inputs_v: Float[Array, "*B S Dv"] | None = None
     mask: Array | Mask | None = None
-    is_causal: bool = False
+    is_causal: bool | None = None  # None: as the attention function sets it, otherwise causal only while decoding
     bias: Array | None = None
     segment_ids: Any = None
     lengths: Any = None
@@ -150,7 +150,6 @@ def _attend(
     if a user chose the keys. Returns the output, and the cache with the new keys and values (None without a cache).
     """
     if cache is not None:
-        arguments.pop("is_causal", None)  # decoding is always causal
         appended = None if given.kv is None else given.kv.appended
         function, latent = flax.module.attention_fn, flax.latent
         return decode(function, core, heads, cache, given.lengths, latent, appended, arguments, top_k)
@@ -353,17 +352,29 @@ def _arguments(
     """
     ours = {name: getattr(flax.module, name) for name in OPTIONS} | {"sinks": flax.sinks} | per_sequence
     ours |= {name: getattr(given, name) for name in ("mask", "bias", "score_mod", "key_indices")}
-    ours["is_causal"] = None if given.is_causal is False else given.is_causal
+    ours["is_causal"] = _is_causal(given, core)
     ours["max_score_module"] = flax.module if given.sow_max_score else None
     ours["qkv_sharding"] = _attention_sharding(flax.module, core, given.qkv_sharding, query)
     without = ("is_causal",) if keys in ("stored", "to store") else ()  # their queries have no known positions
     # Arguments of None are left out, so that a function with only Flax's signature works, too.
     arguments = flax.arguments | {name: x for name, x in ours.items() if x is not None and name not in without}
-    arguments = arguments if core is None else core.combine(arguments, without, decoding)
+    if core is not None:
+        arguments = core.combine(arguments, ("is_causal",), decoding)
+    if decoding:
+        arguments["is_causal"] = ours["is_causal"]  # None is not the same as Flax's default of False
+    elif given.is_causal is None and ours["is_causal"]:
+        check_is_causal(ours["is_causal"], arguments.get("mask"))
     mask, is_no_mask = arguments.get("mask"), None
     if (core is not None or keys != "inputs") and not isinstance(mask, Mask | None):
         arguments["mask"], is_no_mask = validation.mask_of_numbers(mask)
     return arguments, is_no_mask
+
+
+def _is_causal(given: Given, core: CoreAttention | None) -> bool | None:
+    """Returns `is_causal` of the call or, if that is None, of a `functools.partial` around the attention function."""
+    if given.is_causal is None and core is not None:
+        return core.preset.get("is_causal")
+    return given.is_causal
 
 
 def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:

@@ -18,11 +18,12 @@ from flax_mha._src.core import validation
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.explanation import Explanation
 from flax_mha._src.run import Implementation
-from flax_mha.cache.cached_attention import check_cache, in_order, nan_without, over_cache
+from flax_mha.cache.cached_attention import Visibility, check_cache, in_order, nan_without, over_cache
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.latent import Latent
 from flax_mha.cache.shared import Appended
-from flax_mha.masks import ArrayMask, CausalMask, Mask
+from flax_mha.masks import Mask
+from flax_mha.masks.base import merged, visible_at
 
 # Arguments of `attention_fn` that are arguments of `dot_product_attention`.
 CORE = Arguments.__optional_keys__ | {"bias", "mask", "implementation"}
@@ -166,7 +167,16 @@ def decode(
     appended = Appended(*cache.append(key, value, lengths)) if appended is None else appended
     if core is None or not core.computes((query,), arguments):
         function = attention_fn if core is None else core.function
-        output = _decode_by(function, core is not None, (query, key, value), cache, appended, latent, **arguments)
+        output = _decode_by(
+            function,
+            core is not None,
+            (query, key, value),
+            cache,
+            appended,
+            latent,
+            is_padded=lengths is not None,
+            **arguments,
+        )
         return output, appended
     (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
     known = _core_arguments(arguments) | {"lengths": lengths, "latent": latent, "platform": core.platform}
@@ -181,7 +191,9 @@ def _decode_by(
     cache: KVCache,
     appended: Appended,
     latent: Latent | None,
+    is_padded: bool,
     mask: Any = None,
+    is_causal: bool | None = None,
     local_window_size: Any = None,
     **arguments: Any,
 ) -> Float[Array, "*B T N Hv"]:
@@ -203,22 +215,19 @@ def _decode_by(
         keys, values, first = in_order(cache, key, value)
     if latent is not None:
         keys, values = latent.expand(keys)
-    steps = cache.counted(query.shape[-3])
-    q_idx = (index[..., None] + steps)[..., :, None]
-    kv_idx = (first[..., None] + cache.counted(keys.shape[-3]))[..., None, :]
-    visible: Any = (kv_idx >= 0) & (kv_idx <= q_idx) & (steps < tokens[..., None])[..., :, None]
-    if window is not None and window[0] is not None:
-        visible = visible & (kv_idx >= q_idx - window[0])
-    visible = jnp.broadcast_to(visible[..., None, :, :], (*cache.batch, 1, *visible.shape[-2:]))
-    if mask is not None and not isinstance(mask, Mask):
-        sizes = (query.shape[-3], keys.shape[-3], query.shape[-2], *keys.shape[-2:], values.shape[-1])
-        visible, mask = validation.mask(mask, validation.Shape(cache.batch, *sizes)) & visible, None
+    visibility = Visibility.of(is_causal, window, mask, query.shape[-3], is_padded)
+    ends, is_ring = index + tokens, cache.window is not None
+    sizes = (query.shape[-3], keys.shape[-3], query.shape[-2], *keys.shape[-2:], values.shape[-1])
+    shape = validation.Shape(cache.batch, *sizes)
+    is_object = isinstance(mask, Mask)
     is_ours = is_ours and not jnp.iscomplexobj(query) and not any(map(arguments.get, EINSUMS))
-    if is_ours or mask is not None or "score_mod" in arguments:
+    if is_ours or is_object or "score_mod" in arguments:
         arguments |= {"query_offset": index, "key_value_offset": first}
-    if is_ours or mask is not None:
-        # With a causal mask, lookups by position can be checked.
-        visible = CausalMask() & (ArrayMask(visible) if mask is None else mask & ArrayMask(visible))
+    if is_ours or is_object:
+        visible: Any = merged(visibility.masks(mask, shape, ends, is_ring))
+    else:
+        visible = visible_at(merged(visibility.masks(None, shape, ends, is_ring)), shape, (index, first))
+        visible = visible if mask is None else visible & validation.mask(mask, shape)
     return nan_without(room, function(query, keys, values, mask=visible, **arguments), cache.batch)
 
 

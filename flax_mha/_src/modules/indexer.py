@@ -20,7 +20,7 @@ from flax_mha._src.distributed.split import by_types, is_explicit, unsplit
 from flax_mha._src.math.head import by_blocks, map_heads, scores_of
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
 from flax_mha._src.modules.attention_fn import sow
-from flax_mha.cache.cached_attention import Step, check_cache
+from flax_mha.cache.cached_attention import Step, Visibility, check_cache
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.masks import Mask
 
@@ -174,7 +174,8 @@ def _step(query: Array, key: Array, cache: KVCache, added: tuple, padded: bool, 
     target = target_of((query, cache.key))
     scoring = check_scoring(query, shape, {"precision": arguments.get("precision")}, target)
     new, tokens, _ = added
-    return Step(scoring, shape, key, value, cache, new, tokens, None, mask, window, padded)
+    visibility = Visibility.of(arguments.get("is_causal"), window, mask, shape.query_length, padded)
+    return Step(scoring, shape, key, value, cache, new, tokens, None, mask, visibility)
 
 
 def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choice:
