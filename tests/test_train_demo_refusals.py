@@ -56,6 +56,8 @@ def test_bad_numbers(capsys, tmp_path):
         (os.mkfifo, ["cannot read --data", "not a regular file"]),
         (lambda path: path.symlink_to("/dev/zero"), ["cannot read --data", "not a regular file"]),
     ],
+        (lambda path: path.write_bytes(b"abc\0" * 50), ["must be text", "NUL character at index 3"]),
+        (lambda path: path.write_bytes(b"\0" * 500), ["must be text", "NUL character at index 0"]),
 )
 def test_bad_text(capsys, tmp_path, make, words):
     path = tmp_path / "text.txt"

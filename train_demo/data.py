@@ -23,6 +23,7 @@ from train_demo.vocabulary import Vocabulary
 # Validation uses evenly spread windows with this many characters in all, or the whole of a smaller validation part.
 VALIDATED = 2**16
 WINDOWS = 32  # windows that are validated at a time
+NUL = "\0"  # which binary files contain, and text does not
 FIRST = 2**30  # a bit that is set in the first character of each of several documents
 
 
@@ -93,7 +94,9 @@ def _found(path: str | None) -> tuple[list[str], int]:
 
         return ["\n".join(topics[name] for name in sorted(topics))], 0
     try:
-        return _found_in(Path(path)) if Path(path).is_dir() else ([_read(Path(path))], 0)
+        if Path(path).is_dir():
+            return _found_in(Path(path))
+        text = _read(Path(path))
     except UnicodeDecodeError as error:
         raise UserError(
             f"--data {path} is not UTF-8 (byte {error.start}): convert it, or choose a different file"
@@ -102,6 +105,12 @@ def _found(path: str | None) -> tuple[list[str], int]:
         where = getattr(error, "filename", None) or path
         fix = "choose a UTF-8 text file, or a folder of them"
         raise UserError(f"cannot read --data {where} ({reason(error)}): {fix}") from error
+    if NUL in text:
+        raise UserError(
+            f"--data must be text, but {path} is binary (it has a NUL character at index {text.index(NUL)}): choose a "
+            "UTF-8 text file"
+        )
+    return [text], 0
 
 
 def _found_in(folder: Path) -> tuple[list[str], int]:
@@ -117,7 +126,7 @@ def _found_in(folder: Path) -> tuple[list[str], int]:
             text = _read(file)
         except UnicodeDecodeError:
             continue
-        if len(text) > 1 and "\0" not in text:
+        if len(text) > 1 and NUL not in text:
             documents.append(text)
     if not documents:
         raise UserError(f"--data {folder} contains no UTF-8 text ({len(files)} files): choose a different folder")
