@@ -14,6 +14,7 @@ from train_demo.__main__ import main
 from train_demo.errors import UserError
 
 pytest_plugins = ["demo_fixtures"]
+from train_demo.settings import SIZES
 
 NO_COUNTS = ("0", "-3", "1.5", "x", "")
 NO_POSITIVES = ("0", "-0.1", "nan", "inf", "x")
@@ -213,6 +214,21 @@ DAMAGES += [("checkpoints", "a file"), ("lock", "a folder"), ("report.html", "a 
 
 @pytest.mark.parametrize(("place", "harm"), DAMAGES)
 def test_a_damaged_file(fast, capfd, copy, tmp_path, place, harm):
+@pytest.mark.core
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_help_names_the_defaults_of_each_size_and_optimizer(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for name in SIZES["tiny"]:
+        values = ", ".join(f"{preset[name]} for {size}" for size, preset in SIZES.items())
+        assert f"(default: {values})" in said
+    assert "(default: 0.03 for muon, 0.004 for adamw)" in said
+    assert "(default: 1500)" not in said
+    assert "(default: 0.03)" not in said
+    assert ("options that are not given keep the values of the run" in said) == (command == "train")
+
+
     path = copy / place
     content = path.read_bytes() if path.is_file() else b"xx"
     shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -18,7 +18,7 @@ from train_demo import data, terminal
 from train_demo.api import RUNS, SETTINGS, default_folder, load, start
 from train_demo.errors import UserError, any_encoding, enough_memory, printable, reason
 from train_demo.run_folder import CONFIG, newest, read_config
-from train_demo.settings import SAMPLING, SIZES, Layout, Settings, completed, count, one_of, option_of
+from train_demo.settings import SAMPLING, SIZES, Layout, Settings, completed, count, default_of, one_of, option_of
 
 # JAX and Matplotlib are imported where they are used, so that help and errors in options come at once.
 
@@ -201,7 +201,10 @@ def _parser() -> Parser:
     train = parser.train = command(_train, "train a model, or resume a run (default)", "runs/NAME_OF_THE_DATA")
     train._optionals.title = "train options"
     source = "a UTF-8 text file, or a folder of them (default: the Python documentation)"
-    again = "resume --out, or the newest run, from its last checkpoint; raise --steps to train longer"
+    again = (
+        "resume --out, or the newest run, from its last checkpoint; options that are not given keep the values of the "
+        "run; raise --steps to train longer"
+    )
     train.add_argument("--resume", action="store_true", help=again)
     train.add_argument("--no-samples", action="store_true", help="do not write a short sample at each validation")
     size = f"preset for model, batch and steps: {', '.join(SIZES)} (default: tiny); other options override it"
@@ -235,6 +238,6 @@ def _add(parser: Parser, options: Iterable[Any]) -> None:
         if parse is None:
             parser.add_argument(option_of(option.name), action="store_true", default=None, help=explanation)
         else:
-            ending = "" if option.default is None else f" (default: {option.default})"
+            ending = "" if option.default is None else f" (default: {default_of(option.name, option.default)})"
             metavar = METAVARS[option.type]
             parser.add_argument(option_of(option.name), type=parse, metavar=metavar, help=explanation + ending)

@@ -125,6 +125,25 @@ class Settings:
             )
 
 
+def checked_size(size: str | None) -> None:
+    if size is not None:
+        checked("size", size, str, one_of(*SIZES))
+
+
+def default_of(name: str, default: Any) -> str:
+    """Returns the default of an option for the help: one for each size or optimizer that sets its own.
+
+    Example:
+      >>> default_of("learning_rate", 0.03)
+      '0.03 for muon, 0.004 for adamw'
+    """
+    if name in SIZES["tiny"]:
+        return ", ".join(f"{preset[name]} for {size}" for size, preset in SIZES.items())
+    if name == "learning_rate":
+        return ", ".join(f"{rate} for {optimizer}" for optimizer, rate in LEARNING_RATES.items())
+    return str(default)
+
+
 def completed(size: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the given settings, completed by those of the size and by the optimizer's learning rate.
 
@@ -132,7 +151,7 @@ def completed(size: str, given: Mapping[str, Any]) -> dict[str, Any]:
       >>> completed("small", {"layers": 6, "optimizer": "adamw"})["learning_rate"]
       0.004
     """
-    checked("size", size, str, one_of(*SIZES))
+    checked_size(size)
     return {**SIZES[size], "learning_rate": LEARNING_RATES[given.get("optimizer", "muon")], **given}
 
 
