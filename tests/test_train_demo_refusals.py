@@ -1,5 +1,7 @@
 """One-line errors of the command: arguments, texts, folders, and damaged runs."""
 
+import errno
+import functools
 import itertools
 import json
 import os
@@ -153,7 +155,7 @@ OTHERS = ["--resume", "--data", "other", "--batch-size", 3, "--learning-rate", 0
         (["--data", "same", *TINY], ["already contains a run: pass --resume", "different --out"]),
         ([*OTHERS, "--seed", 0], ["--batch-size was 2, now 3", "--learning-rate was 0.03, now 0.5", "--data"]),
         (["--resume", "--optimizer", "adamw"], ["--optimizer was muon, now adamw"]),
-        (["--resume", "--size", "small", "--context-length", 8], ["--layers was 1, now 4"]),
+        (["--resume", "--size", "small", "--context-length", 8], ["--layers was 1, now 4 from --size small"]),
         (["sample", "--prompt", "Ünknown é"], ["'Ü' 'é'"]),
     ],
 )
@@ -238,6 +240,25 @@ def test_the_help_names_the_defaults_of_each_size_and_optimizer(capsys, command)
         path.write_bytes(content[: len(content) // 2])
     elif harm != "deleted":
         path.write_text(WRITTEN[harm])
+@pytest.mark.core
+def test_presets_do_not_replace_numbers_of_a_saved_run(capsys, text, tmp_path):
+    """Steps and the learning rate are defaults, which nobody passed: a resumed run keeps its own."""
+    given = {"optimizer": "adamw", "steps": 2000, "batch_size": 6}
+    config, _ = run_folder.prepare(tmp_path, str(text), given, resume=False, size="tiny")
+    run_folder.write_config(tmp_path, config)
+    again = functools.partial(run_folder.prepare, tmp_path, None, resume=True)
+    for size, given in [("tiny", {"batch_size": 6}), (None, {}), ("tiny", {"batch_size": 6, "optimizer": "adamw"})]:
+        assert again(given=given, size=size)[0].settings == config.settings
+    assert again(given={"steps": 3000, "batch_size": 6}, size="tiny")[0].settings.steps == 3000
+
+    said = refusal(capsys, "--resume", "--size", "tiny", "--out", tmp_path)
+    assert "(--batch-size was 6, now 12 from --size tiny)" in said
+    said = refusal(capsys, "--resume", "--size", "tiny", "--batch-size", 6, "--optimizer", "muon", "--out", tmp_path)
+    assert "(--optimizer was adamw, now muon)" in said
+    said = refusal(capsys, "--resume", "--steps", 100, "--learning-rate", 0.03, "--out", tmp_path)
+    assert "(--steps was 2000, now 100; --learning-rate was 0.004, now 0.03)" in said
+
+
     lines = place in ("metrics.jsonl", "samples.jsonl")
     for command in reversed(COMMANDS):
         try:

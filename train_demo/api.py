@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from train_demo import terminal
 from train_demo.errors import UserError, any_encoding, enough_memory, printable, reason
 from train_demo.run_folder import Config, prepare, read_config
-from train_demo.settings import SAMPLING, Layout, Settings, checked, completed
+from train_demo.settings import SAMPLING, Layout, Settings, checked
 
 if TYPE_CHECKING:
     from train_demo.model import Transformer
@@ -157,15 +157,13 @@ def train(  # noqa: D417 - `Settings` describes the others
       ```
     """
     given = {name: value for name, value in locals().items() if name in SETTINGS and value is not None}
-    if size is not None:
-        given = completed(size, given)
     if layout is not None and layout.num_processes is not None:
         raise UserError("layout specifies multiple processes: start each one with python -m train_demo")
     if out == "":
         raise UserError("--out is empty: specify a folder, or omit it")
     source = None if data is None else str(data)
     where = Path(out) if out is not None else default_folder(source)
-    code = start(where, source, given, resume, layout or Layout(), quiet, samples)
+    code = start(where, source, given, resume, layout or Layout(), quiet, samples, size)
     if code == 128 + signal.SIGTERM:
         raise SystemExit(code)
     if code:
@@ -194,12 +192,13 @@ def start(
     given: dict[str, Any],
     resume: bool,
     layout: Layout,
+    size: str | None = None,
     quiet: bool = False,
     samples: bool = True,
 ) -> int:
     """Starts or resumes a run, and trains; returns the command's exit code: 0, 130 after Ctrl-C, 143 after SIGTERM."""
     began = time.perf_counter()
-    config, text = prepare(out, data, given, resume)
+    config, text = prepare(out, data, given, resume, size)
     if layout.first and not quiet:  # before JAX is imported, which takes a second
         several = f"{text.documents:,} documents in " if text.packed else ""
         skipped = f" (skipped {text.skipped} files without UTF-8 text)" if text.skipped else ""

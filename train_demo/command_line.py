@@ -73,13 +73,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def _train(chosen: argparse.Namespace) -> int:
     given = _given(chosen, SETTINGS)
-    if chosen.size is not None:
-        given = completed(chosen.size, given)
     newest_run = chosen.resume and chosen.data is None and any(RUNS.glob(f"*/{CONFIG}"))
     out = _chosen_folder(chosen) if newest_run else chosen.out or default_folder(chosen.data)
     layout = Layout(**_given(chosen, LAYOUT))
     _keep_compiled()
-    return start(out, chosen.data, given, chosen.resume, layout, samples=not chosen.no_samples)
+    return start(out, chosen.data, given, chosen.resume, layout, samples=not chosen.no_samples, size=chosen.size)
 
 
 def _given(chosen: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The folder of a run: its configuration, and a lock for its only writer."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 from train_demo import data
 from train_demo.errors import UserError, reason
 from train_demo.files import write_atomically
-from train_demo.settings import Settings, completed, option_of
+from train_demo.settings import SIZES, Settings, checked_size, completed, option_of
 from train_demo.vocabulary import Vocabulary
 
 try:
@@ -51,7 +51,9 @@ class Config:
         return self.sentence.split(" ")[0] or self.sentence
 
 
-def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) -> tuple[Config, data.Text]:
+def prepare(
+    out: Path, path: str | None, given: dict[str, Any], resume: bool, size: str | None = None
+) -> tuple[Config, data.Text]:
     """Returns the configuration and the text of a run that is to be started or resumed; writes nothing.
 
     Args:
@@ -60,7 +62,9 @@ def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) ->
       given: The settings that the user gave; others are those of the resumed run, or the defaults. More `steps` extend
         the resumed run.
       resume: True continues a run that is in the folder; False refuses the folder.
+      size: The preset that the user gave. A resumed run must have its model and batch, but keeps its own steps.
     """
+    checked_size(size)
     if path == "":  # a shell variable that is not set
         raise UserError("--data is empty: specify a file or a folder, or omit it")
     saved = read_config(out) if (out / CONFIG).exists() else None
@@ -70,21 +74,33 @@ def prepare(out: Path, path: str | None, given: dict[str, Any], resume: bool) ->
         raise UserError(f"{out} contains checkpoints but no {CONFIG}: choose a different --out")
     if saved and given.get("dtype") == "auto":  # the run has settled it
         given = {name: value for name, value in given.items() if name != "dtype"}
-    settings = replace(saved.settings, **given) if saved else Settings(**completed("tiny", given))
+    preset: dict[str, Any] = {}
+    if saved:
+        if size is not None:
+            # The preset's steps are a default, which does not replace the saved number.
+            preset = {name: value for name, value in SIZES[size].items() if name not in {"steps", *given}}
+        settings = replace(saved.settings, **preset, **given)
+    else:
+        settings = Settings(**completed(size or "tiny", given))
     path = saved.data if path is None and saved else path
     text = data.load(path, settings.context_length)
     found = None if path is None else str(Path(path).resolve())
     config = Config(settings, found, text.sha256, text.vocabulary, text.sentence(settings.context_length))
     if saved:
-        _refuse_differences(out, saved, config)
+        sources = {option_of(name): f" from --size {size}" for name in preset}
+        _refuse_differences(out, saved, config, sources)
     return config, text
 
 
-def _refuse_differences(out: Path, saved: Config, now: Config) -> None:
+def _refuse_differences(out: Path, saved: Config, now: Config, sources: Mapping[str, str]) -> None:
+    """Raises a `UserError` if the settings differ; `sources` says which of them the user did not give one by one."""
     before, after = _named(saved), _named(now)
     if now.settings.steps > saved.settings.steps:
         del before["--steps"]
-    differing = [f"{name} was {before[name]}, now {after[name]}" for name in before if before[name] != after[name]]
+    differing = []
+    for name in before:
+        if before[name] != after[name]:
+            differing.append(f"{name} was {before[name]}, now {after[name]}{sources.get(name, '')}")
     if differing:
         names = "; ".join(differing)
         raise UserError(
