@@ -60,6 +60,19 @@ REFUSED = [
     ("train", {"size": ["tiny"], "out": "new"}, "size: expected a string, got ['tiny']"),
     ("train", {"size": "huge", "out": "new"}, "size: expected one of"),
     ("train", {"out": ""}, "--out is empty"),
+    ("train", {"out": 5}, "--out must be a path, but got 5"),
+    ("train", {"out": b"new"}, "--out must be a path, but got b'new'"),
+    ("train", {"out": "a\0b"}, "--out must be a folder, but"),
+    ("train", {"out": __file__}, "is a file: choose a different --out"),
+    ("train", {"data": 5, "out": "new"}, "--data must be a path, but got 5"),
+    ("train", {"data": __file__ + "\0", "out": "new"}, "cannot read --data"),
+    ("load", {"out": ""}, "--out is empty"),
+    ("load", {"out": None}, "--out must be a path, but got None"),
+    ("load", {"out": "a\0b"}, "--out must be a folder, but"),
+    ("load", {"out": __file__}, "is a file: choose a different --out"),
+    ("export", {"to": ["x"]}, "--to must be a path, but got ['x']"),
+    ("export", {"to": "a\0b"}, "--to must be a folder, but"),
+    ("export", {"to": __file__}, "is a file: choose a different --to"),
     ("Layout", {"fsdp": 0}, "fsdp: expected a whole number from 1 to 2147483647, got '0'"),
     ("Layout", {"accumulate": 2.0}, "accumulate: expected a whole number from 1 to 2147483647, got '2.0'"),
     ("Layout", {"tensor": "2"}, "tensor: expected a number, got '2'"),
@@ -78,7 +91,7 @@ REFUSED = [
 def test_refused(run, text, tmp_path, monkeypatch, name, options, message):
     monkeypatch.chdir(tmp_path)
     given = {"train": {"data": text, "out": run.out, "quiet": True, **SETTINGS}, "sample": {"prompt": "fox"}}
-    function = run.sample if name == "sample" else getattr(train_demo, name)
+    function = getattr(run if name in ("sample", "export") else train_demo, name)
     assert_refused([message], function, **given.get(name, {}) | options)
     assert not list(tmp_path.rglob("config.json"))
 

@@ -14,9 +14,9 @@ from demo_runs import STEPS, TEXT, TINY, UNSAFE, as_users_have_it, refusal
 from train_demo import generate, metrics, plots, report, run_folder, training
 from train_demo.__main__ import main
 from train_demo.errors import UserError
+from train_demo.settings import SIZES
 
 pytest_plugins = ["demo_fixtures"]
-from train_demo.settings import SIZES
 
 NO_COUNTS = ("0", "-3", "1.5", "x", "")
 NO_POSITIVES = ("0", "-0.1", "nan", "inf", "x")
@@ -56,11 +56,11 @@ def test_bad_numbers(capsys, tmp_path):
         (lambda path: path.write_bytes(b"short"), ["has 5 characters for training and 0 for validation", "10 and 9"]),
         (lambda path: path.write_bytes(b"x" * 89), ["has 81 characters for training and 8 for", "at least 10 and 9"]),
         (lambda path: path.write_bytes(b"abc\xff" * 50), ["not UTF-8", "byte 3"]),
+        (lambda path: path.write_bytes(b"abc\0" * 50), ["must be text", "NUL character at index 3"]),
+        (lambda path: path.write_bytes(b"\0" * 500), ["must be text", "NUL character at index 0"]),
         (os.mkfifo, ["cannot read --data", "not a regular file"]),
         (lambda path: path.symlink_to("/dev/zero"), ["cannot read --data", "not a regular file"]),
     ],
-        (lambda path: path.write_bytes(b"abc\0" * 50), ["must be text", "NUL character at index 3"]),
-        (lambda path: path.write_bytes(b"\0" * 500), ["must be text", "NUL character at index 0"]),
 )
 def test_bad_text(capsys, tmp_path, make, words):
     path = tmp_path / "text.txt"
@@ -80,11 +80,9 @@ def test_bad_text(capsys, tmp_path, make, words):
         (["--token-shift", "64"], ["--token-shift 64", "at most 63"]),
         (["--size", "huge"], ["--size", "tiny, small, medium, gpt2", "'huge'"]),
         (["--optimizer", "sgd"], ["--optimizer", "muon, adamw", "'sgd'"]),
-        (["--out", __file__], ["File exists"]),
         (["--out", ""], ["--out: expected a folder, got ''"]),
         (["--data", ""], ["--data is empty"]),
         (["export", "--to", ""], ["--to: expected a folder"]),
-        (["--out", f"{__file__}/run"], ["Not a directory"]),
         (["--step", "5"], ["--step"]),
         (["sing"], ["sing"]),
         (["--data-parallel", "-2"], ["--data-parallel", "-1 or", "got '-2'"]),
@@ -121,6 +119,77 @@ def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
     assert not list(tmp_path.iterdir())
 
 
+WITH_FOLDERS = [["train"], ["train", "--resume"], ["sample", "--prompt", "x"], ["plot"], ["report"], ["export"]]
+LONG = "x" * 300
+NOT_FOLDERS = {
+    "text.txt": "text.txt is a file",
+    "text.txt/run": "text.txt is a file",
+    "broken": "broken is a broken link",
+    "broken/run": "broken is a broken link",
+    "loop": "loop is a broken link",
+    LONG: f"{LONG} cannot be used ({os.strerror(errno.ENAMETOOLONG)})",
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("command", WITH_FOLDERS)
+@pytest.mark.parametrize("place", NOT_FOLDERS)
+def test_out_must_be_a_folder(capsys, monkeypatch, tmp_path, command, place):
+    monkeypatch.chdir(tmp_path)
+    make_obstacles(tmp_path)
+    said = refusal(capsys, *command, "--out", place)
+    assert f"--out must be a folder, but {NOT_FOLDERS[place]}" in said
+    assert "choose a different --out" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "loop", "text.txt"]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("place", NOT_FOLDERS)
+def test_to_must_be_a_folder(capsys, monkeypatch, run, tmp_path, place):
+    """The path is checked before the model is loaded."""
+
+    def never(*_):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(generate, "load_model", never)
+    make_obstacles(tmp_path)
+    said = refusal(capsys, "export", "--out", run.out, "--to", place)
+    assert f"--to must be a folder, but {NOT_FOLDERS[place]}" in said
+    assert "choose a different --to" in said
+    said = refusal(capsys, "export", "--out", run.out, "--to", ".")
+    assert ". is not an export: choose a different folder with --to" in said
+
+
+@pytest.mark.parametrize("command", [["train"], ["export"]])
+def test_a_folder_that_cannot_be_made_or_written(capsys, monkeypatch, run, text, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).resolve() != closed)  # root may write everywhere
+    option = "--out" if command == ["train"] else "--to"
+    rest = ["--data", text] if command == ["train"] else ["--out", run.out]
+    for place in ("closed", "closed/new/run"):
+        said = refusal(capsys, *command, *rest, option, place)
+        assert f"{option} must be a folder that you can write to, but closed is not writable" in said
+        assert f"choose a different {option}" in said
+    assert not list(closed.iterdir())
+
+
+def test_a_folder_that_the_system_does_not_make(capsys, text):
+    """Such as one in /proc, whose permissions promise more."""
+    said = refusal(capsys, "--data", text, "--out", "/proc/run", *TINY)
+    assert "cannot write to --out /proc/run" in said
+    assert "choose a different --out" in said
+    assert "Errno" not in said
+
+
+def make_obstacles(folder):
+    (folder / "text.txt").touch()
+    (folder / "broken").symlink_to("nowhere")
+    (folder / "loop").symlink_to("loop")
+
+
 @pytest.mark.parametrize("arguments", [["--data", UNSAFE], [f"--steps={UNSAFE}"], [UNSAFE], ["plot", "--out", UNSAFE]])
 def test_errors_send_no_control_characters(capsys, monkeypatch, tmp_path, arguments):
     monkeypatch.chdir(tmp_path)
@@ -145,6 +214,21 @@ def test_the_help_lists_the_options_of_training_within_the_width(capsys, monkeyp
     assert {"--data", "--steps", "--learning-rate", "--fsdp", "--start-timeout"} <= set(words[""])
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_help_names_the_defaults_of_each_size_and_optimizer(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for name in SIZES["tiny"]:
+        values = ", ".join(f"{preset[name]} for {size}" for size, preset in SIZES.items())
+        assert f"(default: {values})" in said
+    assert "(default: 0.03 for muon, 0.004 for adamw)" in said
+    assert "(default: 1500)" not in said
+    assert "(default: 0.03)" not in said
+    assert ("options that are not given keep the values of the run" in said) == (command == "train")
+
+
 OTHERS = ["--resume", "--data", "other", "--batch-size", 3, "--learning-rate", 0.5]
 
 
@@ -167,6 +251,25 @@ def test_options_that_do_not_match_a_run(capsys, run, text, tmp_path, arguments,
     assert all(word in said for word in words)
     assert "--seed" not in said
     assert "--context-length" not in said
+
+
+@pytest.mark.core
+def test_presets_do_not_replace_numbers_of_a_saved_run(capsys, text, tmp_path):
+    """Steps and the learning rate are defaults, which nobody passed: a resumed run keeps its own."""
+    given = {"optimizer": "adamw", "steps": 2000, "batch_size": 6}
+    config, _ = run_folder.prepare(tmp_path, str(text), given, resume=False, size="tiny")
+    run_folder.write_config(tmp_path, config)
+    again = functools.partial(run_folder.prepare, tmp_path, None, resume=True)
+    for size, given in [("tiny", {"batch_size": 6}), (None, {}), ("tiny", {"batch_size": 6, "optimizer": "adamw"})]:
+        assert again(given=given, size=size)[0].settings == config.settings
+    assert again(given={"steps": 3000, "batch_size": 6}, size="tiny")[0].settings.steps == 3000
+
+    said = refusal(capsys, "--resume", "--size", "tiny", "--out", tmp_path)
+    assert "(--batch-size was 6, now 12 from --size tiny)" in said
+    said = refusal(capsys, "--resume", "--size", "tiny", "--batch-size", 6, "--optimizer", "muon", "--out", tmp_path)
+    assert "(--optimizer was adamw, now muon)" in said
+    said = refusal(capsys, "--resume", "--steps", 100, "--learning-rate", 0.03, "--out", tmp_path)
+    assert "(--steps was 2000, now 100; --learning-rate was 0.004, now 0.03)" in said
 
 
 def test_a_moved_text_is_the_same_configuration(run, tmp_path):
@@ -216,21 +319,6 @@ DAMAGES += [("checkpoints", "a file"), ("lock", "a folder"), ("report.html", "a 
 
 @pytest.mark.parametrize(("place", "harm"), DAMAGES)
 def test_a_damaged_file(fast, capfd, copy, tmp_path, place, harm):
-@pytest.mark.core
-@pytest.mark.parametrize("command", ["train", "plan"])
-def test_the_help_names_the_defaults_of_each_size_and_optimizer(capsys, command):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    for name in SIZES["tiny"]:
-        values = ", ".join(f"{preset[name]} for {size}" for size, preset in SIZES.items())
-        assert f"(default: {values})" in said
-    assert "(default: 0.03 for muon, 0.004 for adamw)" in said
-    assert "(default: 1500)" not in said
-    assert "(default: 0.03)" not in said
-    assert ("options that are not given keep the values of the run" in said) == (command == "train")
-
-
     path = copy / place
     content = path.read_bytes() if path.is_file() else b"xx"
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -240,25 +328,6 @@ def test_the_help_names_the_defaults_of_each_size_and_optimizer(capsys, command)
         path.write_bytes(content[: len(content) // 2])
     elif harm != "deleted":
         path.write_text(WRITTEN[harm])
-@pytest.mark.core
-def test_presets_do_not_replace_numbers_of_a_saved_run(capsys, text, tmp_path):
-    """Steps and the learning rate are defaults, which nobody passed: a resumed run keeps its own."""
-    given = {"optimizer": "adamw", "steps": 2000, "batch_size": 6}
-    config, _ = run_folder.prepare(tmp_path, str(text), given, resume=False, size="tiny")
-    run_folder.write_config(tmp_path, config)
-    again = functools.partial(run_folder.prepare, tmp_path, None, resume=True)
-    for size, given in [("tiny", {"batch_size": 6}), (None, {}), ("tiny", {"batch_size": 6, "optimizer": "adamw"})]:
-        assert again(given=given, size=size)[0].settings == config.settings
-    assert again(given={"steps": 3000, "batch_size": 6}, size="tiny")[0].settings.steps == 3000
-
-    said = refusal(capsys, "--resume", "--size", "tiny", "--out", tmp_path)
-    assert "(--batch-size was 6, now 12 from --size tiny)" in said
-    said = refusal(capsys, "--resume", "--size", "tiny", "--batch-size", 6, "--optimizer", "muon", "--out", tmp_path)
-    assert "(--optimizer was adamw, now muon)" in said
-    said = refusal(capsys, "--resume", "--steps", 100, "--learning-rate", 0.03, "--out", tmp_path)
-    assert "(--steps was 2000, now 100; --learning-rate was 0.004, now 0.03)" in said
-
-
     lines = place in ("metrics.jsonl", "samples.jsonl")
     for command in reversed(COMMANDS):
         try:

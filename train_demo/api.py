@@ -95,9 +95,7 @@ class Run:
         """
         from train_demo import export
 
-        if to == "":
-            raise UserError("--to is empty: specify a folder, or omit it")
-        folder = self.out / "export" if to is None else Path(to)
+        folder = export.default_target(self.out) if to is None else as_folder("--to", to)
         try:
             export.write(folder, self.model, self.config)
         except OSError as error:
@@ -159,10 +157,8 @@ def train(  # noqa: D417 - `Settings` describes the others
     given = {name: value for name, value in locals().items() if name in SETTINGS and value is not None}
     if layout is not None and layout.num_processes is not None:
         raise UserError("layout specifies multiple processes: start each one with python -m train_demo")
-    if out == "":
-        raise UserError("--out is empty: specify a folder, or omit it")
-    source = None if data is None else str(data)
-    where = Path(out) if out is not None else default_folder(source)
+    source = None if data is None else as_path("--data", data)
+    where = default_folder(source) if out is None else as_folder("--out", out)
     code = start(where, source, given, resume, layout or Layout(), quiet, samples, size)
     if code == 128 + signal.SIGTERM:
         raise SystemExit(code)
@@ -173,7 +169,7 @@ def train(  # noqa: D417 - `Settings` describes the others
 
 def load(out: str | Path) -> Run:
     """Loads a run, finished or not, with the model of its newest whole checkpoint."""
-    out = Path(out)
+    out = as_folder("--out", out)
     config = read_config(out)
     from train_demo import metrics
     from train_demo.generate import load_model
@@ -192,9 +188,9 @@ def start(
     given: dict[str, Any],
     resume: bool,
     layout: Layout,
-    size: str | None = None,
     quiet: bool = False,
     samples: bool = True,
+    size: str | None = None,
 ) -> int:
     """Starts or resumes a run, and trains; returns the command's exit code: 0, 130 after Ctrl-C, 143 after SIGTERM."""
     began = time.perf_counter()
@@ -213,6 +209,21 @@ def start(
 
     with processes.joined(layout), enough_memory("--batch-size, --context-length or --features"):
         return training.train(config, text, out, resume, layout, quiet, samples, began)
+
+
+def as_path(option: str, path: str | os.PathLike[str]) -> str:
+    """Returns the path in an argument of a Python call; raises a `UserError` if it is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise UserError(f"{option} must be a path, but got {path!r}: pass a str or a pathlib.Path")
+    return os.fsdecode(path)
+
+
+def as_folder(option: str, path: str | os.PathLike[str]) -> Path:
+    """Returns the folder in an argument of a Python call; raises a `UserError` if it is empty or no path."""
+    text = as_path(option, path)
+    if not text:  # as a variable of the shell that is not set
+        raise UserError(f"{option} is empty: specify a folder")
+    return Path(text)
 
 
 def default_folder(data: str | None) -> Path:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from train_demo import data, terminal
 from train_demo.api import RUNS, SETTINGS, default_folder, load, start
 from train_demo.errors import UserError, any_encoding, enough_memory, printable, reason
+from train_demo.files import check_folder
 from train_demo.run_folder import CONFIG, newest, read_config
 from train_demo.settings import SAMPLING, SIZES, Layout, Settings, completed, count, default_of, one_of, option_of
 
@@ -66,7 +67,11 @@ def run(arguments: Sequence[str]) -> int:
     except UserError as error:
         parser.error(str(error))
     except OSError as error:  # such as a full disk; errors of stdout have no file name
-        parser.error(str(error) if error.filename else f"cannot write to standard output ({reason(error)})")
+        if not error.filename:
+            parser.error(f"cannot write to standard output ({reason(error)})")
+        parser.error(
+            f"cannot read or write {error.filename} ({reason(error)}): check its permissions and the free disk space"
+        )
     except ModuleNotFoundError as error:
         parser.error(f"{error.name} is not installed: run pip install -e '.[demo]' in the repository")
 
@@ -137,7 +142,9 @@ def _show(prompts: Sequence[str], num_samples: int, pieces: Iterator[list[str]])
 
 
 def _plot(chosen: argparse.Namespace) -> int:
-    run = load(_chosen_folder(chosen))
+    out = _chosen_folder(chosen)
+    check_folder("--out", out, writable=True)
+    run = load(out)
     from train_demo import plots, report
 
     plots.draw(run.out, run.model, run.config)
@@ -147,7 +154,12 @@ def _plot(chosen: argparse.Namespace) -> int:
 
 
 def _export(chosen: argparse.Namespace) -> int:
-    to = load(_chosen_folder(chosen)).export(chosen.to)
+    out = _chosen_folder(chosen)
+    read_config(out)
+    from train_demo import export
+
+    export.check_target(chosen.to or export.default_target(out))  # before the model is loaded
+    to = load(out).export(chosen.to)
     print(printable(f"Wrote {', '.join(sorted(path.name for path in to.iterdir()))} to {to}"))
     return 0
 

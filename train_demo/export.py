@@ -9,7 +9,7 @@ from flax import nnx
 from safetensors.numpy import save
 
 from train_demo.errors import UserError
-from train_demo.files import write_atomically
+from train_demo.files import check_folder, write_atomically
 from train_demo.model import Transformer
 from train_demo.run_folder import MODEL_VERSION, Config
 
@@ -21,8 +21,7 @@ NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 
 def write(to: Path, model: Transformer, config: Config) -> None:
     """Writes a model into a new or empty folder, or over an earlier export."""
-    if to.exists() and not _is_export(to):
-        raise UserError(f"{to} is not an export: choose a different folder with --to")
+    check_target(to)
     state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     files = {
         WEIGHTS: save(torch_arrays(state), metadata={"format": "pt"}),
@@ -34,10 +33,20 @@ def write(to: Path, model: Transformer, config: Config) -> None:
         write_atomically(to / name, content)
 
 
+def default_target(out: Path) -> Path:
+    """Returns the folder for the export of a run for which no `to` was given."""
+    return out / "export"
+
+
+def check_target(to: Path) -> None:
+    """Raises a `UserError` unless an export may be written into a folder, which need not exist."""
+    check_folder("--to", to, writable=True)
+    if to.exists() and not _is_export(to):
+        raise UserError(f"{to} is not an export: choose a different folder with --to")
+
+
 def _is_export(folder: Path) -> bool:
     """Returns True for a folder that is empty or has only files of an export in it, the code among them."""
-    if not folder.is_dir():
-        return False
     names = {path.name for path in folder.iterdir()}
     return not names or (names <= {WEIGHTS, CONFIG, CODE.name} and CODE.name in names)
 

@@ -1,10 +1,33 @@
-"""Writes files atomically, and reads lines of JSON, some of which may be damaged."""
+"""Checks folders, writes files atomically, and reads lines of JSON, some of which may be damaged."""
 
 import json
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from train_demo.errors import UserError, reason
+
+
+def check_folder(option: str, folder: Path, writable: bool = False) -> None:
+    """Raises a `UserError`, which names `option`, unless a path is a folder or may become one.
+
+    If `writable`, the user must also be allowed to write into the folder, or into its nearest parent that exists.
+    """
+    fix = f"choose a different {option}"
+    for path in (folder, *folder.parents):
+        try:
+            path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # a parent may exist
+        except (OSError, ValueError) as error:  # such as a name that is too long, or holds a NUL character
+            raise UserError(f"{option} must be a folder, but {path} cannot be used ({reason(error)}): {fix}") from None
+        if not path.is_dir():
+            what = "a file" if path.exists() else "a broken link"
+            raise UserError(f"{option} must be a folder, but {path} is {what}: {fix}")
+        if writable and not os.access(path, os.W_OK | os.X_OK):
+            raise UserError(f"{option} must be a folder that you can write to, but {path} is not writable: {fix}")
+        return
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from train_demo import data
 from train_demo.errors import UserError, reason
-from train_demo.files import write_atomically
+from train_demo.files import check_folder, write_atomically
 from train_demo.settings import SIZES, Settings, checked_size, completed, option_of
 from train_demo.vocabulary import Vocabulary
 
@@ -65,6 +65,7 @@ def prepare(
       size: The preset that the user gave. A resumed run must have its model and batch, but keeps its own steps.
     """
     checked_size(size)
+    check_folder("--out", out, writable=True)
     if path == "":  # a shell variable that is not set
         raise UserError("--data is empty: specify a file or a folder, or omit it")
     saved = read_config(out) if (out / CONFIG).exists() else None
@@ -131,6 +132,7 @@ def write_config(out: Path, config: Config) -> None:
 
 def read_config(out: Path) -> Config:
     """Reads the configuration of the run in a folder; raises a `UserError` if there is none that this demo can use."""
+    check_folder("--out", out)
     try:
         saved = json.loads((out / CONFIG).read_bytes())
         version = saved.get("model_version", 1) if isinstance(saved, dict) and "settings" in saved else MODEL_VERSION
@@ -162,8 +164,12 @@ def _checked(saved: Any) -> Config:
 @contextmanager
 def sole_writer(out: Path) -> Iterator[None]:
     """Makes and locks a run's folder for the context, or raises a `UserError`; the lock also ends with the process."""
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "lock").open("w") as file:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / "lock").open("w")
+    except OSError as error:
+        raise UserError(f"cannot write to --out {out} ({reason(error)}): choose a different --out") from error
+    with lock as file:
         try:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
