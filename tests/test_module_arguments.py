@@ -99,6 +99,63 @@ def test_a_partial_sets_arguments_that_the_module_does_not(make, preset, options
     assert_close(call(make(**options, attention_fn=partial(**preset)), X), want)
 
 
+FUNCTIONS_WITHOUT_MASK_OBJECTS = {
+    "nnx": nnx.dot_product_attention,
+    "linen": nn.dot_product_attention,
+    "jax": jax.nn.dot_product_attention,
+    "a partial": functools.partial(nnx.dot_product_attention, dropout_rate=0.0),
+    "a partial of a partial": jax.tree_util.Partial(functools.partial(nnx.dot_product_attention, dropout_rate=0.0)),
+    "jit": jax.jit(nnx.dot_product_attention, static_argnames="deterministic"),
+    "remat": jax.checkpoint(jax.jit(nn.dot_product_attention)),
+}
+
+
+@pytest.mark.core
+@MAKES
+@pytest.mark.parametrize("function", FUNCTIONS_WITHOUT_MASK_OBJECTS.values(), ids=FUNCTIONS_WITHOUT_MASK_OBJECTS)
+def test_functions_of_flax_and_jax_get_no_mask_objects(make, function):
+    """Also while decoding, where the mask of visible keys would be added to the object."""
+    error = r"mask must be an array for attention_fn=.*dot_product_attention.*, but got a CausalMask; pass an array, or"
+    module = make(attention_fn=function)
+    refused(error, call, module, X, mask=CausalMask())
+    refused("but got a And", call, module, X, mask=CausalMask() & masks.LengthMask(jnp.array([3, 4])))
+    decoding = make(attention_fn=function, decode=True)
+    if isinstance(decoding, nnx.Module):
+        decoding.init_cache((B, T, D))
+        refused(error, decoding, X[:, :1], mask=CausalMask())
+        return
+    variables = make(decode=True).init(jax.random.key(0), X)
+    refused(error, decoding.apply, variables, X[:, :1], mask=CausalMask(), mutable=["cache"])
+
+
+@MAKES
+def test_a_mask_object_in_a_partial_of_a_function_of_flax(make):
+    module = make(attention_fn=functools.partial(nnx.dot_product_attention, mask=CausalMask()))
+    refused("mask must be an array for attention_fn", call, module, X)
+    assert_close(call(module, X, mask=jnp.ones((T, T), bool)), call(make(), X))
+
+
+def test_a_function_of_flax_gets_no_mask_objects_with_latents():
+    sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+    options = {"num_heads": 2, "in_features": D, "decode": False, "rngs": nnx.Rngs(0)} | sizes
+    latent = flax_mha.MultiHeadLatentAttention(**options, attention_fn=nnx.dot_product_attention)
+    refused("mask must be an array for attention_fn", latent, X, mask=CausalMask())
+
+
+@MAKES
+def test_functions_of_users_get_mask_objects(make):
+    """Even if they copy the name and the module of Flax's function."""
+
+    @functools.wraps(nnx.dot_product_attention)
+    def attention(query, key, value, mask=None, **arguments):
+        if isinstance(mask, flax_mha.masks.Mask):
+            mask = mask.picture(query.shape[-3], key.shape[-3])
+        return nnx.dot_product_attention(query, key, value, mask=mask)
+
+    module = make(attention_fn=functools.partial(attention))
+    assert_close(call(module, X, mask=CausalMask()), call(make(), X, is_causal=True))
+
+
 @MAKES
 def test_a_partial_can_switch_dropout_off(make):
     module = make(attention_fn=partial(deterministic=True), dropout_rate=0.5)

@@ -1,11 +1,15 @@
 """`call_module`: the call of every module; a `FlaxModule` holds what differs between `flax.nnx` and `flax.linen`."""
 
 import dataclasses
+import functools
+import types
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import flax.linen
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float
@@ -31,6 +35,10 @@ KeySource = Literal["inputs", "cache", "stored", "to store", "shared"]
 Layer = Callable[[Array], Array]
 Arrays = tuple[Array, ...]
 OPTIONS = ("implementation", "scale", "local_window_size", "logits_soft_cap")
+# Attention functions of Flax and JAX, whose masks are arrays.
+FUNCTIONS_OF_ARRAYS = [nnx.dot_product_attention, flax.linen.dot_product_attention, jax.nn.dot_product_attention]
+if hasattr(nnx, "dot_product_attention_with_rope"):  # from Flax 0.12.12 on
+    FUNCTIONS_OF_ARRAYS.append(nnx.dot_product_attention_with_rope)
 
 
 class FlaxModule(NamedTuple):
@@ -358,7 +366,9 @@ def _arguments(
     without = ("is_causal",) if keys in ("stored", "to store") else ()  # their queries have no known positions
     # Arguments of None are left out, so that a function with only Flax's signature works, too.
     arguments = flax.arguments | {name: x for name, x in ours.items() if x is not None and name not in without}
-    if core is not None:
+    if core is None:
+        _check_takes_mask(flax.module.attention_fn, arguments.get("mask"))
+    else:
         arguments = core.combine(arguments, ("is_causal",), decoding)
     if decoding:
         arguments["is_causal"] = ours["is_causal"]  # None is not the same as Flax's default of False
@@ -375,6 +385,36 @@ def _is_causal(given: Given, core: CoreAttention | None) -> bool | None:
     if given.is_causal is None and core is not None:
         return core.preset.get("is_causal")
     return given.is_causal
+
+
+def _check_takes_mask(attention_fn: Callable[..., Array], mask: Array | Mask | None) -> None:
+    """Raises a ValueError if `mask` is a mask object and `attention_fn` a function of Flax or JAX, which wants arrays.
+
+    Looks through `functools.partial`, one of which may set the mask if the module sets none, and through wrappers of
+    JAX and Flax, such as `jax.jit`. Functions of users may accept mask objects.
+    """
+    function: Any = attention_fn
+    while not any(function is one for one in FUNCTIONS_OF_ARRAYS):
+        if isinstance(function, functools.partial):
+            mask = function.keywords.get("mask") if mask is None else mask
+            function = getattr(function.func, "fun", function.func)  # `fun`: in a Partial of a functools.partial
+        elif _is_of_flax_or_jax(function) and hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            return
+    if isinstance(mask, Mask):
+        raise ValueError(
+            f"mask must be an array for attention_fn={function.__module__}.{function.__name__}, but got a "
+            f"{type(mask).__name__}; pass an array, or leave attention_fn at flax_mha.attention_fn: it, "
+            "functools.partial of it and flax_mha.context_parallel take mask objects."
+        )
+
+
+def _is_of_flax_or_jax(function: Any) -> bool:
+    """Returns whether the code of a function or of its type is Flax's or JAX's; `__module__` is copied by wrappers."""
+    is_function = isinstance(function, types.FunctionType)
+    name = function.__globals__.get("__name__", "") if is_function else type(function).__module__
+    return name.split(".")[0] in ("flax", "jax", "jaxlib")
 
 
 def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:
