@@ -1,6 +1,7 @@
 """`KVCache`: the token in every slot, tokens that are taken back or reordered, and refusals."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -366,10 +367,18 @@ REFUSED = [
     (lambda: create(max_length=1e3), "max_length must be an int >= 1, but got 1000.0"),
     (lambda: create(num_kv_heads=0), "num_kv_heads must be an int >= 1, but got 0"),
     (lambda: create(head_size="8"), "head_size must be an int >= 1, but got '8'"),
-    (lambda: create(dtype=jnp.int16), "dtype must be floating point, but got int16"),
-    (lambda: create(dtype=jnp.float8_e5m2), "at least 16 bits, or be int8 or float8_e4m3fn, but got float8_e5m2"),
-    (lambda: create(dtype=None), "dtype must be floating point, but got None"),
-    (lambda: create(dtype="float33"), "dtype must be floating point, but got 'float33'"),
+    *(
+        (functools.partial(create, dtype=dtype), f"of at least 16 bits, int8 or float8_e4m3fn, but got {got}; ")
+        for dtype, got in {
+            jnp.int16: "int16",
+            jnp.uint8: "uint8",
+            jnp.int4: "int4",
+            bool: "bool",
+            jnp.float8_e5m2: "float8_e5m2",
+            None: "None",
+            "float33": "'float33'",
+        }.items()
+    ),
     (lambda: create(per_row=1), "per_row must be True or False, but got 1"),
     (lambda: create(window=(3, 0)), r"window must be an int >= 0 or None, but got \(3, 0\)"),
     (lambda: create(window=True), "window must be an int >= 0 or None, but got True"),

@@ -33,14 +33,18 @@ class Kind(NamedTuple):
 
 
 def check_dtype(dtype: DTypeLike) -> None:
+    """Raises a ValueError unless a cache may have this dtype: 16-bit or wider floating point or complex, or 8-bit."""
+    expected = "dtype must be a floating point dtype of at least 16 bits, int8 or float8_e4m3fn"
+    fix = "pass jnp.bfloat16, or jnp.int8 for a quantized cache"
     try:
         known = jnp.dtype(dtype)
     except TypeError as error:
-        raise ValueError(f"dtype must be floating point, but got {dtype!r}.") from error
-    if dtype is None or not (is_quantized(known) or jnp.issubdtype(known, jnp.inexact)):
-        raise ValueError(f"dtype must be floating point, but got {dtype and known}.")
-    if known.itemsize < 2 and not is_quantized(known):
-        raise ValueError(f"dtype must have at least 16 bits, or be int8 or float8_e4m3fn, but got {known}.")
+        raise ValueError(f"{expected}, but got {dtype!r}; {fix}.") from error
+    if dtype is None:  # for NumPy, None is float64
+        raise ValueError(f"{expected}, but got None; {fix}.")
+    is_wide = jnp.issubdtype(known, jnp.inexact) and known.itemsize >= 2
+    if not (is_wide or is_quantized(known)):
+        raise ValueError(f"{expected}, but got {known}; {fix}.")
 
 
 def check_entries(name: str, new: Array, cached: Array, number: int | None, any_dtype: bool) -> None:
