@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from flax import nnx
 from flax_cases import assert_close, assert_grads_close, visible
 from flax_modules import Linen, Nnx
 from marks import with_core
@@ -101,6 +103,28 @@ def test_modules(name, api, implementation):
     output, weights, arrays = api.grads(api.ours, params, inputs, options, arguments, cotangent)
     assert_close((output, arrays), (expected.detach().numpy(), [tensor.grad.numpy() for tensor in tensors]))
     assert_grads_close(weights, of_weights)
+
+
+@pytest.mark.core
+def test_add_zero_attn_equals_sinks_of_zero():
+    """A key and a value of zeros add exp(0) to the denominator and nothing to the output. One row is fully masked."""
+    torch.manual_seed(0)
+    module = torch_mha(add_zero_attn=True)()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    x, mask = normal(0, *X), visible(BATCH, KEYS, KEYS)
+    mask[0, 3] = False
+    hidden = torch.tensor(~mask).repeat_interleave(HEADS, 0)
+    expected = module(*[torch.tensor(x)] * 3, attn_mask=hidden)[0].detach().numpy()
+
+    attention_fn = functools.partial(flax_mha.attention_fn, sinks=jnp.zeros(HEADS))
+    options = {"decode": False, "attention_fn": attention_fn, "rngs": nnx.Rngs(0)}
+    ours = flax_mha.MultiHeadAttention(HEADS, FEATURES, **options)
+    convert.load_torch(ours, module.state_dict())
+    assert_close(ours(x, mask=mask[:, None]), expected)
+    without = flax_mha.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0))
+    convert.load_torch(without, module.state_dict())
+    assert np.abs(without(x, mask=mask[:, None]) - expected).max() > 1e-3
 
 
 def with_grads(function):
