@@ -1,6 +1,9 @@
 """Configs and weights of latent attention, as far as they go without PyTorch: what fits, and why the rest does not."""
 
+import functools
+
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import refused
@@ -94,6 +97,31 @@ def test_other_attentions():
     """Weights of one kind of attention do not load into the other."""
     other = flax_mha.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
     refused("module must be a MultiHeadLatentAttention for latent weights", convert.load_torch, other, weights())
+FLOAT8 = {key: x.astype(ml_dtypes.float8_e4m3fn) if x.ndim == 2 else x for key, x in weights().items()}
+QUANTIZED = {
+    "FP8 with scales of blocks": FLOAT8 | {"kv_b_proj.weight_scale_inv": np.ones((1, 1), np.float32)},
+    "FP8 with scales of rows": FLOAT8 | {"o_proj.weight_scale": np.ones((D, 1), np.float32)},
+    "FP8 without scales": FLOAT8,
+    "scales of weights that are no FP8": weights(kv_b_proj__weight_scale_inv=np.ones((1, 1), np.float32)),
+    "bitsandbytes": weights(q_proj__SCB=np.ones(3)),
+    "packed": {key.replace(".weight", ".weight_packed"): x for key, x in weights().items()},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("state_dict", QUANTIZED.values(), ids=QUANTIZED)
+def test_quantized_weights_must_be_dequantized_first(state_dict):
+    layers = {f"{PREFIX}{key}": x for key, x in state_dict.items()}
+    for load in (
+        functools.partial(convert.load_torch, make_module(), state_dict),
+        functools.partial(convert.load_torch, make_module(), layers, PREFIX),
+        functools.partial(convert.from_torch, layers, N, prefix=PREFIX),
+        functools.partial(convert.from_hf, CONFIG, layers, 1),
+    ):
+        with pytest.raises(ValueError, match=r"must (contain|be) floating point.*dequantize the model first"):
+            load()
+
+
     square = {f"{name}_proj.weight": np.ones((D, D), np.float32) for name in "qkvo"}
     with pytest.raises(ValueError, match="module must be a MultiHeadAttention for layout 'hf_llama'"):
         convert.load_torch(make_module(num_heads=N), square)

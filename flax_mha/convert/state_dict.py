@@ -52,12 +52,8 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
             "add_bias_kv=False."
         )
     layers = attention_layers(entries)
-    quantized = [key for key in entries if key.endswith(QUANTIZED) or ".quant_state." in key]
-    if quantized and not layers:
-        raise ValueError(
-            f"state_dict must contain floating point weights, but some are quantized ({_list_names(quantized)}); "
-            "dequantize the model first (model.dequantize() in Transformers), or load the original weights."
-        )
+    if not layers:
+        check_not_quantized(entries)
     differences = {name: layout.difference(entries) for name, layout in LAYOUTS.items()}
     fits = [name for name, difference in differences.items() if difference == ([], [])]
     if fits:
@@ -80,6 +76,16 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
         f"{_list_names(sorted(entries))}.{hint}{adapters}\nLayouts: {', '.join(LAYOUTS)}; for their keys, see "
         "flax_mha.convert.LAYOUTS."
     )
+
+
+def check_not_quantized(entries: Mapping[str, Any]) -> None:
+    """Raises a ValueError if a key shows that the weights of one attention are quantized."""
+    quantized = [key for key in entries if key.endswith(QUANTIZED) or ".quant_state." in key]
+    if quantized:
+        raise ValueError(
+            f"state_dict must contain floating point weights, but some are quantized ({_list_names(quantized)}); "
+            "dequantize the model first (model.dequantize() in Transformers), or load the original weights."
+        )
 
 
 def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool, bool]:

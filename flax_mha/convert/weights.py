@@ -12,7 +12,7 @@ from flax_mha.convert.hf_config.families import FAMILIES, Family
 from flax_mha.convert.latent import is_latent, latent_to_torch, read_latent
 from flax_mha.convert.layouts import KERNELS, LATENT, LAYOUTS, MODEL_TYPE, NORMS, OTHER_AXES, TORCH_AXES, LayoutName
 from flax_mha.convert.shapes import Arrays
-from flax_mha.convert.state_dict import attention_entries, leaves_of, recognize, to_numpy
+from flax_mha.convert.state_dict import attention_entries, check_not_quantized, leaves_of, recognize, to_numpy
 
 
 def from_torch(
@@ -169,6 +169,7 @@ def read(
         )
     prefix, entries = attention_entries(state_dict, prefix)
     if is_latent(entries):
+        check_not_quantized(entries)
         return LATENT, read_latent(entries, prefix, num_heads)
     name = recognize(entries, prefix)
     layout, arrays = LAYOUTS[name], Arrays()
