@@ -64,6 +64,9 @@ def test_round_trip_by_both_modules():
         assert {key: array.tobytes() for key, array in back.items()} == {k: x.tobytes() for k, x in weights().items()}
 
 
+BIASES = {"o_proj__bias": np.ones(D, np.float32), "kv_a_proj_with_mqa__bias": np.ones(C + R, np.float32)}
+GATE = np.ones((N * 5, D), np.float32)
+ROTARY_NORM = {"k_rope_only_layernorm__weight": np.ones(R, np.float32)}
 REFUSED = [
     (weights(q_proj__weight=None), {}, "must contain q_proj, or q_a_proj, q_a_layernorm and q_b_proj, but got none"),
     (weights(q_a_proj__weight=np.ones((3, D), np.float32)), {}, "but got q_a_proj, q_proj"),
@@ -72,8 +75,15 @@ REFUSED = [
     (weights(kv_b_proj__weight=np.ones((N * 12, C), np.int8)), {}, "kv_b_proj.weight must be floating point"),
     (weights(), {"num_heads": 3}, "num_heads must divide the 52 features of q_proj/kernel, but got 3"),
     (weights(), {"v_head_dim": 6}, r"kv_b_proj.kernel is \(10, 4, 13\) in the module but \(10, 4, 12\) in state_dict"),
-    (weights(), {"q_lora_rank": 8}, "q_a_proj.kernel is .* in the module but missing in state_dict"),
-    (weights(), {"use_bias": True}, "o_proj.bias is .* in the module but missing in state_dict"),
+    (weights(), {"q_lora_rank": 8}, "q_a_proj.kernel is .* in the module but missing in state_dict; .*q_lora_rank"),
+    (weights(), {"use_bias": True}, "o_proj.bias is .* but missing in state_dict; create the .* use_bias=False"),
+    (weights(**BIASES), {}, r"o_proj.bias is missing in the module but \(24,\) in .*; create the .* use_bias=True"),
+    (weights(sinks=np.ones(N, np.float32)), {}, r"sinks is missing in the module but \(4,\) .*; .* sinks=True"),
+    (weights(), {"sinks": True}, r"sinks is \(4,\) in the module but missing in state_dict; .* sinks=False"),
+    (weights(gate_proj__weight=GATE), {}, r"gate.kernel is missing in the module .*; create the module with gate=True"),
+    (weights(g_proj__weight=GATE[:N]), {}, r'gate.kernel is missing in the module .*; .* gate="head"'),
+    (weights(), {"gate": True}, "gate.kernel is .* but missing in state_dict; create the module with gate=False"),
+    (weights(**ROTARY_NORM), {}, r"k_rope_only_layernorm.scale is missing .*; .* normalize_rotary_key=True"),
     (weights(), {"rope": None}, "rope is None: these models use rope; pass check_options=False"),
 ]
 
@@ -87,16 +97,6 @@ def test_weights_that_do_not_fit(state_dict, options, message):
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(module)), before)
 
 
-@pytest.mark.parametrize("name", weights())
-def test_weights_without_axes_are_refused(name):
-    state_dict = weights() | {name: np.ones((), np.float32)}
-    refused("must", convert.load_torch, make_module(), state_dict)
-
-
-def test_other_attentions():
-    """Weights of one kind of attention do not load into the other."""
-    other = flax_mha.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
-    refused("module must be a MultiHeadLatentAttention for latent weights", convert.load_torch, other, weights())
 FLOAT8 = {key: x.astype(ml_dtypes.float8_e4m3fn) if x.ndim == 2 else x for key, x in weights().items()}
 QUANTIZED = {
     "FP8 with scales of blocks": FLOAT8 | {"kv_b_proj.weight_scale_inv": np.ones((1, 1), np.float32)},
@@ -122,6 +122,16 @@ def test_quantized_weights_must_be_dequantized_first(state_dict):
             load()
 
 
+@pytest.mark.parametrize("name", weights())
+def test_weights_without_axes_are_refused(name):
+    state_dict = weights() | {name: np.ones((), np.float32)}
+    refused("must", convert.load_torch, make_module(), state_dict)
+
+
+def test_other_attentions():
+    """Weights of one kind of attention do not load into the other."""
+    other = flax_mha.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
+    refused("module must be a MultiHeadLatentAttention for latent weights", convert.load_torch, other, weights())
     square = {f"{name}_proj.weight": np.ones((D, D), np.float32) for name in "qkvo"}
     with pytest.raises(ValueError, match="module must be a MultiHeadAttention for layout 'hf_llama'"):
         convert.load_torch(make_module(num_heads=N), square)

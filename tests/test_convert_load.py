@@ -53,6 +53,7 @@ GEMMA_2_LAYER = state_dict(prefix="layers.3.self_attn.") | {"layers.3.pre_feedfo
 RMS_NORM = {"normalize_qk": "rms_norm"}
 NO_OFFSET = {"qk_norm_offset": 0.0}
 GATED = state_dict(q_proj__weight=np.ones((42, D)), o_proj__weight=np.ones((D, 21)))
+GATED_BIASES = state_dict(q_proj__weight=np.ones((2 * N * H, D)), **BIASES | {"q_proj__bias": np.ones(2 * N * H)})
 # Message, entries, and, if there are any, options of the module and arguments of `load_torch`.
 WRONG = [
     ("state_dict must map names to tensors, but got a MultiHeadAttention", make_module()),
@@ -74,6 +75,10 @@ WRONG = [
     ("\n  key.kernel must have shape \\(23, 2, 8\\), but got \\(24, 2, 8", state_dict(), {"in_kv_features": 23}),
     ("\n  query.bias is missing from state_dict; .* use_bias=False\n", state_dict(), {"use_bias": True}),
     ("\n  query.bias is missing from the module; create it with use_bias=True\n", state_dict(**BIASES)),
+    ("\n  value.bias is missing from the module; create it with use_bias=True\n", state_dict(**BIASES)),
+    ("\n  value.bias is missing from the module; .* share_kv=False\n", state_dict(**BIASES), {"share_kv": True}),
+    ("\n  value.kernel is missing from the module; .* share_kv=False$", state_dict(), {"share_kv": True}),
+    ("\n  gate.bias is missing .* module; create it with use_bias=True$", GATED_BIASES, {"gate": True}),
     ('query_ln.scale is missing from the module; .*normalize_qk="rms_norm"', NORMED),
     ("query_ln.scale is missing from state_dict", state_dict(), RMS_NORM),
     ('must be "rms_norm": these norms do not subtract', NORMED, {"normalize_qk": True}, NO_OFFSET),

@@ -124,11 +124,36 @@ def _load_latent(
     for path in sorted({*variables, *arrays}):
         shapes = [getattr(x.get(path), "shape", "missing") for x in (variables, arrays)]
         if shapes[0] != shapes[1]:
-            problems.append(f"{path.replace('/', '.')} is {shapes[0]} in the module but {shapes[1]} in state_dict")
+            option = _latent_option(path, variables, arrays)
+            fix = f"; create the module with {option}" if option else ""
+            problems.append(f"{path.replace('/', '.')} is {shapes[0]} in the module but {shapes[1]} in state_dict{fix}")
     is_described = module.kv_b_proj.kernel.get_metadata().get(MODEL_TYPE)
     if check_options and module.rope is None and not is_described:
         problems.append("rope is None: these models use rope; pass check_options=False if this layer does not")
     _fill(variables, arrays, problems, layout)
+
+
+def _latent_option(path: str, variables: Mapping[str, nnx.Variable], arrays: Arrays) -> str:
+    """Returns the option with which a module of latent attention has the parameter if, and only if, `arrays` do.
+
+    Returns an empty string if both have the parameter, or if no option helps.
+    """
+    if path in variables and path in arrays:
+        return ""
+    is_needed = path in arrays
+    if path.startswith("indexer/"):
+        return "the indexer that convert.describe(config) returns" if is_needed else "indexer=None"
+    if path.endswith("/bias"):
+        # Weights of a model have all biases or none, which is what the option makes.
+        is_mixed = not is_needed and any(name.endswith("/bias") for name in arrays)
+        return "" if is_mixed else f"use_bias={is_needed}"
+    if path.startswith("q_"):
+        compressed = arrays.get("q_a_proj/kernel")
+        return f"q_lora_rank={None if compressed is None else compressed.shape[-1]}"
+    if path == "gate/kernel":
+        return 'gate="head"' if is_needed and arrays[path].ndim == 2 else f"gate={is_needed}"
+    options = {"sinks": "sinks", "k_rope_only_layernorm/scale": "normalize_rotary_key"}
+    return f"{options[path]}={is_needed}" if path in options else ""
 
 
 def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[str], layout: LayoutName) -> None:
@@ -169,7 +194,8 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
             '"rms_norm"' if option == "out_norm" else '"head"' if name == "gate.kernel" and array.ndim == 2 else value
         )
         value = '"layer_norm_bias"' if "_ln/" in path and NORM_BIASES[0] in arrays else value
-        option, value = ("share_kv", "False") if path.startswith("value/") else (option, value)
+        if path.startswith("value/") and "value/kernel" not in variables:
+            option, value = "share_kv", "False"
         if path not in variables:
             fix = f"with {option}={value}" if option else "by convert.from_hf"
             problems.append(f"{name} is missing from the module; create it {fix}")
