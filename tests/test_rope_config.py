@@ -42,7 +42,7 @@ REFUSED = [
     (lambda: apply_rope(XS[..., :2], PS, RoPE(scaling=NTK(2.0))), "NTK needs at least 4 rotated"),
     (lambda: Llama3(0.5, 1, 4, 8192), r"Llama3\(factor\) must be"),
     (lambda: Llama3(8, 0, 4, 8192), r"Llama3\(low_freq_factor\) must be .* > 0"),
-    (lambda: Llama3(8, 4, 4, 8192), r"Llama3\(high_freq_factor\) must be .* > 4"),
+    (lambda: Llama3(8, 4, 3.9, 8192), r"Llama3\(high_freq_factor\) must be .* >= 4"),
     (lambda: Llama3(8, 1, 4, None), r"Llama3\(original_max_position\) must be .* got None"),
     (lambda: YaRN(0.5, 4096), r"YaRN\(factor\) must be"),
     (lambda: YaRN(4, 0), r"YaRN\(original_max_position\) must be"),
@@ -68,6 +68,14 @@ REFUSED = [
     (lambda: RoPE(section_layout="axial"), "sections must be given .* 'axial', but got None"),
     (lambda: LongRoPE(FACTORS, 0), r"LongRoPE\(attention_factor\) must be"),
 ]
+
+
+def test_llama3_with_equal_factors_divides_slow_pairs_only():
+    turns = 8192 * RoPE().frequencies(128) / (2 * np.pi)
+    expected = np.where(turns < 2, 1 / 16, 1.0) * RoPE().frequencies(128)
+    scaled_frequencies = RoPE(scaling=Llama3(16.0, 2.0, 2.0, 8192)).frequencies(128)
+    assert 0 < (turns < 2).sum() < 64
+    np.testing.assert_allclose(scaled_frequencies, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)

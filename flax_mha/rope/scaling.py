@@ -123,7 +123,8 @@ class Llama3(Scaling):
     Attributes:
       factor: The ratio of the new length to the original length, at least 1.
       low_freq_factor: Below this number of turns, frequencies are divided by the factor; above 0.
-      high_freq_factor: Above this number of turns, frequencies are kept; above `low_freq_factor`.
+      high_freq_factor: Above this number of turns, frequencies are kept; at least `low_freq_factor`. If both are equal,
+        as in Llama 4 Scout, nothing is interpolated.
       original_max_position: The sequence length in pretraining, in tokens.
     """
 
@@ -135,12 +136,14 @@ class Llama3(Scaling):
     def __post_init__(self) -> None:
         self._check("factor", at_least=1.0)
         self._check("low_freq_factor", above=0.0)
-        self._check("high_freq_factor", above=self.low_freq_factor)
+        self._check("high_freq_factor", at_least=self.low_freq_factor)
         self._check("original_max_position", at_least=1)
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
         kept = super().frequencies(base, size)
         turns = self.original_max_position * kept / (2 * math.pi)
+        if self.high_freq_factor == self.low_freq_factor:
+            return np.where(turns < self.low_freq_factor, kept / self.factor, kept)
         share_kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return _blend(kept, kept / self.factor, share_kept)
 
