@@ -29,6 +29,7 @@ KEYS: dict[str, tuple[set[str], set[str]]] = {
     "ntk_alpha": ({"factor", *YARN}, {"alpha"}),
     "longrope": ({ORIGINAL, *LONGROPE}, {"short_factor", "long_factor"}),
 }
+IGNORED = {"finetuned"}  # tells only how a YaRN model was trained
 MROPE = {"mrope_section", "mrope_interleaved", "interleaved"}  # the last two are synonyms; Qwen3-Omni uses the last
 OTHER_MROPE = ("ernie4_5_vl", "hunyuan_vl")  # prefixes of model types that order sections as RoPE cannot
 # Vision encoders with axial positions: model type, without a final `_vision`, to section_layout and interleaved.
@@ -124,7 +125,9 @@ def _parameters(values: Values, layer_type: str | None) -> Values:
     elif is_local and values.get("model_type") != "modernbert":
         found = {}  # Gemma 3 scales its full attention only
     base = local_base if is_local else values.get("rope_theta")
-    parameters = {key: value for key, value in found.items() if value is not None}
+    parameters = {key: value for key, value in found.items() if value is not None and key not in IGNORED}
+    if parameters.get("attn_factor") == 1:  # a factor of 1 changes nothing
+        del parameters["attn_factor"]
     if base is not None:
         parameters.setdefault("rope_theta", base)
     if "rope_theta" not in parameters:
@@ -151,11 +154,17 @@ def _rope_type(parameters: Values) -> str:
         raise ValueError(f"rope_type must be one of {', '.join(KEYS)}, but got {rope_type!r}.")
     optional, required = KEYS[rope_type][0] | section_keys, KEYS[rope_type][1]
     unknown, missing = set(parameters) - COMMON - optional - required, required - set(parameters)
+    if "attn_factor" in unknown:
+        raise ValueError(
+            f"rope parameters must not contain attn_factor, but got {parameters['attn_factor']!r}; remove it to "
+            "compute what Transformers does, which ignores it."
+        )
     if unknown or missing:
         raise ValueError(
             f"rope parameters of type {rope_type!r} must contain {', '.join(sorted(required)) or 'only the base'}"
             f"{' and may contain ' * bool(optional)}{', '.join(sorted(optional))}, but got "
-            f"{', '.join(sorted(map(str, unknown))) or 'no ' + ', '.join(sorted(missing))}."
+            f"{', '.join(sorted(map(str, unknown))) or 'no ' + ', '.join(sorted(missing))}"
+            f"{'; remove what Transformers ignores' * bool(unknown)}."
         )
     return rope_type
 
