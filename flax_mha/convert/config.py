@@ -154,6 +154,11 @@ def _unfolded(family: Family, given: Values) -> Values:
     """Returns the values of a config whose layers or windows are counted in another way than those of other models."""
     if family.attentions > 1 and "num_layers" in given:
         return given | {"num_hidden_layers": family.attentions * given["num_layers"]}
+    if "hybrid_override_pattern" in family.keys:
+        # Nemotron-H has as many layers as it lists, whatever num_hidden_layers says.
+        listed_layers = given.get("layer_types") or given.get("hybrid_override_pattern")
+        if listed_layers:
+            return given | {"num_hidden_layers": len(listed_layers)}
     if "num_layers_per_stack" in given:
         return {key: value for key, value in given.items() if key != "num_hidden_layers"}
     if given.get("sliding_window_size"):  # without the token itself
@@ -173,10 +178,8 @@ def _check_layer(layer: Any, values: Values) -> None:
 
 def _check_supported(family: Family, values: Values) -> None:
     reasons = {key: reason for key, name, reason in UNSUPPORTED if name in ("", values["model_type"])}
-    if values.get("position_embedding_type", "absolute") not in ("absolute", "rope", "nope"):
-        reasons["position_embedding_type"] = (
-            "it adds relative positions to the scores; set 'absolute', and pass the positions as bias in every call"
-        )
+    if reason := _position_reason(family, values):
+        reasons["position_embedding_type"] = reason
     if values.get("attention_type") == "block_sparse":
         reasons["attention_type"] = "queries attend to randomly chosen blocks; set 'original_full'"
     for key, reason in reasons.items():
@@ -192,6 +195,27 @@ def _check_supported(family: Family, values: Values) -> None:
             f"{' and '.join(names)} must be equal, but they differ; set both to the value for the part (encoder or "
             "decoder) that you want."
         )
+
+
+def _position_reason(family: Family, values: Values) -> str:
+    """Returns why a `position_embedding_type` is not supported; empty if it is."""
+    kind = values.get("position_embedding_type", "absolute")
+    # Embeddings that are added to the input do not change the attention.
+    supported: set[str | None] = {"absolute", "nope"}
+    if "rope_theta" in family.keys:
+        supported = {"absolute", "rope", "sans_pos"}
+    if family.keys.get("rope_pairs"):
+        supported.add("rope_gptj")
+    if "position_embedding_type" in family.keys:
+        supported |= {None, "nope"}
+    if kind in supported:
+        return ""
+    if str(kind).startswith("relative"):
+        return "it adds relative positions to the scores; set 'absolute', and pass the positions as bias in every call"
+    return (
+        f"Transformers ignores it for model_type {values['model_type']!r}; remove it if the weights are for the "
+        "positions that Transformers uses"
+    )
 
 
 def _layer_type(family: Family, values: Values, layer: int) -> str:
@@ -267,7 +291,9 @@ def _window(values: Values) -> tuple[int, None] | None:
     if width is None or not values.get("use_sliding_window", True):
         return None
     if width < 1:
-        raise ValueError(f"sliding_window must be a positive integer, but got {width!r}.")
+        raise ValueError(
+            f"sliding_window must be a positive integer, but got {width!r}; set it to null for a model without windows."
+        )
     return width - 1, None
 
 
