@@ -245,7 +245,9 @@ OSS = {"model_type": "gpt_oss", "hidden_size": 128, "num_attention_heads": 8, "r
 OSS_ROPE = RoPE(150_000.0, scaling=YaRN(32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False))
 GEMMA_3 = {"model_type": "gemma3_text", "hidden_size": 2560}
 GEMMA_3_PARTS = {"model_type": "gemma3", "text_config": GEMMA_3 | {"sliding_window": 1024}}
-ZAMBA = {"model_type": "zamba", "hidden_size": 8, "num_attention_heads": 2, "layers_block_type": ["mamba", "hybrid"]}
+ZAMBA = {"model_type": "zamba", "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+ZAMBA_LAYERS = {"layers_block_type": ["mamba", "hybrid"]}
+GROUPED = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def like_llama(model_type, **config):
@@ -269,7 +271,8 @@ DESCRIBED = [
     (QWEN_2, WINDOW, 2),
     (QWEN_2 | {"use_sliding_window": False}, NO_WINDOW, 2),
     (QWEN_2 | {"use_sliding_window": False, "sliding_window": None, "layer_types": FULL}, NO_WINDOW, 2),
-    (like_llama("qwen3", rms_norm_eps=1e-3, head_dim=None), RMS_NORM | {"qk_norm_epsilon": 1e-3, "qkv_features": 512}),
+    (GROUPED | {"model_type": "qwen3"}, RMS_NORM | {"qk_norm_epsilon": 1e-6, "qkv_features": 512}),
+    (like_llama("seed_oss", head_dim=None), {"qkv_features": 24}),
     (GEMMA_2, WINDOW | {"logits_soft_cap": 50.0, "scale": 1 / 16, "sinks": False}),
     (OSS, {"rope": OSS_ROPE}),
     (GEMMA_2 | {"attn_logit_softcapping": None}, {"logits_soft_cap": None}),
@@ -278,7 +281,7 @@ DESCRIBED = [
     (GEMMA_3_PARTS, {"num_heads": 8, "num_kv_heads": 4, "qkv_features": 2048, "rope": RoPE()}, 4),
     (GEMMA_3_PARTS, {"local_window_size": (1023, 0)}, 4),
     (GEMMA_3 | {"query_pre_attn_scalar": 64}, NO_WINDOW | {"rope": RoPE(1e6), "scale": 1 / 8}, 5),
-    (like_llama("qwen3_next", head_dim=None), RMS_NORM | QUARTER | {"gate": True, "qkv_features": 1024}, 3),
+    (GROUPED | {"model_type": "qwen3_next"}, RMS_NORM | QUARTER | {"gate": True, "qkv_features": 1024}, 3),
     (like_llama("afmoe"), {"gate": True, "rope": None}, 3),
     (like_llama("gpt_oss"), LAST_128 | {"sinks": True, "use_bias": True}),
     (LLAMA | {"partial_rotary_factor": 0.5, "clip_qkv": 1.0}, {"rope": RoPE()}),
@@ -291,7 +294,9 @@ DESCRIBED = [
     (like_llama("exaone4", sliding_window=None), {"rope": RoPE()}, 3),
     (like_llama("granite_swa", layer_rope_theta=[0, 5.0]), LAST_128 | {"rope": RoPE(5), "scale": 1, "sinks": True}, 1),
     (HUNYUAN, {"rope": RoPE(scaling=NTK(1000.0)), "normalize_qk": "rms_norm_after_rope"}),
-    (ZAMBA, {"in_features": 16, "qkv_features": 16, "out_features": 8, "scale": 0.5, "rope": None}, 1),
+    (ZAMBA | ZAMBA_LAYERS, {"in_features": 16, "qkv_features": 16, "out_features": 8, "scale": 0.5, "rope": None}, 1),
+    (ZAMBA, {"in_features": 16}, 2),
+    (ZAMBA | {"attn_layer_period": 3, "attn_layer_offset": 1}, {"in_features": 16}, 4),
     (like_llama("jamba"), {"rope": None}, 4),
     (like_llama("nemotron_h", attention_bias=True, layers_block_type=["attention"]), {"use_bias": False}),
     ({"model_type": "kolibri1", "hidden_size": 64, "num_attention_heads": 8}, {"num_kv_heads": 4}),
@@ -358,7 +363,8 @@ REFUSED = [
     (WHISPER, "must be equal"),
     (like_llama("smollm3", no_rope_layers=[1]), "no_rope_layers must be a list with .* layer 1", 1),
     (like_llama("jamba"), "layer 0 of jamba has type 'no attention'"),
-    (like_llama("zamba"), "config must contain layer_types or layers_block_type"),
+    (like_llama("zamba"), "layer 0 of zamba has type 'linear_attention'"),
+    (like_llama("zamba2"), "config must contain layer_types or layers_block_type"),
     (like_llama("stablelm", qk_layernorm=True), "norms have separate weights for each head"),
     (like_llama("olmo", clip_qkv=-1.0), "clip_qkv must be .*, but got -1.0"),
     (like_llama("big_bird"), "attention_type='block_sparse' in config is not supported: .* 'original_full'"),

@@ -12,7 +12,7 @@ from flax_mha.rope import RoPE
 
 WRONG = ("2", "", [], [1], ["x"], {}, {"a": 1}, {1}, None, True, False)
 WRONG += (-1, 0, 1, 1.5, -0.5, 10**400, math.nan, math.inf)
-SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 8}
+SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 8}
 # Parameters of all kinds of scaling, where they are nested in a config.
 SCALINGS = [
     {"rope_type": "linear", "factor": 2.0},

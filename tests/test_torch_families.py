@@ -98,6 +98,7 @@ OSS = GROUPED | {"model_type": "gpt_oss", "sliding_window": WINDOW, "rope_theta"
 LLAMA_4 = GROUPED | {"model_type": "llama4_text", "attention_chunk_size": WINDOW, "floor_scale": 3, "attn_scale": 0.5}
 LLAMA_4 |= {"rms_norm_eps": 1e-6}
 MINISTRAL = {"rope_type": "yarn", "factor": 1.0, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 3}
+MINISTRAL |= {"rope_theta": 1e6}
 GEMMA_2 = GROUPED | {"model_type": "gemma2", "query_pre_attn_scalar": 5, "sliding_window": WINDOW, "rope_theta": 1e4}
 OSS |= {"shapes": linears(LLAMA_NAMES, D, K, LLAMA_NAMES) | {"sinks": (N,)}}
 LATENT = {"num_attention_heads": N, "hidden_size": D, "num_hidden_layers": 6, "kv_lora_rank": 10, "v_head_dim": 5}

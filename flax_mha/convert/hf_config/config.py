@@ -13,7 +13,7 @@ from flax_mha.convert.hf_config.layers import Values
 ALIASES: dict[str, tuple[str, ...]] = {
     "num_attention_heads": ("n_head", "num_heads", "n_heads", "attention_heads", "encoder_attention_heads"),
     "num_key_value_heads": ("kv_n_heads",),
-    "hidden_size": ("d_model", "n_embd", "dim", "emb_dim"),
+    "hidden_size": ("d_model", "n_embd", "n_embed", "dim", "emb_dim"),
     "head_dim": ("d_kv", "attention_head_dim"),
     "rope_theta": ("global_rope_theta", "rotary_emb_base"),
     "rope_local_base_freq": ("local_rope_theta",),
@@ -26,10 +26,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
 ALIASES["num_attention_heads"] += ("decoder_attention_heads", "decoder_num_attention_heads")
 COMMON = {"num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "rms_norm_eps"}
 COMMON |= {"rope_theta", "rope_parameters", "rope_scaling", "layer_types", "position_embedding_type"}
-COMMON |= {"num_hidden_layers"}
+COMMON |= {"num_hidden_layers", "original_max_position_embeddings"}
 # Keys whose null has a meaning; a null under any other key means that it is left out.
 NULL_COUNTS: tuple[str, ...] = ("sliding_window", "attn_logit_softcapping", "num_key_value_heads", "local_attention")
-NULL_COUNTS += ("q_lora_rank", "global_head_dim", "attention_value_scale")
+NULL_COUNTS += ("q_lora_rank", "head_dim", "global_head_dim", "attention_value_scale")
 # The model types of text models, by those of the multimodal models whose `text_config` may lack one.
 PARTS = {"emu3": "emu3_text_model", "gemma3": "gemma3_text", "llama4": "llama4_text", "mllama": "mllama_text_model"}
 PARTS |= {name: f"{name}_text" for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")}
@@ -95,7 +95,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(NESTED, MAPPING),
     **dict.fromkeys(LAYERS, COUNT),
     **_each("num_attention_heads encoder_attention_heads decoder_attention_heads num_key_value_heads", SIZE),
-    **_each("num_kv_heads hidden_size head_dim attention_hidden_size attention_chunk_size", SIZE),
+    **_each("num_kv_heads hidden_size n_embed head_dim attention_hidden_size attention_chunk_size", SIZE),
     **_each("kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim", SIZE),
     **_each("indexer_n_heads indexer_kv_heads indexer_head_dim indexer_budget indexer_compress_ratio", SIZE),
     **_each("index_n_heads index_head_dim index_topk index_topk_freq", SIZE),
@@ -180,8 +180,14 @@ def read_config(config: Any) -> tuple[Family, Values]:
     names: dict[str, str] = {}
     for name, others in ALIASES.items():
         if found := [key for key in (name, *others) if key in values]:
+            # An alias with a value counts before a null.
+            found.sort(key=lambda key: values[key] is None)
             values[name], names[name] = values[found[0]], found[0]
     family = FAMILIES.get(values.get("model_type", ""), UNKNOWN)
+    if "n_embed" in family.keys and "n_embed" in values:
+        # As in Transformers, the old key of BLOOM and Falcon counts before the new one.
+        values["hidden_size"] = values["n_embed"]
+        names["hidden_size"] = "n_embed"
     if family.refused:
         check_types(values, (*ROTARY, *NESTED), names)
         return family, values

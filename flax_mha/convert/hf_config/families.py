@@ -102,7 +102,7 @@ FAMILIES: dict[str, Family] = {
     "cwm": Family(defaults.CWM | {"num_key_value_heads": 8}, layer_type=first_of(4)),
     "mistral": like(MISTRAL, {"sliding_window": 4096}),
     "ministral": like(MISTRAL, {"sliding_window": 4096}, layer_type=listed(sliding)),
-    "ministral3": like(MISTRAL, defaults.MILLION | {"rope_parameters": defaults.MINISTRAL, "head_dim": 128}),
+    "ministral3": like(MISTRAL, {"rope_parameters": defaults.MINISTRAL, "head_dim": 128}),
     "mixtral": like(MISTRAL, defaults.MILLION),
     "phimoe": like(MISTRAL, defaults.MILLION | {"attention_bias": False}, bias="attention_bias"),
     "starcoder2": like(MISTRAL, {"num_key_value_heads": 2, "use_bias": True}, bias="use_bias"),
@@ -110,10 +110,12 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(defaults.WHOLE, layer_type=sliding),
     "phi4_multimodal": Family(defaults.WHOLE | {"num_key_value_heads": 8}, layer_type=sliding),
     "qwen2": QWEN_2,
-    "qwen2_moe": like(QWEN_2, {"qkv_bias": True}, bias="qkv_bias", layer_type=layers.lower_even_slide),
+    "qwen2_moe": like(
+        QWEN_2, {"qkv_bias": True, "num_key_value_heads": 16}, bias="qkv_bias", layer_type=layers.lower_even_slide
+    ),
     "qwen3": QWEN_3,
     "qwen3_moe": like(QWEN_3, {"head_dim": None, "num_key_value_heads": 4}, layer_type=sliding),
-    **alike("qwen2_vl_text qwen2_5_vl_text", like(QWEN_2, {"max_window_layers": 80, "mrope_section": (16, 24, 24)})),
+    **alike("qwen2_vl_text qwen2_5_vl_text", like(QWEN_2, defaults.QWEN_2_VL)),
     "qwen3_vl_text": like(QWEN_3_VL, {"num_key_value_heads": 32, "head_dim": 128}),
     "qwen3_vl_moe_text": like(QWEN_3_VL, {"num_key_value_heads": 16, "head_dim": None}),
     "dots1": Family(defaults.DOTS, "attention_bias", RMS, layer_type=layers.upper_slide),
@@ -160,7 +162,9 @@ FAMILIES: dict[str, Family] = {
     "sarvam_moe": Family(defaults.SARVAM, "attention_bias use_qkv_bias", RMS, "use_qk_norm"),
     **alike("glm glm4", Family(defaults.GLM, "attention_bias")),
     "glm4v_text": Family(defaults.GLM_4V, True),
-    "helium": Family(defaults.PAIRS | {"rope_theta": 100_000.0, "head_dim": 128}, "attention_bias"),
+    "helium": Family(
+        defaults.PAIRS | {"rope_theta": 100_000.0, "head_dim": 128, "num_key_value_heads": 20}, "attention_bias"
+    ),
     "ernie4_5": Family(defaults.ERNIE | {"num_key_value_heads": 2, "head_dim": 128}, "use_bias"),
     "ernie4_5_moe": Family(defaults.ERNIE | {"num_key_value_heads": 4}, "use_bias"),
     "cohere": Family(defaults.COHERE | {"use_qk_norm": False}, "attention_bias", "layer_norm_each_head", "use_qk_norm"),
@@ -177,7 +181,7 @@ FAMILIES: dict[str, Family] = {
         layer_type=layers.rotated_chunked,
         rotates=layers.listed_rotate,
     ),
-    "stablelm": Family(defaults.QUARTER | {"use_qkv_bias": False, "qk_layernorm": False}, "use_qkv_bias"),
+    "stablelm": Family(defaults.STABLELM, "use_qkv_bias"),
     "persimmon": like(PHI, {"qk_layernorm": True}),
     "phi": PHI,
     "gpt_neox": Family(defaults.QUARTER | {"attention_bias": True}, "attention_bias"),
@@ -250,7 +254,7 @@ FAMILIES: dict[str, Family] = {
     "kimi_linear": Family(defaults.KIMI_LINEAR, "attention_bias", latent=True, layer_type=layers.kimi_linear),
     # Without rotary positions.
     "mpt": Family({"alibi": True, "clip_qkv": None, "softmax_scale": None}, alibi=True),
-    "bloom": Family({}, True, alibi=True),
+    "bloom": Family({"n_embed": None}, True, alibi=True),
     **alike("gpt2 gpt-sw3", Family({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}, True)),
     "gpt_bigcode": Family({"scale_attn_weights": True, "multi_query": True}, True),
     "gpt_neo": Family(defaults.GPT_NEO, True, scale=1.0, layer_type=layers.gpt_neo),
@@ -262,7 +266,7 @@ FAMILIES: dict[str, Family] = {
         {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4}, layer_type=layers.periodic
     ),
     "nemotron_h": Family(defaults.NEMOTRON_H, layer_type=listed(cycle("hybrid_override_pattern", "-", "-", FULL, "-"))),
-    "zamba": Family(defaults.ZAMBA, layer_type=layers.refuse_unlisted),
+    "zamba": Family(defaults.ZAMBA_1, layer_type=layers.zamba),
     # Hybrids with rotary positions.
     "bamba": like(
         LLAMA,

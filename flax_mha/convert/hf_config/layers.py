@@ -234,6 +234,13 @@ def refuse_unlisted(values: Values, layer: int) -> str:
 
 
 @listed
+def zamba(values: Values, layer: int) -> str:
+    """Returns `FULL` for layer 2, and for one of every `attn_layer_period` layers after it."""
+    is_full = layer == 2 or (layer > 2 and periodic(values, layer - 3) == FULL)
+    return FULL if is_full else "linear_attention"
+
+
+@listed
 def no_attention(values: Values, layer: int) -> str:
     return "no attention"
 
