@@ -160,5 +160,5 @@ def test_nemotron_h_has_as_many_layers_as_it_lists(key):
     del config["hybrid_override_pattern"]
     config[key] = "M-M*" if key == "hybrid_override_pattern" else ["linear_attention", "mlp", "moe", "full_attention"]
     assert convert.describe(config, 3)["num_kv_heads"] == 2
-    with pytest.raises(ValueError, match=r"layer must be an integer >= 0 and < num_hidden_layers \(4\), but got 6"):
+    with pytest.raises(ValueError, match=r"layer must be an integer >= 0 and < 4, the length of .*, but got 6"):
         convert.describe(config, 6)

@@ -154,11 +154,6 @@ def _unfolded(family: Family, given: Values) -> Values:
     """Returns the values of a config whose layers or windows are counted in another way than those of other models."""
     if family.attentions > 1 and "num_layers" in given:
         return given | {"num_hidden_layers": family.attentions * given["num_layers"]}
-    if "hybrid_override_pattern" in family.keys:
-        # Nemotron-H has as many layers as it lists, whatever num_hidden_layers says.
-        listed_layers = given.get("layer_types") or given.get("hybrid_override_pattern")
-        if listed_layers:
-            return given | {"num_hidden_layers": len(listed_layers)}
     if "num_layers_per_stack" in given:
         return {key: value for key, value in given.items() if key != "num_hidden_layers"}
     if given.get("sliding_window_size"):  # without the token itself

@@ -265,7 +265,7 @@ FAMILIES: dict[str, Family] = {
     "jamba": Family(
         {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4}, layer_type=layers.periodic
     ),
-    "nemotron_h": Family(defaults.NEMOTRON_H, layer_type=listed(cycle("hybrid_override_pattern", "-", "-", FULL, "-"))),
+    "nemotron_h": Family(defaults.NEMOTRON_H, layer_type=layers.nemotron_h),
     "zamba": Family(defaults.ZAMBA_1, layer_type=layers.zamba),
     # Hybrids with rotary positions.
     "bamba": like(

@@ -262,6 +262,17 @@ def cycle(key: str, *otherwise: str) -> LayerType:
     return layer_type
 
 
+def nemotron_h(values: Values, layer: int) -> str:
+    """Returns the type from a list or a string of letters, which has all layers; without both, of four layers."""
+    for key in ("layer_types", "hybrid_override_pattern"):
+        types = values.get(key)
+        if types and layer >= len(types):
+            raise ValueError(f"layer must be an integer >= 0 and < {len(types)}, the length of {key}, but got {layer}.")
+        if types:
+            return NAMES.get(types[layer], types[layer])
+    return FULL if layer % 4 == 2 else "linear_attention"
+
+
 def gpt_neo(values: Values, layer: int) -> str:
     """Returns the type from `attention_types`, pairs of a list and its repetitions: `[[["global", "local"], 12]]`."""
     types = [name for names, times in values["attention_types"] for name in names * times]
