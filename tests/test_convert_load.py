@@ -258,7 +258,7 @@ GEMMA_2 = like_llama("gemma2", sliding_window=16)
 HUNYUAN = like_llama("hunyuan_v1_moe", rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0})
 FULL = ["full_attention"] * 3
 NO_WINDOW = {"local_window_size": None}
-WINDOW, LAST_128 = {"local_window_size": (15, 0)}, {"local_window_size": (127, 0)}
+WINDOW, LAST_128 = {"local_window_size": (15, None)}, {"local_window_size": (127, None)}
 QUARTER = {"rope": RoPE(fraction=0.25)}
 # config, what is expected of it, and a layer that is not the first
 DESCRIBED = [
@@ -279,7 +279,7 @@ DESCRIBED = [
     (like_llama("mistral", num_key_value_heads=None), {"num_kv_heads": LLAMA["num_attention_heads"]}),
     (GEMMA_2, NO_WINDOW, 1),
     (GEMMA_3_PARTS, {"num_heads": 8, "num_kv_heads": 4, "qkv_features": 2048, "rope": RoPE()}, 4),
-    (GEMMA_3_PARTS, {"local_window_size": (1023, 0)}, 4),
+    (GEMMA_3_PARTS, {"local_window_size": (1023, None)}, 4),
     (GEMMA_3 | {"query_pre_attn_scalar": 64}, NO_WINDOW | {"rope": RoPE(1e6), "scale": 1 / 8}, 5),
     (GROUPED | {"model_type": "qwen3_next"}, RMS_NORM | QUARTER | {"gate": True, "qkv_features": 1024}, 3),
     (like_llama("afmoe"), {"gate": True, "rope": None}, 3),
@@ -289,7 +289,7 @@ DESCRIBED = [
     (GEMMA_3 | {"attn_logit_softcapping": 50.0}, {"logits_soft_cap": None, "normalize_qk": "rms_norm"}),
     (like_llama("smollm3"), {"rope": RoPE(1e4)}, 2),
     (like_llama("smollm3"), {"rope": None}, 3),
-    (like_llama("cohere2"), {"rope": RoPE(interleaved=True), "local_window_size": (4095, 0)}, 2),
+    (like_llama("cohere2"), {"rope": RoPE(interleaved=True), "local_window_size": (4095, None)}, 2),
     (like_llama("cohere2"), NO_WINDOW | {"rope": None}, 3),
     (like_llama("exaone4", sliding_window=None), {"rope": RoPE()}, 3),
     (like_llama("granite_swa", layer_rope_theta=[0, 5.0]), LAST_128 | {"rope": RoPE(5), "scale": 1, "sinks": True}, 1),
