@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from flax_mha._src import plan as plans
 from flax_mha._src.call.operands import Call, Context, Operands, Options, Result
+from flax_mha._src.core.products import jit_products
 from flax_mha._src.core.tracing import being_traced
 from flax_mha._src.distributed import ring, split
 from flax_mha._src.distributed.exchange import allgather, ulysses
@@ -122,7 +123,7 @@ def compute(engine: Engine, call: Call) -> Result:
     return _compute(engine, plan, *call)
 
 
-@functools.partial(jax.jit, static_argnames=("engine", "plan", "options"))
+@functools.partial(jit_products, static_argnames=("engine", "plan", "options"))
 def _compute(engine: Engine, plan: Plan, operands: Operands, options: Options) -> Result:
     return engine.forward(plan, guard(Call(operands, options), plan))
 
@@ -222,7 +223,7 @@ def _exchanging(context: Context | None, attend: Callable[[Call], Any]) -> Calla
     return functools.partial(strategy, context=context, attend=attend)
 
 
-_compiled_on_mesh = jax.jit(split.run_on_mesh, static_argnames=("options", "parts", "run"))
+_compiled_on_mesh = jit_products(split.run_on_mesh, static_argnames=("options", "parts", "run"))
 
 
 @jax.jit

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from flax_mha._src import guard
 from flax_mha._src import plan as plans
 from flax_mha._src.call.operands import Call, NonFinite, Result, accumulation_dtype
+from flax_mha._src.core.products import jit_products, products_are_replaced
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike, varying_as
 from flax_mha._src.engines.engine import Engine
@@ -61,6 +62,8 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
     looped_axes = plan.looped_axes
     if looped_axes is not None and not blocks.single:
         looped_axes = max([looped_axes, *(axis + 1 for axis in range(axes) if blocks.column.shape[axis] > 1)])
+    if products_are_replaced():
+        looped_axes = axes  # see `map_heads`
     known = None if result is None else from_caller(result, call.operands.groups)
     one_head = functools.partial(blockwise_head, tiling, blocks.single and plan.fuses_rows)
     operands_of_heads = varying_alike((head, blocks, known))
@@ -151,7 +154,7 @@ def _attention(tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, k
     return Function(outputs, evaluate, jvp)(*leaves)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(jit_products, static_argnums=0, inline=True)
 def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
     if blocks.single:
         return _output_of_single_tiles(tiling, False, head, blocks)

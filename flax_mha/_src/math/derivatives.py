@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import JaxprTracer
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import Call, Operands, Result
+from flax_mha._src.core.products import products_are_replaced
 
 # For every `jax.vmap` around a call, the innermost first: the size of its axis, and which arguments it maps.
 Levels = tuple[tuple[int, tuple[bool, ...]], ...]
@@ -43,7 +44,13 @@ class Function:
     jaxpr: ClosedJaxpr | None = None
 
     def __call__(self, *arguments: Array) -> list[Array]:
-        return _function.bind(*map(jnp.asarray, arguments), function=self, levels=(), jaxpr=self.jaxpr)
+        arguments = tuple(map(jnp.asarray, arguments))
+        function = self
+        if products_are_replaced():
+            # Inside `jit`, JAX calls `evaluate` when it compiles the program; the tool may be gone by then.
+            traced = jax.make_jaxpr(self.evaluate)(*arguments)
+            function = dataclasses.replace(self, evaluate=jaxpr_as_fun(traced))
+        return _function.bind(*arguments, function=function, levels=(), jaxpr=self.jaxpr)
 
 
 def linear_function(

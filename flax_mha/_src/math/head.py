@@ -221,6 +221,9 @@ def map_heads(
     repeated, and its gradient is the sum over these heads. The first `looped_axes` axes are looped over (`lax.map`),
     the others are vmapped. Every result begins with the same axes.
 
+    If `one_head` has loops with matrix products, and a tool has replaced these (`products_are_replaced`), pass all axes
+    as `looped_axes`: to vmap a loop, JAX calls `lax.dot_general` with the operands inside the tool's own products.
+
     Args:
       one_head: A function of a pytree of arrays.
       operands: Pytree of arrays [axes..., part of one head].

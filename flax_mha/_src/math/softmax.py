@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from flax_mha._src import guard
+from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.math.head import Head
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
@@ -38,8 +39,10 @@ def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
     A query without visible keys has output 0, log-sum-exp -inf (its sink, if there is one) and largest score -inf.
     Forward and reverse mode work to every order. With `fuse_rows`, XLA's CPU compiles the forward pass to one kernel.
     """
-    # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp.
+    # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp,
+    # such as the quantized products of qwix.
     reverse_only = head.rule.score_mod is not None and "custom_vjp_call" in head.rule.score_mod.primitives
+    reverse_only = reverse_only or products_are_replaced()
     if not head.rule.masks_scores(head.inputs) or reverse_only or not head.query.size or not head.key.size:
         return _differentiable(head, fuse_rows)
     return _head(fuse_rows, head)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from flax_mha._src.call.arguments import check_is_causal, check_window
 from flax_mha._src.core import validation
+from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tracing import multiplies_bfloat16
 from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.distributed.split import names_of
@@ -436,10 +437,15 @@ def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: A
 
 def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any) -> Array:
     """`lax.dot_general` for projections: infers `out_sharding` on Explicit meshes; faster for bfloat16 on CPUs."""
+    are_arrays = isinstance(lhs, jax.Array) and isinstance(rhs, jax.Array)
+    if not are_arrays:
+        # A quantized kernel is an object of the library that has replaced `lax.dot_general`.
+        return lax.dot_general(lhs, rhs, dimension_numbers, *arguments, **options)
     by_types = any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in (lhs, rhs))
     if by_types and options.get("out_sharding") is None:
         options["out_sharding"] = tensor_parallel.sharding_of_product(lhs, rhs, dimension_numbers)
-    if options.get("preferred_element_type") or not (lhs.dtype == rhs.dtype == jnp.bfloat16 and multiplies_bfloat16()):
+    is_plain = options.get("preferred_element_type") or products_are_replaced()
+    if is_plain or not (lhs.dtype == rhs.dtype == jnp.bfloat16 and multiplies_bfloat16()):
         return lax.dot_general(lhs, rhs, dimension_numbers, *arguments, **options)
     # With a bfloat16 result, or a single row, XLA's CPU would convert all weights to float32. The barrier keeps it from
     # reading `lhs` transposed, for which it has no product.

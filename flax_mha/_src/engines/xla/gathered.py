@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_mha._src import guard
 from flax_mha._src.call.operands import Call, NonFinite, Operands, Options, Result
 from flax_mha._src.core.eight_bits import dequantize_cache
+from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.math.head import (
@@ -60,7 +61,8 @@ def attention(plan: Plan, call: Call) -> Result:
     lists = split_heads(indices, groups), vectors_by_head(is_beyond, groups)
     one_head = functools.partial(_one_head, None if are_few else height)
     axes = operands.query.ndim - 1
-    results = map_heads(one_head, varying_alike((head, *lists)), axes, plan.looped_axes or 0, plan.max_heads)
+    looped_axes = axes if products_are_replaced() else plan.looped_axes or 0  # see `map_heads`
+    results = map_heads(one_head, varying_alike((head, *lists)), axes, looped_axes, plan.max_heads)
     return to_caller(results, operands.query.dtype)
 
 
