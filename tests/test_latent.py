@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import close, in_parts, linen_step, refused
+from cases import close, equations, in_parts, linen_step, refused
 from flax import nnx
-from marks import with_core
+from marks import with_core, with_core_tuples
 
 import flax_mha
 from flax_mha import linen
@@ -246,3 +246,156 @@ def test_calls_that_are_refused():
     refused("the cache is too short", module, x, decode=True)
     again = made(attention_fn=functools.partial(flax_mha.attention_fn, scale=0.5))
     refused("scale must be given only once", again, x)
+
+
+class LoRA(nnx.Module):
+    """A wrapper around a projection; with `keeps_kernel`, it shows the wrapped kernel as its own."""
+
+    def __init__(self, layer, keeps_kernel):
+        self.layer = layer
+        if keeps_kernel:
+            self.kernel, self.bias = layer.kernel, layer.bias
+        features = layer.out_features
+        self.a = nnx.LoRAParam(0.3 * inputs(1, (*layer.in_features, 2)))
+        self.b = nnx.LoRAParam(0.3 * inputs(2, (2, *features)))
+
+    def __call__(self, x, out_sharding=None):
+        return self.layer(x, out_sharding=out_sharding) + jnp.tensordot(x @ self.a[...], self.b[...], 1)
+
+
+class Doubled(nnx.LinearGeneral):
+    def __call__(self, x, out_sharding=None):
+        return 2 * super().__call__(x, out_sharding=out_sharding)
+
+
+def doubling_product(*operands, **options):
+    return 2 * jax.lax.dot_general(*operands, **options)
+
+
+def with_bias(layer):
+    layer.bias = nnx.Param(inputs(3, layer.out_features))
+    return layer
+
+
+def with_product(layer):
+    layer.dot_general = doubling_product
+    return layer
+
+
+def as_subclass(layer):
+    doubled = Doubled(layer.in_features, layer.out_features, use_bias=False, rngs=nnx.Rngs(0))
+    doubled.kernel = layer.kernel
+    return doubled
+
+
+REPLACED = {
+    "LoRA": lambda layer: LoRA(layer, False),
+    "LoRA with kernel": lambda layer: LoRA(layer, True),
+    "bias": with_bias,
+    "subclass": as_subclass,
+    "product": with_product,
+}
+VARIANTS = {
+    "plain": {},
+    "sinks, soft cap": {"sinks": True, "logits_soft_cap": 2.0},
+    "ring": {"local_window_size": (7, 0)},
+    "indexer": INDEXER,
+    "blockwise": {"implementation": "blockwise"},
+}
+
+
+def expanded(module, x, is_causal=True):
+    """Attention by its definition: the keys and values of all heads, by calls of the layers."""
+    query = module.q_proj(x)
+    both = module.kv_a_proj_with_mqa(x)
+    heads = module.kv_b_proj(module.kv_a_layernorm(both[..., :C]))
+    rotary = jnp.broadcast_to(both[..., None, C:], (*heads.shape[:-1], R))
+    content, value = heads[..., : SIZES["qk_nope_head_dim"]], heads[..., SIZES["qk_nope_head_dim"] :]
+    key = jnp.concatenate([content, rotary], -1)
+    return module.o_proj(flax_mha.dot_product_attention(query, key, value, is_causal=is_causal))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", REPLACED)
+def test_the_call_of_a_replaced_layer_counts(name):
+    module, x = made(rope=None), inputs()
+    plain = module(x, is_causal=True)
+    module.kv_b_proj = REPLACED[name](module.kv_b_proj)
+
+    output = module(x, is_causal=True)
+
+    assert np.abs(output - plain).max() > 0.1
+    assert_close(output, expanded(module, x), tolerance=4e-6)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("keeps_kernel", [False, True])
+def test_lora_has_the_gradients_of_its_call(keeps_kernel):
+    module, x = made(rope=None), inputs()
+    module.kv_b_proj = LoRA(module.kv_b_proj, keeps_kernel)
+
+    def gradient(function):
+        grads = nnx.grad(lambda module: (function(module, x) ** 2).sum(), argnums=nnx.DiffState(0, nnx.LoRAParam))
+        return grads(module)["kv_b_proj"]
+
+    ours, expected = gradient(lambda module, x: module(x, is_causal=True)), gradient(expanded)
+    for name in ("a", "b"):
+        assert np.abs(expected[name][...]).max() > 1
+        assert_close(ours[name][...] / 100, expected[name][...] / 100, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    with_core_tuples(
+        [(name, "plain") for name in REPLACED] + [("bias", variant) for variant in list(VARIANTS)[1:]],
+        ("LoRA", "plain"),
+        ("bias", "sinks, soft cap"),
+        ("bias", "ring"),
+        ("bias", "indexer"),
+    ),
+)
+def test_decoding_calls_a_replaced_layer(name, variant):
+    module, x = made(**VARIANTS[variant]), inputs()
+    module.kv_b_proj = REPLACED[name](module.kv_b_proj)
+    whole = jitted(is_causal=True)(module, x)
+    module.init_cache((B, 99, D))
+    step = jitted(decode=True)
+    got = in_parts(functools.partial(step, module), x, PIECES)
+    assert_close(got, whole, tolerance=1e-5)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("options", [{}, {"indexer": flax_mha.Indexer(8, 12, 3)}], ids=["latent", "indexer"])
+def test_a_replaced_layer_with_ragged_prompts_and_8_bits(options):
+    """With lengths of each sequence, and over quantized latents."""
+    options = {"q_lora_rank": 7} | options
+    x, lengths = inputs()[:, :20], np.int32([20, 18])
+    module = made(**options)
+    module.kv_b_proj = with_bias(module.kv_b_proj)
+    module.init_cache((B, 30, D), "int8", per_row=True)
+    first = module(x, decode=True, lengths=lengths)
+    second = module(x[:, :1], decode=True)
+    for row, length in enumerate(lengths):
+        module.init_cache((1, 30, D), "int8", per_row=True)
+        alone = module(x[row : row + 1, :length], decode=True)
+        assert_close(first[row : row + 1, :length], alone)
+        assert_close(second[row : row + 1], module(x[row : row + 1, :1], decode=True))
+
+
+@pytest.mark.core
+def test_a_plain_layer_is_still_absorbed():
+    module, x = made(), inputs()[:, :1]
+    module.init_cache((B, 99, D))
+
+    def has_keys_of_all_heads(module):
+        graph, state = nnx.split(module)
+        program = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x, decode=True))(state, x)
+        return any(
+            variable.aval.shape[-3:-1] == (99, N)
+            for equation in equations(program.jaxpr)
+            for variable in equation.outvars
+        )
+
+    assert not has_keys_of_all_heads(module)
+    module.kv_b_proj = LoRA(module.kv_b_proj, True)
+    assert has_keys_of_all_heads(module)

@@ -20,6 +20,7 @@ from flax_mha._src.call.arguments import (
     with_keys,
 )
 from flax_mha._src.call.operands import Call, Result, ScoreMod, Sharding
+from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import T, readable, target_of, varying_alike
 from flax_mha._src.core.validation import LARGEST, Shape, extremes, key_indices
@@ -181,10 +182,15 @@ def over_cache(
     empty cache ignores `key_indices`.
     """
     heads = query
-    if latent is not None:
-        arguments["scale"] = query.shape[-1] ** -0.5 if arguments.get("scale") is None else arguments["scale"]
+    expands = latent is not None and latent.kernel is None
+    if latent is not None and arguments.get("scale") is None:
+        arguments["scale"] = query.shape[-1] ** -0.5
+    if latent is not None and not expands:
         query = latent.absorb(query)
-    query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
+    if latent is not None and expands:
+        query, *new_heads, shape = check_inputs(query, *latent.expand(key), any_dtypes=True)
+    else:
+        query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
     number, length = shape.query_length, cache.length
     if (keys := shape.key_length) != number:
         raise ValueError(
@@ -195,17 +201,29 @@ def over_cache(
     scoring = check_scoring(query, shape, arguments, target_of((query, new.key, new.value), platform))
     visibility = Visibility.of(arguments.get("is_causal"), window, mask, number, is_padded=lengths is not None)
     step = Step(scoring, shape, key, value, cache, new, tokens, bias, mask, visibility)
+    if expands:
+        step = step._replace(latent=latent)
     if (indices := arguments.get("key_indices")) is not None:
         most = length if cache.window is None else LARGEST
-        step = step._replace(key_indices=key_indices(indices, shape._replace(key_length=most)), top_k=top_k)
+        shape_of_lists = shape._replace(key_length=most)
+        if expands:
+            shape_of_lists = shape_of_lists._replace(num_kv_heads=1)
+        step = step._replace(key_indices=key_indices(indices, shape_of_lists), top_k=top_k)
     if scoring.options.score_mod is not None or isinstance(mask, Mask):
         room = step.check_lookups(room)
 
     def compute(is_empty: bool) -> list[Array]:
-        made = step.expand(latent, heads, arguments) if is_empty and latent is not None else step
-        output, _, max_score = run(made.call(is_empty, implementation is None), implementation)
-        if made is step:
-            output = output[..., : cache.value_size] if latent is None else latent.project(output)
+        made = step
+        if is_empty and expands:
+            made = step._replace(key=new_heads[0], value=new_heads[1], latent=None)
+        elif is_empty and latent is not None:
+            made = step.expand(latent, heads, arguments)
+        in_place = implementation is None and not products_are_replaced()
+        output, _, max_score = run(made.call(is_empty, in_place), implementation)
+        if latent is None:
+            output = output[..., : cache.value_size]
+        elif not is_empty and not expands:
+            output = latent.project(output)
         results = [output] if max_score is None else [output, max_score]
         return varying_alike((results, new.arrays))[0]  # inside `jax.shard_map`, both calls must return the same types
 
@@ -273,6 +291,7 @@ class Step(NamedTuple):
     visibility: Visibility
     key_indices: Int[Array, "..."] | None = None  # positions of the tokens that each query attends to
     top_k: int = 0  # a query with at most this many visible keys lists all of them
+    latent: Latent | None = None  # expands the keys, which are latents, before attention; None: the query is absorbed
 
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
         """Returns this step with all heads' keys and values, computed from the new latents; `query` is not absorbed."""
@@ -324,6 +343,7 @@ class Step(NamedTuple):
         """
         cache, query, rank = self.cache, self.scoring.operands.query, len(self.shape.batch)
         is_ring = not is_empty and cache.window is not None
+        in_place = in_place and self.latent is None
         by_one = is_ring and in_place and self.shape.query_length == 1
         in_place = in_place and not is_empty and (by_one or not is_ring)
         bias, mask = self.bias, self.mask
@@ -336,7 +356,9 @@ class Step(NamedTuple):
             key, value, first = in_order(cache, self.key, self.value)
         else:
             key, value = (self.new.key, self.new.value) if in_place else self.new.floats(query.dtype)
-        if cache.value_size is not None and not value.shape[-1]:
+        if self.latent is not None:
+            key, value = self.latent.expand(key)
+        elif cache.value_size is not None and not value.shape[-1]:
             # Cutting the values out of the keys would copy a cache that is read in place; the output is cut instead.
             value = key if in_place else key[..., : cache.value_size]
         if not in_place:

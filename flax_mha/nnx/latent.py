@@ -4,8 +4,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
@@ -13,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
 from flax_mha._src.call.operands import Sharding
+from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module, dot_general
 from flax_mha._src.modules.core import explaining
@@ -24,6 +27,19 @@ from flax_mha.masks import Mask
 from flax_mha.nnx.module import AttentionModule
 from flax_mha.nnx.multi_head import NO_METADATA, OF_LINEAR
 from flax_mha.rope import RoPE
+
+
+def _only_multiplies(layer: Any) -> bool:
+    """Returns whether a layer is as this module makes it: its call is a product of the last axis with its kernel.
+
+    False for a wrapper (LoRA, quantization), a subclass, a bias, and a product of the user's.
+    """
+    if type(layer) is not nnx.LinearGeneral:
+        return False
+    has_own_product = layer.dot_general is dot_general and layer.dot_general_cls is None
+    has_own_dtypes = layer.promote_dtype is dtypes.promote_dtype and layer.preferred_element_type is None
+    contracts_last_axis = layer.axis == (-1,) and not layer.batch_axis
+    return has_own_product and has_own_dtypes and contracts_last_axis and layer.bias is None
 
 
 class IndexerLayers(nnx.Module):
@@ -51,6 +67,10 @@ class MultiHeadLatentAttention(AttentionModule):
     keys and values for all heads. A decoding call caches only latents and rotary keys, `kv_lora_rank +
     qk_rope_head_dim` numbers per token, and projects the queries to latents instead, except for a prompt of more than
     16 tokens in an empty cache. The results are the same up to rounding.
+
+    If `kv_b_proj` is replaced by another layer (LoRA, quantization), or has a bias or a `dot_general` of its own, a
+    decoding call instead computes keys and values for all tokens in the cache by calling the layer. This takes more
+    time and memory, which merging LoRA into the kernel avoids.
 
     The parameters are named as in DeepSeek's files: `q_proj` [in, heads, size] or, with `q_lora_rank`, `q_a_proj` [in,
     q_lora_rank], `q_a_layernorm` and `q_b_proj` [q_lora_rank, heads, size]; `kv_a_proj_with_mqa` [in, kv_lora_rank +
@@ -227,7 +247,7 @@ class MultiHeadLatentAttention(AttentionModule):
                 self.k_rope_only_layernorm,
                 self.kv_lora_rank,
             ),
-            latent=Latent(self.kv_b_proj.kernel[...], self.qk_nope_head_dim, self.dtype, self.precision),
+            latent=self._latent(),
             out=self.o_proj if out_sharding is None else functools.partial(self.o_proj, out_sharding=out_sharding),
             sinks=None if self.sinks is None else self.sinks[...],
             cache=self._cache,
@@ -240,6 +260,17 @@ class MultiHeadLatentAttention(AttentionModule):
         return call_module(parts, Given(**given, decode=self._first_given("decode", decode)))
 
     explain = explaining(__call__)
+
+    def _latent(self) -> Latent:
+        layer = self.kv_b_proj
+        latent = Latent(size=self.kv_lora_rank, key_size=self.qk_nope_head_dim, layer=layer)
+        if not _only_multiplies(layer) or products_are_replaced():
+            return latent
+        kernel = layer.kernel[...]
+        shape = self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim
+        if not isinstance(kernel, jax.Array) or kernel.shape != shape:
+            return latent
+        return latent._replace(kernel=kernel, dtype=layer.dtype, precision=layer.precision)
 
     @property
     def _query_name(self) -> str:

@@ -232,6 +232,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
     def _add_layers(self, given: Mapping[str, Any]) -> None:
         """Adds `gate` and `out_norm` if requested and, for a `value_dim` unlike the head size, `value` and `out`."""
         self.gate: nnx.LinearGeneral | None = nnx.data(None)
+        self.gate_is_per_head = given["gate"] == "head"  # the gate is [B..., T, N], which `qkv_sharding` does not fit
         self.out_norm: nnx.RMSNorm | None = nnx.data(None)
         options = {name: given[name] for name in (*OF_LINEAR, "use_bias", "bias_metadata")}
 
@@ -341,7 +342,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         query, key, value, gate = layers = self.query, self.key, self.value, self.gate
         if qkv_sharding is not None and is_explicit(inputs_q):
             query, key, value, gate = (x and functools.partial(x, out_sharding=qkv_sharding) for x in layers)  # type: ignore
-            if self.gate is not None and self.gate.kernel.ndim == 2:  # gate="head": a kernel [in, heads]
+            if self.gate_is_per_head:
                 gate = self.gate
         flax_arguments = self._flax_arguments(deterministic, rngs, sow_weights)
         if input_positions is not None:
