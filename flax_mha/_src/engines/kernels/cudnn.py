@@ -20,6 +20,7 @@ from flax_mha._src import guard
 from flax_mha._src.call.operands import Call, Operands, Result
 from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.engines.engine import EMPTY, Engine, reason_against_platform, reasons_against_dtype
+from flax_mha._src.engines.kernels import cudnn_faults
 from flax_mha._src.engines.kernels import mask as kernel_mask
 from flax_mha._src.engines.kernels.mask import Arrays, KernelMask
 from flax_mha._src.plan import Plan
@@ -114,6 +115,16 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
     )
 
 
+def _facts(call: Call, mask: KernelMask) -> cudnn_faults.Facts:
+    kernel = _kernel(call, mask)
+    return cudnn_faults.Facts(
+        queries=call.operands.lengths[0],
+        keys=kernel.key[1],
+        has_window=kernel.window is not None,
+        has_lengths=kernel.padded,
+    )
+
+
 def refusals(call: Call) -> list[str]:
     """Lists the reasons why cuDNN cannot compute a call; if it finds none, it also tries to compile the kernel.
 
@@ -128,6 +139,8 @@ def refusals(call: Call) -> list[str]:
     elif here.capability < (8, 0):
         has = ".".join(map(str, here.capability))
         reasons.append(f"it requires compute capability 8.0, but {here.name} has {has}: use an A100 or a newer GPU")
+    else:
+        reasons += cudnn_faults.reasons_against_version(here.capability, _facts(call, mask))
     reasons += reasons_against_dtype(DTYPES, operands.query.dtype)
     largest = 256 if here.capability is not None and here.capability >= (9, 0) else 128
     if head_size % 8 or head_size > largest:
