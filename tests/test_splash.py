@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import kernels
 import numpy as np
 import pytest
-from cases import dense_gradients, gradients, interpret, kernels_in
+from cases import by_the_rule_of_flash_attention, dense_gradients, gradients, interpret, kernels_in, naive_attention
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from kernels import abstract, call, close, explained, normal, shapes
 from marks import with_core
@@ -130,6 +130,47 @@ def test_sinks(name):
     if arguments:
         key[0, 245], value[1, 130, 0, 3] = np.nan, np.inf
         close(ours(arrays, sinks=sinks), dense(arrays, sinks=sinks))
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("interpreted")
+def test_gradient_of_sinks_in_bfloat16_although_its_terms_cancel():
+    """Every weight is a power of 2 and all rows are equal, so only rounding of the terms could cause an error."""
+    sinks = np.full(N, np.log(T), np.float32)
+    query, key, value = normal(*shapes(), dtype=jnp.bfloat16)
+    query, value = np.zeros_like(query), np.broadcast_to(value[:, :1], value.shape)
+    arrays = query, key, value
+    of_all_keys = np.float64(value[:, :1])
+    d_output = np.random.default_rng(1).standard_normal((B, 1, N, H))
+    # Orthogonal to the output, so that the products with it almost cancel.
+    along = (d_output * of_all_keys).sum(-1, keepdims=True) / (of_all_keys**2).sum(-1, keepdims=True)
+    d_output = d_output - along * of_all_keys
+    d_output = np.broadcast_to(d_output.astype(jnp.bfloat16), (B, T, N, H))
+
+    def gradient(attend, arrays):
+        def loss(sinks, *arrays):
+            output = attend(*arrays, sinks=sinks)
+            return jnp.sum(output.astype(jnp.float32) * d_output.astype(jnp.float32))
+
+        return [jax.jit(jax.grad(loss))(sinks, *arrays)]
+
+    ours = functools.partial(dot_product_attention, implementation="splash")
+    exact = functools.partial(dot_product_attention, implementation="xla")
+    truth = gradient(exact, [x.astype(np.float32) for x in arrays])
+    answers = gradient(ours, arrays)
+    by_the_rule_of_flash_attention(answers, gradient(naive_attention, arrays), truth)
+    close(answers, truth)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_sinks_of_minus_infinity_in_rows_without_visible_keys():
+    """Such a sink is as none, so these rows have neither an output nor a gradient."""
+    arguments = {"key_value_seq_lengths": lengths(0, 200), "query_seq_lengths": lengths(256, 100)}
+    ours, dense = (gradients(name, arguments) for name in ("splash", "xla"))
+    arrays, sinks = normal(*shapes()), np.float32([-np.inf, 0.5])
+    answers = ours(arrays, sinks=sinks)
+    assert all(np.isfinite(x).all() for x in answers)
+    close(answers, dense(arrays, sinks=sinks))
 
 
 @pytest.mark.usefixtures("interpreted")

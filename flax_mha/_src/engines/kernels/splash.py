@@ -6,6 +6,7 @@ keys out of the result.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -89,6 +90,91 @@ def refusals(call: Call) -> list[str]:
     return reasons
 
 
+class KernelInputs(NamedTuple):
+    """The arrays of a call of the kernel that get gradients, padded to whole tiles."""
+
+    query: Float[Array, "B N T H"]
+    key: Float[Array, "B K S H"]
+    value: Float[Array, "B K S Hv"]
+    sinks: Float[Array, "B N"] | None
+
+
+class Kernel(NamedTuple):
+    """The static part of a call of splash's kernel."""
+
+    mask: splash_masks.Mask  # of every head
+    num_heads: int
+    sides: tuple[int, int]  # of a tile
+    soft_cap: float | None
+    interpret: bool
+
+    def __call__(self, inputs: KernelInputs, segment_ids: splash.SegmentIds | None) -> Float[Array, "B N T Hv"]:
+        # Built in every trace, because a kernel holds arrays of the trace that it was built in.
+        attend = splash.make_splash_mha(
+            splash_masks.MultiHeadMask([self.mask] * self.num_heads),
+            block_sizes=_block_sizes(*self.sides),
+            attn_logits_soft_cap=self.soft_cap,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=self.interpret,
+        )
+        return jax.vmap(attend)(inputs.query, inputs.key, inputs.value, segment_ids, inputs.sinks)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SavedWithSinks:
+    """What the backward pass needs: the kernel's gradient `pull`, a pytree, and which of its leaves are these."""
+
+    pull: Any
+    sinks: Any  # [B, N]
+    output_index: int | None = dataclasses.field(metadata={"static": True})
+    lse_index: int | None = dataclasses.field(metadata={"static": True})
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_sinks(
+    kernel: Kernel, inputs: KernelInputs, segment_ids: splash.SegmentIds | None
+) -> Float[Array, "B N T Hv"]:
+    """Runs the kernel; computes the gradient of the sinks in float32.
+
+    JAX before 0.12 rounds each term of this gradient to the inputs' dtype, and the terms often cancel
+    (https://github.com/jax-ml/jax/issues/40128).
+    """
+    return kernel(inputs, segment_ids)
+
+
+def _forward_with_sinks(
+    kernel: Kernel, inputs: KernelInputs, segment_ids: splash.SegmentIds | None
+) -> tuple[Array, SavedWithSinks]:
+    output, pull = jax.vjp(lambda inputs: kernel(inputs, segment_ids), inputs)
+    # The kernel's gradient stores output and log-sum-exp. Find them there, instead of storing them twice.
+    leaves = jax.tree.leaves(pull)
+    of_output = [i for i, x in enumerate(leaves) if x is output]
+    of_lse = [i for i, x in enumerate(leaves) if x.shape == output.shape[:-1] and x.dtype == jnp.float32]
+    if len(of_output) != 1 or len(of_lse) != 1:  # not as in the versions of JAX that were tried
+        return output, SavedWithSinks(pull, inputs.sinks, None, None)
+    return output, SavedWithSinks(pull, inputs.sinks, of_output[0], of_lse[0])
+
+
+def _backward_with_sinks(kernel: Kernel, saved: SavedWithSinks, d_output: Array) -> tuple[KernelInputs, None]:
+    [gradients] = saved.pull(d_output)
+    if saved.output_index is None or saved.lse_index is None:
+        return gradients, None
+    leaves = jax.tree.leaves(saved.pull)
+    output = leaves[saved.output_index].astype(jnp.float32)
+    lse = leaves[saved.lse_index]
+    # p_sink = exp(sink - lse), d_sink = -sum_rows p_sink (o . do)
+    sinks = saved.sinks[..., None]
+    exponent = jnp.where(sinks == -jnp.inf, jnp.full_like(lse, -jnp.inf), sinks - lse)
+    products = jnp.sum(output * d_output.astype(jnp.float32), axis=-1)
+    d_sinks = -jnp.sum(jnp.exp(exponent) * products, axis=-1)
+    return gradients._replace(sinks=d_sinks), None
+
+
+_with_sinks.defvjp(_forward_with_sinks, _backward_with_sinks)
+
+
 class Masked(NamedTuple):
     """Splash's kernel as a `guard.Fused`, so that `guard.around_kernel` keeps NaN in masked keys out of the result."""
 
@@ -100,20 +186,22 @@ class Masked(NamedTuple):
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
         lengths = query.shape[2], key.shape[2]
         sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
-        # Built in every trace, because a kernel holds arrays of the trace that it was built in.
-        kernel = splash.make_splash_mha(
-            splash_masks.MultiHeadMask([_mask(mask, lengths, sides)] * query.shape[1]),
-            block_sizes=_block_sizes(*sides),
-            attn_logits_soft_cap=self.soft_cap,
-            head_shards=1,
-            q_seq_shards=1,
+        kernel = Kernel(
+            mask=_mask(mask, lengths, sides),
+            num_heads=query.shape[1],
+            sides=sides,
+            soft_cap=self.soft_cap,
             interpret=self.interpret,
         )
-        padded = (
-            kernel_mask.pad_to(x, 2, side) for x, side in zip((query, key, value), (*sides, sides[1]), strict=True)
+        inputs = KernelInputs(
+            query=kernel_mask.pad_to(query, 2, sides[0]),
+            key=kernel_mask.pad_to(key, 2, sides[1]),
+            value=kernel_mask.pad_to(value, 2, sides[1]),
+            sinks=arrays.sinks,
         )
         segment_ids = _segment_ids(mask, query.shape[0], lengths, sides)
-        output = jax.vmap(kernel)(*padded, segment_ids, arrays.sinks)[:, :, : lengths[0]]
+        run = kernel if arrays.sinks is None else functools.partial(_with_sinks, kernel)
+        output = run(inputs, segment_ids)[:, :, : lengths[0]]
         output = jnp.swapaxes(output, 1, 2)
         if not kernel_mask.every_row_sees_a_key(mask, lengths):
             masked = kernel_mask.masked_rows(mask, query.shape[0], lengths)
