@@ -12,6 +12,7 @@ from marks import with_core, with_core_tuples
 
 import flax_mha
 from flax_mha import linen
+from flax_mha.cache.latent import Latent
 from flax_mha.rope import RoPE, YaRN
 
 B, T, D, N = 2, 83, 24, 3
@@ -399,3 +400,21 @@ def test_a_plain_layer_is_still_absorbed():
     assert not has_keys_of_all_heads(module)
     module.kv_b_proj = LoRA(module.kv_b_proj, True)
     assert has_keys_of_all_heads(module)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("dtype", "wide"), [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32")])
+def test_products_of_latents_are_added_in_float32_at_least(dtype, wide):
+    """The dtype of the result is the inputs'; so are those of gradients."""
+    kernel = jnp.ones((C, N, 5 + 19), dtype)
+    key, query = jnp.ones((B, T, 1, C + R), dtype), jnp.ones((B, T, N, 5 + R), dtype)
+
+    def all_products(kernel, key, query):
+        latent = Latent(size=C, key_size=5, kernel=kernel)
+        absorbed = latent.absorb(query)
+        return *latent.expand(key), absorbed, latent.project(absorbed)
+
+    dots = [x for x in equations(jax.make_jaxpr(all_products)(kernel, key, query).jaxpr) if "dot" in x.primitive.name]
+    assert [x.params["preferred_element_type"] for x in dots] == [wide] * 3
+    outputs, pull = jax.vjp(all_products, kernel, key, query)
+    assert {str(x.dtype) for x in jax.tree.leaves((outputs, pull(outputs)))} == {dtype}

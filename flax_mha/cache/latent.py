@@ -20,6 +20,8 @@ from flax.nnx.nn import dtypes
 from jax import lax
 from jaxtyping import Array, Float
 
+from flax_mha._src.call.operands import accumulation_dtype
+
 Layer = Callable[[Array], Array]
 
 
@@ -63,7 +65,10 @@ class Latent(NamedTuple):
 
     def _product(self, axes: str, x: Array, kernel: Array) -> Array:
         x, kernel = dtypes.promote_dtype((x, kernel), dtype=self.dtype)
-        return jnp.einsum(axes, x, kernel, precision=self.precision)
+        # A TPU may add up products of bfloat16 in bfloat16.
+        wide = accumulation_dtype(x.dtype)
+        products = jnp.einsum(axes, x, kernel, precision=self.precision, preferred_element_type=wide)
+        return products.astype(x.dtype)
 
 
 def compress(
