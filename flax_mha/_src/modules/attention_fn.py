@@ -166,4 +166,4 @@ def _weights(query: Array, key: Array, bias: Array | None = None, **arguments: A
 
     weights, lse = jax.grad(total, has_aux=True)(jnp.broadcast_to(bias, (*batch, heads, length, key.shape[-3])))
     is_nan = jnp.isnan(jnp.swapaxes(lse, -1, -2))[..., None]  # such rows have no derivative
-    return jnp.where(is_nan, jnp.full_like(weights, jnp.nan), weights)
+    return jnp.where(is_nan, jnp.nan, weights)  # no array of NaN, at which `jax_debug_nans` would stop
