@@ -60,11 +60,20 @@ def flag(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:
     return lax.select(is_finite, zeros, lax.full_like(zeros, jnp.inf))
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)  # saves the flags for the backward pass, not all conditions
 def zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L F"]:
     """Replaces each vector [F] by zeros if its entry in `flags` is infinity, as in the result of `flag`."""
+    # With this flag of JAX 0.12, the tangent of a function under `jax.checkpoint` has no transpose.
+    if getattr(jax.config, "jax_remat3", False):
+        return _zero(x, flags)
+    return _zero_from_flags(x, flags)
+
+
+def _zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L F"]:
     infinite = lax.broadcast_in_dim(lax.eq(flags, lax.full_like(flags, jnp.inf)), x.shape, tuple(range(flags.ndim)))
     return lax.select(infinite, lax.full_like(x, 0), x)
+
+
+_zero_from_flags = jax.checkpoint(_zero, prevent_cse=False)  # saves the flags for the backward pass, not `infinite`
 
 
 def zero_keys(

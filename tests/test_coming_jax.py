@@ -1,0 +1,48 @@
+"""Flags of JAX that are off by default, and may become the default."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import close
+
+from flax_mha import dot_product_attention
+
+HAS_REMAT3 = hasattr(jax.config, "jax_remat3")
+CASES = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "lengths": {"key_value_seq_lengths": np.int32([3])},
+    "bias": {"bias": np.zeros((1, 2, 300, 300), np.float32)},
+}
+
+
+@pytest.fixture
+def remat3():
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", False)
+
+
+@pytest.mark.skipif(not HAS_REMAT3, reason="this JAX has no jax_remat3")
+@pytest.mark.usefixtures("remat3")
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@pytest.mark.parametrize("name", CASES)
+def test_remat3(name, implementation):
+    """Gradients, also of a function that saves by name or saves nothing, and under `vmap`."""
+    x = np.random.default_rng(0).standard_normal((1, 300, 2, 8)).astype(np.float32)
+    save = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse", "attention_scores")
+    attend = functools.partial(dot_product_attention, implementation=implementation, **CASES[name])
+
+    def gradients(change):
+        def loss(x):
+            return jnp.sum(change(lambda x: attend(jnp.sin(x), x, x))(x) ** 2)
+
+        return jax.jit(jax.grad(loss))(x), jax.jit(jax.vmap(jax.grad(loss)))(x[None])[0]
+
+    plain = gradients(lambda attend: attend)
+    close(plain[1], plain[0])
+    close(gradients(functools.partial(jax.checkpoint, policy=save)), plain)
+    close(gradients(jax.checkpoint), plain)
