@@ -10,7 +10,8 @@ from cases import close
 
 from flax_mha import dot_product_attention
 
-HAS_REMAT3 = hasattr(jax.config, "jax_remat3")
+# JAX 0.10 has these flags too, but cannot map a name over an axis with them.
+IS_NEW = jax.__version_info__ >= (0, 12)
 CASES = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -26,7 +27,7 @@ def remat3():
     jax.config.update("jax_remat3", False)
 
 
-@pytest.mark.skipif(not HAS_REMAT3, reason="this JAX has no jax_remat3")
+@pytest.mark.skipif(not IS_NEW, reason="needs JAX 0.12")
 @pytest.mark.usefixtures("remat3")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("name", CASES)
@@ -46,3 +47,40 @@ def test_remat3(name, implementation):
     close(plain[1], plain[0])
     close(gradients(functools.partial(jax.checkpoint, policy=save)), plain)
     close(gradients(jax.checkpoint), plain)
+
+
+def doubled_with_gradient(kind, factor):
+    """x -> 2 * x, with another derivative."""
+    if kind == "jvp":
+        function = jax.custom_jvp(lambda x: 2 * x)
+        function.defjvp(lambda primals, tangents: (function(*primals), factor * tangents[0]))
+    else:
+        function = jax.custom_vjp(lambda x: 2 * x)
+        function.defvjp(lambda x: (2 * x, None), lambda _, cotangent: (factor * cotangent,))
+    return function
+
+
+@pytest.mark.skipif(not IS_NEW, reason="needs JAX 0.12")
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_rules_of_custom_derivatives_are_compared(kind, implementation):
+    """Two score functions that differ only in their rules: the second call must not get the gradient of the first."""
+    flag = f"jax_custom_{kind}3"
+    x = np.random.default_rng(0).standard_normal((1, 5, 2, 8)).astype(np.float32)
+
+    def gradient(factor):
+        function = doubled_with_gradient(kind, factor)
+
+        def loss(query):
+            score_mod = lambda score, b, h, q_idx, kv_idx: function(score)  # noqa: E731
+            output = dot_product_attention(query, x, x, score_mod=score_mod, implementation=implementation)
+            return jnp.sum(output**2)
+
+        return jax.grad(loss)(x)
+
+    jax.config.update(flag, True)
+    try:
+        first, second = gradient(1.0), gradient(3.0)
+    finally:
+        jax.config.update(flag, False)
+    close(second, 3 * first)

@@ -178,6 +178,22 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
                 yield inner
 
 
+def custom_call(equation: Any) -> tuple[str, Any] | None:
+    """Returns the name and the jaxpr of a function with custom derivatives that an equation calls, otherwise None.
+
+    The name is "custom_jvp_call" or "custom_vjp_call", also with JAX's flags jax_custom_jvp3 and jax_custom_vjp3.
+    """
+    name = equation.primitive.name
+    if name in ("custom_jvp_call", "custom_vjp_call"):
+        return name, equation.params["call_jaxpr"].jaxpr
+    if name != "call_hi_primitive":
+        return None
+    primitive = equation.params["_prim"]
+    names = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_call"}
+    name = names.get(type(primitive).__name__)
+    return None if name is None else (name, primitive.traced.jaxpr.jaxpr)
+
+
 def evaluate(jaxpr: Jaxpr, values: Sequence[Array]) -> list[Array]:
     """Evaluates the jaxpr of a user's function, which must have no constants.
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxtyping import Array
 
-from flax_mha._src.core.tracing import equations, evaluate, inner_jaxprs, without_mesh
+from flax_mha._src.core.tracing import custom_call, equations, evaluate, inner_jaxprs, without_mesh
 
 NAMES = {"b": "batch entries", "h": "heads", "q_idx": "query positions", "kv_idx": "key positions"}
 POSITIONS = tuple(NAMES)
@@ -48,7 +48,11 @@ class TracedFunction:
     @property
     def primitives(self) -> set[str]:
         """The names of the primitives in the jaxpr, such as "custom_vjp_call", which has no forward mode."""
-        return {equation.primitive.name for equation in equations(self.jaxpr)}
+        names = set()
+        for equation in equations(self.jaxpr):
+            call = custom_call(equation)
+            names.add(equation.primitive.name if call is None else call[0])
+        return names
 
     def uses(self, position: str) -> bool:
         """Returns whether the function reads the argument `position`: "b", "h", "q_idx" or "kv_idx"."""
@@ -201,8 +205,8 @@ def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
     """
 
     def custom(jaxpr: Any) -> set[tuple]:
-        calls = [e for e in equations(jaxpr) if e.primitive.name in ("custom_jvp_call", "custom_vjp_call")]
-        return {(x.debug_info.func_src_info, str(x)) for x in (e.params["call_jaxpr"].jaxpr for e in calls)}
+        calls = [call for equation in equations(jaxpr) if (call := custom_call(equation)) is not None]
+        return {(called.debug_info.func_src_info, str(called)) for _, called in calls}
 
     def pull(values: list[Array], cotangents: list[Array]) -> Any:
         with jax.disable_jit():
