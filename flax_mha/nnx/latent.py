@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.nnx.nn.linear import default_kernel_init
@@ -268,9 +269,10 @@ class MultiHeadLatentAttention(AttentionModule):
             return latent
         kernel = layer.kernel[...]
         shape = self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim
-        if not isinstance(kernel, jax.Array) or kernel.shape != shape:
+        # A restored kernel may be a NumPy array; a quantized one is an object of its library.
+        if not isinstance(kernel, jax.Array | np.ndarray) or kernel.shape != shape:
             return latent
-        return latent._replace(kernel=kernel, dtype=layer.dtype, precision=layer.precision)
+        return latent._replace(kernel=jnp.asarray(kernel), dtype=layer.dtype, precision=layer.precision)
 
     @property
     def _query_name(self) -> str:
