@@ -1,4 +1,4 @@
-"""Helpers that many tests of attention share; the table of cases is in `flax_mha.conformance`."""
+"""Helpers that many tests of attention share; the table of cases is in `reference_cases.py`."""
 
 import contextlib
 import dataclasses
@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from reference_cases import CASES as CASES
+from reference_cases import Case, N, S, T
 
 from flax_mha import dot_product_attention
 from flax_mha._src import run
 from flax_mha._src.core import tracing
 from flax_mha._src.engines.xla import in_place as in_place  # on first use it would import a patched platform
-from flax_mha.conformance import reference
-from flax_mha.conformance.cases import CASES as CASES
-from flax_mha.conformance.cases import Case, N, S, T
 
 DROPOUT_CASES = {
     "dropout": Case(dropout_rate=0.3),

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from cases import CASES, DROPOUT_CASES, Case, by_the_rule_of_flash_attention, close, naive_attention
 from marks import named, pairwise, with_core, with_core_tuples
 
 from flax_mha import dot_product_attention
 from flax_mha._src import plan as schedule
-from flax_mha.conformance import reference
 
 IMPLEMENTATIONS = ("xla", "blockwise")
 KEY = jax.random.key(5)

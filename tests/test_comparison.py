@@ -9,11 +9,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from conformance.checks import check
 from flax import nnx
 from marks import with_core
 
 import flax_mha
-from flax_mha.conformance.checks import check
 
 PAGE = (Path(__file__).parent.parent / "docs" / "comparison.md").read_text()
 
@@ -47,7 +47,7 @@ def test_every_cell_has_a_source(package):
 
 
 FUNCTIONS = {"jax.nn": jax.nn.dot_product_attention, "Flax": nnx.dot_product_attention}
-# Topic -> how the cell begins, the check of `python -m flax_mha.conformance` that shows it, and its answer.
+# Topic -> how the cell begins, the check of `python benchmarks/conformance` that shows it, and its answer.
 CHECKS = {
     "rows whose keys are all masked": ("mean of the values", "everything masked", "other convention"),
     "NaN in masked keys and values": ("spreads", "NaN in a masked value", "wrong"),

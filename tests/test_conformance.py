@@ -8,12 +8,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from conformance.__main__ import CELLS, main
+from conformance.__main__ import _markdown as page_of
+from conformance.checks import CHECKS, Result, check
 from marks import with_core
+from reference_cases import CASES
 
 import flax_mha
-from flax_mha.conformance import CHECKS, Result, check
-from flax_mha.conformance.__main__ import CELLS, main
-from flax_mha.conformance.__main__ import _markdown as page_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "conformance.md"
 
@@ -98,7 +99,7 @@ def test_planted_errors_are_found_and_other_conventions_are_not_wrong(function, 
 
 
 # The other cases are those of test_attention.py.
-OURS = [name for name in CHECKS if name not in flax_mha.conformance.cases.CASES]
+OURS = [name for name in CHECKS if name not in CASES]
 OURS_IN_CORE = ("causal, log-sum-exp and its gradient", "NaN in a masked key", "bfloat16, causal")
 
 
@@ -114,7 +115,7 @@ FEW |= {"everything masked": "other convention", "NaN in a masked value": "wrong
 
 @pytest.mark.core
 def test_the_table(monkeypatch, capsys):
-    monkeypatch.setattr("flax_mha.conformance.__main__.CHECKS", {name: CHECKS[name] for name in FEW})
+    monkeypatch.setattr("conformance.__main__.CHECKS", {name: CHECKS[name] for name in FEW})
     assert main(["jax.nn.dot_product_attention", "--markdown"]) == 1
     page = capsys.readouterr().out
     for name, kind in FEW.items():
@@ -158,14 +159,14 @@ def test_names_without_a_function(name, capsys):
 @pytest.mark.core
 def test_a_function_of_something_else(monkeypatch, capsys):
     few = {name: CHECKS[name] for name in ("no mask or bias", "rejects a float mask")}
-    monkeypatch.setattr("flax_mha.conformance.__main__.CHECKS", few)
+    monkeypatch.setattr("conformance.__main__.CHECKS", few)
     with pytest.raises(SystemExit, match="2"):
         main(["os.getcwd"])
     assert "error: os.getcwd must be an attention function, but every call raised an error" in capsys.readouterr().err
 
 
 def test_the_command():
-    command = [sys.executable, "-m", "flax_mha.conformance", "jax.nn.no_such_function"]
+    command = [sys.executable, PAGE.parent.parent / "benchmarks" / "conformance", "jax.nn.no_such_function"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert "error: PACKAGE.FUNCTION must be " in ran.stderr.splitlines()[-1]

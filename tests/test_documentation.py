@@ -70,7 +70,7 @@ def test_links_to_files_have_targets(page):
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # The module or file of a command, and its arguments, which may continue on further lines in docstrings of scripts.
-COMMAND = re.compile(r"\bpython (?:-m )?(train_demo|flax_mha\.conformance|[\w/]+\.py)\b([^`#\n]*(?:\n +\[--[^\n]*)*)")
+COMMAND = re.compile(r"\bpython (?:-m )?(train_demo|benchmarks/conformance|[\w/]+\.py)\b([^`#\n]*(?:\n +\[--[^\n]*)*)")
 SCRIPTS = ("benchmarks/*.py", "benchmarks/results/*.md", "docs/*.py", "examples/*.py", "tests/hf_*.py")
 
 
@@ -87,7 +87,7 @@ def test_commands_name_files_options_and_extras_that_exist(files):
             command = [] if chosen and not chosen[0].startswith("-") else ["train"]
             command_line._parser().parse_args([*command, *(word for word in chosen if word != "--help")])
             continue
-        file = ROOT / (name if name.endswith(".py") else f"{name.replace('.', '/')}/__main__.py")
+        file = ROOT / (name if name.endswith(".py") else f"{name}/__main__.py")
         source = "".join(path.read_text() for path in (file, *file.parent.glob("measure.py")))
         known = {f"--{word.replace('_', '-')}" for word in re.findall(r'"(?:--)?([a-z][\w-]*)"', source)}
         assert set(re.findall(r"(?<!\S)\[?(--[a-z][\w-]*)", words)) <= known, (name, words)

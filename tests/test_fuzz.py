@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from cases import close
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_mha import dot_product_attention
-from flax_mha.conformance import reference
 from flax_mha.masks import CausalMask, FunctionMask, LocalMask
 
 USUAL_STRUCTURES = 6

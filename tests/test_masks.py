@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from marks import with_core_tuples
 
 from flax_mha import dot_product_attention, plot
 from flax_mha._src.core.tile import Grid
-from flax_mha.conformance import reference
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, LocalMask, SegmentMask
 
 B, N, T, S = 2, 6, 48, 64

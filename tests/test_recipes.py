@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from cases import close, refused
 from test_meanings import dropped
 
 from flax_mha import dot_product_attention, recipes
 from flax_mha.cached_attention import cached_attention
-from flax_mha.conformance import reference
 from flax_mha.kv_cache import KVCache
 
 B, N, K, H, S = 2, 6, 2, 8, 67

@@ -4,6 +4,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import reference
 import torch
 from flax import nnx
 from torch import nn
@@ -11,7 +12,6 @@ from torch_port import D2LMHA, BertSelfAttention, MaskedSelfAttention, NoteMHA
 
 import flax_mha
 from flax_mha import convert
-from flax_mha.conformance import reference
 
 BATCH, QUERIES, KEYS, HEADS, HEAD_DIM = 2, 5, 7, 3, 13
 FEATURES = HEADS * HEAD_DIM

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 import torch
 import torch.nn.functional as F  # noqa: N812
 from flax import nnx
@@ -20,7 +21,6 @@ from torch_port import MaskedSelfAttention
 
 import flax_mha
 from flax_mha import convert
-from flax_mha.conformance import reference
 
 IMPLEMENTATIONS = ("xla", "blockwise")
 BATCH, QUERIES, KEYS, HEADS, HEAD_SIZE = 2, 5, 7, 3, 13

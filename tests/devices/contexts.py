@@ -6,13 +6,13 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import reference
 from cases import close
 from jax.sharding import AxisType
 from meshes import floats, put
 
 import flax_mha
 from flax_mha import CausalMask, FunctionMask, LengthMask, LocalMask
-from flax_mha.conformance import reference
 from flax_mha.context_parallel import from_zigzag, to_zigzag
 
 B, N, H, T = 2, 8, 8, 48

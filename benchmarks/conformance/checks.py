@@ -8,10 +8,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import reference
 from jaxtyping import Array
-
-from flax_mha.conformance import reference
-from flax_mha.conformance.cases import CASES, LISTS, Case, H, N, S, T
+from reference_cases import CASES, LISTS, Case, H, N, S, T
 
 Attention = Callable[..., Any]
 Kind = Literal["computes", "refuses", "other convention", "wrong"]

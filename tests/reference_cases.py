@@ -1,6 +1,6 @@
 """The table of cases: small calls, with prime lengths, that every attention function must compute.
 
-The tests run each case with every implementation, and `python -m flax_mha.conformance` with any other function.
+The tests run each case with every implementation, and `python benchmarks/conformance` with any other function.
 """
 
 from collections.abc import Mapping

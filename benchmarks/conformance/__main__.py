@@ -1,4 +1,9 @@
-"""The command `python -m flax_mha.conformance`, which prints the results of all checks; see its `--help`."""
+"""Checks attention functions against the equation in float64: `python benchmarks/conformance PACKAGE.FUNCTION`.
+
+It lists which calls a function computes, which raise an error, which follow another convention, and which are wrong.
+The function may take any of the arguments of `flax_mha.dot_product_attention`. The reference and the table of cases are
+those of the tests.
+"""
 
 import argparse
 import importlib.metadata
@@ -6,12 +11,16 @@ import pkgutil
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from flax_mha.conformance.cases import CASES
-from flax_mha.conformance.checks import CHECKS, Result, check
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
+
+from conformance.checks import CHECKS, Result, check  # noqa: E402
+from reference_cases import CASES  # noqa: E402
 
 SYMBOLS = {"computes": "yes", "refuses": "-", "other convention": "other", "wrong": "WRONG"}
 CELLS = SYMBOLS | {"other convention": "*other*", "wrong": "**WRONG**"}  # in Markdown
@@ -20,7 +29,7 @@ CELLS = SYMBOLS | {"other convention": "*other*", "wrong": "**WRONG**"}  # in Ma
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns exit status 1 if a check found a wrong answer, else 0. Wrong arguments exit with 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m flax_mha.conformance",
+        prog="python benchmarks/conformance",
         description="Checks attention functions against the equation in float64: outputs, gradients, masked NaN, "
         "dtypes and transformations. A function may support any subset of the arguments of "
         'flax_mha.dot_product_attention; calls that need other arguments count as "refuses". '
@@ -98,7 +107,7 @@ def _markdown(columns: dict[str, list[Result]]) -> list[str]:
         "",
         "This page is the output of the following command, which requires every package that it names:",
         "",
-        f"    python -m flax_mha.conformance --markdown {' '.join(columns)}",
+        f"    python benchmarks/conformance --markdown {' '.join(columns)}",
         "",
         f"The versions were {_versions(list(columns))}.",
         "",
