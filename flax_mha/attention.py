@@ -146,8 +146,7 @@ def dot_product_attention(
       implementation: None selects the fastest one that supports the call; see `explain_implementation`. "xla" computes
         all scores of a head at once or, for few queries, reads keys in place. "blockwise" computes the scores tile by
         tile and skips fully masked tiles. "cudnn" (NVIDIA GPUs) and "splash" (TPUs) are fused kernels that support
-        fewer arguments. "pallas" (TPUs) is a fused kernel that supports nearly every argument; it has never run on a
-        TPU, so None never selects it. All have derivatives of every order, in forward and reverse mode.
+        fewer arguments. All have derivatives of every order, in forward and reverse mode.
       return_residual: Also return the log-sum-exp of the scores.
       return_max_score: Also return the largest visible score of each head, for example for QK-Clip.
       precision: Precision of the matrix products; None means `jax.default_matmul_precision`.

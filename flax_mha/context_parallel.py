@@ -39,7 +39,7 @@ def context_parallel(
       axis: The mesh axis that splits queries, keys and values along their lengths T and S. Its size N must divide both.
       strategy: What the devices exchange.
         "ring": keys and values move from device to device while each device computes attention over them. Memory per
-        device depends only on T / N. Uses "blockwise" attention, or "pallas" if you name it.
+        device depends only on T / N. Uses "blockwise" attention.
         "ulysses": an all-to-all before and after gives each device all positions of one N-th of its heads. Works with
         any implementation, including fused kernels. Each device must hold a multiple of N key heads.
         "allgather": each device gathers all keys and values for its queries. Good for short sequences or few key heads.

@@ -96,7 +96,7 @@ REFUSED_BY_BOTH = {
     "scale as data": ({"scale": jnp.float32(0.3)}, "scale"),
     "precision": ({"precision": "highest"}, "precision must be the default, but is highest"),
 }
-PRIMITIVES = {"cudnn": "dot_product_attention_fwd", "splash": "pallas_call", "pallas": "flax_mha_forward"}
+PRIMITIVES = {"cudnn": "dot_product_attention_fwd", "splash": "pallas_call"}
 
 
 def assert_refused(name, arrays, arguments, reason):

@@ -18,7 +18,6 @@ PACKAGE = ROOT / "flax_mha"
 ORDER = ["_src.__init__", "_src.core", "masks", "_src.call", "_src.guard", "_src.math", "_src.plan", "_src.engines"]
 ORDER += ["_src.explanation", "_src.distributed", "_src.run", "attention", "cache", "rope", "_src.modules"]
 ORDER += ["context_parallel", "nnx", "linen", "recipes", "plot", "kv_cache", "cached_attention", "convert", "__init__"]
-ORDER += ["conformance"]
 # An annex that the house imports, in a function that few call.
 ANNEX = ("rope", "convert")
 

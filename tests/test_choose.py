@@ -334,11 +334,11 @@ def test_exported_for_two_platforms():
 def test_on_this_host():
     x = jnp.ones((1, 1000, 2, 64), jnp.bfloat16)
     explanation = explain_implementation(x, x, x, is_causal=True)
-    assert list(explanation.refusals) == ["xla", "blockwise", "cudnn", "splash", "pallas"]
+    assert list(explanation.refusals) == ["xla", "blockwise", "cudnn", "splash"]
     assert explanation.refusals["xla"] == explanation.refusals["blockwise"] == []
     assert not explanation.refusals[explanation.chosen]
     assert explanation.chosen in str(explanation)
-    with pytest.raises(ValueError, match='must be "xla", "blockwise", "cudnn", "splash", "pallas" or None'):
+    with pytest.raises(ValueError, match='must be "xla", "blockwise", "cudnn", "splash" or None'):
         dot_product_attention(x, x, x, implementation="flash")
 
 
@@ -347,7 +347,7 @@ def test_on_this_host():
 def test_on_a_cpu():
     x = jnp.ones((1, 8, 2, 64))
     assert explain_implementation(x, x, x).chosen == "xla"
-    for name, device in {"cudnn": "NVIDIA GPUs", "splash": "TPUs", "pallas": "TPUs"}.items():
+    for name, device in {"cudnn": "NVIDIA GPUs", "splash": "TPUs"}.items():
         with pytest.raises(NotImplementedError, match=f"runs only on {device}, but this call runs on cpu"):
             dot_product_attention(x, x, x, implementation=name)
 

@@ -21,7 +21,7 @@ from flax_mha import MultiHeadAttention, dot_product_attention
 from flax_mha._src.engines.kernels import tpu as tpu_kernels
 
 B, N, K, H, CALLS = 2, 2, 1, 8, 3
-PLATFORMS = {"cudnn": "gpu", "splash": "tpu", "pallas": "tpu"}
+PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
 FLOATS = ("query", "key", "value", "bias")
 
 
@@ -84,7 +84,7 @@ TRANSFORMATIONS = {
 }
 # The axis that is mapped, if any: not always the first.
 AXIS = {"query": 0, "key": 1, "value": 2, "bias": 1, "lengths": 1, "ids": 0}
-SUPPORTED = {"cudnn": (*FLOATS, "lengths"), "splash": (*FLOATS[:3], "lengths", "ids"), "pallas": tuple(AXIS)}
+SUPPORTED = {"cudnn": (*FLOATS, "lengths"), "splash": (*FLOATS[:3], "lengths", "ids")}
 
 
 def cases():
@@ -137,10 +137,10 @@ def kernels(kernel, function, *arrays):
     return forward, len(names) - forward
 
 
-def expected_kernels(kernel, transformation, operands):
+def expected_kernels(kernel, transformation):
     if transformation in ("forward", "jvp_of_vmap"):
         return 1, 0
-    return 1, {"cudnn": 1, "splash": 2, "pallas": 3 if "bias" in operands else 2}[kernel]
+    return 1, {"cudnn": 1, "splash": 2}[kernel]
 
 
 def padded_cudnn():
@@ -157,9 +157,9 @@ LOWERED = [*itertools.starmap(core, padded_cudnn()), *cases()]
 
 @pytest.mark.parametrize(("kernel", "transformation", "t", "is_causal", "operands"), LOWERED)
 def test_each_kernel_runs_once(kernel, transformation, t, is_causal, operands):
-    implementation = kernel if kernel == "pallas" or is_causal else None  # the others are chosen
+    implementation = kernel if is_causal else None  # the others are chosen
     function, arrays = program(transformation, t, is_causal, operands, implementation)
-    assert kernels(kernel, function, *arrays) == expected_kernels(kernel, transformation, operands)
+    assert kernels(kernel, function, *arrays) == expected_kernels(kernel, transformation)
 
 
 def test_a_kernel_that_runs_again_is_counted():
@@ -198,7 +198,6 @@ NUMBERS = [
     ("cudnn", "vmap_over_cotangents", {"query": "shared", "key": "shared", "value": "shared", "bias": "shared"}),
     ("splash", "forward", {"query": "mapped", "key": "shared", "value": "shared", "lengths": "mapped"}),
     ("splash", "vmap_over_cotangents", {"query": "shared", "key": "shared", "value": "shared"}),
-    ("pallas", "vmap_over_cotangents", {"query": "shared", "key": "shared", "value": "shared"}),
 ]
 
 

@@ -247,7 +247,6 @@ def test_a_tpu_gets_the_portable_computation_if_the_kernels_refuse(name):
     kernels.assert_refused("splash", *REFUSED[name])
 
 
-BOTH = pytest.mark.parametrize("implementation", ["splash", "pallas"])
 MESH = AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
@@ -260,13 +259,12 @@ SETTINGS = {
 
 @pytest.mark.core
 @pytest.mark.parametrize("reason", SETTINGS)
-@BOTH
-def test_settings_that_the_kernels_refuse(reason, implementation):
-    kernels.assert_one_reason(abstract(), implementation, reason, SETTINGS[reason])
+def test_settings_that_the_kernels_refuse(reason):
+    kernels.assert_one_reason(abstract(), "splash", reason, SETTINGS[reason])
     with jax.set_mesh(mesh()):  # of one device, so nothing is split
-        assert explained(abstract()).refusals[implementation] == []
+        assert explained(abstract()).refusals["splash"] == []
     with jax.enable_x64(True):
-        reasons = explained(abstract(dtype=jnp.float64)).refusals[implementation]
+        reasons = explained(abstract(dtype=jnp.float64)).refusals["splash"]
     assert any("the inputs are float64" in reason for reason in reasons)
 
 
@@ -274,8 +272,7 @@ def mesh():
     return jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-@BOTH
-def test_inside_shard_map(implementation):
+def test_inside_shard_map():
     """The kernels do not declare how their results vary over the mesh, which `check_vma` requires."""
 
     def lowered_with(check_vma, name):
@@ -283,22 +280,20 @@ def test_inside_shard_map(implementation):
         specs = {"in_specs": jax.P("x"), "out_specs": jax.P("x"), "check_vma": check_vma}
         return kernels.lowered(abstract(k=2), jax.shard_map(attend, mesh=mesh(), **specs))
 
-    count = lowered_with(False, implementation).count("tpu_custom_call")
-    assert count == 3 if implementation == "pallas" else count > 3  # "splash" has more in the branch for NaN
+    assert lowered_with(False, "splash").count("tpu_custom_call") > 3  # three, and more in the branch for NaN
     with pytest.raises(NotImplementedError, match="check_vma=False"):
-        lowered_with(True, implementation)
+        lowered_with(True, "splash")
     assert "tpu_custom_call" in lowered_with(False, None)
     assert "tpu_custom_call" not in lowered_with(True, None)
 
 
 @pytest.mark.core
-@BOTH
 @pytest.mark.parametrize("arguments", [{"is_causal": True}, {"local_window_size": 40, "query_offset": -3}])
-def test_a_policy_saves_kernel_results_by_name(implementation, arguments):
+def test_a_policy_saves_kernel_results_by_name(arguments):
     """As many kernels as without `jax.checkpoint`; with `jax.checkpoint` but no policy, one more for each block."""
     x = jax.ShapeDtypeStruct((1, T, N, 128), jnp.float32)
     saved, without, anew = kernels.kernels_of_two_blocks(
-        ["pallas_call"], x, "tpu", implementation=implementation, **arguments
+        ["pallas_call"], x, "tpu", implementation="splash", **arguments
     )
-    in_forward = 2 if implementation == "splash" else 1  # with masks, the branch for NaN has another one
+    in_forward = 2  # with masks, the branch for NaN has another one
     assert saved == without == anew - 2 * in_forward

@@ -32,14 +32,13 @@ from flax_mha._src.guard import guard
 from flax_mha._src.math.derivatives import as_function_of_values, is_linear_in_values
 from flax_mha._src.plan import Plan
 
-Implementation = Literal["xla", "blockwise", "cudnn", "splash", "pallas"]
+Implementation = Literal["xla", "blockwise", "cudnn", "splash"]
 NAMES: tuple[str, ...] = get_args(Implementation)
 CLASSES = {
     "xla": "xla.XLA",
     "blockwise": "blockwise.Blockwise",
     "cudnn": "kernels.cudnn.CuDNN",
     "splash": "kernels.splash.Splash",
-    "pallas": "pallas.call.Pallas",
 }
 
 
@@ -209,7 +208,7 @@ def _run_part(implementation: str | None, context: Context | None) -> Callable[[
 def _run_in_ring(call: Call, context: Context, implementation: str | None) -> Result:
     if implementation is not None:
         _check_supported(implementation, refusals(implementation, ring.first_step(call, context), in_ring=True))
-    return ring.attention(call, context, ENGINES[implementation or PORTABLE], ENGINES[PORTABLE])
+    return ring.attention(call, context, ENGINES[implementation or PORTABLE])
 
 
 def _exchanging(context: Context | None, attend: Callable[[Call], Any]) -> Callable[[Call], Any]:

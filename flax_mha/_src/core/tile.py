@@ -80,12 +80,12 @@ class Tile(NamedTuple):
 
     @property
     def query_positions(self) -> Int[Array, "#t #s"]:
-        """Positions of the tile's queries: [t, 1], or [1, t] in a subclass with queries along columns."""
+        """Positions of the tile's queries, [t, 1]."""
         return self._within(self.rows, 0) + self.offsets[0]
 
     @property
     def key_positions(self) -> Int[Array, "#t #s"]:
-        """Positions of the keys: [1, s]; with `indices`, [t, s]; in a subclass with queries along columns, [s, 1]."""
+        """Positions of the tile's keys: [1, s], or [t, s] with `indices`."""
         columns = self._within(self.columns, 1)
         if self.ring is None:
             return columns + self.offsets[1]

@@ -39,15 +39,15 @@ Cut = Callable[[Operands], Call]  # cuts a pair of chunks out of a device's oper
 Trainable = dict[str, Any]  # the operands of a call that get derivatives, by name
 
 
-def attention(call: Call, context: Context, engine: Engine, portable: Engine) -> Result:
+def attention(call: Call, context: Context, engine: Engine) -> Result:
     """Computes a device's part of a call by ring attention, inside `jax.shard_map`.
 
-    `engine` computes the hops of the forward and backward pass. `portable`, which has derivatives of every order,
-    computes the hops of all other derivatives.
+    `engine` computes the hops, and has derivatives of every order.
     """
     operands, options = call
     ring, step = _ring_of(Call(operands, options._replace(return_residual=True)), context)
-    ring = ring._replace(engines=tuple((x, x.plan(step)[0]) for x in (engine, portable)))
+    plan, _ = engine.plan(step)
+    ring = ring._replace(engine=engine, plan=plan)
     output, lse, largest = _results(ring, _of_hops(operands))
     if operands.sinks is not None:
         output, lse = _with_sinks(output, lse, operands.sinks[..., None, :].astype(lse.dtype))
@@ -63,7 +63,7 @@ def first_step(call: Call, context: Context) -> Call:
 
 
 def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
-    """Returns the `Ring` of a call, still without engines, which `attention` adds, and the call of `first_step`."""
+    """Returns the `Ring` of a call, still without its engine, which `attention` adds, and the call of `first_step`."""
     operands, chunks = _of_hops(call.operands), 2 if context.layout == "zigzag" else 1
     ring = Ring(context.axis, lax.axis_size(context.axis), chunks, operands.query.ndim - 3, call.options)
     return ring, ring.slice(operands, lax.axis_index(ring.axis), 0, 0)
@@ -86,13 +86,8 @@ class Ring(NamedTuple):
     chunks: int  # the number of chunks of adjacent positions that each device holds: 1, or 2 for "zigzag"
     rows_axis: int  # the axis of queries in all results
     options: Options  # the options of the call
-    # The engine of the hops and, last, one whose hops have derivatives of every order, with their plans.
-    engines: tuple[tuple[Engine, Plan], ...] = ()
-
-    @property
-    def portable(self) -> "Ring":
-        """The same ring with hops computed by the engine that has derivatives of every order."""
-        return self._replace(engines=self.engines[-1:])
+    engine: Any = None  # the `Engine` that computes the hops; `attention` sets it and its plan
+    plan: Any = None  # the `Plan` of every hop
 
     def fold(
         self,
@@ -139,7 +134,9 @@ class Ring(NamedTuple):
 
     def hop(self, call: Call, known: Result | None = None) -> Result:
         """Computes a pair's call in float32 at least, by `Engine.forward` or, given `known`, by `Engine.share`."""
-        operands, (engine, plan) = call.operands, self.engines[0]
+        operands = call.operands
+        engine: Engine = self.engine
+        plan: Plan = self.plan
         query, key, value = (x.astype(self.options.dtype) for x in operands[:3])
         call = guard(call._replace(operands=operands._replace(query=query, key=key, value=value)), plan)
         return engine.forward(plan, call) if known is None else engine.share(plan, call, known)
@@ -204,8 +201,6 @@ def _tangents(ring: Ring, operands: Operands, known: Result, d_operands: Trainab
 
     They are the sums of all hops' shares. Tangents of keys and values travel around the ring with keys and values.
     """
-    ring = ring.portable
-
     def step(held: Operands, cut: Cut, i: Scalar, state: tuple) -> tuple:
         sums, d_operands = state
         share = ring.share(held, cut, ring.rows(known, i))
@@ -272,7 +267,7 @@ def _linear(compute: Callable, ring: Ring, operands: Operands, known: Result, li
     like, results = jax.tree.flatten(known if compute is _tangents else trainable_of(operands))
     first = len(leaves)
 
-    def evaluate(ring: Ring, *arguments: Any) -> Sequence[Array]:
+    def evaluate(*arguments: Any) -> Sequence[Array]:
         operands, known = jax.tree.unflatten(residuals, arguments[:first])
         return jax.tree.leaves(compute(ring, operands, known, jax.tree.unflatten(structure, arguments[first:])))
 
@@ -282,5 +277,4 @@ def _linear(compute: Callable, ring: Ring, operands: Operands, known: Result, li
         return _linear(other, ring, operands, known, jax.tree.unflatten(results, cotangents))
 
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
-    here, portable = (functools.partial(evaluate, x) for x in (ring, ring.portable))
-    return linear_function(outputs, here, transpose, first, portable)(*leaves, *linear_leaves)
+    return linear_function(outputs, evaluate, transpose, first)(*leaves, *linear_leaves)

@@ -129,10 +129,10 @@ class ScoreRule:
             visible = _both(visible, inputs.bias != -jnp.inf)
         fused = fused and self.score_mod is None
         if visible is not None and not fused and (self.soft_cap is not None or self.score_mod is not None):
-            products = self.zero_masked(products, visible)
+            products = _zero_masked(products, visible)
         scores = self._cap(products)
         if self.score_mod is not None:
-            scores = self.apply_score_mod(scores, inputs, tile)
+            scores = self._apply_score_mod(scores, inputs, tile)
             visible = _both(visible, scores != -jnp.inf)
         if inputs.bias is not None:
             shown = jnp.where(visible, inputs.bias, jnp.zeros_like(inputs.bias))  # type: ignore[arg-type]  # with a bias
@@ -144,11 +144,7 @@ class ScoreRule:
             return jnp.minimum(scores, jnp.where(visible, jnp.inf, -jnp.inf).astype(scores.dtype))
         return jnp.where(visible, scores, -jnp.inf)
 
-    def zero_masked(self, products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]) -> Float[Array, "t s"]:
-        """Replaces masked products by 0, because infinite products could make derivatives NaN."""
-        return jnp.where(visible, products, jnp.zeros_like(products))
-
-    def apply_score_mod(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
+    def _apply_score_mod(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
         return tile.map_positions(self._one_score(inputs.captured), scores)
 
     def differentiable_tile(
@@ -180,7 +176,7 @@ class ScoreRule:
         after the query. So a masked score gets the positions of a visible score, whose derivative is in the sum anyway.
         """
         if not inputs.captured:
-            scores = self.apply_score_mod(self._cap(self.zero_masked(products, visible)), inputs, tile)
+            scores = self._apply_score_mod(self._cap(_zero_masked(products, visible)), inputs, tile)
         else:
             row = jnp.argmax(visible.any(axis=1))  # XLA's CPU is slow at an argmax over the whole tile
             column = jnp.argmax(visible[row])
@@ -221,10 +217,10 @@ class ScoreRule:
         to two random words: the first for the query at the even position, the second for the query at the odd position.
         """
         if self.on_gpu or tile.indices is not None:
-            return self.dropout_by_query(tile, dtype)
+            return self._dropout_by_query(tile, dtype)
         return None if self.dropout_seed is None else self._factors(self._words_by_pairs(tile), dtype)
 
-    def dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:
+    def _dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:
         """Computes `dropout_multiplier` by one hash per score. It uses only one of the two words, but fuses on GPUs."""
         if self.dropout_seed is None:
             return None
@@ -256,6 +252,11 @@ class ScoreRule:
 def times(weights: Float[Array, "t s"], dropout: Float[Array, "t s"] | None) -> Float[Array, "t s"]:
     """Multiplies weights by `ScoreRule.dropout_multiplier`, or returns them unchanged without dropout."""
     return weights if dropout is None else weights * dropout
+
+
+def _zero_masked(products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]) -> Float[Array, "t s"]:
+    """Replaces masked products by 0, because infinite products could make derivatives NaN."""
+    return jnp.where(visible, products, jnp.zeros_like(products))
 
 
 def _both(a: Bool[Array, "#t #s"] | None, b: Bool[Array, "#t #s"]) -> Bool[Array, "#t #s"]:

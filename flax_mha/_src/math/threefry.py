@@ -1,4 +1,4 @@
-"""Threefry-2x32, the generator of `jax.random`, written with int32 operations, which TPU kernels can run.
+"""Threefry-2x32, the generator of `jax.random`, written with elementwise operations, which XLA fuses.
 
 Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011, doi:10.1145/2063384.2063405. The words are the same
 as those of `jax.extend.random.threefry_2x32`.

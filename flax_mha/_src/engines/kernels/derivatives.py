@@ -39,8 +39,6 @@ def with_derivatives(kernel: Attend, portable: Attend, operands: Operands, platf
         return lambda *leaves: jax.tree.leaves(attend(jax.tree.unflatten(structure, leaves)))
 
     jaxpr = jax.make_jaxpr(of_leaves(kernel))(*leaves)
-    if jaxpr.effects:  # as in interpret mode that detects races; `Function` would lose them
-        return kernel(operands)
     count = len(jaxpr.out_avals)  # one less if the kernel returns no log-sum-exp
     functions = _Functions(of_leaves(kernel), lambda *leaves: of_leaves(portable)(*leaves)[:count], platform, count)
     output, *rows = _attention(functions, jaxpr)(*leaves)

@@ -1,1 +1,0 @@
-"""`implementation="pallas"`: Pallas kernels for TPUs that support nearly every argument."""
