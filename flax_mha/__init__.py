@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from flax_mha._src.modules.attention_fn import attention_fn as attention_fn
 from flax_mha._src.modules.indexer import Indexer as Indexer
+from flax_mha._src.modules.layers import Gate as Gate
+from flax_mha._src.modules.layers import Norm as Norm
 from flax_mha.attention import dot_product_attention as dot_product_attention
 from flax_mha.attention import explain_implementation as explain_implementation
 from flax_mha.cache.kv_cache import KVCache as KVCache
@@ -26,6 +28,7 @@ from flax_mha.rope import RoPE as RoPE
 __all__ = [
     "CausalMask",
     "FunctionMask",
+    "Gate",
     "Indexer",
     "KVCache",
     "LengthMask",
@@ -33,6 +36,7 @@ __all__ = [
     "Mask",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
+    "Norm",
     "RoPE",
     "SegmentMask",
     "attention_fn",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import flax_mha
-from flax_mha import masks
+from flax_mha import Norm, masks
 
 BATCH, QUERIES, KEYS, HEADS, FEATURES = 2, 7, 11, 3, 15
 
@@ -140,14 +140,14 @@ MODIFIED = {"score_mod": jax.tree_util.Partial(by_distance)}
 # Options and call arguments of ours that Flax lacks, the same in both modules.
 GROUPED = {"num_heads": 6, "num_kv_heads": 2, "qkv_features": 30}
 EVERYTHING = (
-    GROUPED | {"sinks": True, "logits_soft_cap": 0.5, "normalize_qk": "rms_norm", "local_window_size": (3, 1)},
+    GROUPED | {"sinks": True, "logits_soft_cap": 0.5, "normalize_qk": Norm("rms"), "local_window_size": (3, 1)},
     MODIFIED | THINNED,
 )
 ADDED = {
     "logits_soft_cap": ({"logits_soft_cap": 0.5}, {}),
     "sinks": ({"sinks": True}, {}),
     "score_mod": ({}, MODIFIED),
-    "rms_norm": ({"normalize_qk": "rms_norm"}, {}),
+    "rms_norm": ({"normalize_qk": Norm("rms")}, {}),
     "window": ({"local_window_size": (2, 1)}, {}),
     "causal, segments": ({}, {"is_causal": True, "segment_ids": jnp.broadcast_to(IDS, (BATCH, QUERIES))}),
     "everything": EVERYTHING,
@@ -156,7 +156,7 @@ ADDED = {
 DECODING_ADDED = {
     "sinks, score_mod": Case({"sinks": True}, arguments=MODIFIED),
     "logits_soft_cap, FunctionMask": Case({"logits_soft_cap": 0.5}, arguments=THINNED),
-    "rms_norm, SegmentMask": Case({"normalize_qk": "rms_norm"}, arguments=SEGMENTS),
+    "rms_norm, SegmentMask": Case({"normalize_qk": Norm("rms")}, arguments=SEGMENTS),
     "CausalMask, LocalMask": Case(arguments={"mask": masks.CausalMask(-1) & masks.LocalMask(2, 1)}),
     "bias, window with mask": Case(
         {"local_window_size": 2},
@@ -212,7 +212,7 @@ REFUSED_OPTIONS = [
     ({"num_kv_heads": 2}, r"num_heads \(3\) must be divisible by num_kv_heads \(2\)"),
     ({"local_window_size": -1}, "local_window_size must be an int >= 0, .* but got -1"),
     ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be .*got 0\.0"),
-    ({"normalize_qk": "batch_norm"}, 'normalize_qk must be False, True or one of "layer_norm", .*"rms_norm", "rms_nor'),
+    ({"normalize_qk": "batch_norm"}, "normalize_qk must be True, False or a flax_mha.Norm, but got 'batch_norm'"),
     ({"normalize_qk": ""}, "normalize_qk must be .*got ''"),
     ({"implementation": "fast"}, "implementation must be \"xla\".*but got 'fast'"),
     *(({"dropout_rate": rate}, "dropout_rate must be a concrete number in") for rate in (1.0, 1.5, -0.1, float("nan"))),

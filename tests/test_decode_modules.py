@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from marks import core
 
 import flax_mha
-from flax_mha import linen
+from flax_mha import Norm, linen
 from flax_mha.masks import CausalMask, FunctionMask
 from flax_mha.rope import RoPE
 
 B, D, N, K, LENGTH, WINDOW = 2, 24, 4, 2, 97, 5
 SLOTS = {"ring": 300, "slots": 67}  # from 70 on, the window makes a ring of 70
 EVERYTHING = {"num_kv_heads": K, "rope": RoPE(), "local_window_size": (WINDOW, 1), "logits_soft_cap": 2.0}
-EVERYTHING |= {"sinks": True, "normalize_qk": "rms_norm"}
+EVERYTHING |= {"sinks": True, "normalize_qk": Norm("rms")}
 X = np.float32(np.random.default_rng(0).standard_normal((B, LENGTH, D)))
 SIZES = (1, 7, 40)
 CALLS = ((0, 40), (40, 48))

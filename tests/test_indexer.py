@@ -12,7 +12,7 @@ from marks import with_core
 from test_key_indices import CACHES
 
 import flax_mha
-from flax_mha import Indexer, linen
+from flax_mha import Indexer
 from flax_mha.rope import RoPE, apply_rope
 
 B, T, D, N, R = 2, 37, 24, 3, 4
@@ -208,14 +208,14 @@ def test_refusals():
     for message, options in REFUSED.items():
         options = SIZES | {"indexer": Indexer(8, 12, 5)} | options
         refused(message, flax_mha.MultiHeadLatentAttention, N, D, **options, rngs=nnx.Rngs(0))
-        layer = linen.MultiHeadLatentAttention(N, **options)
-        refused(message, layer.init, jax.random.key(0), inputs())
     refused("top_k must be an int >= 1", Indexer, 8, 12, 0)
     refused("norm_epsilon must be a finite number > 0", Indexer, 8, 12, 5, norm_epsilon=0.0)
     refused("interleaved must be True or False", Indexer, 8, 12, 5, 1)
     module, x = made(), inputs()
     refused("mask must be the same for all heads", module, x, mask=np.ones((B, N, T, T), bool))
-    refused("attention_fn must be flax_mha.attention_fn", made(attention_fn=nnx.dot_product_attention), x)
+    refused(
+        "With an indexer, attention_fn must be flax_mha.attention_fn", made(attention_fn=nnx.dot_product_attention), x
+    )
     module.init_cache((B, 50, D))
     module.cached_index_key = nnx.data(None)
     refused("the cache must have index keys", module, x, decode=True)

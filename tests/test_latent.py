@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import close, equations, in_parts, linen_step, refused
+from cases import close, equations, in_parts, refused
 from flax import nnx
 from marks import with_core, with_core_tuples
 
 import flax_mha
-from flax_mha import linen
+from flax_mha import Gate
 from flax_mha.cache.latent import Latent
 from flax_mha.rope import RoPE, YaRN
 
@@ -24,8 +24,8 @@ SCORES = {"sinks": True, "logits_soft_cap": 2.0, "rope": RoPE(fraction=1 / 3), "
 OPTIONS = {
     "compressed queries": {"q_lora_rank": 7, "use_bias": True},
     "scores, dropout": SCORES | {"dropout_rate": 0.3},
-    "ring": {"local_window_size": (7, 0), "q_lora_rank": 7, "gate": "head"},
-    "gate of queries": {"q_lora_rank": 7, "query_residual": True, "gate": True, "normalize_rotary_key": True},
+    "ring": {"local_window_size": (7, 0), "q_lora_rank": 7, "gate": Gate("head")},
+    "gate of queries": {"q_lora_rank": 7, "query_residual": True, "gate": Gate(activation="softplus")},
     "blockwise": {"implementation": "blockwise", "rope": None},
 }
 
@@ -39,8 +39,7 @@ def by_distance(score, b, h, q_idx, kv_idx):
 
 
 THINNED = flax_mha.FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 5 != 3)
-DECODED = ("scores, dropout", "ring", "blockwise")  # the others decode in linen, below; indexers in test_indexer.py
-IN_LINEN = ("compressed queries", "ring", "gate of queries", "indexer", "indexer, 8 bits")
+DECODED = [name for name in OPTIONS if name != "indexer, 8 bits"]  # indexers in 8 bits: test_indexer.py
 CALLS = {"scores, dropout": {"score_mod": by_distance}, "blockwise": {"mask": THINNED}}
 
 
@@ -78,7 +77,7 @@ def jitted(sows=False, **arguments):
     return call
 
 
-@pytest.mark.parametrize("name", with_core(DECODED, "scores, dropout", "ring"))
+@pytest.mark.parametrize("name", with_core(DECODED, "scores, dropout", "ring", "gate of queries"))
 def test_any_split_of_decoding_equals_one_call(name):
     module, x = made(**OPTIONS[name]), inputs()
     whole = nnx.jit(lambda module, x: run(name, module, x, is_causal=True))(module, x)
@@ -86,27 +85,6 @@ def test_any_split_of_decoding_equals_one_call(name):
     assert module.cached_key.shape == (B, 7 + 1 + 64 if name == "ring" else 99, 1, C + R)
     step = nnx.jit(lambda module, x: run(name, module, x, decode=True))
     assert_close(in_parts(functools.partial(step, module), x, PIECES), whole)
-
-
-@pytest.mark.parametrize("name", with_core(IN_LINEN, "compressed queries", "gate of queries", "indexer, 8 bits"))
-def test_linen_is_the_same(name):
-    dtype, module, x = "int8" if "8 bits" in name else None, made(**OPTIONS[name]), inputs()
-    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    layer = linen.MultiHeadLatentAttention(N, **SIZES | {"rope": ROPE} | OPTIONS[name], cache_dtype=dtype)
-    fresh = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
-    assert jax.tree.map(lambda x: x.shape, fresh) == jax.tree.map(jnp.shape, params)
-    if dtype is None:
-        whole = jitted(is_causal=True)(module, x)
-        in_linen = jax.jit(functools.partial(layer.apply, is_causal=True))({"params": params}, x)
-        np.testing.assert_array_equal(in_linen, whole)
-    decoding = layer.clone(decode=True)
-    shapes = jax.eval_shape(decoding.init, jax.random.key(0), jnp.zeros((B, 99, D)))["cache"]
-    variables = {"params": params, "cache": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)}
-    module.init_cache((B, 99, D), dtype=dtype)
-    assert variables["cache"].keys() == nnx.state(module, nnx.Cache).keys()
-    pieces = (70, *[1] * (T - 70)) if "indexer" in name else PIECES
-    want = in_parts(functools.partial(jitted(decode=True), module), x, pieces) if "indexer" in name else whole
-    assert_close(in_parts(linen_step(decoding, variables), x, pieces), want)
 
 
 @pytest.mark.core
@@ -220,9 +198,8 @@ REFUSED = {
     "fraction \\* head size must be an even integer": {"qk_rope_head_dim": 5},
     "norm_epsilon must be a finite number > 0, but got 0": {"norm_epsilon": 0},
     "sinks must be True or False": {"sinks": 1},
-    "gate must be True or False or one of": {"gate": "row"},
+    "gate must be True, False or a flax_mha.Gate": {"gate": "row"},
     "q_lora_rank must be an int with query_residual": {"query_residual": True},
-    "normalize_rotary_key must be True or False": {"normalize_rotary_key": 1},
     "rope must be a flax_mha.rope.RoPE or None": {"rope": "yarn"},
     "implementation must be": {"implementation": "flash"},
 }
@@ -233,7 +210,6 @@ REFUSED = {
 def test_constructors_that_are_refused(message):
     options = SIZES | {"rope": ROPE} | REFUSED[message]
     refused(message, made, **options)
-    refused(message, linen.MultiHeadLatentAttention(N, **options).init, jax.random.key(0), inputs())
 
 
 @pytest.mark.core
@@ -407,14 +383,14 @@ def test_a_plain_layer_is_still_absorbed():
 def test_products_of_latents_are_added_in_float32_at_least(dtype, wide):
     """The dtype of the result is the inputs'; so are those of gradients."""
     kernel = jnp.ones((C, N, 5 + 19), dtype)
-    key, query = jnp.ones((B, T, 1, C + R), dtype), jnp.ones((B, T, N, 5 + R), dtype)
+    query = jnp.ones((B, T, N, 5 + R), dtype)
 
-    def all_products(kernel, key, query):
-        latent = Latent(size=C, key_size=5, kernel=kernel)
+    def all_products(kernel, query):
+        latent = Latent(size=C, key_size=5, layer=lambda x: x, kernel=kernel)
         absorbed = latent.absorb(query)
-        return *latent.expand(key), absorbed, latent.project(absorbed)
+        return absorbed, latent.project(absorbed)
 
-    dots = [x for x in equations(jax.make_jaxpr(all_products)(kernel, key, query).jaxpr) if "dot" in x.primitive.name]
-    assert [x.params["preferred_element_type"] for x in dots] == [wide] * 3
-    outputs, pull = jax.vjp(all_products, kernel, key, query)
+    dots = [x for x in equations(jax.make_jaxpr(all_products)(kernel, query).jaxpr) if "dot" in x.primitive.name]
+    assert [x.params["preferred_element_type"] for x in dots] == [wide] * 2
+    outputs, pull = jax.vjp(all_products, kernel, query)
     assert {str(x.dtype) for x in jax.tree.leaves((outputs, pull(outputs)))} == {dtype}

@@ -173,7 +173,7 @@ def test_latent_attention_is_about_as_accurate_and_decodes_the_same(name, option
 
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_multi_head_attention_decodes_the_same(name):
-    x, module = inputs(), multi_head(flax_mha.MultiHeadAttention, num_kv_heads=2, normalize_qk="rms_norm")
+    x, module = inputs(), multi_head(flax_mha.MultiHeadAttention, num_kv_heads=2, normalize_qk=flax_mha.Norm("rms"))
     other = changed(module, name, x)
     whole = other(x, is_causal=True)
     assert relative_error(whole, module(x, is_causal=True)) > 1e-3

@@ -10,42 +10,60 @@ import pytest
 import torch
 from cases import refused
 from flax import nnx
-from marks import with_core, with_core_tuples
+from marks import with_core_tuples
 
 import flax_mha
-from flax_mha import linen
-from flax_mha._src.modules.output import exclude_own
+from flax_mha import Gate, Norm, linen
 from flax_mha.rope import RoPE
 
 B, T, D, N, K, H = 2, 7, 24, 4, 2, 6
 SIZES = {"num_heads": N, "num_kv_heads": K, "qkv_features": N * H}
 X = np.float32(np.random.default_rng(0).standard_normal((B, T, D)))
 LENGTHS = jnp.array([T, 4])
-BITNET = {"out_norm": "rms_norm", "out_norm_epsilon": 0.5}
+BITNET = Norm("rms", scale="heads", over="all_heads", epsilon=0.5)
+
+
+def clipped(query, key, value):
+    """Asymmetric, so that swapped arrays show."""
+    return query.clip(-0.5, 0.5), key.clip(-0.8, 0.8), value.clip(-0.3, 0.3)
+
+
+def scaled(query, key, value):
+    return query, key, value * 0.5
+
+
 KINDS = {
-    "exclusive": {"exclusive": True},
-    "exclusive, gate": {"exclusive": True, "gate": "elementwise", "rope": RoPE(), "logits_soft_cap": 5.0},
-    "gate of heads": {"gate": "head", "use_bias": False},
-    "norm of each head": {"normalize_qk": "layer_norm_each_head", "qk_norm_epsilon": 0.5, "rope": RoPE()},
-    "norm after rope": {"gate": "head", "gate_activation": "softplus", "rope": RoPE()}
-    | {"normalize_qk": "rms_norm_after_rope", "qk_norm_epsilon": 0.5},
-    "Laguna": {"gate": "head", "gate_activation": "softplus", "normalize_qk": "rms_norm", "rope": RoPE()},
-    "BitNet": BITNET | {"use_bias": False, "rope": RoPE()},
-    "Muse Glimmer": {"normalize_qk": "rms_norm_no_scale", "qk_norm_epsilon": 0.5, "gate": True, "rope": RoPE()},
-    "OLMoE": {"normalize_qk": "rms_norm_all_heads", "clip_qkv": 0.5, "rope": RoPE()},
-    "DBRX": {"clip_qkv": 0.8, "rope": RoPE()},
-    "MiMo-V2": {"value_dim": 5, "value_scale": 0.5, "rope": RoPE(), "sinks": True},
-    "Dory": {"normalize_qk": "rms_norm_each_head_after_rope", "rope": RoPE(), "gate": True} | BITNET,
-    "all": {"value_dim": 10, "clip_qkv": 1.0, "exclusive": True, "gate": True, "gate_activation": "softplus"}
-    | {"normalize_qk": "layer_norm_bias", "qk_norm_epsilon": 0.5, "rope": RoPE()}
-    | BITNET,
+    "gate of heads": {"gate": Gate("head"), "use_bias": False},
+    "norm of each head": {"normalize_qk": Norm("layer", scale="heads", epsilon=0.5), "rope": RoPE()},
+    "norm after rope": {
+        "gate": Gate("head", "softplus"),
+        "normalize_qk": Norm("rms", epsilon=0.5, after_rope=True),
+        "process_heads": clipped,
+        "rope": RoPE(),
+    },
+    "Laguna": {"gate": Gate("head", "softplus"), "normalize_qk": Norm("rms"), "rope": RoPE()},
+    "BitNet": {"out_norm": BITNET, "use_bias": False, "rope": RoPE()},
+    "Muse Glimmer": {"normalize_qk": Norm("rms", scale=None, epsilon=0.5), "gate": True, "rope": RoPE()},
+    "OLMoE": {"normalize_qk": Norm(scale="heads", over="all_heads"), "process_heads": clipped, "rope": RoPE()},
+    "MiMo-V2": {"value_dim": 5, "process_heads": scaled, "rope": RoPE(), "sinks": True},
+    "no scale over all heads": {"normalize_qk": Norm("layer", scale=None, over="all_heads"), "rope": RoPE()},
+    "norms of values": {"value_norm": Norm("layer", bias=True, epsilon=0.5), "out_norm": Norm("layer", scale="heads")},
+    "all": {
+        "value_dim": 10,
+        "process_heads": clipped,
+        "gate": Gate(activation="softplus"),
+        "normalize_qk": Norm("layer", bias=True, epsilon=0.5),
+        "value_norm": Norm("rms", scale="heads"),
+        "out_norm": BITNET,
+        "rope": RoPE(),
+        "logits_soft_cap": 5.0,
+    },
 }
 APIS = ("nnx", "linen")
-MODULES = pytest.mark.parametrize("kind", with_core(APIS, "nnx"))
 close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
 
 
-STATIC = ("is_causal", "store_keys")
+STATIC = ("is_causal", "store_keys", "process_heads", "return_kv")
 CALL = nnx.jit(flax_mha.MultiHeadAttention.__call__, static_argnames=STATIC)
 
 
@@ -90,39 +108,39 @@ def torch_layer(params, x, options):
     def project(name):
         return torch.tensordot(x, w[name]["kernel"], 1) + w[name].get("bias", 0)
 
-    def norm(y, name, epsilon, kind):
-        axes, leaves = (-2, -1) if "all" in kind else (-1,), w.get(name, {})
-        if "layer" in kind:
+    def normalized(y, name, norm):
+        axes = (-2, -1) if norm.over == "all_heads" else (-1,)
+        leaves = w.get(name, {})
+        if norm.kind == "layer":
             y = y - y.mean(axes, keepdim=True)
-        unit = y * torch.rsqrt(y.square().mean(axes, keepdim=True) + epsilon)
+        unit = y * torch.rsqrt(y.square().mean(axes, keepdim=True) + norm.epsilon)
         return unit * leaves.get("scale", 1) + leaves.get("bias", 0)
 
     q, k, v = (project(name) for name in ("query", "key", "value"))
-    kind = options.get("normalize_qk", "")
-    of_kind = options.get("qk_norm_epsilon", 1e-6), kind
-    if kind and "after" not in kind:
-        q, k = norm(q, "query_ln", *of_kind), norm(k, "key_ln", *of_kind)
-    if limit := options.get("clip_qkv"):
-        q, k, v = (y.clamp(-limit, limit) for y in (q, k, v))
+    norm = options.get("normalize_qk")
+    if norm and not norm.after_rope:
+        q, k = normalized(q, "query_ln", norm), normalized(k, "key_ln", norm)
+    if "value_norm" in options:
+        v = normalized(v, "value_ln", options["value_norm"])
+    if "process_heads" in options:
+        q, k, v = options["process_heads"](q, k, v)
     if "rope" in options:
         q, k = rotated(q), rotated(k)
-    if "after" in kind:
-        q, k = norm(q, "query_ln", *of_kind), norm(k, "key_ln", *of_kind)
-    k, v = (y.repeat_interleave(N // K, dim=2) for y in (k, v * options.get("value_scale", 1.0)))
+    if norm and norm.after_rope:
+        q, k = normalized(q, "query_ln", norm), normalized(k, "key_ln", norm)
+    k, v = (y.repeat_interleave(N // K, dim=2) for y in (k, v))
     scores = torch.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
     if cap := options.get("logits_soft_cap"):
         scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
     sinks = w["sinks"][:, None, None].expand(B, N, T, 1) if "sinks" in options else scores[..., :0]
     y = torch.einsum("bnts,bsnh->btnh", torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :T], v)
-    if options.get("exclusive"):
-        unit = torch.nn.functional.normalize(v, dim=-1)
-        y = y - (y * unit).sum(-1, keepdim=True) * unit
-    if kind := options.get("gate"):
-        gate = getattr(torch.nn.functional, options.get("gate_activation", "sigmoid"))(project("gate"))
-        y = y * (gate[..., None] if kind == "head" else gate)
+    if gate := options.get("gate"):
+        gate = Gate() if gate is True else gate
+        factor = getattr(torch.nn.functional, gate.activation)(project("gate"))
+        y = y * (factor[..., None] if gate.per == "head" else factor)
     if "out_norm" in options:
-        y = norm(y, "out_norm", options.get("out_norm_epsilon", 1e-6), "all")
+        y = normalized(y, "out_norm", options["out_norm"])
     return torch.einsum("btnh,nhd->btd", y, w["out"]["kernel"]) + w["out"].get("bias", 0)
 
 
@@ -172,71 +190,166 @@ def test_caches(kind, dtype):
     np.testing.assert_allclose(jnp.concatenate(steps, 1), expected, rtol=0, atol=2e-5 if dtype == jnp.float32 else 0.05)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
-def test_a_first_token_excludes_its_rounded_value(dtype):
-    """It attends only to itself, so nothing remains for the norm to enlarge."""
-    options = {"exclusive": True, "out_norm": "rms_norm", "use_bias": False}
-    decoder, _ = module_of("nnx", decode=True, cache={"dtype": dtype}, **options)
-    np.testing.assert_allclose(decoder(X[:, :1]), 0, atol=1e-3)
+@pytest.mark.parametrize("kind", APIS)
+def test_the_call_replaces_the_function_of_the_constructor(kind):
+    module, params = module_of(kind, process_heads=scaled)
+
+    in_call = module(X, is_causal=True, process_heads=clipped)
+
+    close(in_call, torch_layer(params, X, {"process_heads": clipped}))
+    close(module(X, is_causal=True), torch_layer(params, X, {"process_heads": scaled}))
 
 
-@MODULES
-def test_stored_keys_are_clipped_once(kind):
-    """Rotated keys may be larger than the limit."""
-    options = {"clip_qkv": 0.3, "value_dim": 5, "rope": RoPE()}
-    y, positions = X[:, ::-1], jnp.arange(T)
-    expected = module_of(kind, **options)[0](X, y, positions=(positions, positions))
-    decoder, _ = module_of(kind, decode=True, **options)
-    decoder(X, y, positions=(positions, positions), store_keys=True)
-    close(decoder(X, positions=positions), expected)
+class Mixed(nnx.Module):
+    """Values plus a learned multiple of themselves."""
+
+    def __init__(self):
+        self.weight = nnx.Param(jnp.array(0.5))
+
+    def __call__(self, query, key, value):
+        return query, key, value * self.weight
+
+
+@pytest.mark.parametrize("kind", APIS)
+def test_values_of_the_first_layer_mixed_into_later_ones(kind):
+    """Value residual learning, whole and in steps; the function captures arrays of the same call."""
+    options = {"use_bias": False, "rope": RoPE()}
+    (first, params), (later, _) = (module_of(kind, **options) for _ in range(2))
+    steps = [module_of(kind, decode=True, **options)[0] for _ in range(2)]
+
+    def both(layers, x, **arguments):
+        y, kv = layers[0](x, return_kv=True, **arguments)
+
+        def mix(query, key, value):
+            return query, key, 0.3 * value + 0.7 * kv.value
+
+        return layers[1](x + 0.1 * y, process_heads=mix, **arguments)
+
+    got = both((first, later), X, is_causal=True)
+    decoded = [both(steps, part) for part in np.split(X, [3, 6], axis=1)]
+
+    of_first = torch.tensordot(torch.as_tensor(X), torch.as_tensor(params["value"]["kernel"]), 1)
+    mixed = options | {"process_heads": lambda q, k, v: (q, k, 0.3 * v + 0.7 * of_first)}
+    expected = torch_layer(params, torch.as_tensor(X) + 0.1 * torch_layer(params, X, options), mixed)
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)  # the largest entry is about 20
+    near(got, expected)
+    near(np.concatenate(decoded, axis=1), expected)
+
+
+def test_embeddings_of_tokens_added_to_values():
+    module, params = module_of("nnx")
+    table = np.random.default_rng(3).standard_normal((5, K, H), np.float32)
+    embedded = table[np.arange(B * T).reshape(B, T) % 5]
+
+    got = module(X, is_causal=True, process_heads=lambda q, k, v: (q, k, v + embedded))
+
+    added = {"process_heads": lambda q, k, v: (q, k, v + torch.as_tensor(embedded))}
+    close(got, torch_layer(params, X, added))
 
 
 @pytest.mark.core
-def test_exclusive_values_of_any_length():
-    """The length of a value does not matter; a value of 0 removes nothing, and adds no gradient."""
-    x, value = (jnp.asarray(X[..., i : i + 12].reshape(B, T, -1, 6)) for i in (0, 12))
-    exclude = jax.jit(exclude_own)
-    expected = exclude(x, value[..., :1, :])
-    np.testing.assert_allclose((expected * value[..., :1, :]).sum(-1), 0, atol=1e-6)
-    for scale in (1e-34, 1e-20, 1e30):
-        close(exclude(x, scale * value[..., :1, :]), expected)
-    with jax.debug_nans(True):
-        output, pull = jax.vjp(exclude, x, 0 * value)
-        slopes = pull(x)
-    np.testing.assert_array_equal(output, x)
-    np.testing.assert_array_equal(slopes[0], x)
-    np.testing.assert_array_equal(slopes[1], 0)
-    spoilt = value.at[0, 0].set(jnp.nan)
-    assert jnp.isnan(exclude(x, spoilt)[0, 0]).all()
-    assert (exclude(x.at[0, 0].set(0), spoilt)[0, 0] == 0).all()
+def test_a_module_as_process_heads_learns():
+    layer = flax_mha.MultiHeadAttention(N, D, decode=False, process_heads=Mixed(), rngs=nnx.Rngs(0))
+    plain = flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0))
+    names, names_without = (nnx.to_pure_dict(nnx.state(x, nnx.Param)).keys() for x in (layer, plain))
+    assert names - names_without == {"process_heads"}
+
+    slope = nnx.grad(lambda layer: layer(X).sum())(layer).process_heads.weight[...]
+
+    with_weight = [layer.process_heads.weight.set_value(jnp.array(x)) or layer(X).sum() for x in (0.4, 0.6)]
+    np.testing.assert_allclose(slope, (with_weight[1] - with_weight[0]) / 0.2, rtol=1e-3)
 
 
-REFUSED = [
-    ({"exclusive": 1}, {}, "exclusive must be True or False, but got 1"),
-    ({"exclusive": True}, {"inputs_k": X[:, :3]}, "exclusive=True requires self-attention, but got inputs_k; use"),
-    ({"gate": "heads"}, {}, 'gate must be True or False or one of "elementwise", "head", but got \'heads\''),
-    ({"gate": True, "gate_activation": "relu"}, {}, 'gate_activation must be one of "sigmoid", "softplus", but got'),
-    ({"gate_activation": "softplus"}, {}, "must be \"sigmoid\" without gate, but got 'softplus'; pass gate=True"),
-    ({"out_norm": True}, {}, 'out_norm must be None or "rms_norm", but got True'),
-    ({"out_norm_epsilon": 1e-5}, {}, 'out_norm_epsilon must be None without out_norm, .* pass out_norm="rms_norm"'),
-    ({"out_norm": "rms_norm", "out_norm_epsilon": 0.0}, {}, "out_norm_epsilon must be a finite number > 0, but got 0"),
-    *(
-        ({"clip_qkv": x}, {}, f"clip_qkv must be .* from 1e-30 to 1e30, or None, but got {x}")
-        for x in (0.0, -1, jnp.inf, True)
-    ),
-    *(({"value_scale": x}, {}, f"value_scale must be .* or None, but got {x}") for x in (0.0, -1, jnp.nan)),
-    ({"value_scale": 0.5, "reuse_kv": True}, {}, "value_scale must be None with reuse_kv=True, .* but got 0.5"),
-    *(({"value_dim": x}, {}, f"value_dim must be an int >= 1, but got {x}") for x in (0, 2.0, True)),
+@pytest.mark.core
+def test_processed_keys_and_values_are_cached_and_returned():
+    module, _ = module_of("nnx", decode=True, process_heads=clipped)
+
+    _, kv = flax_mha.MultiHeadAttention.__call__(*module.args, X, return_kv=True)
+
+    (holder,) = module.args
+    assert np.abs(kv.value).max() <= 0.3
+    np.testing.assert_array_equal(holder.cached_value[...], kv.value)
+
+
+PROCESSED = [
+    (lambda q, k, v: (q, k), r"must return three arrays \(query, key, value\), but got 2 of them"),
+    (lambda q, k, v: None, "must return three arrays .* but got NoneType"),
+    (lambda q, k, v: (q, k, v[..., :3]), r"must return the value with shape \(2, 7, 2, 6\) and dtype float32, but got"),
+    (lambda q, k, v: (q, k.astype(jnp.bfloat16), v), "the key with shape .* and dtype bfloat16; use .astype if only"),
+    (lambda q, k, v: (1.0, k, v), "must return the query with shape .* but got float"),
 ]
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("options", "arguments", "message"), REFUSED)
+@pytest.mark.parametrize(("function", "message"), PROCESSED)
+def test_what_process_heads_must_return(function, message):
+    layer = flax_mha.MultiHeadAttention(**SIZES, in_features=D, decode=False, rngs=nnx.Rngs(0))
+    refused(message, lambda: layer(X, process_heads=function))
+
+
+@pytest.mark.core
+def test_process_heads_needs_keys_of_this_call():
+    layer = flax_mha.MultiHeadAttention(N, D, decode=True, process_heads=scaled, rngs=nnx.Rngs(0))
+    refused("process_heads must be None .* store_keys=True", lambda: layer(X, X[:, 1:], store_keys=True))
+    first = flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0))
+    later = flax_mha.MultiHeadAttention(N, D, decode=False, reuse_kv=True, rngs=nnx.Rngs(0))
+    _, kv = first(X, return_kv=True)
+    refused("got keys from an earlier layer", lambda: later(X, kv=kv, process_heads=scaled))
+
+
+REFUSED = [
+    ({"gate": "head"}, "gate must be True, False or a flax_mha.Gate, but got 'head'; pass Gate\\(\"head\"\\)"),
+    ({"gate": 1}, "gate must be True, False or a flax_mha.Gate, but got 1"),
+    ({"normalize_qk": "rms_norm"}, "normalize_qk must be True, .* but got 'rms_norm'; pass Norm\\(\"rms\"\\)"),
+    ({"normalize_qk": "batch_norm"}, "normalize_qk must be True, False or a flax_mha.Norm, but got 'batch_norm'"),
+    ({"value_norm": True}, "value_norm must be a flax_mha.Norm or None, but got True"),
+    ({"out_norm": "rms_norm"}, 'out_norm must be .*; pass Norm\\("rms", scale="heads", over="all_heads"\\)'),
+    ({"out_norm": Norm(after_rope=True)}, "out_norm must have after_rope=False"),
+    ({"process_heads": 3}, r"process_heads must be a function of \(query, key, value\) or None, but got 3"),
+    ({"process_heads": scaled, "reuse_kv": True}, "process_heads must be None with reuse_kv=True"),
+    ({"value_norm": Norm(), "reuse_kv": True}, "value_norm must be None with reuse_kv=True"),
+    *(({"value_dim": x}, f"value_dim must be an int >= 1, but got {x}") for x in (0, 2.0, True)),
+]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("options", "message"), REFUSED)
 @pytest.mark.parametrize("kind", APIS)
-def test_refused(options, arguments, message, kind):
+def test_refused(options, message, kind):
     def call():
         if kind == "nnx":
-            return flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0), **options)(X, **arguments)
-        return linen.MultiHeadDotProductAttention(N, **options).init(jax.random.key(0), X, **arguments)
+            return flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0), **options)(X)
+        return linen.MultiHeadDotProductAttention(N, **options).init(jax.random.key(0), X)
 
     refused(message, call)
+
+
+VALUES = [
+    (Norm, {"kind": "batch"}, 'kind must be "rms" or "layer", but got \'batch\''),
+    (Norm, {"scale": "all"}, 'scale must be None, "head_dim" or "heads", but got \'all\''),
+    (Norm, {"over": None}, 'over must be "head" or "all_heads", but got None'),
+    (Norm, {"over": "all_heads"}, 'scale must be "heads" or None with over="all_heads"'),
+    (Norm, {"bias": True}, "bias must be False unless kind is"),
+    (Norm, {"kind": "layer", "scale": "heads", "bias": True}, "bias must be False unless"),
+    (Norm, {"bias": 1}, "bias must be True or False, but got 1"),
+    (Norm, {"epsilon": 0.0}, "epsilon must be a finite number > 0, but got 0.0"),
+    (Norm, {"after_rope": "yes"}, "after_rope must be True or False"),
+    (Gate, {"per": "row"}, 'per must be "feature" or "head", but got \'row\''),
+    (Gate, {"activation": "relu"}, 'activation must be "sigmoid" or "softplus", but got \'relu\''),
+]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("kind", "options", "message"), VALUES)
+def test_values_are_checked(kind, options, message):
+    refused(message, lambda: kind(**options))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [("qk_norm_epsilon", "Norm"), ("clip_qkv", "ClipHeads"), ("gate_activation", "Gate"), ("value_scale", "ScaleVal")],
+)
+def test_errors_name_what_replaces_an_argument(name, replacement):
+    message = f"unexpected keyword argument '{name}'; pass .*{replacement}"
+    refused(message, lambda: flax_mha.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **{name: 1}), error=TypeError)

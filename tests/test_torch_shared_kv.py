@@ -15,7 +15,7 @@ from marks import with_core
 from torch_rope import gemma_4_global
 
 import flax_mha
-from flax_mha import convert, linen
+from flax_mha import Norm, convert, linen
 from flax_mha.rope import RoPE
 
 B, T, D, N, K, H, WINDOW = 2, 13, 24, 4, 2, 8, 4
@@ -129,7 +129,8 @@ def test_configs():
         convert.from_hf(gemma4, state, 1)
 
 
-OPTIONS = {"num_kv_heads": K, "normalize_qk": "rms_norm", "qk_norm_epsilon": 0.1, "rope": RoPE(), "use_bias": False}
+NORM_OF_VALUES = Norm("rms", scale=None, epsilon=0.1)
+OPTIONS = {"num_kv_heads": K, "normalize_qk": Norm("rms", epsilon=0.1), "rope": RoPE(), "use_bias": False}
 
 
 class Pair(nnx.Module):
@@ -137,7 +138,7 @@ class Pair(nnx.Module):
 
     def __init__(self, decode=False, **options):
         options, rngs = OPTIONS | options, nnx.Rngs(0)
-        self.first = flax_mha.MultiHeadAttention(N, D, normalize_value=True, decode=decode, rngs=rngs, **options)
+        self.first = flax_mha.MultiHeadAttention(N, D, value_norm=NORM_OF_VALUES, decode=decode, rngs=rngs, **options)
         self.second = flax_mha.MultiHeadAttention(N, D, reuse_kv=True, decode=decode, rngs=rngs, **options)
 
     def __call__(self, x, **arguments):
@@ -151,7 +152,7 @@ class LinenPair(nn.Module):
     @nn.compact
     def __call__(self, x, **arguments):
         layer = functools.partial(linen.MultiHeadDotProductAttention, N, decode=self.decode, **OPTIONS)
-        y, kv = layer(normalize_value=True, name="first")(x, return_kv=True, **arguments)
+        y, kv = layer(value_norm=NORM_OF_VALUES, name="first")(x, return_kv=True, **arguments)
         return layer(reuse_kv=True, name="second")(x + y, kv=kv, **arguments)
 
 
@@ -301,30 +302,36 @@ def test_views_explanations_and_errors():
         (lambda: Pair(share_kv=1), "share_kv must be True or False"),
         (lambda: shared(X, X, X + 1), "inputs_v must be None with share_kv=True"),
         (lambda: of_linen(share_kv=True).init(key, X, X, X + 1), "inputs_v must be None with share_kv=True"),
-        (lambda: of_linen(reuse_kv=True, normalize_value=True).init(key, X), "normalize_value must be False with reus"),
+        (lambda: of_linen(reuse_kv=True, value_norm=Norm()).init(key, X), "value_norm must be None with reuse_kv=True"),
     ):
         refused(error, call)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_shared_keys_are_clipped_once_and_values_have_a_size_of_their_own(kind):
+def test_shared_keys_are_processed_once_and_values_have_a_size_of_their_own(kind):
     """Rotated keys may be larger than the limit."""
-    options = {"num_kv_heads": K, "clip_qkv": 0.3, "value_dim": 5, "rope": RoPE()}
+    options = {"num_kv_heads": K, "value_dim": 5, "rope": RoPE()}
+
+    def clip_keys(query, key, value):
+        return query, key.clip(-0.3, 0.3), value
+
     if kind == "nnx":
-        first = flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0), **options)
-        second = flax_mha.MultiHeadAttention(N, D, decode=False, reuse_kv=True, rngs=nnx.Rngs(0), **options)
+        make = functools.partial(flax_mha.MultiHeadAttention, N, D, decode=False, rngs=nnx.Rngs(0), **options)
+        first = make(process_heads=clip_keys)
+        second = make(reuse_kv=True)
         assert second.key is second.value is None
         second.query, second.out = first.query, first.out
     else:
-        modules = [linen.MultiHeadDotProductAttention(N, reuse_kv=reuse, **options) for reuse in (False, True)]
-        params = modules[0].init(jax.random.key(0), X)["params"]
+        make = functools.partial(linen.MultiHeadDotProductAttention, N, **options)
+        layers = make(process_heads=clip_keys), make(reuse_kv=True)
+        params = layers[0].init(jax.random.key(0), X)["params"]
         of_second = {"params": {name: params[name] for name in ("query", "out")}}
-        first = functools.partial(modules[0].apply, {"params": params})
-        second = functools.partial(modules[1].apply, of_second)
+        first = functools.partial(layers[0].apply, {"params": params})
+        second = functools.partial(layers[1].apply, of_second)
+
     want, kv = first(X, is_causal=True, return_kv=True)
+
     assert kv.value.shape == (B, T, K, 5)
     assert np.abs(kv.key).max() > 0.3
     assert_close(second(X, kv=kv, is_causal=True), want)
-    exclusive = linen.MultiHeadDotProductAttention(N, reuse_kv=True, exclusive=True, **options)
-    refused("exclusive=True requires self-attention, but got the kv", exclusive.init, jax.random.key(0), X, kv=kv)

@@ -30,7 +30,7 @@ most: tuple[jax.Array, ...] = flax_mha.dot_product_attention(x, x, x, return_max
 chosen: str = flax_mha.explain_implementation(x, x, x, local_window_size=(3, None)).chosen
 other: jax.Array = flax_mha.attention_fn(x, x, x, scale=0.5, implementation="xla")
 attention = flax_mha.MultiHeadAttention(
-    2, 8, dropout_rate=0.1, implementation="blockwise", scale=0.3, qk_norm_epsilon=1e-3, decode=False, rngs=nnx.Rngs(0)
+    2, 8, implementation="blockwise", scale=0.3, normalize_qk=flax_mha.Norm("rms", epsilon=1e-3), rngs=nnx.Rngs(0)
 )
 out: jax.Array = attention(x, mask=mask, lengths=jnp.array([3]), segment_ids=None)
 layer = linen.MultiHeadAttention(num_heads=2, num_kv_heads=1, implementation="xla", scale=0.3)

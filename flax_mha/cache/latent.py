@@ -30,8 +30,8 @@ class Latent(NamedTuple):
 
     size: int  # C, the number of features of a latent
     key_size: int  # the features of a head's query and key that are not rotary, the first ones of F
-    # Projects latents [B..., S, C] to W c, then V c, along the axis F of [B..., S, N, F]. None multiplies by `kernel`.
-    layer: Layer | None = None
+    # Projects latents [B..., S, C] to W c, then V c, along the axis F of [B..., S, N, F].
+    layer: Layer
     # W and V of all heads, [C, N, F], if that product is all that `layer` does; None: nothing can be absorbed.
     kernel: Float[Array, "C N F"] | None = None
     dtype: Any = None  # of the products; None infers it
@@ -39,12 +39,7 @@ class Latent(NamedTuple):
 
     def expand(self, key: Float[Array, "*B S 1 CR"]) -> tuple[Float[Array, "*B S N H"], Float[Array, "*B S N Hv"]]:
         """Computes the keys [W c, r] and the values V c of all heads from cached keys [c, r]."""
-        latents = key[..., 0, : self.size]
-        if self.layer is not None:
-            heads = self.layer(latents)
-        else:
-            assert self.kernel is not None
-            heads = self._product("...c,cnf->...nf", latents, self.kernel)
+        heads = self.layer(key[..., 0, : self.size])
         content, value = heads[..., : self.key_size], heads[..., self.key_size :]
         rotary = key[..., self.size :].astype(heads.dtype) + jnp.zeros_like(content[..., :1])  # sharded like heads
         return jnp.concatenate([content, rotary], axis=-1), value
@@ -71,14 +66,12 @@ class Latent(NamedTuple):
         return products.astype(x.dtype)
 
 
-def compress(
-    project: Layer, normalize: Layer, normalize_rotary: Layer | None, size: int, x: Float[Array, "*B T D"]
-) -> Float[Array, "*B T 1 CR"]:
+def compress(project: Layer, normalize: Layer, size: int, x: Float[Array, "*B T D"]) -> Float[Array, "*B T 1 CR"]:
     """Computes the one key of all heads from inputs x: the normalized latent (`size` features), then the rotary key.
 
-    `project` maps x to both parts, before the norms; without `normalize_rotary`, the rotary key has no norm.
+    `project` maps x to both parts, before the norm.
     """
     both = project(x)
-    latent, rotary = normalize(both[..., :size]), both[..., size:]
-    rotary = rotary if normalize_rotary is None else normalize_rotary(rotary)
+    latent = normalize(both[..., :size])
+    rotary = both[..., size:]
     return jnp.concatenate([latent, rotary.astype(latent.dtype)], axis=-1)[..., None, :]

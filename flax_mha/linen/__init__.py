@@ -1,6 +1,5 @@
-"""Attention modules for `flax.linen`: drop-in replacements for Flax's, and multi-head latent attention."""
+"""Attention modules for `flax.linen`: drop-in replacements for Flax's."""
 
-from flax_mha.linen.latent import MultiHeadLatentAttention as MultiHeadLatentAttention
 from flax_mha.linen.multi_head import MultiHeadAttention as MultiHeadAttention
 from flax_mha.linen.multi_head import MultiHeadDotProductAttention as MultiHeadDotProductAttention
 from flax_mha.linen.multi_head import SelfAttention as SelfAttention

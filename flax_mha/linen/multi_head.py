@@ -5,7 +5,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -20,9 +20,11 @@ from flax_mha._src.core import validation
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.distributed.tensor_parallel import boxed, parameter_names
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha._src.modules.call import PASSED_ON, Arrays, FlaxModule, Given, call_module, dot_general, reach
+from flax_mha._src.modules.call import PASSED_ON, Arrays, FlaxModule, Given, ProcessHeads, call_module, reach
 from flax_mha._src.modules.core import ExplainedAttention, core_of, explaining
-from flax_mha._src.modules.options import NormKind, check_has_features, check_options, check_positive, norm_of
+from flax_mha._src.modules.dot_general import dot_general
+from flax_mha._src.modules.layers import Gate, Norm, gate_of, norm_of
+from flax_mha._src.modules.options import check_has_features, check_options
 from flax_mha.attention import Explanation, Implementation, ScoreMod
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.masks import Mask
@@ -172,22 +174,17 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
     logits_soft_cap: float | None = None
     scale: float | None = None
     sinks: bool = False
-    gate: bool | Literal["elementwise", "head"] = False
-    qk_norm_epsilon: float | None = None
-    normalize_qk: bool | NormKind = False  # type: ignore[assignment]
+    gate: bool | Gate = False
+    normalize_qk: bool | Norm = False  # type: ignore[assignment]
     rope: RoPE | None = None
     per_row: bool = False
     head_axis: str | None = None
     cache_dtype: DTypeLike | None = None
     _: dataclasses.KW_ONLY
-    exclusive: bool = False
-    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
-    out_norm: Literal["rms_norm"] | None = None
-    out_norm_epsilon: float | None = None
-    clip_qkv: float | None = None
+    value_norm: Norm | None = None
+    out_norm: Norm | None = None
+    process_heads: ProcessHeads | None = None
     value_dim: int | None = None
-    value_scale: float | None = None
-    normalize_value: bool = False
     share_kv: bool = False
     reuse_kv: bool = False
 
@@ -215,6 +212,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         key_indices: Int[Array, "..."] | None = None,
         kv: Any = None,
         return_kv: bool = False,
+        process_heads: ProcessHeads | None = None,
     ) -> Float[Array, "*B T Dout"]:
         """Projects the inputs to heads, computes attention, and projects the result to `out_features`.
 
@@ -252,19 +250,23 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         init = self._split(nn.initializers.zeros_init(), "sinks")
         variables: list[nn.Variable] = []
         value_dim = head_size if self.value_dim is None else self.value_dim
-        of_gate = (self.num_heads,) if self.gate == "head" else (self.num_heads, value_dim)
+        norm_of_qk = norm_of("normalize_qk", self.normalize_qk)
+        has_key_norm = norm_of_qk is not None and not self.reuse_kv
+        gating = gate_of(self.gate)
         return FlaxModule(
             module=self,
             query=self._dense("query", (self.num_heads, head_size)),
             key=None if self.reuse_kv else self._dense("key", (num_kv_heads, head_size)),
             value=None if self.share_kv or self.reuse_kv else self._dense("value", (num_kv_heads, value_dim)),
             out=self._dense("out", self.out_features or features),
-            norms=(self._norm("query_ln"), None if self.reuse_kv else self._norm("key_ln"))
-            if self.normalize_qk
-            else None,
-            value_norm=self._norm("value_ln", "rms_norm", use_scale=False) if self.normalize_value else None,
-            norms_after_rope=bool(self.normalize_qk) and norm_of(self.normalize_qk).after_rope,
-            gate=self._dense("gate", of_gate) if self.gate else None,
+            query_norm=self._norm("query_ln", norm_of_qk, "query"),
+            key_norm=self._norm("key_ln", norm_of_qk, "key") if has_key_norm else None,
+            norms_after_rope=norm_of_qk is not None and norm_of_qk.after_rope,
+            value_norm=self._norm("value_ln", norm_of("value_norm", self.value_norm), "key"),
+            process_heads=self.process_heads,
+            gate=None if gating is None else self._dense("gate", gating.shape(self.num_heads, value_dim)),
+            gating=gating,
+            out_norm=self._norm("out_norm", norm_of("out_norm", self.out_norm), "query"),
             sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype) if self.sinks else None,
             cache=functools.partial(self._cache, variables, None),
             write=functools.partial(self._write, variables),
@@ -275,17 +277,13 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
                 qk_attn_weights_einsum=self.qk_attn_weights_einsum_cls and self.qk_attn_weights_einsum_cls(),
                 attn_weights_value_einsum=self.attn_weights_value_einsum_cls and self.attn_weights_value_einsum_cls(),
             ),
-            exclusive=self.exclusive,
-            gate_activation=self.gate_activation,
-            out_norm=self._out_norm() if self.out_norm else None,
-            **{name: check_positive(name, getattr(self, name)) for name in ("clip_qkv", "value_scale")},  # type: ignore
         )
 
     explain = nn.nowrap(explaining(__call__))
 
     def _dense(self, name: str, features: int | tuple[int, ...]) -> nn.DenseGeneral:
         """Makes the projection `name`: "out" maps heads to features; all others map features to heads."""
-        of_gate = "head_gate" if self.gate == "head" else "query"
+        of_gate = "head_gate" if _is_per_head(self.gate) else "query"
         is_out, axes = name == "out", {"value": "key", "gate": of_gate}.get(name, name)
         kernel_init, bias_init = (self.out_kernel_init, self.out_bias_init) if is_out else (None, None)
         product = self.out_dot_general if is_out else self.qkv_dot_general
@@ -304,18 +302,23 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             precision=self.precision,
         )
 
-    def _norm(self, name: str, kind_name: bool | str = "", **options: Any) -> nn.Module:
-        norm = norm_of(kind_name or self.normalize_qk)
-        options = {"use_scale": norm.has_scale, "reduction_axes": norm.axes, "feature_axes": norm.scale_axes} | options
-        kind: Any = nn.RMSNorm if norm.is_rms else functools.partial(nn.LayerNorm, use_bias=norm.has_bias)
-        epsilon = 1e-6 if self.qk_norm_epsilon is None else self.qk_norm_epsilon
-        return kind(dtype=self.dtype, param_dtype=self.param_dtype, epsilon=epsilon, name=name, **options)
-
-    def _out_norm(self) -> nn.Module:
-        init = self._split(nn.initializers.ones_init(), "out_norm")
-        epsilon = 1e-6 if self.out_norm_epsilon is None else self.out_norm_epsilon
-        options: dict[str, Any] = {"reduction_axes": (-2, -1), "feature_axes": (-2, -1), "scale_init": init}
-        return nn.RMSNorm(epsilon, dtype=self.dtype, param_dtype=self.param_dtype, name="out_norm", **options)
+    def _norm(self, name: str, norm: Norm | None, heads: str) -> nn.Module | None:
+        """Makes a norm of [B..., T, heads, size]; `heads`, "query" or "key", says which heads a scale of heads has."""
+        if norm is None:
+            return None
+        options: dict[str, Any] = {"use_bias": norm.bias} if norm.kind == "layer" else {}
+        if norm.scale == "heads":
+            options["scale_init"] = self._split(nn.initializers.ones_init(), heads, bias=True)
+        return (nn.LayerNorm if norm.kind == "layer" else nn.RMSNorm)(
+            epsilon=float(norm.epsilon),
+            use_scale=norm.scale is not None,
+            reduction_axes=norm.reduced_axes,
+            feature_axes=norm.scaled_axes,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            name=name,
+            **options,
+        )
 
     def _stored(self) -> Any:
         return tuple(jnp.asarray(self.get_variable("cache", name)) for name in STORED)
@@ -360,6 +363,7 @@ class SelfAttention(MultiHeadDotProductAttention):
         key_indices: Int[Array, "..."] | None = None,
         kv: Any = None,
         return_kv: bool = False,
+        process_heads: ProcessHeads | None = None,
     ) -> Float[Array, "*B T Dout"]:
         """Calls `MultiHeadDotProductAttention` with `inputs_q` as queries, keys and values."""
         given = dict(locals())
@@ -367,6 +371,10 @@ class SelfAttention(MultiHeadDotProductAttention):
         return super().__call__(**given)
 
     explain = nn.nowrap(explaining(__call__))  # type: ignore[arg-type]
+
+
+def _is_per_head(gate: bool | Gate) -> bool:
+    return isinstance(gate, Gate) and gate.per == "head"
 
 
 def _inputs(inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array | None) -> tuple[Any, Any, bool]:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,11 @@ from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module, dot_general
+from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module
 from flax_mha._src.modules.core import explaining
+from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.indexer import Indexer, IndexLayers
+from flax_mha._src.modules.layers import Gate, gate_of
 from flax_mha._src.modules.options import check_features, check_latent, check_rngs, yarn_scale
 from flax_mha.attention import Implementation, ScoreMod
 from flax_mha.cache.latent import Latent, compress
@@ -100,11 +102,9 @@ class MultiHeadLatentAttention(AttentionModule):
         only one key head, and all projections that have no axis of heads.
       indexer: Chooses the keys that each query attends to (DeepSeek V3.2, GLM 5); requires `q_lora_rank`. The cache
         then also holds one index key per token. See `flax_mha.Indexer`.
-      gate: As in `MultiHeadAttention` (HY 4; "head": dots3, Ling 3). The gate has no bias.
+      gate: As in `MultiHeadAttention` (HY 4; `Gate("head")`: Ling 3). The gate has no bias.
       query_residual: Use the compressed queries both after and before their norm, concatenated to 2 * q_lora_rank
         features, as the input of `q_b_proj` and `gate` (A.X K2).
-      normalize_rotary_key: Normalize the rotary part of the key, before the rotation, by `k_rope_only_layernorm`
-        (dots3).
 
     Raises:
       ValueError: If an argument is out of range.
@@ -159,9 +159,8 @@ class MultiHeadLatentAttention(AttentionModule):
         rope: RoPE | None = None,
         head_axis: str | None = None,
         indexer: Indexer | None = None,
-        gate: bool | Literal["elementwise", "head"] = False,
+        gate: bool | Gate = False,
         query_residual: bool = False,
-        normalize_rotary_key: bool = False,
     ) -> None:
         given = dict(locals())
         check_features(in_features=in_features, out_features=out_features)
@@ -178,12 +177,13 @@ class MultiHeadLatentAttention(AttentionModule):
         self.norm_epsilon, self.attention_fn, self.implementation = norm_epsilon, attention_fn, implementation
         self.scale, self.local_window_size, self.logits_soft_cap = scale, local_window_size, logits_soft_cap
         self.rope, self.head_axis = rope, head_axis
-        self.query_residual, self.normalize_rotary_key = query_residual, normalize_rotary_key
+        self.query_residual = query_residual
+        self.gating = gate_of(gate)
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
         options = {name: given[name] for name in OF_LINEAR}
         linear = functools.partial(nnx.LinearGeneral, dot_general=dot_general, **options)
         norm = functools.partial(nnx.RMSNorm, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self._add_layers(linear, norm, use_bias, out_kernel_init or kernel_init, gate)
+        self._add_layers(linear, norm, use_bias, out_kernel_init or kernel_init)
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if sinks else nnx.data(None)
         self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
         self.cached_lengths = self.cached_scale = nnx.data(None)
@@ -193,9 +193,10 @@ class MultiHeadLatentAttention(AttentionModule):
             self.indexer = IndexerLayers(indexer, in_features, q_lora_rank, linear, dtype, param_dtype, rngs)
         if head_axis is not None:
             of_heads = ((self._query_name, "query"), ("kv_b_proj", "key"), ("o_proj", "out"))
-            self._split_heads(num_heads, (*of_heads, ("gate", "head_gate" if gate == "head" else "query")))
+            gate_axes = "head_gate" if self.gating is not None and self.gating.per == "head" else "query"
+            self._split_heads(num_heads, (*of_heads, ("gate", gate_axes)))
 
-    def _add_layers(self, linear: Any, norm: Any, use_bias: bool, out_kernel_init: Initializer, gate: Any) -> None:
+    def _add_layers(self, linear: Any, norm: Any, use_bias: bool, out_kernel_init: Initializer) -> None:
         in_of_heads = self.in_features
         self.q_a_proj: Any = nnx.data(None)
         self.q_a_layernorm: Any = nnx.data(None)
@@ -206,15 +207,14 @@ class MultiHeadLatentAttention(AttentionModule):
         setattr(self, self._query_name, linear(in_of_heads, query_head, use_bias=False))
         self.kv_a_proj_with_mqa = linear(self.in_features, self.kv_lora_rank + self.qk_rope_head_dim, use_bias=use_bias)
         self.kv_a_layernorm = norm(self.kv_lora_rank)
-        self.k_rope_only_layernorm: Any = norm(self.qk_rope_head_dim) if self.normalize_rotary_key else nnx.data(None)
         both = (self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         self.kv_b_proj = linear(self.kv_lora_rank, both, use_bias=False)
         of_heads, options = (self.num_heads, self.v_head_dim), {"use_bias": use_bias, "kernel_init": out_kernel_init}
         self.o_proj = linear(of_heads, self.out_features, axis=(-2, -1), **options)
         self.gate: Any = nnx.data(None)
-        if gate:
+        if self.gating is not None:
             in_of_gate = in_of_heads if self.query_residual else self.in_features
-            self.gate = linear(in_of_gate, of_heads[:1] if gate == "head" else of_heads, use_bias=False)
+            self.gate = linear(in_of_gate, self.gating.shape(*of_heads), use_bias=False)
 
     def __call__(
         self,
@@ -245,7 +245,6 @@ class MultiHeadLatentAttention(AttentionModule):
                 compress,
                 self.kv_a_proj_with_mqa,
                 self.kv_a_layernorm,
-                self.k_rope_only_layernorm,
                 self.kv_lora_rank,
             ),
             latent=self._latent(),
@@ -256,6 +255,7 @@ class MultiHeadLatentAttention(AttentionModule):
             arguments=self._flax_arguments(deterministic, rngs, sow_weights) | yarn_scale(self),
             indexer=self._index_layers(),
             gate=None if self.gate is None else self._gate,
+            gating=self.gating,
             features=(self.in_features, self.in_features),
         )
         return call_module(parts, Given(**given, decode=self._first_given("decode", decode)))

@@ -22,6 +22,9 @@ from flax_mha._src.modules.options import check_rngs
 from flax_mha.attention import Explanation
 from flax_mha.cache.kv_cache import KVCache
 
+# Attributes with norms, and the key in `parameter_names` for the heads of their scales.
+NORMS = (("query_ln", "query"), ("key_ln", "key"), ("value_ln", "key"), ("out_norm", "query"))
+
 
 class _ConstructorSignature:
     """A descriptor for `__signature__`: the class gets its constructor's signature, which Flax's metaclass hides.
@@ -75,8 +78,11 @@ class AttentionModule(nnx.Module):
                 layer.bias = _split(layer.bias, names["out_bias"] if name == "out" else names[name][1:])
         if self.sinks is not None:
             self.sinks = _split(self.sinks, names["sinks"])
-        if getattr(self, "out_norm", None) is not None:
-            self.out_norm.scale = _split(self.out_norm.scale, names["out_norm"])
+        for attribute, heads in NORMS:
+            norm: Any = getattr(self, attribute, None)
+            has_scale_of_heads = norm is not None and norm.scale is not None and norm.scale.ndim > 1
+            if has_scale_of_heads:
+                norm.scale = _split(norm.scale, names[heads][1:])
 
     def init_cache(
         self: Any,

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,17 +16,11 @@ from jaxtyping import Array, Float, Int
 from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
 from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module, dot_general
+from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, ProcessHeads, call_module
 from flax_mha._src.modules.core import explaining
-from flax_mha._src.modules.options import (
-    Norm,
-    NormKind,
-    check_features,
-    check_options,
-    check_positive,
-    check_rngs,
-    norm_of,
-)
+from flax_mha._src.modules.dot_general import dot_general
+from flax_mha._src.modules.layers import Gate, Norm, gate_of, norm_of
+from flax_mha._src.modules.options import check_features, check_options, check_rngs, naming_replacements
 from flax_mha.attention import Implementation, ScoreMod
 from flax_mha.masks import Mask
 from flax_mha.nnx.module import AttentionModule
@@ -68,13 +62,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       attention_fn: A function with the signature of Flax's `dot_product_attention`. To set arguments of the default
         function, pass a `functools.partial` of `flax_mha.attention_fn`.
       decode: True makes calls decode; None leaves it to the call.
-      normalize_qk: Normalize each head of query and key, with a learned scale [head size]. True or "layer_norm":
-        LayerNorm, as in Flax. "layer_norm_bias": LayerNorm with a learned bias (Phi). "layer_norm_each_head": LayerNorm
-        with a scale [heads, head size] (Command R+). "rms_norm": RMSNorm. "rms_norm_after_rope": RMSNorm after the
-        rotation (Hunyuan). "rms_norm_each_head_after_rope": the same with a scale [heads, head size] (Dory).
-        "rms_norm_all_heads": RMSNorm over all heads of a token together, with a scale [heads, head size] (OLMo 2).
-        "rms_norm_no_scale": RMSNorm without a scale (Muse Glimmer).
-      qk_norm_epsilon: Added to the variance in the norms of queries, keys and values; None means 1e-6, as in Flax.
+      normalize_qk: A norm of queries and keys, before the rotation, such as `Norm("rms")` (Qwen 3). True is Flax's
+        LayerNorm, `Norm("layer")`.
       qkv_promote_dtype, out_promote_dtype, ln_promote_dtype: Functions that cast inputs and parameters to `dtype`: in
         the projections `query`, `key`, `value` and `gate`, in `out`, and in the norms of queries and keys.
       qkv_dot_general, out_dot_general: Functions with the signature of `jax.lax.dot_general` that multiply by the
@@ -93,13 +82,10 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30. None means no cap.
       sinks: Learn one additional logit per head, the parameter `sinks` [N], which is added only to the softmax's
         denominator.
-      gate: Multiply each head's output, before `out`, by the sigmoid of another projection of the input,
-        arXiv:2505.06708. True or "elementwise": one number for each feature of each head (Qwen3-Next); the projection
-        `gate` has parameters with the same shapes as `query`. "head": one number for each head (Laguna); the kernel of
-        `gate` is [in, heads], its bias [heads].
+      gate: Multiply each head's output, before `out`, by the sigmoid of another projection of the input, `gate`. True
+        is `Gate()`: a number for each feature of each head. `Gate("head")`: a number for each head.
       rope: Rotary position embeddings (`flax_mha.rope.RoPE`) for queries and keys, after their norms; None means none.
-      normalize_value: Normalize each head of the values by RMSNorm without a scale; the epsilon is `qk_norm_epsilon`
-        (Gemma 3n, Gemma 4).
+      value_norm: A norm of the values, such as `Norm("rms", scale=None)` (Gemma 3n, Gemma 4); None means no norm.
       share_kv: Use the projected keys, before their norm and rotation, as values (Gemma 4's `attention_k_eq_v`); there
         is no parameter `value`, and calls accept no `inputs_v`.
       reuse_kv: Attend to the keys and values of an earlier layer, which every call passes as `kv` (Gemma 3n, Gemma 4):
@@ -108,18 +94,14 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         Parameters and caches get the metadata `out_sharding`, and are placed accordingly if the module is created under
         `jax.set_mesh`. If there are fewer key heads than devices on this axis, all devices hold all key heads; the mesh
         must then be set by `jax.set_mesh`.
-      exclusive: Remove from each head's output its component along the token's own value, in self-attention only
-        (exclusive self-attention, arXiv:2603.09078): o - (o . v) v / (v . v), or o if v is 0. Done before `gate`.
-        A token that attends only to itself, such as the first one in causal attention, keeps only rounding errors.
-      gate_activation: The function applied to the projection `gate`: "sigmoid", or "softplus" (Laguna).
-      out_norm: "rms_norm" normalizes all features of all heads of a token together, after `gate` and before `out`
-        (BitNet b1.58). The norm `out_norm` has a learned scale [heads, head size]. None means no norm.
-      out_norm_epsilon: Added to the mean square in this norm; None means 1e-6.
-      clip_qkv: c > 0 clips queries, keys and values to [-c, c]: before the rotation, but after any norms that precede
-        the rotation (DBRX, MPT, OLMo, OLMoE). None means no limit.
-      value_dim: Head size of the values, and so of `out`, of an elementwise `gate` and of `out_norm`; None means the
-        head size of queries and keys (MiMo-V2: 128 and 192).
-      value_scale: Factor > 0 that multiplies the values, after their norm (MiMo-V2); None means 1.
+      out_norm: A norm of the heads' outputs, after `gate` and before `out`, such as
+        `Norm("rms", scale="heads", over="all_heads")` (BitNet b1.58). None means no norm.
+      process_heads: A function `(query, key, value) -> (query, key, value)` of the new tokens' projections,
+        [B..., T, heads, head size], or an `nnx.Module` with such a call. It runs after the norms and before the
+        rotation, and returns arrays of the same shapes and dtypes; the results are cached. Examples: clipping, and
+        values mixed with those of the first layer; see :doc:`everyday </everyday>`. None changes nothing.
+      value_dim: Head size of the values, and so of `out`, of `gate` and of `out_norm`; None means the head size of
+        queries and keys (MiMo-V2: 128 and 192).
 
     Raises:
       ValueError: If an argument is out of range, or if heads and features do not fit together.
@@ -133,6 +115,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       (2, 10, 64)
     """
 
+    @naming_replacements
     def __init__(
         self,
         num_heads: int,
@@ -155,8 +138,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         use_bias: bool = True,
         attention_fn: Callable[..., Array] = default_attention_fn,
         decode: bool | None = None,
-        normalize_qk: bool | NormKind = False,
-        qk_norm_epsilon: float | None = None,
+        normalize_qk: bool | Norm = False,
         qkv_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
         out_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
         ln_promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
@@ -177,17 +159,13 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         local_window_size: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,
         sinks: bool = False,
-        gate: bool | Literal["elementwise", "head"] = False,
+        gate: bool | Gate = False,
         rope: RoPE | None = None,
         head_axis: str | None = None,
-        exclusive: bool = False,
-        gate_activation: Literal["sigmoid", "softplus"] = "sigmoid",
-        out_norm: Literal["rms_norm"] | None = None,
-        out_norm_epsilon: float | None = None,
-        clip_qkv: float | None = None,
+        value_norm: Norm | None = None,
+        out_norm: Norm | None = None,
+        process_heads: ProcessHeads | None = None,
         value_dim: int | None = None,
-        value_scale: float | None = None,
-        normalize_value: bool = False,
         share_kv: bool = False,
         reuse_kv: bool = False,
     ) -> None:
@@ -196,44 +174,42 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         given = dict(locals())
         check_options(given, in_features if qkv_features is None else qkv_features)
         check_rngs(rngs, nnx.Rngs)
+        norm_of_qk = norm_of("normalize_qk", normalize_qk)
+        self.gating = gate_of(gate)
         self.implementation, self.scale, self.logits_soft_cap = implementation, scale, logits_soft_cap
         self.local_window_size, self.rope, self.head_axis = local_window_size, rope, head_axis
-        self.clip_qkv, self.value_scale = (check_positive(name, given[name]) for name in ("clip_qkv", "value_scale"))
-        self.exclusive, self.gate_activation = bool(exclusive), gate_activation
+        self.process_heads = process_heads
         changed = {
-            "normalize_qk": bool(normalize_qk),
+            "normalize_qk": norm_of_qk is not None,
             "qkv_dot_general": qkv_dot_general or (None if qkv_dot_general_cls else dot_general),
             "out_dot_general": out_dot_general or (None if out_dot_general_cls else dot_general),
         }
         super().__init__(**{name: given[name] for name in FLAX_ARGUMENTS if name in given} | changed)
-        self.norms_after_rope = bool(normalize_qk) and norm_of(normalize_qk).after_rope
-        if normalize_qk not in (False, True, "layer_norm"):
-            self.query_ln, self.key_ln = (  # type: ignore[assignment]
-                self._norm(norm_of(normalize_qk), layer_norm, heads, rngs)
-                for layer_norm, heads in ((self.query_ln, num_heads), (self.key_ln, self.num_kv_heads))
-            )
-        self.value_ln: nnx.RMSNorm | None = nnx.data(None)
-        if normalize_value:
-            options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "promote_dtype": ln_promote_dtype}
-            self.value_ln = nnx.RMSNorm(self.head_dim, use_scale=False, rngs=rngs, **options)
-        for norm in (self.query_ln, self.key_ln, self.value_ln):
-            if norm is not None and qk_norm_epsilon is not None:
-                norm.epsilon = float(qk_norm_epsilon)
-        self.reuse_kv = reuse_kv
-        for name in ("value",) if share_kv else ("key", "value", "key_ln") if reuse_kv else ():
-            setattr(self, name, nnx.data(None))
-        self.cached_lengths = self.cached_scale = nnx.data(None)
-        self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
         self.value_dim = self.head_dim if value_dim is None else int(value_dim)
+        self.reuse_kv = reuse_kv
+        self.norms_after_rope = norm_of_qk is not None and norm_of_qk.after_rope
+        if isinstance(normalize_qk, Norm):
+            self.query_ln = self._norm(normalize_qk, num_heads, self.head_dim, rngs, self.query_ln)
+            self.key_ln = self._norm(normalize_qk, self.num_kv_heads, self.head_dim, rngs, self.key_ln)
+        self.value_ln = self._norm(norm_of("value_norm", value_norm), self.num_kv_heads, self.value_dim, rngs)
+        self.out_norm = self._norm(norm_of("out_norm", out_norm), num_heads, self.value_dim, rngs)
+        if share_kv:
+            self.value: Any = nnx.data(None)
+        if reuse_kv:
+            self.key: Any = nnx.data(None)
+            self.value = nnx.data(None)
+            self.key_ln = nnx.data(None)
+        self.cached_lengths = nnx.data(None)
+        self.cached_scale = nnx.data(None)
+        self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
         self._add_layers(given)
         if head_axis is not None:
-            self._split_heads(self.num_kv_heads, (*OF_HEADS, ("gate", "head_gate" if gate == "head" else "query")))
+            gate_axes = "head_gate" if self.gating is not None and self.gating.per == "head" else "query"
+            self._split_heads(self.num_kv_heads, (*OF_HEADS, ("gate", gate_axes)))
 
     def _add_layers(self, given: Mapping[str, Any]) -> None:
-        """Adds `gate` and `out_norm` if requested and, for a `value_dim` unlike the head size, `value` and `out`."""
+        """Adds `gate` if requested and, for a `value_dim` unlike the head size, `value` and `out`."""
         self.gate: nnx.LinearGeneral | None = nnx.data(None)
-        self.gate_is_per_head = given["gate"] == "head"  # the gate is [B..., T, N], which `qkv_sharding` does not fit
-        self.out_norm: nnx.RMSNorm | None = nnx.data(None)
         options = {name: given[name] for name in (*OF_LINEAR, "use_bias", "bias_metadata")}
 
         def linear(inputs: Any, outputs: Any, part: str = "qkv", **changes: Any) -> nnx.LinearGeneral:
@@ -241,25 +217,15 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             functions: dict[str, Any] = {name: getattr(self, f"{part}_{name}") for name in names}
             return nnx.LinearGeneral(inputs, outputs, **functions, **options | changes)
 
-        of_heads = (self.num_heads, self.value_dim)
-        if given["gate"]:
-            self.gate = linear(self.in_features, of_heads[:1] if given["gate"] == "head" else of_heads)
+        if self.gating is not None:
+            self.gate = linear(self.in_features, self.gating.shape(self.num_heads, self.value_dim))
         if self.value_dim != self.head_dim:
             if not self.reuse_kv:
                 self.value = linear(self.in_kv_features, (self.num_kv_heads, self.value_dim))
             names = ("kernel_init", "bias_init", "kernel_metadata", "bias_metadata")
             changes = {name: given[f"out_{name}"] or given[name] for name in names}
+            of_heads = (self.num_heads, self.value_dim)
             self.out = linear(of_heads, self.out_features, "out", axis=(-2, -1), **changes)
-        if given["out_norm"]:
-            self.out_norm = nnx.RMSNorm(
-                self.value_dim,
-                epsilon=1e-6 if given["out_norm_epsilon"] is None else float(given["out_norm_epsilon"]),
-                reduction_axes=(-2, -1),
-                feature_axes=(-2, -1),
-                promote_dtype=self.ln_promote_dtype,
-                **{name: given[name] for name in ("dtype", "param_dtype", "rngs")},
-            )
-            self.out_norm.scale = nnx.Param(jnp.ones(of_heads, self.param_dtype))
 
     def __call__(
         self,
@@ -286,6 +252,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         key_indices: Int[Array, "..."] | None = None,
         kv: Any = None,
         return_kv: bool = False,
+        process_heads: ProcessHeads | None = None,
     ) -> Float[Array, "*B T Dout"]:
         """Projects the inputs to heads, computes attention, and projects the result to `out_features`.
 
@@ -332,6 +299,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             `reuse_kv` is True, else None. Pass masks, `lengths` and `positions` to both layers.
           return_kv: Return a pair: the output, and this call's `flax_mha.kv_cache.SharedKV`, for later layers. Requires
             self-attention.
+          process_heads: Replaces the `process_heads` of the constructor in this call.
 
         Raises:
           ValueError: If inputs do not fit the module or each other, or if the cache is missing, has another shape, or
@@ -342,7 +310,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         query, key, value, gate = layers = self.query, self.key, self.value, self.gate
         if qkv_sharding is not None and is_explicit(inputs_q):
             query, key, value, gate = (x and functools.partial(x, out_sharding=qkv_sharding) for x in layers)  # type: ignore
-            if self.gate_is_per_head:
+            if self.gating is not None and self.gating.per == "head":  # its projection has no axis of features
                 gate = self.gate
         flax_arguments = self._flax_arguments(deterministic, rngs, sow_weights)
         if input_positions is not None:
@@ -353,21 +321,20 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             key=key,
             value=value,
             out=self.out if out_sharding is None else functools.partial(self.out, out_sharding=out_sharding),
-            norms=None if self.query_ln is None else (self.query_ln, self.key_ln),
-            value_norm=self.value_ln,
+            query_norm=self.query_ln,
+            key_norm=self.key_ln,
             norms_after_rope=self.norms_after_rope,
+            value_norm=self.value_ln,
+            process_heads=self.process_heads,
             sinks=None if self.sinks is None else self.sinks[...],
             gate=gate,
+            gating=self.gating,
+            out_norm=self.out_norm,
             cache=self._cache,
             write=self._write,
             stored=None if self.cached_lengths is None else self._stored(),
             arguments=flax_arguments,
             features=(self.in_features, self.in_kv_features),
-            exclusive=self.exclusive,
-            gate_activation=self.gate_activation,
-            out_norm=self.out_norm,
-            clip_qkv=self.clip_qkv,
-            value_scale=self.value_scale,
         )
         return call_module(parts, Given(**given, decode=self._first_given("decode", decode)))
 
@@ -376,25 +343,28 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
     def _cached_heads(self) -> tuple[int, int, int | None, int | None]:
         return self.num_kv_heads, self.head_dim, None, self.value_dim
 
-    def _norm(self, kind: Norm, flax_norm: Any, heads: int, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
-        """Makes a norm of this `kind` to replace Flax's `flax_norm`; keeps the scale unless its shape must change."""
-        options: dict[str, Any] = {} if kind.is_rms else {"use_bias": False}
-        norm: Any = (nnx.RMSNorm if kind.is_rms else nnx.LayerNorm)(
-            self.head_dim,
-            use_scale=kind.has_scale,
-            reduction_axes=kind.axes,
-            feature_axes=kind.scale_axes,
+    def _norm(self, norm: Norm | None, heads: int, size: int, rngs: nnx.Rngs, of_flax: Any = None) -> Any:
+        """Makes a norm of [B..., T, heads, size], or None; `of_flax` is the norm that it replaces, with metadata."""
+        if norm is None:
+            return nnx.data(None)
+        options: dict[str, Any] = {"use_bias": False} if norm.kind == "layer" else {}
+        layer: Any = (nnx.LayerNorm if norm.kind == "layer" else nnx.RMSNorm)(
+            size,
+            epsilon=float(norm.epsilon),
+            use_scale=norm.scale is not None,
+            reduction_axes=norm.reduced_axes,
+            feature_axes=norm.scaled_axes,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             promote_dtype=self.ln_promote_dtype,
             rngs=rngs,
             **options,
         )
-        if not kind.has_scale:
-            return norm
-        norm.scale = scale = flax_norm.scale
-        if len(kind.scale_axes) > 1:
-            norm.scale = nnx.Param(jnp.ones((heads, self.head_dim), scale.dtype), **scale.get_metadata())
-        if kind.has_bias:
-            norm.bias = nnx.Param(jnp.zeros(self.head_dim, scale.dtype), **scale.get_metadata())
-        return norm
+        if norm.scale is None:
+            return layer
+        metadata = {} if of_flax is None else of_flax.scale.get_metadata()
+        shape = (heads, size) if norm.scale == "heads" else (size,)
+        layer.scale = nnx.Param(jnp.ones(shape, self.param_dtype), **metadata)
+        if norm.bias:
+            layer.bias = nnx.Param(jnp.zeros(size, self.param_dtype), **metadata)
+        return layer

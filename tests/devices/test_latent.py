@@ -6,14 +6,12 @@ import jax
 import numpy as np
 import pytest
 from cases import close, refused
-from flax import linen as nn
 from flax import nnx
 from marks import core
 from meshes import gradients, mesh_of, put
 from test_tensor_parallel import FEATURES, N, inputs
 
 import flax_mha
-from flax_mha import linen
 from flax_mha.rope import RoPE
 
 SIZES = {"kv_lora_rank": 10, "qk_nope_head_dim": 5, "qk_rope_head_dim": 6, "v_head_dim": 7, "q_lora_rank": 9}
@@ -42,8 +40,6 @@ def test_heads(kind):
         x = put(x, mesh, "data")
         found = jax.jit(functools.partial(gradients, lambda s, x: nnx.merge(graph, s)(x, is_causal=True)))(state, x)
         close(found, expected)
-        if kind == "explicit":
-            close(of_linen(split, x), expected[0])
         split.init_cache((4, 40, FEATURES), per_row=True, sharding=jax.P("data", None, None, None))
         step = nnx.jit(lambda module, x: module(x, decode=True))
         outputs = [jax.device_get(step(split, x[:, i:j])) for i, j in ((0, 14), (14, 28), (28, 29))]
@@ -63,15 +59,6 @@ def test_an_indexer(kind):
         step = nnx.jit(lambda module, x: module(x, decode=True))
         outputs = [jax.device_get(step(split, x[:, i:j])) for i, j in ((0, 28), (28, 29))]
     close(np.concatenate(outputs, 1), expected)
-
-
-def of_linen(module, x):
-    """The output of the linen module with the parameters of the nnx module."""
-    layer = linen.MultiHeadLatentAttention(N, **SIZES, head_axis="model")
-    boxed = jax.jit(layer.init)(jax.random.key(0), inputs())
-    assert nn.get_partition_spec(boxed)["params"]["q_b_proj"]["kernel"] == jax.P(None, "model", None)
-    params = {"params": nnx.to_pure_dict(nnx.state(module, nnx.Param))}
-    return jax.jit(functools.partial(layer.apply, is_causal=True))(params, x)
 
 
 RUN = nnx.jit(lambda module, x: module(x, is_causal=True))

@@ -14,17 +14,29 @@ from marks import core
 from meshes import context, floats, gradients, mesh_of, put
 
 import flax_mha
-from flax_mha import linen
+from flax_mha import Gate, Norm, linen
 from flax_mha.rope import RoPE
 
 FEATURES, N = 16, 4
 OF_NNX = [core(N, "explicit, set_mesh"), (1, "auto, set_mesh")]
 OF_LINEN = [(N, "explicit"), (1, "explicit, set_mesh")]
 RING = (10, 0)
-OPTIONS = {"rope": RoPE(), "normalize_qk": "rms_norm", "sinks": True, "gate": True, "dropout_rate": 0.1}
+OPTIONS = {"rope": RoPE(), "normalize_qk": Norm("rms"), "sinks": True, "gate": True, "dropout_rate": 0.1}
 
 
-OF_HEADS = {"gate": "head", "out_norm": "rms_norm", "exclusive": True, "value_dim": 6, "clip_qkv": 1.0, "sinks": False}
+def clip_keys(query, key, value):
+    return query, key.clip(-1.0, 1.0), value
+
+
+OF_HEADS = {
+    "gate": Gate("head"),
+    "normalize_qk": Norm("layer", scale="heads"),
+    "value_norm": Norm("rms", scale="heads"),
+    "out_norm": Norm("rms", scale="heads", over="all_heads"),
+    "process_heads": clip_keys,
+    "value_dim": 6,
+    "sinks": False,
+}
 
 
 def inputs(length=24):
@@ -122,9 +134,11 @@ def test_gates_and_norms_of_heads(num_kv_heads, kind):
         specs = nn.get_partition_spec(jax.jit(layers[1].init)(jax.random.key(0), inputs()))
         split = nnx_layer(num_kv_heads, head_axis="model", **options)
     assert specs["params"]["gate"]["kernel"] == jax.P(None, "model")
-    assert specs["params"]["out_norm"]["scale"] == jax.P("model", None)
     assert tuple(split.gate.kernel[...].sharding.spec) == (None, "model")
-    assert tuple(split.out_norm.scale[...].sharding.spec) == ("model", None)
+    of_keys = "model" if num_kv_heads == N else None  # fewer key heads than devices are not split
+    for name, axis in (("query_ln", "model"), ("out_norm", "model"), ("key_ln", of_keys), ("value_ln", of_keys)):
+        assert specs["params"][name]["scale"] == jax.P(axis, None), name
+        assert tuple(getattr(split, name).scale[...].sharding.spec) == (axis, None), name
     placed = jax.tree.map(lambda x, spec: put(x, mesh, *spec), variables, specs)
     with context(mesh, kind):
         answer = jax.jit(functools.partial(of_linen, layers[1]))(placed, put(inputs(), mesh, "data"))

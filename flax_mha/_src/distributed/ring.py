@@ -201,6 +201,7 @@ def _tangents(ring: Ring, operands: Operands, known: Result, d_operands: Trainab
 
     They are the sums of all hops' shares. Tangents of keys and values travel around the ring with keys and values.
     """
+
     def step(held: Operands, cut: Cut, i: Scalar, state: tuple) -> tuple:
         sums, d_operands = state
         share = ring.share(held, cut, ring.rows(known, i))

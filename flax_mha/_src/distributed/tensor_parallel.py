@@ -40,7 +40,6 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
         "out_bias": (None,),
         "sinks": (head_axis,),
         "head_gate": (None, head_axis),
-        "out_norm": (head_axis, None),
     }
 
 

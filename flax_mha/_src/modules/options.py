@@ -1,58 +1,19 @@
-"""Checks of constructor arguments that the modules share, and the table of norms of queries and keys."""
+"""Checks of constructor arguments that the modules share."""
 
+import functools
 import math
-from collections.abc import Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from flax_mha._src.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
 from flax_mha._src.core import validation
-from flax_mha._src.core.validation import int_at_least, is_finite, is_int, number_in
+from flax_mha._src.core.validation import int_at_least, is_int
 from flax_mha._src.modules.indexer import Indexer
-from flax_mha._src.modules.output import ACTIVATIONS
+from flax_mha._src.modules.layers import gate_of, norm_of
 from flax_mha._src.run import check_name
 from flax_mha.rope import RoPE, YaRN
 
-NormKind = Literal[
-    "layer_norm",
-    "layer_norm_bias",
-    "layer_norm_each_head",
-    "rms_norm",
-    "rms_norm_all_heads",
-    "rms_norm_after_rope",
-    "rms_norm_each_head_after_rope",
-    "rms_norm_no_scale",
-]
-
-
-class Norm(NamedTuple):
-    """A norm of queries and keys [B..., T, N, H]; `NORMS` maps each name that `normalize_qk` accepts to its norm."""
-
-    is_rms: bool = False  # RMSNorm, else LayerNorm
-    axes: tuple[int, ...] = (-1,)  # axes of the mean and the variance
-    scale_axes: tuple[int, ...] = (-1,)  # axes of the learned scale
-    has_bias: bool = False
-    after_rope: bool = False
-    has_scale: bool = True
-
-
-NORMS: dict[str, Norm] = {
-    "layer_norm": Norm(),
-    "layer_norm_bias": Norm(has_bias=True),
-    "layer_norm_each_head": Norm(scale_axes=(-2, -1)),
-    "rms_norm": Norm(is_rms=True),
-    "rms_norm_all_heads": Norm(is_rms=True, axes=(-2, -1), scale_axes=(-2, -1)),
-    "rms_norm_after_rope": Norm(is_rms=True, after_rope=True),
-    "rms_norm_each_head_after_rope": Norm(is_rms=True, scale_axes=(-2, -1), after_rope=True),
-    "rms_norm_no_scale": Norm(is_rms=True, has_scale=False),
-}
-
-
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-
-
-def norm_of(normalize_qk: bool | str) -> Norm:
-    """Returns the norm that a module's `normalize_qk` names; True means "layer_norm", and False is not allowed here."""
-    return NORMS[normalize_qk if isinstance(normalize_qk, str) else "layer_norm"]
 
 
 def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
@@ -64,21 +25,22 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
     check_window(options["local_window_size"])
     check_soft_cap(options["logits_soft_cap"])
     validation.flag("sinks", options["sinks"])
-    for name in ("normalize_value", "share_kv", "reuse_kv"):
+    for name in ("share_kv", "reuse_kv"):
         validation.flag(name, options.get(name, False))
-    for name, off in (("normalize_value", False), ("share_kv", False), ("value_scale", None)):
+    for name, off in (("value_norm", None), ("share_kv", False), ("process_heads", None)):
         if options.get("reuse_kv") and options[name]:
             raise ValueError(
-                f"{name} must be {off} with reuse_kv=True, because values come from an earlier layer, but got "
+                f"{name} must be {off} with reuse_kv=True, because keys and values come from an earlier layer, but got "
                 f"{options[name]}."
             )
     check_scale(options["scale"], validation.Shape((), 1, 1, 1, 1, 1, 1))
-    normalize_qk, epsilon = options.get("normalize_qk", False), options.get("qk_norm_epsilon")
-    if normalize_qk not in (False, True):
-        _check_choice("normalize_qk", normalize_qk, NORMS, "False, True")
-    has_norm = normalize_qk or options.get("normalize_value")
-    _check_norm_epsilon("qk_norm_epsilon", epsilon, "normalize_qk", has_norm)
-    _check_output_options(options)
+    norm_of("normalize_qk", options.get("normalize_qk", False))
+    for name in ("value_norm", "out_norm"):
+        norm_of(name, options.get(name))
+    gate_of(options["gate"])
+    process_heads = options.get("process_heads")
+    if process_heads is not None and not callable(process_heads):
+        raise ValueError(f"process_heads must be a function of (query, key, value) or None, but got {process_heads!r}.")
     check_features(value_dim=options.get("value_dim"))
     if options.get("share_kv") and options.get("value_dim") is not None:
         raise ValueError(
@@ -93,28 +55,6 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
         rope.rotated_size(qkv_features // num_heads)
 
 
-def _check_output_options(options: Mapping[str, Any]) -> None:
-    validation.flag("exclusive", options.get("exclusive", False))
-    gate, activation = options.get("gate", False), options.get("gate_activation", "sigmoid")
-    if isinstance(gate, str):
-        _check_choice("gate", gate, ("elementwise", "head"), "True or False")
-    else:
-        validation.flag("gate", gate)
-    _check_choice("gate_activation", activation, ACTIVATIONS)
-    if activation != "sigmoid" and not gate:
-        raise ValueError(f'gate_activation must be "sigmoid" without gate, but got {activation!r}; pass gate=True.')
-    out_norm = options.get("out_norm")
-    if out_norm is not None:
-        _check_choice("out_norm", out_norm, ("rms_norm",), "None")
-    _check_norm_epsilon("out_norm_epsilon", options.get("out_norm_epsilon"), "out_norm", out_norm)
-
-
-def _check_choice(name: str, given: Any, choices: Collection[str], others: str = "") -> None:
-    if not isinstance(given, str) or given not in choices:
-        names = "one of " * (len(choices) > 1) + ", ".join(f'"{choice}"' for choice in choices)
-        raise ValueError(f"{name} must be {others and f'{others} or '}{names}, but got {given!r}.")
-
-
 def check_latent(options: Mapping[str, Any]) -> None:
     """Raises a ValueError unless the constructor arguments of a module with latent attention are valid."""
     for name in ("num_heads", *LATENT_SIZES, "q_lora_rank"):
@@ -122,8 +62,7 @@ def check_latent(options: Mapping[str, Any]) -> None:
         if (not is_int(size) or size < 1) and (size is not None or not optional):
             raise ValueError(f"{name} must be an int >= 1{' or None' * optional}, but got {size!r}.")
     validation.epsilon("norm_epsilon", options["norm_epsilon"])
-    for name in ("query_residual", "normalize_rotary_key"):
-        validation.flag(name, options[name])
+    validation.flag("query_residual", options["query_residual"])
     if options["query_residual"] and options["q_lora_rank"] is None:
         raise ValueError("q_lora_rank must be an int with query_residual=True, which is for compressed queries.")
     if (indexer := options["indexer"]) is not None:
@@ -167,14 +106,6 @@ def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
         )
 
 
-def check_positive(name: str, number: Any) -> float | None:
-    """Returns a number as a float, and None as None; raises a ValueError unless a number is from 1e-30 to 1e30."""
-    number = number_in(number)
-    if number is not None and not (is_finite(number) and 1e-30 <= number <= 1e30):
-        raise ValueError(f"{name} must be a concrete number from 1e-30 to 1e30, or None, but got {number!r}.")
-    return None if number is None else float(number)
-
-
 def check_features(**sizes: Any) -> None:
     """Raises a ValueError unless each keyword, such as `value_dim=64`, is an integer >= 1 or None."""
     for name, size in sizes.items():
@@ -189,20 +120,35 @@ def check_has_features(**inputs: Any) -> None:
             raise ValueError(f"{name} must have at least one feature on its last axis, but got shape {x.shape}.")
 
 
-def _check_norm_epsilon(name: str, epsilon: Any, norm_name: str, norm: Any) -> None:
-    """Raises a ValueError if option `name` sets an invalid `epsilon`, or one that no `norm` uses; None is always valid.
-
-    `norm_name` is the option that adds the norm.
-    """
-    if epsilon is None:
-        return
-    validation.epsilon(name, epsilon)
-    if not norm:
-        raise ValueError(f'{name} must be None without {norm_name}, but got {epsilon!r}; pass {norm_name}="rms_norm".')
-
-
 def check_rngs(rngs: Any, *kinds: type) -> None:
     """Raises a ValueError unless a module's argument `rngs` is None or has one of the types `kinds`."""
     if rngs is not None and not isinstance(rngs, kinds):
         names = " or ".join(f"nnx.{kind.__name__}" for kind in kinds)
         raise ValueError(f"rngs must be {names}, but got {type(rngs).__name__}; pass a key as nnx.Rngs(key).")
+
+
+# Arguments that constructors no longer have, and what to pass instead.
+REPLACEMENTS = {
+    "qk_norm_epsilon": "pass normalize_qk=Norm(..., epsilon=...)",
+    "normalize_value": 'pass value_norm=Norm("rms", scale=None)',
+    "out_norm_epsilon": "pass out_norm=Norm(..., epsilon=...)",
+    "gate_activation": "pass gate=Gate(activation=...)",
+    "clip_qkv": "pass process_heads=flax_mha.convert.ClipHeads(...)",
+    "value_scale": "pass process_heads=flax_mha.convert.ScaleValues(...)",
+}
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def naming_replacements(constructor: F) -> F:
+    """Wraps a constructor: for an argument that it does not have, the error says what to pass instead."""
+
+    @functools.wraps(constructor)
+    def construct(*arguments: Any, **keywords: Any) -> Any:
+        removed = min(REPLACEMENTS.keys() & keywords.keys(), default=None)
+        if removed is not None:
+            raise TypeError(
+                f"MultiHeadAttention() got an unexpected keyword argument {removed!r}; {REPLACEMENTS[removed]} instead"
+            )
+        return constructor(*arguments, **keywords)
+
+    return cast(F, construct)
