@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from flax_mha._src.call.operands import Call, NonFinite
+from flax_mha._src.call.operands import Call, NonFinite, may_mask
 
 
 def guard(call: Call, plan: Any) -> Call:
@@ -35,7 +35,7 @@ def guard(call: Call, plan: Any) -> Call:
     Returns the call unchanged if nothing can be masked, or if `plan.guard_first` is False: then the engine does it.
     """
     operands, options = call
-    if not plan.guard_first or not may_mask(call):
+    if not plan.guard_first or not may_mask(operands.mask, operands.bias, options.score_mod):
         return call
     scale = options.scale if operands.scale is None else operands.scale.astype(options.dtype)
     query: Array = operands.query
@@ -45,12 +45,6 @@ def guard(call: Call, plan: Any) -> Call:
     key, value, of_keys = zero_keys(operands.key, operands.value)
     nonfinite = NonFinite(of_queries.astype(options.dtype), of_keys.astype(options.dtype))
     return call._replace(operands=operands._replace(key=key, value=value, nonfinite=nonfinite))
-
-
-def may_mask(call: Call) -> bool:
-    """Returns whether a score may be masked: by the mask, by a bias, or by a `score_mod` that returns -inf."""
-    operands = call.operands
-    return operands.mask is not None or operands.bias is not None or call.options.score_mod is not None
 
 
 def flag(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Options
+from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Options, may_mask
 from flax_mha._src.core.tracing import cpu_features, multiplies_bfloat16
-from flax_mha._src.guard import may_mask
 from flax_mha._src.math.tiling import PARALLEL, TileShape, Tiling, choose_tiles, product_size, with_occupancy
 
 # The first two fields of a `Target`, `platform` and `may_be_split`, for one CPU and one TPU.
@@ -215,7 +214,7 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
     width = (2 if has_8_bits else 1) * MAX_NUMBERS_IN_PLACE // numbers
     width = widest if in_turn and (has_8_bits or dtype != options.dtype) else width
     width = min(keys, max(MIN_WIDTH_IN_PLACE, min(width // 64 * 64, MAX_WIDTH_IN_PLACE)))
-    if keys % width and not may_mask(call):
+    if keys % width and not may_mask(operands.mask, operands.bias, options.score_mod):
         return None  # the last block would have to mask some of its keys
     if not in_turn:
         return blocks_of(width, False, dtype)

@@ -143,15 +143,7 @@ def refusals(name: str, call: Call, in_ring: bool = False) -> list[str]:
     `in_ring`: whether the call is a hop of strategy="ring".
     """
     engine = ENGINES[name]
-    if in_ring and not engine.shares:
-        names = " and ".join(f'"{name}"' for name in NAMES if ENGINES[name].shares)
-        remedy = 'pass strategy="ulysses" or "allgather"'
-        return [f'only {names} can differentiate a single step of strategy="ring": {remedy}']
-    if name != "xla" and not call.options.has_known_sizes:
-        return ["it needs static shapes, but some dimensions are symbolic: export with static shapes"]
-    if name != "xla" and call.operands.key_indices is not None:
-        return ['key_indices is not supported: pass implementation=None or "xla"']
-    return engine.supports(call)
+    return engine.supports_hop(call) if in_ring else engine.supports(call)
 
 
 def check_name(implementation: str | None) -> None:

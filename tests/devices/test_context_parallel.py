@@ -297,7 +297,7 @@ def test_refusals_of_the_ring_and_its_helpers():
         refused("devices must be an int >= 1, but got", zigzag_positions, 8, devices)
     refused(r"axis must be an axis of x, but got 1 for shape \(8,\)", to_zigzag, np.ones(8), 2)
     fn = flax_mha.context_parallel("context", mesh=mesh_of(context=4))
-    with pytest.raises(NotImplementedError, match='"blockwise" can differentiate a single step of strategy="ring"'):
+    with pytest.raises(NotImplementedError, match='cannot differentiate a single hop of strategy="ring"'):
         fn(X, X, X, implementation="xla")
     refused("implementation must be", fn, X, X, X, implementation="fast")
 

@@ -18,6 +18,11 @@ from flax_mha.masks.base import axes_of
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
 
+def may_mask(mask: Mask | None, bias: Array | None, score_mod: TracedFunction | None) -> bool:
+    """Returns whether a score may be masked: by the mask, by a bias of -inf, or by a `score_mod` that returns -inf."""
+    return mask is not None or bias is not None or score_mod is not None
+
+
 class _NoOffset(int):
     """The type of `NO_OFFSET`, the default offset: a 0 which means that the arrays hold whole sequences.
 

@@ -37,7 +37,9 @@ class Blockwise(Engine):
     """The engine that computes attention tile by tile; it runs on every platform."""
 
     name = "blockwise"
-    shares = True
+
+    def supports_hop(self, call: Call) -> list[str]:
+        return self.supports(call)
 
     def plan(self, call: Call) -> tuple[Plan, Call]:
         return plans.plan_tiles(numbers_as_arrays(call))

@@ -20,17 +20,30 @@ class Engine:
       platform: The only platform that it runs on, "gpu" or "tpu". None if it runs everywhere; then it has derivatives
         of every order. For other engines, `kernels/derivatives.py` adds the derivatives that they lack.
       guard_first: Whether `guard.guard` makes keys and values finite first; if False, `forward` guards by itself.
-      shares: Whether it implements `share`, which the strategy "ring" of `context_parallel` needs.
     """
 
     name: ClassVar[str]
     platform: ClassVar[str | None] = None
     guard_first: ClassVar[bool] = True
-    shares: ClassVar[bool] = False
 
     def supports(self, call: Call) -> list[str]:
-        """Lists the reasons why this engine cannot compute a call, each with a remedy; empty if it can."""
-        return []
+        """Lists the reasons why this engine cannot compute a call, each with a remedy; empty if it can.
+
+        This default is right for engines that only need known sizes, and that attend to all keys.
+        """
+        reasons = []
+        if not call.options.has_known_sizes:
+            reasons.append("it needs static shapes, but some dimensions are symbolic: export with static shapes")
+        if call.operands.key_indices is not None:
+            reasons.append('key_indices is not supported: pass implementation=None or "xla"')
+        return reasons
+
+    def supports_hop(self, call: Call) -> list[str]:
+        """Does the same for a hop of strategy="ring", the attention over one device's keys, which needs `share`."""
+        return [
+            'it cannot differentiate a single hop of strategy="ring": pass implementation="blockwise" or None, or '
+            'strategy="ulysses" or "allgather"'
+        ]
 
     def plan(self, call: Call) -> tuple[Plan, Call]:
         """Decides how to compute a call; also returns the call, perhaps with more arrays, such as the tiles to visit.

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import NonFinite, accumulation_dtype
+from flax_mha._src.call.operands import NonFinite, accumulation_dtype, may_mask
 from flax_mha._src.core.tile import Offsets, Tile
 from flax_mha._src.core.user_function import TracedFunction
 from flax_mha._src.math.derivatives import reverse_only
@@ -63,8 +63,7 @@ class ScoreRule:
     on_gpu: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def masks_scores(self, inputs: ScoreInputs) -> bool:
-        """Returns whether a score may be masked: by the mask, by a bias or by a `score_mod` that returns -inf."""
-        return self.mask is not None or inputs.bias is not None or self.score_mod is not None
+        return may_mask(self.mask, inputs.bias, self.score_mod)
 
     def products(self, query: Float[Array, "t H"], key: Float[Array, "s H"]) -> Float[Array, "t s"]:
         products = self.dot(query, key, transpose_b=True)

@@ -260,7 +260,7 @@ class CuDNN(Engine):
     guard_first = False
 
     def supports(self, call: Call) -> list[str]:
-        return refusals(call)
+        return super().supports(call) or refusals(call)
 
     def forward(self, plan: Plan, call: Call) -> Result:
         operands, options = call

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._src import guard
 from flax_mha._src.call.operands import DEFAULT_PRECISION, Call
-from flax_mha.masks import CausalMask, LengthMask, LocalMask, SegmentMask
+from flax_mha.masks import LengthMask, SegmentMask
 from flax_mha.masks.base import conjuncts
 
 
@@ -52,7 +52,7 @@ def kernel_mask(call: Call) -> KernelMask:
     left = right = query_lengths = key_lengths = segments = None
     others = []
     for part in conjuncts(call.operands.mask):
-        if isinstance(part, CausalMask | LocalMask):
+        if part.window is not None:
             before, ahead = part.window
             left, right = _smaller(left, before), _smaller(right, ahead)
         elif isinstance(part, LengthMask):

@@ -222,7 +222,7 @@ class Splash(Engine):
     interpret: bool = False
 
     def supports(self, call: Call) -> list[str]:
-        return refusals(call)
+        return super().supports(call) or refusals(call)
 
     def forward(self, plan: Plan, call: Call) -> Result:
         operands, options = call

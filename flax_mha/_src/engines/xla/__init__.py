@@ -16,6 +16,9 @@ class XLA(Engine):
 
     name = "xla"
 
+    def supports(self, call: Call) -> list[str]:
+        return []
+
     def plan(self, call: Call) -> tuple[Plan, Call]:
         call = numbers_as_arrays(call)
         return plans.plan_xla(call), call

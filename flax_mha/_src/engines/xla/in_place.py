@@ -40,7 +40,8 @@ from flax_mha._src.math import online_softmax
 from flax_mha._src.math.head import by_blocks, map_heads, scores_of, split_heads, to_caller, vectors_by_head
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
 from flax_mha._src.plan import KeyBlocks, Plan
-from flax_mha.masks import And, CausalMask, LengthMask, LocalMask, Mask
+from flax_mha.masks import LengthMask, Mask
+from flax_mha.masks.base import conjuncts, merged
 
 # Output, log-sum-exp and, with `return_max_score`, each query's largest score.
 Results = tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "*B K G T"] | None]
@@ -354,10 +355,7 @@ def _seen(blocks: KeyBlocks, part: BatchSlice, num_keys: int) -> Bool[Array, "*#
 
 def _bounds(mask: Mask | None) -> Mask | None:
     """Returns the causal, window and length masks in `mask`, which limit the keys to read; None if it has none."""
-    if isinstance(mask, And):
-        left, right = _bounds(mask.left), _bounds(mask.right)
-        return left if right is None else right if left is None else And(left, right)
-    return mask if isinstance(mask, CausalMask | LocalMask | LengthMask) else None
+    return merged([part for part in conjuncts(mask) if part.window is not None or isinstance(part, LengthMask)])
 
 
 def _key_products(
