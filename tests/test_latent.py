@@ -221,8 +221,6 @@ def test_calls_that_are_refused():
     refused("positional", module, x, x, error=TypeError)
     module.init_cache((B, 9, D))
     refused("the cache is too short", module, x, decode=True)
-    again = made(attention_fn=functools.partial(flax_mha.attention_fn, scale=0.5))
-    refused("scale must be given only once", again, x)
 
 
 class LoRA(nnx.Module):

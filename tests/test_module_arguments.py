@@ -15,7 +15,7 @@ from cases import refused
 from flax import nnx
 
 import flax_mha
-from flax_mha import CausalMask, convert, linen, masks
+from flax_mha import CausalMask, LocalMask, convert, linen, masks
 from flax_mha._src.core import tracing
 from flax_mha._src.modules.dot_general import dot_general
 
@@ -154,12 +154,6 @@ def test_functions_of_users_get_mask_objects(make):
 
     module = make(attention_fn=functools.partial(attention))
     assert_close(call(module, X, mask=CausalMask()), call(make(), X, is_causal=True))
-
-
-@MAKES
-def test_a_partial_can_switch_dropout_off(make):
-    module = make(attention_fn=partial(deterministic=True), dropout_rate=0.5)
-    assert_close(call(module, X, deterministic=False), call(make(), X))
 
 
 @MAKES
@@ -323,6 +317,23 @@ def test_options_may_be_0d_arrays(kind):
         np.testing.assert_allclose(jax.jit(functools.partial(function, **arrays))(), want, atol=1e-6)
 
 
+@pytest.mark.core
+@MAKES
+def test_module_and_call_override_a_partial(make):
+    """Its keywords are defaults."""
+    preset = {"scale": 0.3, "mask": CausalMask(), "score_mod": lambda score, b, h, q, k: 2 * score}
+    own, mask = {"scale": 0.4}, LocalMask(3, 1)
+
+    def unchanged(score, b, h, q_idx, kv_idx):
+        return score
+
+    output = call(make(**own, attention_fn=partial(**preset)), X, mask=mask, score_mod=unchanged)
+
+    np.testing.assert_array_equal(output, call(make(**own), X, mask=mask))
+    others = {"mask": preset["mask"], "score_mod": preset["score_mod"]}
+    np.testing.assert_array_equal(call(make(attention_fn=partial(**preset)), X), call(make(scale=0.3), X, **others))
+
+
 # What is refused with Flax: `flax_cases.py`.
 NUMBERS = jnp.where(jnp.tri(T, dtype=bool), 0.0, -1e9)
 IDS = jnp.ones((B, T), int)
@@ -342,10 +353,6 @@ REFUSED = [
     ({}, {"segment_ids": (IDS,) * 3}, "segment_ids must be one array or a pair .* but got 3 arrays"),
     ({}, {"segment_ids": jnp.ones((B, T))}, "^segment_ids must have an integer dtype, but got float32"),
     ({}, {"segment_ids": (IDS, IDS[:, :4])}, r"^segment_ids of keys must have shape \[batch..., 9\]"),
-    ({"attention_fn": partial(scale=0.3), "scale": 0.4}, {}, "scale must be given only once"),
-    ({"attention_fn": partial(mask=CausalMask())}, {"mask": NUMBERS == 0}, "mask must be given only once"),
-    ({"attention_fn": partial(dropout_rate=0.3)}, {}, "attention_fn must not set dropout_rate"),
-    ({"attention_fn": partial(module=nnx.Module())}, {}, "attention_fn must not set module"),
 ]
 
 
@@ -362,7 +369,6 @@ def test_modules_need_features():
         inputs = {"inputs_q": X, "inputs_k": X, "inputs_v": X} | {name: X[..., :0]}
         message = f"{name} must have at least one feature.* got shape \\(2, 9, 0\\)"
         refused(message, call, linen_module(qkv_features=D), **inputs)
-    refused("inputs_q must have at least one", call, MODULES["linen, latent"](), X[..., :0])
 
 
 @pytest.mark.core

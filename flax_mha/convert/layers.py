@@ -15,8 +15,7 @@ from flax_mha._src.call.operands import Call
 from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.math.head import by_blocks
-from flax_mha._src.modules.attention_fn import attention_fn
-from flax_mha._src.modules.core import CoreAttention
+from flax_mha._src.modules.attention_fn import CoreAttention, attention_fn
 from flax_mha._src.modules.indexer import MAX_SCORES
 from flax_mha.cache.kv_cache import KVCache
 from flax_mha.recipes.scores import difference

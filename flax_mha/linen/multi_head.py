@@ -19,9 +19,9 @@ from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.distributed.tensor_parallel import boxed, parameter_names
+from flax_mha._src.modules.attention_fn import ExplainedAttention, core_of, explaining
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import PASSED_ON, Arrays, FlaxModule, Given, ProcessHeads, call_module, reach
-from flax_mha._src.modules.core import ExplainedAttention, core_of, explaining
 from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.layers import Gate, Norm, gate_of, norm_of
 from flax_mha._src.modules.options import check_has_features, check_options

@@ -18,8 +18,8 @@ from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
+from flax_mha._src.modules.attention_fn import explaining
 from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module
-from flax_mha._src.modules.core import explaining
 from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.indexer import Indexer, IndexLayers
 from flax_mha._src.modules.layers import Gate, gate_of

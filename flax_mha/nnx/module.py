@@ -16,8 +16,8 @@ from jaxtyping import Array
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.distributed import tensor_parallel
+from flax_mha._src.modules.attention_fn import ExplainedAttention
 from flax_mha._src.modules.call import Arrays, reach
-from flax_mha._src.modules.core import ExplainedAttention
 from flax_mha._src.modules.options import check_rngs
 from flax_mha.attention import Explanation
 from flax_mha.cache.kv_cache import KVCache

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
 from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
+from flax_mha._src.modules.attention_fn import explaining
 from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, ProcessHeads, call_module
-from flax_mha._src.modules.core import explaining
 from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.layers import Gate, Norm, gate_of, norm_of
 from flax_mha._src.modules.options import check_features, check_options, check_rngs, naming_replacements
@@ -60,7 +60,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       out_kernel_init, out_bias_init: The same for `out`; None means `kernel_init` or `bias_init`.
       use_bias: Add a learned bias in every projection.
       attention_fn: A function with the signature of Flax's `dot_product_attention`. To set arguments of the default
-        function, pass a `functools.partial` of `flax_mha.attention_fn`.
+        function, pass a `functools.partial` of `flax_mha.attention_fn`; the module's options and a call's arguments
+        replace its keywords.
       decode: True makes calls decode; None leaves it to the call.
       normalize_qk: A norm of queries and keys, before the rotation, such as `Norm("rms")` (Qwen 3). True is Flax's
         LayerNorm, `Norm("layer")`.

@@ -17,7 +17,7 @@ from flax_mha._src.core import validation
 from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.distributed.split import names_of
 from flax_mha._src.modules import sequences
-from flax_mha._src.modules.core import CoreAttention, Heads, core_of, decode
+from flax_mha._src.modules.attention_fn import CoreAttention, Heads, core_of, decode
 from flax_mha._src.modules.foreign import check_takes_mask
 from flax_mha._src.modules.indexer import IndexLayers, choose
 from flax_mha._src.modules.layers import Gate
@@ -414,7 +414,7 @@ def attention_arguments(
     if core is None:
         check_takes_mask(layer.module.attention_fn, arguments.get("mask"))
     else:
-        arguments = core.combine(arguments, ("is_causal",), cache is not None)
+        arguments = core.with_preset(arguments, without=("is_causal",))
     if cache is not None:
         arguments["is_causal"] = is_causal  # None is not the same as Flax's default of False
     elif call.is_causal is None and is_causal:
@@ -534,7 +534,7 @@ def attend(
     if not core.computes((query, key, value), arguments):
         return core.function(query, key, value, **arguments), None
     made, implementation = core.call_of(query, key, value, **arguments)
-    return core.compute(made, implementation).output, None
+    return core.run(made, implementation).output, None
 
 
 def gate_and_normalize(layer: FlaxModule, x: Float[Array, "*B T N Hv"], inputs_q: Array) -> Float[Array, "*B T N Hv"]:
