@@ -27,7 +27,7 @@ from jaxtyping import install_import_hook
 
 # Calls of these modules' functions check the shapes in their signatures, if this runs before the package is imported.
 # (Modules with pytrees are left out: JAX also fills these with placeholders.)
-CHECKED = ("math.softmax", "engines.blockwise", "math.online_softmax", "core.tile")
+CHECKED = ("math.softmax", "engines.blockwise", "core.tile")
 install_import_hook([f"flax_mha._src.{name}" for name in CHECKED], "beartype.beartype")
 
 from flax_mha._src import plan as schedule  # noqa: E402

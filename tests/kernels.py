@@ -10,8 +10,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
 
 from flax_mha import dot_product_attention, explain_implementation, masks
-from flax_mha._src.engines.kernels import cudnn
-from flax_mha._src.engines.kernels import tpu as tpu_kernels
+from flax_mha._src.engines.kernels import cudnn, splash
 
 
 def shapes(t=256, s=256, *, batch=(2,), n=2, k=1, h=32, hv=None):
@@ -56,7 +55,7 @@ def as_on_a_tpu():
     """A context for fixtures: as on a TPU, in small tiles."""
     patch = pytest.MonkeyPatch()
     cases.compiled_for(patch, "tpu")
-    patch.setattr(tpu_kernels, "TILES", (128,))
+    patch.setattr(splash, "TILES", (128,))
     cases.forget_programs()
     yield patch
     patch.undo()

@@ -18,7 +18,7 @@ from kernels import as_if_cudnn_were_here, compute_for_cudnn
 from marks import core, pairwise
 
 from flax_mha import MultiHeadAttention, dot_product_attention
-from flax_mha._src.engines.kernels import tpu as tpu_kernels
+from flax_mha._src.engines.kernels import splash
 
 B, N, K, H, CALLS = 2, 2, 1, 8, 3
 PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
@@ -31,7 +31,7 @@ def accelerators(request, monkeypatch):
     kernel = request.node.callspec.params.get("kernel", "cudnn") if hasattr(request.node, "callspec") else "cudnn"
     compiled_for(monkeypatch, PLATFORMS[kernel])
     as_if_cudnn_were_here(monkeypatch)
-    monkeypatch.setattr(tpu_kernels, "TILES", (128,))
+    monkeypatch.setattr(splash, "TILES", (128,))
     forget_programs()
     yield
     forget_programs()

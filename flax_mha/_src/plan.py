@@ -1,19 +1,25 @@
 """Chooses how an engine computes a call: dense or in tiles, tile shapes, loops over heads, dtypes of products.
 
 These choices change results only by rounding. The numbers below were measured on CPUs; those for GPUs and TPUs were
-counted in compiled programs (`benchmarks/compiled.py`). The cost of a tile is in `math/tiling.py`.
+counted in compiled programs (`benchmarks/compiled.py`).
 """
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Options, may_mask
-from flax_mha._src.core.tracing import cpu_features, multiplies_bfloat16
-from flax_mha._src.math.tiling import PARALLEL, TileShape, Tiling, choose_tiles, product_size, with_occupancy
+from flax_mha._src.core.tracing import being_traced, cpu_features, is_key, multiplies_bfloat16, readable
+from flax_mha._src.math import tiling as tilings
+from flax_mha._src.math.head import mask_by_head, one_of
+from flax_mha._src.math.tiling import BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
+from flax_mha.masks import Mask
+from flax_mha.masks.function import store_occupancy
 
 # The first two fields of a `Target`, `platform` and `may_be_split`, for one CPU and one TPU.
 ON_ONE_CPU, ON_ONE_TPU = ("cpu", False), ("tpu", False)
@@ -39,6 +45,12 @@ TILE_SHAPES = (
     TileShape(256, 512),
     TileShape(128, 128),
 )
+# The cost of a tile of n scores on a CPU, in units of one score of a large tile. XLA uses all cores for matrix products
+# of at least PARALLEL multiplications (n times the head size): such a tile costs n + STEP, a smaller one SERIAL * n. In
+# partial tiles, n is multiplied by MASKED.
+PARALLEL, STEP, SERIAL = 2**23, 24 * 1024, 2
+MASKED = 1.15
+EXAMPLES = 4  # if a mask differs between heads, the costs are added up for this many heads
 # How many heads are vmapped, by the scores that a head holds in memory at a time: all batch entries and heads up to the
 # first number, the heads of one batch entry up to the second (and up to the third in all), else one head.
 MAX_SCORES_ALL_HEADS, MAX_SCORES_ONE_ENTRY, MAX_SCORES_ONE_ENTRY_IN_ALL = 128 * 128, 512 * 512, 8 * 512 * 512
@@ -142,6 +154,77 @@ def plan_tiles(call: Call) -> tuple[Plan, Call]:
     fuses = _fuses_rows(call, scores, tiling.rows)
     plan = Plan(product_dtype(call, tiles=True), True, *_loops(call, scores), fuses, tiling)
     return plan, call._replace(operands=call.operands._replace(tiles=blocks))
+
+
+def with_occupancy(call: Call) -> Call:
+    """Evaluates each `mask_mod` in the call's mask now, if its arrays are concrete, so that empty tiles are skipped.
+
+    The mask of the returned call holds, for each square of CELL x CELL scores, whether some or all of them are visible.
+    """
+    operands = call.operands
+    if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
+        return call  # a mask without arrays computes this by itself
+    mask = store_occupancy(operands.mask, operands.lengths, operands.offsets.numbers, tilings.CELL)
+    return call._replace(operands=operands._replace(mask=mask))
+
+
+def choose_tiles(call: Call, shapes: tuple[TileShape, ...]) -> tuple[Tiling, BlockMask | None]:
+    """Chooses the cheapest tiling with one of `shapes`; the first if mask or offsets are not known while tracing.
+
+    Also lists the tiles to visit if JAX is tracing and the mask holds concrete arrays. Otherwise the list is None, and
+    made later: at trace time if the mask holds no arrays (`block_mask_of_one`), else at run time
+    (`dynamic_block_mask`).
+    """
+    operands, axes = call.operands, call.operands.query.ndim - 1
+    arrays = jax.tree.leaves(operands.mask)
+    known = not arrays or (all(map(readable, arrays)) and operands.query.size > 0 and being_traced())
+    if not operands.offsets.are_known or not known:
+        return tiling_of(operands.lengths, shapes[0]), None
+    context = operands.lengths, operands.offsets.numbers, shapes, product_size(call)
+    if not arrays or operands.mask is None:
+        return _cheapest_of_one(operands.mask, *context), None
+    concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
+    mask = mask_by_head(concrete, axes - 2, operands.groups)
+    head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
+    masks = [one_of(mask, place) for place in np.ndindex(head_axes)]
+    tiling = _cheapest(masks[:: max(1, -(-len(masks) // EXAMPLES))], *context)
+    blocks = static_block_mask(tiling, masks, operands.offsets.numbers)
+    return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
+
+
+def product_size(call: Call) -> int:
+    """Returns the number of multiplications per score in a matrix product: the larger head size, H or Hv."""
+    return max(call.operands.query.shape[-1], call.operands.value.shape[-1])
+
+
+def _cheapest(
+    masks: Sequence[Mask | None],
+    lengths: tuple[int, int],
+    offsets: tuple[int, int],
+    shapes: Sequence[TileShape],
+    head_size: int,
+) -> Tiling:
+    """Returns the tiling that costs the least for the `masks` of some heads, with one of the tile `shapes`."""
+    candidates, costs = [tiling_of(lengths, shape, fine=True) for shape in shapes], []
+    with jax.ensure_compile_time_eval():
+        for candidate in candidates:
+            costs.append(sum(_cost(candidate, mask, offsets, head_size) for mask in masks))
+    return candidates[int(np.argmin(costs))]
+
+
+# Cached for masks without arrays: all layers of a model, and all traces of its training step, need the same tiling.
+@functools.lru_cache(maxsize=256)
+def _cheapest_of_one(mask: Mask | None, *context: Any) -> Tiling:
+    return _cheapest((mask,), *context)
+
+
+def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_size: int) -> float:
+    _, part, full, some = tiles_of(candidate, mask, offsets)
+    number = np.arange(part.shape[1])
+    scores = (part[..., 1] - part[..., 0]) * candidate.width
+    scores = np.where(number < full[:, None], scores, MASKED * scores)
+    each = np.where(scores * head_size < PARALLEL, SERIAL * scores, scores + STEP)
+    return float(each[number < some[:, None]].sum())
 
 
 def is_memory_bound(call: Call) -> bool:

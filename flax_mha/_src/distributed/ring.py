@@ -29,10 +29,8 @@ from flax_mha._src.core.tracing import T
 from flax_mha._src.distributed import split
 from flax_mha._src.engines.engine import Engine
 from flax_mha._src.guard import guard
-from flax_mha._src.math import online_softmax
 from flax_mha._src.math.derivatives import Function, linear_function
-from flax_mha._src.math.online_softmax import State
-from flax_mha._src.math.softmax import name_residuals
+from flax_mha._src.math.softmax import OnlineSoftmax, name_residuals
 from flax_mha._src.plan import Plan
 
 Cut = Callable[[Operands], Call]  # cuts a pair of chunks out of a device's operands; see `Ring.fold`
@@ -181,19 +179,19 @@ def _merge_hops(ring: Ring, operands: Operands) -> Result:
     the output. The state keeps maximum and sum apart; a merged log-sum-exp would be rounded in every hop.
     """
 
-    def step(held: Operands, cut: Cut, i: Scalar, merged: State) -> State:
+    def step(held: Operands, cut: Cut, i: Scalar, merged: OnlineSoftmax) -> OnlineSoftmax:
         result: Any = ring.hop(cut(held))
         before, count = ring.rows(merged, i), result.lse.size
         values = result.output.reshape(count, result.output.shape[-1])
         flat = jax.tree.map(lambda x: x.reshape(count, *x.shape[result.lse.ndim :]), before)  # rows of all heads
-        after = online_softmax.update(flat, result.lse.reshape(count, 1), lambda weights: weights * values)
+        after = flat.update(result.lse.reshape(count, 1), lambda weights: weights * values)
         if before.largest is not None:  # largest scores, not log-sum-exps
             after = after._replace(largest=lax.max(before.largest, result.largest))
         return ring.put_rows(merged, i, jax.tree.map(lambda rows, old: rows.reshape(old.shape), after, before))
 
     (*rows, _), features, options = operands.query.shape, operands.value.shape[-1], ring.options
-    start = online_softmax.start(tuple(rows), features, None, options.dtype, options.return_max_score)
-    return Result(*online_softmax.finish(ring.fold(operands, step, start)))
+    start = OnlineSoftmax.start(tuple(rows), features, None, options.dtype, options.return_max_score)
+    return Result(*ring.fold(operands, step, start).finish())
 
 
 def _tangents(ring: Ring, operands: Operands, known: Result, d_operands: Trainable) -> Result:

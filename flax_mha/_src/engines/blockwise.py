@@ -22,13 +22,22 @@ from flax_mha._src.core.products import jit_products, products_are_replaced
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike, varying_as
 from flax_mha._src.engines.engine import Engine
-from flax_mha._src.math import online_softmax
 from flax_mha._src.math.derivatives import Function
 from flax_mha._src.math.head import Head, from_caller, heads_of, map_heads, numbers_as_arrays, to_caller
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
-from flax_mha._src.math.softmax import ResultsOfHead, name_residuals, rows_of
-from flax_mha._src.math.tile_sum import Argument, TileSummand, TileVisit, by_row, element, over_keys, tile_sum
-from flax_mha._src.math.tiling import BlockMask, Tiling, block_mask_of_one, dynamic_block_mask, padded_mask
+from flax_mha._src.math.softmax import OnlineSoftmax, ResultsOfHead, name_residuals, rows_of
+from flax_mha._src.math.tile_sum import Argument, TileSummand, tile_sum
+from flax_mha._src.math.tiling import (
+    BlockMask,
+    TileVisit,
+    Tiling,
+    block_mask_of_one,
+    by_row,
+    dynamic_block_mask,
+    element,
+    over_keys,
+    padded_mask,
+)
 from flax_mha._src.plan import Plan
 
 
@@ -166,17 +175,17 @@ def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
         i, blocks, q, flags = part
         q = q if flags is None else guard.zero(q, flags)
 
-        def visit_tile(visit: TileVisit, rule: ScoreRule, state: online_softmax.State) -> online_softmax.State:
+        def visit_tile(visit: TileVisit, rule: ScoreRule, state: OnlineSoftmax) -> OnlineSoftmax:
             keys, values = (visit.tile.cut_columns(x, 0) for x in (head.key, head.value))
             flags_of_tile = _cut_flags(head.nonfinite, jax.tree.map(visit.rows, flags), visit.tile)
             s, row_poison = rule.tile_scores(visit.rows(q), keys, head.inputs, visit.tile, flags_of_tile)
             before = jax.tree.map(visit.rows, state)
-            after = online_softmax.update(before, s, lambda p: rule.weigh(p, values, visit.tile), row_poison)
+            after = before.update(s, lambda p: rule.weigh(p, values, visit.tile), row_poison)
             return jax.tree.map(visit.put_rows, state, after)
 
         features, sink = head.value.shape[1], head.inputs.sink
-        start = online_softmax.start(tiling.height, features, sink, rule.dtype, rule.returns_max)
-        return online_softmax.finish(over_keys(blocks, tiling, rule, i, visit_tile, varying_as(q, start)))
+        start = OnlineSoftmax.start(tiling.height, features, sink, rule.dtype, rule.returns_max)
+        return over_keys(blocks, tiling, rule, i, visit_tile, varying_as(q, start)).finish()
 
     return _join_rows(
         lax.map(row, by_row(tiling, blocks, head.query, None if head.nonfinite is None else head.nonfinite.query))

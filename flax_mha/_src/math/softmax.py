@@ -1,15 +1,18 @@
-"""The softmax of one head whose scores are all computed at once, and of one tile that holds all visible keys.
+"""The softmax of one head: of all scores at once, and online, of scores that arrive in blocks (`OnlineSoftmax`).
 
 softmax(Q K^T + bias) V with scaled queries, Vaswani et al., Attention is all you need, arXiv:1706.03762, equation 1.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha._src import guard
@@ -143,3 +146,93 @@ def _softmax(
     is_masked = (largest <= lowest) & ~jnp.isnan(total)
     output = jnp.where(is_masked, 0, products) / jnp.where(is_masked, 1, total)
     return output, jnp.where(is_masked, -jnp.inf, jnp.log(total) + largest)[:, 0], of_rows
+
+
+class OnlineSoftmax(NamedTuple):
+    """The softmax of each row over the keys so far, which arrive in blocks; `finish` returns the results.
+
+    A *row* is the scores of one query. Milakov and Gimelshein, Online normalizer calculation for softmax,
+    arXiv:1805.02867; the output as in FlashAttention, arXiv:2205.14135, section 3.1.
+    """
+
+    running_max: Float[Array, " t"]  # the largest score, the sink included
+    running_sum: Float[Array, " t"]  # the sum of exp(score - running_max)
+    output: Float[Array, "t Hv"]  # the sum of exp(score - running_max) * value; `finish` divides it by the sum
+    largest: Float[Array, " t"] | None = None  # the largest score without the sink, if `return_max_score` needs it
+
+    @classmethod
+    def start(
+        cls,
+        rows: int | tuple[int, ...],
+        features: int,
+        sink: Float[Array, "*#L"] | None,
+        dtype: DTypeLike,
+        keeps_largest: bool = False,
+    ) -> "OnlineSoftmax":
+        """Returns the state before the first key. A sink is a score that counts in the sum but has no value.
+
+        `rows` is the number of rows, or the shape [*L, t] of the rows of many heads; `features` is Hv. With
+        `keeps_largest` the state also has the largest score without the sink.
+        """
+        shape = (rows,) if isinstance(rows, int) else rows
+        output = jnp.zeros((*shape, features), dtype)
+        largest = jnp.full(shape, -jnp.inf, dtype) if keeps_largest else None
+        if sink is None:
+            lowest = jnp.full(shape, -jnp.inf, dtype)
+            return cls(lowest, jnp.zeros(shape, dtype), output, largest)
+        running_max = jnp.full(shape, lax.expand_dims(sink, (sink.ndim,)), dtype)
+        has_sink = running_max != -jnp.inf
+        running_sum = jnp.where(has_sink, jnp.ones_like(running_max), jnp.zeros_like(running_max))
+        return cls(running_max, running_sum, output, largest)
+
+    def rescale(
+        self,
+        scores: Float[Array, "t s"],
+        row_poison: Float[Array, " t"] | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> tuple["OnlineSoftmax", Float[Array, "t s"]]:
+        """Adds a block of keys to maximum and sum; returns the state, and the weights by which to add values.
+
+        With the running maximum m' and sum l of the keys before these::
+
+            m = max(m', rowmax(s))      p = exp(s - m)      l = exp(m' - m) l + rowsum(p)
+
+        Args:
+          scores: Scores s of a block of keys, -inf where masked.
+          row_poison: NaN for rows whose result must be NaN if any of these keys is visible, else 0; None means 0.
+          dtype: Dtype to which weights are rounded, also in the sum; None keeps the dtype of the scores.
+        """
+        largest_now = jnp.max(scores, axis=1)
+        if row_poison is not None:
+            largest_now = guard.poison_rows(largest_now, row_poison)
+        running_max = lax.max(self.running_max, largest_now)
+        # A row without a visible key so far has the maximum -inf. Replace it: -inf - -inf would be NaN.
+        shift = lax.max(running_max, lax.full_like(running_max, jnp.finfo(running_max.dtype).min))
+        weights = lax.exp(scores - lax.expand_dims(shift, (1,)))
+        if dtype is not None:
+            weights = weights.astype(dtype)
+        decay = lax.exp(lax.sub(self.running_max, shift))
+        running_sum = self.running_sum * decay + jnp.sum(weights, axis=1, dtype=running_max.dtype)
+        largest = None if self.largest is None else lax.max(self.largest, largest_now)
+        output = self.output * lax.expand_dims(decay, (1,))
+        return OnlineSoftmax(running_max, running_sum, output, largest), weights
+
+    def update(
+        self,
+        scores: Float[Array, "t s"],
+        weigh: Callable[[Array], Array],
+        row_poison: Float[Array, " t"] | None = None,
+    ) -> "OnlineSoftmax":
+        """Adds a block of keys; `weigh(weights)` returns the weighted sums [t, Hv] of the block's values."""
+        state, weights = self.rescale(scores, row_poison)
+        return state._replace(output=state.output + weigh(weights))
+
+    def finish(self) -> tuple[Float[Array, "*L t Hv"], Float[Array, "*L t"], Float[Array, "*L t"] | None]:
+        """Converts the last state to output, log-sum-exp and largest score (None if the state has none).
+
+        A row without visible keys has output 0, log-sum-exp -inf (its sink, if there is one) and largest score -inf.
+        """
+        total = self.running_sum
+        total = lax.select(lax.eq(total, lax.full_like(total, 0)), lax.full_like(total, 1), total)
+        output = self.output / lax.expand_dims(total, (total.ndim,))
+        return output, lax.log(total) + self.running_max, self.largest

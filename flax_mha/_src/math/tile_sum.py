@@ -6,30 +6,21 @@ function's tangent, and its transpose is a tile sum of the transposed function. 
 and hold the scores of one tile at a time. A *row of tiles* is all tiles with the same queries.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from flax_mha._src.call.operands import accumulation_dtype
-from flax_mha._src.core.tile import Scalar, Tile
+from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_as
 from flax_mha._src.math.derivatives import Function, differentiate
 from flax_mha._src.math.scores import ScoreRule
-from flax_mha._src.math.tiling import BlockMask, TileBand, Tiling, padded_mask
-
-T = TypeVar("T")
-
-# How a tile's part is cut out of an array. "queries": the rows [t, F] of [T, F]; "queries transposed": the same rows as
-# [F, t]. "keys": the columns [s, F] of [S, F]; "keys transposed": the columns [F, s] of [F, S]. "scores": the tile
-# itself, of [T | 1, S | 1]. "whole": all of it.
-Kind = Literal["queries", "queries transposed", "keys", "keys transposed", "scores", "whole"]
+from flax_mha._src.math.tiling import BlockMask, Kind, TileVisit, Tiling, by_row, over_keys
 
 
 class Argument(NamedTuple):
@@ -57,41 +48,6 @@ class Argument(NamedTuple):
         """Converts the sum accumulated from `start` to the output's layout and dtype, and multiplies it by `factor`."""
         total = total.T if self.kind in ("queries transposed", "keys") else total
         return (total if self.factor == 1.0 else total * self.factor).astype(self.dtype)
-
-
-class TileVisit(NamedTuple):
-    """A tile, or some bands of one, to compute; `first` is the offset of its first query within the row of tiles."""
-
-    first: int
-    tile: Tile
-
-    def rows(self, x: Array, axis: int = 0) -> Array:
-        """Returns the tile's part of `x`, whose `axis` has an entry for each query of the row of tiles."""
-        height = self.tile.shape[0]
-        return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
-
-    def put_rows(self, x: Array, part: Array, axis: int = 0) -> Array:
-        """Returns `x` with `part` in place of the entries that `rows(x, axis)` returns."""
-        return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
-
-    def cut(self, kind: Kind, x: Array) -> Array:
-        """Returns the tile's part of the argument `x`; for "queries", `x` holds only the tile's row of tiles."""
-        axis = int(kind.endswith("transposed"))
-        if kind.startswith("queries"):
-            return self.rows(x, axis)
-        if kind.startswith("keys"):
-            return self.tile.cut_columns(x, axis)
-        return self.tile.cut(x) if kind == "scores" else x
-
-    def add(self, kind: Kind, x: Array, part: Array) -> Array:
-        """Adds the tile's `part` to the sum `x` from `Argument.start`; for "queries", `x` holds one row of tiles."""
-        part, axis = part.astype(x.dtype), int(kind.endswith("transposed"))
-        if kind.startswith("queries"):
-            return self.put_rows(x, self.rows(x, axis) + part, axis)
-        if kind.startswith("keys"):
-            part = part if axis else part.T
-            return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(x, part)
-        return self.tile.add(x, part) if kind == "scores" else x + part
 
 
 class TileSummand(NamedTuple):
@@ -233,51 +189,3 @@ def _sum_rows(
     results = {n: outputs[n].finish(x) for n, x in sums.items()}
     results |= {n: x.reshape(outputs[n].shape) for n, x in zip(row_outputs, by_rows, strict=True)}
     return [results[n] for n in range(len(outputs))]
-
-
-def over_keys(
-    blocks: BlockMask,
-    tiling: Tiling,
-    rule: ScoreRule,
-    i: Int[Array, ""],
-    step: Callable[[TileVisit, ScoreRule, T], T],
-    state: T,
-) -> T:
-    """Runs `state = step(visit, rule, state)` for each tile to visit in row `i` of tiles; returns the last state.
-
-    `blocks` is the block mask of the row. For full tiles, `step` gets the rule without its mask.
-    """
-    mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
-
-    def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:
-        row, shape = i * tiling.height + band.first, (band.end - band.first, tiling.width)
-        tile = tiling.tile(row, element(blocks.column, n), shape, rule.offsets.values)
-        return step(TileVisit(band.first, tile), rule, state)
-
-    for bands, mask_of_tile, first, end in (
-        (blocks.full_bands, None, 0, blocks.num_full),
-        (blocks.partial_bands, mask, blocks.num_full, blocks.num_tiles),
-    ):
-        if not bands:
-            continue
-        visits = [functools.partial(visit, band, dataclasses.replace(rule, mask=mask_of_tile)) for band in bands]
-        one = visits[0] if len(visits) == 1 else functools.partial(_visit_band, blocks.band, visits)
-        state = one(0, state) if blocks.single else lax.fori_loop(first, end, one, state)
-    return state
-
-
-def _visit_band(band: Any, visits: Sequence[Callable[[Scalar, T], T]], n: Scalar, state: T) -> T:
-    return lax.switch(element(band, n), visits, n, state)
-
-
-def element(x: Any, place: Scalar) -> Int[Array, ""]:
-    """Reads x[place] from a vector, without the operations that JAX adds for negative indices."""
-    first = [jnp.asarray(place, jnp.int32)]
-    return lax.dynamic_slice(x, first, (1,), allow_negative_indices=False).reshape(())
-
-
-def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
-    """Returns the inputs of a scan over rows of tiles: each row's number, block mask and part of `arrays` [T, ...]."""
-    shape = (tiling.rows, tiling.height)
-    parts = (None if x is None else x.reshape(*shape, *x.shape[1:]) for x in arrays)
-    return jnp.arange(tiling.rows, dtype=jnp.int32), blocks, *parts

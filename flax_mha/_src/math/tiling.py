@@ -8,31 +8,23 @@ Otherwise the block mask is computed at run time, and bounds loops.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from flax_mha._src.call.operands import Call
 from flax_mha._src.core.tile import Grid, IntMatrix, Scalar, Tile
-from flax_mha._src.core.tracing import being_traced, is_key, readable
-from flax_mha._src.math.head import mask_by_head, one_of
+from flax_mha._src.core.tracing import T
+from flax_mha._src.math.scores import ScoreRule
 from flax_mha.masks import Mask, Occupancy
 from flax_mha.masks.base import part_axes
-from flax_mha.masks.function import store_occupancy
 
 # Size of the squares whose occupancy is computed if the mask is known while tracing; a tile may begin at each of them.
 CELL = 128
-
-# The cost of a tile of n scores on a CPU, in units of one score of a large tile. XLA uses all cores for matrix products
-# of at least PARALLEL multiplications (n times the head size): such a tile costs n + STEP, a smaller one SERIAL * n. In
-# partial tiles, n is multiplied by MASKED.
-PARALLEL, STEP, SERIAL = 2**23, 24 * 1024, 2
-MASKED = 1.15
-EXAMPLES = 4  # if a mask differs between heads, the costs are added up for this many heads
 
 
 class TileShape(NamedTuple):
@@ -287,78 +279,96 @@ def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar,
     return BlockMask(column, jnp.zeros_like(column), num_full, num_tiles, whole, whole, single=False)
 
 
-def with_occupancy(call: Call) -> Call:
-    """Evaluates each `mask_mod` in the call's mask now, if its arrays are concrete, so that empty tiles are skipped.
-
-    The mask of the returned call holds, for each square of CELL x CELL scores, whether some or all of them are visible.
-    """
-    operands = call.operands
-    if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
-        return call  # a mask without arrays computes this by itself
-    mask = store_occupancy(operands.mask, operands.lengths, operands.offsets.numbers, CELL)
-    return call._replace(operands=operands._replace(mask=mask))
-
-
-def choose_tiles(call: Call, shapes: tuple[TileShape, ...]) -> tuple[Tiling, BlockMask | None]:
-    """Chooses the cheapest tiling with one of `shapes`; the first if mask or offsets are not known while tracing.
-
-    Also lists the tiles to visit if JAX is tracing and the mask holds concrete arrays. Otherwise the list is None, and
-    made later: at trace time if the mask holds no arrays (`block_mask_of_one`), else at run time
-    (`dynamic_block_mask`).
-    """
-    operands, axes = call.operands, call.operands.query.ndim - 1
-    arrays = jax.tree.leaves(operands.mask)
-    known = not arrays or (all(map(readable, arrays)) and operands.query.size > 0 and being_traced())
-    if not operands.offsets.are_known or not known:
-        return tiling_of(operands.lengths, shapes[0]), None
-    context = operands.lengths, operands.offsets.numbers, shapes, product_size(call)
-    if not arrays or operands.mask is None:
-        return _cheapest_of_one(operands.mask, *context), None
-    concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
-    mask = mask_by_head(concrete, axes - 2, operands.groups)
-    head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
-    masks = [one_of(mask, place) for place in np.ndindex(head_axes)]
-    tiling = _cheapest(masks[:: max(1, -(-len(masks) // EXAMPLES))], *context)
-    blocks = static_block_mask(tiling, masks, operands.offsets.numbers)
-    return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
-
-
-def product_size(call: Call) -> int:
-    """Returns the number of multiplications per score in a matrix product: the larger head size, H or Hv."""
-    return max(call.operands.query.shape[-1], call.operands.value.shape[-1])
-
-
-def _cheapest(
-    masks: Sequence[Mask | None],
-    lengths: tuple[int, int],
-    offsets: tuple[int, int],
-    shapes: Sequence[TileShape],
-    head_size: int,
-) -> Tiling:
-    """Returns the tiling that costs the least for the `masks` of some heads, with one of the tile `shapes`."""
-    candidates, costs = [tiling_of(lengths, shape, fine=True) for shape in shapes], []
-    with jax.ensure_compile_time_eval():
-        for candidate in candidates:
-            costs.append(sum(_cost(candidate, mask, offsets, head_size) for mask in masks))
-    return candidates[int(np.argmin(costs))]
-
-
-# Cached for masks without arrays: all layers of a model, and all traces of its training step, need the same tiling.
-@functools.lru_cache(maxsize=256)
-def _cheapest_of_one(mask: Mask | None, *context: Any) -> Tiling:
-    return _cheapest((mask,), *context)
-
-
-def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_size: int) -> float:
-    _, part, full, some = tiles_of(candidate, mask, offsets)
-    number = np.arange(part.shape[1])
-    scores = (part[..., 1] - part[..., 0]) * candidate.width
-    scores = np.where(number < full[:, None], scores, MASKED * scores)
-    each = np.where(scores * head_size < PARALLEL, SERIAL * scores, scores + STEP)
-    return float(each[number < some[:, None]].sum())
-
-
 @functools.lru_cache(maxsize=256)
 def block_mask_of_one(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> BlockMask:
     """Makes and caches the block mask [1, ...] of a mask without arrays, which is the same for all heads."""
     return static_block_mask(tiling, (mask,), offsets)
+
+
+# How a tile's part is cut out of an array. "queries": the rows [t, F] of [T, F]; "queries transposed": the same rows as
+# [F, t]. "keys": the columns [s, F] of [S, F]; "keys transposed": the columns [F, s] of [F, S]. "scores": the tile
+# itself, of [T | 1, S | 1]. "whole": all of it.
+Kind = Literal["queries", "queries transposed", "keys", "keys transposed", "scores", "whole"]
+
+
+class TileVisit(NamedTuple):
+    """A tile, or some bands of one, to compute; `first` is the offset of its first query within the row of tiles."""
+
+    first: int
+    tile: Tile
+
+    def rows(self, x: Array, axis: int = 0) -> Array:
+        """Returns the tile's part of `x`, whose `axis` has an entry for each query of the row of tiles."""
+        height = self.tile.shape[0]
+        return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
+
+    def put_rows(self, x: Array, part: Array, axis: int = 0) -> Array:
+        """Returns `x` with `part` in place of the entries that `rows(x, axis)` returns."""
+        return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
+
+    def cut(self, kind: Kind, x: Array) -> Array:
+        """Returns the tile's part of the argument `x`; for "queries", `x` holds only the tile's row of tiles."""
+        axis = int(kind.endswith("transposed"))
+        if kind.startswith("queries"):
+            return self.rows(x, axis)
+        if kind.startswith("keys"):
+            return self.tile.cut_columns(x, axis)
+        return self.tile.cut(x) if kind == "scores" else x
+
+    def add(self, kind: Kind, x: Array, part: Array) -> Array:
+        """Adds the tile's `part` to the sum `x` from `Argument.start`; for "queries", `x` holds one row of tiles."""
+        part, axis = part.astype(x.dtype), int(kind.endswith("transposed"))
+        if kind.startswith("queries"):
+            return self.put_rows(x, self.rows(x, axis) + part, axis)
+        if kind.startswith("keys"):
+            part = part if axis else part.T
+            return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(x, part)
+        return self.tile.add(x, part) if kind == "scores" else x + part
+
+
+def over_keys(
+    blocks: BlockMask,
+    tiling: Tiling,
+    rule: ScoreRule,
+    i: Int[Array, ""],
+    step: Callable[[TileVisit, ScoreRule, T], T],
+    state: T,
+) -> T:
+    """Runs `state = step(visit, rule, state)` for each tile to visit in row `i` of tiles; returns the last state.
+
+    `blocks` is the block mask of the row. For full tiles, `step` gets the rule without its mask.
+    """
+    mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
+
+    def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:
+        row, shape = i * tiling.height + band.first, (band.end - band.first, tiling.width)
+        tile = tiling.tile(row, element(blocks.column, n), shape, rule.offsets.values)
+        return step(TileVisit(band.first, tile), rule, state)
+
+    for bands, mask_of_tile, first, end in (
+        (blocks.full_bands, None, 0, blocks.num_full),
+        (blocks.partial_bands, mask, blocks.num_full, blocks.num_tiles),
+    ):
+        if not bands:
+            continue
+        visits = [functools.partial(visit, band, dataclasses.replace(rule, mask=mask_of_tile)) for band in bands]
+        one = visits[0] if len(visits) == 1 else functools.partial(_visit_band, blocks.band, visits)
+        state = one(0, state) if blocks.single else lax.fori_loop(first, end, one, state)
+    return state
+
+
+def _visit_band(band: Any, visits: Sequence[Callable[[Scalar, T], T]], n: Scalar, state: T) -> T:
+    return lax.switch(element(band, n), visits, n, state)
+
+
+def element(x: Any, place: Scalar) -> Int[Array, ""]:
+    """Reads x[place] from a vector, without the operations that JAX adds for negative indices."""
+    first = [jnp.asarray(place, jnp.int32)]
+    return lax.dynamic_slice(x, first, (1,), allow_negative_indices=False).reshape(())
+
+
+def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
+    """Returns the inputs of a scan over rows of tiles: each row's number, block mask and part of `arrays` [T, ...]."""
+    shape = (tiling.rows, tiling.height)
+    parts = (None if x is None else x.reshape(*shape, *x.shape[1:]) for x in arrays)
+    return jnp.arange(tiling.rows, dtype=jnp.int32), blocks, *parts

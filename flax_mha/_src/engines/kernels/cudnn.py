@@ -1,7 +1,7 @@
 """`implementation="cudnn"`: NVIDIA's fused attention, through `jax.nn.dot_product_attention`.
 
 The mask is passed as `is_causal`, a window and lengths, never as an array; in a bias, -inf is replaced by a very
-negative number. The output of queries whose keys are all masked is set to 0, and `guard.around_kernel` keeps NaN and
+negative number. The output of queries whose keys are all masked is set to 0, and `guarded.around_kernel` keeps NaN and
 infinity in masked keys out of the result.
 """
 
@@ -16,11 +16,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha._src import guard
 from flax_mha._src.call.operands import Call, Operands, Result
 from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.engines.engine import EMPTY, Engine, reason_against_platform, reasons_against_dtype
-from flax_mha._src.engines.kernels import cudnn_faults
+from flax_mha._src.engines.kernels import cudnn_faults, guarded
 from flax_mha._src.engines.kernels import mask as kernel_mask
 from flax_mha._src.engines.kernels.mask import Arrays, KernelMask
 from flax_mha._src.plan import Plan
@@ -225,7 +224,7 @@ def failure(kernel: Kernel) -> list[str]:
 
 
 class Masked(NamedTuple):
-    """cuDNN's kernel as a `guard.Fused`, so that `guard.around_kernel` keeps NaN in masked keys out of the result."""
+    """cuDNN's kernel as a `guarded.Fused`: `guarded.around_kernel` keeps NaN in masked keys out of the result."""
 
     kernel: Kernel
 
@@ -273,9 +272,9 @@ class CuDNN(Engine):
         if not (mask.masks_scores or operands.bias is not None):
             [output] = _padded(kernel, arrays, None)
         elif options.target.may_be_split:  # no `lax.cond`: devices might take different branches
-            output = guard.on_guarded(Masked(kernel), arrays, mask)
+            output = guarded.on_guarded(Masked(kernel), arrays, mask)
         else:
-            output = guard.around_kernel(Masked(kernel), *varying_alike((arrays, mask)))
+            output = guarded.around_kernel(Masked(kernel), *varying_alike((arrays, mask)))
         return Result(output.reshape(operands.query.shape), None)
 
 

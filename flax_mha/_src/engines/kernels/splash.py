@@ -1,8 +1,8 @@
 """`implementation="splash"`: JAX's splash attention kernels for TPUs.
 
 A window becomes a mask that the kernel computes, and by which it skips tiles; lengths and segments become segment ids.
-The output of queries whose keys are all masked is set to 0, and `guard.around_kernel` keeps NaN and infinity in masked
-keys out of the result.
+The output of queries whose keys are all masked is set to 0, and `guarded.around_kernel` keeps NaN and infinity in
+masked keys out of the result.
 """
 
 import dataclasses
@@ -17,15 +17,18 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 from jaxtyping import Array, Float, Int
 
-from flax_mha._src import guard
 from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Result
-from flax_mha._src.core.tracing import varying_alike
-from flax_mha._src.engines.engine import Engine
+from flax_mha._src.core.tracing import reasons_against_kernel, varying_alike
+from flax_mha._src.engines.engine import EMPTY, Engine, reason_against_platform, reasons_against_dtype
+from flax_mha._src.engines.kernels import guarded
 from flax_mha._src.engines.kernels import mask as kernel_mask
-from flax_mha._src.engines.kernels import tpu as tpu_kernels
 from flax_mha._src.engines.kernels.mask import Arrays, KernelMask
 from flax_mha._src.plan import Plan
 
+# Rows and columns of a tile; lengths are padded to multiples of them.
+TILES = (512, 256, 128)
+# Twice this, in float32 with every kind of mask, does not compile for TPU v4, whose tiles must fit in 16 MiB.
+LARGEST_HEAD = 256
 # The kernel's tables take three bytes of scalar memory (1 MiB) per tile.
 MOST_TILES = 512 * 512
 
@@ -74,10 +77,20 @@ class Band(splash_masks.Mask):
         return np.asarray(self.mask_function(rows[:, None], columns[None, :]))
 
 
+def tile_size(length: int, largest: int | None = None) -> int:
+    """Chooses the side of tiles along a sequence of this `length`: the largest of `TILES` that pads little.
+
+    It pads to at most 9/8 of the length that the smallest tile pads to. `largest` is an upper limit; None sets none.
+    """
+    tiles = [tile for tile in TILES if largest is None or tile <= largest]
+    padded = [length + -length % tile for tile in tiles]
+    return next(tile for tile, total in zip(tiles, padded, strict=True) if 8 * total <= 9 * padded[-1])
+
+
 def refusals(call: Call) -> list[str]:
     (queries, keys), mask = call.operands.lengths, kernel_mask.kernel_mask(call)
-    reasons = kernel_mask.refusals(call, mask, ["logits_soft_cap", "sinks"]) + tpu_kernels.refusals(call)
-    if math.prod(-(-length // tpu_kernels.tile_size(length)) for length in (queries, keys)) > MOST_TILES:
+    reasons = kernel_mask.refusals(call, mask, ["logits_soft_cap", "sinks"]) + _refusals_of_device(call)
+    if math.prod(-(-length // tile_size(length)) for length in (queries, keys)) > MOST_TILES:
         reasons.append(
             f"its tile table does not fit for {queries} queries and {keys} keys: use shorter sequences, or "
             'implementation="blockwise"'
@@ -88,6 +101,24 @@ def refusals(call: Call) -> list[str]:
             f"it supports only the default matmul precision, not {precision}: leave jax_default_matmul_precision unset"
         )
     return reasons
+
+
+def _refusals_of_device(call: Call) -> list[str]:
+    """Lists the reasons that dtypes, sizes and devices give."""
+    (query, key, value), target, reasons = call.operands[:3], call.options.target, []
+    if target.platform != "tpu":
+        reasons.append(reason_against_platform("tpu", "TPUs", target.platform))
+    reasons += reasons_against_dtype((jnp.float32, jnp.bfloat16), query.dtype)
+    largest = max(query.shape[-1], value.shape[-1])
+    if largest > LARGEST_HEAD:
+        reasons.append(
+            f"head sizes must be at most {LARGEST_HEAD}, but the largest is {largest}: change num_heads or qkv_features"
+        )
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        reasons.append("its kernels do not compile with 64-bit types: set jax_enable_x64 to False")
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        reasons.append(EMPTY)
+    return reasons + reasons_against_kernel(target)
 
 
 class KernelInputs(NamedTuple):
@@ -176,7 +207,7 @@ _with_sinks.defvjp(_forward_with_sinks, _backward_with_sinks)
 
 
 class Masked(NamedTuple):
-    """Splash's kernel as a `guard.Fused`, so that `guard.around_kernel` keeps NaN in masked keys out of the result."""
+    """Splash's kernel as a `guarded.Fused`: `guarded.around_kernel` keeps NaN in masked keys out of the result."""
 
     soft_cap: float | None
     interpret: bool
@@ -185,7 +216,7 @@ class Masked(NamedTuple):
         """Returns the output (0 for rows without visible keys) and arrays to check: it is correct if all are finite."""
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
         lengths = query.shape[2], key.shape[2]
-        sides = tpu_kernels.tile_size(lengths[0]), tpu_kernels.tile_size(lengths[1])
+        sides = tile_size(lengths[0]), tile_size(lengths[1])
         kernel = Kernel(
             mask=_mask(mask, lengths, sides),
             num_heads=query.shape[1],
@@ -234,7 +265,7 @@ class Splash(Engine):
             arrays = arrays._replace(sinks=kernel_mask.flat(sinks, len(batch)))
         kernel = Masked(options.soft_cap, self.interpret)
         if mask.masks_scores:
-            output = guard.around_kernel(kernel, *varying_alike((arrays, mask)))
+            output = guarded.around_kernel(kernel, *varying_alike((arrays, mask)))
         else:
             output, _ = kernel.run(arrays, mask, False)
         return Result(output.reshape(*operands.query.shape[:-1], value.shape[-1]), None)

@@ -36,9 +36,9 @@ from flax_mha._src.core.eight_bits import as_floats, dequantize_cache
 from flax_mha._src.core.tile import Grid, Scalar, Tile
 from flax_mha._src.core.tracing import by_mapped_axis, platform, varying_alike, varying_as
 from flax_mha._src.engines.xla import dense
-from flax_mha._src.math import online_softmax
 from flax_mha._src.math.head import by_blocks, map_heads, scores_of, split_heads, to_caller, vectors_by_head
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
+from flax_mha._src.math.softmax import OnlineSoftmax
 from flax_mha._src.plan import KeyBlocks, Plan
 from flax_mha.masks import LengthMask, Mask
 from flax_mha.masks.base import conjuncts, merged
@@ -215,23 +215,23 @@ def _rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
     """Computes one block of queries, in a loop over the blocks of keys that may hold visible keys."""
     shape = (*part.query.shape[:-2], blocks.height)
     value_size = blocks.value_size or part.value.shape[-1]
-    state = online_softmax.start(shape, value_size, part.inputs.sink, part.rule.dtype, part.rule.returns_max)
+    state = OnlineSoftmax.start(shape, value_size, part.inputs.sink, part.rule.dtype, part.rule.returns_max)
     state = varying_as(part.query, state)
     step = functools.partial(_step, blocks, part)
     begin, end = _visited(blocks, part, part.key.shape[-3])
     if blocks.whole:
         # Not a loop: XLA (jax 0.10) would fuse reading with writing new keys, outside of it, and copy the cache.
-        return online_softmax.finish(lax.cond(begin < end, lambda: step(0, state), lambda: state))
-    return online_softmax.finish(lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, state))
+        return lax.cond(begin < end, lambda: step(0, state), lambda: state).finish()
+    return lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, state).finish()
 
 
-def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: online_softmax.State) -> online_softmax.State:
+def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: OnlineSoftmax) -> OnlineSoftmax:
     """Adds block `i` of the keys to `carry`, the state of the online softmax, and returns the new state."""
     length, dtype = part.key.shape[-3], part.query.dtype
     column = jnp.minimum(i * blocks.width, length - blocks.width)  # the last block ends at the last key
     keys, v, scales, flags = _read_block(blocks, part, column)
 
-    def one_head(own: tuple) -> tuple[online_softmax.State, Array]:
+    def one_head(own: tuple) -> tuple[OnlineSoftmax, Array]:
         products, query_scale, scales, inputs, rule, flags, state = own
         products = products if query_scale is None else [x * query_scale for x in products]
         if scales is not None:
@@ -243,7 +243,7 @@ def _step(blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: online_softmax.
         s = rule.tile(product + poison, inputs.cut(tile), tile, poison if flags is None else poison + flags[None])
         if length % blocks.width:  # then the last block begins with keys of the block before it
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
-        state, weights = online_softmax.rescale(state, s, None, dtype if scales is None else None)
+        state, weights = state.rescale(s, None, dtype if scales is None else None)
         weights = times(weights, rule.dropout_multiplier(tile, s.dtype))
         weights = weights if scales is None else weights * scales[1][None, :]
         return state, weights.astype(dtype)
