@@ -76,15 +76,10 @@ SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_p
 HEADS = {"num_key_value_heads": N, "head_dim": 8}
 LATENT = HEADS | {"rope_parameters": SCALED | {"mscale": 0.7, "mscale_all_dim": 1.3}}
 INDEXER = {"index_n_heads": 8, "index_head_dim": 12, "index_topk": 3}
-QWEN_4 = {"layer_types": ["linear_attention", "indexed_attention"] * 2, "indexer_n_heads": 8, "indexer_kv_heads": 1}
-QWEN_4 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}
-QWEN_4 |= {"indexer_head_dim": 12, "indexer_budget": 4, "indexer_compress_ratio": 2}
 GEMMA_4 = {"attention_k_eq_v": True, "global_head_dim": 32, "num_global_key_value_heads": 1}
 GEMMA_4 |= {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2}
 BLT = {"hidden_size": D, "hidden_size_global": D, "num_attention_heads": N, "num_key_value_heads": K}
 BLT |= {"num_hidden_layers": LAYERS, "intermediate_size": 48, "vocab_size": 99, "sliding_window": WINDOW}
-DOTS_3 = {"layer_types": ["sliding_attention", "indexed_attention"] * 2, "head_dim": 20}
-DOTS_3 |= {"per_layer_config": {i: {"kv_lora_rank": 16, "qk_nope_head_dim": 24, "head_dim": 32} for i in (0, 2)}}
 OTHERS: dict[str, dict[str, Any]] = {  # additional entries that tiny models need, or that use more of their features
     "bailing_hybrid": HEADS | HYBRID | {"num_expert_group": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -98,9 +93,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # additional entries that tiny models nee
     "deepseek_v3": LATENT | {"attention_bias": True},
     "deepseek_v32": LATENT | INDEXER,
     "axk2": LATENT | INDEXER,
-    "dots3_note_text": HEADS | INDEXER | DOTS_3,
     "hy_v4": HEADS | INDEXER | {"indexer_types": ["full", "full", "shared", "full"]},
-    "dory": {"initializer_range": 0.5},
     "dots1": {"max_window_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": 48} | KINDS,
     "gemma4_text": GEMMA_4,
@@ -137,7 +130,6 @@ OTHERS: dict[str, dict[str, Any]] = {  # additional entries that tiny models nee
     "olmo_hybrid": HYBRID,
     "qwen2": SLIDING | {"max_window_layers": 2},
     "qwen2_moe": SLIDING | {"max_window_layers": 2},
-    "qwen4_exp_text": QWEN_4,
     "qwen3": SLIDING | {"max_window_layers": 2},
     "qwen3_moe": SLIDING,
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
@@ -206,7 +198,6 @@ def projections(state_dict: dict[str, Tensor], prefix: str) -> list[str]:
     entries = with_shared(attention_entries(state_dict, prefix)[1], N, K)
     if is_latent(entries):
         return ["q_a_proj" if "q_a_proj.weight" in entries else "q_proj", "o_proj"]
-    entries = {key: x for key, x in entries.items() if key not in ("sqk", "s_gate")}
     layout = LAYOUTS[recognize(entries)]
     return [layout.key_of(path).rpartition(".")[0] for path in ("query/kernel", "out/kernel")]
 

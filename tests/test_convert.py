@@ -32,10 +32,8 @@ def make_params(sizes=(FEATURES,) * 4, biased=convert.ALL, kv_heads=HEADS, dtype
         params[name] = {leaf: rng.normal(size=HEAD_DIM).astype(dtype) for leaf in leaves}
     if gate:
         params["gate"] = {leaf: rng.normal(size=x.shape).astype(dtype) for leaf, x in params["query"].items()}
-    if gate in ("head", "biased"):
-        params["gate"] = {"kernel": rng.normal(size=(sizes[0], HEADS, HEAD_DIM)[: 2 + (gate != "head")]).astype(dtype)}
-    if gate == "biased":
-        params["gate"]["bias"] = np.repeat(rng.normal(size=(HEADS, 1)), HEAD_DIM, axis=1).astype(dtype)
+    if gate == "head":
+        params["gate"] = {"kernel": rng.normal(size=(sizes[0], HEADS)).astype(dtype)}
     if "out_norm" in has:
         params["out_norm"] = {"scale": rng.normal(size=(HEADS, value_dim)).astype(dtype)}
     if "sinks" in has:
@@ -62,7 +60,6 @@ LAYOUTS = {
     "d2l_mha": [{"sizes": (2, 7, 11, FEATURES)} | UNBIASED],
     "hf_llama": [NARROW | more for more in ({}, UNBIASED, NO_OUT, UNBIASED | NORMS, {"sinks": True}, {"gate": True})],
     "hf_laguna": [NARROW | {"gate": "head"}, NARROW | UNBIASED | {"gate": "head"}],
-    "hf_beam": [NARROW | {"gate": "biased"}, NARROW | UNBIASED | {"gate": "biased"}],
     "hf_qwen3_next": [NORMED | {"gate": True}, {"kv_heads": 1, "gate": True}],
     "hf_qwen2": [{"kv_heads": 1} | NO_OUT],
     "hf_phi": [{"kv_heads": 1}, {"norms": ("scale", "bias")}],
@@ -86,7 +83,7 @@ HOLDS = [(layout, case) for layout, cases in LAYOUTS.items() for case in cases]
 
 @pytest.mark.core
 def test_every_layout_has_a_case():
-    others = {"hf_codegen", "hf_diffllama", "hf_doge", "hf_qwen4_exp"}  # see test_torch_families.py
+    others = {"hf_codegen"}  # see test_torch_families.py
     assert {layout for layout, _ in HOLDS} == {*convert.LAYOUTS} - others
 
 
@@ -213,7 +210,6 @@ REFUSED_BY_TO_TORCH = [
     (with_leaf("out/kernel", np.ones((15, 15))), "torch", r"out/kernel must have shape \(3, 5, O\) .* got \(15, 15\)"),
     (make_params(value_dim=2), "torch", "values must have the head size of its queries, but got query out 15, .* 6,"),
     (make_params(), "hf_laguna", "it requires a gate; layouts that fit: torch, "),
-    (make_params(gate=True), "hf_beam", "gate/bias must have one number for each head"),
     (None, "torch", "params must be a module, its nnx.State or a dict of its parameters, but got None"),
     (make_params() | {"key": 3}, "torch", "params\\['key'\\] must be a dict of arrays, but got 3"),
     (with_leaf("query/kernel", None), "torch", "query/kernel must be a tensor or an array, but got .*None"),

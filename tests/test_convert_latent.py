@@ -66,7 +66,6 @@ def test_round_trip_by_both_modules():
 
 BIASES = {"o_proj__bias": np.ones(D, np.float32), "kv_a_proj_with_mqa__bias": np.ones(C + R, np.float32)}
 GATE = np.ones((N * 5, D), np.float32)
-ROTARY_NORM = {"k_rope_only_layernorm__weight": np.ones(R, np.float32)}
 REFUSED = [
     (weights(q_proj__weight=None), {}, "must contain q_proj, or q_a_proj, q_a_layernorm and q_b_proj, but got none"),
     (weights(q_a_proj__weight=np.ones((3, D), np.float32)), {}, "but got q_a_proj, q_proj"),
@@ -83,7 +82,6 @@ REFUSED = [
     (weights(gate_proj__weight=GATE), {}, r"gate.kernel is missing in the module .*; create the module with gate=True"),
     (weights(g_proj__weight=GATE[:N]), {}, r'gate.kernel is missing in the module .*; .* gate="head"'),
     (weights(), {"gate": True}, "gate.kernel is .* but missing in state_dict; create the module with gate=False"),
-    (weights(**ROTARY_NORM), {}, r"k_rope_only_layernorm.scale is missing .*; .* normalize_rotary_key=True"),
     (weights(), {"rope": None}, "rope is None: these models use rope; pass check_options=False"),
 ]
 

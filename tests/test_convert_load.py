@@ -330,7 +330,6 @@ def test_describe(row):
 
 
 WHISPER = {"model_type": "whisper", "encoder_attention_heads": 2, "decoder_attention_heads": 4}
-YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}
 REFUSED = [
     (object(), "config must be a dict, but got object; use config.to_dict"),
     ({}, "model_type must be in .*FAMILIES, but got None"),
@@ -351,7 +350,6 @@ REFUSED = [
     (like_llama("mimo_v2_flash", attention_value_scale=np.nan), "attention_value_scale must be .*, but got nan"),
     (like_llama("lfm3", use_attention_gate="head"), "use_attention_gate must be True or False, but got 'head'"),
     (like_llama("hrm_text", num_layers_per_stack=2), "layer must be .* < num_layers_per_stack .2., but got 2", 2),
-    (like_llama("dory", rope_parameters=YARN), "rope_parameters must not scale cos and sin .* but got YaRN"),
     ({"model_type": "llama"}, "config must set num_attention_heads or .* but got None"),
     (LLAMA | {"num_hidden_layers": 2}, "layer must be an integer >= 0 and < num_hidden_layers .2., but got 2", 2),
     (LLAMA, "layer must be .* got -1", -1),
@@ -372,6 +370,43 @@ REFUSED = [
     (like_llama("mpt", attn_config={"alibi": False}), "alibi=True, but got False"),
     (like_llama("falcon", alibi=True), "alibi=True in config is not supported"),
 ]
+
+
+# Families whose attention needs more than the options of the module, and what the error says of it.
+NEED_MORE = {
+    "diffllama": "it subtracts two softmaxes, .*; compute them with recipes.differential",
+    "doge": "its scores depend on the values",
+    "dory": "its norms and gates have squared factors",
+    "beam": "its queries grow with their position",
+    "qwen4_exp": "its indexer chooses blocks of keys",
+    "qwen4_exp_text": "its indexer chooses blocks of keys",
+    "dots3_note": "its latents have a norm of the rotary key",
+    "dots3_note_text": "its latents have a norm of the rotary key",
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("model_type", NEED_MORE)
+def test_families_that_need_more_than_the_options_are_refused(model_type):
+    config = like_llama(model_type)
+    reason = f"(?=.*needs more than the module's options){NEED_MORE[model_type]}"
+    message = rf"model_type '{model_type}' is not supported: {reason}"
+    with pytest.raises(ValueError, match=message):
+        convert.describe(config)
+    with pytest.raises(ValueError, match=message):
+        convert.from_hf(config, state_dict(prefix="model.layers.0.self_attn."))
+    # Parts of a multimodal model, and before anything else that is wrong.
+    text_config = {key: value for key, value in config.items() if key != "model_type"}
+    with pytest.raises(ValueError, match=message):
+        convert.from_hf({"model_type": model_type, "text_config": text_config}, {}, prefix="no such prefix")
+
+
+def test_rope_of_a_family_that_is_refused():
+    """The pairs of dots3 are interleaved, and no base is guessed."""
+    assert RoPE.from_config(like_llama("dots3_note_text")) == RoPE(interleaved=True)
+    for model_type in ("dory", "beam", "dots3_note"):
+        with pytest.raises(ValueError, match="config must contain rope_theta"):
+            RoPE.from_config({"model_type": model_type})
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row[1])

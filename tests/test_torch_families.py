@@ -15,13 +15,11 @@ import pytest
 import test_torch_convert
 import torch
 import torch_families as port
-from cases import refused
 from flax import nnx
 from marks import with_core
 
 import flax_mha
 from flax_mha import convert, recipes
-from flax_mha.convert.layers import CHANGES
 
 BATCH, LENGTH, PROMPT = 2, 13, 5
 N, K, H, D = 4, 2, 8, 24  # query heads, key heads, head size, features
@@ -68,16 +66,9 @@ class Family(NamedTuple):
         arrays = {key: rng.standard_normal(shape) * sizes[key] for key, shape in self.shapes.items()}
         return {key: torch.from_numpy(array.astype(np.float32)) for key, array in arrays.items()}
 
-    @property
-    def is_changed(self):
-        """Whether only `from_hf` makes the layer, because the module has no arguments for it."""
-        return self.config["model_type"] in CHANGES
-
     def module(self, decode=False, **arguments):
         others = {f"{self.prefix.replace('1', '0')}{key}": torch.zeros(3) for key in self.shapes}
         whole = others | {f"{self.prefix}{key}": value for key, value in self.weights().items()}
-        if self.is_changed:
-            return convert.from_hf(self.config, whole, self.layer, self.prefix, decode=decode)
         described = convert.describe(self.config, self.layer)
         module = kind_of(described)(**described | arguments, decode=decode, rngs=nnx.Rngs(0))
         convert.load_torch(module, whole, self.prefix)
@@ -177,7 +168,6 @@ OF_HEADS = {"g_proj.weight": (N, D)}
 MIMO = {"num_key_value_heads": 1, "v_head_dim": 5, "sliding_window": WINDOW, "partial_rotary_factor": 0.5}
 MIMO |= {"more": {"v_proj.weight": (K * 5, D), "o_proj.weight": (D, N * 5), "sinks": (N,)}, "sliding_window_size": None}
 MIMO |= {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}, "attention_value_scale": 0.5}
-OF_DORY = {"gate_proj.weight": (N * H, D), "sqk": (N * H,), "s_gate": (N * H,)}
 OF_ALL_HEADS = {"q_norm.weight": (N * H,), "k_norm.weight": (K * H,)}
 OLMO_2 = {"shapes": linears(LLAMA_NAMES, E, K), "rope_theta": 5e5, "hidden_size": E, "rms_norm_eps": 1e-5}
 PHI, PHI_ROPE = linears(f"{QKV_NAMES} dense", biased=f"{QKV_NAMES} dense"), {"partial_rotary_factor": 0.5}
@@ -213,18 +203,6 @@ T5_SHAPES = linears("q k v o", D)
 
 
 V_32, GLM_5 = (functools.partial(port.deepseek_v3, index=(pairing, 3)) for pairing in PAIRINGS)
-OF_DOTS = OF_HEADS | {"k_rope_only_layernorm.weight": (6,)}
-DOTS_3 = {"layer_types": ["sliding_attention", "indexed_attention"], "rms_norm_eps": 1e-5, "rope_theta": 1e4}
-DOTS_3_LAYERS = {"layer_types": ["indexed_attention", "sliding_attention"], "sliding_window": WINDOW}
-DOTS_3_LAYERS |= {"kv_lora_rank": 3, "per_layer_config": {"01": {"kv_lora_rank": 10}}}
-DOTS_3_LOCAL = functools.partial(port.dots_3, window=WINDOW)
-LAMBDAS = {f"lambda_{name}": (H,) for name in ("q1", "k1", "q2", "k2")}
-OF_DOGE = {"A": (K,), "dt_proj.weight": (K, K * H), "dt_proj.bias": (K,)}
-DOGE = linears(LLAMA_NAMES, D, K, LLAMA_NAMES)
-OF_QWEN_4 = {"indexer.index_qk_proj.weight": (9 * 10, D)}
-OF_QWEN_4 |= {f"indexer.{x}_layernorm.weight": (10,) for x in "qk"}
-QWEN_4 = {"layout": "hf_qwen4_exp", "full_attention_interval": 2, "indexer_n_heads": 8, "indexer_kv_heads": 1}
-QWEN_4 |= {"indexer_head_dim": 10, "indexer_budget": 4, "indexer_compress_ratio": 2}
 
 
 def t5_bias():
@@ -235,13 +213,8 @@ FAMILIES = {
     "deepseek_v3": latent("deepseek_v3.DeepseekV3Attention", port.deepseek_v3, **COMPRESSED),
     "deepseek_v32": indexed("deepseek_v32", V_32, **COMPRESSED),
     "glm_moe_dsa": indexed("glm_moe_dsa", GLM_5, **COMPRESSED),
-    "dots3": indexed("dots3_note_text", port.dots_3, OF_DOTS, **DOTS_3),
-    "dots3 with a window": indexed("dots3_note_text", DOTS_3_LOCAL, OF_DOTS, "indexer", **DOTS_3 | DOTS_3_LAYERS),
     "hy_v4": indexed("hy_v4", port.hy_4, {"gate_proj.weight": (N * 5, D), "sinks": (N,)}, rms_norm_eps=1e-2),
     "axk2": indexed("axk2", port.axk_2, {"q_gate_proj.weight": (N * (7 + 6 + 5), 2 * 9)}, "q_b_proj"),
-    "diffllama": grouped("diffllama", port.diffllama, more=LAMBDAS, layout="hf_diffllama", hidden_size=D),
-    "doge": grouped("doge", port.doge, more=NORMS | OF_DOGE, layout="hf_doge", attention_bias=True, shapes=DOGE),
-    "qwen4_exp": grouped("qwen4_exp_text", port.qwen_4, more=GATED | OF_QWEN_4, **QWEN_4),
     "minicpm3": latent("minicpm3.MiniCPM3Attention", port.minicpm_3, q_lora_rank=None),
     "longcat_flash": latent("longcat_flash", port.longcat, q_lora_rank=9),
     "bailing_hybrid": latent("bailing_hybrid", port.bailing, OF_HEADS, layer_group_size=2, q_lora_rank=None),
@@ -253,9 +226,7 @@ FAMILIES = {
     "afmoe": grouped("afmoe.AfmoeAttention", port.afmoe, {"window": WINDOW}, GATE, sliding_window=WINDOW),
     "bitnet": grouped("bitnet.BitNetAttention", port.bitnet, shapes=linears(LLAMA_NAMES, E, K), **BITNET),
     "laguna": grouped("laguna", port.laguna, more=NORMS | OF_HEADS, layout="hf_laguna"),
-    "beam": grouped("beam", port.beam, more=GATE | {"gate_bias": (N,)}, layout="hf_beam", layer=5),
     "mimo_v2_flash": grouped("mimo_v2_flash", port.mimo, {"factor": 0.5, "size": 4, "window": WINDOW}, **MIMO),
-    "dory": grouped("dory", port.dory, {"init": 0.8}, OF_DORY, layer=3, initializer_range=0.8),
     "gemma": grouped("gemma.GemmaAttention", port.llama, {"base": 1e4}, rope_theta=1e4),
     "gemma2": grouped("gemma2.Gemma2Attention", port.gemma_2, FULL, **GEMMA_2),
     "gemma2 with a window": grouped("gemma2.Gemma2Attention", port.gemma_2, LOCAL, layer=2, **GEMMA_2),
@@ -307,11 +278,11 @@ FAMILIES = {
 }
 CORE = "llama, deepseek_v3, qwen3_next, gemma2 with a window, gpt_oss, falcon, llama4, cohere with norms, bert"
 # Every option in a cache once; the other families differ from these only in numbers and layouts.
-ROUNDED = ("gemma3_text", "qwen3_next", "qwen4_exp_text", "dots3_note_text", "longcat_flash")
+ROUNDED = ("gemma3_text", "qwen3_next", "longcat_flash")
 DECODED = (
     "llama, deepseek_v3, deepseek_v32, minicpm3, qwen3, gemma2 with a window, gemma3, gpt_oss with a window, gptj, "
 )
-DECODED += "dots3, hy_v4, axk2, diffllama, doge, qwen4_exp, qwen3_next, bloom, t5, llama4, ministral3, hunyuan, "
+DECODED += "hy_v4, axk2, qwen3_next, bloom, t5, llama4, ministral3, hunyuan, "
 DECODED += "persimmon, mimo_v2_flash"
 FROM_HF = "llama, deepseek_v3, qwen3_next, mistral, bloom, t5, bert, gpt2, opt, whisper, llama4, mpt, nanochat"
 
@@ -366,17 +337,16 @@ def test_outputs_and_gradients_of_inputs(name):
     described = convert.describe(family.config, family.layer).items()
     options = tuple((key, value) for key, value in described if key != "kernel_metadata")
     params = nnx.to_pure_dict(nnx.state(module_of(name), nnx.Param))
-    changed = name if family.is_changed else ""
-    results = program(options, family.decodes, family.call, changed)(params, *inputs(features(family)))
+    results = program(options, family.decodes, family.call)(params, *inputs(features(family)))
     for got, expected in zip(results, by_torch(name), strict=True):
         assert_close(got, expected)
 
 
 @functools.cache
-def program(options, is_causal, call, changed):
+def program(options, is_causal, call):
     """A program that families with the same options share."""
     module = kind_of(dict(options))(**dict(options), decode=False, rngs=nnx.Rngs(0))
-    graph, state = nnx.split(module_of(changed) if changed else module)
+    graph, state = nnx.split(module)
 
     @jax.jit
     def run(params, x, slope):
@@ -412,43 +382,7 @@ def test_from_hf(name):
     assert not [x for x in jax.tree.leaves(nnx.state(module)) if not isinstance(x, jax.Array)]
 
 
-def test_factors_of_dory_are_not_inverted():
-    module, weights = FAMILIES["dory"].module(), FAMILIES["dory"].weights()
-    refused("params must not come from Dory", convert.to_torch, module, "hf_llama")
-    refused("lacks .*sqk", convert.load_torch, module, {key: x for key, x in weights.items() if key != "sqk"})
-    refused("sqk and s_gate must have one number", convert.load_torch, module, weights | {"sqk": weights["sqk"][1:]})
-
-
-REFUSED = {
-    "num_key_value_heads must be even": ("diffllama", {"num_key_value_heads": 1}),
-    "the ratio must divide the budget": ("qwen4_exp", {"indexer_budget": 3}),
-    "indexer_budget must be an integer": ("qwen4_exp", {"indexer_budget": "4"}),
-    r"at most keep_window_size \(5\)": ("doge", {"keep_window_size": 5}),
-    "keep_window_size must be an integer": ("doge", {"keep_window_size": 0}),
-    "as Transformers 5 saves them, but got swa_head_dim": ("dots3", {"swa_head_dim": 3}),
-    "per_layer_config must be a dict": ("dots3", {"per_layer_config": [1]}),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_refused(message):
-    name, changes = REFUSED[message]
-    family = FAMILIES[name]._replace(config=FAMILIES[name].config | changes)
-    refused(message, lambda: family.module()(inputs(D)[0]))
-
-
-def test_inputs_without_tokens_or_of_another_size():
-    doge, qwen_4 = (module_of(name) for name in ("doge", "qwen4_exp"))
-    for module in (doge, qwen_4):
-        assert module(jnp.zeros((2, 0, D))).shape == (2, 0, D)
-    for shape in ((2, 3, 16), (D,)):
-        refused(rf"inputs_q must have shape \[..., length, {D}\]", qwen_4, jnp.zeros(shape))
-    explained = doge.explain(jnp.zeros((1, 3, D)), platform="tpu")
-    assert any("bias" in reason for reason in explained.refusals["splash"])  # doge adds one
-    assert explained.chosen == "xla"
-
-
-@each(lambda name, family: name != "dory")
+@each(lambda name, family: True)
 def test_round_trip_is_exact(name):
     """Also via the module. Norms of Gemma 3 and Qwen3-Next are 1 + weight, which float32 rounds to 2^-24."""
     family, module = FAMILIES[name], module_of(name)
@@ -459,9 +393,6 @@ def test_round_trip_is_exact(name):
         rounded = family.config["model_type"] in ROUNDED
         tolerance = 2.0**-23 if rounded and "norm" in key else 0.0
         np.testing.assert_allclose(back[key], weight.numpy(), rtol=0, atol=tolerance)
-    if family.is_changed:
-        refused("whose parameters only fit the layer that from_hf returns", convert.from_torch, weights, N, K)
-        return
     arrays = convert.from_torch(weights, N, getattr(module, "num_kv_heads", N), fill_biases=True)
     without_weights = {"query_ln", "key_ln"} if name in ("llama4", "nanochat") else set()
     assert {*arrays} | without_weights == {*nnx.to_pure_dict(nnx.state(module, nnx.Param))}

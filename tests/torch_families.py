@@ -116,45 +116,6 @@ def qwen_3_next(w, x, number, kv_number) -> Tensor:
     return linear(w, "o_proj", out * torch.sigmoid(gate.flatten(2)))
 
 
-def qwen_4(w, x, number, kv_number, ratio=2, count=2) -> Tensor:
-    """Queries attend to the blocks of keys with the largest index scores, and to what follows their last whole one."""
-    q, gate = heads(linear(w, "q_proj", x), number).chunk(2, dim=-1)
-    k, v = (heads(linear(w, name, x), kv_number) for name in ("k_proj", "v_proj"))
-    both, rotate = linear(w, "indexer.index_qk_proj", x), rotary(x, 1e4, q.shape[-1])
-    both = both.unflatten(-1, (-1, len(w["indexer.q_layernorm.weight"])))
-    index_q = rotate(rms_norm(both[:, :, :-1], 1 + w["indexer.q_layernorm.weight"]))
-    means = both[:, : x.shape[1] // ratio * ratio, -1:].unflatten(1, (-1, ratio)).mean(2)
-    index_k = rms_norm(means, 1 + w["indexer.k_layernorm.weight"]).repeat_interleave(ratio, dim=1)
-    index_k = rotary(index_k, 1e4, q.shape[-1])(index_k)[:, ::ratio, 0]
-    visible = torch.zeros(len(x), 1, x.shape[1], x.shape[1], dtype=torch.bool)
-    for i in range(x.shape[1]):
-        whole = (i + 1) // ratio
-        scores = torch.relu(torch.einsum("bnh,bsh->bns", index_q[:, i], index_k[:, :whole])).sum(1)
-        chosen = scores.topk(min(count, whole), dim=-1).indices[..., None] * ratio + torch.arange(ratio)
-        visible[:, 0, i] = visible[:, 0, i].scatter(-1, chosen.flatten(1), True)
-        visible[:, 0, i, whole * ratio : i + 1] = True
-    out = decoder(*normed(w, q, k, 1e-6, plus=1.0), v, rotate=rotary(x, 1e4), visible=visible)
-    return linear(w, "o_proj", out * torch.sigmoid(gate.flatten(2)))
-
-
-def diffllama(w, x, number, kv_number, layer=1) -> Tensor:
-    """Each query head attends to both halves of the values; heads of the second half are subtracted."""
-    q, k, v = projected(w, x, number, kv_number)
-    halves = (decoder(q, k, y.repeat(1, 1, 2, 1), rotate=rotary(x, 1e4)) for y in v.chunk(2, dim=2))
-    first, second = torch.cat([heads(y, number) for y in halves], dim=-1).chunk(2, dim=2)
-    start = 0.8 - 0.6 * math.exp(-0.3 * layer)
-    weight = torch.exp(w["lambda_q1"] @ w["lambda_k1"]) - torch.exp(w["lambda_q2"] @ w["lambda_k2"]) + start
-    return linear(w, "o_proj", (1 - start) * rms_norm(first - weight * second, 1.0, 1e-5).flatten(2))
-
-
-def doge(w, x, number, kv_number) -> Tensor:
-    """Values change the scores of their keys."""
-    q, k, v = projected(w, x, number, kv_number)
-    bias = torch.exp(w["A"] * F.softplus(linear(w, "dt_proj", v.flatten(2)))).transpose(1, 2)
-    bias = bias.repeat_interleave(number // kv_number, dim=1)[:, :, None]
-    return linear(w, "o_proj", decoder(*normed(w, q, k, 1e-6), v, rotate=rotary(x, 1e4), bias=bias))
-
-
 def afmoe(w, x, number, kv_number, window) -> Tensor:
     q, k, v = projected(w, x, number, kv_number)
     rotate = None if window is None else rotary(x, 1e4)
@@ -175,33 +136,10 @@ def laguna(w, x, number, kv_number) -> Tensor:
     return linear(w, "o_proj", (heads(out, number) * gate[..., None]).flatten(2))
 
 
-def beam(w, x, number, kv_number) -> Tensor:
-    """Layers that do not rotate, whose queries grow by their position; the gate has one bias a head."""
-    q, k, v = projected(w, x, number, kv_number)
-    q, k = normed(w, q, k, 1e-6)
-    growth = (1 + (torch.arange(x.shape[1]) + 1.0) / 2048) ** 0.1
-    gate = heads(linear(w, "gate_proj", x), number) + w["gate_bias"][:, None]
-    return linear(w, "o_proj", decoder(q * growth[:, None, None], k, v) * torch.sigmoid(gate.flatten(2)))
-
-
 def mimo(w, x, number, kv_number, factor, size, window) -> Tensor:
     """Values are smaller than keys, and multiplied by a factor."""
     q, k, v = projected(w, x, number, kv_number)
     return linear(w, "o_proj", decoder(q, k, v * factor, rotate=rotary(x, 1e4, size), sinks=w["sinks"], window=window))
-
-
-def dory(w, x, number, kv_number, init) -> Tensor:
-    """Queries, keys and outputs have length 1, and factors are stored as square roots."""
-
-    def unit(y: Tensor) -> Tensor:
-        return y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)
-
-    q, k, v = projected(w, x, number, kv_number)
-    rotate = rotary(x, 1e7)
-    q = rotate(unit(q)) * heads(w["sqk"] * q.shape[-1] ** 0.5 / init, number).square()
-    out = core(q, rotate(unit(k)), v, visible=causal(x.shape[1]))
-    gate = linear(w, "gate_proj", x) * (w["s_gate"] * x.shape[-1] ** 0.25 / init).square()
-    return linear(w, "o_proj", unit(out * torch.sigmoid(gate)))
 
 
 def latent(w, x, number, sizes: tuple[int, int, int], rotate, scale=1.0, visible=None, gate=1.0, q=None) -> Tensor:
@@ -211,8 +149,7 @@ def latent(w, x, number, sizes: tuple[int, int, int], rotate, scale=1.0, visible
         compressed = compressed_query(w, x) if "q_a_proj.weight" in w else x
         q = heads(linear(w, "q_b_proj" if "q_a_proj.weight" in w else "q_proj", compressed), number)
     c, r = linear(w, "kv_a_proj_with_mqa", x).split([size, rotary], dim=-1)
-    r = rms_norm(r, w["k_rope_only_layernorm.weight"], 1e-5) if "k_rope_only_layernorm.weight" in w else r
-    kv = heads(linear(w, "kv_b_proj", of_latent(w, "kv_a_layernorm", c, x)), number)
+    kv = heads(linear(w, "kv_b_proj", rms_norm(c, w["kv_a_layernorm.weight"])), number)
     q = torch.cat([q[..., :content], rotate(q[..., content:])], dim=-1)
     k = torch.cat([kv[..., :content], rotate(r[:, :, None]).expand(-1, -1, number, -1)], dim=-1)
     options = {"scale": scale * (content + rotary) ** -0.5, "visible": visible, "sinks": w.get("sinks")}
@@ -220,21 +157,8 @@ def latent(w, x, number, sizes: tuple[int, int, int], rotate, scale=1.0, visible
     return linear(w, "o_proj", out.flatten(2))
 
 
-def of_latent(w, name, c, x) -> Tensor:
-    """A norm; dots3 has another epsilon, and scales by sqrt(features / rank)."""
-    if "k_rope_only_layernorm.weight" not in w:
-        return rms_norm(c, w[f"{name}.weight"])
-    return rms_norm(c, w[f"{name}.weight"], 1e-5) * (x.shape[-1] / c.shape[-1]) ** 0.5
-
-
 def compressed_query(w, x) -> Tensor:
-    return of_latent(w, "q_a_layernorm", linear(w, "q_a_proj", x), x)
-
-
-def dots_3(w, x, number, sizes, window=None) -> Tensor:
-    rotate = rotary(x, 1e4, pairing=rotate_every_two)
-    visible = causal(x.shape[1], window) if window else indexed(w, x, sizes[2], rotate, 3)
-    return latent(w, x, number, sizes, rotate, 1.0, visible, torch.sigmoid(linear(w, "g_proj", x))[..., None])
+    return rms_norm(linear(w, "q_a_proj", x), w["q_a_layernorm.weight"])
 
 
 def hy_4(w, x, number, sizes) -> Tensor:

@@ -35,7 +35,7 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     `scale`, `local_window_size`, `logits_soft_cap`, `sinks`, `gate`, `normalize_qk`, `qk_norm_epsilon`, and
     `kernel_metadata`, which `load_torch` uses to identify the model. Some models also need an `attention_fn` that
     changes scores by position (ALiBi, the temperature of Llama 4), `clip_qkv` (OLMo), `gate_activation` (Laguna),
-    `out_norm` (BitNet, Dory), or `value_dim` and `value_scale` (MiMo-V2). Gemma 3n and 4 also need `normalize_value`,
+    `out_norm` (BitNet), or `value_dim` and `value_scale` (MiMo-V2). Gemma 3n and 4 also need `normalize_value`,
     `share_kv` and `reuse_kv`: a layer with `reuse_kv=True` takes the `kv` of the last layer that has `reuse_kv=False`
     and the same `local_window_size`. For Gemma 4's assistants, it is a layer of the target model, and `positions` is
     the position after the target's last token. Modules for `flax.linen` take all arguments except
@@ -43,8 +43,7 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     `MultiHeadLatentAttention`.
 
     Calls need two more arguments, which `from_hf` sets: `is_causal=True` in decoders, and in every layer of T5,
-    for the bias table of the first layer, `score_mod=recipes.t5_bias(table)["score_mod"]`. For DiffLlama,
-    Doge and Qwen4-Exp, a module with these arguments lacks layers that only `from_hf` adds; `load_torch` refuses it.
+    for the bias table of the first layer, `score_mod=recipes.t5_bias(table)["score_mod"]`.
 
     Args:
       config: The dict of a `config.json`, or `config.to_dict()`. For a multimodal model, its `text_config` is used; for
@@ -73,13 +72,12 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
         rope = RoPE.from_config(config, SLIDING if kind == SLIDING else FULL, max_length)
         if values.get("layer_rope_theta"):
             rope = dataclasses.replace(rope, base=entry(values, "layer_rope_theta", layer))
-    described = latent_sizes(values) | indexer_of(values, layer) if family.latent else _sizes(values)
+    described = latent_sizes(values) | indexer_of(values) if family.latent else _sizes(values)
     use_bias = family.bias if isinstance(family.bias, bool) else any(values.get(key) for key in family.bias.split())
     described |= {"use_bias": use_bias, "rope": rope}
     described["kernel_metadata"] = {MODEL_TYPE: values["model_type"]}
     if family.latent:
-        described |= latent_options(family, values)
-        described |= {"local_window_size": _window(values)} if kind == SLIDING else {}
+        described |= latent_options(family)
     else:
         described |= {
             "scale": family.scale or _scale(values, layer, described["qkv_features"] // described["num_heads"]),
@@ -105,18 +103,7 @@ def _norms(family: Family, values: Values, described: Mapping[str, Any]) -> dict
     has_norm = values.get(family.norm_key, True) and (has_rope or family.norm != "rms_norm_after_rope")
     norm = family.norm if has_norm else False
     of_output = {"out_norm": "rms_norm", "out_norm_epsilon": epsilon} if family.out_norm else {}
-    if not family.unit_norms:
-        return {"normalize_qk": norm, "qk_norm_epsilon": epsilon if norm else None} | of_output
-    if described["rope"].scaling is not None and described["rope"].scaling.cos_sin_factor != 1:
-        raise ValueError(
-            f"rope_parameters must not scale cos and sin for model_type {values['model_type']!r}, whose norms are "
-            f"computed after the rotation, but got {described['rope'].scaling}."
-        )
-    # |x| = sqrt(n) RMS(x) for n features, and 1e-6 is added to |x|^2.
-    size = described["qkv_features"] // described["num_heads"]
-    described["kernel_metadata"]["initializer_range"] = values["initializer_range"]
-    of_output["out_norm_epsilon"] = 1e-6 / described["qkv_features"]
-    return {"normalize_qk": norm, "qk_norm_epsilon": 1e-6 / size} | of_output
+    return {"normalize_qk": norm, "qk_norm_epsilon": epsilon if norm else None} | of_output
 
 
 def _gate(family: Family, values: Values) -> dict[str, Any]:
@@ -158,8 +145,6 @@ def _unfolded(family: Family, given: Values) -> Values:
         return {key: value for key, value in given.items() if key != "num_hidden_layers"}
     if given.get("sliding_window_size"):  # without the token itself
         return given | {"sliding_window": given["sliding_window_size"] + 1}
-    if family.unit_norms and "mlp" in (types := given.get("layer_types", ())):  # each attention and each MLP is a layer
-        return given | {"layer_types": types[::2], "num_hidden_layers": given.get("num_hidden_layers", 72) // 2}
     return given
 
 
@@ -298,9 +283,7 @@ def _position_arguments(
     """Returns `attention_fn` arguments that depend on positions: `score_mod` (ALiBi, temperature), `mask` (chunks)."""
     changes: dict[str, Any] = {}
     rotary = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    if family.position_scale and not has_rope:
-        changes["score_mod"] = _grow
-    elif family.alibi:
+    if family.alibi:
         changes["score_mod"] = alibi(num_heads)["score_mod"]
     elif values.get("attn_temperature_tuning") and not has_rope:  # Llama 4
         changes["score_mod"] = _temperature(float(values["attn_scale"]), float(values["floor_scale"]), 1.0)
@@ -328,11 +311,6 @@ def _temperature(factor: float, length: float, first: float) -> Any:
         return score * (1 + factor * jnp.log1p(count)).astype(score.dtype)
 
     return score_mod
-
-
-def _grow(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-    """Multiplies scores by (1 + (query position + 1) / 2048)^0.1, a `score_mod` (Beam)."""
-    return score * jnp.exp(0.1 * jnp.log1p((q_idx.astype(jnp.float32) + 1) / 2048)).astype(score.dtype)
 
 
 @functools.cache

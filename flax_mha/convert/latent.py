@@ -10,7 +10,7 @@ import numpy as np
 from flax_mha._src.modules.indexer import Indexer
 from flax_mha._src.modules.options import LATENT_SIZES
 from flax_mha.convert.hf_config.families import Family
-from flax_mha.convert.hf_config.layers import Values, entry
+from flax_mha.convert.hf_config.layers import Values
 from flax_mha.convert.layouts import LATENT_KEYS
 from flax_mha.convert.shapes import Arrays, find_sizes
 from flax_mha.convert.state_dict import leaves_of, to_numpy
@@ -23,7 +23,7 @@ AXES |= {"kv_a_layernorm/scale": "C", "kv_b_proj/kernel": "CNF", "o_proj/kernel"
 # The same for an indexer with I heads of X features.
 INDEX = {"indexer/wq_b/kernel": "RIX", "indexer/wk/kernel": "DX", "indexer/weights_proj/kernel": "DI"}
 INDEX |= {"indexer/k_norm/scale": "X", "indexer/k_norm/bias": "X"}
-AXES |= INDEX | {"k_rope_only_layernorm/scale": "B", "sinks": "N", "gate/kernel": "DNV"}
+AXES |= INDEX | {"sinks": "N", "gate/kernel": "DNV"}
 QUERIES = ({"q_proj/kernel"}, {"q_a_proj/kernel", "q_a_layernorm/scale", "q_b_proj/kernel"})
 
 
@@ -34,7 +34,7 @@ def key_of(path: str) -> str:
 
 
 PATHS = {key_of(path): path for path in AXES}
-# The keys of gates: with a number for each head (dots3), for each feature (HY 4), and stacked with queries (A.X K2).
+# The keys of gates: with a number for each head (Ling 3), for each feature (HY 4), and stacked with queries (A.X K2).
 HEAD_GATE, GATE, STACKED = "g_proj.weight", "gate_proj.weight", "q_gate_proj.weight"
 
 
@@ -91,7 +91,7 @@ def axes_of(arrays: Arrays) -> dict[str, str]:
 
 
 def scaled(arrays: Arrays, is_scaled: bool, exponent: float) -> Arrays:
-    """Multiplies the norms of latents by (features / rank)^exponent, if the model so scales its latents (dots3)."""
+    """Multiplies the norms of latents by (features / rank)^exponent if `is_scaled` (LongCat-Flash)."""
     if not is_scaled:
         return arrays
     features = len(arrays["kv_a_proj_with_mqa/kernel"])
@@ -162,18 +162,15 @@ def latent_sizes(values: Values) -> dict[str, Any]:
     return dict(zip(("num_heads", "in_features", *names[2:]), (values[name] for name in names), strict=True))
 
 
-def latent_options(family: Family, values: Values) -> dict[str, Any]:
+def latent_options(family: Family) -> dict[str, Any]:
     """Returns the options among the arguments of `MultiHeadLatentAttention` that the family sets."""
     found = {"gate": family.gate, "sinks": family.sinks, "query_residual": family.query_residual}
-    found |= {"normalize_rotary_key": family.rotary_norm}
-    found |= {"norm_epsilon": family.rotary_norm and values.get("rms_norm_eps", 1e-6)}
     return {name: x for name, x in found.items() if x}
 
 
-def indexer_of(values: Values, layer: int) -> dict[str, Indexer]:
+def indexer_of(values: Values) -> dict[str, Indexer]:
     """Reads the argument `indexer` of `MultiHeadLatentAttention` from a config; returns {} if it has no indexer."""
-    has_others = "per_layer_config" in values and entry(values, "layer_types", layer) != "indexed_attention"
-    if "index_n_heads" not in values or has_others:
+    if "index_n_heads" not in values:
         return {}
     if values["q_lora_rank"] is None or values["index_head_dim"] < values["qk_rope_head_dim"]:
         raise ValueError(

@@ -15,7 +15,6 @@ from flax_mha.convert.config import attention_with, describe
 from flax_mha.convert.hf_config.config import read_config
 from flax_mha.convert.hf_config.families import Family
 from flax_mha.convert.hf_config.layers import Values
-from flax_mha.convert.layers import CHANGES
 from flax_mha.convert.load import load_torch
 from flax_mha.convert.state_dict import T5_TABLE, layer_prefix, to_numpy, with_shared
 from flax_mha.recipes import t5_bias
@@ -40,8 +39,7 @@ def from_hf(
 
     The module is `MultiHeadAttention(**describe(config, layer))`, or `MultiHeadLatentAttention` for models with latents
     such as DeepSeek, with weights loaded by `load_torch`. Its `attention_fn` sets the arguments that every call needs:
-    `is_causal=True` in decoders, and the bias of T5. In layers of DiffLlama and Doge, other layers replace some of the
-    module's; a layer of Qwen4-Exp is a subclass with an indexer, which chooses the keys of each query.
+    `is_causal=True` in decoders, and the bias of T5.
 
     Prompts of models with images need one more argument, in training and in decoding, because not all of their tokens
     are causal. PaliGemma: `**recipes.prefix_lm(n)`, where n counts the tokens of the image and of the prompt. Gemma 3
@@ -77,7 +75,9 @@ def from_hf(
       (1, 5, 8)
     """
     family, values = read_config(config)
-    if family.value_norm and not family.refused:
+    if family.refused:
+        describe(config, layer)  # raises the error that says why
+    if family.value_norm:
         sizes = describe(config, layer, max_length=max_length)
         if sizes["share_kv"] or sizes["reuse_kv"]:
             state_dict = with_shared(state_dict, sizes["num_heads"], sizes["num_kv_heads"])
@@ -91,8 +91,6 @@ def from_hf(
     options["attention_fn"] = _attention_fn(family, family.keys | values, described, state_dict, is_decoder)
     kind: Any = flax_mha.nnx.MultiHeadLatentAttention if family.latent else flax_mha.nnx.MultiHeadAttention
     module = kind(**described | options, rngs=nnx.Rngs(0))
-    if change := CHANGES.get(values.get("model_type", "")):
-        change(module, family.keys | values, layer)
     load_torch(module, {key: x for key, x in state_dict.items() if not key.endswith(T5_TABLE)}, prefix)
     return module
 

@@ -14,7 +14,7 @@ LayoutName = (
     | Literal["hf_bert", "hf_distilbert"]  # BERT, RoBERTa, ELECTRA
     | Literal["hf_llama", "hf_qwen2"]  # Llama, Mistral, Qwen 3, Gemma, gpt-oss; Qwen 2 has no bias after the attention
     | Literal["hf_qwen3_next"]  # and Qwen 3.5: stacks query and gate of each head
-    | Literal["hf_laguna", "hf_beam"]  # gates; the first also of LFM3, the second has one bias per head
+    | Literal["hf_laguna"]  # gates; also of LFM3
     | Literal["hf_hunyuan", "hf_lfm2", "hf_modernbert", "hf_moshi"]  # like Llama, with other names
     | Literal["hf_phi", "hf_phi3", "hf_neox"]  # hf_neox: also Falcon, Bloom and Persimmon
     | Literal["hf_codegen", "hf_mpt", "hf_ctrl"]  # hf_mpt: also DBRX
@@ -22,7 +22,7 @@ LayoutName = (
     | Literal["hf_gpt2", "nanogpt"]  # weights of Conv1D [in, out], and of Linear [out, in]
     | Literal["hf_vit", "timm"]  # ViT and DINO; in Transformers 5, they have Llama's names
     | Literal["hf_vit_unbiased", "hf_vit5_unbiased", "timm_unbiased"]  # no biases of queries, keys and values
-    | Literal["hf_t5", "hf_diffllama", "hf_doge", "hf_qwen4_exp"]
+    | Literal["hf_t5"]
     | Literal["hf_deepseek"]  # latent attention; see convert/latent.py, not LAYOUTS
 )
 QKV = ("query", "key", "value")
@@ -38,9 +38,6 @@ FLAX_AXES = dict(zip(WITH_GATES, ["QNH", "SKH", "VKU", "NUO", "NH", "KH", "KU", 
 TORCH_AXES = dict(zip(WITH_GATES, ["AQ", "BS", "WV", "OC", "A", "B", "W", "O", "CQ", "C"], strict=True))
 OTHER_AXES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N", NORM_BIASES[0]: "H", NORM_BIASES[1]: "H"}  # in PyTorch, too
 OTHER_AXES |= {"out_norm/scale": "NU"}  # in PyTorch one axis
-OTHER_AXES |= dict.fromkeys(("out/lambda_q1", "out/lambda_k1", "out/lambda_q2", "out/lambda_k2"), "H")
-OTHER_AXES |= {"attention_fn/A": "K", "attention_fn/weight": "KB", "attention_fn/bias": "K"}
-OTHER_AXES |= {"indexer/index_qk_proj": "YQ", "indexer/q_layernorm": "X", "indexer/k_layernorm": "X"}
 NORMS_OF_ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}  # in Flax; PyTorch has one axis, except in Cohere
 HEAD_GATE, TORCH_HEAD_GATE = {"gate/kernel": "QN", "gate/bias": "N"}, {"gate/kernel": "NQ", "gate/bias": "N"}
 SIZES = {"Q": "query in", "S": "key in", "V": "value in", "A": "query out", "B": "key out", "O": "out"}
@@ -69,8 +66,7 @@ class Layout(NamedTuple):
     rotary: str = ""  # names of the models with this layout that need rotary positions
     scale: float | None = None  # the factor of query . key in all models with this layout, if not 1 / sqrt(H)
     value_sizes: bool = False  # values may have a head size of their own
-    gate_bias: Literal["elementwise", "head", ""] = "elementwise"  # numbers in the bias of the gate, if it may have one
-    more: tuple[str, ...] = ()  # paths of other weights that all models with this layout have
+    gate_bias: bool = True  # the gate has a bias if the queries have one
 
     @property
     def is_stacked(self) -> bool:
@@ -84,7 +80,7 @@ class Layout(NamedTuple):
     def difference(self, keys: Collection[str]) -> tuple[list[str], list[str]]:
         """Returns which of the keys are not in the layout, and which keys of the layout's weights are missing."""
         extra = {key for key in keys if not key.startswith(self.ignored)} - {*self.stacks}
-        missing = {key for key, paths in self.stacks.items() if paths[0] in KERNELS + self.more} - {*keys}
+        missing = {key for key, paths in self.stacks.items() if paths[0] in KERNELS} - {*keys}
         return sorted(extra), sorted(missing)
 
     def biases(self, keys: Collection[str]) -> tuple[str, ...]:
@@ -101,14 +97,12 @@ def _layout(
     ignored: str = "",
     others: str = "",
     gate: str = "",
-    more: dict[str, str] | None = None,
     **rest: Any,
 ) -> Layout:
     """Makes a layout from `keys`, the keys of query, key, value and out in one string; `*` means "weight" or "bias".
 
     `biases` are the keys of the biases, if they differ; `gate` are the keys of a gate and of its bias; `others` are the
-    keys of norms and sinks in the order of `OTHER_AXES`, "-" for none. `more` maps other keys to Flax paths. All other
-    arguments are fields of `Layout`.
+    keys of norms and sinks in the order of `OTHER_AXES`, "-" for none. All other arguments are fields of `Layout`.
     """
     names = f"{keys} {biases or keys} {gate}".split()
     names = [
@@ -117,9 +111,7 @@ def _layout(
     ]
     stacks = {name: [path for path, other in zip(WITH_GATES, names, strict=False) if other == name] for name in names}
     stacks |= {name: [path] for name, path in zip(others.split(), OTHER_AXES, strict=False) if name != "-"}
-    stacks |= {name: [path] for name, path in (more or {}).items()}
-    needed = tuple(path for path in (more or {}).values() if not path.endswith("bias"))
-    return Layout(stacks, equal, biased, tuple(ignored.split()), more=needed, **rest)
+    return Layout(stacks, equal, biased, tuple(ignored.split()), **rest)
 
 
 PACKED = "in_proj_* in_proj_* in_proj_* out_proj.*"
@@ -127,9 +119,6 @@ SQUARE = "QSVABO"
 LLAMA = "q_proj.* k_proj.* v_proj.* o_proj.*"
 LLAMA_OTHERS = "q_norm.weight k_norm.weight sinks - - attn_sub_norm.weight"
 PHI_OTHERS = "q_layernorm.weight k_layernorm.weight - q_layernorm.bias k_layernorm.bias"
-LAMBDAS = {f"lambda_{name}": f"out/lambda_{name}" for name in ("q1", "k1", "q2", "k2")}
-DOGE = {"A": "attention_fn/A", "dt_proj.weight": "attention_fn/weight", "dt_proj.bias": "attention_fn/bias"}
-QWEN_4 = {f"indexer.{name}.weight": f"indexer/{name}" for name in ("index_qk_proj", "q_layernorm", "k_layernorm")}
 CLIP = "q_proj.* k_proj.* v_proj.* out_proj.*"
 GPT_2 = "c_attn.* c_attn.* c_attn.* c_proj.*"
 VIT = "attention.query.* attention.key.* attention.value.* output.dense.*"
@@ -160,10 +149,7 @@ LAYOUTS: dict[LayoutName, Layout] = {
         value_sizes=True,
     ),
     "hf_laguna": _layout(
-        LLAMA, "QSV", ALL, (), others=LLAMA_OTHERS, gate="g_proj.weight", rotary="Laguna and LFM3", gate_bias=""
-    ),
-    "hf_beam": _layout(
-        LLAMA, "QSV", (), ALL, others=LLAMA_OTHERS, gate="gate_proj.weight gate_bias", rotary="Beam", gate_bias="head"
+        LLAMA, "QSV", ALL, (), others=LLAMA_OTHERS, gate="g_proj.weight", rotary="Laguna and LFM3", gate_bias=False
     ),
     "hf_qwen3_next": _layout(
         LLAMA,
@@ -207,10 +193,5 @@ LAYOUTS: dict[LayoutName, Layout] = {
     "timm": _layout("qkv.* qkv.* qkv.* proj.*", "QSVO", ALL, ()),
     "timm_unbiased": _layout("qkv.* qkv.* qkv.* proj.*", "QSVO", ("out",)),
     "hf_t5": _layout("q.* k.* v.* o.*", "QSVO", (), scale=1.0),
-    "hf_diffllama": _layout(LLAMA, "QSVO", ALL, (), more=LAMBDAS, rotary="DiffLlama"),
-    "hf_doge": _layout(LLAMA, "QSVO", ALL, (), others=LLAMA_OTHERS, more=DOGE, rotary="Doge"),
-    "hf_qwen4_exp": _layout(
-        LLAMA, "QSVO", ALL, (), others=LLAMA_OTHERS, more=QWEN_4, gate="q_proj.* q_proj.*", groups=0, rotary="Qwen4-Exp"
-    ),
 }
 LAYOUTS["hf_codegen"].stacks["qkv_proj.weight"][1:] = ["value/kernel", "key/kernel"]  # values before keys

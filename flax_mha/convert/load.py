@@ -13,7 +13,7 @@ from flax import nnx
 from flax_mha.convert.latent import AXES, scaled
 from flax_mha.convert.layouts import LATENT, LAYOUTS, MODEL_TYPE, NORM_BIASES, NORMS, OTHER_AXES, TORCH_AXES, LayoutName
 from flax_mha.convert.shapes import Arrays, fill_with_zeros
-from flax_mha.convert.state_dict import T5_TABLE, attention_entries, with_shared, with_unit_norms
+from flax_mha.convert.state_dict import T5_TABLE, attention_entries, with_shared
 from flax_mha.convert.weights import family_of, norm_offset, read
 from flax_mha.nnx import MultiHeadLatentAttention
 
@@ -84,8 +84,6 @@ def load_torch(
     shares, reuses = module.value is None, getattr(module, "reuse_kv", False)
     if shares:
         state_dict = with_shared(state_dict, module.num_heads, module.num_kv_heads)
-    if family.unit_norms:
-        state_dict = with_unit_norms(state_dict, prefix, module)
     layout, arrays = read(state_dict, module.num_heads, module.num_kv_heads, prefix, offset)
     if layout == LATENT:
         raise ValueError("module must be a MultiHeadLatentAttention for latent weights, but got a MultiHeadAttention.")
@@ -152,8 +150,7 @@ def _latent_option(path: str, variables: Mapping[str, nnx.Variable], arrays: Arr
         return f"q_lora_rank={None if compressed is None else compressed.shape[-1]}"
     if path == "gate/kernel":
         return 'gate="head"' if is_needed and arrays[path].ndim == 2 else f"gate={is_needed}"
-    options = {"sinks": "sinks", "k_rope_only_layernorm/scale": "normalize_rotary_key"}
-    return f"{options[path]}={is_needed}" if path in options else ""
+    return f"sinks={is_needed}" if path == "sinks" else ""
 
 
 def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[str], layout: LayoutName) -> None:
@@ -181,7 +178,7 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
     problems = []
     for path in (*TORCH_AXES, *OTHER_AXES):
         name, option = path.replace("/", "."), OPTIONS.get("scale" if "_ln/" in path else path.split("/")[-1], "")
-        option = "out_norm" if path.startswith("out_norm") else "" if path.startswith("attention_fn/") else option
+        option = "out_norm" if path.startswith("out_norm") else option
         if path not in arrays:
             if path in variables:
                 off = "None" if option == "out_norm" else "False"
@@ -197,8 +194,7 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
         if path.startswith("value/") and "value/kernel" not in variables:
             option, value = "share_kv", "False"
         if path not in variables:
-            fix = f"with {option}={value}" if option else "by convert.from_hf"
-            problems.append(f"{name} is missing from the module; create it {fix}")
+            problems.append(f"{name} is missing from the module; create it with {option}={value}")
         elif variables[path].shape != array.shape:
             fix = f"; use normalize_qk={value}" if path in NORMS else ""
             problems.append(f"{name} must have shape {variables[path].shape}, but got {array.shape}{fix}")
@@ -243,7 +239,7 @@ def _wrong_options(
     if NORMS[0] in arrays and not has_biases and not isinstance(module.query_ln, nnx.RMSNorm):
         problems.append('normalize_qk must be "rms_norm": these norms do not subtract the mean')
     if NORMS[0] in arrays and arrays[NORMS[0]].ndim > 1 and getattr(module, "norms_after_rope", False):
-        problems.append('normalize_qk must be "rms_norm_all_heads", unless describe returns another (Dory)')
+        problems.append('normalize_qk must be "rms_norm_all_heads"')
     beside = prefix.rstrip(".").rpartition(".")[0]
     if f"{beside}.{GEMMA}" in state_dict and NORMS[0] not in arrays and cap is None:
         problems.append(f"logits_soft_cap is None: Gemma 2 caps its logits at 50.0; {rest}")

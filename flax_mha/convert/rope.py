@@ -115,8 +115,6 @@ def _parameters(values: Values, layer_type: str | None) -> Values:
         )
     is_local = layer_type == SLIDING and local_base is not None
     if nested:
-        if layer_type == FULL and FULL not in found:
-            layer_type = "indexed_attention"  # dots3
         if layer_type not in found:
             raise ValueError(f"rope_parameters must contain {layer_type}, but got {', '.join(map(str, found))}.")
         found = found[layer_type] or {}

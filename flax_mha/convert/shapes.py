@@ -82,14 +82,12 @@ def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
         return f"it requires biases on {choices} (got {', '.join(biased) or 'none'})"
     if others := arrays.keys() - {*PATHS} - {path for paths in layout.stacks.values() for path in paths}:
         return f"it has no {', '.join(sorted(others))}"
-    if missing := [path for path in layout.more if path not in arrays]:
-        return f"it also has {', '.join(missing)}"
     if missing := [x for paths in layout.stacks.values() if paths[0] in arrays for x in paths if x not in arrays]:
         return f"it also has {', '.join(missing)}"
     for key, paths in layout.stacks.items():
         if len(dtypes := {str(arrays[path].dtype) for path in paths if path in arrays}) > 1:
             return f"the arrays stacked in {key} must have the same dtype, but have dtypes {', '.join(sorted(dtypes))}"
-    if layout.gate_bias != "elementwise" and "gate/kernel" not in arrays:
+    if not layout.gate_bias and "gate/kernel" not in arrays:
         return "it requires a gate"
     if not layout.value_sizes and (sizes["A"], sizes["B"]) != (sizes["C"], sizes["W"]):
         return (
@@ -121,7 +119,7 @@ def drop_zeros(layout: Layout, arrays: Arrays) -> Arrays:
     biased = {name for name in ALL if f"{name}/bias" in arrays}
     for choice in layout.biased:
         dropped = {f"{name}/bias" for name in biased - {*choice}}
-        if not layout.gate_bias or (layout.gate_bias == "elementwise" and "query/bias" in dropped):
+        if not layout.gate_bias or "query/bias" in dropped:
             dropped |= {"gate/bias"} & {*arrays}
         if biased.issuperset(choice) and not any(arrays[path].any() for path in dropped):
             return {path: array for path, array in arrays.items() if path not in dropped}

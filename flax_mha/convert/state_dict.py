@@ -150,33 +150,6 @@ def with_shared(state_dict: Mapping[str, Any], num_heads: int, num_kv_heads: int
     return added | dict(state_dict)
 
 
-def with_unit_norms(state_dict: Any, prefix: str, module: Any) -> dict[str, Any]:
-    """Turns the factors of an attention of Dory into weights of RMS norms, and of the gate, for a described module.
-
-    A vector of n features divided by its length is its RMS norm, times 1 / sqrt(n).
-    """
-    prefix, entries = attention_entries(state_dict, prefix)
-    needed = ("sqk", "s_gate", "gate_proj.weight", "k_proj.weight", "o_proj.weight")
-    if missing := [key for key in needed if key not in entries]:
-        raise ValueError(f"state_dict must contain the weights of one attention of Dory, but lacks {missing}.")
-    query, s_gate, gate, key, out = (np.atleast_1d(to_numpy(prefix + name, entries.pop(name))) for name in needed)
-    initializer_range, num_heads = module.query.kernel.get_metadata()["initializer_range"], module.num_heads
-    size, rest = divmod(len(query), num_heads)
-    if rest or not query.shape == s_gate.shape == gate.shape[:1]:
-        raise ValueError(
-            f"sqk and s_gate must have one number for each row of gate_proj, which {num_heads} heads share, but got "
-            f"shapes {query.shape}, {s_gate.shape} and {gate.shape}."
-        )
-    query, s_gate, gate = (x.astype(np.promote_types(x.dtype, np.float32)) for x in (query, s_gate, gate))
-    factor = np.square(s_gate * (len(out) ** 0.25 / initializer_range))
-    entries["q_norm.weight"] = np.square(query * (size**0.5 / initializer_range)) * size**-0.5
-    entries["k_norm.weight"] = np.full(len(key), size**-0.5, query.dtype)
-    entries["gate_proj.weight"] = gate * factor[:, None]
-    entries["attn_sub_norm.weight"] = np.full(len(query), len(query) ** -0.5, query.dtype)
-    entries |= {"k_proj.weight": key, "o_proj.weight": out}
-    return {prefix + name: x for name, x in entries.items()}
-
-
 def leaves_of(params: Any, path: str = "") -> dict[str, Any]:
     """Returns the leaves of nested mappings by path, such as `query/kernel`."""
     if not isinstance(params, Mapping):

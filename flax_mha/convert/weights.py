@@ -27,9 +27,8 @@ def from_torch(
     """Converts the `state_dict` of a PyTorch attention to Flax parameters, for `flax.linen` or `nnx.update`.
 
     Kernels are `weight.T`, cut into heads. Rotary positions, windows, soft caps and scales are not in the weights, but
-    in a config (see `describe`). For models that store weights in another form than they use them (Dory, and the norms
-    of latents in dots3 and LongCat-Flash), take the parameters of the module that `from_hf` returns instead. Layers of
-    DiffLlama, Doge and Qwen4-Exp are refused, because only `from_hf` makes modules for them.
+    in a config (see `describe`). LongCat-Flash stores the norms of its latents without a factor that it multiplies them
+    by: take the parameters of the module that `from_hf` returns.
 
     Args:
       state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention or a whole model.
@@ -66,11 +65,6 @@ def from_torch(
     """
     heads = (num_heads, num_heads if num_kv_heads is None else num_kv_heads)
     layout, arrays = read(state_dict, *heads, prefix, qk_norm_offset)
-    if layout != LATENT and LAYOUTS[layout].more:
-        raise ValueError(
-            f"state_dict must not be of {LAYOUTS[layout].rotary}, whose parameters only fit the layer that from_hf "
-            "returns; call from_hf."
-        )
     fills = fill_biases and layout != LATENT
     return traverse_util.unflatten_dict(shapes.fill_with_zeros(arrays) if fills else arrays, sep="/")
 
@@ -112,8 +106,6 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
     sizes |= {"C": sizes["N"] * sizes["U"], "W": sizes["K"] * sizes["U"]}
     family = family_of(params["query"]["kernel"])
-    if family.unit_norms:
-        raise ValueError("params must not come from Dory, because its factors are squared, so their signs are lost.")
     if family.norm_scale == "none":
         given = {path: array for path, array in given.items() if path not in NORMS}
     arrays = shapes.drop_zeros(LAYOUTS[layout], given)
@@ -126,8 +118,6 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
         )
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
     arrays = {path: _to_pytorch(path, x, axes.get(path, ""), sizes, offset, family) for path, x in arrays.items()}
-    if LAYOUTS[layout].gate_bias == "head" and "gate/bias" in arrays:
-        arrays["gate/bias"] = _one_per_head(arrays["gate/bias"].reshape(sizes["N"], -1), layout)
     stacks = LAYOUTS[layout].stacks.items()
     return {key: shapes.join(LAYOUTS[layout], paths, arrays, sizes) for key, paths in stacks if paths[0] in arrays}
 
@@ -140,12 +130,6 @@ def _to_pytorch(
     if path == "out_norm/scale" or ("_ln/" in path and family.norm != "layer_norm_each_head"):
         array = array.ravel()
     return array - array.dtype.type(offset) if offset and path in NORMS else array
-
-
-def _one_per_head(bias: np.ndarray, layout: str) -> np.ndarray:
-    if (bias != bias[:, :1]).any():
-        raise ValueError(f"gate/bias must have one number for each head in layout {layout!r}, but has several.")
-    return bias[:, 0]
 
 
 def family_of(kernel: Any) -> Family:
@@ -186,16 +170,13 @@ def read(
         )
     gate = arrays.get("gate/kernel", ())
     has_head_gate = len(gate) == num_heads != out.shape[-1]
-    if not has_head_gate and layout.gate_bias == "head" and "gate/bias" in arrays:
-        arrays["gate/bias"] = np.repeat(arrays["gate/bias"], len(gate) // num_heads)
     axes = shapes.torch_axes(has_head_gate)
     sizes = shapes.find_sizes({path: arrays[path] for path in axes if path in arrays}, axes)
     if reason := shapes.misfit(layout, arrays, sizes):
         raise ValueError(
             f"state_dict has the keys of layout {name!r}, but {reason}; check that it is complete and unmodified."
         )
-    of_indexer = {path: x for path, x in arrays.items() if path.startswith("indexer/")}
-    sizes |= shapes.head_sizes(sizes, num_heads, num_kv_heads) | shapes.find_sizes(of_indexer, OTHER_AXES)
+    sizes |= shapes.head_sizes(sizes, num_heads, num_kv_heads)
     is_wide = np.size(arrays.get(NORMS[0], ())) == sizes["A"] != sizes["H"]  # a weight for each feature of all heads
     axes = shapes.flax_axes(has_head_gate, NORMS if is_wide else ())
     return name, {path: _to_flax(path, array, axes[path], sizes, qk_norm_offset) for path, array in arrays.items()}

@@ -33,7 +33,7 @@ NULL_COUNTS += ("q_lora_rank", "head_dim", "global_head_dim", "attention_value_s
 # The model types of text models, by those of the multimodal models whose `text_config` may lack one.
 PARTS = {"emu3": "emu3_text_model", "gemma3": "gemma3_text", "llama4": "llama4_text", "mllama": "mllama_text_model"}
 PARTS |= {name: f"{name}_text" for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")}
-PARTS |= {name: f"{name}_text" for name in ("gemma3n", "gemma4", "gemma4_unified", "dots3_note", "qwen4_exp")}
+PARTS |= {name: f"{name}_text" for name in ("gemma3n", "gemma4", "gemma4_unified")}
 PARTS |= {name: name for name in ("gemma4_assistant", "gemma4_unified_assistant")}
 OPTIONAL = {key for family in FAMILIES.values() for key in family.keys} - COMMON  # read only by some families
 UNKNOWN = Family({}, refused="it is not known")
@@ -97,9 +97,8 @@ KINDS: dict[str, Kind] = {
     **_each("num_attention_heads encoder_attention_heads decoder_attention_heads num_key_value_heads", SIZE),
     **_each("num_kv_heads hidden_size n_embed head_dim attention_hidden_size attention_chunk_size", SIZE),
     **_each("kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim", SIZE),
-    **_each("indexer_n_heads indexer_kv_heads indexer_head_dim indexer_budget indexer_compress_ratio", SIZE),
     **_each("index_n_heads index_head_dim index_topk index_topk_freq", SIZE),
-    **_each("keep_window_size global_head_dim num_global_key_value_heads sliding_window_size", SIZE),
+    **_each("global_head_dim num_global_key_value_heads sliding_window_size", SIZE),
     "num_attention_heads_per_layer": INTEGERS,
     "gating": Kind("True, 'per-head' or 'per-element'", lambda x: x is True or x in ("per-head", "per-element")),
     **_each("relative_attention_max_distance full_attention_interval no_rope_layer_interval", SIZE),
@@ -117,7 +116,7 @@ KINDS: dict[str, Kind] = {
     **_each("use_shared_attention_adapter rotary_value indexer_rope_interleave indexer_rope_last", FLAG),
     "use_attention_gate": FLAG,
     **_each("query_pre_attn_scalar attention_multiplier softmax_scale key_multiplier rms_norm_eps", POSITIVE),
-    **_each("attn_logit_softcapping floor_scale attention_value_scale initializer_range", POSITIVE),
+    **_each("attn_logit_softcapping floor_scale attention_value_scale", POSITIVE),
     **_each("clip_qkv attn_scale", NUMBER),
     **_each("position_embedding_type attention_type", TEXT),
     **_each("layer_types mlp_layer_types attention_layers block_types indexer_types", TEXTS),

@@ -29,16 +29,13 @@ class Family(NamedTuple):
     gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     out_norm: bool = False  # the heads of a token are normalized before the output projection
     unscaled_fraction: bool = False  # a fraction outside of rope parameters is only for rope_type "default" (MiMo-V2)
-    unit_norms: bool = False  # norms of queries, keys and outputs are L2 norms, with factors that are squared (Dory)
     latent: bool = False  # keys and values are projections of one latent vector per token
     query_residual: bool = False  # of the module of latent attention
     scaled_latents: bool = False  # latents are scaled to the size of the input
-    rotary_norm: bool = False  # the rotary key is normalized, with the epsilon of the config (dots3)
     attentions: int = 1  # in each layer, which then count as layers
     scale: float | None = None  # the factor of query . key, if it does not depend on sizes
     value_norm: bool = False  # values are normalized, and layers may share keys and values
     borrows_kv: bool = False  # all layers use keys and values of another model
-    position_scale: bool = False  # queries that are not rotated grow by their position (Beam)
     alibi: bool = False
     layer_type: layers.LayerType = full
     rotates: layers.Rotates = layers.all_rotate
@@ -82,6 +79,7 @@ UNSCALED = like(LLAMA, {}, norm="rms_norm_after_rope", norm_scale="none")
 PHI = Family(defaults.PHI, True, "layer_norm_bias", "qk_layernorm")
 BLT = Family({"rope_theta": 5e5, "rope_pairs": True})
 CONVOLVED = Family({}, refused="its keys and values pass through convolutions over tokens")
+MORE = "needs more than the module's options"
 ONLY_ROPE = "only its rotary positions are supported"
 
 FAMILIES: dict[str, Family] = {
@@ -127,8 +125,6 @@ FAMILIES: dict[str, Family] = {
         EXAONE_4, defaults.HEADS_4 | {"sliding_window": 513, "rms_norm_eps": 1e-6}, layer_type=last_of(5, "")
     ),
     "flint": like(ROTATED_WINDOWS, {"sliding_window": 513}, sinks=True, layer_type=layers.flint),
-    "diffllama": like(LLAMA, {"rms_norm_eps": 1e-5}),
-    "doge": like(LLAMA, {"keep_window_size": 2048, "sliding_window": None}, norm=RMS, layer_type=sliding),
     **alike("lfm2 lfm2_moe", Family(defaults.LFM, norm=RMS, layer_type=listed(layers.indices("full_attn_idxs")))),
     "nanochat": like(UNSCALED, {"rope_reversed": True}),
     **alike("hunyuan_v1_dense hunyuan_v1_moe", like(LLAMA, {"rms_norm_eps": 1e-5}, norm="rms_norm_after_rope")),
@@ -192,18 +188,8 @@ FAMILIES: dict[str, Family] = {
     "modernbert-decoder": like(LLAMA, defaults.MODERNBERT, layer_type=first_of(3, "global_attn_every_n_layers")),
     # With a gate.
     **alike("qwen3_next qwen3_5_moe_text", QWEN_3_NEXT),
-    "qwen4_exp_text": like(QWEN_3_NEXT, dict.fromkeys(defaults.QWEN_4) | {"partial_rotary_factor": 1.0}),
     "qwen3_5_text": like(QWEN_3_NEXT, {"num_key_value_heads": 4}),
     "afmoe": like(ROTATED_WINDOWS, defaults.AFMOE, gate=True, layer_type=last_of(4, "global_attn_every_n_layers")),
-    "beam": Family(
-        defaults.BEAM,
-        True,
-        RMS,
-        gate=True,
-        position_scale=True,
-        layer_type=listed(layers.last_full(last_of(6))),
-        rotates=layers.given_rotate,
-    ),
     "laguna": like(
         LLAMA,
         defaults.LAGUNA,
@@ -217,15 +203,6 @@ FAMILIES: dict[str, Family] = {
     "hrm_text": Family(defaults.BIAS | {"head_dim": 128, "num_layers_per_stack": None}, "attention_bias", gate=True),
     # With a norm before the output projection.
     "bitnet": like(LLAMA, {"rope_theta": 5e5, "num_key_value_heads": 5, "rms_norm_eps": 1e-5}, out_norm=True),
-    "dory": like(
-        LLAMA,
-        defaults.DORY,
-        norm="rms_norm_each_head_after_rope",
-        gate=True,
-        out_norm=True,
-        unit_norms=True,
-        layer_type=last_of(4, ""),
-    ),
     # With values of another head size.
     "mimo_v2_flash": like(LLAMA, defaults.MIMO, sinks=layers.SLIDING, unscaled_fraction=True, layer_type=layers.mimo),
     # With several transformers, or without keys of their own.
@@ -242,9 +219,6 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": like(LATENT, defaults.GLM_5, layer_type=layers.own_indexer),
     "axk2": like(LATENT, defaults.AXK_2, gate=True, query_residual=True),
     "hy_v4": Family(defaults.HY_4, "attention_bias", latent=True, gate=True, sinks=True, layer_type=layers.own_indexer),
-    "dots3_note_text": like(
-        LATENT, defaults.DOTS_3, gate="head", scaled_latents=True, rotary_norm=True, layer_type=layers.dots_3
-    ),
     "glm4_moe_lite": like(LATENT, {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}),
     "minicpm3": Family(defaults.MINICPM, "attention_bias", latent=True),
     "mistral4": like(
@@ -309,6 +283,19 @@ FAMILIES: dict[str, Family] = {
         layer_type=layers.rest_linear,
     ),
     # Families that the module cannot compute.
+    "diffllama": Family(
+        defaults.ROPE, refused=f"it subtracts two softmaxes, which {MORE}; compute them with recipes.differential"
+    ),
+    "doge": Family(defaults.ROPE, refused=f"its scores depend on the values, which {MORE}"),
+    **alike(
+        "qwen4_exp qwen4_exp_text", Family(defaults.ROPE, refused=f"its indexer chooses blocks of keys, which {MORE}")
+    ),
+    "dory": Family({}, refused=f"its norms and gates have squared factors, which {MORE}"),
+    "beam": Family({}, refused=f"its queries grow with their position, which {MORE}"),
+    **alike(
+        "dots3_note dots3_note_text",
+        Family({"rope_interleave": True}, refused=f"its latents have a norm of the rotary key, which {MORE}"),
+    ),
     "deepseek_v4": Family(defaults.INTERLEAVE, refused="its queries also attend to weighted means of keys"),
     **alike("mamba mamba2 falcon_mamba rwkv xlstm", Family({}, refused="it is recurrent and has no softmax over keys")),
     "xlnet": Family({}, refused="its scores have products of distance embeddings and shifted queries"),

@@ -15,7 +15,6 @@ Rotates = Callable[[Values, int, str], bool]
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 NAMES = {"attention": FULL, "hybrid": FULL, "global": FULL, "*": FULL, "local": SLIDING}  # names in some configs
-NAMES |= {"indexed_attention": FULL}
 
 
 def entry(values: Values, key: str, layer: int) -> Any:
@@ -83,7 +82,7 @@ def last_full(otherwise: LayerType) -> LayerType:
 
 
 def of_layer(values: Values, layer: int, layer_type: str) -> Values:
-    """Returns the values for one layer: the heads of Gemma 4, dots3, Laguna and MiMo-V2 differ between layers."""
+    """Returns the values for one layer: the heads of Gemma 4, Laguna and MiMo-V2 differ between layers."""
     if values.get("num_attention_heads_per_layer") is not None:
         heads, kv_heads = entry(values, "num_attention_heads_per_layer", layer), values["num_key_value_heads"] or 1
         if heads % kv_heads:
@@ -199,16 +198,6 @@ def own_indexer(values: Values, layer: int) -> str:
         first, freq = values["index_skip_topk_offset"] - 1, values["index_topk_freq"]
         shares = max(layer - first, 0) % freq > 0
     return "shared indexer" if shares else FULL
-
-
-def dots_3(values: Values, layer: int) -> str:
-    """Returns the type by `layer_types`, of which "indexed_attention" is full attention with an indexer."""
-    if old := sorted(key for key in values if key.startswith("swa_") or key == "use_dsa"):
-        raise ValueError(
-            "config must have layer_types and per_layer_config, as Transformers 5 saves them, but got "
-            f"{', '.join(old)}; use AutoConfig.from_pretrained(...).to_dict()."
-        )
-    return refuse_unlisted(values, layer)
 
 
 @listed
