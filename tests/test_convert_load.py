@@ -1,5 +1,6 @@
 """`load_torch` and `describe` as far as they go without PyTorch; test_torch_families.py compares outputs."""
 
+import pickle
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 import flax_mha
-from flax_mha import convert, linen
+from flax_mha import Gate, Norm, convert, linen
 from flax_mha.convert.hf_config.families import FAMILIES
 from flax_mha.rope import NTK, RoPE, YaRN
 
@@ -50,8 +51,13 @@ FLOAT8 = np.ones((N * H, D), ml_dtypes.float8_e4m3fn)
 NORMED = state_dict(norms=True)
 OF_ALL_HEADS = state_dict(q_norm__weight=np.ones(N * H), k_norm__weight=np.ones(K * H))
 GEMMA_2_LAYER = state_dict(prefix="layers.3.self_attn.") | {"layers.3.pre_feedforward_layernorm.weight": np.ones(D)}
-RMS_NORM = {"normalize_qk": "rms_norm"}
+RMS_NORM = {"normalize_qk": Norm("rms")}
 NO_OFFSET = {"qk_norm_offset": 0.0}
+OVER_ALL_HEADS = r'Norm\("rms", scale="heads", over="all_heads"\)'
+OF_EACH_HEAD = Norm("rms", scale="heads")
+AFTER_ROPE = Norm("rms", scale="heads", over="all_heads", after_rope=True)
+OUT_NORMED = state_dict(attn_sub_norm__weight=np.ones(N * H))
+HEAD_GATED = state_dict(g_proj__weight=np.ones((N, D)))
 GATED = state_dict(q_proj__weight=np.ones((42, D)), o_proj__weight=np.ones((D, 21)))
 GATED_BIASES = state_dict(q_proj__weight=np.ones((2 * N * H, D)), **BIASES | {"q_proj__bias": np.ones(2 * N * H)})
 # Message, entries, and, if there are any, options of the module and arguments of `load_torch`.
@@ -79,16 +85,20 @@ WRONG = [
     ("\n  value.bias is missing from the module; .* share_kv=False\n", state_dict(**BIASES), {"share_kv": True}),
     ("\n  value.kernel is missing from the module; .* share_kv=False$", state_dict(), {"share_kv": True}),
     ("\n  gate.bias is missing .* module; create it with use_bias=True$", GATED_BIASES, {"gate": True}),
-    ('query_ln.scale is missing from the module; .*normalize_qk="rms_norm"', NORMED),
+    (r'query_ln.scale is missing from the module; .*normalize_qk=Norm\("rms"\)', NORMED),
     ("query_ln.scale is missing from state_dict", state_dict(), RMS_NORM),
-    ('must be "rms_norm": these norms do not subtract', NORMED, {"normalize_qk": True}, NO_OFFSET),
+    (r'must be Norm\("rms"\): these norms do not subtract', NORMED, {"normalize_qk": True}, NO_OFFSET),
     ("qk_norm_offset .* 1.0 for Gemma 3", NORMED, RMS_NORM),
-    ('scale must have shape .8,., but got .4, 8.; use normalize_qk="rms_norm_all_heads"', OF_ALL_HEADS, RMS_NORM),
+    (rf"scale must have shape .8,., but got .4, 8.; use normalize_qk={OVER_ALL_HEADS}", OF_ALL_HEADS, RMS_NORM),
+    (rf"normalize_qk must be {OVER_ALL_HEADS}: these norms span", OF_ALL_HEADS, {"normalize_qk": OF_EACH_HEAD}),
+    (rf"normalize_qk must be {OVER_ALL_HEADS}: these norms span", OF_ALL_HEADS, {"normalize_qk": AFTER_ROPE}),
+    (rf"out_norm.scale is missing from the module; create it with out_norm={OVER_ALL_HEADS}", OUT_NORMED),
+    (r'gate.kernel is missing from the module; create it with gate=Gate\("head"\)', HEAD_GATED),
     ("key_ln.scale is missing from state_dict", state_dict(norms=True, k_norm__weight=None), RMS_NORM, NO_OFFSET),
     ("sinks is missing from the module; create it with sinks=True", state_dict(sinks=True)),
     ("sinks is missing from state_dict; create the module with sinks=False", state_dict(), {"sinks": True}),
     ("gate.kernel .* the module; create it with gate=True$", state_dict(q_proj__weight=np.ones((2 * N * H, D)))),
-    ("out_norm.scale is missing from state_dict; .* out_norm=None", state_dict(), {"out_norm": "rms_norm"}),
+    ("out_norm.scale is missing from state_dict; .* out_norm=None", state_dict(), {"out_norm": Norm("rms")}),
     ("gate.kernel is missing from state_dict; create the .* gate=False$", state_dict(), {"gate": True}),
     ("42 features of q_proj.weight into query and gate heads of equal size, but got 4 and 2", GATED),
     ("rope is None: Llama.* use it; pass rope=RoPE.from_config.*convert.describe", state_dict(), {"rope": None}),
@@ -217,7 +227,7 @@ def test_gemma_norms_are_one_plus_weight():
     beside = entries | {"layers.0.pre_feedforward_layernorm.weight": np.ones(D)}
     described = convert.describe(LLAMA | {"model_type": "gemma3_text", "rope_local_base_freq": 1e4})
     module = flax_mha.MultiHeadAttention(**described, decode=False, rngs=nnx.Rngs(0))
-    other = make_module(normalize_qk="rms_norm")
+    other = make_module(normalize_qk=Norm("rms"))
     with pytest.raises(ValueError, match="qk_norm_offset is None"):
         convert.load_torch(other, beside, "layers.0.self_attn")
     convert.load_torch(module, beside, "layers.0.self_attn")
@@ -271,7 +281,7 @@ DESCRIBED = [
     (QWEN_2, WINDOW, 2),
     (QWEN_2 | {"use_sliding_window": False}, NO_WINDOW, 2),
     (QWEN_2 | {"use_sliding_window": False, "sliding_window": None, "layer_types": FULL}, NO_WINDOW, 2),
-    (GROUPED | {"model_type": "qwen3"}, RMS_NORM | {"qk_norm_epsilon": 1e-6, "qkv_features": 512}),
+    (GROUPED | {"model_type": "qwen3"}, RMS_NORM | {"qkv_features": 512}),
     (like_llama("seed_oss", head_dim=None), {"qkv_features": 24}),
     (GEMMA_2, WINDOW | {"logits_soft_cap": 50.0, "scale": 1 / 16, "sinks": False}),
     (OSS, {"rope": OSS_ROPE}),
@@ -285,26 +295,39 @@ DESCRIBED = [
     (like_llama("afmoe"), {"gate": True, "rope": None}, 3),
     (like_llama("gpt_oss"), LAST_128 | {"sinks": True, "use_bias": True}),
     (LLAMA | {"partial_rotary_factor": 0.5, "clip_qkv": 1.0}, {"rope": RoPE()}),
-    (like_llama("olmo", clip_qkv=1.5, attention_bias=True), {"clip_qkv": 1.5, "use_bias": True}),
-    (GEMMA_3 | {"attn_logit_softcapping": 50.0}, {"logits_soft_cap": None, "normalize_qk": "rms_norm"}),
+    (like_llama("olmo", clip_qkv=1.5), {"process_heads": convert.ClipHeads(1.5)}),
+    (like_llama("olmo", attention_bias=True), {"use_bias": True}),
+    (GEMMA_3 | {"attn_logit_softcapping": 50.0}, RMS_NORM | {"logits_soft_cap": None}),
     (like_llama("smollm3"), {"rope": RoPE(1e4)}, 2),
     (like_llama("smollm3"), {"rope": None}, 3),
     (like_llama("cohere2"), {"rope": RoPE(interleaved=True), "local_window_size": (4095, None)}, 2),
     (like_llama("cohere2"), NO_WINDOW | {"rope": None}, 3),
     (like_llama("exaone4", sliding_window=None), {"rope": RoPE()}, 3),
     (like_llama("granite_swa", layer_rope_theta=[0, 5.0]), LAST_128 | {"rope": RoPE(5), "scale": 1, "sinks": True}, 1),
-    (HUNYUAN, {"rope": RoPE(scaling=NTK(1000.0)), "normalize_qk": "rms_norm_after_rope"}),
+    (HUNYUAN, {"rope": RoPE(scaling=NTK(1000.0)), "normalize_qk": Norm("rms", epsilon=1e-5, after_rope=True)}),
     (ZAMBA | ZAMBA_LAYERS, {"in_features": 16, "qkv_features": 16, "out_features": 8, "scale": 0.5, "rope": None}, 1),
     (ZAMBA, {"in_features": 16}, 2),
     (ZAMBA | {"attn_layer_period": 3, "attn_layer_offset": 1}, {"in_features": 16}, 4),
     (like_llama("jamba"), {"rope": None}, 4),
     (like_llama("nemotron_h", attention_bias=True, layers_block_type=["attention"]), {"use_bias": False}),
     ({"model_type": "kolibri1", "hidden_size": 64, "num_attention_heads": 8}, {"num_kv_heads": 4}),
-    (like_llama("glm4_moe", use_qk_norm=True), {"normalize_qk": "rms_norm"}),
+    (like_llama("glm4_moe", use_qk_norm=True), {"normalize_qk": Norm("rms", epsilon=1e-5)}),
     (like_llama("minimax_m2", rotary_dim=4), {"rope": RoPE(fraction=0.5)}),
     (T5, {"qkv_features": 384, "in_features": 512, "scale": 1.0, "use_bias": False, "rope": None}),
     ({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "scale_attn_weights": False}, {"scale": 1.0}),
     ({"model_type": "vit", "hidden_size": 8, "num_attention_heads": 2}, {"use_bias": True, "rope": None}),
+    (like_llama("mimo_v2_flash"), {"process_heads": convert.ScaleValues(0.707), "value_dim": 128}),
+    (like_llama("mpt", attn_config={"clip_qkv": 6}), {"process_heads": convert.ClipHeads(6.0)}),
+    (like_llama("bitnet"), {"out_norm": Norm("rms", scale="heads", over="all_heads", epsilon=1e-5)}),
+    (like_llama("gemma4_text"), {"value_norm": Norm("rms", scale=None), "reuse_kv": False}),
+    (like_llama("laguna"), {"gate": Gate("head", "softplus")}),
+    (like_llama("laguna", gating="per-element"), {"gate": Gate("feature", "softplus")}),
+    (like_llama("lfm3"), {"gate": Gate("head")}, 2),
+    (like_llama("lfm3", use_attention_gate=False), {"gate": False}, 2),
+    (like_llama("lfm3", use_attention_gate=np.False_), {"gate": False}, 2),
+    (like_llama("persimmon"), {"normalize_qk": Norm("layer", bias=True, epsilon=1e-5)}),
+    (like_llama("cohere", use_qk_norm=True), {"normalize_qk": Norm("layer", scale="heads", epsilon=1e-5)}),
+    (like_llama("olmo2"), {"normalize_qk": Norm("rms", scale="heads", over="all_heads", epsilon=1e-5)}),
 ]
 
 
@@ -327,6 +350,43 @@ def test_describe(row):
     got = convert.describe(config, layer)
     assert {key: got[key] for key in expected} == expected
     assert isinstance(nnx.eval_shape(lambda: flax_mha.MultiHeadAttention(**got, rngs=nnx.Rngs(0))).out, nnx.Module)
+
+
+def test_descriptions_are_compared_and_pickled():
+    """Also those with functions of heads and gates; the same config describes the same layer."""
+    for config, _, *layer in DESCRIBED:
+        described = convert.describe(config, *layer)
+        assert described == convert.describe(config, *layer)
+        again = pickle.loads(pickle.dumps({name: x for name, x in described.items() if name != "attention_fn"}))
+        assert again.items() <= described.items()
+
+
+HEADS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", HEADS)
+def test_process_heads_keep_dtypes_and_nan(dtype):
+    query, key, value = (jnp.array([[[-9.0, 0.5, jnp.nan, jnp.inf]]], HEADS[dtype]) * sign for sign in (1, -1, 1))
+    for limit in (8, 8.0, np.float64(8)):
+        clipped = convert.ClipHeads(limit)(query, key, value)
+        for got, sign in zip(clipped, (1, -1, 1), strict=True):
+            assert got.dtype == dtype
+            np.testing.assert_array_equal(np.float32(got[0, 0]), np.array([-8, 0.5, np.nan, 8]) * sign)
+    same_query, same_key, scaled = convert.ScaleValues(np.float64(0.25))(query, key, value)
+    assert same_query is query
+    assert same_key is key
+    assert scaled.dtype == dtype
+    np.testing.assert_array_equal(np.float32(scaled[0, 0]), np.array([-2.25, 0.125, np.nan, np.inf]))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("number", [0, -1.0, np.nan, np.inf, 1e31, 10**400, True, None, "8", [8.0], 1j], ids=str)
+def test_process_heads_need_a_positive_number(number):
+    with pytest.raises(ValueError, match=r"limit must be a finite number > 0, at most 1e\+30, but got"):
+        convert.ClipHeads(number)
+    with pytest.raises(ValueError, match=r"factor must be a finite number > 0, at most 1e\+30, but got"):
+        convert.ScaleValues(number)
 
 
 WHISPER = {"model_type": "whisper", "encoder_attention_heads": 2, "decoder_attention_heads": 4}

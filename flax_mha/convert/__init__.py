@@ -21,5 +21,7 @@ from flax_mha.convert.layouts import ALL as ALL
 from flax_mha.convert.layouts import LAYOUTS as LAYOUTS
 from flax_mha.convert.layouts import LayoutName as LayoutName
 from flax_mha.convert.load import load_torch as load_torch
+from flax_mha.convert.process_heads import ClipHeads as ClipHeads
+from flax_mha.convert.process_heads import ScaleValues as ScaleValues
 from flax_mha.convert.weights import from_torch as from_torch
 from flax_mha.convert.weights import to_torch as to_torch

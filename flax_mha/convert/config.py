@@ -10,11 +10,13 @@ from jaxtyping import Array
 
 from flax_mha._src.core.validation import is_int
 from flax_mha._src.modules.attention_fn import attention_fn
+from flax_mha._src.modules.layers import Gate, Norm
 from flax_mha.convert.hf_config.config import ALIASES, LAYERS, read_config
 from flax_mha.convert.hf_config.families import FAMILIES, Family
 from flax_mha.convert.hf_config.layers import CHUNKED, FULL, SLIDING, Values, entry, of_layer, reuses_keys
 from flax_mha.convert.latent import indexer_of, latent_options, latent_sizes
 from flax_mha.convert.layouts import MODEL_TYPE
+from flax_mha.convert.process_heads import ClipHeads, ScaleValues
 from flax_mha.masks import FunctionMask
 from flax_mha.recipes import alibi
 from flax_mha.rope import RoPE
@@ -32,15 +34,14 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     """Returns the `MultiHeadAttention` arguments for one layer of a Hugging Face model, except `rngs` and `decode`.
 
     The arguments are `num_heads`, `in_features`, `qkv_features`, `out_features`, `num_kv_heads`, `use_bias`, `rope`,
-    `scale`, `local_window_size`, `logits_soft_cap`, `sinks`, `gate`, `normalize_qk`, `qk_norm_epsilon`, and
-    `kernel_metadata`, which `load_torch` uses to identify the model. Some models also need an `attention_fn` that
-    changes scores by position (ALiBi, the temperature of Llama 4), `clip_qkv` (OLMo), `gate_activation` (Laguna),
-    `out_norm` (BitNet), or `value_dim` and `value_scale` (MiMo-V2). Gemma 3n and 4 also need `normalize_value`,
-    `share_kv` and `reuse_kv`: a layer with `reuse_kv=True` takes the `kv` of the last layer that has `reuse_kv=False`
-    and the same `local_window_size`. For Gemma 4's assistants, it is a layer of the target model, and `positions` is
-    the position after the target's last token. Modules for `flax.linen` take all arguments except
-    `in_features` and `kernel_metadata`. For latent attention (DeepSeek's `kv_lora_rank`), the arguments are for
-    `MultiHeadLatentAttention`.
+    `scale`, `local_window_size`, `logits_soft_cap`, `sinks`, `gate`, `normalize_qk`, and `kernel_metadata`, which
+    `load_torch` uses to identify the model. Some models also need an `attention_fn` that changes scores by position
+    (ALiBi, the temperature of Llama 4), `out_norm` (BitNet), `value_dim` (MiMo-V2), or `process_heads`: `ClipHeads`
+    (OLMo) or `ScaleValues` (MiMo-V2). Gemma 3n and 4 also need `value_norm`, `share_kv` and `reuse_kv`: a layer with
+    `reuse_kv=True` takes the `kv` of the last layer that has `reuse_kv=False` and the same `local_window_size`. For
+    Gemma 4's assistants, it is a layer of the target model, and `positions` is the position after the target's last
+    token. Modules for `flax.linen` take all arguments except `in_features` and `kernel_metadata`. For latent attention
+    (DeepSeek's `kv_lora_rank`), the arguments are for `MultiHeadLatentAttention`, which is only for `flax.nnx`.
 
     Calls need two more arguments, which `from_hf` sets: `is_causal=True` in decoders, and in every layer of T5,
     for the bias table of the first layer, `score_mod=recipes.t5_bias(table)["score_mod"]`.
@@ -85,31 +86,50 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
             "logits_soft_cap": values.get("attn_logit_softcapping"),
             "sinks": family.sinks in (True, kind),
         }
-        described |= _gate(family, values) | _norms(family, values, described)
+        described |= {"gate": _gate(family, values)} | _norms(family, values, described)
     if family.value_norm:
         reuses = family.borrows_kv or reuses_keys(values, layer, family.layer_type)
         shares = kind == FULL and not reuses and bool(values.get("attention_k_eq_v"))
-        described |= {"normalize_value": not reuses, "share_kv": shares, "reuse_kv": reuses}
+        norm = None if reuses else Norm("rms", scale=None, epsilon=_epsilon(values))
+        described |= {"value_norm": norm, "share_kv": shares, "reuse_kv": reuses}
     if changes := _position_arguments(family, values, described["num_heads"], rope is not None, kind == CHUNKED):
         described["attention_fn"] = attention_with(**changes)
-    others = {"clip_qkv": "clip_qkv", "attention_value_scale": "value_scale"}
-    others |= {} if family.latent else {"v_head_dim": "value_dim"}
-    return described | {name: values[key] for key, name in others.items() if values.get(key)}
+    if values.get("clip_qkv"):
+        described["process_heads"] = ClipHeads(values["clip_qkv"])
+    if values.get("attention_value_scale"):
+        described["process_heads"] = ScaleValues(values["attention_value_scale"])
+    if values.get("v_head_dim") and not family.latent:
+        described["value_dim"] = values["v_head_dim"]
+    return described
 
 
 def _norms(family: Family, values: Values, described: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments that describe norms of queries, keys and the attention's output."""
-    has_rope, epsilon = described["rope"] is not None, float(values.get("rms_norm_eps", 1e-6))
-    has_norm = values.get(family.norm_key, True) and (has_rope or family.norm != "rms_norm_after_rope")
-    norm = family.norm if has_norm else False
-    of_output = {"out_norm": "rms_norm", "out_norm_epsilon": epsilon} if family.out_norm else {}
-    return {"normalize_qk": norm, "qk_norm_epsilon": epsilon if norm else None} | of_output
+    epsilon = _epsilon(values)
+    norm = family.norm if values.get(family.norm_key, True) else None
+    if norm is not None and norm.after_rope and described["rope"] is None:
+        norm = None
+    found: dict[str, Any] = {"normalize_qk": False}
+    if norm is not None:
+        found["normalize_qk"] = dataclasses.replace(norm, epsilon=epsilon)
+    if family.out_norm:
+        found["out_norm"] = Norm("rms", scale="heads", over="all_heads", epsilon=epsilon)
+    return found
 
 
-def _gate(family: Family, values: Values) -> dict[str, Any]:
-    kinds = {True: family.gate, False: False, "per-head": "head", "per-element": "elementwise"}
-    gate = kinds[values.get(family.gate_key, True)]
-    return {"gate": gate} | ({"gate_activation": family.gate_activation} if family.gate_activation != "sigmoid" else {})
+def _epsilon(values: Values) -> float:
+    return float(values.get("rms_norm_eps", 1e-6))
+
+
+def _gate(family: Family, values: Values) -> bool | Gate:
+    """Returns the argument `gate`: False if the config switches it off, True for the default."""
+    kind = values.get(family.gate_key, True)
+    if family.gate is None or not kind:
+        return False
+    gate = family.gate
+    if isinstance(kind, str):  # Laguna names it
+        gate = dataclasses.replace(gate, per="head" if kind == "per-head" else "feature")
+    return True if gate == Gate() else gate
 
 
 @functools.cache

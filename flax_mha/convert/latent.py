@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flax_mha._src.modules.indexer import Indexer
+from flax_mha._src.modules.layers import Gate
 from flax_mha._src.modules.options import LATENT_SIZES
 from flax_mha.convert.hf_config.families import Family
 from flax_mha.convert.hf_config.layers import Values
@@ -134,7 +135,7 @@ def latent_to_torch(params: Mapping[str, Any], is_scaled: bool = False) -> Array
     if axes["gate/kernel"][0] == "D":
         return found | {HEAD_GATE if axes["gate/kernel"] == "DN" else GATE: gate}
     if axes["gate/kernel"][-1] == "N":
-        raise ValueError('params must not be of query_residual=True with gate="head", which no PyTorch layout holds.')
+        raise ValueError('params must not be of query_residual=True with gate=Gate("head"), which no PyTorch layout holds.')
     both = [x.reshape(heads, -1, x.shape[-1]) for x in (found.pop("q_b_proj.weight"), gate)]
     return found | {STACKED: np.concatenate(both, axis=1).reshape(-1, gate.shape[-1])}
 
@@ -164,7 +165,8 @@ def latent_sizes(values: Values) -> dict[str, Any]:
 
 def latent_options(family: Family) -> dict[str, Any]:
     """Returns the options among the arguments of `MultiHeadLatentAttention` that the family sets."""
-    found = {"gate": family.gate, "sinks": family.sinks, "query_residual": family.query_residual}
+    gate = True if family.gate == Gate() else family.gate
+    found = {"gate": gate, "sinks": family.sinks, "query_residual": family.query_residual}
     return {name: x for name, x in found.items() if x}
 
 

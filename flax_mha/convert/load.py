@@ -17,6 +17,7 @@ from flax_mha.convert.state_dict import T5_TABLE, attention_entries, with_shared
 from flax_mha.convert.weights import family_of, norm_offset, read
 from flax_mha.nnx import MultiHeadLatentAttention
 
+OVER_ALL_HEADS = 'Norm("rms", scale="heads", over="all_heads")'
 SHOWN = 8  # problems that an error lists
 # The option of the module that makes a parameter, by the end of the parameter's path.
 OPTIONS = {"bias": "use_bias", "scale": "normalize_qk", "sinks": "sinks", "kernel": "gate"}
@@ -149,7 +150,7 @@ def _latent_option(path: str, variables: Mapping[str, nnx.Variable], arrays: Arr
         compressed = arrays.get("q_a_proj/kernel")
         return f"q_lora_rank={None if compressed is None else compressed.shape[-1]}"
     if path == "gate/kernel":
-        return 'gate="head"' if is_needed and arrays[path].ndim == 2 else f"gate={is_needed}"
+        return 'gate=Gate("head")' if is_needed and arrays[path].ndim == 2 else f"gate={is_needed}"
     return f"sinks={is_needed}" if path == "sinks" else ""
 
 
@@ -186,11 +187,15 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
                 problems.append(f"{name} is missing from state_dict{fix}")
             continue
         array = arrays[path]
-        value = "True" if "_ln/" not in path else '"rms_norm"' if array.ndim == 1 else '"rms_norm_all_heads"'
-        value = (
-            '"rms_norm"' if option == "out_norm" else '"head"' if name == "gate.kernel" and array.ndim == 2 else value
-        )
-        value = '"layer_norm_bias"' if "_ln/" in path and NORM_BIASES[0] in arrays else value
+        value = "True"
+        if "_ln/" in path:
+            value = 'Norm("rms")' if array.ndim == 1 else OVER_ALL_HEADS
+            if NORM_BIASES[0] in arrays:
+                value = 'Norm("layer", bias=True)'
+        elif option == "out_norm":
+            value = OVER_ALL_HEADS
+        elif name == "gate.kernel" and array.ndim == 2:
+            value = 'Gate("head")'
         if path.startswith("value/") and "value/kernel" not in variables:
             option, value = "share_kv", "False"
         if path not in variables:
@@ -237,9 +242,11 @@ def _wrong_options(
     if layout.scale is not None and scale != layout.scale:
         problems.append(f"scale must be {layout.scale}, but got {scale}: these models do not scale the scores")
     if NORMS[0] in arrays and not has_biases and not isinstance(module.query_ln, nnx.RMSNorm):
-        problems.append('normalize_qk must be "rms_norm": these norms do not subtract the mean')
-    if NORMS[0] in arrays and arrays[NORMS[0]].ndim > 1 and getattr(module, "norms_after_rope", False):
-        problems.append('normalize_qk must be "rms_norm_all_heads"')
+        problems.append('normalize_qk must be Norm("rms"): these norms do not subtract the mean')
+    elif NORMS[0] in arrays and arrays[NORMS[0]].ndim > 1:
+        over_all_heads = tuple(module.query_ln.reduction_axes) == (-2, -1)
+        if not over_all_heads or getattr(module, "norms_after_rope", False):
+            problems.append(f"normalize_qk must be {OVER_ALL_HEADS}: these norms span all heads")
     beside = prefix.rstrip(".").rpartition(".")[0]
     if f"{beside}.{GEMMA}" in state_dict and NORMS[0] not in arrays and cap is None:
         problems.append(f"logits_soft_cap is None: Gemma 2 caps its logits at 50.0; {rest}")

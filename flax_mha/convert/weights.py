@@ -8,7 +8,7 @@ from flax import nnx, traverse_util
 
 from flax_mha._src.core.validation import is_int
 from flax_mha.convert import shapes
-from flax_mha.convert.hf_config.families import FAMILIES, Family
+from flax_mha.convert.hf_config.families import FAMILIES, NORM_OF_EACH_HEAD, Family
 from flax_mha.convert.latent import is_latent, latent_to_torch, read_latent
 from flax_mha.convert.layouts import KERNELS, LATENT, LAYOUTS, MODEL_TYPE, NORMS, OTHER_AXES, TORCH_AXES, LayoutName
 from flax_mha.convert.shapes import Arrays
@@ -127,7 +127,7 @@ def _to_pytorch(
 ) -> np.ndarray:
     if axes:
         return array.reshape([sizes[c] for c in axes[::-1]]).T
-    if path == "out_norm/scale" or ("_ln/" in path and family.norm != "layer_norm_each_head"):
+    if path == "out_norm/scale" or ("_ln/" in path and family.norm != NORM_OF_EACH_HEAD):
         array = array.ravel()
     return array - array.dtype.type(offset) if offset and path in NORMS else array
 

@@ -6,6 +6,7 @@ Transformers.
 
 from typing import Any, Literal, NamedTuple
 
+from flax_mha._src.modules.layers import Gate, Norm
 from flax_mha.convert.hf_config import defaults, layers
 from flax_mha.convert.hf_config.layers import FULL, cycle, first_of, full, last_of, listed, sliding
 
@@ -20,13 +21,12 @@ class Family(NamedTuple):
 
     keys: layers.Values
     bias: str | bool = False  # whether projections have biases; or config keys, any of which adds them
-    norm: str | Literal[False] = False  # the `normalize_qk` of the module
+    norm: Norm | None = None  # of queries and keys; its epsilon is the `rms_norm_eps` of the config
     norm_key: str = ""  # the config key that switches the norms on; empty if they are always on
     norm_scale: Literal["weight", "1 + weight", "none"] = "weight"  # what multiplies normalized queries and keys
     sinks: bool | str = False  # or the type of the layers that have them
-    gate: bool | Literal["head"] = False  # a function of the input multiplies the attention's output
+    gate: Gate | None = None  # a function of the input multiplies the attention's output
     gate_key: str = ""  # the config key that switches the gate on or names its kind; empty if it is always on
-    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     out_norm: bool = False  # the heads of a token are normalized before the output projection
     unscaled_fraction: bool = False  # a fraction outside of rope parameters is only for rope_type "default" (MiMo-V2)
     latent: bool = False  # keys and values are projections of one latent vector per token
@@ -53,7 +53,12 @@ def alike(names: str, family: Family) -> dict[str, Family]:
 
 
 # Families that several model types share, or that other families extend.
-RMS: Any = "rms_norm"
+RMS = Norm("rms")
+RMS_OF_ALL_HEADS = Norm("rms", scale="heads", over="all_heads")
+RMS_AFTER_ROPE = Norm("rms", after_rope=True)
+NORM_OF_EACH_HEAD = Norm("layer", scale="heads")
+GATE = Gate()
+HEAD_GATE = Gate("head")
 LLAMA = Family(defaults.BIAS, "attention_bias")
 BERT = Family({"is_decoder": False}, True, causal="is_decoder")
 BART = Family({}, True, causal=None)
@@ -62,7 +67,7 @@ MISTRAL = Family(defaults.ROPE | {"num_key_value_heads": 8, "sliding_window": No
 QWEN_2 = Family(defaults.QWEN, True, layer_type=layers.upper_slide)
 QWEN_3 = like(QWEN_2, {"head_dim": 128}, bias="attention_bias", norm=RMS)
 QWEN_3_VL = like(LLAMA, {"rope_theta": 5e5, "mrope_section": (24, 20, 20), "mrope_interleaved": True}, norm=RMS)
-OLMO_2 = like(LLAMA, {"rms_norm_eps": 1e-5}, norm="rms_norm_all_heads")
+OLMO_2 = like(LLAMA, {"rms_norm_eps": 1e-5}, norm=RMS_OF_ALL_HEADS)
 EXAONE_4 = Family(defaults.EXAONE, norm=RMS, layer_type=last_of(4), rotates=layers.sliding_or_all_rotate)
 GRANITE = like(LLAMA, {"attention_multiplier": 1.0})
 SWA: layers.Values = {"sliding_window": 128, "layer_rope_theta": None}
@@ -72,11 +77,11 @@ DEEPSEEK_2 = Family(defaults.LATENTS | {"rope_pairs": True}, "attention_bias", l
 GEMMA_3N = like(LLAMA, defaults.GEMMA_3N, norm=RMS, value_norm=True, scale=1.0, layer_type=last_of(5, ""))
 GEMMA_4 = GEMMA_3N._replace(keys=defaults.GEMMA_4, layer_type=layers.last_full(last_of(6, "")))
 QWEN_3_NEXT = like(
-    LLAMA, defaults.QWEN_NEXT, norm=RMS, norm_scale="1 + weight", gate=True, layer_type=layers.rest_linear
+    LLAMA, defaults.QWEN_NEXT, norm=RMS, norm_scale="1 + weight", gate=GATE, layer_type=layers.rest_linear
 )
 ROTATED_WINDOWS = like(LLAMA, defaults.HEADS_4, norm=RMS, rotates=layers.sliding_rotate)
-UNSCALED = like(LLAMA, {}, norm="rms_norm_after_rope", norm_scale="none")
-PHI = Family(defaults.PHI, True, "layer_norm_bias", "qk_layernorm")
+UNSCALED = like(LLAMA, {}, norm=RMS_AFTER_ROPE, norm_scale="none")
+PHI = Family(defaults.PHI, True, Norm("layer", bias=True), "qk_layernorm")
 BLT = Family({"rope_theta": 5e5, "rope_pairs": True})
 CONVOLVED = Family({}, refused="its keys and values pass through convolutions over tokens")
 MORE = "needs more than the module's options"
@@ -127,7 +132,7 @@ FAMILIES: dict[str, Family] = {
     "flint": like(ROTATED_WINDOWS, {"sliding_window": 513}, sinks=True, layer_type=layers.flint),
     **alike("lfm2 lfm2_moe", Family(defaults.LFM, norm=RMS, layer_type=listed(layers.indices("full_attn_idxs")))),
     "nanochat": like(UNSCALED, {"rope_reversed": True}),
-    **alike("hunyuan_v1_dense hunyuan_v1_moe", like(LLAMA, {"rms_norm_eps": 1e-5}, norm="rms_norm_after_rope")),
+    **alike("hunyuan_v1_dense hunyuan_v1_moe", like(LLAMA, {"rms_norm_eps": 1e-5}, norm=RMS_AFTER_ROPE)),
     "gemma": Family(defaults.GEMMA, "attention_bias"),
     **alike(
         "gemma2 vaultgemma", like(LLAMA, defaults.GEMMA_2 | {"attn_logit_softcapping": 50.0}, layer_type=last_of(2))
@@ -150,7 +155,7 @@ FAMILIES: dict[str, Family] = {
         layer_type=listed(cycle("", *["linear_attention"] * 3, FULL)),
         rotates=layers.given_theta_rotates,
     ),
-    "minimax_m2": Family(defaults.MINIMAX | {"rotary_dim": None}, norm="rms_norm_all_heads"),
+    "minimax_m2": Family(defaults.MINIMAX | {"rotary_dim": None}, norm=RMS_OF_ALL_HEADS),
     "minimax_m3_vl_text": Family(
         defaults.MINIMAX | {"num_key_value_heads": 4}, norm=RMS, norm_scale="1 + weight", layer_type=listed(full)
     ),
@@ -163,7 +168,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "ernie4_5": Family(defaults.ERNIE | {"num_key_value_heads": 2, "head_dim": 128}, "use_bias"),
     "ernie4_5_moe": Family(defaults.ERNIE | {"num_key_value_heads": 4}, "use_bias"),
-    "cohere": Family(defaults.COHERE | {"use_qk_norm": False}, "attention_bias", "layer_norm_each_head", "use_qk_norm"),
+    "cohere": Family(
+        defaults.COHERE | {"use_qk_norm": False}, "attention_bias", Norm("layer", scale="heads"), "use_qk_norm"
+    ),
     "cohere2": Family(defaults.COHERE_2, "attention_bias", layer_type=last_of(4), rotates=layers.sliding_rotate),
     "cohere2_moe": like(LLAMA, defaults.COHERE_MOE, layer_type=layers.cohere_moe, rotates=layers.cohere_moe_rotates),
     "cohere_compass_text": like(
@@ -189,18 +196,19 @@ FAMILIES: dict[str, Family] = {
     # With a gate.
     **alike("qwen3_next qwen3_5_moe_text", QWEN_3_NEXT),
     "qwen3_5_text": like(QWEN_3_NEXT, {"num_key_value_heads": 4}),
-    "afmoe": like(ROTATED_WINDOWS, defaults.AFMOE, gate=True, layer_type=last_of(4, "global_attn_every_n_layers")),
+    "afmoe": like(ROTATED_WINDOWS, defaults.AFMOE, gate=GATE, layer_type=last_of(4, "global_attn_every_n_layers")),
     "laguna": like(
         LLAMA,
         defaults.LAGUNA,
         norm=RMS,
-        gate="head",
+        gate=Gate("head", "softplus"),
         gate_key="gating",
-        gate_activation="softplus",
         layer_type=listed(full),
     ),
-    "lfm3": like(LLAMA, defaults.LFM_3, norm=RMS, gate="head", gate_key="use_attention_gate", layer_type=layers.lfm3),
-    "hrm_text": Family(defaults.BIAS | {"head_dim": 128, "num_layers_per_stack": None}, "attention_bias", gate=True),
+    "lfm3": like(
+        LLAMA, defaults.LFM_3, norm=RMS, gate=HEAD_GATE, gate_key="use_attention_gate", layer_type=layers.lfm3
+    ),
+    "hrm_text": Family(defaults.BIAS | {"head_dim": 128, "num_layers_per_stack": None}, "attention_bias", gate=GATE),
     # With a norm before the output projection.
     "bitnet": like(LLAMA, {"rope_theta": 5e5, "num_key_value_heads": 5, "rms_norm_eps": 1e-5}, out_norm=True),
     # With values of another head size.
@@ -217,8 +225,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": DEEPSEEK_2,
     "deepseek_v32": like(LATENT, defaults.INDEXER),
     "glm_moe_dsa": like(LATENT, defaults.GLM_5, layer_type=layers.own_indexer),
-    "axk2": like(LATENT, defaults.AXK_2, gate=True, query_residual=True),
-    "hy_v4": Family(defaults.HY_4, "attention_bias", latent=True, gate=True, sinks=True, layer_type=layers.own_indexer),
+    "axk2": like(LATENT, defaults.AXK_2, gate=GATE, query_residual=True),
+    "hy_v4": Family(defaults.HY_4, "attention_bias", latent=True, gate=GATE, sinks=True, layer_type=layers.own_indexer),
     "glm4_moe_lite": like(LATENT, {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}),
     "minicpm3": Family(defaults.MINICPM, "attention_bias", latent=True),
     "mistral4": like(
@@ -279,7 +287,7 @@ FAMILIES: dict[str, Family] = {
     "bailing_hybrid": like(
         DEEPSEEK_2,
         {"rope_theta": 6e6, "q_lora_rank": None, "full_attention_interval": 6},
-        gate="head",
+        gate=HEAD_GATE,
         layer_type=layers.rest_linear,
     ),
     # Families that the module cannot compute.
