@@ -170,7 +170,8 @@ def test_features_of_models_name_arguments_and_families_that_exist():
     rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", (DOCS / "model-features.md").read_text(), re.MULTILINE)
     modules = flax_mha.MultiHeadAttention, flax_mha.MultiHeadLatentAttention
     functions = [f for module in modules for f in (module, module.__call__, module.init_cache)]
-    taken = {name for f in (*functions, flax_mha.Indexer, flax_mha.RoPE) for name in inspect.signature(f).parameters}
+    values = flax_mha.Norm, flax_mha.Gate, flax_mha.Indexer, flax_mha.RoPE
+    taken = {name for f in (*functions, *values) for name in inspect.signature(f).parameters}
     known = {"recipes": vars(recipes), "convert": vars(flax_mha.convert)}
     for _, arguments, families in rows:
         assert taken.issuperset(re.findall(r"(\w+)=", arguments))

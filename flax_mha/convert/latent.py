@@ -135,7 +135,7 @@ def latent_to_torch(params: Mapping[str, Any], is_scaled: bool = False) -> Array
     if axes["gate/kernel"][0] == "D":
         return found | {HEAD_GATE if axes["gate/kernel"] == "DN" else GATE: gate}
     if axes["gate/kernel"][-1] == "N":
-        raise ValueError('params must not be of query_residual=True with gate=Gate("head"), which no PyTorch layout holds.')
+        raise ValueError('params must not have query_residual=True with gate=Gate("head"): no PyTorch layout holds it.')
     both = [x.reshape(heads, -1, x.shape[-1]) for x in (found.pop("q_b_proj.weight"), gate)]
     return found | {STACKED: np.concatenate(both, axis=1).reshape(-1, gate.shape[-1])}
 
