@@ -13,7 +13,8 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import Gate, Norm, convert, linen
-from flax_mha.convert.hf_config.families import FAMILIES
+from flax_mha._src.modules.core import core_of
+from flax_mha.convert.families import FAMILIES
 from flax_mha.rope import NTK, RoPE, YaRN
 
 N, K, H, D = 4, 2, 8, 24
@@ -389,7 +390,52 @@ def test_process_heads_need_a_positive_number(number):
         convert.ScaleValues(number)
 
 
-WHISPER = {"model_type": "whisper", "encoder_attention_heads": 2, "decoder_attention_heads": 4}
+class CountedConfig(dict):
+    """A config that counts how often all of its values are read."""
+
+    reads = 0
+
+    def items(self):
+        self.reads += 1
+        return super().items()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("model_type", ["llama", "gemma4_text", "whisper"])
+def test_a_config_is_read_once(model_type):
+    weights = state_dict(norms=model_type == "gemma4_text", prefix="model.layers.0.self_attn.")
+    if model_type == "whisper":
+        weights = whisper_layer("encoder")
+    config = CountedConfig(WHISPER if model_type == "whisper" else like_llama(model_type))
+    convert.from_hf(config, weights)
+    assert config.reads == 1
+    if model_type != "whisper":  # whose two parts differ
+        convert.describe(config)
+        assert config.reads == 2
+        RoPE.from_config(config, "sliding_attention")
+        assert config.reads == 3
+
+
+def whisper_layer(part):
+    """The weights of the self-attention of a layer, by their names in Whisper."""
+    layer = f"model.{part}.layers.0.self_attn."
+    shapes = {f"{name}_proj.weight": (D, D) for name in ("q", "k", "v", "out")}
+    shapes |= {f"{name}_proj.bias": (D,) for name in ("q", "v", "out")}
+    return {layer + key: np.ones(shape, np.float32) for key, shape in shapes.items()}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("part", "heads"), [("encoder", 2), ("decoder", 4)])
+def test_the_two_parts_of_a_model_have_their_own_number_of_heads(part, heads):
+    both = whisper_layer("encoder") | whisper_layer("decoder")
+    for weights, prefix in ((whisper_layer(part), ""), (both, f"model.{part}.")):
+        module = convert.from_hf(WHISPER, weights, prefix=prefix)
+        assert module.num_heads == heads
+        is_causal = core_of(module.attention_fn).preset.get("is_causal", False)
+        assert is_causal == (part == "decoder")
+
+
+WHISPER = {"model_type": "whisper", "d_model": D, "encoder_attention_heads": 2, "decoder_attention_heads": 4}
 REFUSED = [
     (object(), "config must be a dict, but got object; use config.to_dict"),
     ({}, "model_type must be in .*FAMILIES, but got None"),

@@ -15,7 +15,7 @@ from marks import with_core
 
 import flax_mha
 from flax_mha import recipes
-from flax_mha.convert.hf_config.families import FAMILIES
+from flax_mha.convert.families import FAMILIES
 from train_demo import command_line
 
 ROOT = Path(__file__).parent.parent

@@ -15,8 +15,8 @@ module. `from_torch` returns the parameters as numpy arrays, also for `flax.line
 lists the supported weight names.
 """
 
-from flax_mha.convert.config import describe as describe
-from flax_mha.convert.layer import from_hf as from_hf
+from flax_mha.convert.describe import describe as describe
+from flax_mha.convert.from_hf import from_hf as from_hf
 from flax_mha.convert.layouts import ALL as ALL
 from flax_mha.convert.layouts import LAYOUTS as LAYOUTS
 from flax_mha.convert.layouts import LayoutName as LayoutName

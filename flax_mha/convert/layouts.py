@@ -23,7 +23,7 @@ LayoutName = (
     | Literal["hf_vit", "timm"]  # ViT and DINO; in Transformers 5, they have Llama's names
     | Literal["hf_vit_unbiased", "hf_vit5_unbiased", "timm_unbiased"]  # no biases of queries, keys and values
     | Literal["hf_t5"]
-    | Literal["hf_deepseek"]  # latent attention; see convert/latent.py, not LAYOUTS
+    | Literal["hf_deepseek"]  # latent attention; see convert/latent_weights.py, not LAYOUTS
 )
 QKV = ("query", "key", "value")
 ALL = (*QKV, "out")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from flax_mha.convert.latent import AXES, scaled
+from flax_mha.convert.latent_weights import AXES, scaled
 from flax_mha.convert.layouts import LATENT, LAYOUTS, MODEL_TYPE, NORM_BIASES, NORMS, OTHER_AXES, TORCH_AXES, LayoutName
 from flax_mha.convert.shapes import Arrays, fill_with_zeros
 from flax_mha.convert.state_dict import T5_TABLE, attention_entries, with_shared

@@ -8,8 +8,8 @@ from flax import nnx, traverse_util
 
 from flax_mha._src.core.validation import is_int
 from flax_mha.convert import shapes
-from flax_mha.convert.hf_config.families import FAMILIES, NORM_OF_EACH_HEAD, Family
-from flax_mha.convert.latent import is_latent, latent_to_torch, read_latent
+from flax_mha.convert.families import FAMILIES, NORM_OF_EACH_HEAD, Family
+from flax_mha.convert.latent_weights import is_latent, latent_to_torch, read_latent
 from flax_mha.convert.layouts import KERNELS, LATENT, LAYOUTS, MODEL_TYPE, NORMS, OTHER_AXES, TORCH_AXES, LayoutName
 from flax_mha.convert.shapes import Arrays
 from flax_mha.convert.state_dict import attention_entries, check_not_quantized, leaves_of, recognize, to_numpy

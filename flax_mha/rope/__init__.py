@@ -177,9 +177,11 @@ class RoPE:
           >>> RoPE.from_config(gemma_3, layer_type="sliding_attention").base
           10000.0
         """
-        from flax_mha.convert import rope as annex  # imports this file
+        # These import this file.
+        from flax_mha.convert.read_config import read_config
+        from flax_mha.convert.rope import rope_arguments
 
-        return cls(**annex.read(config, layer_type, max_length))
+        return cls(**rope_arguments(read_config(config), layer_type, max_length))
 
 
 def apply_rope(

@@ -1,17 +1,11 @@
-"""Converts latent attention (DeepSeek): the weights, which have the same names in Flax, and the sizes in a config."""
+"""Converts the weights of latent attention (DeepSeek), which have the same names in Flax."""
 
-import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from flax_mha._src.modules.indexer import Indexer
-from flax_mha._src.modules.layers import Gate
-from flax_mha._src.modules.options import LATENT_SIZES
-from flax_mha.convert.hf_config.families import Family
-from flax_mha.convert.hf_config.layers import Values
 from flax_mha.convert.layouts import LATENT_KEYS
 from flax_mha.convert.shapes import Arrays, find_sizes
 from flax_mha.convert.state_dict import leaves_of, to_numpy
@@ -148,55 +142,3 @@ def _axis_of_heads(axes: str) -> int:
 def _flatten_heads(axes: str, array: np.ndarray) -> np.ndarray:
     axis = _axis_of_heads(axes)
     return array if axis < 0 else array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
-
-
-def latent_sizes(values: Values) -> dict[str, Any]:
-    """Reads the size arguments of `MultiHeadLatentAttention` from a config; raises a ValueError if one is wrong."""
-    heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
-    if values.get("v_head_dim") is None and heads and hidden:
-        values = values | {"v_head_dim": hidden // heads}
-    names = ("num_attention_heads", "hidden_size", *LATENT_SIZES, "q_lora_rank")
-    for name in names:
-        if not values.get(name) and name != "q_lora_rank":
-            raise ValueError(f"{name} in config must be a positive integer, but got {values.get(name)!r}.")
-    _check_consistent(values)
-    return dict(zip(("num_heads", "in_features", *names[2:]), (values[name] for name in names), strict=True))
-
-
-def latent_options(family: Family) -> dict[str, Any]:
-    """Returns the options among the arguments of `MultiHeadLatentAttention` that the family sets."""
-    gate = True if family.gate == Gate() else family.gate
-    found = {"gate": gate, "sinks": family.sinks, "query_residual": family.query_residual}
-    return {name: x for name, x in found.items() if x}
-
-
-def indexer_of(values: Values) -> dict[str, Indexer]:
-    """Reads the argument `indexer` of `MultiHeadLatentAttention` from a config; returns {} if it has no indexer."""
-    if "index_n_heads" not in values:
-        return {}
-    if values["q_lora_rank"] is None or values["index_head_dim"] < values["qk_rope_head_dim"]:
-        raise ValueError(
-            "config must set q_lora_rank, and index_head_dim to at least qk_rope_head_dim, but got "
-            f"{values['q_lora_rank']!r}, {values['index_head_dim']} and {values['qk_rope_head_dim']}."
-        )
-    names = ("index_n_heads", "index_head_dim", "index_topk", "indexer_rope_interleave")
-    indexer = Indexer(*(values[name] for name in names))
-    if values.get("indexer_rope_last"):  # HY 4, which also has another epsilon
-        indexer = dataclasses.replace(indexer, rotary_last=True, norm_epsilon=values.get("rms_norm_eps", 1e-6))
-    return {"indexer": indexer}
-
-
-def _check_consistent(values: Values) -> None:
-    rotary, size = values["qk_rope_head_dim"], values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
-    for name, expected, reason in (
-        ("num_key_value_heads", values["num_attention_heads"], "num_attention_heads"),
-        ("qk_head_dim", size, "qk_nope_head_dim + qk_rope_head_dim"),
-    ):
-        if values.get(name) not in (None, expected):
-            raise ValueError(f"{name} in config must equal {reason} = {expected}, but got {values[name]!r}.")
-    parameters: Values = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    fraction = parameters.get("partial_rotary_factor") or 1.0
-    if not any(round(fraction * of) == rotary for of in (rotary, size)):
-        raise ValueError(
-            f"partial_rotary_factor must match {rotary} rotary features out of {size}, but got {fraction!r}."
-        )

@@ -11,15 +11,11 @@ from flax.typing import Dtype
 import flax_mha.nnx
 from flax_mha._src.modules.attention_fn import attention_fn
 from flax_mha.attention import Implementation
-from flax_mha.convert.config import attention_with, describe
-from flax_mha.convert.hf_config.config import read_config
-from flax_mha.convert.hf_config.families import Family
-from flax_mha.convert.hf_config.layers import Values
+from flax_mha.convert.describe import attention_with, check_described, describe_layer
 from flax_mha.convert.load import load_torch
+from flax_mha.convert.read_config import Config, of_part, read_config
 from flax_mha.convert.state_dict import T5_TABLE, layer_prefix, to_numpy, with_shared
 from flax_mha.recipes import t5_bias
-
-HEADS = ("encoder_attention_heads", "decoder_attention_heads")  # an encoder-decoder model has both
 
 
 def from_hf(
@@ -74,45 +70,61 @@ def from_hf(
       >>> attention(jnp.ones((1, 5, 8))).shape  # causal, as in the model
       (1, 5, 8)
     """
-    family, values = read_config(config)
-    if family.refused:
-        describe(config, layer)  # raises the error that says why
-    if family.value_norm:
-        sizes = describe(config, layer, max_length=max_length)
+    read = read_config(config)
+    check_described(read)
+    if read.family.value_norm:
+        # Layers that use other layers' keys or values fit a layout only with these.
+        sizes = describe_layer(read, layer, max_length)
         if sizes["share_kv"] or sizes["reuse_kv"]:
             state_dict = with_shared(state_dict, sizes["num_heads"], sizes["num_kv_heads"])
-    prefix = layer_prefix(state_dict, layer, prefix, family.attentions)
-    is_decoder = "decoder" in prefix or ("encoder" not in prefix and bool(values.get("is_decoder")))
-    mine, other = HEADS[::-1] if is_decoder else HEADS
-    config = {key: value for key, value in config.items() if key != other or mine not in config}
-    described = describe(config, layer, max_length=max_length)
-    options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "decode": decode}
-    options |= {"implementation": implementation, "head_axis": head_axis, "kernel_init": nnx.initializers.zeros_init()}
-    options["attention_fn"] = _attention_fn(family, family.keys | values, described, state_dict, is_decoder)
-    kind: Any = flax_mha.nnx.MultiHeadLatentAttention if family.latent else flax_mha.nnx.MultiHeadAttention
-    module = kind(**described | options, rngs=nnx.Rngs(0))
-    load_torch(module, {key: x for key, x in state_dict.items() if not key.endswith(T5_TABLE)}, prefix)
+    prefix = layer_prefix(state_dict, layer, prefix, read.family.attentions)
+    is_decoder = "decoder" in prefix or ("encoder" not in prefix and bool(read.values.get("is_decoder")))
+    read = of_part(read, is_decoder)
+    arguments = describe_layer(read, layer, max_length)
+    arguments["attention_fn"] = _attention_fn(read, arguments, state_dict, is_decoder)
+    kind: Any = flax_mha.nnx.MultiHeadAttention
+    if read.family.latent:
+        kind = flax_mha.nnx.MultiHeadLatentAttention
+    module = kind(
+        **arguments,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        decode=decode,
+        implementation=implementation,
+        head_axis=head_axis,
+        kernel_init=nnx.initializers.zeros_init(),
+        rngs=nnx.Rngs(0),
+    )
+    weights = {key: value for key, value in state_dict.items() if not key.endswith(T5_TABLE)}
+    load_torch(module, weights, prefix)
     return module
 
 
-def _attention_fn(
-    family: Family, values: Values, described: dict[str, Any], state_dict: Mapping[str, Any], is_decoder: bool
-) -> Any:
+def _is_causal(config: Config, is_decoder: bool) -> bool:
+    causal = config.family.causal
+    if isinstance(causal, str):
+        causal = config.values[causal]
+    return bool(is_decoder if causal is None else causal)
+
+
+def _attention_fn(config: Config, arguments: Mapping[str, Any], state_dict: Mapping[str, Any], is_decoder: bool) -> Any:
     """Returns the `attention_fn` of a layer, a partial that sets what each call needs: causality, T5's bias, ALiBi."""
-    causal = values[family.causal] if isinstance(family.causal, str) else family.causal
-    causal = bool(is_decoder if causal is None else causal)
-    if not values.get("is_causal", True):
+    is_causal = _is_causal(config, is_decoder)
+    if not config.values.get("is_causal", True):
         raise ValueError("config must not set is_causal=False; use describe for a layer that attends to all keys.")
-    if not causal and described.get("local_window_size") is not None:
+    if not is_causal and arguments.get("local_window_size") is not None:
         raise ValueError(
             "config must use causal attention if it sets a window, because sliding windows must be one-sided."
         )
-    preset: dict[str, Any] = {"is_causal": True} if causal else {}
-    preset |= described["attention_fn"].keywords if "attention_fn" in described else {}
+    presets: dict[str, Any] = {}
+    if is_causal:
+        presets["is_causal"] = True
+    if "attention_fn" in arguments:
+        presets |= arguments["attention_fn"].keywords
     for key in state_dict:
         if key.endswith(T5_TABLE) and ("decoder" in key) == is_decoder:
-            length = values.get("relative_attention_max_distance", 128)
-            bias = t5_bias(jnp.asarray(to_numpy(key, state_dict[key])), length, bidirectional=not causal)
-            preset |= {"score_mod": bias["score_mod"]}
-            return functools.partial(attention_fn, **preset)
-    return attention_with(**preset) if preset else attention_fn
+            table = jnp.asarray(to_numpy(key, state_dict[key]))
+            length = config.values.get("relative_attention_max_distance", 128)
+            bias = t5_bias(table, length, bidirectional=not is_causal)
+            return functools.partial(attention_fn, **presets | {"score_mod": bias["score_mod"]})
+    return attention_with(**presets) if presets else attention_fn

@@ -1,4 +1,4 @@
-"""`read_config`: reads the model family and the values of a Hugging Face config, which the table `KINDS` checks."""
+"""`read_config`: reads a Hugging Face config, once; the table `KINDS` checks its values."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flax_mha._src.core.validation import LARGEST, is_finite, is_int
-from flax_mha.convert.hf_config.families import FAMILIES, Family
-from flax_mha.convert.hf_config.layers import Values
+from flax_mha.convert.families import FAMILIES, Family
+from flax_mha.convert.layer_rules import Values
 
 # Other names of keys. If a config has several of them, the first in this order counts.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -37,6 +37,19 @@ PARTS |= {name: f"{name}_text" for name in ("gemma3n", "gemma4", "gemma4_unified
 PARTS |= {name: name for name in ("gemma4_assistant", "gemma4_unified_assistant")}
 OPTIONAL = {key for family in FAMILIES.values() for key in family.keys} - COMMON  # read only by some families
 UNKNOWN = Family({}, refused="it is not known")
+
+
+class Config(NamedTuple):
+    """A Hugging Face config that was read: what `describe`, `from_hf` and `RoPE.from_config` need of it."""
+
+    family: Family  # `UNKNOWN` if `FAMILIES` lacks its model type
+    given: Values  # what the config says, by the main names of keys
+    values: Values  # the same, with the defaults of the family
+
+    @property
+    def model_type(self) -> Any:
+        """The model type of the part that has the attention; None if the config has none."""
+        return self.given.get("model_type")
 
 
 class Kind(NamedTuple):
@@ -129,6 +142,103 @@ KINDS: dict[str, Kind] = {
 }
 
 
+def read_config(config: Any) -> Config:
+    """Reads a config; raises a ValueError for a value of the wrong type.
+
+    Aliases also get their main name in `ALIASES`. Nulls are left out, except for the keys in `NULL_COUNTS`. Keys that
+    only other families read are left out, unless the family is refused: as in Transformers, a `sliding_window` in the
+    config of a Llama has no effect.
+    """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config must be a dict, but got {type(config).__name__}; use config.to_dict().")
+    given = _text_values(config)
+    names = _add_main_names(given)
+    family = FAMILIES.get(given.get("model_type", ""), UNKNOWN)
+    if "n_embed" in family.keys and "n_embed" in given:
+        # As in Transformers, the old key of BLOOM and Falcon counts before the new one.
+        given["hidden_size"] = given["n_embed"]
+        names["hidden_size"] = "n_embed"
+    if family.refused:
+        # Only its rotary positions are read.
+        check_types(given, (*ROTARY, *NESTED), names)
+        return Config(family, given, family.keys | given)
+    given = {key: value for key, value in given.items() if key not in OPTIONAL or key in family.keys}
+    check_types(given, KINDS, names)
+    given = _recounted(family, given)
+    values = family.keys | given
+    if "local_attention" in values and values["sliding_window"] is None:
+        # ModernBERT counts both sides.
+        values["sliding_window"] = (values["local_attention"] or 0) // 2
+    return Config(family, given, values)
+
+
+def _text_values(config: Mapping[str, Any]) -> Values:
+    """Returns the values of the text model in a config, including its model type."""
+    model_type = config.get("model_type")
+    if model_type in ("clip", "siglip") and "text_config" in config and "vision_config" in config:
+        raise ValueError(
+            "config must describe one part of the model, but has text_config and vision_config; pass "
+            'config["text_config"] or config["vision_config"].'
+        )
+    text = config.get("text_config")
+    if not text and "musicgen" in str(model_type):
+        text = config.get("decoder")
+    if not text:
+        text = config
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config must be a dict, but got {text!r}.")
+    values = {key: value for key, value in text.items() if value is not None or key in NULL_COUNTS}
+    of_attention = values.get("attn_config")
+    if isinstance(of_attention, Mapping):
+        # MPT and DBRX have keys of the attention in it.
+        values = dict(of_attention) | {key: x for key, x in values.items() if key not in OPTIONAL}
+    if isinstance(model_type, str):
+        if model_type in PARTS and "patch_size" not in text:  # not a vision encoder
+            values["model_type"] = PARTS[model_type]
+        if model_type in FAMILIES and FAMILIES[model_type].refused:
+            values["model_type"] = model_type
+    if not isinstance(values.get("model_type", ""), str):
+        raise ValueError(f"model_type must be a string, but got {values['model_type']!r}.")
+    return values
+
+
+def _add_main_names(values: Values) -> dict[str, str]:
+    """Adds the main name of each key that has an alias; returns the key that gave the value, by main name."""
+    names: dict[str, str] = {}
+    for name, others in ALIASES.items():
+        found = [key for key in (name, *others) if key in values]
+        if found:
+            # An alias with a value counts before a null.
+            found.sort(key=lambda key: values[key] is None)
+            names[name] = found[0]
+            values[name] = values[found[0]]
+    return names
+
+
+def _recounted(family: Family, given: Values) -> Values:
+    """Returns the values of a config that counts its layers, or the tokens of a window, in another way than others."""
+    if family.attentions > 1 and "num_layers" in given:
+        return given | {"num_hidden_layers": family.attentions * given["num_layers"]}
+    if "num_layers_per_stack" in given:
+        return {key: value for key, value in given.items() if key != "num_hidden_layers"}
+    if given.get("sliding_window_size"):
+        # It does not count the token itself.
+        return given | {"sliding_window": given["sliding_window_size"] + 1}
+    return given
+
+
+def of_part(config: Config, is_decoder: bool) -> Config:
+    """Returns the config of the decoder, or of the encoder, if the config has the number of heads of both."""
+    encoder, decoder = "encoder_attention_heads", "decoder_attention_heads"
+    own = decoder if is_decoder else encoder
+    other = encoder if is_decoder else decoder
+    if own not in config.given:
+        return config
+    given = {key: value for key, value in config.given.items() if key != other}
+    given["num_attention_heads"] = given[own]
+    return Config(config.family, given, config.family.keys | given)
+
+
 def check_types(values: Mapping[str, Any], keys: Iterable[str], names: Mapping[str, str]) -> None:
     """Raises a ValueError for the value of a key that has the wrong type or is out of range; null always fits.
 
@@ -137,59 +247,14 @@ def check_types(values: Mapping[str, Any], keys: Iterable[str], names: Mapping[s
     for key in keys:
         if key not in KINDS or values.get(key) is None:
             continue
-        value, kind = values[key], KINDS[key]
+        value = values[key]
+        kind = KINDS[key]
         if not kind.fits(value):
             raise ValueError(f"{names.get(key, key)} must be {kind.expected}, but got {value!r}.")
-        if key in NESTED:
-            check_types(value, ROTARY, {})
-            for inner in value.values():  # by type of layer
-                check_types(inner if isinstance(inner, Mapping) else {}, ROTARY, {})
-        if kind is MAPPING and key not in NESTED:
-            for part in (value, *(x for x in value.values() if isinstance(x, Mapping))):
-                check_types(part, KINDS, {})
-
-
-def read_config(config: Any) -> tuple[Family, Values]:
-    """Returns the family of a config, `UNKNOWN` if `FAMILIES` lacks its model type, and the config's values by key.
-
-    Aliases also get their main name in `ALIASES`. Nulls are left out, except for the keys in `NULL_COUNTS`. Keys that
-    only other families read are left out, unless the family is refused: as in Transformers, a `sliding_window` in the
-    config of a Llama has no effect. Raises a ValueError for a value of the wrong type.
-    """
-    if not isinstance(config, Mapping):
-        raise ValueError(f"config must be a dict, but got {type(config).__name__}; use config.to_dict().")
-    model_type = config.get("model_type")
-    if model_type in ("clip", "siglip") and "text_config" in config and "vision_config" in config:
-        raise ValueError(
-            "config must describe one part of the model, but has text_config and vision_config; pass "
-            'config["text_config"] or config["vision_config"].'
-        )
-    text = config.get("text_config") or (config.get("decoder") if "musicgen" in str(model_type) else None) or config
-    if not isinstance(text, Mapping):
-        raise ValueError(f"text_config must be a dict, but got {text!r}.")
-    values = {key: value for key, value in text.items() if value is not None or key in NULL_COUNTS}
-    if isinstance(values.get("attn_config"), Mapping):  # MPT, DBRX
-        values = dict(values["attn_config"]) | {key: x for key, x in values.items() if key not in OPTIONAL}
-    if isinstance(model_type, str) and model_type in PARTS and "patch_size" not in text:  # not for a vision encoder
-        values["model_type"] = PARTS[model_type]
-    if isinstance(model_type, str) and model_type in FAMILIES and FAMILIES[model_type].refused:
-        values["model_type"] = model_type
-    if not isinstance(values.get("model_type", ""), str):
-        raise ValueError(f"model_type must be a string, but got {values['model_type']!r}.")
-    names: dict[str, str] = {}
-    for name, others in ALIASES.items():
-        if found := [key for key in (name, *others) if key in values]:
-            # An alias with a value counts before a null.
-            found.sort(key=lambda key: values[key] is None)
-            values[name], names[name] = values[found[0]], found[0]
-    family = FAMILIES.get(values.get("model_type", ""), UNKNOWN)
-    if "n_embed" in family.keys and "n_embed" in values:
-        # As in Transformers, the old key of BLOOM and Falcon counts before the new one.
-        values["hidden_size"] = values["n_embed"]
-        names["hidden_size"] = "n_embed"
-    if family.refused:
-        check_types(values, (*ROTARY, *NESTED), names)
-        return family, values
-    values = {key: value for key, value in values.items() if key not in OPTIONAL or key in family.keys}
-    check_types(values, KINDS, names)
-    return family, values
+        if kind is MAPPING:
+            # Rotary parameters, and values of single layers, may be nested once more: by type or number of layers.
+            inner_kinds = ROTARY if key in NESTED else KINDS
+            check_types(value, inner_kinds, {})
+            for inner in value.values():
+                if isinstance(inner, Mapping):
+                    check_types(inner, inner_kinds, {})

@@ -7,8 +7,8 @@ Transformers.
 from typing import Any, Literal, NamedTuple
 
 from flax_mha._src.modules.layers import Gate, Norm
-from flax_mha.convert.hf_config import defaults, layers
-from flax_mha.convert.hf_config.layers import FULL, cycle, first_of, full, last_of, listed, sliding
+from flax_mha.convert import defaults, layer_rules
+from flax_mha.convert.layer_rules import FULL, cycle, first_of, full, last_of, listed, sliding
 
 
 class Family(NamedTuple):
@@ -19,7 +19,7 @@ class Family(NamedTuple):
     contain `rope_theta`.
     """
 
-    keys: layers.Values
+    keys: layer_rules.Values
     bias: str | bool = False  # whether projections have biases; or config keys, any of which adds them
     norm: Norm | None = None  # of queries and keys; its epsilon is the `rms_norm_eps` of the config
     norm_key: str = ""  # the config key that switches the norms on; empty if they are always on
@@ -37,13 +37,13 @@ class Family(NamedTuple):
     value_norm: bool = False  # values are normalized, and layers may share keys and values
     borrows_kv: bool = False  # all layers use keys and values of another model
     alibi: bool = False
-    layer_type: layers.LayerType = full
-    rotates: layers.Rotates = layers.all_rotate
+    layer_type: layer_rules.LayerType = full
+    rotates: layer_rules.Rotates = layer_rules.all_rotate
     causal: str | bool | None = True  # or the config key of this boolean; None: causal only in decoders
     refused: str = ""  # why `describe` refuses the family; `RoPE.from_config` still reads its keys
 
 
-def like(family: Family, keys: layers.Values, **fields: Any) -> Family:
+def like(family: Family, keys: layer_rules.Values, **fields: Any) -> Family:
     """Returns a copy of a family with these keys added or their defaults replaced, and with these fields replaced."""
     return family._replace(keys=family.keys | keys, **fields)
 
@@ -64,22 +64,22 @@ BERT = Family({"is_decoder": False}, True, causal="is_decoder")
 BART = Family({}, True, causal=None)
 ENCODER = Family({}, True, causal=False)
 MISTRAL = Family(defaults.ROPE | {"num_key_value_heads": 8, "sliding_window": None}, layer_type=sliding)
-QWEN_2 = Family(defaults.QWEN, True, layer_type=layers.upper_slide)
+QWEN_2 = Family(defaults.QWEN, True, layer_type=layer_rules.upper_slide)
 QWEN_3 = like(QWEN_2, {"head_dim": 128}, bias="attention_bias", norm=RMS)
 QWEN_3_VL = like(LLAMA, {"rope_theta": 5e5, "mrope_section": (24, 20, 20), "mrope_interleaved": True}, norm=RMS)
 OLMO_2 = like(LLAMA, {"rms_norm_eps": 1e-5}, norm=RMS_OF_ALL_HEADS)
-EXAONE_4 = Family(defaults.EXAONE, norm=RMS, layer_type=last_of(4), rotates=layers.sliding_or_all_rotate)
+EXAONE_4 = Family(defaults.EXAONE, norm=RMS, layer_type=last_of(4), rotates=layer_rules.sliding_or_all_rotate)
 GRANITE = like(LLAMA, {"attention_multiplier": 1.0})
-SWA: layers.Values = {"sliding_window": 128, "layer_rope_theta": None}
-GRANITE_SWA = like(GRANITE, SWA, sinks=True, layer_type=first_of(4), rotates=layers.with_theta_rotate)
+SWA: layer_rules.Values = {"sliding_window": 128, "layer_rope_theta": None}
+GRANITE_SWA = like(GRANITE, SWA, sinks=True, layer_type=first_of(4), rotates=layer_rules.with_theta_rotate)
 LATENT = Family(defaults.LATENTS | {"rope_interleave": True}, "attention_bias", latent=True)
 DEEPSEEK_2 = Family(defaults.LATENTS | {"rope_pairs": True}, "attention_bias", latent=True)
 GEMMA_3N = like(LLAMA, defaults.GEMMA_3N, norm=RMS, value_norm=True, scale=1.0, layer_type=last_of(5, ""))
-GEMMA_4 = GEMMA_3N._replace(keys=defaults.GEMMA_4, layer_type=layers.last_full(last_of(6, "")))
+GEMMA_4 = GEMMA_3N._replace(keys=defaults.GEMMA_4, layer_type=layer_rules.last_full(last_of(6, "")))
 QWEN_3_NEXT = like(
-    LLAMA, defaults.QWEN_NEXT, norm=RMS, norm_scale="1 + weight", gate=GATE, layer_type=layers.rest_linear
+    LLAMA, defaults.QWEN_NEXT, norm=RMS, norm_scale="1 + weight", gate=GATE, layer_type=layer_rules.rest_linear
 )
-ROTATED_WINDOWS = like(LLAMA, defaults.HEADS_4, norm=RMS, rotates=layers.sliding_rotate)
+ROTATED_WINDOWS = like(LLAMA, defaults.HEADS_4, norm=RMS, rotates=layer_rules.sliding_rotate)
 UNSCALED = like(LLAMA, {}, norm=RMS_AFTER_ROPE, norm_scale="none")
 PHI = Family(defaults.PHI, True, Norm("layer", bias=True), "qk_layernorm")
 BLT = Family({"rope_theta": 5e5, "rope_pairs": True})
@@ -100,7 +100,7 @@ FAMILIES: dict[str, Family] = {
     "nemotron": like(LLAMA, defaults.HALF),
     "solar_open": like(LLAMA, defaults.MILLION | defaults.HEADS_8 | {"partial_rotary_factor": 1.0}),
     "falcon_h1": like(LLAMA, {"key_multiplier": 1.0, "num_key_value_heads": 8}),
-    "mllama_text_model": Family(defaults.CROSS, layer_type=layers.cross_listed),
+    "mllama_text_model": Family(defaults.CROSS, layer_type=layer_rules.cross_listed),
     "moshi": Family(defaults.ROPE),
     "cwm": Family(defaults.CWM | {"num_key_value_heads": 8}, layer_type=first_of(4)),
     "mistral": like(MISTRAL, {"sliding_window": 4096}),
@@ -109,19 +109,21 @@ FAMILIES: dict[str, Family] = {
     "mixtral": like(MISTRAL, defaults.MILLION),
     "phimoe": like(MISTRAL, defaults.MILLION | {"attention_bias": False}, bias="attention_bias"),
     "starcoder2": like(MISTRAL, {"num_key_value_heads": 2, "use_bias": True}, bias="use_bias"),
-    "minimax": like(MISTRAL, defaults.MILLION, layer_type=layers.windowed(listed(cycle("", FULL, "linear_attention")))),
+    "minimax": like(
+        MISTRAL, defaults.MILLION, layer_type=layer_rules.windowed(listed(cycle("", FULL, "linear_attention")))
+    ),
     "phi3": Family(defaults.WHOLE, layer_type=sliding),
     "phi4_multimodal": Family(defaults.WHOLE | {"num_key_value_heads": 8}, layer_type=sliding),
     "qwen2": QWEN_2,
     "qwen2_moe": like(
-        QWEN_2, {"qkv_bias": True, "num_key_value_heads": 16}, bias="qkv_bias", layer_type=layers.lower_even_slide
+        QWEN_2, {"qkv_bias": True, "num_key_value_heads": 16}, bias="qkv_bias", layer_type=layer_rules.lower_even_slide
     ),
     "qwen3": QWEN_3,
     "qwen3_moe": like(QWEN_3, {"head_dim": None, "num_key_value_heads": 4}, layer_type=sliding),
     **alike("qwen2_vl_text qwen2_5_vl_text", like(QWEN_2, defaults.QWEN_2_VL)),
     "qwen3_vl_text": like(QWEN_3_VL, {"num_key_value_heads": 32, "head_dim": 128}),
     "qwen3_vl_moe_text": like(QWEN_3_VL, {"num_key_value_heads": 16, "head_dim": None}),
-    "dots1": Family(defaults.DOTS, "attention_bias", RMS, layer_type=layers.upper_slide),
+    "dots1": Family(defaults.DOTS, "attention_bias", RMS, layer_type=layer_rules.upper_slide),
     **alike("apertus apertus1p5_text", Family(defaults.APERTUS, "attention_bias", RMS)),
     "hy_v3": like(LLAMA, defaults.HEADS_8 | {"rope_theta": 11_158_840.0, "rms_norm_eps": 1e-5}, norm=RMS),
     "mellum": like(LLAMA, defaults.MELLUM, norm=RMS, layer_type=listed(full)),
@@ -129,8 +131,8 @@ FAMILIES: dict[str, Family] = {
     "kolibri1": like(
         EXAONE_4, defaults.HEADS_4 | {"sliding_window": 513, "rms_norm_eps": 1e-6}, layer_type=last_of(5, "")
     ),
-    "flint": like(ROTATED_WINDOWS, {"sliding_window": 513}, sinks=True, layer_type=layers.flint),
-    **alike("lfm2 lfm2_moe", Family(defaults.LFM, norm=RMS, layer_type=listed(layers.indices("full_attn_idxs")))),
+    "flint": like(ROTATED_WINDOWS, {"sliding_window": 513}, sinks=True, layer_type=layer_rules.flint),
+    **alike("lfm2 lfm2_moe", Family(defaults.LFM, norm=RMS, layer_type=listed(layer_rules.indices("full_attn_idxs")))),
     "nanochat": like(UNSCALED, {"rope_reversed": True}),
     **alike("hunyuan_v1_dense hunyuan_v1_moe", like(LLAMA, {"rms_norm_eps": 1e-5}, norm=RMS_AFTER_ROPE)),
     "gemma": Family(defaults.GEMMA, "attention_bias"),
@@ -153,7 +155,7 @@ FAMILIES: dict[str, Family] = {
         OLMO_2,
         {"rms_norm_eps": 1e-6},
         layer_type=listed(cycle("", *["linear_attention"] * 3, FULL)),
-        rotates=layers.given_theta_rotates,
+        rotates=layer_rules.given_theta_rotates,
     ),
     "minimax_m2": Family(defaults.MINIMAX | {"rotary_dim": None}, norm=RMS_OF_ALL_HEADS),
     "minimax_m3_vl_text": Family(
@@ -171,18 +173,20 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family(
         defaults.COHERE | {"use_qk_norm": False}, "attention_bias", Norm("layer", scale="heads"), "use_qk_norm"
     ),
-    "cohere2": Family(defaults.COHERE_2, "attention_bias", layer_type=last_of(4), rotates=layers.sliding_rotate),
-    "cohere2_moe": like(LLAMA, defaults.COHERE_MOE, layer_type=layers.cohere_moe, rotates=layers.cohere_moe_rotates),
-    "cohere_compass_text": like(
-        LLAMA, defaults.COHERE_2 | {"rope_pairs": False}, layer_type=listed(full), rotates=layers.given_rotate
+    "cohere2": Family(defaults.COHERE_2, "attention_bias", layer_type=last_of(4), rotates=layer_rules.sliding_rotate),
+    "cohere2_moe": like(
+        LLAMA, defaults.COHERE_MOE, layer_type=layer_rules.cohere_moe, rotates=layer_rules.cohere_moe_rotates
     ),
-    "smollm3": like(LLAMA, defaults.SMOLLM, layer_type=layers.unrotated_slide, rotates=layers.listed_rotate),
+    "cohere_compass_text": like(
+        LLAMA, defaults.COHERE_2 | {"rope_pairs": False}, layer_type=listed(full), rotates=layer_rules.given_rotate
+    ),
+    "smollm3": like(LLAMA, defaults.SMOLLM, layer_type=layer_rules.unrotated_slide, rotates=layer_rules.listed_rotate),
     "llama4_text": like(
         UNSCALED,
         defaults.LLAMA_4,
         norm_key="use_qk_norm",
-        layer_type=layers.rotated_chunked,
-        rotates=layers.listed_rotate,
+        layer_type=layer_rules.rotated_chunked,
+        rotates=layer_rules.listed_rotate,
     ),
     "stablelm": Family(defaults.STABLELM, "use_qkv_bias"),
     "persimmon": like(PHI, {"qk_layernorm": True}),
@@ -206,17 +210,19 @@ FAMILIES: dict[str, Family] = {
         layer_type=listed(full),
     ),
     "lfm3": like(
-        LLAMA, defaults.LFM_3, norm=RMS, gate=HEAD_GATE, gate_key="use_attention_gate", layer_type=layers.lfm3
+        LLAMA, defaults.LFM_3, norm=RMS, gate=HEAD_GATE, gate_key="use_attention_gate", layer_type=layer_rules.lfm3
     ),
     "hrm_text": Family(defaults.BIAS | {"head_dim": 128, "num_layers_per_stack": None}, "attention_bias", gate=GATE),
     # With a norm before the output projection.
     "bitnet": like(LLAMA, {"rope_theta": 5e5, "num_key_value_heads": 5, "rms_norm_eps": 1e-5}, out_norm=True),
     # With values of another head size.
-    "mimo_v2_flash": like(LLAMA, defaults.MIMO, sinks=layers.SLIDING, unscaled_fraction=True, layer_type=layers.mimo),
+    "mimo_v2_flash": like(
+        LLAMA, defaults.MIMO, sinks=layer_rules.SLIDING, unscaled_fraction=True, layer_type=layer_rules.mimo
+    ),
     # With several transformers, or without keys of their own.
     "blt_global_transformer": BLT,
     "blt_local_encoder": like(BLT, {"sliding_window": None}, layer_type=sliding),
-    "blt_local_decoder": like(BLT, {"sliding_window": ""}, layer_type=layers.blt_decoder),
+    "blt_local_decoder": like(BLT, {"sliding_window": ""}, layer_type=layer_rules.blt_decoder),
     "blt_patcher": like(BLT, {"rope_theta": 10_000.0, "sliding_window": 512}, layer_type=sliding),
     **alike("gemma4_assistant gemma4_unified_assistant", GEMMA_4._replace(borrows_kv=True)),
     # Latent attention.
@@ -224,53 +230,55 @@ FAMILIES: dict[str, Family] = {
     "sarvam_mla": like(LATENT, {"q_lora_rank": None}),
     "deepseek_v2": DEEPSEEK_2,
     "deepseek_v32": like(LATENT, defaults.INDEXER),
-    "glm_moe_dsa": like(LATENT, defaults.GLM_5, layer_type=layers.own_indexer),
+    "glm_moe_dsa": like(LATENT, defaults.GLM_5, layer_type=layer_rules.own_indexer),
     "axk2": like(LATENT, defaults.AXK_2, gate=GATE, query_residual=True),
-    "hy_v4": Family(defaults.HY_4, "attention_bias", latent=True, gate=GATE, sinks=True, layer_type=layers.own_indexer),
+    "hy_v4": Family(
+        defaults.HY_4, "attention_bias", latent=True, gate=GATE, sinks=True, layer_type=layer_rules.own_indexer
+    ),
     "glm4_moe_lite": like(LATENT, {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}),
     "minicpm3": Family(defaults.MINICPM, "attention_bias", latent=True),
     "mistral4": like(
         LATENT,
         {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "rope_parameters": defaults.MISTRAL_4},
     ),
-    "kimi_linear": Family(defaults.KIMI_LINEAR, "attention_bias", latent=True, layer_type=layers.kimi_linear),
+    "kimi_linear": Family(defaults.KIMI_LINEAR, "attention_bias", latent=True, layer_type=layer_rules.kimi_linear),
     # Without rotary positions.
     "mpt": Family({"alibi": True, "clip_qkv": None, "softmax_scale": None}, alibi=True),
     "bloom": Family({"n_embed": None}, True, alibi=True),
     **alike("gpt2 gpt-sw3", Family({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}, True)),
     "gpt_bigcode": Family({"scale_attn_weights": True, "multi_query": True}, True),
-    "gpt_neo": Family(defaults.GPT_NEO, True, scale=1.0, layer_type=layers.gpt_neo),
+    "gpt_neo": Family(defaults.GPT_NEO, True, scale=1.0, layer_type=layer_rules.gpt_neo),
     "opt": Family({"enable_bias": True}, "enable_bias"),
     **alike("openai-gpt ctrl xglm biogpt git", Family({}, True)),
     "xlm": Family({"causal": False}, True, causal="causal"),
     **alike("musicgen_decoder musicgen_melody_decoder", Family({})),
     "jamba": Family(
-        {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4}, layer_type=layers.periodic
+        {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4}, layer_type=layer_rules.periodic
     ),
-    "nemotron_h": Family(defaults.NEMOTRON_H, layer_type=layers.nemotron_h),
-    "zamba": Family(defaults.ZAMBA_1, layer_type=layers.zamba),
+    "nemotron_h": Family(defaults.NEMOTRON_H, layer_type=layer_rules.nemotron_h),
+    "zamba": Family(defaults.ZAMBA_1, layer_type=layer_rules.zamba),
     # Hybrids with rotary positions.
     "bamba": like(
         LLAMA,
         defaults.HALF | {"num_key_value_heads": 8, "attn_layer_indices": ()},
-        layer_type=layers.indices("attn_layer_indices"),
+        layer_type=layer_rules.indices("attn_layer_indices"),
     ),
     "granitemoehybrid": like(
         GRANITE,
         {"position_embedding_type": None},
-        layer_type=layers.no_attention,
-        rotates=layers.if_key("position_embedding_type", "rope"),
+        layer_type=layer_rules.no_attention,
+        rotates=layer_rules.if_key("position_embedding_type", "rope"),
     ),
     "lara_mini": like(ROTATED_WINDOWS, {"sliding_window": 512}, layer_type=listed(cycle("", *defaults.LARA_MINI))),
     "recurrent_gemma": Family(
         defaults.HALF | {"sliding_window": 2048, "block_types": ("recurrent", "recurrent", "attention")},
         True,
-        layer_type=layers.windowed(cycle("block_types")),
+        layer_type=layer_rules.windowed(cycle("block_types")),
     ),
     "zamba2": Family(
         defaults.ZAMBA | defaults.ROPE | {"use_mem_rope": False},
-        layer_type=layers.refuse_unlisted,
-        rotates=layers.if_key("use_mem_rope"),
+        layer_type=layer_rules.refuse_unlisted,
+        rotates=layer_rules.if_key("use_mem_rope"),
     ),
     # Encoders, and decoders that are made from them.
     "t5": Family({"head_dim": 64}, scale=1.0, causal=None),
@@ -288,7 +296,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_2,
         {"rope_theta": 6e6, "q_lora_rank": None, "full_attention_interval": 6},
         gate=HEAD_GATE,
-        layer_type=layers.rest_linear,
+        layer_type=layer_rules.rest_linear,
     ),
     # Families that the module cannot compute.
     "diffllama": Family(

@@ -1,6 +1,6 @@
 """Config keys with their defaults in Transformers, which are too long for their row in the table of families."""
 
-from flax_mha.convert.hf_config.layers import FULL, SLIDING, Values
+from flax_mha.convert.layer_rules import FULL, SLIDING, Values
 
 ROPE: Values = {"rope_theta": 10_000.0}
 MILLION: Values = {"rope_theta": 1e6}

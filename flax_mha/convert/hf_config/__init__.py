@@ -1,1 +1,0 @@
-"""Reads configs of Hugging Face models, by a table of model families."""
