@@ -77,6 +77,7 @@ REFUSED = [
     (weights(), {"sinks": True}, r"sinks is \(4,\) in the module but missing in state_dict; .* sinks=False"),
     (weights(gate_proj__weight=GATE), {}, r"gate.kernel is missing in the module .*; create the module with gate=True"),
     (weights(g_proj__weight=GATE[:N]), {}, r'gate.kernel is missing in the module .*; .* gate=Gate\("head"\)'),
+    (weights(g_proj__weight=GATE[:N], gate_proj__weight=GATE), {}, "of one gate, but got g_proj.weight and gate_proj"),
     (weights(), {"gate": True}, "gate.kernel is .* but missing in state_dict; create the module with gate=False"),
     (weights(), {"rope": None}, "rope is None: these models use rope; pass check_options=False"),
 ]

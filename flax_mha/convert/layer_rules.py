@@ -13,8 +13,15 @@ Values = dict[str, Any]
 LayerType = Callable[[Values, int], str]
 Rotates = Callable[[Values, int, str], bool]
 
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-NAMES = {"attention": FULL, "hybrid": FULL, "global": FULL, "*": FULL, "local": SLIDING}  # names in some configs
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
+# What some configs call these types.
+NAMES = {"attention": FULL, "hybrid": FULL, "global": FULL, "*": FULL, "local": SLIDING}
+
+
+def named(layer_type: str) -> str:
+    return NAMES.get(layer_type, layer_type)
 
 
 def entry(values: Values, key: str, layer: int) -> Any:
@@ -31,8 +38,9 @@ def full(values: Values, layer: int) -> str:
 
 def sliding(values: Values, layer: int) -> str:
     """Returns `SLIDING` if the config has a window and uses it, else `FULL`."""
-    is_on = values.get("sliding_window") is not None and values.get("use_sliding_window", True)
-    return SLIDING if is_on else FULL
+    if values.get("sliding_window") is None or not values.get("use_sliding_window", True):
+        return FULL
+    return SLIDING
 
 
 def windowed(layer_type: LayerType) -> LayerType:
@@ -40,7 +48,9 @@ def windowed(layer_type: LayerType) -> LayerType:
 
     def windowed_type(values: Values, layer: int) -> str:
         found = layer_type(values, layer)
-        return sliding(values, layer) if found == FULL else found
+        if found == FULL:
+            return sliding(values, layer)
+        return found
 
     return windowed_type
 
@@ -50,7 +60,9 @@ def listed(otherwise: LayerType) -> LayerType:
 
     def layer_type(values: Values, layer: int) -> str:
         types = values.get("layer_types") or ()
-        return NAMES.get(types[layer], types[layer]) if layer < len(types) else otherwise(values, layer)
+        if layer < len(types):
+            return named(types[layer])
+        return otherwise(values, layer)
 
     return layer_type
 
@@ -68,23 +80,45 @@ def last_of(number: int, key: str = "sliding_window_pattern") -> LayerType:
 
     n is the value of `key` in the config, or `number` if there is none.
     """
-    return listed(lambda values, layer: sliding(values, layer) if (layer + 1) % period(values, key, number) else FULL)
+
+    @listed
+    def layer_type(values: Values, layer: int) -> str:
+        if (layer + 1) % period(values, key, number) == 0:
+            return FULL
+        return sliding(values, layer)
+
+    return layer_type
 
 
 def first_of(number: int, key: str = "") -> LayerType:
     """Returns a rule: the first of every n layers is `FULL`, the others `SLIDING`; n is as in `last_of`."""
-    return listed(lambda values, layer: sliding(values, layer) if layer % period(values, key, number) else FULL)
+
+    @listed
+    def layer_type(values: Values, layer: int) -> str:
+        if layer % period(values, key, number) == 0:
+            return FULL
+        return sliding(values, layer)
+
+    return layer_type
 
 
 def last_full(otherwise: LayerType) -> LayerType:
     """Returns a rule: the last layer is `FULL`; the rule `otherwise` decides for the others."""
-    return lambda values, layer: FULL if layer == values["num_hidden_layers"] - 1 else otherwise(values, layer)
+
+    def layer_type(values: Values, layer: int) -> str:
+        if layer == values["num_hidden_layers"] - 1:
+            return FULL
+        return otherwise(values, layer)
+
+    return layer_type
 
 
 def of_layer(values: Values, layer: int, layer_type: str) -> Values:
     """Returns the values for one layer: the heads of Gemma 4, Laguna and MiMo-V2 differ between layers."""
     if values.get("num_attention_heads_per_layer") is not None:
-        heads, kv_heads = entry(values, "num_attention_heads_per_layer", layer), values["num_key_value_heads"] or 1
+        # Laguna.
+        heads = entry(values, "num_attention_heads_per_layer", layer)
+        kv_heads = values["num_key_value_heads"] or 1
         if heads % kv_heads:
             raise ValueError(
                 f"num_attention_heads_per_layer must contain multiples of num_key_value_heads ({kv_heads}), but got "
@@ -92,20 +126,32 @@ def of_layer(values: Values, layer: int, layer_type: str) -> Values:
             )
         return values | {"num_attention_heads": heads}
     if "attention_value_scale" in values and layer_type == SLIDING:
+        # MiMo-V2.
         heads = values["num_key_value_heads"] or values.get("num_attention_heads")
-        return values | ({"num_key_value_heads": 2 * heads} if heads else {})
+        if not heads:
+            return values
+        return values | {"num_key_value_heads": 2 * heads}
     if "per_layer_config" not in values:
         return values
-    if values["per_layer_config"] is None and "global_head_dim" in values:
-        others = {"head_dim": values["global_head_dim"]}
-        others |= {"num_key_value_heads": values["num_global_key_value_heads"]} if values["attention_k_eq_v"] else {}
-        changed = others if layer_type == FULL else {}
-    else:
-        found = (values["per_layer_config"] or {}).items()
-        changed = next((x for key, x in found if str(key).lstrip("0") == str(layer or "")), {})  # keys such as "02"
+    # Gemma 4: Transformers 5 saves what differs in each layer, earlier files have keys for all full layers.
+    changed: Any = {}
+    if values["per_layer_config"] is not None:
+        for number, of_number in values["per_layer_config"].items():
+            if _is_number(number, layer):
+                changed = of_number
+                break
+    elif layer_type == FULL:
+        changed = {"head_dim": values["global_head_dim"]}
+        if values["attention_k_eq_v"]:
+            changed["num_key_value_heads"] = values["num_global_key_value_heads"]
     if not isinstance(changed, Mapping):
         raise ValueError(f"per_layer_config must contain a dict for each layer, but got {changed!r} for layer {layer}.")
     return values | {key: value for key, value in changed.items() if value is not None}
+
+
+def _is_number(key: Any, layer: int) -> bool:
+    """Returns whether a key such as 2 or "02" is the number of the layer."""
+    return str(key).lstrip("0") == str(layer or "")
 
 
 def reuses_keys(values: Values, layer: int, layer_type: LayerType) -> bool:
@@ -113,9 +159,11 @@ def reuses_keys(values: Values, layer: int, layer_type: LayerType) -> bool:
 
     Raises a ValueError if there is no such layer before all of them.
     """
-    number, shared = values["num_hidden_layers"], values["num_kv_shared_layers"]
+    number = values["num_hidden_layers"]
+    shared = values["num_kv_shared_layers"]
     first = max(number - shared, 0)
-    if layer >= first and layer_type(values, layer) not in {layer_type(values, i) for i in range(first)}:
+    earlier = {layer_type(values, i) for i in range(first)}
+    if layer >= first and layer_type(values, layer) not in earlier:
         raise ValueError(
             f"num_kv_shared_layers must leave an earlier layer of the same type as layer {layer}, which uses its keys "
             f"and values, but got {shared} with num_hidden_layers={number}; for Gemma 4's assistant, whose layers use "
@@ -127,29 +175,41 @@ def reuses_keys(values: Values, layer: int, layer_type: LayerType) -> bool:
 @listed
 def upper_slide(values: Values, layer: int) -> str:
     """Returns `SLIDING` for layers from `max_window_layers` on, if the config has a window, else `FULL`."""
-    return sliding(values, layer) if layer >= values["max_window_layers"] else FULL
+    if layer < values["max_window_layers"]:
+        return FULL
+    return sliding(values, layer)
 
 
 @listed
 def lower_even_slide(values: Values, layer: int) -> str:
     """Returns `SLIDING` for layers 0, 2, 4, ... below `max_window_layers`, if the config has a window, else `FULL`."""
-    return sliding(values, layer) if layer % 2 == 0 and layer < values["max_window_layers"] else FULL
+    if layer % 2 or layer >= values["max_window_layers"]:
+        return FULL
+    return sliding(values, layer)
 
 
 @listed
 def flint(values: Values, layer: int) -> str:
-    is_full = layer < 2 or layer % 4 == 1 or layer == values.get("num_hidden_layers", 0) - 1
-    return FULL if is_full else SLIDING
+    is_last = layer == values.get("num_hidden_layers", 0) - 1
+    if layer < 2 or layer % 4 == 1 or is_last:
+        return FULL
+    return SLIDING
 
 
 @listed
 def mimo(values: Values, layer: int) -> str:
-    return FULL if layer == 0 or (layer + 1) % 6 == 0 else SLIDING
+    if layer == 0 or (layer + 1) % 6 == 0:
+        return FULL
+    return SLIDING
 
 
 @listed
 def lfm3(values: Values, layer: int) -> str:
-    return FULL if layer % 4 == 2 else SLIDING if layer and layer % 4 == 0 else "conv"
+    if layer % 4 == 2:
+        return FULL
+    if layer and layer % 4 == 0:
+        return SLIDING
+    return "conv"
 
 
 def blt_decoder(values: Values, layer: int) -> str:
@@ -169,52 +229,70 @@ def cohere_moe(values: Values, layer: int) -> str:
     layers after them, which are counted from the first that is not dense.
     """
     dense = values.get("first_k_dense_replace") or 0
-    number = (
-        values["prefix_dense_sliding_window_pattern"] if layer < dense else period(values, "sliding_window_pattern")
-    )
-    return SLIDING if (layer + 1 if layer < dense else layer + 1 - dense) % number else FULL
+    if layer < dense:
+        count = layer + 1
+        number = values["prefix_dense_sliding_window_pattern"]
+    else:
+        count = layer + 1 - dense
+        number = period(values, "sliding_window_pattern")
+    if count % number == 0:
+        return FULL
+    return SLIDING
 
 
 @listed
 def rest_linear(values: Values, layer: int) -> str:
     """Returns `FULL` for the last of each `full_attention_interval` layers, "linear_attention" for the others."""
-    return "linear_attention" if (layer + 1) % values["full_attention_interval"] else FULL
+    if (layer + 1) % values["full_attention_interval"] == 0:
+        return FULL
+    return "linear_attention"
 
 
 @listed
 def kimi_linear(values: Values, layer: int) -> str:
     """Returns `FULL` for layers in Kimi's list `full_attn_layers`, which counts from 1, else "linear_attention"."""
     found = (values["linear_attn_config"] or {}).get("full_attn_layers")
-    is_full = layer and layer % 4 == 0 if found is None else layer + 1 in found
+    is_full = layer > 0 and layer % 4 == 0
+    if found is not None:
+        is_full = layer + 1 in found
     return FULL if is_full else "linear_attention"
 
 
 def own_indexer(values: Values, layer: int) -> str:
     """Returns `FULL` for layers with their own indexer (GLM 5); other layers use the choice of an earlier layer."""
-    kinds = "indexer_types" if values.get("indexer_types") else "index_topk_pattern"
-    if values.get(kinds):
-        shares = entry(values, kinds, layer) not in ("full", "F")
-    else:
-        first, freq = values["index_skip_topk_offset"] - 1, values["index_topk_freq"]
-        shares = max(layer - first, 0) % freq > 0
-    return "shared indexer" if shares else FULL
+    first = values["index_skip_topk_offset"] - 1
+    has_own = max(layer - first, 0) % values["index_topk_freq"] == 0
+    for key in ("index_topk_pattern", "indexer_types"):
+        if values.get(key):
+            has_own = entry(values, key, layer) in ("full", "F")
+    return FULL if has_own else "shared indexer"
 
 
 @listed
 def rotated_chunked(values: Values, layer: int) -> str:
     """Returns `CHUNKED` for layers with RoPE, `FULL` for the others."""
-    return CHUNKED if listed_rotate(values, layer, "") else FULL
+    if listed_rotate(values, layer, ""):
+        return CHUNKED
+    return FULL
 
 
 @listed
 def unrotated_slide(values: Values, layer: int) -> str:
     """Returns `FULL` for layers with RoPE; the others are `SLIDING` if the config has a window."""
-    return FULL if listed_rotate(values, layer, "") else sliding(values, layer)
+    if listed_rotate(values, layer, ""):
+        return FULL
+    return sliding(values, layer)
 
 
 def indices(key: str) -> LayerType:
     """Returns a rule: `FULL` for layers listed under `key`, else "no attention"; without the list, always `FULL`."""
-    return lambda values, layer: FULL if values.get(key) is None or layer in values[key] else "no attention"
+
+    def layer_type(values: Values, layer: int) -> str:
+        if values.get(key) is None or layer in values[key]:
+            return FULL
+        return "no attention"
+
+    return layer_type
 
 
 @listed
@@ -225,8 +303,9 @@ def refuse_unlisted(values: Values, layer: int) -> str:
 @listed
 def zamba(values: Values, layer: int) -> str:
     """Returns `FULL` for layer 2, and for one of every `attn_layer_period` layers after it."""
-    is_full = layer == 2 or (layer > 2 and periodic(values, layer - 3) == FULL)
-    return FULL if is_full else "linear_attention"
+    if layer == 2 or (layer > 2 and periodic(values, layer - 3) == FULL):
+        return FULL
+    return "linear_attention"
 
 
 @listed
@@ -235,8 +314,9 @@ def no_attention(values: Values, layer: int) -> str:
 
 
 def periodic(values: Values, layer: int) -> str:
-    period, offset = values["attn_layer_period"], values["attn_layer_offset"]
-    return FULL if layer % period == offset else "no attention"
+    if layer % values["attn_layer_period"] == values["attn_layer_offset"]:
+        return FULL
+    return "no attention"
 
 
 def cycle(key: str, *otherwise: str) -> LayerType:
@@ -246,7 +326,7 @@ def cycle(key: str, *otherwise: str) -> LayerType:
         types = values.get(key) or otherwise
         if not types:
             raise ValueError(f"{key} must list the layer types, but got {values.get(key)!r}.")
-        return NAMES.get(types[layer % len(types)], types[layer % len(types)])
+        return named(types[layer % len(types)])
 
     return layer_type
 
@@ -258,19 +338,28 @@ def nemotron_h(values: Values, layer: int) -> str:
         if types and layer >= len(types):
             raise ValueError(f"layer must be an integer >= 0 and < {len(types)}, the length of {key}, but got {layer}.")
         if types:
-            return NAMES.get(types[layer], types[layer])
-    return FULL if layer % 4 == 2 else "linear_attention"
+            return named(types[layer])
+    if layer % 4 == 2:
+        return FULL
+    return "linear_attention"
 
 
 def gpt_neo(values: Values, layer: int) -> str:
     """Returns the type from `attention_types`, pairs of a list and its repetitions: `[[["global", "local"], 12]]`."""
-    types = [name for names, times in values["attention_types"] for name in names * times]
-    types = values.get("attention_layers") or types
-    return NAMES.get(types[layer], types[layer]) if layer < len(types) else FULL
+    types = values.get("attention_layers")
+    if not types:
+        types = []
+        for names, times in values["attention_types"]:
+            types += names * times
+    if layer < len(types):
+        return named(types[layer])
+    return FULL
 
 
 def cross_listed(values: Values, layer: int) -> str:
-    return "cross-attention" if layer in values["cross_attention_layers"] else FULL
+    if layer in values["cross_attention_layers"]:
+        return "cross-attention"
+    return FULL
 
 
 def all_rotate(values: Values, layer: int, layer_type: str) -> bool:
@@ -296,7 +385,8 @@ def sliding_or_all_rotate(values: Values, layer: int, layer_type: str) -> bool:
 def cohere_moe_rotates(values: Values, layer: int, layer_type: str) -> bool:
     """Returns True for layers with a window, and for all dense layers if no dense layer has a window."""
     is_dense = layer < (values.get("first_k_dense_replace") or 0)
-    is_dense = entry(values, "mlp_layer_types", layer) == "dense" if values.get("mlp_layer_types") else is_dense
+    if values.get("mlp_layer_types"):
+        is_dense = entry(values, "mlp_layer_types", layer) == "dense"
     return layer_type == SLIDING or (is_dense and values["prefix_dense_sliding_window_pattern"] == 1)
 
 

@@ -36,10 +36,12 @@ NORM_BIASES = ("query_ln/bias", "key_ln/bias")
 WITH_GATES = (*PATHS, "gate/kernel", "gate/bias")
 FLAX_AXES = dict(zip(WITH_GATES, ["QNH", "SKH", "VKU", "NUO", "NH", "KH", "KU", "O", "QNU", "NU"], strict=True))
 TORCH_AXES = dict(zip(WITH_GATES, ["AQ", "BS", "WV", "OC", "A", "B", "W", "O", "CQ", "C"], strict=True))
-OTHER_AXES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N", NORM_BIASES[0]: "H", NORM_BIASES[1]: "H"}  # in PyTorch, too
-OTHER_AXES |= {"out_norm/scale": "NU"}  # in PyTorch one axis
+# In PyTorch, these have the same axes, except that the norm of the output has one.
+OTHER_AXES = {NORMS[0]: "H", NORMS[1]: "H", "sinks": "N", NORM_BIASES[0]: "H", NORM_BIASES[1]: "H"}
+OTHER_AXES |= {"out_norm/scale": "NU"}
 NORMS_OF_ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}  # in Flax; PyTorch has one axis, except in Cohere
-HEAD_GATE, TORCH_HEAD_GATE = {"gate/kernel": "QN", "gate/bias": "N"}, {"gate/kernel": "NQ", "gate/bias": "N"}
+HEAD_GATE = {"gate/kernel": "QN", "gate/bias": "N"}
+TORCH_HEAD_GATE = {"gate/kernel": "NQ", "gate/bias": "N"}
 SIZES = {"Q": "query in", "S": "key in", "V": "value in", "A": "query out", "B": "key out", "O": "out"}
 SIZES |= {"C": "out in", "W": "value out"}
 
@@ -104,13 +106,14 @@ def _layout(
     `biases` are the keys of the biases, if they differ; `gate` are the keys of a gate and of its bias; `others` are the
     keys of norms and sinks in the order of `OTHER_AXES`, "-" for none. All other arguments are fields of `Layout`.
     """
+    stacks: dict[str, list[str]] = {}
     names = f"{keys} {biases or keys} {gate}".split()
-    names = [
-        name.replace("*", "bias" if path.endswith("bias") else "weight")
-        for name, path in zip(names, WITH_GATES, strict=False)
-    ]
-    stacks = {name: [path for path, other in zip(WITH_GATES, names, strict=False) if other == name] for name in names}
-    stacks |= {name: [path] for name, path in zip(others.split(), OTHER_AXES, strict=False) if name != "-"}
+    for name, path in zip(names, WITH_GATES, strict=False):
+        leaf = "bias" if path.endswith("bias") else "weight"
+        stacks.setdefault(name.replace("*", leaf), []).append(path)
+    for name, path in zip(others.split(), OTHER_AXES, strict=False):
+        if name != "-":
+            stacks[name] = [path]
     return Layout(stacks, equal, biased, tuple(ignored.split()), **rest)
 
 

@@ -1,6 +1,5 @@
 """`load_torch`: loads the weights of a PyTorch attention into an nnx module, and checks that the two fit."""
 
-import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,10 +16,10 @@ from flax_mha.convert.state_dict import T5_TABLE, attention_entries, with_shared
 from flax_mha.convert.weights import family_of, norm_offset, read
 from flax_mha.nnx import MultiHeadLatentAttention
 
+# What errors say to pass.
 OVER_ALL_HEADS = 'Norm("rms", scale="heads", over="all_heads")'
-SHOWN = 8  # problems that an error lists
-# The option of the module that makes a parameter, by the end of the parameter's path.
-OPTIONS = {"bias": "use_bias", "scale": "normalize_qk", "sinks": "sinks", "kernel": "gate"}
+# Problems that an error lists.
+SHOWN = 8
 # Layers of Gemma 2 and later have this key next to the attention; only Gemma 2 has no norm of queries.
 GEMMA = "pre_feedforward_layernorm.weight"
 
@@ -82,24 +81,37 @@ def load_torch(
         )
     family = family_of(module.query.kernel)
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
-    shares, reuses = module.value is None, getattr(module, "reuse_kv", False)
-    if shares:
+    uses_other_values = module.value is None
+    reuses_kv = getattr(module, "reuse_kv", False)
+    if uses_other_values:
         state_dict = with_shared(state_dict, module.num_heads, module.num_kv_heads)
     layout, arrays = read(state_dict, module.num_heads, module.num_kv_heads, prefix, offset)
     if layout == LATENT:
         raise ValueError("module must be a MultiHeadLatentAttention for latent weights, but got a MultiHeadAttention.")
+
+    # Add what the model does not store, and leave out what the module takes from other layers.
     variables = _variables(module, (*TORCH_AXES, *OTHER_AXES))
     if family.norm_scale == "none":
         arrays |= {path: np.ones(variables[path].shape, np.float32) for path in NORMS if path in variables}
     if "query/bias" in variables:
         arrays = fill_with_zeros(arrays)
-    if reuses or (shares and np.array_equal(arrays["key/kernel"], arrays["value/kernel"])):
-        lacks = ("key/", "value/", "key_ln/") if reuses else ("value/",)
-        arrays = {path: array for path, array in arrays.items() if not path.startswith(lacks)}
+    if reuses_kv:
+        arrays = _without(arrays, ("key/", "value/", "key_ln/"))
+    elif uses_other_values and np.array_equal(arrays["key/kernel"], arrays["value/kernel"]):
+        arrays = _without(arrays, ("value/",))
+
     problems = _mismatches(variables, arrays)
-    if not problems and check_options and not module.query.kernel.get_metadata().get(MODEL_TYPE):
-        problems = _wrong_options(module, layout, arrays, state_dict, prefix, qk_norm_offset)
+    is_described = module.query.kernel.get_metadata().get(MODEL_TYPE)
+    if not problems and check_options and not is_described:
+        problems = _wrong_heads(module, layout, state_dict, prefix)
+        problems += _wrong_options(module, layout, arrays, state_dict, prefix, qk_norm_offset)
+        if problems:
+            problems.append("convert.describe(config, layer) returns these arguments for the models that it supports")
     _fill(variables, arrays, problems, layout)
+
+
+def _without(arrays: Arrays, prefixes: tuple[str, ...]) -> Arrays:
+    return {path: array for path, array in arrays.items() if not path.startswith(prefixes)}
 
 
 def _load_latent(
@@ -117,15 +129,19 @@ def _load_latent(
         raise ValueError(
             f"module must be a MultiHeadAttention for layout {layout!r}, but got a MultiHeadLatentAttention."
         )
-    arrays = scaled(arrays, family_of(module.kv_b_proj.kernel).scaled_latents, 0.5)
+    if family_of(module.kv_b_proj.kernel).scaled_latents:
+        arrays = scaled(arrays, 0.5)
     variables = _variables(module, AXES)
     problems = []
     for path in sorted({*variables, *arrays}):
-        shapes = [getattr(x.get(path), "shape", "missing") for x in (variables, arrays)]
-        if shapes[0] != shapes[1]:
+        in_module = getattr(variables.get(path), "shape", "missing")
+        given = getattr(arrays.get(path), "shape", "missing")
+        if in_module != given:
+            problem = f"{path.replace('/', '.')} is {in_module} in the module but {given} in state_dict"
             option = _latent_option(path, variables, arrays)
-            fix = f"; create the module with {option}" if option else ""
-            problems.append(f"{path.replace('/', '.')} is {shapes[0]} in the module but {shapes[1]} in state_dict{fix}")
+            if option:
+                problem += f"; create the module with {option}"
+            problems.append(problem)
     is_described = module.kv_b_proj.kernel.get_metadata().get(MODEL_TYPE)
     if check_options and module.rope is None and not is_described:
         problems.append("rope is None: these models use rope; pass check_options=False if this layer does not")
@@ -144,84 +160,104 @@ def _latent_option(path: str, variables: Mapping[str, nnx.Variable], arrays: Arr
         return "the indexer that convert.describe(config) returns" if is_needed else "indexer=None"
     if path.endswith("/bias"):
         # Weights of a model have all biases or none, which is what the option makes.
-        is_mixed = not is_needed and any(name.endswith("/bias") for name in arrays)
-        return "" if is_mixed else f"use_bias={is_needed}"
+        has_others = any(name.endswith("/bias") for name in arrays)
+        if has_others and not is_needed:
+            return ""
+        return f"use_bias={is_needed}"
     if path.startswith("q_"):
         compressed = arrays.get("q_a_proj/kernel")
-        return f"q_lora_rank={None if compressed is None else compressed.shape[-1]}"
+        rank = None if compressed is None else compressed.shape[-1]
+        return f"q_lora_rank={rank}"
     if path == "gate/kernel":
-        return 'gate=Gate("head")' if is_needed and arrays[path].ndim == 2 else f"gate={is_needed}"
-    return f"sinks={is_needed}" if path == "sinks" else ""
-
-
-def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[str], layout: LayoutName) -> None:
-    """Sets variables to the arrays of the same paths or, given `problems`, raises a ValueError that lists them."""
-    if problems:
-        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
-        raise ValueError(f"module must match the layer in state_dict, which has layout {layout!r}:{lines}{more}")
-    values = {path: _place(path, arrays[path], variable) for path, variable in variables.items()}
-    for path, variable in variables.items():
-        variable.set_value(values[path])
+        if is_needed and arrays[path].ndim == 2:
+            return 'gate=Gate("head")'
+        return f"gate={is_needed}"
+    if path == "sinks":
+        return f"sinks={is_needed}"
+    return ""
 
 
 def _variables(module: Any, paths: Iterable[str]) -> dict[str, nnx.Variable]:
     """Returns the module's variables by path, such as `query/kernel`, for those of these paths that it has."""
-
-    def find(path: str) -> Any:
-        return functools.reduce(lambda part, name: getattr(part, name, None), path.split("/"), module)
-
-    return {path: variable for path in paths if (variable := find(path)) is not None}
+    found: dict[str, nnx.Variable] = {}
+    for path in paths:
+        part = module
+        for name in path.split("/"):
+            part = getattr(part, name, None)
+        if part is not None:
+            found[path] = part
+    return found
 
 
 def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[str]:
     """Returns a message for each parameter that does not fit its array, or is missing in the module or `arrays`."""
     problems = []
     for path in (*TORCH_AXES, *OTHER_AXES):
-        name, option = path.replace("/", "."), OPTIONS.get("scale" if "_ln/" in path else path.split("/")[-1], "")
-        option = "out_norm" if path.startswith("out_norm") else option
+        if path not in variables and path not in arrays:
+            continue
+        name = path.replace("/", ".")
+        option, on, off = _option(path, variables, arrays)
         if path not in arrays:
-            if path in variables:
-                off = "None" if option == "out_norm" else "False"
-                fix = f"; create the module with {option}={off}" if option else ""
-                problems.append(f"{name} is missing from state_dict{fix}")
+            problem = f"{name} is missing from state_dict"
+            if option:
+                problem += f"; create the module with {option}={off}"
+            problems.append(problem)
             continue
         array = arrays[path]
-        value = "True"
-        if "_ln/" in path:
-            value = 'Norm("rms")' if array.ndim == 1 else OVER_ALL_HEADS
-            if NORM_BIASES[0] in arrays:
-                value = 'Norm("layer", bias=True)'
-        elif option == "out_norm":
-            value = OVER_ALL_HEADS
-        elif name == "gate.kernel" and array.ndim == 2:
-            value = 'Gate("head")'
-        if path.startswith("value/") and "value/kernel" not in variables:
-            option, value = "share_kv", "False"
         if path not in variables:
-            problems.append(f"{name} is missing from the module; create it with {option}={value}")
-        elif variables[path].shape != array.shape:
-            fix = f"; use normalize_qk={value}" if path in NORMS else ""
-            problems.append(f"{name} must have shape {variables[path].shape}, but got {array.shape}{fix}")
-        elif np.iscomplexobj(array) and not jnp.issubdtype(variables[path].dtype, jnp.complexfloating):
-            problems.append(f"{name} must have dtype {variables[path].dtype}, but got {array.dtype}")
+            problems.append(f"{name} is missing from the module; create it with {option}={on}")
+            continue
+        variable = variables[path]
+        if variable.shape != array.shape:
+            problem = f"{name} must have shape {variable.shape}, but got {array.shape}"
+            if path in NORMS:
+                problem += f"; use {option}={on}"
+            problems.append(problem)
+        elif np.iscomplexobj(array) and not jnp.issubdtype(variable.dtype, jnp.complexfloating):
+            problems.append(f"{name} must have dtype {variable.dtype}, but got {array.dtype}")
     return problems
+
+
+def _option(path: str, variables: Mapping[str, nnx.Variable], arrays: Arrays) -> tuple[str, str, str]:
+    """Returns the option of a module that makes a parameter, and its values with and without the parameter."""
+    ndim = np.ndim(arrays.get(path, ()))
+    if path.startswith("value/") and "value/kernel" not in variables:
+        return "share_kv", "False", "True"
+    if path.endswith("_ln/bias") or ("_ln/" in path and NORM_BIASES[0] in arrays):
+        return "normalize_qk", 'Norm("layer", bias=True)', "False"
+    if "_ln/" in path:
+        return "normalize_qk", OVER_ALL_HEADS if ndim > 1 else 'Norm("rms")', "False"
+    if path.startswith("out_norm/"):
+        return "out_norm", OVER_ALL_HEADS, "None"
+    if path.endswith("/bias"):
+        return "use_bias", "True", "False"
+    if path == "gate/kernel":
+        return "gate", 'Gate("head")' if ndim == 2 else "True", "False"
+    if path == "sinks":
+        return "sinks", "True", "False"
+    return "", "", ""
 
 
 def _wrong_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
     """Returns a message for each array, such as T5's bias table, whose shape implies other heads than `module` has."""
-    problems, rope = [], getattr(module, "rope", None)
-    frequencies = attention_entries(state_dict, prefix)[1].get("rotary_emb.inv_freq")
+    problems = []
+    rope = getattr(module, "rope", None)
+    _, entries = attention_entries(state_dict, prefix)
+    frequencies = entries.get("rotary_emb.inv_freq")
     if frequencies is not None and rope is not None:
-        expected, rotated = 2 * math.prod(np.shape(frequencies)), rope.rotated_size(module.head_dim)
+        expected = 2 * math.prod(np.shape(frequencies))
+        rotated = rope.rotated_size(module.head_dim)
         if rotated != expected:
             problems.append(
                 f"num_heads is {module.num_heads}, and rope rotates {rotated} of each head's {module.head_dim} "
                 f"features, but rotary_emb.inv_freq is for {expected}"
             )
-    key = next((key for key in state_dict if key.endswith(T5_TABLE)), None) if layout == "hf_t5" else None
-    if key is not None and (heads := np.shape(state_dict[key])[-1]) != module.num_heads:  # [buckets, heads]
-        problems.append(f"num_heads must be {heads} to match {key}, but got {module.num_heads}")
+    if layout == "hf_t5":
+        table = next((key for key in state_dict if key.endswith(T5_TABLE)), None)
+        if table is not None:
+            heads = np.shape(state_dict[table])[-1]  # [buckets, heads]
+            if heads != module.num_heads:
+                problems.append(f"num_heads must be {heads} to match {table}, but got {module.num_heads}")
     return problems
 
 
@@ -234,29 +270,50 @@ def _wrong_options(
     qk_norm_offset: float | None,
 ) -> list[str]:
     """Returns a message for each option, such as `rope`, that models of this layout have and the module lacks."""
-    layout, rest = LAYOUTS[name], "pass check_options=False if this layer has none"
-    problems, has_biases = _wrong_heads(module, name, state_dict, prefix), NORM_BIASES[0] in arrays
-    rope, scale, cap = (getattr(module, option, None) for option in ("rope", "scale", "logits_soft_cap"))
-    if layout.rotary and rope is None:
+    layout = LAYOUTS[name]
+    rest = "pass check_options=False if this layer has none"
+    problems = []
+    # Flax's own modules lack these options.
+    scale = getattr(module, "scale", None)
+    if layout.rotary and getattr(module, "rope", None) is None:
         problems.append(f"rope is None: {layout.rotary} use it; pass rope=RoPE.from_config(config), or {rest}")
     if layout.scale is not None and scale != layout.scale:
         problems.append(f"scale must be {layout.scale}, but got {scale}: these models do not scale the scores")
-    if NORMS[0] in arrays and not has_biases and not isinstance(module.query_ln, nnx.RMSNorm):
-        problems.append('normalize_qk must be Norm("rms"): these norms do not subtract the mean')
-    elif NORMS[0] in arrays and arrays[NORMS[0]].ndim > 1:
-        over_all_heads = tuple(module.query_ln.reduction_axes) == (-2, -1)
-        if not over_all_heads or getattr(module, "norms_after_rope", False):
-            problems.append(f"normalize_qk must be {OVER_ALL_HEADS}: these norms span all heads")
+
+    has_norms = NORMS[0] in arrays
     beside = prefix.rstrip(".").rpartition(".")[0]
-    if f"{beside}.{GEMMA}" in state_dict and NORMS[0] not in arrays and cap is None:
-        problems.append(f"logits_soft_cap is None: Gemma 2 caps its logits at 50.0; {rest}")
-    if qk_norm_offset is None and NORMS[0] in arrays and arrays[NORMS[0]].ndim == 1 and not has_biases:
+    if not has_norms:
+        is_gemma_2 = f"{beside}.{GEMMA}" in state_dict
+        if is_gemma_2 and getattr(module, "logits_soft_cap", None) is None:
+            problems.append(f"logits_soft_cap is None: Gemma 2 caps its logits at 50.0; {rest}")
+        return problems
+    if NORM_BIASES[0] in arrays:
+        return problems
+    spans_all_heads = arrays[NORMS[0]].ndim > 1
+    if not isinstance(module.query_ln, nnx.RMSNorm):
+        problems.append('normalize_qk must be Norm("rms"): these norms do not subtract the mean')
+    elif spans_all_heads:
+        is_right = module.query_ln.reduction_axes == (-2, -1)
+        if not is_right or getattr(module, "norms_after_rope", False):
+            problems.append(f"normalize_qk must be {OVER_ALL_HEADS}: these norms span all heads")
+    if qk_norm_offset is None and not spans_all_heads:
         problems.append(
             "qk_norm_offset is None: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for Qwen 3"
         )
-    if problems:
-        problems.append("convert.describe(config, layer) returns these arguments for the models that it supports")
     return problems
+
+
+def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[str], layout: LayoutName) -> None:
+    """Sets variables to the arrays of the same paths or, given `problems`, raises a ValueError that lists them."""
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
+        if len(problems) > SHOWN:
+            lines += f"\n  and {len(problems) - SHOWN} more"
+        raise ValueError(f"module must match the layer in state_dict, which has layout {layout!r}:{lines}")
+    # All are checked before the first is set.
+    values = {path: _place(path, arrays[path], variable) for path, variable in variables.items()}
+    for path, variable in variables.items():
+        variable.set_value(values[path])
 
 
 def _place(path: str, array: np.ndarray, variable: nnx.Variable) -> Any:
@@ -264,10 +321,15 @@ def _place(path: str, array: np.ndarray, variable: nnx.Variable) -> Any:
     with np.errstate(over="ignore"):
         cast = array.astype(variable.dtype)
     if not np.array_equal(np.isfinite(cast), np.isfinite(array)):
+        largest = np.abs(array[np.isfinite(array)]).max()
         raise ValueError(
-            f"{path.replace('/', '.')} must fit in {variable.dtype}, but contains values up to "
-            f"{np.abs(array[np.isfinite(array)]).max():.3g}; create the module with a different param_dtype."
+            f"{path.replace('/', '.')} must fit in {variable.dtype}, but contains values up to {largest:.3g}; create "
+            "the module with a different param_dtype."
         )
     value = variable.get_value()
-    sharding = None if isinstance(value, jax.core.Tracer) else getattr(value, "sharding", None)
-    return jnp.asarray(cast) if sharding is None else jax.device_put(cast, sharding)
+    sharding = None
+    if not isinstance(value, jax.core.Tracer):
+        sharding = getattr(value, "sharding", None)
+    if sharding is None:
+        return jnp.asarray(cast)
+    return jax.device_put(cast, sharding)

@@ -8,6 +8,7 @@ import numpy as np
 from flax_mha._src.core.validation import LARGEST, is_finite, is_int
 from flax_mha.convert.families import FAMILIES, Family
 from flax_mha.convert.layer_rules import Values
+from flax_mha.convert.process_heads import LARGEST as LARGEST_FACTOR
 
 # Other names of keys. If a config has several of them, the first in this order counts.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -35,7 +36,8 @@ PARTS = {"emu3": "emu3_text_model", "gemma3": "gemma3_text", "llama4": "llama4_t
 PARTS |= {name: f"{name}_text" for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")}
 PARTS |= {name: f"{name}_text" for name in ("gemma3n", "gemma4", "gemma4_unified")}
 PARTS |= {name: name for name in ("gemma4_assistant", "gemma4_unified_assistant")}
-OPTIONAL = {key for family in FAMILIES.values() for key in family.keys} - COMMON  # read only by some families
+# Keys that only some families read.
+OPTIONAL = set().union(*(family.keys for family in FAMILIES.values())) - COMMON
 UNKNOWN = Family({}, refused="it is not known")
 
 
@@ -75,15 +77,19 @@ def _each(keys: str, kind: Kind) -> dict[str, Kind]:
     return dict.fromkeys(keys.split(), kind)
 
 
-SIZE, COUNT, WIDTH = _integer(1), _integer(0), _integer(2)
+SIZE = _integer(1)
+COUNT = _integer(0)
+WIDTH = _integer(2)
 FLAG = Kind("True or False", lambda x: isinstance(x, bool | np.bool_))
 TEXT = Kind("a string", lambda x: isinstance(x, str))
 TEXTS = _list("strings", TEXT.fits)
 TEXT_OR_TEXTS = Kind("a string or a list of strings", lambda x: TEXT.fits(x) or TEXTS.fits(x))
-INDICES, INTEGERS = _list("integers", is_int), _list("positive integers", SIZE.fits)
+INDICES = _list("integers", is_int)
+INTEGERS = _list("positive integers", SIZE.fits)
 MAPPING = Kind("a dict", lambda x: isinstance(x, Mapping))
 POSITIVE = Kind("a finite number > 0", lambda x: is_finite(x) and x > 0)
 NUMBER = Kind("a finite number >= 0", lambda x: is_finite(x) and x >= 0)
+FACTOR = Kind(f"a number in (0, {LARGEST_FACTOR:g}]", lambda x: is_finite(x) and 0 < x <= LARGEST_FACTOR)
 FRACTION = Kind("a number in (0, 1]", lambda x: is_finite(x) and 0 < x <= 1)
 
 WAYS = ("all", "vision")  # of `use_bidirectional_attention`: which tokens attend to later ones
@@ -92,54 +98,52 @@ LAYERS: tuple[str, ...] = ("num_hidden_layers", "n_layer", "num_layers", "n_laye
 LAYERS += ("num_layers_per_stack",)
 NESTED = ("rope_scaling", "rope_parameters")
 # Parameters of rotary embeddings, in the config itself or nested in `NESTED`.
-ROTARY: dict[str, Kind] = {
-    **_each("rope_type type", TEXT),
-    **_each("truncate mrope_interleaved interleaved rope_interleave", FLAG),
-    **_each("rope_theta rope_local_base_freq factor alpha low_freq_factor high_freq_factor rotary_dim", POSITIVE),
-    **_each("max_position_embeddings original_max_position_embeddings beta_fast beta_slow", POSITIVE),
-    **_each("attention_factor short_mscale long_mscale", POSITIVE),
-    **_each("mscale mscale_all_dim llama_4_scaling_beta", NUMBER),
-    **_each("partial_rotary_factor rotary_pct", FRACTION),
-    **_each("short_factor long_factor", _list("finite numbers > 0", POSITIVE.fits)),
-    "mrope_section": Kind("a list of positive integers", lambda x: INTEGERS.fits(x) and len(x) > 0),
-}
-KINDS: dict[str, Kind] = {
-    **ROTARY,
-    **dict.fromkeys(NESTED, MAPPING),
-    **dict.fromkeys(LAYERS, COUNT),
-    **_each("num_attention_heads encoder_attention_heads decoder_attention_heads num_key_value_heads", SIZE),
-    **_each("num_kv_heads hidden_size n_embed head_dim attention_hidden_size attention_chunk_size", SIZE),
-    **_each("kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim", SIZE),
-    **_each("index_n_heads index_head_dim index_topk index_topk_freq", SIZE),
-    **_each("global_head_dim num_global_key_value_heads sliding_window_size", SIZE),
-    "num_attention_heads_per_layer": INTEGERS,
-    "gating": Kind("True, 'per-head' or 'per-element'", lambda x: x is True or x in ("per-head", "per-element")),
-    **_each("relative_attention_max_distance full_attention_interval no_rope_layer_interval", SIZE),
-    **_each("attn_layer_period prefix_dense_sliding_window_pattern global_attn_every_n_layers", SIZE),
-    **_each("max_window_layers first_k_dense_replace attn_layer_offset index_skip_topk_offset", COUNT),
-    **_each("num_kv_shared_layers", COUNT),
-    "local_attention": WIDTH,
-    "sliding_window": Kind("an integer", is_int),  # configs without windows may have any
-    "sliding_window_pattern": Kind("an integer >= 0", lambda x: COUNT.fits(x) or TEXT.fits(x)),  # text: EXAONE
-    **_each("attention_bias attention_out_bias use_bias bias qkv_bias use_qkv_bias enable_bias", FLAG),
-    **_each("rope_pairs rope_reversed new_decoder_architecture multi_query alibi use_sliding_window", FLAG),
-    "use_bidirectional_attention": Kind("True, False, 'all' or 'vision'", lambda x: FLAG.fits(x) or x in WAYS),
-    **_each("attention_k_eq_v use_qk_norm qk_layernorm causal attn_temperature_tuning", FLAG),
-    **_each("is_decoder is_causal scale_attn_weights scale_attn_by_inverse_layer_idx use_mem_rope", FLAG),
-    **_each("use_shared_attention_adapter rotary_value indexer_rope_interleave indexer_rope_last", FLAG),
-    "use_attention_gate": FLAG,
-    **_each("query_pre_attn_scalar attention_multiplier softmax_scale key_multiplier rms_norm_eps", POSITIVE),
-    **_each("attn_logit_softcapping floor_scale attention_value_scale", POSITIVE),
-    **_each("clip_qkv attn_scale", NUMBER),
-    **_each("position_embedding_type attention_type", TEXT),
-    **_each("layer_types mlp_layer_types attention_layers block_types indexer_types", TEXTS),
-    **_each("hybrid_override_pattern index_topk_pattern", TEXT_OR_TEXTS),
-    **_each("full_attn_idxs attn_layer_indices cross_attention_layers full_attn_layers", INDICES),
-    "no_rope_layers": _list("0 and 1", lambda x: isinstance(x, int)),
-    "layer_rope_theta": _list("finite numbers >= 0", NUMBER.fits),
-    "attention_types": _list("pairs [layer types, repetitions]", _is_repeated),
-    **_each("linear_attn_config per_layer_config", MAPPING),
-}
+ROTARY: dict[str, Kind] = {}
+ROTARY |= _each("rope_type type", TEXT)
+ROTARY |= _each("truncate mrope_interleaved interleaved rope_interleave", FLAG)
+ROTARY |= _each("rope_theta rope_local_base_freq factor alpha low_freq_factor high_freq_factor rotary_dim", POSITIVE)
+ROTARY |= _each("max_position_embeddings original_max_position_embeddings beta_fast beta_slow", POSITIVE)
+ROTARY |= _each("attention_factor short_mscale long_mscale", POSITIVE)
+ROTARY |= _each("mscale mscale_all_dim llama_4_scaling_beta", NUMBER)
+ROTARY |= _each("partial_rotary_factor rotary_pct", FRACTION)
+ROTARY |= _each("short_factor long_factor", _list("finite numbers > 0", POSITIVE.fits))
+ROTARY["mrope_section"] = Kind("a list of positive integers", lambda x: INTEGERS.fits(x) and len(x) > 0)
+KINDS: dict[str, Kind] = ROTARY | dict.fromkeys(NESTED, MAPPING) | dict.fromkeys(LAYERS, COUNT)
+KINDS |= _each("num_attention_heads encoder_attention_heads decoder_attention_heads num_key_value_heads", SIZE)
+KINDS |= _each("num_kv_heads hidden_size n_embed head_dim attention_hidden_size attention_chunk_size", SIZE)
+KINDS |= _each("kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim", SIZE)
+KINDS |= _each("index_n_heads index_head_dim index_topk index_topk_freq", SIZE)
+KINDS |= _each("global_head_dim num_global_key_value_heads sliding_window_size", SIZE)
+KINDS["num_attention_heads_per_layer"] = INTEGERS
+KINDS["gating"] = Kind("True, 'per-head' or 'per-element'", lambda x: x is True or x in ("per-head", "per-element"))
+KINDS |= _each("relative_attention_max_distance full_attention_interval no_rope_layer_interval", SIZE)
+KINDS |= _each("attn_layer_period prefix_dense_sliding_window_pattern global_attn_every_n_layers", SIZE)
+KINDS |= _each("max_window_layers first_k_dense_replace attn_layer_offset index_skip_topk_offset", COUNT)
+KINDS |= _each("num_kv_shared_layers", COUNT)
+KINDS["local_attention"] = WIDTH
+# Configs without windows may have any.
+KINDS["sliding_window"] = Kind("an integer", is_int)
+# Text: EXAONE.
+KINDS["sliding_window_pattern"] = Kind("an integer >= 0", lambda x: COUNT.fits(x) or TEXT.fits(x))
+KINDS |= _each("attention_bias attention_out_bias use_bias bias qkv_bias use_qkv_bias enable_bias", FLAG)
+KINDS |= _each("rope_pairs rope_reversed new_decoder_architecture multi_query alibi use_sliding_window", FLAG)
+KINDS["use_bidirectional_attention"] = Kind("True, False, 'all' or 'vision'", lambda x: FLAG.fits(x) or x in WAYS)
+KINDS |= _each("attention_k_eq_v use_qk_norm qk_layernorm causal attn_temperature_tuning", FLAG)
+KINDS |= _each("is_decoder is_causal scale_attn_weights scale_attn_by_inverse_layer_idx use_mem_rope", FLAG)
+KINDS |= _each("use_shared_attention_adapter rotary_value indexer_rope_interleave indexer_rope_last", FLAG)
+KINDS["use_attention_gate"] = FLAG
+KINDS |= _each("query_pre_attn_scalar attention_multiplier softmax_scale key_multiplier rms_norm_eps", POSITIVE)
+KINDS |= _each("attn_logit_softcapping floor_scale", POSITIVE)
+KINDS |= _each("clip_qkv attention_value_scale", FACTOR)
+KINDS["attn_scale"] = NUMBER
+KINDS |= _each("position_embedding_type attention_type", TEXT)
+KINDS |= _each("layer_types mlp_layer_types attention_layers block_types indexer_types", TEXTS)
+KINDS |= _each("hybrid_override_pattern index_topk_pattern", TEXT_OR_TEXTS)
+KINDS |= _each("full_attn_idxs attn_layer_indices cross_attention_layers full_attn_layers", INDICES)
+KINDS["no_rope_layers"] = _list("0 and 1", lambda x: isinstance(x, int))
+KINDS["layer_rope_theta"] = _list("finite numbers >= 0", NUMBER.fits)
+KINDS["attention_types"] = _list("pairs [layer types, repetitions]", _is_repeated)
+KINDS |= _each("linear_attn_config per_layer_config", MAPPING)
 
 
 def read_config(config: Any) -> Config:

@@ -22,7 +22,9 @@ SHOWN = 6  # keys or layers in an error
 def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]]:
     """Returns the prefix, ending in a dot, and the entries of the keys that start with it, without the prefix."""
     if not isinstance(state_dict, Mapping):
-        fix = "pass module.state_dict()" if hasattr(state_dict, "state_dict") else "pass a dict of names to tensors"
+        fix = "pass a dict of names to tensors"
+        if hasattr(state_dict, "state_dict"):
+            fix = "pass module.state_dict()"
         raise ValueError(f"state_dict must map names to tensors, but got a {type(state_dict).__name__}; {fix}.")
     if not isinstance(prefix, str):
         raise ValueError(f"prefix must be a str such as 'layers.0.self_attn.', but got {prefix!r}.")
@@ -38,15 +40,18 @@ def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]
         prefix += "."
     entries = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
     if prefix and not entries:
+        found = f" Its keys: {_list_names([*state_dict])}."
         layers = attention_layers(state_dict)
-        found = _list_layers(layers) if layers else f" Its keys: {_list_names([*state_dict])}."
+        if layers:
+            found = _list_layers(layers)
         raise ValueError(f"prefix must match the start of at least one key, but no key starts with {prefix!r}.{found}")
     return prefix, entries
 
 
 def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
     """Returns the name of the layout with these keys; if none fits, raises a ValueError that lists the layers found."""
-    if added := sorted({"bias_k", "bias_v"} & {*entries}):
+    added = sorted({"bias_k", "bias_v"} & {*entries})
+    if added:
         raise ValueError(
             f"state_dict must not contain {', '.join(added)}, because Flax has no add_bias_kv; retrain with "
             "add_bias_kv=False."
@@ -66,15 +71,16 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
         )
     if layers:
         raise ValueError(f"prefix must select one attention layer, but got {prefix!r}.{_list_layers(layers, prefix)}")
+    hint = ""
     nearest = min(differences, key=lambda name: [len(names) for names in differences[name]])
     extra, missing = differences[nearest]
-    near = len(extra) < len(entries) or not missing
-    hint = f" The closest is {nearest}: missing {_list_names(missing)}, extra {_list_names(extra)}." if near else ""
-    adapters = " Merge adapters first (merge_and_unload)." if any("lora_" in key for key in entries) else ""
+    if len(extra) < len(entries) or not missing:
+        hint = f" The closest is {nearest}: missing {_list_names(missing)}, extra {_list_names(extra)}."
+    if any("lora_" in key for key in entries):
+        hint += " Merge adapters first (merge_and_unload)."
     raise ValueError(
-        "state_dict must have exactly the keys of a supported layout, but got "
-        f"{_list_names(sorted(entries))}.{hint}{adapters}\nLayouts: {', '.join(LAYOUTS)}; for their keys, see "
-        "flax_mha.convert.LAYOUTS."
+        f"state_dict must have exactly the keys of a supported layout, but got {_list_names(sorted(entries))}.{hint}\n"
+        f"Layouts: {', '.join(LAYOUTS)}; for their keys, see flax_mha.convert.LAYOUTS."
     )
 
 
@@ -91,27 +97,38 @@ def check_not_quantized(entries: Mapping[str, Any]) -> None:
 def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool, bool]:
     """Ranks layouts that have the same keys: returns whether orientation, gate and biases fit `layout`."""
     key = layout.key_of("query/kernel")
-    shape, out_shape = (tuple(getattr(entries[x], "shape", ())) for x in (key, layout.key_of("out/kernel")))
+    shape = tuple(getattr(entries[key], "shape", ()))
+    out_shape = tuple(getattr(entries[layout.key_of("out/kernel")], "shape", ()))
+    # Query and gate stacked are twice the features that `out` reads.
     is_doubled = len(shape) == len(out_shape) == 2 and shape[0] == 2 * out_shape[1]
-    has_gate = is_doubled == ("gate/kernel" in layout.stacks[key])
-    is_square = not layout.is_stacked or len(shape) != 2 or shape[0] == shape[1]
-    is_turned = is_square or (shape[1] > shape[0]) == layout.transposed
-    return is_turned, has_gate, layout.biases(entries) in layout.biased
+    stacks_gate = "gate/kernel" in layout.stacks[key]
+    # Stacked queries, keys and values have more outputs than inputs.
+    is_turned = True
+    if layout.is_stacked and len(shape) == 2 and shape[0] != shape[1]:
+        is_turned = (shape[1] > shape[0]) == layout.transposed
+    return is_turned, is_doubled == stacks_gate, layout.biases(entries) in layout.biased
 
 
 def attention_layers(keys: Iterable[str]) -> list[str]:
     """Returns the prefixes of all attention layers among these keys, in the order of the keys."""
     keys = list(keys)
     known = {*keys}
+    # A dict keeps the order.
     found: dict[str, None] = {}
     needed = [*(layout.difference(())[1] for layout in LAYOUTS.values()), [*LATENT_KEYS]]
     first = tuple({names[0] for names in needed})
     for key in keys:
-        for names in needed if key.endswith(first) else ():
+        if not key.endswith(first):
+            continue
+        for names in needed:
             prefix = key.removesuffix(names[0])
             if prefix != key and prefix.endswith(".") and known.issuperset(prefix + name for name in names):
                 found[prefix] = None
-    return [layer for layer in found if not any(layer != other and layer.startswith(other) for other in found)]
+
+    def is_inner(layer: str) -> bool:
+        return any(layer != other and layer.startswith(other) for other in found)
+
+    return [layer for layer in found if not is_inner(layer)]
 
 
 def layer_prefix(state_dict: Any, layer: int, prefix: str, attentions: int = 1) -> str:
@@ -120,9 +137,13 @@ def layer_prefix(state_dict: Any, layer: int, prefix: str, attentions: int = 1) 
     If layers have several `attentions`, each counts as a layer.
     """
     prefix, entries = attention_entries(state_dict, prefix)
-    found = [name for name in attention_layers(entries) if not OTHERS.search(name)]
-    numbers = [str(layer)] if attentions == 1 else [str(number) for number in divmod(layer, attentions)]
-    found = [name for name in found if re.findall(r"(?:^|\.)(\d+)(?=\.)", name)[: len(numbers)] == numbers]
+    numbers = [layer] if attentions == 1 else [*divmod(layer, attentions)]
+    found = []
+    for name in attention_layers(entries):
+        # The first numbers in a name count layers and attentions.
+        of_name = re.findall(r"(?:^|\.)(\d+)(?=\.)", name)[: len(numbers)]
+        if of_name == [str(number) for number in numbers] and not OTHERS.search(name):
+            found.append(name)
     found = [name for name in found if "decoder." in name] or found
     if len(found) > 1:
         raise ValueError(
@@ -141,10 +162,12 @@ def with_shared(state_dict: Mapping[str, Any], num_heads: int, num_kv_heads: int
         attention, found, end = name.rpartition("q_proj.")
         if not found or f"{attention}o_proj.{end}" not in state_dict:
             continue
-        query = state_dict[name]
-        part = query[: len(query) * num_kv_heads // num_heads] if np.ndim(query) else query
-        key = state_dict.get(f"{attention}k_proj.{end}", part)
-        added |= {f"{attention}k_proj.{end}": key, f"{attention}v_proj.{end}": key}
+        placeholder = state_dict[name]
+        if np.ndim(placeholder):
+            placeholder = placeholder[: len(placeholder) * num_kv_heads // num_heads]
+        key = state_dict.get(f"{attention}k_proj.{end}", placeholder)
+        added[f"{attention}k_proj.{end}"] = key
+        added[f"{attention}v_proj.{end}"] = key
         if f"{attention}q_norm.weight" in state_dict:
             added[f"{attention}k_norm.weight"] = state_dict[f"{attention}q_norm.weight"]
     return added | dict(state_dict)
@@ -154,8 +177,10 @@ def leaves_of(params: Any, path: str = "") -> dict[str, Any]:
     """Returns the leaves of nested mappings by path, such as `query/kernel`."""
     if not isinstance(params, Mapping):
         return {path: params}
-    parts = (leaves_of(part, f"{path}/{name}".lstrip("/")) for name, part in params.items())
-    return {name: leaf for part in parts for name, leaf in part.items()}
+    leaves: dict[str, Any] = {}
+    for name, part in params.items():
+        leaves |= leaves_of(part, f"{path}/{name}".lstrip("/"))
+    return leaves
 
 
 def to_numpy(name: str, value: Any) -> np.ndarray:
@@ -164,9 +189,13 @@ def to_numpy(name: str, value: Any) -> np.ndarray:
         if getattr(value, "is_meta", False):
             raise ValueError(f"{name} has no values, because it is on the meta device; load the checkpoint first.")
         dtype = str(value.dtype).removeprefix("torch.")
-        value = _read_tensor(name, value, dtype) if dtype in FLOATS else value
+        if dtype in FLOATS:
+            value = _read_tensor(name, value, dtype)
     else:
-        value = np.asarray(value.unbox() if hasattr(value, "unbox") else value)  # flax.linen boxes what it partitions
+        if hasattr(value, "unbox"):
+            # flax.linen boxes what it partitions.
+            value = value.unbox()
+        value = np.asarray(value)
         dtype = str(value.dtype)
     if dtype == "object":
         raise ValueError(f"{name} must be a tensor or an array, but got {value!r}.")
@@ -180,17 +209,21 @@ def to_numpy(name: str, value: Any) -> np.ndarray:
 def _read_tensor(name: str, tensor: Any, dtype: str) -> np.ndarray:
     try:
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-        if dtype == "bfloat16":  # PyTorch cannot turn it into numpy: pass its bits as int16
+        if dtype == "bfloat16":
+            # PyTorch cannot turn it into numpy: pass its bits as int16.
             return tensor.contiguous().view(tensor.short().dtype).numpy().view(ml_dtypes.bfloat16)
         return tensor.numpy()
-    except (TypeError, RuntimeError) as error:  # sparse, or not yet initialized
+    except (TypeError, RuntimeError) as error:
+        # It is sparse, or not yet initialized.
         kind = f"{type(tensor).__name__} of layout {tensor.layout}"
         raise ValueError(f"{name} must be a dense tensor with values, but got a {kind}.") from error
 
 
 def _list_names(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"[{', '.join(repr(name) for name in names[:SHOWN])}{more}]"
+    listed = ", ".join(repr(name) for name in names[:SHOWN])
+    if len(names) > SHOWN:
+        listed += f" and {len(names) - SHOWN} more"
+    return f"[{listed}]"
 
 
 def _list_layers(layers: list[str], prefix: str = "") -> str:
@@ -198,9 +231,13 @@ def _list_layers(layers: list[str], prefix: str = "") -> str:
     alike: dict[str, list[str]] = {}
     for layer in layers:
         alike.setdefault(re.sub(r"\d+", "*", layer), []).append(prefix + layer)
-    lines = [
-        f"\n  {group[0]!r}" + (f", ... {group[-1]!r} ({len(group)} layers)" if len(group) > 1 else "")
-        for group in alike.values()
-    ]
-    more = f"\n  and {len(lines) - SHOWN} more kinds" if len(lines) > SHOWN else ""
-    return f" Attention layers found, as prefixes:{''.join(lines[:SHOWN])}{more}"
+    lines = []
+    for group in alike.values():
+        line = f"\n  {group[0]!r}"
+        if len(group) > 1:
+            line += f", ... {group[-1]!r} ({len(group)} layers)"
+        lines.append(line)
+    listed = "".join(lines[:SHOWN])
+    if len(lines) > SHOWN:
+        listed += f"\n  and {len(lines) - SHOWN} more kinds"
+    return f" Attention layers found, as prefixes:{listed}"

@@ -63,10 +63,12 @@ def from_torch(
       >>> bool((convert.to_torch(params, "d2l_mha")["W_k.weight"] == square).all())
       True
     """
-    heads = (num_heads, num_heads if num_kv_heads is None else num_kv_heads)
-    layout, arrays = read(state_dict, *heads, prefix, qk_norm_offset)
-    fills = fill_biases and layout != LATENT
-    return traverse_util.unflatten_dict(shapes.fill_with_zeros(arrays) if fills else arrays, sep="/")
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
+    layout, arrays = read(state_dict, num_heads, num_kv_heads, prefix, qk_norm_offset)
+    if fill_biases and layout != LATENT:
+        arrays = shapes.fill_with_zeros(arrays)
+    return traverse_util.unflatten_dict(arrays, sep="/")
 
 
 def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float | None = None) -> Arrays:
@@ -91,50 +93,70 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     Raises:
       ValueError: If there is no such layout, or if `params` are not the parameters of an attention that fits it.
     """
-    if not isinstance(layout, str) or layout not in (*LAYOUTS, LATENT):
-        raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, LATENT))}, but got {layout!r}")
+    names = (*LAYOUTS, LATENT)
+    if not isinstance(layout, str) or layout not in names:
+        raise ValueError(f"layout must be one of {', '.join(names)}, but got {layout!r}")
     if isinstance(params, nnx.Module):
         params = nnx.state(params, nnx.Param)
-    if (isinstance(params, Mapping) and "kv_b_proj" in params) != (layout == LATENT):
+    is_latent_module = isinstance(params, Mapping) and "kv_b_proj" in params
+    if is_latent_module != (layout == LATENT):
         raise ValueError(f"layout must be {LATENT!r} if and only if the attention is latent, but got {layout!r}")
     if layout == LATENT:
-        return latent_to_torch(params, family_of(params["kv_b_proj"]["kernel"]).scaled_latents)
+        family = family_of(params["kv_b_proj"]["kernel"])
+        return latent_to_torch(params, family.scaled_latents)
+
     given = _flatten(params)
     two_axes = {path for path, array in given.items() if array.ndim == 2}
-    axes = shapes.torch_axes("gate/kernel" in two_axes)
-    sizes = shapes.find_sizes(given, shapes.flax_axes("gate/kernel" in two_axes, two_axes))
-    sizes |= {"A": sizes["N"] * sizes["H"], "B": sizes["K"] * sizes["H"]}
-    sizes |= {"C": sizes["N"] * sizes["U"], "W": sizes["K"] * sizes["U"]}
+    has_head_gate = "gate/kernel" in two_axes
+    sizes = shapes.find_sizes(given, shapes.flax_axes(has_head_gate, two_axes))
+    sizes["A"] = sizes["N"] * sizes["H"]
+    sizes["B"] = sizes["K"] * sizes["H"]
+    sizes["C"] = sizes["N"] * sizes["U"]
+    sizes["W"] = sizes["K"] * sizes["U"]
     family = family_of(params["query"]["kernel"])
     if family.norm_scale == "none":
         given = {path: array for path, array in given.items() if path not in NORMS}
     arrays = shapes.drop_zeros(LAYOUTS[layout], given)
-    if reason := shapes.misfit(LAYOUTS[layout], arrays, sizes):
-        fit = [
-            name for name, other in LAYOUTS.items() if not shapes.misfit(other, shapes.drop_zeros(other, given), sizes)
-        ]
+    reason = shapes.misfit(LAYOUTS[layout], arrays, sizes)
+    if reason:
+        fit = _fitting_layouts(given, sizes)
         raise ValueError(
             f"layout {layout!r} does not fit params: {reason}; layouts that fit: {', '.join(fit) or 'none'}"
         )
+
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
-    arrays = {path: _to_pytorch(path, x, axes.get(path, ""), sizes, offset, family) for path, x in arrays.items()}
-    stacks = LAYOUTS[layout].stacks.items()
-    return {key: shapes.join(LAYOUTS[layout], paths, arrays, sizes) for key, paths in stacks if paths[0] in arrays}
+    axes = shapes.torch_axes(has_head_gate)
+    converted: Arrays = {}
+    for path, array in arrays.items():
+        if path in axes:
+            # PyTorch merges heads and their features, and has outputs first.
+            array = array.reshape([sizes[letter] for letter in reversed(axes[path])]).T
+        elif path == "out_norm/scale" or ("_ln/" in path and family.norm != NORM_OF_EACH_HEAD):
+            array = array.ravel()
+        if offset and path in NORMS:
+            array = array - array.dtype.type(offset)
+        converted[path] = array
+    result: Arrays = {}
+    for key, paths in LAYOUTS[layout].stacks.items():
+        if paths[0] in converted:
+            result[key] = shapes.join(LAYOUTS[layout], paths, converted, sizes)
+    return result
 
 
-def _to_pytorch(
-    path: str, array: np.ndarray, axes: str, sizes: Mapping[str, int], offset: float, family: Family
-) -> np.ndarray:
-    if axes:
-        return array.reshape([sizes[c] for c in axes[::-1]]).T
-    if path == "out_norm/scale" or ("_ln/" in path and family.norm != NORM_OF_EACH_HEAD):
-        array = array.ravel()
-    return array - array.dtype.type(offset) if offset and path in NORMS else array
+def _fitting_layouts(given: Arrays, sizes: Mapping[str, int]) -> list[str]:
+    names: list[str] = []
+    for name, layout in LAYOUTS.items():
+        arrays = shapes.drop_zeros(layout, given)
+        if not shapes.misfit(layout, arrays, sizes):
+            names.append(name)
+    return names
 
 
 def family_of(kernel: Any) -> Family:
     """Returns the model family that `describe` wrote into a kernel's metadata; an empty one if there is none."""
-    metadata = kernel.get_metadata() if hasattr(kernel, "get_metadata") else {}  # an nnx.Variable
+    metadata: Mapping[str, Any] = {}
+    if hasattr(kernel, "get_metadata"):  # an nnx.Variable
+        metadata = kernel.get_metadata()
     return FAMILIES.get(metadata.get(MODEL_TYPE, ""), Family({}))
 
 
@@ -147,7 +169,8 @@ def read(
     state_dict: Any, num_heads: int, num_kv_heads: int, prefix: str, qk_norm_offset: float
 ) -> tuple[LayoutName, Arrays]:
     """Returns the layout of an attention in a state_dict, and its arrays in Flax's shapes, by paths like `out/bias`."""
-    if not all(is_int(number) and number > 0 for number in (num_heads, num_kv_heads)) or num_heads % num_kv_heads:
+    are_positive = all(is_int(number) and number > 0 for number in (num_heads, num_kv_heads))
+    if not are_positive or num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads must be a positive multiple of num_kv_heads, but got {num_heads!r} and {num_kv_heads!r}."
         )
@@ -156,56 +179,78 @@ def read(
         check_not_quantized(entries)
         return LATENT, read_latent(entries, prefix, num_heads)
     name = recognize(entries, prefix)
-    layout, arrays = LAYOUTS[name], Arrays()
+    layout = LAYOUTS[name]
+
+    # The arrays of each projection, in PyTorch's shapes.
+    arrays: Arrays = {}
     for key, paths in layout.stacks.items():
         if key in entries:
             array = np.atleast_1d(to_numpy(prefix + key, entries[key]))
-            arrays |= zip(paths, shapes.cut(layout, key, array, num_heads, num_kv_heads), strict=True)
-    queries, out = len(arrays["query/kernel"]), arrays["out/kernel"]
-    if layout.is_stacked and out.ndim == 2 and queries != out.shape[1]:
+            parts = shapes.cut(layout, key, array, num_heads, num_kv_heads)
+            arrays |= zip(paths, parts, strict=True)
+    num_queries = len(arrays["query/kernel"])
+    out = arrays["out/kernel"]
+    if layout.is_stacked and out.ndim == 2 and num_queries != out.shape[1]:
         raise ValueError(
             f"num_heads and num_kv_heads must split the stacked weights into {out.shape[1]} query features (the input "
-            f"size of the output projection), but {num_heads} and {num_kv_heads} give {queries}; use the values from "
-            "the model's config."
+            f"size of the output projection), but {num_heads} and {num_kv_heads} give {num_queries}; use the values "
+            "from the model's config."
         )
-    gate = arrays.get("gate/kernel", ())
-    has_head_gate = len(gate) == num_heads != out.shape[-1]
+    gate_features = len(arrays.get("gate/kernel", ()))
+    has_head_gate = gate_features == num_heads != out.shape[-1]
     axes = shapes.torch_axes(has_head_gate)
     sizes = shapes.find_sizes({path: arrays[path] for path in axes if path in arrays}, axes)
-    if reason := shapes.misfit(layout, arrays, sizes):
+    reason = shapes.misfit(layout, arrays, sizes)
+    if reason:
         raise ValueError(
             f"state_dict has the keys of layout {name!r}, but {reason}; check that it is complete and unmodified."
         )
+
     sizes |= shapes.head_sizes(sizes, num_heads, num_kv_heads)
-    is_wide = np.size(arrays.get(NORMS[0], ())) == sizes["A"] != sizes["H"]  # a weight for each feature of all heads
-    axes = shapes.flax_axes(has_head_gate, NORMS if is_wide else ())
-    return name, {path: _to_flax(path, array, axes[path], sizes, qk_norm_offset) for path, array in arrays.items()}
+    # The norms may have a weight for each feature of all heads.
+    norm_size = np.size(arrays.get(NORMS[0], ()))
+    spans_all_heads = norm_size == sizes["A"] != sizes["H"]
+    axes = shapes.flax_axes(has_head_gate, NORMS if spans_all_heads else ())
+    converted = {path: _to_flax(path, array, axes[path], sizes) for path, array in arrays.items()}
+    if qk_norm_offset:
+        for path in {*NORMS} & {*converted}:
+            dtype = np.promote_types(converted[path].dtype, np.float32)
+            converted[path] = converted[path].astype(dtype) + dtype.type(qk_norm_offset)
+    return name, converted
 
 
-def _to_flax(path: str, array: np.ndarray, axes: str, sizes: Mapping[str, int], offset: float) -> np.ndarray:
-    shape = tuple(sizes[c] for c in axes)
-    if path in OTHER_AXES and array.shape not in (shape, (np.prod(shape),)):
+def _to_flax(path: str, array: np.ndarray, axes: str, sizes: Mapping[str, int]) -> np.ndarray:
+    """Returns a new array in Flax's shape, which `axes` names."""
+    shape = tuple(sizes[letter] for letter in axes)
+    if path not in OTHER_AXES:
+        return array.T.reshape(shape).copy()
+    if array.shape not in (shape, (np.prod(shape),)):
         raise ValueError(
             f"{path} must have shape ({np.prod(shape)},) for {sizes['N']} and {sizes['K']} heads, but got "
             f"{array.shape}."
         )
-    if offset and path in NORMS:
-        wide = np.promote_types(array.dtype, np.float32)
-        array = array.astype(wide) + wide.type(offset)
-    return (array if path in OTHER_AXES else array.T).reshape(shape).copy()
+    return array.reshape(shape).copy()
 
 
 def _flatten(params: Any) -> Arrays:
     """Returns the arrays of one attention's parameters, by path; raises a ValueError for any other parameters."""
     if not isinstance(params, Mapping):
         raise ValueError(f"params must be a module, its nnx.State or a dict of its parameters, but got {params!r:.80}")
-    known, leaves = (*TORCH_AXES, *OTHER_AXES), leaves_of(params)
+    known = (*TORCH_AXES, *OTHER_AXES)
+    leaves = leaves_of(params)
     layers = {path.split("/")[0] for path in known}
-    for name in (layers - {*known}) & {*leaves}:
-        raise ValueError(f"params[{name!r}] must be a dict of arrays, but got {params[name]!r:.80}")
-    tops = {path: path.split("/")[0] for path in {*leaves} - {*known}}
-    extra = sorted({path if top in layers else top for path, top in tops.items()})
+    for name in leaves:
+        if name in layers and name not in known:
+            raise ValueError(f"params[{name!r}] must be a dict of arrays, but got {params[name]!r:.80}")
+    extra: set[str] = set()
+    for path in leaves:
+        if path not in known:
+            layer = path.split("/")[0]
+            # Of a layer that no attention has, only its name is listed.
+            extra.add(path if layer in layers else layer)
     missing = sorted({*KERNELS} - {*leaves})
     if extra or missing:
-        raise ValueError(f"params must be the parameters of one attention layer; missing {missing}, extra {extra}")
+        raise ValueError(
+            f"params must be the parameters of one attention layer; missing {missing}, extra {sorted(extra)}"
+        )
     return {path: to_numpy(path, leaves[path]) for path in known if path in leaves}
