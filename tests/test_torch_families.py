@@ -20,6 +20,7 @@ from marks import with_core
 
 import flax_mha
 from flax_mha import convert, recipes
+from flax_mha.convert.state_dict import T5_TABLE
 
 BATCH, LENGTH, PROMPT = 2, 13, 5
 N, K, H, D = 4, 2, 8, 24  # query heads, key heads, head size, features
@@ -376,7 +377,7 @@ def test_from_hf(name):
     whole = {f"{family.prefix.replace('1', '0')}{key}": torch.zeros(3) for key in family.shapes}
     whole |= {f"vision_model.layers.1.self_attn.{key}": torch.zeros(3) for key in linears(OUT_NAMES)}
     whole |= {f"{family.prefix}{key}": value for key, value in family.weights().items()}
-    whole |= {f"decoder.block.0.layer.0.SelfAttention.{convert.state_dict.T5_TABLE}": TABLE} if name == "t5" else {}
+    whole |= {f"decoder.block.0.layer.0.SelfAttention.{T5_TABLE}": TABLE} if name == "t5" else {}
     module = convert.from_hf(family.config, whole, family.layer)
     assert_close(nnx.jit(lambda module, x: module(x))(module, inputs(features(family))[0]), by_torch(name)[0])
     assert not [x for x in jax.tree.leaves(nnx.state(module)) if not isinstance(x, jax.Array)]

@@ -131,7 +131,7 @@ def check_described(config: Config) -> None:
     """Raises a ValueError if the family is unknown or refused."""
     if config.model_type not in FAMILIES:
         raise ValueError(
-            f"model_type must be in convert.families.FAMILIES, but got {config.model_type!r}; if the module can "
+            f"model_type must be one of those in docs/families.md, but got {config.model_type!r}; if the module can "
             "compute this attention, pass its arguments explicitly."
         )
     if config.family.refused:
