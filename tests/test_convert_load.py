@@ -13,7 +13,7 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import Gate, Norm, convert, linen
-from flax_mha._src.modules.core import core_of
+from flax_mha._src.modules.attention_fn import core_of
 from flax_mha.convert.families import FAMILIES
 from flax_mha.rope import NTK, RoPE, YaRN
 
