@@ -32,8 +32,7 @@ import numpy as np
 from flax import nnx
 
 import flax_mha
-from flax_mha.cached_attention import cached_attention
-from flax_mha.kv_cache import KVCache
+from flax_mha.cache import KVCache, cached_attention
 
 HEADS, SIZE = 8, 64
 FEATURES = HEADS * SIZE

@@ -28,10 +28,10 @@ from matplotlib.figure import Figure
 from flax_mha import attention, recipes
 from flax_mha._src import plan as schedule
 from flax_mha._src.core.validation import Shape
+from flax_mha._src.masks.function import store_occupancy
 from flax_mha._src.math import head, tiling
 from flax_mha._src.math.head import one_of
 from flax_mha.masks import CausalMask, LocalMask, Mask, SegmentMask
-from flax_mha.masks.function import store_occupancy
 
 COLUMNS = {
     "length": "T",

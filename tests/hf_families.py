@@ -29,11 +29,11 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
 
 from flax_mha import convert
-from flax_mha.convert.families import FAMILIES
-from flax_mha.convert.latent_weights import is_latent
-from flax_mha.convert.layouts import LAYOUTS
-from flax_mha.convert.read_config import UNKNOWN
-from flax_mha.convert.state_dict import attention_entries, layer_prefix, recognize, with_shared
+from flax_mha._src.convert.families import FAMILIES
+from flax_mha._src.convert.latent_weights import is_latent
+from flax_mha._src.convert.layouts import LAYOUTS
+from flax_mha._src.convert.read_config import UNKNOWN
+from flax_mha._src.convert.state_dict import attention_entries, layer_prefix, recognize, with_shared
 
 TABLE = Path(__file__).with_suffix(".md")
 LAYERS, LENGTH, PROMPT, TOLERANCE = 4, 13, 5, 5e-5

@@ -14,12 +14,13 @@ pytestmark = pytest.mark.core
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flax_mha"
 
-# Each folder or file imports only those to its left, and a folder its own files. Users do not import "_src".
-ORDER = ["_src.__init__", "_src.core", "masks", "_src.call", "_src.guard", "_src.math", "_src.plan", "_src.engines"]
-ORDER += ["_src.explanation", "_src.distributed", "_src.run", "attention", "cache", "rope", "_src.modules"]
-ORDER += ["context_parallel", "nnx", "linen", "recipes", "plot", "kv_cache", "cached_attention", "convert", "__init__"]
-# An annex that the house imports, in a function that few call.
-ANNEX = ("rope", "convert")
+# All code is in `_src`. Each folder or file there imports only those to its left, and a folder its own files.
+ORDER = "__init__ core masks rope call guard math plan engines explanation distributed run attention cache modules nnx"
+ORDER = [f"_src.{name}" for name in f"{ORDER} linen recipes convert plot".split()]
+# Users import these. They re-export names of `_src`, which imports none of them.
+PUBLIC = {"__init__", "cache", "convert", "linen", "masks", "nnx", "plot", "recipes", "rope"}
+# `RoPE.from_config` imports `convert`, in the function.
+EXCEPTION = ("_src.rope", "_src.convert")
 
 
 def imports(path):
@@ -50,9 +51,24 @@ def part_of(name):
 
 def test_imports_point_to_the_left():
     for name, imported in every_import().items():
+        if name in PUBLIC:
+            continue
         own = part_of(name)
-        inside = {part_of(n.removeprefix("flax_mha.")) for n in imported if n.startswith("flax_mha.")}
-        assert inside - ({ANNEX[1]} if own == ANNEX[0] else set()) <= set(ORDER[: ORDER.index(own) + 1]), name
+        allowed = set(ORDER[: ORDER.index(own) + 1])
+        if own == EXCEPTION[0]:
+            allowed.add(EXCEPTION[1])
+        inside = {part_of(n.removeprefix("flax_mha.")) for n in imported if n.startswith("flax_mha")}
+        assert inside <= allowed, name
+
+
+def test_public_modules_only_re_export():
+    assert {name for name in FILES if not name.startswith("_src")} == PUBLIC
+    for name in PUBLIC - {"__init__"}:
+        docstring, *statements, names = ast.parse(FILES[name].read_text()).body
+        assert isinstance(docstring.value, ast.Constant), name
+        assert all(isinstance(x, ast.ImportFrom) and x.module.startswith("flax_mha._src.") for x in statements), name
+        assert names.targets[0].id == "__all__", name
+        assert sorted(ast.literal_eval(names.value)) == sorted(alias.name for x in statements for alias in x.names)
 
 
 def test_no_private_file_and_no_cycle():
@@ -64,7 +80,7 @@ def test_no_private_file_and_no_cycle():
 def test_only_public_names_of_jax_and_flax_are_needed():
     allowed = {"flax", "flax_mha", "jax", "jaxtyping", "ml_dtypes", "numpy", *sys.stdlib_module_names}
     for name, imported in every_import().items():
-        assert {n.split(".")[0] for n in imported} <= allowed | ({"matplotlib"} if name == "plot" else set()), name
+        assert {n.split(".")[0] for n in imported} <= allowed | ({"matplotlib"} if name == "_src.plot" else set()), name
         assert not [n for n in imported if re.search(r"^(jax|flax)\..*\b_", n)], name
 
 

@@ -14,10 +14,10 @@ from marks import core
 
 import flax_mha
 from flax_mha import dot_product_attention, linen
+from flax_mha._src.cache.kv_cache import SPARE, KVCache
 from flax_mha._src.core import tracing
 from flax_mha._src.core.eight_bits import dequantize, quantize
-from flax_mha.cache.kv_cache import SPARE, KVCache
-from flax_mha.cached_attention import cached_attention
+from flax_mha.cache import cached_attention
 
 B, N, K, H, S, WINDOW = 2, 4, 2, 16, 700, 5
 FLOAT8 = "float8_e4m3fn"

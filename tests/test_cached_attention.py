@@ -14,9 +14,9 @@ from marks import core, with_core
 
 from flax_mha import dot_product_attention
 from flax_mha._src import plan as schedule
+from flax_mha._src.cache.kv_cache import SPARE, KVCache
 from flax_mha._src.engines.kernels import cudnn
-from flax_mha.cache.kv_cache import SPARE, KVCache
-from flax_mha.cached_attention import cached_attention
+from flax_mha.cache import cached_attention
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, SegmentMask
 
 B, N, K, H, S = 2, 4, 2, 6, 43

@@ -17,8 +17,7 @@ from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha._src.engines.kernels import cudnn
-from flax_mha.cached_attention import cached_attention
-from flax_mha.kv_cache import KVCache
+from flax_mha.cache import KVCache, cached_attention
 
 B, T, N, K, H = 2, 256, 4, 2, 64
 CUDNN_CALLS = [jax.export.DisabledSafetyCheck.custom_call(f"__cudnn$fmhaSoftmax{x}") for x in ("", "Backward")]

@@ -8,20 +8,21 @@ import pytest
 from flax import linen, nnx
 
 from flax_mha import convert
+from flax_mha._src.convert.layouts import ALL
 
 HEADS, HEAD_DIM = 3, 5
 FEATURES = HEADS * HEAD_DIM
 DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16]
 
 
-def make_params(sizes=(FEATURES,) * 4, biased=convert.ALL, kv_heads=HEADS, dtype=np.float32, value_dim=HEAD_DIM, **has):
+def make_params(sizes=(FEATURES,) * 4, biased=ALL, kv_heads=HEADS, dtype=np.float32, value_dim=HEAD_DIM, **has):
     """Makes random parameters; sizes are the inputs of query, key, value and the output.
 
     It `has` sinks, a gate, an out_norm or norms, if they are given.
     """
     rng, gate, norms = np.random.default_rng(0), has.get("gate"), has.get("norms")
     params = {}
-    for name, size in zip(convert.ALL, sizes, strict=True):
+    for name, size in zip(ALL, sizes, strict=True):
         size_of_heads = value_dim if name in ("value", "out") else HEAD_DIM
         heads = (kv_heads if name in ("key", "value") else HEADS, size_of_heads)
         kernel, bias = ((*heads, size), (size,)) if name == "out" else ((size, *heads), heads)
@@ -50,7 +51,7 @@ def assert_same_bits(got, expected):
     assert bits(got) == bits(expected)
 
 
-UNBIASED, BIASED_OUT, NO_OUT = {"biased": ()}, {"biased": ("out",)}, {"biased": convert.ALL[:3]}
+UNBIASED, BIASED_OUT, NO_OUT = {"biased": ()}, {"biased": ("out",)}, {"biased": ALL[:3]}
 GROUPED, NORMS = {"kv_heads": 1, "biased": ()}, {"norms": True}
 NORMED, NARROW = GROUPED | NORMS, {"sizes": (7,) * 4, "kv_heads": 1}
 SEPARATE = {"sizes": (FEATURES, 7, 11, FEATURES)}
@@ -141,7 +142,7 @@ def test_other_entries_are_ignored(layout, extra):
 
 def changed(layout, **changes):
     """Makes a state_dict with some entries replaced, or taken out where None."""
-    biased = () if layout == "d2l_mha" else convert.ALL
+    biased = () if layout == "d2l_mha" else ALL
     state_dict = convert.to_torch(make_params(biased=biased), layout)
     state_dict |= {key.replace("__", "."): value for key, value in changes.items()}
     return {key: value for key, value in state_dict.items() if value is not None}

@@ -13,8 +13,8 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import Gate, Norm, convert, linen
+from flax_mha._src.convert.families import FAMILIES
 from flax_mha._src.modules.attention_fn import core_of
-from flax_mha.convert.families import FAMILIES
 from flax_mha.rope import NTK, RoPE, YaRN
 
 N, K, H, D = 4, 2, 8, 24

@@ -11,7 +11,7 @@ from marks import with_core
 
 import flax_mha
 from flax_mha import KVCache, dot_product_attention, linen, masks
-from flax_mha.cached_attention import cached_attention
+from flax_mha.cache import cached_attention
 
 B, T, N, K, H = 2, 6, 4, 2, 8
 

@@ -12,8 +12,8 @@ from marks import core
 
 import flax_mha
 from flax_mha import CausalMask, LengthMask, LocalMask, linen, recipes
-from flax_mha.cache.cached_attention import cached_attention
-from flax_mha.cache.kv_cache import KVCache
+from flax_mha._src.cache.cached_attention import cached_attention
+from flax_mha._src.cache.kv_cache import KVCache
 from flax_mha.masks import ArrayMask, FunctionMask
 
 BATCH, LENGTH, FEATURES, HEADS, WINDOW = 2, 48, 24, 4, 5

@@ -10,7 +10,7 @@ from marks import pairwise, with_core
 
 import flax_mha
 from flax_mha import linen
-from flax_mha.kv_cache import KVCache
+from flax_mha.cache import KVCache
 
 B, SLOTS, N, H = 8, 4096, 8, 64
 FEATURES = 8  # few, since XLA's CPU converts bfloat16 kernels to float32

@@ -1,5 +1,6 @@
 """Every block of every page runs, links have targets, and the reference and the gallery are complete."""
 
+import doctest
 import importlib
 import inspect
 import json
@@ -15,7 +16,7 @@ from marks import with_core
 
 import flax_mha
 from flax_mha import recipes
-from flax_mha.convert.families import FAMILIES
+from flax_mha._src.convert.families import FAMILIES
 from train_demo import command_line
 
 ROOT = Path(__file__).parent.parent
@@ -133,19 +134,16 @@ def test_every_known_issue_is_listed_linked_and_asserted():
         assert re.search(r"```python\n[^`]*^ *assert ", entry, re.MULTILINE), entry
 
 
-MODULES = ("cached_attention", "context_parallel", "convert", "kv_cache", "linen", "masks", "plot", "recipes", "rope")
-# Public only by their names: the classes of combined masks, and parts of documented names.
-INTERNAL = ["And", "Or", "Not", "Occupancy", "WrittenMask"]
+MODULES = ("cache", "convert", "linen", "masks", "nnx", "plot", "recipes", "rope")
+# Public only by their names: the classes of combined masks, parts of documented names, and tables.
+INTERNAL = ["And", "LAYOUTS", "LayoutName", "Not", "Occupancy", "Or", "WrittenMask"]
 
 
 def public_names():
     """The names that users may import: at the top level, and those that a public module defines or lists."""
     for module in (flax_mha, *(importlib.import_module(f"flax_mha.{name}") for name in MODULES)):
-        for name in getattr(module, "__all__", vars(module)):
-            x = getattr(module, name)  # some on first use
-            own = (inspect.isclass(x) or inspect.isfunction(x)) and x.__module__.startswith(module.__name__)
-            if not name.startswith("_") and (own or hasattr(module, "__all__")):
-                yield name, x
+        for name in module.__all__:
+            yield name, getattr(module, name)  # some on first use
 
 
 @pytest.mark.core
@@ -160,9 +158,24 @@ def test_the_reference_names_every_public_name():
     assert undocumented == sorted(INTERNAL)
 
 
+@pytest.mark.core
+def test_examples_of_every_public_name_are_collected():
+    """Names are defined in `_src`, where pytest looks for examples, and not in the modules that re-export them."""
+    files = (ROOT / "flax_mha" / "_src").rglob("*.py")
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    modules = [importlib.import_module(name) for name in names if not name.endswith("__init__")]
+    collected = {test.name for module in modules for test in finder.find(module)}
+
+    shown = [x for _, x in public_names() if ">>>" in (getattr(x, "__doc__", None) or "")]
+    lost = [x for x in shown if hasattr(x, "__qualname__") and f"{x.__module__}.{x.__qualname__}" not in collected]
+
+    assert len(shown) > 30
+    assert lost == []
+
+
 def gallery():
-    functions = {name: x for name, x in vars(recipes).items() if inspect.isfunction(x) and not name.startswith("_")}
-    return {name for name, x in functions.items() if x.__module__.startswith(recipes.__name__)} - {"combine"}
+    return set(recipes.__all__) - {"combine"}
 
 
 @pytest.mark.core

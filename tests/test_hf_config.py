@@ -6,8 +6,8 @@ import pytest
 from marks import with_core
 
 from flax_mha import convert
-from flax_mha.convert.families import FAMILIES
-from flax_mha.convert.read_config import ALIASES, COMMON, LAYERS
+from flax_mha._src.convert.families import FAMILIES
+from flax_mha._src.convert.read_config import ALIASES, COMMON, LAYERS
 from flax_mha.rope import RoPE
 
 WRONG = ("2", "", [], [1], ["x"], {}, {"a": 1}, {1}, None, True, False)

@@ -11,7 +11,7 @@ import pytest
 from marks import with_core
 
 from flax_mha import convert
-from flax_mha.convert.families import FAMILIES
+from flax_mha._src.convert.families import FAMILIES
 from flax_mha.rope import Llama3, RoPE, YaRN
 
 CONFIGS = hf_configs.load()

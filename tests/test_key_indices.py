@@ -13,7 +13,7 @@ from marks import core, with_core
 
 import flax_mha
 from flax_mha import KVCache, dot_product_attention, explain_implementation, recipes
-from flax_mha.cached_attention import cached_attention
+from flax_mha.cache import cached_attention
 
 # Batch, T, S, N, K, H, Hv, k, and whether each key head has a list of its own.
 SIZES = {

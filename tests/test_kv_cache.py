@@ -11,9 +11,9 @@ from cases import refused
 from marks import core, pairwise, with_core_tuples
 
 from flax_mha import dot_product_attention
+from flax_mha._src.cache.kv_cache import SPARE, KVCache
 from flax_mha._src.core.eight_bits import quantize
-from flax_mha.cache.kv_cache import SPARE, KVCache
-from flax_mha.cached_attention import cached_attention
+from flax_mha.cache import cached_attention
 
 B, S, K, H = 3, 11, 2, 5
 WINDOW = 4

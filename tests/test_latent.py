@@ -12,7 +12,7 @@ from marks import with_core, with_core_tuples
 
 import flax_mha
 from flax_mha import Gate
-from flax_mha.cache.latent import Latent
+from flax_mha._src.cache.latent import Latent
 from flax_mha.rope import RoPE, YaRN
 
 B, T, D, N = 2, 83, 24, 3

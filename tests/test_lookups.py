@@ -11,8 +11,7 @@ from flax import nnx
 from marks import core
 
 from flax_mha import MultiHeadAttention, dot_product_attention, explain_implementation, linen, recipes
-from flax_mha.cached_attention import cached_attention
-from flax_mha.kv_cache import KVCache
+from flax_mha.cache import KVCache, cached_attention
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, Mask
 
 B, T, N = 2, 56, 8

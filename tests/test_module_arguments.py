@@ -409,7 +409,7 @@ def test_names_of_the_package():
     assert flax_mha.recipes.causal()["mask"] == CausalMask()
     assert (flax_mha.linen, flax_mha.convert) == (linen, convert)
     assert (flax_mha.CausalMask, flax_mha.combine) == (masks.CausalMask, flax_mha.recipes.combine)
-    assert (flax_mha.RoPE, flax_mha.KVCache) == (flax_mha.rope.RoPE, flax_mha.kv_cache.KVCache)
+    assert (flax_mha.RoPE, flax_mha.KVCache) == (flax_mha.rope.RoPE, flax_mha.cache.KVCache)
     module = importlib.import_module("flax_mha.context_parallel")
     for name in ("to_zigzag", "from_zigzag"):
         assert getattr(module, name) is getattr(flax_mha, name) is getattr(flax_mha.context_parallel, name)
@@ -460,7 +460,7 @@ def test_signatures_of_subclasses_and_functions():
 
     assert list(parameters(Wider)) == ["width", "rngs"]
     assert Wider(8, nnx.Rngs(0)).in_features == 8
-    functions = (flax_mha.attention_fn, flax_mha.cached_attention.cached_attention, flax_mha.context_parallel)
+    functions = (flax_mha.attention_fn, flax_mha.cache.cached_attention, flax_mha.context_parallel)
     functions += (flax_mha.context_parallel("x"), flax_mha.dot_product_attention, flax_mha.explain_implementation)
     for function in functions:
         assert len(parameters(function)) > 5

@@ -11,8 +11,7 @@ from cases import close, refused
 from test_meanings import dropped
 
 from flax_mha import dot_product_attention, recipes
-from flax_mha.cached_attention import cached_attention
-from flax_mha.kv_cache import KVCache
+from flax_mha.cache import KVCache, cached_attention
 
 B, N, K, H, S = 2, 6, 2, 8, 67
 row, column = np.arange(S)[:, None], np.arange(S)[None, :]

@@ -20,7 +20,7 @@ from marks import with_core
 
 import flax_mha
 from flax_mha import convert, recipes
-from flax_mha.convert.state_dict import T5_TABLE
+from flax_mha._src.convert.state_dict import T5_TABLE
 
 BATCH, LENGTH, PROMPT = 2, 13, 5
 N, K, H, D = 4, 2, 8, 24  # query heads, key heads, head size, features

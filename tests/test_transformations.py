@@ -14,8 +14,7 @@ from marks import pairwise, with_core
 
 from flax_mha import dot_product_attention, explain_implementation
 from flax_mha._src import plan as schedule
-from flax_mha.cached_attention import cached_attention
-from flax_mha.kv_cache import KVCache
+from flax_mha.cache import KVCache, cached_attention
 from flax_mha.masks import FunctionMask, LengthMask
 
 B, T, N, K, H = 3, 40, 4, 2, 8

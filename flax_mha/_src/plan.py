@@ -15,11 +15,11 @@ import numpy as np
 
 from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Options, may_mask
 from flax_mha._src.core.tracing import being_traced, cpu_features, is_key, multiplies_bfloat16, readable
+from flax_mha._src.masks import Mask
+from flax_mha._src.masks.function import store_occupancy
 from flax_mha._src.math import tiling as tilings
 from flax_mha._src.math.head import mask_by_head, one_of
 from flax_mha._src.math.tiling import BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
-from flax_mha.masks import Mask
-from flax_mha.masks.function import store_occupancy
 
 # The first two fields of a `Target`, `platform` and `may_be_split`, for one CPU and one TPU.
 ON_ONE_CPU, ON_ONE_TPU = ("cpu", False), ("tpu", False)

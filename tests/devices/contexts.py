@@ -13,7 +13,7 @@ from meshes import floats, put
 
 import flax_mha
 from flax_mha import CausalMask, FunctionMask, LengthMask, LocalMask
-from flax_mha.context_parallel import from_zigzag, to_zigzag
+from flax_mha._src.modules.context_parallel import from_zigzag, to_zigzag
 
 B, N, H, T = 2, 8, 8, 48
 QKV = ("query", "key", "value")

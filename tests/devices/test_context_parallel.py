@@ -22,7 +22,7 @@ from test_derivatives import hessian_product, squares
 
 import flax_mha
 import flax_mha.linen
-from flax_mha.context_parallel import to_zigzag, zigzag_positions
+from flax_mha._src.modules.context_parallel import to_zigzag, zigzag_positions
 from flax_mha.rope import RoPE
 
 STRATEGIES = ("ring", "ulysses", "allgather")

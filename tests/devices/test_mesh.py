@@ -14,8 +14,7 @@ from marks import with_core_tuples
 from meshes import context, floats, gradients, mesh_of, put
 
 from flax_mha import dot_product_attention, explain_implementation
-from flax_mha.cached_attention import cached_attention
-from flax_mha.kv_cache import KVCache
+from flax_mha.cache import KVCache, cached_attention
 from flax_mha.masks import CausalMask, FunctionMask
 
 B, N, H = 4, 4, 8

@@ -19,9 +19,9 @@ from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import Target, is_key, target_of
 from flax_mha._src.core.user_function import trace
 from flax_mha._src.core.validation import DTYPES, Shape, as_array, broadcastable, is_finite, is_int, number_in
-from flax_mha.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
-from flax_mha.masks.base import merged, shows_future
-from flax_mha.masks.function import check_lookups
+from flax_mha._src.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
+from flax_mha._src.masks.base import merged, shows_future
+from flax_mha._src.masks.function import check_lookups
 
 # Arguments that only modules accept, and the arguments of functions to use instead.
 SIBLINGS = {

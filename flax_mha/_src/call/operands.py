@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import Target
 from flax_mha._src.core.user_function import TracedFunction
-from flax_mha.masks import Mask
-from flax_mha.masks.base import axes_of
+from flax_mha._src.masks import Mask
+from flax_mha._src.masks.base import axes_of
 
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 

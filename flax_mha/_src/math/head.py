@@ -22,8 +22,8 @@ from flax_mha._src import guard
 from flax_mha._src.call.operands import Call, IdsAndSeeds, NonFinite, Operands, Options, Result
 from flax_mha._src.core.tile import Offsets, Tile
 from flax_mha._src.core.tracing import T, being_traced
+from flax_mha._src.masks import Mask
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
-from flax_mha.masks import Mask
 
 AnyArray = TypeVar("AnyArray", Array, np.ndarray)
 

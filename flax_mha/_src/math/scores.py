@@ -17,9 +17,9 @@ from flax_mha._src import guard
 from flax_mha._src.call.operands import NonFinite, accumulation_dtype, may_mask
 from flax_mha._src.core.tile import Offsets, Tile
 from flax_mha._src.core.user_function import TracedFunction
+from flax_mha._src.masks import Mask
 from flax_mha._src.math.derivatives import reverse_only
 from flax_mha._src.math.threefry import random_words
-from flax_mha.masks import Mask
 
 
 class ScoreInputs(NamedTuple):

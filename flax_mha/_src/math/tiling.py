@@ -19,9 +19,9 @@ from jaxtyping import Array, Bool, Int
 
 from flax_mha._src.core.tile import Grid, IntMatrix, Scalar, Tile
 from flax_mha._src.core.tracing import T
+from flax_mha._src.masks import Mask, Occupancy
+from flax_mha._src.masks.base import part_axes
 from flax_mha._src.math.scores import ScoreRule
-from flax_mha.masks import Mask, Occupancy
-from flax_mha.masks.base import part_axes
 
 # Size of the squares whose occupancy is computed if the mask is known while tracing; a tile may begin at each of them.
 CELL = 128

@@ -20,18 +20,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha._src import run
+from flax_mha._src.attention import Implementation, ScoreMod, dot_product_attention
+from flax_mha._src.cache.cached_attention import Visibility, check_cache, in_order, nan_without, over_cache
+from flax_mha._src.cache.kv_cache import KVCache
+from flax_mha._src.cache.latent import Latent
+from flax_mha._src.cache.shared import Appended
 from flax_mha._src.call.arguments import Arguments, canonical, check_sharding, naming_siblings
 from flax_mha._src.call.operands import NO_OFFSET, Call, Context, Result, Sharding, accumulation_dtype
 from flax_mha._src.core import validation
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.explanation import Explanation
-from flax_mha.attention import Implementation, ScoreMod, dot_product_attention
-from flax_mha.cache.cached_attention import Visibility, check_cache, in_order, nan_without, over_cache
-from flax_mha.cache.kv_cache import KVCache
-from flax_mha.cache.latent import Latent
-from flax_mha.cache.shared import Appended
-from flax_mha.masks import Mask
-from flax_mha.masks.base import merged, visible_at
+from flax_mha._src.masks import Mask
+from flax_mha._src.masks.base import merged, visible_at
 
 # Arguments of `attention_fn` that are arguments of `dot_product_attention`.
 CORE = Arguments.__optional_keys__ | {"bias", "mask", "implementation"}

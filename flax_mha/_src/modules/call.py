@@ -12,19 +12,19 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
+from flax_mha._src.cache.kv_cache import KVCache
+from flax_mha._src.cache.latent import Latent
+from flax_mha._src.cache.shared import Appended, SharedKV
 from flax_mha._src.call.arguments import check_is_causal, check_window
 from flax_mha._src.core import validation
 from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.distributed.split import names_of
+from flax_mha._src.masks import Mask
 from flax_mha._src.modules import sequences
 from flax_mha._src.modules.attention_fn import CoreAttention, Heads, core_of, decode
 from flax_mha._src.modules.foreign import check_takes_mask
 from flax_mha._src.modules.indexer import IndexLayers, choose
 from flax_mha._src.modules.layers import Gate
-from flax_mha.cache.kv_cache import KVCache
-from flax_mha.cache.latent import Latent
-from flax_mha.cache.shared import Appended, SharedKV
-from flax_mha.masks import Mask
 
 # Where the keys of a call come from.
 # "inputs": from its inputs.

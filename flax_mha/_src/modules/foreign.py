@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from flax_mha.masks import Mask
+from flax_mha._src.masks import Mask
 
 # Functions that take masks as arrays alone.
 FUNCTIONS_OF_ARRAYS = [nnx.dot_product_attention, flax.linen.dot_product_attention, jax.nn.dot_product_attention]

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from flax_mha._src.cache.cached_attention import Step, Visibility, check_cache
+from flax_mha._src.cache.kv_cache import KVCache
 from flax_mha._src.call.arguments import canonical, check_inputs, check_scoring
 from flax_mha._src.call.operands import Call, accumulation_dtype
 from flax_mha._src.call.slices import slice_call
@@ -17,12 +19,10 @@ from flax_mha._src.core import validation
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import target_of, varying_alike
 from flax_mha._src.distributed.split import by_types, is_explicit, unsplit
+from flax_mha._src.masks import Mask
 from flax_mha._src.math.head import by_blocks, map_heads, scores_of
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
 from flax_mha._src.modules.attention_fn import sow
-from flax_mha.cache.cached_attention import Step, Visibility, check_cache
-from flax_mha.cache.kv_cache import KVCache
-from flax_mha.masks import Mask
 
 Layer = Callable[[Array], Array]
 Choice = tuple[Float[Array, "*B T k"], Int[Array, "*B T k"]]  # index scores, and keys; -inf and -1 for none

@@ -10,8 +10,8 @@ from flax_mha._src.core import validation
 from flax_mha._src.core.validation import int_at_least, is_int
 from flax_mha._src.modules.indexer import Indexer
 from flax_mha._src.modules.layers import gate_of, norm_of
+from flax_mha._src.rope import RoPE, YaRN
 from flax_mha._src.run import check_name
-from flax_mha.rope import RoPE, YaRN
 
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 

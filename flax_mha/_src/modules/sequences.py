@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 from flax_mha._src.call.arguments import check_window
 from flax_mha._src.core import validation
 from flax_mha._src.core.validation import int32
-from flax_mha.masks import Mask
-from flax_mha.rope import RoPE, apply_rope
+from flax_mha._src.masks import Mask
+from flax_mha._src.rope import RoPE, apply_rope
 
 PerSequence = Int[Array, "*B"]
 

@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._src import guard
 from flax_mha._src.call.operands import DEFAULT_PRECISION, Call
-from flax_mha.masks import LengthMask, SegmentMask
-from flax_mha.masks.base import conjuncts
+from flax_mha._src.masks import LengthMask, SegmentMask
+from flax_mha._src.masks.base import conjuncts
 
 
 @jax.tree_util.register_dataclass

@@ -21,6 +21,7 @@ from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike
+from flax_mha._src.masks import Mask
 from flax_mha._src.math.head import (
     Head,
     Listed,
@@ -33,7 +34,6 @@ from flax_mha._src.math.head import (
 )
 from flax_mha._src.math.softmax import ResultsOfHead, dense_head
 from flax_mha._src.plan import Plan
-from flax_mha.masks import Mask
 
 
 @jax.tree_util.register_dataclass

@@ -36,12 +36,12 @@ from flax_mha._src.core.eight_bits import as_floats, dequantize_cache
 from flax_mha._src.core.tile import Grid, Scalar, Tile
 from flax_mha._src.core.tracing import by_mapped_axis, platform, varying_alike, varying_as
 from flax_mha._src.engines.xla import dense
+from flax_mha._src.masks import LengthMask, Mask
+from flax_mha._src.masks.base import conjuncts, merged
 from flax_mha._src.math.head import by_blocks, map_heads, scores_of, split_heads, to_caller, vectors_by_head
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
 from flax_mha._src.math.softmax import OnlineSoftmax
 from flax_mha._src.plan import KeyBlocks, Plan
-from flax_mha.masks import LengthMask, Mask
-from flax_mha.masks.base import conjuncts, merged
 
 # Output, log-sum-exp and, with `return_max_score`, each query's largest score.
 Results = tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "*B K G T"] | None]

@@ -1,0 +1,1 @@
+"""The modules for `flax.linen`."""

@@ -1,0 +1,120 @@
+"""Masks that hold arrays: lengths of sequences, segment ids, or booleans."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from flax_mha._src.core import validation
+from flax_mha._src.core.tile import Grid, Tile
+from flax_mha._src.core.validation import Shape
+from flax_mha._src.masks.base import Mask, Occupancy
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class LengthMask(Mask):
+    """Hides key positions >= `key_value_lengths` and query positions >= `query_lengths`: int [B...] or None (no limit).
+
+    Example:
+      >>> from flax_mha import LengthMask
+      >>> LengthMask(3).picture(queries=1, keys=5)
+      array([[ True,  True,  True, False, False]])
+    """
+
+    key_value_lengths: int | Int[Array, "..."] | None = dataclasses.field(metadata={"axes": "B"})
+    query_lengths: int | Int[Array, "..."] | None = dataclasses.field(default=None, metadata={"axes": "B"})
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
+        visible = jnp.ones((1, 1), bool)
+        if self.key_value_lengths is not None:
+            visible = visible & (tile.key_positions < self.key_value_lengths)
+        if self.query_lengths is not None:
+            visible = visible & (tile.query_positions < self.query_lengths)
+        return visible
+
+    def canonical(self, shape: Shape) -> Mask:
+        return LengthMask(
+            validation.lengths("key_value_lengths", self.key_value_lengths, shape),
+            validation.lengths("query_lengths", self.query_lengths, shape),
+        )
+
+    def occupancy(self, grid: Grid) -> Occupancy:
+        some, full = np.ones(grid.counts, bool), np.ones(grid.counts, bool)
+        for axis, length in enumerate((self.query_lengths, self.key_value_lengths)):
+            if length is not None:
+                first, last = grid.bounds(axis, positions=True)
+                some, full = some & (first < length), full & (last < length)
+        return Occupancy(some, full)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class SegmentMask(Mask):
+    """Lets queries attend to keys with the same segment id; the ids are int [B..., T] and [B..., S].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_mha import SegmentMask
+      >>> ids = jnp.array([0, 0, 0, 1, 1])
+      >>> print(SegmentMask(ids, ids))
+      ███··
+      ███··
+      ███··
+      ···██
+      ···██
+    """
+
+    query_ids: Int[Array, "... T"] = dataclasses.field(metadata={"axes": "B T"})
+    key_value_ids: Int[Array, "... S"] = dataclasses.field(metadata={"axes": "B S"})
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
+        return tile.cut_queries(self.query_ids) == tile.cut_keys(self.key_value_ids)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return (0, *np.shape(self.query_ids))[-1], (0, *np.shape(self.key_value_ids))[-1]
+
+    def canonical(self, shape: Shape) -> Mask:
+        return SegmentMask(*validation.segment_ids(self.query_ids, self.key_value_ids, shape))
+
+    def occupancy(self, grid: Grid) -> Occupancy:
+        """A tile may be visible if the ranges (min to max) of its query and key ids overlap, even if all ids differ."""
+        q_ids = self.query_ids.reshape(grid.counts[0], 1, grid.tile_shape[0])
+        k_ids = self.key_value_ids.reshape(1, grid.counts[1], grid.tile_shape[1])
+        q_low, q_high, k_low, k_high = q_ids.min(-1), q_ids.max(-1), k_ids.min(-1), k_ids.max(-1)
+        return Occupancy((q_low <= k_high) & (k_low <= q_high), (q_low == k_high) & (k_low == q_high))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ArrayMask(Mask):
+    """Wraps a boolean array (True attends), so that it combines with other masks.
+
+    The array broadcasts to [B..., N, T, S]. All other masks need less than T x S values.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_mha import CausalMask
+      >>> from flax_mha.masks import ArrayMask
+      >>> print(CausalMask() & ~ArrayMask(jnp.eye(4, dtype=bool)))
+      ····
+      █···
+      ██··
+      ███·
+    """
+
+    visible: Bool[Array, "... T S"] = dataclasses.field(metadata={"axes": "B N T|1 S|1"})
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
+        return tile.cut(self.visible)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        queries, keys = (1, 1, *np.shape(self.visible))[-2:]
+        return 0 if queries == 1 else queries, 0 if keys == 1 else keys
+
+    def canonical(self, shape: Shape) -> Mask:
+        return ArrayMask(validation.mask(self.visible, shape))

@@ -1,0 +1,279 @@
+"""`AttentionModule`: the base class of the attention modules for `flax.nnx`."""
+
+import functools
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx.module import first_from
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from flax_mha._src.attention import Explanation
+from flax_mha._src.cache.kv_cache import KVCache
+from flax_mha._src.call.operands import Sharding
+from flax_mha._src.core.tracing import Platform
+from flax_mha._src.distributed import tensor_parallel
+from flax_mha._src.modules.attention_fn import ExplainedAttention
+from flax_mha._src.modules.call import Arrays, reach
+from flax_mha._src.modules.options import check_rngs
+
+# Attributes with norms, and the key in `parameter_names` for the heads of their scales.
+NORMS = (("query_ln", "query"), ("key_ln", "key"), ("value_ln", "key"), ("out_norm", "query"))
+
+
+class _ConstructorSignature:
+    """A descriptor for `__signature__`: the class gets its constructor's signature, which Flax's metaclass hides.
+
+    Instances have no such attribute, so that `inspect.signature(module)` returns the signature of `__call__`.
+    """
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")
+        _, *parameters = inspect.signature(owner.__init__).parameters.values()  # type: ignore[misc]
+        return inspect.Signature(parameters)
+
+
+class AttentionModule(nnx.Module):
+    """The base class of both attention modules: manages the cache, dropout, tensor parallelism and `explain`."""
+
+    __signature__ = _ConstructorSignature()
+    reuse_kv: bool = False  # whether calls take their keys and values from an earlier layer
+
+    cached_key: Any
+    cached_value: Any
+    cache_index: Any
+    cached_scale: Any
+    cached_lengths: Any
+    cached_index_key: Any
+    cached_index_scale: Any
+
+    def _explained(self: Any, platform: Platform | None, *inputs: Any, **arguments: Any) -> Explanation:
+        """Explains which implementation a call uses; traces a copy, so that this module's state does not change."""
+        graph, state = nnx.split(self)
+        explained = ExplainedAttention(self.attention_fn, platform)
+
+        def call() -> Array:
+            # New variables with the same arrays, which are not traced: the choice may depend on the cache's index.
+            module = nnx.merge(graph, jax.tree.map(lambda array: array, state))
+            module.attention_fn = explained
+            return module(*inputs, **arguments)
+
+        jax.eval_shape(call)
+        return explained.explanations[0]
+
+    def _split_heads(self: Any, num_kv_heads: int, layers: Iterable[tuple[str, str]]) -> None:
+        """Splits parameters over `head_axis`; `layers` has pairs (attribute, its key in `parameter_names`)."""
+        names = tensor_parallel.parameter_names(self.head_axis, self.num_heads, num_kv_heads)
+        for attribute, name in layers:
+            layer = getattr(self, attribute)
+            if layer is not None:
+                layer.kernel = _split(layer.kernel, names[name])
+            if layer is not None and layer.bias is not None:
+                layer.bias = _split(layer.bias, names["out_bias"] if name == "out" else names[name][1:])
+        if self.sinks is not None:
+            self.sinks = _split(self.sinks, names["sinks"])
+        for attribute, heads in NORMS:
+            norm: Any = getattr(self, attribute, None)
+            has_scale_of_heads = norm is not None and norm.scale is not None and norm.scale.ndim > 1
+            if has_scale_of_heads:
+                norm.scale = _split(norm.scale, names[heads][1:])
+
+    def init_cache(
+        self: Any,
+        input_shape: Sequence[int],
+        dtype: DTypeLike | None = None,
+        *,
+        per_row: bool = False,
+        sharding: Sharding | None = None,
+    ) -> None:
+        """Creates an empty cache for decoding; does nothing in a module with `reuse_kv`, which needs none.
+
+        With a `local_window_size` and a large enough S, the cache is a ring buffer, which never overflows; see
+        `flax_mha.cache.KVCache.create`.
+
+        Args:
+          input_shape: [B..., S, D]: the inputs of all calls concatenated; the cache has room for S tokens.
+          dtype: Dtype of the cached keys and values; None means the module's `dtype`, or else its `param_dtype`. `int8`
+            and `float8_e4m3fn` use half the memory of bfloat16; see `flax_mha.cache.KVCache.create`.
+          per_row: True gives each sequence its own index, which `lengths` require; `cache_index` is then [B...].
+          sharding: How a mesh splits the batch axes and heads of cached keys and values [B..., S, K, H]; None splits
+            the heads along `head_axis`.
+
+        Raises:
+          ValueError: If a size is missing, negative or does not fit the module, or if a cache cannot hold the dtype.
+        """
+        if self.reuse_kv:
+            return
+        if dtype is None:
+            dtype = self.dtype if self.dtype is not None else self.param_dtype
+        if len(input_shape) < 2:
+            raise ValueError(f"input_shape must be (batch..., length, features), but got {tuple(input_shape)}.")
+        *batch, length, features = input_shape
+        if features not in (self.in_features, self.in_kv_features):
+            raise ValueError(
+                f"input_shape must be (batch..., length, {self.in_features}), the shape of the inputs, but got "
+                f"{tuple(input_shape)}; the module sets the number of heads and the head size."
+            )
+        heads, size, value_size, value_dim = self._cached_heads()
+        window = reach(self.local_window_size)
+        names: tuple[str | None, ...] | None = None
+        if self.head_axis is not None and sharding is None:
+            split = tensor_parallel.parameter_names(self.head_axis, self.num_heads, heads)["key"]
+            names = (*(None,) * len(batch), *(split if value_size is None else (None,) * len(split)))
+        create = functools.partial(KVCache.create, batch, length)
+        cache = create(heads, size, dtype, window, per_row, sharding, value_size, value_dim)
+
+        def variable(x: Array | None) -> Any:
+            if x is None:
+                return nnx.data(None)
+            return nnx.Cache(x) if names is None else _split(nnx.Cache(x), names)
+
+        self.cached_key, self.cached_scale = variable(cache.key), variable(cache.scale)
+        self.cached_value = variable(cache.value if value_size is None else None)
+        self.cache_index, self.cached_lengths = nnx.Cache(cache.index), nnx.data(None)
+        if (size := self._index_size()) is not None:
+            index = create(1, size, dtype, window, per_row, sharding, size)
+            self.cached_index_key, self.cached_index_scale = variable(index.key), variable(index.scale)
+
+    def _index_size(self: Any) -> int | None:
+        """Returns the head size of the indexer's keys; None in a module without an indexer."""
+        return None
+
+    def set_view(
+        self: Any,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | Sequence[int] | None = None,
+        max_length: int | None = None,
+        per_row: bool = False,
+    ) -> None:
+        """Sets `deterministic` and `decode`, and creates a cache if its size is given; `nnx.view` calls this.
+
+        Args:
+          deterministic: True disables dropout; None leaves the setting unchanged.
+          decode: True makes calls decode; None leaves the setting unchanged.
+          batch_size: Size of the batch axis of a new cache, or sizes of several; requires `max_length`.
+          max_length: Number of tokens that the new cache has room for; requires `batch_size`.
+          per_row: True gives each sequence its own index; see `init_cache`.
+
+        Raises:
+          TypeError: If only one of `batch_size` and `max_length` is given, or if decoding starts without a cache.
+        """
+        self.deterministic = self.deterministic if deterministic is None else deterministic
+        self.decode = self.decode if decode is None else decode
+        for name, size, partner in (("batch_size", batch_size, max_length), ("max_length", max_length, batch_size)):
+            lacks_cache = self.cached_key is None and not self.reuse_kv
+            if size is None and (partner is not None or (decode and lacks_cache)):
+                raise TypeError(f"'{name}' must be provided when initializing cache.")
+        if batch_size is not None and max_length is not None:
+            batch = batch_size if isinstance(batch_size, Sequence) else (batch_size,)
+            self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
+
+    if not TYPE_CHECKING:  # a type checker would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            # Python's TypeErrors about a call's arguments print `__qualname__` or, without it, the whole module.
+            if name == "__qualname__":
+                return type(self).__qualname__
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def _cache(self: Any, *_: Array) -> Arrays:
+        """Returns the arrays of the cache, ordered as in `KVCache.arrays`; raises a ValueError without a cache."""
+        if self.cached_key is None or self.cache_index is None:
+            raise ValueError(
+                "Autoregressive cache not initialized, call ``init_cache`` first: "
+                f"layer.init_cache((*batch, max_length, {self.in_features}))."
+            )
+        return _read(self._variables())
+
+    def _stored(self: Any) -> Arrays:
+        return _read((self.cached_key, self.cached_value, self.cached_lengths))
+
+    def _write(self: Any, arrays: Arrays, stored: bool) -> None:
+        if stored:
+            self.cached_key, self.cached_value, self.cached_lengths = map(nnx.Cache, arrays)
+            self.cache_index = self.cached_scale = None
+            return
+        for variable, array in zip(self._variables(), arrays, strict=True):
+            _own(variable)[...] = array
+
+    def _variables(self: Any) -> list[Any]:
+        variables = self.cached_key, self.cached_value, self.cache_index, self.cached_scale
+        return [variable for variable in variables if variable is not None]
+
+    def _cached_index(self: Any, *_: Array) -> Arrays | None:
+        """Returns the indexer's cached keys, and their scales if they have 8 bits; None without such a cache."""
+        return _read([x for x in (self.cached_index_key, self.cached_index_scale) if x is not None]) or None
+
+    def _write_index(self: Any, arrays: Arrays) -> None:
+        for variable, array in zip((self.cached_index_key, self.cached_index_scale), arrays, strict=False):
+            _own(variable)[...] = array
+
+    def _first_given(self: Any, name: str, argument: bool | None) -> bool:
+        """Returns the argument of the call or, if that is None, the module's attribute `name`; one must not be None."""
+        return first_from(
+            argument,
+            getattr(self, name),
+            error_msg=f"No `{name}` argument was provided to {type(self).__name__} as either a __call__ argument, "
+            "class attribute, or nnx.flag.",
+        )
+
+    def _flax_arguments(
+        self: Any, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None, sow_weights: bool
+    ) -> dict[str, Any]:
+        """Returns the arguments that Flax's module passes to its attention function; with dropout, draws a key."""
+        if rngs is not None:
+            check_rngs(rngs, nnx.Rngs, nnx.RngStream)
+        dropout_rng = None
+        if self.dropout_rate != 0.0 and not self._first_given("deterministic", deterministic):
+            rngs = self.rngs if rngs is None else rngs
+            if rngs is None:
+                raise ValueError(
+                    f"'rngs' must be provided to __call__ method if {type(self).__name__} instance is defined with "
+                    "keep_rngs=False."
+                )
+            stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+            _own(stream.count)
+            dropout_rng = stream()
+        return {
+            "mask": None,
+            "is_causal": False,
+            "broadcast_dropout": self.broadcast_dropout,
+            "dropout_rate": self.dropout_rate,
+            "dtype": self.dtype,
+            "precision": self.precision,
+            "module": self if sow_weights else None,
+            "deterministic": dropout_rng is None,
+            "dropout_rng": dropout_rng,
+        }
+
+
+def _read(variables: Sequence[Any]) -> Arrays:
+    return tuple(jnp.asarray(variable[...]) for variable in variables)
+
+
+def _own(variable: nnx.Variable) -> nnx.Variable:
+    """Returns the variable; if it holds a NumPy array, as a restored one may, replaces it by a JAX array.
+
+    Flax would write into the NumPy array, which belongs to the caller.
+    """
+    if isinstance(variable.get_value(), np.ndarray | np.generic):
+        variable.set_value(jnp.array(variable.get_value()))
+    return variable
+
+
+def _split(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
+    """Returns a copy of the variable with the metadata `out_sharding=names`, which splits it over these mesh axes."""
+    metadata = {name: x for name, x in variable.get_metadata().items() if name != "eager_sharding"}
+    if "out_sharding" in metadata:
+        raise ValueError(
+            f"head_axis must be None if metadata sets out_sharding, but got out_sharding={metadata['out_sharding']}."
+        )
+    eager = False if jax.sharding.get_abstract_mesh().empty else None
+    return type(variable)(variable[...], eager_sharding=eager, **metadata | {"out_sharding": names})

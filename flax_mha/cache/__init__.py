@@ -1,1 +1,0 @@
-"""Key-value caches for decoding, and attention over them."""

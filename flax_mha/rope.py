@@ -1,0 +1,12 @@
+"""Rotary position embeddings: `RoPE` describes the angles, and `apply_rope` rotates queries and keys."""
+
+from flax_mha._src.rope.rope import RoPE as RoPE
+from flax_mha._src.rope.rope import apply_rope as apply_rope
+from flax_mha._src.rope.scaling import NTK as NTK
+from flax_mha._src.rope.scaling import Linear as Linear
+from flax_mha._src.rope.scaling import Llama3 as Llama3
+from flax_mha._src.rope.scaling import LongRoPE as LongRoPE
+from flax_mha._src.rope.scaling import Proportional as Proportional
+from flax_mha._src.rope.scaling import YaRN as YaRN
+
+__all__ = ["NTK", "Linear", "Llama3", "LongRoPE", "Proportional", "RoPE", "YaRN", "apply_rope"]
