@@ -84,6 +84,12 @@ def test_only_public_names_of_jax_and_flax_are_needed():
         assert not [n for n in imported if re.search(r"^(jax|flax)\..*\b_", n)], name
 
 
+def test_one_file_uses_the_classes_of_jaxprs():
+    # JAX changes these classes from time to time.
+    users = [name for name in FILES if re.search(r"ClosedJaxpr|\.jaxpr\b|JaxprTracer", FILES[name].read_text())]
+    assert users == ["_src.core.jaxprs"]
+
+
 def test_the_demo_uses_the_public_names():
     for path in (ROOT / "train_demo").glob("*.py"):
         if path.name == "torch_model.py":  # the export's model; nothing imports it

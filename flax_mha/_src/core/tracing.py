@@ -3,7 +3,7 @@
 import functools
 import pathlib
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array
 
 T = TypeVar("T")
@@ -122,6 +121,11 @@ def varying_as(like: Array, tree: T) -> T:
     return jax.tree.map(lambda x: _vary(x, axes), tree) if axes else tree
 
 
+def varies_over_devices(x: Any) -> bool:
+    """Returns whether devices may hold different values of `x`, by its type inside `jax.shard_map`."""
+    return bool(_varying_axes(x))
+
+
 def _varying_axes(x: Any) -> frozenset:
     return jax.typeof(x).manual_axis_type.varying
 
@@ -160,61 +164,3 @@ def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tupl
         axis_names=frozenset((first,) if isinstance(first, str) else first),
         check_vma=False,
     )(*jax.tree.map(reshard, operands, is_batched))
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Iterates over the equations of a jaxpr and of all jaxprs inside it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in inner_jaxprs(equation):
-            yield from equations(inner)
-
-
-def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """Iterates over an equation's jaxprs: branches, loop bodies, functions with custom derivatives."""
-    for parameter in equation.params.values():
-        for inner in parameter if isinstance(parameter, tuple | list) else (parameter,):
-            if isinstance(inner, Jaxpr | ClosedJaxpr):
-                yield inner
-
-
-def custom_call(equation: Any) -> tuple[str, Any] | None:
-    """Returns the name and the jaxpr of a function with custom derivatives that an equation calls, otherwise None.
-
-    The name is "custom_jvp_call" or "custom_vjp_call", also with JAX's flags jax_custom_jvp3 and jax_custom_vjp3.
-    """
-    name = equation.primitive.name
-    if name in ("custom_jvp_call", "custom_vjp_call"):
-        return name, equation.params["call_jaxpr"].jaxpr
-    if name != "call_hi_primitive":
-        return None
-    primitive = equation.params["_prim"]
-    names = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_call"}
-    name = names.get(type(primitive).__name__)
-    return None if name is None else (name, primitive.traced.jaxpr.jaxpr)
-
-
-def evaluate(jaxpr: Jaxpr, values: Sequence[Array]) -> list[Array]:
-    """Evaluates the jaxpr of a user's function, which must have no constants.
-
-    In `jax.shard_map`, it casts the operands of each equation by `varying_alike`, and refuses control flow.
-    """
-    if not any(map(_varying_axes, values)):
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values)
-    known = dict(zip(jaxpr.invars, values, strict=True))
-
-    def read(atoms: Sequence[Any]) -> list[Array]:
-        return varying_alike([jnp.asarray(x.val) if isinstance(x, Literal) else known[x] for x in atoms])
-
-    for equation in jaxpr.eqns:
-        if any(True for _ in inner_jaxprs(equation)):
-            raise NotImplementedError(
-                "score_mod and mask_mod must not use control flow or custom derivatives inside jax.shard_map, but "
-                f"got {equation.primitive.name}; use jnp.where, or jax.shard_map(..., check_vma=False)."
-            )
-        results = read(equation.invars)
-        if equation.primitive.name not in ("pvary", "pcast"):  # these cast captured arrays
-            results = equation.primitive.bind(*results, **equation.params)
-        results = results if isinstance(results, list | tuple) else [results]
-        known.update(zip(equation.outvars, results, strict=True))
-    return read(jaxpr.outvars)

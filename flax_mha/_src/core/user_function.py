@@ -12,10 +12,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxtyping import Array
 
-from flax_mha._src.core.tracing import custom_call, equations, evaluate, inner_jaxprs, without_mesh
+from flax_mha._src.core.jaxprs import (
+    Body,
+    Program,
+    captured_variables,
+    custom_call,
+    equations,
+    evaluate,
+    inner_jaxprs,
+    is_jaxpr,
+    is_literal,
+    open_program,
+    trace_program,
+)
+from flax_mha._src.core.tracing import without_mesh
 
 NAMES = {"b": "batch entries", "h": "heads", "q_idx": "query positions", "kv_idx": "key positions"}
 POSITIONS = tuple(NAMES)
@@ -27,13 +39,13 @@ class TracedFunction:
 
     Attributes:
       name: Name of the function in errors; not compared.
-      jaxpr: Its inputs are the captured arrays, then the arguments of the function.
+      body: Its inputs are the captured arrays, then the arguments of the function.
       made_for: The sizes that the function declares by `recipes.masks.made_for`, such as {"h": 8}; not compared.
     """
 
-    def __init__(self, name: str, jaxpr: Jaxpr, made_for: Mapping[str, int], rules: Sequence[Any] = ()) -> None:
-        self.name, self.jaxpr, self.made_for = name, jaxpr, made_for
-        self._compared = jaxpr, *rules  # kept alive, because the key holds the `id` of objects in it
+    def __init__(self, name: str, body: Body, made_for: Mapping[str, int], rules: Sequence[Any] = ()) -> None:
+        self.name, self.body, self.made_for = name, body, made_for
+        self._compared = body, *rules  # kept alive, because the key holds the `id` of objects in it
         self._key = tuple(map(_key, self._compared))
 
     def __eq__(self, other: object) -> bool:
@@ -43,21 +55,21 @@ class TracedFunction:
         return hash(self._key)
 
     def __call__(self, captured: Sequence[Array], *arguments: Array) -> Array:
-        return evaluate(self.jaxpr, (*captured, *arguments))[0]
+        return evaluate(self.body, (*captured, *arguments))[0]
 
     @property
     def primitives(self) -> set[str]:
         """The names of the primitives in the jaxpr, such as "custom_vjp_call", which has no forward mode."""
         names = set()
-        for equation in equations(self.jaxpr):
+        for equation in equations(self.body):
             call = custom_call(equation)
             names.add(equation.primitive.name if call is None else call[0])
         return names
 
     def uses(self, position: str) -> bool:
         """Returns whether the function reads the argument `position`: "b", "h", "q_idx" or "kv_idx"."""
-        variable = self.jaxpr.invars[POSITIONS.index(position) - len(POSITIONS)]
-        return any(v is variable for atoms in (*(e.invars for e in self.jaxpr.eqns), self.jaxpr.outvars) for v in atoms)
+        variable = self.body.invars[POSITIONS.index(position) - len(POSITIONS)]
+        return any(v is variable for atoms in (*(e.invars for e in self.body.eqns), self.body.outvars) for v in atoms)
 
     @functools.cached_property
     def lookups(self) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -65,8 +77,8 @@ class TracedFunction:
 
         Omits an index that also affects a condition, because the condition may discard the entry it reads.
         """
-        held, conditional, found = _positions(self.jaxpr), _conditional(self.jaxpr), []
-        for equation in (e for e in self.jaxpr.eqns if e.primitive.name == "dynamic_slice"):
+        held, conditional, found = _positions(self.body), _conditional(self.body), []
+        for equation in (e for e in self.body.eqns if e.primitive.name == "dynamic_slice"):
             array, *indices = _atoms(equation)
             for axis, index in enumerate(indices):
                 size: Any = array.aval.shape[axis]  # an int, or a symbol of `jax.export`
@@ -78,10 +90,10 @@ class TracedFunction:
     @functools.cached_property
     def entries_of_heads(self) -> list[bool]:
         """For each captured array, whether the function only reads it as array[b, h, ...]: a head needs one entry."""
-        held, found = _positions(self.jaxpr), []
-        for variable in self.jaxpr.invars[: -len(POSITIONS)]:
-            uses = [e for e in self.jaxpr.eqns if any(x is variable for x in e.invars)]
-            found.append(bool(uses) and all(_is_entry(e, held) for e in uses) and variable not in self.jaxpr.outvars)
+        held, found = _positions(self.body), []
+        for variable in self.body.invars[: -len(POSITIONS)]:
+            uses = [e for e in self.body.eqns if any(x is variable for x in e.invars)]
+            found.append(bool(uses) and all(_is_entry(e, held) for e in uses) and variable not in self.body.outvars)
         return found
 
     def size(self, position: str) -> int | None:
@@ -125,10 +137,10 @@ def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
     Raises:
       ValueError: If `function` is not callable, raises an error, or does not return one score or one bool.
     """
-    closed = _checked_jaxpr(name, function, score)
+    program = _checked_program(name, function, score)
     # NumPy arrays are copied: JAX would keep the first values of one that changes, for as long as it holds the array.
-    captured = [x if isinstance(x, jax.Array) else jnp.asarray(np.array(x)) for x in closed.consts]
-    pairs = list(zip(closed.jaxpr.constvars, captured, strict=True))
+    captured = [x if isinstance(x, jax.Array) else jnp.asarray(np.array(x)) for x in program.consts]
+    pairs = list(zip(captured_variables(program), captured, strict=True))
     if score is not None and any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in captured):
         raise ValueError(f"{name} must not capture complex arrays, but {function!r} does; capture x.real and x.imag.")
 
@@ -138,13 +150,13 @@ def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
 
     pairs = sorted(pairs, key=is_constant)
     number = sum(not is_constant(pair) for pair in pairs)
-    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*(v for v, _ in pairs), *closed.jaxpr.invars])
-    rules = () if score is None else _rules(jaxpr, function)
-    traced = TracedFunction(f"{name} {_name_of(function)}", jaxpr, getattr(function, "made_for", {}), rules)
+    body = open_program(program, [variable for variable, _ in pairs])
+    rules = () if score is None else _rules(body, function)
+    traced = TracedFunction(f"{name} {_name_of(function)}", body, getattr(function, "made_for", {}), rules)
     return Trace(traced, [x for _, x in pairs[:number]], [x for _, x in pairs[number:]])
 
 
-def _checked_jaxpr(name: str, function: Any, score: jnp.dtype | None) -> ClosedJaxpr:
+def _checked_program(name: str, function: Any, score: jnp.dtype | None) -> Program:
     """Traces a function and checks that it returns one scalar, of dtype `score` or, if `score` is None, a bool."""
     if not callable(function):
         raise ValueError(f"{name} must be a function of scalars, but got {function!r}.")
@@ -158,14 +170,14 @@ def _checked_jaxpr(name: str, function: Any, score: jnp.dtype | None) -> ClosedJ
 
     try:
         with without_mesh():
-            closed = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct((), x) for x in (*scores.values(), *[jnp.int32] * 4)))
+            program = trace_program(run, *(jax.ShapeDtypeStruct((), x) for x in (*scores.values(), *[jnp.int32] * 4)))
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
         raise ValueError(f"{wanted}, but {_name_of(function)} raised {reason}{_fix(error)}.") from error
-    if [(x.shape, x.dtype) for x in closed.out_avals] != [((), result)]:
-        got = ", ".join(aval.str_short() for aval in closed.out_avals) or "nothing"
+    if [(x.shape, x.dtype) for x in program.out_avals] != [((), result)]:
+        got = ", ".join(aval.str_short() for aval in program.out_avals) or "nothing"
         raise ValueError(f"{wanted}, but {_name_of(function)} returned {got}; use .astype or jnp.where on scalars.")
-    return closed
+    return program
 
 
 def _name_of(function: Any) -> str:
@@ -189,7 +201,7 @@ def _fix(error: Exception) -> str:
 
 def _key(compared: Any) -> tuple:
     """Returns what `==` compares: a function's `id`, or a jaxpr's text and the `id`s of its constants and callbacks."""
-    if not isinstance(compared, Jaxpr | ClosedJaxpr):
+    if not is_jaxpr(compared):
         return (id(compared),)
     inside = list(equations(compared))
     nested = (compared, *(inner for equation in inside for inner in inner_jaxprs(equation)))
@@ -198,37 +210,36 @@ def _key(compared: Any) -> tuple:
     return str(compared), *map(id, constants), *(id(getattr(x, "callback_func", x)) for x in callbacks)
 
 
-def _rules(jaxpr: Jaxpr, function: Any) -> list[Any]:
+def _rules(body: Body, function: Any) -> list[Any]:
     """Lists what else must be equal for equal functions: jaxprs of derivatives, which show rules of custom derivatives.
 
     Goes on while new rules appear. `function` is added if tracing fails, or if the fourth derivative has new rules.
     """
 
-    def custom(jaxpr: Any) -> set[tuple]:
-        calls = [call for equation in equations(jaxpr) if (call := custom_call(equation)) is not None]
+    def custom(body: Body) -> set[tuple]:
+        calls = [call for equation in equations(body) if (call := custom_call(equation)) is not None]
         return {(called.debug_info.func_src_info, str(called)) for _, called in calls}
 
     def pull(values: list[Array], cotangents: list[Array]) -> Any:
         with jax.disable_jit():
-            pulled = jax.vjp(lambda *values: evaluate(jaxpr, values), *values)[1](cotangents)
+            pulled = jax.vjp(lambda *values: evaluate(body, values), *values)[1](cotangents)
         return [x for x in pulled if x.dtype != jax.dtypes.float0]
 
     found, known = list[Any](), set[tuple]()
-    while (new := custom(jaxpr) - known) and len(found) < 4:
+    while (new := custom(body) - known) and len(found) < 4:
         known |= new
         try:
-            found.append(jax.make_jaxpr(pull)([v.aval for v in jaxpr.invars], [v.aval for v in jaxpr.outvars]))
+            found.append(trace_program(pull, [v.aval for v in body.invars], [v.aval for v in body.outvars]))
         except Exception:  # the function may still be used without derivatives
             return [*found, function]
-        jaxpr = found[-1].jaxpr
-        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        body = open_program(found[-1])
     return [*found, function] if new else found
 
 
-def _positions(jaxpr: Any) -> dict[Any, str]:
+def _positions(body: Any) -> dict[Any, str]:
     """Maps each variable that equals b, h, q_idx or kv_idx, cast or wrapped (`where(i < 0, i + n, i)`), to its name."""
-    held, from_end = dict[Any, str](zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)), dict[Any, str]()
-    for equation in jaxpr.eqns:
+    held, from_end = dict[Any, str](zip(body.invars[-len(POSITIONS) :], POSITIONS, strict=True)), dict[Any, str]()
+    for equation in body.eqns:
         name, result, atoms = equation.primitive.name, (*equation.outvars, None)[0], _atoms(equation)
         if name == "convert_element_type" and atoms[0] in held and jnp.issubdtype(result.aval.dtype, jnp.integer):
             held[result] = held[atoms[0]]
@@ -245,10 +256,10 @@ def _is_entry(equation: Any, held: Mapping[Any, str]) -> bool:
     return is_slice and [held.get(x) for x in _atoms(equation)[1:3]] == ["b", "h"]
 
 
-def _conditional(jaxpr: Any) -> set[str]:
+def _conditional(body: Any) -> set[str]:
     """Returns which of b, h, q_idx and kv_idx affect a comparison or branch, as in `where(q_idx < 8, x[q_idx], 0)`."""
-    sources, found = {v: {name} for v, name in zip(jaxpr.invars[-len(POSITIONS) :], POSITIONS, strict=True)}, set[str]()
-    for equation in jaxpr.eqns:
+    sources, found = {v: {name} for v, name in zip(body.invars[-len(POSITIONS) :], POSITIONS, strict=True)}, set[str]()
+    for equation in body.eqns:
         name, atoms = equation.primitive.name, _atoms(equation)
         is_sign = name == "lt" and atoms[1] is None and equation.invars[1].val == 0  # JAX checks this for each index
         read = atoms[:1] if name in ("dynamic_slice", "gather") else atoms
@@ -261,4 +272,4 @@ def _conditional(jaxpr: Any) -> set[str]:
 
 def _atoms(equation: Any) -> list[Any]:
     """Lists the operands of an equation: variables, and None in place of each literal number."""
-    return [None if isinstance(x, Literal) else x for x in equation.invars]
+    return [None if is_literal(x) else x for x in equation.invars]

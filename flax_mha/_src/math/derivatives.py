@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.interpreters.partial_eval import JaxprTracer
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import Call, Operands, Result
+from flax_mha._src.core.jaxprs import Program, as_function, is_linearized, trace_program
 from flax_mha._src.core.products import products_are_replaced
 
 # For every `jax.vmap` around a call, the innermost first: the size of its axis, and which arguments it maps.
@@ -40,17 +40,17 @@ class Function:
     transpose: Callable[[Sequence[Any], Sequence[Array]], Sequence[Array]] | None = None
     # The function is jointly linear in the argument with this number and all that follow; None: not linear.
     first_linear: int | None = None
-    # The jaxpr of `evaluate`, if JAX must find operations in it that depend on their devices.
-    jaxpr: ClosedJaxpr | None = None
+    # `evaluate`, traced, if JAX must find operations in it that depend on their devices.
+    program: Program | None = None
 
     def __call__(self, *arguments: Array) -> list[Array]:
         arguments = tuple(map(jnp.asarray, arguments))
         function = self
         if products_are_replaced():
             # Inside `jit`, JAX calls `evaluate` when it compiles the program; the tool may be gone by then.
-            traced = jax.make_jaxpr(self.evaluate)(*arguments)
-            function = dataclasses.replace(self, evaluate=jaxpr_as_fun(traced))
-        return _function.bind(*arguments, function=function, levels=(), jaxpr=self.jaxpr)
+            traced = trace_program(self.evaluate, *arguments)
+            function = dataclasses.replace(self, evaluate=as_function(traced))
+        return _function.bind(*arguments, function=function, levels=(), jaxpr=self.program)
 
 
 def linear_function(
@@ -59,7 +59,7 @@ def linear_function(
     transpose: Callable[[Sequence[Any], Sequence[Array]], Sequence[Array]],
     first: int,
     portable: Callable[..., Sequence[Array]] | None = None,
-    jaxpr: ClosedJaxpr | None = None,
+    program: Program | None = None,
 ) -> Function:
     """Makes a `Function` that is linear in `arguments[first:]` jointly: its tangent is the function of their tangents.
 
@@ -73,15 +73,15 @@ def linear_function(
         linear = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments) if i >= first]
         return function(*arguments), function(*arguments[:first], *linear)
 
-    function = Function(outputs, evaluate, jvp, transpose, first, jaxpr)
+    function = Function(outputs, evaluate, jvp, transpose, first, program)
     return function
 
 
 def is_linear_in_values(operands: Operands) -> bool:
     """Returns whether `jax.linear_transpose` traces a call of which only the values vary; it is linear in these."""
-    if not isinstance(operands.value, JaxprTracer):
+    if not is_linearized(operands.value):
         return False
-    return sum(isinstance(x, JaxprTracer) for x in jax.tree.leaves(operands)) == 1
+    return sum(map(is_linearized, jax.tree.leaves(operands))) == 1
 
 
 def as_function_of_values(call: Call, run: Callable[[Call], Result]) -> Result:

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.interpreters import partial_eval
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import Operands, Result
-from flax_mha._src.core.tracing import equations, varying_alike
+from flax_mha._src.core.jaxprs import Program, as_function, equations, trace_program, with_outputs
+from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.engines.kernels.lower_for_platform import compile_for
 from flax_mha._src.math.derivatives import Function, differentiate, linear_function, replace_at
 from flax_mha._src.math.softmax import RESIDUALS
@@ -38,10 +37,10 @@ def with_derivatives(kernel: Attend, portable: Attend, operands: Operands, platf
     def of_leaves(attend: Attend) -> Callable[..., list[Array]]:
         return lambda *leaves: jax.tree.leaves(attend(jax.tree.unflatten(structure, leaves)))
 
-    jaxpr = jax.make_jaxpr(of_leaves(kernel))(*leaves)
-    count = len(jaxpr.out_avals)  # one less if the kernel returns no log-sum-exp
+    program = trace_program(of_leaves(kernel), *leaves)
+    count = len(program.out_avals)  # one less if the kernel returns no log-sum-exp
     functions = _Functions(of_leaves(kernel), lambda *leaves: of_leaves(portable)(*leaves)[:count], platform, count)
-    output, *rows = _attention(functions, jaxpr)(*leaves)
+    output, *rows = _attention(functions, program)(*leaves)
     return Result(output, *rows) if rows else Result(output, None)
 
 
@@ -53,26 +52,21 @@ class _Functions(NamedTuple):
     platform: str | None  # as in `with_derivatives`
     num_results: int  # output and, if the kernel returns them, log-sum-exp and largest scores
 
-    def run(self, jaxpr: ClosedJaxpr, arguments: Sequence[Array]) -> list[Array]:
-        """Evaluates a jaxpr of the kernel or of its gradient, compiled only for `platform` unless that is None."""
-        run = jaxpr_as_fun(jaxpr) if self.platform is None else compile_for(self.platform, jaxpr)
+    def run(self, program: Program, arguments: Sequence[Array]) -> list[Array]:
+        """Evaluates a program of the kernel or of its gradient, compiled only for `platform` unless that is None."""
+        run = as_function(program) if self.platform is None else compile_for(self.platform, program)
         return run(*arguments)
 
 
-def _outputs(jaxpr: ClosedJaxpr, wanted: Sequence[bool]) -> ClosedJaxpr:
-    """Reduces a jaxpr to the outputs that `wanted` marks, and the equations that these need."""
-    return ClosedJaxpr(partial_eval.dce_jaxpr(jaxpr.jaxpr, list(wanted), instantiate=True)[0], jaxpr.consts)
-
-
-def _runs_kernel(jaxpr: ClosedJaxpr) -> bool:
-    return any(x.primitive.name.startswith(KERNELS) for x in equations(jaxpr.jaxpr))
+def _runs_kernel(program: Program) -> bool:
+    return any(x.primitive.name.startswith(KERNELS) for x in equations(program))
 
 
 class _ForwardPass(NamedTuple):
     """The kernel's forward pass, traced, with the residuals (saved arrays) that its gradient needs."""
 
-    jaxpr: ClosedJaxpr  # computes the results, and the residuals that come from the kernel
-    inputs: ClosedJaxpr  # computes all other residuals, which are cheap: inputs in the kernel's layout
+    program: Program  # computes the results, and the residuals that come from the kernel
+    inputs: Program  # computes all other residuals, which are cheap: inputs in the kernel's layout
     of_kernel: tuple[bool, ...]  # for each residual, whether it comes from the kernel
     argnums: tuple[int, ...]  # indices of the leaves that get gradients
     pull: Any  # structure of the function, a pytree whose leaves are the residuals, that computes these gradients
@@ -89,37 +83,39 @@ class _ForwardPass(NamedTuple):
             structures.append(structure)
             return [*results, *residuals]
 
-        jaxpr, results = jax.make_jaxpr(forward)(*arguments), functions.num_results
-        count = len(jaxpr.out_avals)
-        kept = [i < results or _runs_kernel(_outputs(jaxpr, [i == j for j in range(count)])) for i in range(count)]
+        program, results = trace_program(forward, *arguments), functions.num_results
+        count = len(program.out_avals)
+        kept = [
+            i < results or _runs_kernel(with_outputs(program, [i == j for j in range(count)])) for i in range(count)
+        ]
         kept = kept if any(kept[results:]) else [True] * count  # no kernel was found by name
-        inputs = _outputs(jaxpr, [not flag for flag in kept])
-        return cls(_outputs(jaxpr, kept), inputs, tuple(kept[results:]), argnums, structures[0])
+        inputs = with_outputs(program, [not flag for flag in kept])
+        return cls(with_outputs(program, kept), inputs, tuple(kept[results:]), argnums, structures[0])
 
     def all_residuals(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
         """Lists all residuals that `pull` needs, in order.
 
         `kept` are those from the kernel; the others are cheap, and are computed again from `arguments`.
         """
-        computed, known = iter(jaxpr_as_fun(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
+        computed, known = iter(as_function(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
         return [next(known if flag else computed) for flag in self.of_kernel]
 
 
-def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | None = None) -> Function:
-    """Wraps `jaxpr`, which runs the kernel, as a `Function`: one operation with derivatives of every order.
+def _attention(functions: _Functions, program: Program, saved: _ForwardPass | None = None) -> Function:
+    """Wraps `program`, which runs the kernel, as a `Function`: one operation with derivatives of every order.
 
-    Without `saved`, `jaxpr` returns the results. Given `saved`, it is `saved.jaxpr`, which also returns residuals.
+    Without `saved`, `program` returns the results. Given `saved`, it is `saved.program`, which also returns residuals.
     """
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
-        return functions.run(jaxpr, arguments)
+        return functions.run(program, arguments)
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         argnums = tuple(sorted(tangents))
         current = (
             saved if saved is not None and saved.argnums == argnums else _ForwardPass.of(functions, argnums, arguments)
         )
-        outputs = (attend if current is saved else _attention(functions, current.jaxpr, current))(*arguments)
+        outputs = (attend if current is saved else _attention(functions, current.program, current))(*arguments)
         results, kept = outputs[: functions.num_results], outputs[functions.num_results :]
         named = [checkpoint_name(x, name) for x, name in zip(results, RESIDUALS, strict=False)]
         results = [*named, *results[len(RESIDUALS) :]]
@@ -132,7 +128,7 @@ def _attention(functions: _Functions, jaxpr: ClosedJaxpr, saved: _ForwardPass | 
         primal = primal[: len(attend.outputs)]
         return primal, [*d_results, *(None for _ in primal[functions.num_results :])]
 
-    attend = Function(jaxpr.out_avals, evaluate, jvp, jaxpr=jaxpr)
+    attend = Function(program.out_avals, evaluate, jvp, program=program)
     return attend
 
 
@@ -159,14 +155,14 @@ def _tangent(functions: _Functions, saved: _ForwardPass, num_leaves: int, output
         def pull(*both: Array) -> list[Array]:
             return list(jax.tree.unflatten(saved.pull, both[:num_saved])(list(both[num_saved:])))
 
-        jaxpr = jax.make_jaxpr(pull)(*residuals[num_leaves:], *cotangents)
+        program = trace_program(pull, *residuals[num_leaves:], *cotangents)
         gradient = linear_function(
-            jaxpr.out_avals,
-            lambda *arguments: functions.run(jaxpr, arguments[num_leaves:]),
+            program.out_avals,
+            lambda *arguments: functions.run(program, arguments[num_leaves:]),
             lambda residuals, cotangents: tangent(*residuals, *cotangents),
             first,
             portable_gradient,
-            jaxpr,
+            program,
         )
         return gradient(*residuals, *cotangents)
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import Operands
+from flax_mha._src.core.jaxprs import Program, as_function, trace_program
 
 Attend = Callable[[Operands], Array]
 
@@ -29,9 +30,9 @@ def lower_for_platform(platform: str, kernel: Attend, elsewhere: Attend, operand
     return lax.platform_dependent(operands, **{_lowering_name(platform): kernel}, default=elsewhere)
 
 
-def compile_for(platform: str, jaxpr: ClosedJaxpr) -> Callable[..., list[Array]]:
-    """Makes a function that evaluates `jaxpr`. JAX compiles it only for `platform`, and cannot differentiate it."""
-    return functools.partial(_compiled_for_p.bind, jaxpr=jaxpr, name=_lowering_name(platform))
+def compile_for(platform: str, program: Program) -> Callable[..., list[Array]]:
+    """Makes a function that evaluates `program`. JAX compiles it only for `platform`, and cannot differentiate it."""
+    return functools.partial(_compiled_for_p.bind, jaxpr=program, name=_lowering_name(platform))
 
 
 def _lowering_name(platform: str) -> str:
@@ -43,18 +44,18 @@ _compiled_for_p.multiple_results = True
 
 
 @_compiled_for_p.def_abstract_eval
-def _types(*_: Any, jaxpr: ClosedJaxpr, name: str) -> list[Any]:
+def _types(*_: Any, jaxpr: Program, name: str) -> list[Any]:
     return jaxpr.out_avals
 
 
-def _batched(arguments: Any, axes: Any, *, jaxpr: ClosedJaxpr, name: str) -> Any:
-    together = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), axes))(*arguments)
+def _batched(arguments: Any, axes: Any, *, jaxpr: Program, name: str) -> Any:
+    together = trace_program(jax.vmap(as_function(jaxpr), axes), *arguments)
     return _compiled_for_p.bind(*arguments, jaxpr=together, name=name), [0] * len(together.out_avals)
 
 
-def _lowered(context: Any, *arguments: Any, jaxpr: ClosedJaxpr, name: str) -> Any:
+def _lowered(context: Any, *arguments: Any, jaxpr: Program, name: str) -> Any:
     module = context.module_context.replace(platforms=(name,))
-    rule = mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)
+    rule = mlir.lower_fun(as_function(jaxpr), multiple_results=True)
     return rule(context.replace(module_context=module), *arguments)
 
 
