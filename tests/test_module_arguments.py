@@ -1,7 +1,6 @@
 """The arguments that both kinds of modules add to Flax's, and the errors of wrong arguments."""
 
 import functools
-import importlib
 import inspect
 import pydoc
 import re
@@ -410,16 +409,12 @@ def test_names_of_the_package():
     assert (flax_mha.linen, flax_mha.convert) == (linen, convert)
     assert (flax_mha.CausalMask, flax_mha.combine) == (masks.CausalMask, flax_mha.recipes.combine)
     assert (flax_mha.RoPE, flax_mha.KVCache) == (flax_mha.rope.RoPE, flax_mha.cache.KVCache)
-    module = importlib.import_module("flax_mha.context_parallel")
-    for name in ("to_zigzag", "from_zigzag"):
-        assert getattr(module, name) is getattr(flax_mha, name) is getattr(flax_mha.context_parallel, name)
     assert flax_mha.__version__.count(".") >= 2
     with pytest.raises(AttributeError, match="module 'flax_mha' has no attribute 'linnen'"):
         flax_mha.linnen  # noqa: B018
     names = dir(flax_mha)
     modules = {name for name in names if inspect.ismodule(getattr(flax_mha, name))}
-    assert modules == {"attention", "cached_attention", "convert", "kv_cache", "linen", "masks", "nnx", "plot",
-                       "recipes", "rope"}  # fmt: skip
+    assert modules == {"cache", "convert", "linen", "masks", "nnx", "plot", "recipes", "rope"}
     assert set(names) == {*flax_mha.__all__, *modules, "__version__"}
     names = {}
     exec("from flax import linen, nnx\nfrom flax_mha import *", names)
