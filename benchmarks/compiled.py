@@ -183,7 +183,7 @@ def demo_cell(name: str, options: settings.Settings, sharding: Any) -> Cell:
     shapes = (state, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((100_000,), jnp.int32))
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     words = ", ".join(f"{word}={number}" for word, number in DEMOS[name].items()) or "as it comes"
-    step = update.compiled(update.make_update(structure, options))
+    step = jax.jit(update.make_update(structure, options), donate_argnums=0)
     return Cell(f"training step of the demo ({words})", "flax_mha", step, arguments)
 
 

@@ -67,15 +67,15 @@ def by_jax(clock: Clock, text: data.Text, windows, settings: Settings, options: 
         structure, _ = nnx.split(transformer, nnx.Param)
     params = model.initial_params(len(text.vocabulary), settings)
     state = update.State(params, jax.jit(update.make_optimizer(settings).init)(params))
-    updates = update.make_updates(update.make_update(structure, settings))
+    train = jax.jit(update.make_update(structure, settings), donate_argnums=0)
     validate = update.make_validate(structure)
     characters = jnp.asarray(text.training)
-    for step in range(0, min(settings.steps, options.until), options.every):
-        taken = min(options.every, settings.steps - step)
-        state, losses = updates(state, step + 1, taken, characters)
-        losses.block_until_ready()
-        params = state.params
-        tell(clock, step + taken, lambda params=params: validate(params, windows))
+    for step in range(1, min(settings.steps, options.until) + 1):
+        state, loss = train(state, step, characters)
+        if step % options.every == 0 or step in (settings.steps, options.until):
+            loss.block_until_ready()
+            params = state.params
+            tell(clock, step, lambda params=params: validate(params, windows))
 
 
 def main() -> None:

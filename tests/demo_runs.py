@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from train_demo import checkpoint, metrics, run_folder
+from train_demo import checkpoint, mesh, metrics, run_folder
 from train_demo.__main__ import main
 from train_demo.errors import UserError
-from train_demo.model import blueprint
-from train_demo.update import State, make_optimizer
+from train_demo.settings import Sizes
+from train_demo.update import first_state
 
 ROOT = Path(__file__).parent.parent
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40 + "\n$_%"
@@ -23,8 +23,9 @@ TINY = tuple(f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.i
 
 
 UNSAFE = "\x1b[31m\a\r\x9b\u202e"
-# Runs the command line in a process that sends itself a signal, or in which a file that grows fails as on a full disk.
-# The moment is when a file whose path holds some words gets its name, or when the loss of a step is noted.
+# Runs the command line in a process that sends itself a signal, or in which a file that
+# grows fails as on a full disk. The moment is when a file whose path ends with some words
+# gets its name, or when the loss of a step is noted.
 SABOTAGED = """
 import os, resource, signal, sys
 
@@ -37,7 +38,7 @@ def strike():
         os.kill(os.getpid(), int(action))
 
 def at_rename(event, details):
-    if event == "os.rename" and moment in str(details[1]):
+    if event == "os.rename" and str(details[1]).endswith(moment):
         strike()
 
 def at_loss(self, name, step, value):
@@ -51,9 +52,9 @@ if moment.isdigit():
     loss, metrics.Log.loss = metrics.Log.loss, at_loss
 elif moment:
     sys.addaudithook(at_rename)
-from train_demo.__main__ import _start
+from train_demo.__main__ import start
 
-_start()
+start()
 """
 
 
@@ -98,13 +99,17 @@ def assert_refused(words, function, *arguments, **options):
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def trees(out):
-    """The newest checkpoint's step and all its arrays, the optimizer's too."""
+def newest_state(out):
+    """The newest checkpoint's step and its state, on one device."""
     config = run_folder.read_config(out)
-    _, shapes = blueprint(len(config.vocabulary), config.settings)
-    like = State(shapes, jax.eval_shape(make_optimizer(config.settings).init, shapes))._asdict()
-    step, found = checkpoint.restore_newest(out, like, pytest.fail)
-    return step, jax.tree.leaves(found)
+    shapes = jax.eval_shape(lambda: first_state(len(config.vocabulary), config.settings))
+    over = mesh.make(Sizes(1, 1, 1, 1))
+    with checkpoint.manager(out) as checkpoints:
+        return checkpoint.restore_newest(checkpoints, shapes, over=over, say=pytest.fail)
+
+
+def steps_saved(out):
+    return sorted(int(path.name) for path in out.glob("checkpoints/*") if path.name.isdigit())
 
 
 def untimed(out):
@@ -113,8 +118,9 @@ def untimed(out):
 
 
 def assert_same_run(one, other, steps=STEPS):
-    (step, arrays), (other_step, other_arrays) = trees(one), trees(other)
+    step, state = newest_state(one)
+    other_step, other_state = newest_state(other)
     assert step == other_step == steps
-    for array, other_array in zip(arrays, other_arrays, strict=True):
-        np.testing.assert_array_equal(array, other_array, strict=True)
+    jax.tree.map(np.testing.assert_array_equal, state, other_state)
     assert untimed(one) == untimed(other)
+    assert metrics.read_samples(one) == metrics.read_samples(other)

@@ -86,7 +86,7 @@ def test_commands_name_files_options_and_extras_that_exist(files):
         if name == "train_demo":
             chosen = shlex.split(re.split(r" &|;", words)[0].replace("$i", "0"))
             command = [] if chosen and not chosen[0].startswith("-") else ["train"]
-            command_line._parser().parse_args([*command, *(word for word in chosen if word != "--help")])
+            command_line.make_parser().parse_args([*command, *(word for word in chosen if word != "--help")])
             continue
         file = ROOT / (name if name.endswith(".py") else f"{name}/__main__.py")
         source = "".join(path.read_text() for path in (file, *file.parent.glob("measure.py")))

@@ -19,6 +19,7 @@ from train_demo import checkpoint, export, run_folder, torch_model
 from train_demo.__main__ import main
 from train_demo.model import blueprint
 from train_demo.settings import Settings
+from train_demo.update import first_state
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs! How vexing, zebras jump. "
 SIZES = {"context_length": 16, "layers": 2, "heads": 2, "features": 32, "dtype": "float32"}
@@ -40,14 +41,16 @@ def run(tmp_path_factory):
     (out / "text.txt").write_text(TEXT * 30)
     config, _ = run_folder.prepare(out, str(out / "text.txt"), SIZES, resume=False)
     run_folder.write_config(out, config)
-    checkpoint.save(out, 1, {"params": drawn(blueprint(len(config.vocabulary), config.settings)[1])})
+    shapes = jax.eval_shape(lambda: first_state(len(config.vocabulary), config.settings))
+    with checkpoint.manager(out, writes=True) as checkpoints:
+        checkpoint.save(checkpoints, 1, drawn(shapes))
     assert main(["export", "--out", str(out)]) == 0
     return train_demo.load(out)
 
 
 def drawn(shapes):
     draws = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: draws.normal(size=leaf.shape, scale=0.3).astype(np.float32), shapes)
+    return jax.tree.map(lambda leaf: draws.normal(size=leaf.shape, scale=0.3).astype(leaf.dtype), shapes)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +116,6 @@ def test_an_export_replaces_nothing_else(run, tmp_path, name):
     (to / name).parent.mkdir(parents=True, exist_ok=True)
     (to / name).write_text('{"model_type": "llama"}')
     for path in (to, to / name):
-        with pytest.raises(train_demo.UserError, match="is not an export"):
+        with pytest.raises(train_demo.UserError, match=r"is not an export|must be a folder"):
             export.write(path, run.model, run.config)
     assert (to / name).read_text() == '{"model_type": "llama"}'

@@ -1,7 +1,6 @@
 """`python -m train_demo`: the files it leaves, also if it is killed, interrupted or out of disk space."""
 
 import contextlib
-import errno
 import fcntl
 import io
 import json
@@ -19,40 +18,57 @@ import termios
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-from demo_runs import ROOT, SETTINGS, STEPS, TEXT, TINY, UNSAFE, as_users_have_it, assert_same_run, here, sabotaged
+from demo_runs import (
+    ROOT,
+    SETTINGS,
+    STEPS,
+    TEXT,
+    TINY,
+    UNSAFE,
+    as_users_have_it,
+    assert_same_run,
+    here,
+    newest_state,
+    sabotaged,
+    steps_saved,
+)
 from marks import with_core
 
-from train_demo import checkpoint, metrics, report, run_folder, training
+from train_demo import checkpoint, mesh, metrics, report, run_folder, training
 from train_demo.__main__ import main
 from train_demo.errors import UserError
+from train_demo.settings import Sizes
 
 pytest_plugins = ["demo_fixtures"]
 
 
 def struck(moment, number, *arguments):
     """Runs the command until a signal ends it, and returns its output."""
-    done = subprocess.run(sabotaged(moment, int(number), *arguments), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == (-number if number == signal.SIGKILL else 128 + number), done.stderr
+    command = sabotaged(moment, int(number), *arguments)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    expected = -number if number == signal.SIGKILL else 128 + number
+    assert done.returncode == expected, done.stderr
     assert not done.stderr
-    return done.stdout
-
-
-def steps_saved(out):
-    return sorted(int(path.name.split("-")[0]) for path in out.glob("checkpoints/*.safetensors"))
+    return " ".join(done.stdout.split())
 
 
 @pytest.mark.core
 def test_a_finished_run_leaves_all_files(run):
     lines = [json.loads(line) for line in (run.out / metrics.METRICS).read_text().splitlines()]
-    assert [line["step"] for line in lines if set(line) == {"step", "loss", "seconds"}] == list(range(1, STEPS + 1))
-    assert [line["step"] for line in lines if set(line) == {"step", "val_loss", "seconds"}] == [3, 6, 9, 12]
+    losses = [line["step"] for line in lines if set(line) == {"step", "loss", "seconds"}]
+    val_losses = [line["step"] for line in lines if set(line) == {"step", "val_loss", "seconds"}]
+    assert losses == list(range(1, STEPS + 1))
+    assert val_losses == [3, 6, 9, 12]
+    assert len(losses) + len(val_losses) == len(lines)
     seconds = [line["seconds"] for line in lines]
     assert seconds == sorted(seconds)
     assert seconds[0] > 0
     assert all(math.isfinite(value) for line in lines for value in line.values())
-    assert json.loads((run.out / run_folder.CONFIG).read_bytes())["settings"]["steps"] == STEPS
+    config = json.loads((run.out / run_folder.CONFIG).read_bytes())
+    assert config["settings"]["steps"] == STEPS
     assert steps_saved(run.out) == [4, 8, 12]
     assert all((run.out / picture).exists() for picture in report.PICTURES)
     assert (run.out / "report.html").read_text().startswith("<!doctype html>")
@@ -64,26 +80,31 @@ def test_a_finished_run_leaves_all_files(run):
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_that_was_killed_stopped_and_out_of_room_ends_the_same(run, text, tmp_path, monkeypatch, capfd):
     out = tmp_path / "run"
-    resume, kill = ("--resume", "--no-samples", "--out", out), signal.SIGKILL
+    resume = ("--resume", "--out", out)
 
-    # Before the first checkpoint gets its name.
-    struck("checkpoints/4-", kill, "--data", text, "--no-samples", "--out", out, *TINY)
+    # Killed before the first checkpoint gets its name.
+    struck("checkpoints/4", signal.SIGKILL, "--data", text, "--out", out, *TINY)
+    assert steps_saved(out) == []
+
+    # The disk is full at the second checkpoint.
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     done = subprocess.run(sabotaged(5, "full", *resume), cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    for words in ("cannot save checkpoint 8", os.strerror(errno.EFBIG), "--resume"):
-        assert words in done.stderr
+    assert "cannot save checkpoint 8" in done.stderr
+    assert "--resume" in done.stderr
     assert steps_saved(out) == [4]
-    assert f"{out} contains no complete checkpoint: starting from step 0" in " ".join(done.stdout.split())
+    start = f"{out} contains no complete checkpoint: starting from step 0"
+    assert start in " ".join(done.stdout.split())
 
+    # Terminated between two checkpoints, so it saves.
     said = struck(5, signal.SIGTERM, *resume)
     assert "Resuming from the checkpoint at step 4" in said
-    assert "Terminated: stopping after this step, then saving" in said
-    assert f"To continue:\npython -m train_demo --resume --out {out}\n" in said
     stopped = steps_saved(out)[-1]
     assert 4 < stopped <= 8  # depends on when the signal arrives
+    assert f"Stopped and saved at step {stopped}. To continue: python -m train_demo --resume --out {out}" in said
 
-    said = struck(11, kill, *resume)  # between two checkpoints, and in the middle of a line
+    # Killed between two checkpoints, and in the middle of a line.
+    said = struck(11, signal.SIGKILL, *resume)
     assert f"Resuming from the checkpoint at step {stopped}" in said
     with (out / metrics.METRICS).open("a") as file:
         file.write('{"step": 11, "lo')
@@ -92,13 +113,48 @@ def test_a_run_that_was_killed_stopped_and_out_of_room_ends_the_same(run, text, 
     assert_same_run(out, run.out)
 
 
+@pytest.mark.core
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(copy, tmp_path):
+    """A process that is killed leaves the folder as it is when Python asks for a change of it."""
+    _, state = newest_state(copy)
+    moments = []
+    snapshots = []
+
+    def snapshot(event, details):
+        changes = event in ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "open")
+        if moments and changes and str(copy) in str(details[0]):
+            moments.clear()  # copying is no event
+            snapshots.append(tmp_path / "moments" / str(len(snapshots)))
+            shutil.copytree(copy, snapshots[-1])
+            moments.append("saving")
+
+    sys.addaudithook(snapshot)  # for ever, so that it has to be switched off
+    with checkpoint.manager(copy, writes=True) as checkpoints:
+        moments.append("saving")
+        checkpoint.save(checkpoints, STEPS + 1, state)
+        moments.clear()
+    assert steps_saved(copy) == [8, STEPS, STEPS + 1]
+
+    found = []
+    over = mesh.make(Sizes(1, 1, 1, 1))
+    for left in snapshots:
+        with checkpoint.manager(left, writes=True) as checkpoints:
+            step, same = checkpoint.restore_newest(checkpoints, state, over=over, say=pytest.fail)
+        jax.tree.map(np.testing.assert_array_equal, state, same)
+        assert not list(left.glob("checkpoints/*tmp*"))
+        found.append(step)
+    assert len(found) > 10
+    assert found == sorted(found)
+    assert set(found) == {STEPS, STEPS + 1}
+
+
 @pytest.mark.usefixtures("no_pictures")
 def test_an_extended_run_stays_exact_and_prints_the_numbers_of_the_report(run, copy, tmp_path, capfd):
-    longer, other = 2 * STEPS, Path(shutil.copytree(run.out, tmp_path / "other"))
+    longer = 2 * STEPS
+    other = Path(shutil.copytree(run.out, tmp_path / "other"))
     said = here(capfd, "--resume", "--steps", longer, "--out", copy)
     assert f"step {longer:>6}  validation loss" in said
     assert f"python -m train_demo sample --out={copy}" in said
-    assert "↵ marks the end of a line" in said
     page = (copy / "report.html").read_text()
     facts = dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>", page))
     loss, number = re.search(r"training loss +([\d.]+) +mean of the last (\d+) steps", said).groups()
@@ -106,35 +162,49 @@ def test_an_extended_run_stays_exact_and_prints_the_numbers_of_the_report(run, c
     assert facts["characters per second"] == re.search(r"characters per second +([\d,]+) ", said)[1]
     assert number == str(longer)
 
-    struck(STEPS + 2, signal.SIGTERM, "--resume", "--steps", longer, "--out", other)
+    struck(STEPS + 2, signal.SIGINT, "--resume", "--steps", longer, "--out", other)
     stopped = steps_saved(other)[-1]
     assert STEPS < stopped < longer
     assert f"Resuming from the checkpoint at step {stopped}" in here(capfd, "--resume", "--out", other)
     assert_same_run(copy, other, longer)
-    assert metrics.read_samples(copy) == metrics.read_samples(other) != []
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("harm", ["truncated", "changed", "folder"])
-def test_a_damaged_checkpoint_is_skipped(copy, harm):
-    (newest,) = copy.glob(f"checkpoints/{STEPS}-*")
-    content = newest.read_bytes()
-    half = len(content) // 2
-    newest.unlink()
-    if harm == "folder":
-        newest.mkdir()
-    else:
-        newest.write_bytes(content[:half] + (bytes(len(content) - half) if harm == "changed" else b""))
+@pytest.mark.usefixtures("no_pictures")
+# Orbax leaves the reading of other arrays unfinished.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("harm", ["truncated", "changed", "gone"])
+def test_a_damaged_checkpoint_is_skipped_and_made_again(run, copy, capfd, harm):
+    for path in copy.glob(f"checkpoints/{STEPS}/default/**/d/*"):
+        content = path.read_bytes()
+        half = len(content) // 2
+        if harm == "gone":
+            path.unlink()
+        elif harm == "truncated":
+            path.write_bytes(content[:half])
+        else:
+            path.write_bytes(content[:half] + bytes(len(content) - half))
+    before = STEPS - SETTINGS["save_every"]
+    if harm == "gone":
+        with as_users_have_it():
+            assert main(["--resume", "--out", str(copy)]) == 0
+        said = capfd.readouterr().out
+        assert f"Resuming from the checkpoint at step {before}" in said
+        assert_same_run(run.out, copy)
+        return
     said = []
-    assert checkpoint.restore_newest(copy, {}, said.append)[0] == STEPS - SETTINGS["save_every"]
-    assert f"Skipped checkpoint {STEPS}: it " in "".join(said)
+    _, state = newest_state(run.out)
+    over = mesh.make(Sizes(1, 1, 1, 1))
+    with checkpoint.manager(copy) as checkpoints:
+        step, _ = checkpoint.restore_newest(checkpoints, state, over=over, say=said.append)
+    assert step == before
+    assert f"Skipped checkpoint {STEPS}: it is damaged" in "".join(said)
 
 
 @pytest.mark.core
-def test_plot(copy, capfd):
+def test_report(copy, capfd):
     for name in (*report.PICTURES, "report.html"):
         (copy / name).unlink()
-    assert f"{copy / 'report.html'} is ready" in here(capfd, "plot", "--out", copy)
+    assert f"{copy / 'report.html'} is ready" in here(capfd, "report", "--out", copy)
     assert all((copy / name).read_bytes().startswith(b"\x89PNG") for name in report.PICTURES)
     assert (copy / "report.html").exists()
 
@@ -145,11 +215,11 @@ def test_sample(run, capfd):
     texts = [here(capfd, *command, "--seed", seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     assert all(text.startswith(prompt) and len(text) == len(prompt) + 30 + 1 for text in texts)
-    together = ("--prompt", "fox", "--num-samples", 2, "--seed", 1)
-    parts = re.split(r"^--- prompt (\d) of 2, sample (\d) of 2 ---\n", here(capfd, *command, *together), flags=re.M)
-    assert [parts[1::3], parts[2::3]] == [list("1122"), list("1212")]
-    assert parts[3] == texts[0]
-    assert parts[9].startswith("fox")
+    said = here(capfd, *command, "--prompt", "fox", "--seed", 1)
+    parts = re.split(r"^--- prompt (\d) of 2 ---\n", said, flags=re.M)
+    assert parts[1::2] == ["1", "2"]
+    assert parts[2] == texts[0]
+    assert parts[4].startswith("fox")
 
 
 def on_terminal(*arguments):
@@ -178,34 +248,6 @@ def test_text_of_a_model_sends_no_control_characters_and_fits_the_terminal(capfd
     said = "".join(lines) + here(capfd, "sample", "--out", out, "--prompt", "\x1b[", "--max-new-tokens", 20)
     assert not set(UNSAFE) - set("[31m") & set(said)
     assert "\\x1b[" in said
-
-
-# The main thread executes no Python for minutes, as during a compilation by XLA.
-BUSY = """
-import hashlib, os, signal, threading
-from train_demo import stopping
-
-stopping.GRACE = 0.5
-with stopping.heeded(lambda line: print(line, flush=True), False):
-    threading.Timer(0.05, os.kill, (os.getpid(), int(signal.{}))).start()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", {})
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "rounds", "code", "said", "complaint"),
-    [
-        ("SIGTERM", 2**31 - 1, 143, "Terminated: stopping after this step", "Terminated before the step finished"),
-        ("SIGINT", 5 * 10**5, 0, "Stopping after this step, then saving. Press Ctrl-C again to stop immediately.", ""),
-    ],
-)
-def test_a_signal_is_confirmed_at_once_and_sigterm_ends_in_time(name, rounds, code, said, complaint):
-    command = [sys.executable, "-c", BUSY.format(name, rounds)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == code, done.stderr
-    assert done.stdout.startswith(said)
-    assert done.stderr.startswith(complaint)
-    assert done.stderr.count("\n") == (code != 0)
 
 
 ENDLESS = tuple(re.sub(r"(steps|every)=\d+", r"\1=1000000", option) for option in TINY)
@@ -290,10 +332,13 @@ def test_two_runs_never_share_a_folder(tmp_path):
 def output_in(encoding, *arguments):
     """Runs the command with strict output in this encoding, as PYTHONIOENCODING sets it; returns stdout and stderr."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding, "strict") for _ in range(2))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), as_users_have_it():
-        with contextlib.suppress(SystemExit):
-            main([str(argument) for argument in arguments])
-        assert out.errors == err.errors == "strict"  # as before
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        contextlib.suppress(SystemExit),
+        as_users_have_it(),
+    ):
+        main([str(argument) for argument in arguments])
     out.flush()
     err.flush()
     return [stream.buffer.getvalue().decode(encoding) for stream in (out, err)]
@@ -307,7 +352,7 @@ def test_output_in_an_encoding_without_these_characters(tmp_path, encoding):
     data.write_text("Zażółć gęślą jaźń → ☃ 語\n" * 60, "utf-8")
     for command, words in [
         (("train", "--data", data, *TINY), ["characters of", "? ? ?.txt", "a sample", "report.html"]),
-        *(((command,), [" "]) for command in ("plot", "report", "export")),
+        *(((command,), [" "]) for command in ("report", "export")),
         (("sample", "--prompt", "Za→☃"), ["Za??"]),
     ]:
         said, complaint = output_in(encoding, *command, "--out", out)

@@ -9,12 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from demo_runs import STEPS, TEXT, TINY, UNSAFE, as_users_have_it, refusal
+from demo_runs import STEPS, TEXT, TINY, UNSAFE, as_users_have_it, assert_refused, refusal
 
 from train_demo import generate, metrics, plots, report, run_folder, training
 from train_demo.__main__ import main
 from train_demo.errors import UserError
-from train_demo.settings import SIZES
+from train_demo.settings import SIZES, processes_in
 
 pytest_plugins = ["demo_fixtures"]
 
@@ -27,14 +27,12 @@ BAD_NUMBERS = [
     *itertools.product(["seed"], ("-1", "4294967296", "x")),
     *itertools.product(["dropout-rate"], ("-0.1", "1", "nan")),
 ]
-SECOND = ["--num-processes", "2", "--process-id", "2"]
 BAD_SAMPLING = {
     "temperature": ("-0.1", "nan", "inf", "-inf", "1e7", "x"),
     "max-new-tokens": NO_COUNTS,
     "top-k": NO_COUNTS,
     "top-p": ("0", "-0.1", "1.01", "nan", "inf", "x"),
     "min-p": ("-0.1", "1.01", "nan", "x"),
-    "num-samples": (*NO_COUNTS, "1025"),
     "seed": ("-1", "4294967296"),
 }
 
@@ -87,12 +85,8 @@ def test_bad_text(capsys, tmp_path, make, words):
         (["sing"], ["sing"]),
         (["--data-parallel", "-2"], ["--data-parallel", "-1 or", "got '-2'"]),
         (["--dtype", "float16"], ["--dtype", "float32, bfloat16", "got 'float16'"]),
-        (["--coordinator", "localhost:1"], ["missing --num-processes and --process-id"]),
-        (["--coordinator", "localhost", *SECOND], ["HOST:PORT", "got 'localhost'"]),
-        (["--coordinator", "a:99999", *SECOND], ["port", "65535", "'99999'"]),
-        (["--coordinator", "a:9", *SECOND], ["--process-id 2", "between 0 and 1"]),
-        (["--process-id", "-1"], ["--process-id", "got '-1'"]),
-        (["plan", "--devices", "0"], ["--devices", "got '0'"]),
+        (["plan"], ["plan"]),
+        (["--fsdp", "3"], ["--fsdp 3", "number of devices"]),
         (["sample", "--out", "x"], ["--prompt"]),
         *(
             (["sample", "--out", "x", "--prompt", "x", f"--{option}={bad}"], [f"--{option}", f"got '{bad}'"])
@@ -104,11 +98,11 @@ def test_bad_text(capsys, tmp_path, make, words):
         (["sample", "--out", "no-such-folder", "--prompt", "x"], ["no-such-folder contains no run", "start one"]),
         *(
             ([command, "--out", "no-such-folder"], ["no-such-folder contains no run", "start one"])
-            for command in ("plot", "report", "export")
+            for command in ("report", "export")
         ),
         *(
             (command, ["train a model with python -m train_demo"])
-            for command in (["sample", "--prompt", "x"], ["plot"], ["report"], ["export"])
+            for command in (["sample", "--prompt", "x"], ["report"], ["export"])
         ),
     ],
 )
@@ -119,7 +113,30 @@ def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
     assert not list(tmp_path.iterdir())
 
 
-WITH_FOLDERS = [["train"], ["train", "--resume"], ["sample", "--prompt", "x"], ["plot"], ["report"], ["export"]]
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("address", "number", "index", "words"),
+    [
+        ("localhost:1", None, None, "missing JAX_NUM_PROCESSES and JAX_PROCESS_ID: set all of"),
+        (None, "2", "0", "missing JAX_COORDINATOR_ADDRESS"),
+        ("localhost", "2", "0", "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"),
+        ("a:99999", "2", "0", "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"),
+        ("a b:9", "2", "0", "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"),
+        (":9", "2", "0", "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"),
+        ("a:9", "0", "0", "JAX_NUM_PROCESSES: expected a whole number from 1"),
+        ("a:9", "two", "0", "JAX_NUM_PROCESSES: expected a whole number from 1"),
+        ("a:9", "2", "-1", "JAX_PROCESS_ID: expected a whole number from 0"),
+        ("a:9", "2", "2", "JAX_PROCESS_ID 2 is out of range: with JAX_NUM_PROCESSES 2, it must be between 0 and 1"),
+    ],
+)
+def test_environments_of_processes(address, number, index, words):
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    given = dict(zip(names, (address, number, index), strict=True))
+    assert_refused([words], processes_in, {name: value for name, value in given.items() if value is not None})
+    assert processes_in({"JAX_PROCESS_ID": ""}) is None
+
+
+WITH_FOLDERS = [["train"], ["train", "--resume"], ["sample", "--prompt", "x"], ["report"], ["export"]]
 LONG = "x" * 300
 NOT_FOLDERS = {
     "text.txt": "text.txt is a file",
@@ -190,7 +207,9 @@ def make_obstacles(folder):
     (folder / "loop").symlink_to("loop")
 
 
-@pytest.mark.parametrize("arguments", [["--data", UNSAFE], [f"--steps={UNSAFE}"], [UNSAFE], ["plot", "--out", UNSAFE]])
+@pytest.mark.parametrize(
+    "arguments", [["--data", UNSAFE], [f"--steps={UNSAFE}"], [UNSAFE], ["report", "--out", UNSAFE]]
+)
 def test_errors_send_no_control_characters(capsys, monkeypatch, tmp_path, arguments):
     monkeypatch.chdir(tmp_path)
     said = refusal(capsys, *arguments)
@@ -203,7 +222,7 @@ def test_errors_send_no_control_characters(capsys, monkeypatch, tmp_path, argume
 def test_the_help_lists_the_options_of_training_within_the_width(capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     words = {}
-    for arguments in ([], ["train"], ["sample"], ["plan"]):
+    for arguments in ([], ["train"], ["sample"], ["report"], ["export"]):
         with pytest.raises(SystemExit) as ended:
             main([*arguments, "--help"])
         assert ended.value.code == 0
@@ -211,14 +230,13 @@ def test_the_help_lists_the_options_of_training_within_the_width(capsys, monkeyp
         assert max(map(len, said.splitlines())) <= width
         words["".join(arguments)] = said.split()
     assert {word for word in words["train"] if word.startswith("--")} <= set(words[""])
-    assert {"--data", "--steps", "--learning-rate", "--fsdp", "--start-timeout"} <= set(words[""])
+    assert {"--data", "--steps", "--learning-rate", "--fsdp", "--context"} <= set(words[""])
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("command", ["train", "plan"])
-def test_the_help_names_the_defaults_of_each_size_and_optimizer(capsys, command):
+def test_the_help_names_the_defaults_of_each_size_and_optimizer(capsys):
     with pytest.raises(SystemExit):
-        main([command, "--help"])
+        main(["train", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     for name in SIZES["tiny"]:
         values = ", ".join(f"{preset[name]} for {size}" for size, preset in SIZES.items())
@@ -226,7 +244,7 @@ def test_the_help_names_the_defaults_of_each_size_and_optimizer(capsys, command)
     assert "(default: 0.03 for muon, 0.004 for adamw)" in said
     assert "(default: 1500)" not in said
     assert "(default: 0.03)" not in said
-    assert ("options that are not given keep the values of the run" in said) == (command == "train")
+    assert "options that are not given keep the values of the run" in said
 
 
 OTHERS = ["--resume", "--data", "other", "--batch-size", 3, "--learning-rate", 0.5]
@@ -291,27 +309,27 @@ def test_the_newest_run_is_the_default(capsys, monkeypatch, run, fast, tmp_path,
     assert said.err == f"Using the newest run: {Path('runs', 'new')}\n"
 
 
-COMMANDS = (("--resume",), ("sample", "--prompt", "fox", "--max-new-tokens", 2), ("plot",), ("report",), ("export",))
+COMMANDS = (("--resume",), ("sample", "--prompt", "fox", "--max-new-tokens", 2), ("report",), ("export",))
 
 
 @pytest.fixture
 def fast(monkeypatch):
-    """Compiles nothing: it trains from a checkpoint that is there, does not draw, and writes no sample."""
+    """Compiles nothing: it does not train, does not draw, and writes no sample."""
 
-    def refuse(run):
-        raise UserError("no checkpoint is left")
+    def read_and_write_metrics(run, checkpoints, start, state):
+        metrics.Log(run.out, start, run.guess, run.began).close()
+        list(report.facts(run.out, run.config))
+        return start, state.params, None
 
+    monkeypatch.setattr(training, "_loop", read_and_write_metrics)
     monkeypatch.setattr(training, "_finish", lambda *_: None)
-    monkeypatch.setattr(training, "_programs", lambda run: (None, None))
-    monkeypatch.setattr(training, "_conclude", lambda *_: None)
-    monkeypatch.setattr(training.Run, "first_state", refuse)
     monkeypatch.setattr(generate, "generate", lambda *_, **__: iter([["x"]] * 2))
     monkeypatch.setattr(plots, "draw", lambda *_: None)
     monkeypatch.setattr(report, "PICTURES", ())
 
 
 WRITTEN = {"empty": "", "json list": '["a", [1]]\n', "json without keys": "{}\n", "json nested deeply": "[" * 100_000}
-FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "resources.json")
+FILES = ("config.json", "metrics.jsonl", "samples.jsonl")
 DAMAGES = [*itertools.product(FILES, (*WRITTEN, "truncated", "a folder", "deleted"))]
 DAMAGES += [(place, "deleted") for place in ("checkpoints", "lock", "loss.png")]
 DAMAGES += [("checkpoints", "a file"), ("lock", "a folder"), ("report.html", "a folder")]
@@ -345,7 +363,7 @@ def test_a_damaged_file(fast, capfd, copy, tmp_path, place, harm):
 CONFIG_HARMS = {
     "settings": [None, 3, {}, {"steps": 4}],
     "vocabulary": [None, 3, ["a"], "ab", {}, {"characters": ""}, {"characters": "\ud800"}],
-    "model_version": [None, "2", True, 2.0, 4],
+    "model_version": [None, "2", True, 2.0, 5],
     "sentence": [None, 3, "?"],
 }
 SETTING_HARMS = {
@@ -360,7 +378,7 @@ SETTING_HARMS = {
 
 DELETED = object()
 # These are valid, but do not match the checkpoint or the text.
-FITTING = [("model_version", 4), ("layers", 2), ("context_length", 16), ("features", 8)]
+FITTING = [("model_version", 5), ("layers", 2), ("context_length", 16), ("features", 8)]
 
 
 @pytest.mark.core
@@ -380,7 +398,7 @@ def test_a_damaged_configuration(copy, where):
                 continue
             with pytest.raises(UserError, match=r"config\.json is damaged|contains a run with model version"):
                 run_folder.read_config(copy)
-    for version in (1, 2):
+    for version in (1, 4):
         (copy / "config.json").write_text(json.dumps(config | {"model_version": version}))
         with pytest.raises(UserError, match=f"contains a run with model version {version}, .*train again"):
             run_folder.read_config(copy)

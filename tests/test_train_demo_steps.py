@@ -1,17 +1,15 @@
-"""The demo's steps: the same bits with any dispatches, Muon's updates, and sizes."""
+"""The demo's steps: memory, Muon's updates, and sizes."""
 
-import itertools
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from train_demo import training
 from train_demo.model import blueprint, initial_params
 from train_demo.run_folder import prepare
-from train_demo.settings import LEARNING_RATES, SIZES, Settings, completed
-from train_demo.update import NEWTON_SCHULZ, WARM_UP, State, make_optimizer, make_update, make_updates
+from train_demo.settings import LEARNING_RATES, SIZES, Layout, Settings, completed
+from train_demo.update import NEWTON_SCHULZ, WARM_UP, first_state, make_optimizer, make_update
 
 VOCABULARY = 11
 SMALL = Settings(steps=20, batch_size=2, context_length=8, layers=1, heads=2, features=8, dropout_rate=0.1)
@@ -20,27 +18,16 @@ pytestmark = pytest.mark.usefixtures("rules_of_users")
 TEXT = np.random.default_rng(0).integers(0, VOCABULARY, 300).astype(np.int32)
 
 
-@pytest.mark.parametrize("optimizer", LEARNING_RATES)
-def test_the_bits_do_not_depend_on_the_dispatches(optimizer):
-    settings = replace(SMALL, optimizer=optimizer, learning_rate=LEARNING_RATES[optimizer])
-    structure, _ = blueprint(VOCABULARY, settings)
-    params = jax.device_get(initial_params(VOCABULARY, settings))
-    start = jax.device_get(jax.jit(make_optimizer(settings).init)(params))
-    updates = make_updates(make_update(structure, settings))
+def test_rematerialized_blocks_need_less_memory():
+    settings = replace(SMALL, layers=4, features=32, context_length=64, batch_size=8)
 
-    def run(*dispatches):
-        """The losses and the last state."""
-        state, losses = State(params, start), []
-        for last, steps in zip(itertools.accumulate(dispatches), dispatches, strict=True):
-            state, some = updates(state, last - steps + 1, steps, TEXT)
-            losses += np.asarray(some)[:steps].tolist()
-        return losses, jax.tree.map(np.asarray, state)
+    def memory(layout):
+        structure, _ = blueprint(VOCABULARY, settings, layout)
+        shapes = jax.eval_shape(lambda: first_state(VOCABULARY, settings))
+        update = jax.jit(make_update(structure, settings, layout))
+        return update.lower(shapes, 1, TEXT).compile().memory_analysis().temp_size_in_bytes
 
-    losses, state = run(7, 5)
-    other_losses, other_state = run(1, 2, 4, 4, 1)
-    assert losses == other_losses
-    assert len(set(losses)) == 12
-    jax.tree.map(np.testing.assert_array_equal, state, other_state)
+    assert memory(Layout(remat=True)) < memory(Layout()) / 2
 
 
 def test_muon_makes_the_gradients_of_matrices_orthogonal():
@@ -84,25 +71,3 @@ def test_sizes_and_optimizers_set_their_numbers(tmp_path):
     (tmp_path / "text").write_text("to be or not to be " * 100)
     config, _ = prepare(tmp_path / "run", str(tmp_path / "text"), {"optimizer": "adamw"}, resume=False)
     assert config.settings.learning_rate == LEARNING_RATES["adamw"]
-
-
-def test_dispatches_follow_the_clock(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
-    chosen = training.Dispatch(fixed=False)
-    taken = []
-    for _ in range(12):
-        taken.append(chosen.steps)
-        now[0] += 0.01 * taken[-1] + (5 if len(taken) == 1 else 0)  # the first dispatch compiles
-        chosen.took(taken[-1])
-    assert taken[:7] == [1, 1, 2, 4, 8, 16, 25]
-    assert set(taken[7:]) == {25}
-    assert chosen.speed == pytest.approx(100)
-    now[0] += 60
-    chosen.pause()
-    assert chosen.speed == pytest.approx(100)
-    several = training.Dispatch(fixed=True)
-    for seconds in (1, 2, 9):
-        now[0] += seconds
-        several.took(several.steps)
-        assert several.steps == training.IN_STEP

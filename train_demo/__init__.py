@@ -1,5 +1,11 @@
 """A small transformer that learns to write, trained with `flax_mha.MultiHeadAttention`.
 
+The files tell one story: settings.py (what a user may choose), data.py (the text),
+run_folder.py (where a run is kept), mesh.py and model.py (the transformer, on one device
+or many), update.py (a training step), checkpoint.py and metrics.py (what is kept of it),
+training.py (the loop), generate.py, report.py, plots.py and export.py (what a trained
+model is good for), api.py and command_line.py (how to start all this).
+
 Example:
   ```python
   import train_demo
@@ -9,8 +15,8 @@ Example:
   ```
 """
 
-# Only type checkers import these names here. A program imports them lazily, because `python -m train_demo` runs this
-# file before it handles Ctrl-C.
+# Only type checkers import these names here. A program imports them lazily, because
+# `python -m train_demo` runs this file before it handles Ctrl-C.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from train_demo.api import Run, load, train
@@ -22,7 +28,10 @@ __all__ = ["Layout", "Run", "UserError", "load", "train"]
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
-        raise AttributeError(f"module 'train_demo' has no attribute {name!r}: it has {', '.join(__all__)}")
+        names = ", ".join(__all__)
+        raise AttributeError(
+            f"module 'train_demo' has no attribute {name!r}: it has {names}"
+        )
     from train_demo import api
 
     return getattr(api, name)

@@ -1,102 +1,83 @@
-"""Checkpoints: each is one safetensors file, written atomically.
+"""Checkpoints, written by Orbax: each is there as a whole or not at all.
 
-The file's name contains the step and the start of the content's sha256, by which a damaged file is found and skipped.
-One process gathers the arrays from the mesh and writes them; they can be read onto any other mesh.
+All processes of a run call these functions; each writes the parts of arrays that its
+devices hold. A checkpoint can be restored onto any other mesh.
 """
 
-import hashlib
-import re
-import shutil
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load
-from safetensors.numpy import save as serialized
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 
+from train_demo import mesh
 from train_demo.errors import UserError, reason
-from train_demo.files import write_atomically
-from train_demo.run_folder import CHECKPOINTS, CONFIG
+from train_demo.run_folder import CHECKPOINTS, CONFIG, check_folder
+from train_demo.update import State
 
 KEPT = 3
-Trees = dict[str, Any]
+# Orbax logs the traceback of an error before it raises the error.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
-def save(out: Path, step: int, trees: Trees) -> None:
-    """Saves named trees of arrays, each on one device, and deletes all checkpoints but the newest `KEPT`.
+def manager(out: Path, writes: bool = False) -> ocp.CheckpointManager:
+    """Makes what saves and restores the checkpoints of a run, and keeps the last ones."""
+    check_folder("--out", out / CHECKPOINTS)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=KEPT,
+        create=writes,
+        # Of a run that was killed while it saved.
+        cleanup_tmp_directories=writes,
+        # The next step overwrites the arrays, so it has to wait.
+        enable_async_checkpointing=False,
+    )
+    return ocp.CheckpointManager((out / CHECKPOINTS).absolute(), options=options)
 
-    Raises:
-      UserError: The file cannot be written, for example on a full disk; earlier checkpoints stay as they are.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(trees)
-    content = serialized({jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})
-    folder = out / CHECKPOINTS
+
+def save(checkpoints: ocp.CheckpointManager, step: int, state: State) -> None:
+    """Saves a state, and deletes old checkpoints."""
     try:
-        folder.mkdir(exist_ok=True)
-        write_atomically(folder / f"{step}-{_fingerprint(content)}.safetensors", content)
-        for _, path in _entries(out)[:-KEPT]:
-            _delete(path)
-    except OSError as error:
-        fix = "free some space, or fix the disk, then continue with --resume"
-        raise UserError(f"cannot save checkpoint {step} in {folder} ({reason(error)}): {fix}") from error
+        checkpoints.save(step, args=ocp.args.StandardSave(state), force=True)
+    except Exception as error:  # Orbax raises many kinds
+        raise UserError(
+            f"cannot save checkpoint {step} in {checkpoints.directory} "
+            f"({reason(error)}): free some space, or fix the disk, then continue with "
+            "--resume"
+        ) from error
 
 
-def restore_newest(out: Path, like: Trees, say: Callable[[str], Any]) -> tuple[int, Trees] | None:
-    """Reads the newest checkpoint that is whole.
+def restore_newest(
+    checkpoints: ocp.CheckpointManager,
+    shapes: State,
+    over: Mesh,
+    say: Callable[[str], Any],
+) -> tuple[int, State] | None:
+    """Restores the newest checkpoint that is not damaged.
 
     Args:
-      out: The run's folder.
-      like: For each name to read, a tree of `jax.ShapeDtypeStruct` like the saved tree. Arrays whose struct has a
-        sharding are placed by it; others are numpy arrays.
+      checkpoints: Those of the run.
+      shapes: A state of arrays or of their `jax.ShapeDtypeStruct`.
+      over: The mesh.
       say: Called with a line about each checkpoint that is skipped.
 
     Returns:
-      The step and the trees, or None if no checkpoint is whole.
+      The step and the state; None if there is no checkpoint.
     """
-    for step, path in reversed(_entries(out)):
+
+    def struct(array: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    structs = jax.tree.map(struct, shapes, mesh.shardings(over, shapes))
+    like = ocp.args.StandardRestore(structs)
+    for step in sorted(checkpoints.all_steps(), reverse=True):
         try:
-            content = path.read_bytes()
-            if path.name == f"{step}-{_fingerprint(content)}.safetensors":
-                return step, _place(like, load(content))
-            flaw = "it is damaged"
-        except OSError as error:
-            flaw = f"it cannot be read: {reason(error)}"
-        except (SafetensorError, KeyError, ValueError):  # the bytes are those that were saved
-            flaw = f"it does not fit {CONFIG}"
-        say(f"Skipped checkpoint {step}: {flaw}")
+            return step, checkpoints.restore(step, args=like)
+        except jax.errors.JaxRuntimeError:
+            raise  # not the checkpoint's fault, but for example too little memory
+        except Exception as error:  # Orbax raises many kinds
+            flaw = f"it is damaged, or does not fit {CONFIG} ({reason(error)})"
+            say(f"Skipped checkpoint {step}: {flaw}")
     return None
-
-
-def _place(like: Trees, arrays: dict[str, np.ndarray]) -> Trees:
-    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
-        array = arrays[jax.tree_util.keystr(path)]
-        if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
-            raise ValueError("the saved array has a different shape")
-        sharding = getattr(leaf, "sharding", None)
-        return array if sharding is None else jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-
-    return jax.tree_util.tree_map_with_path(place, like)
-
-
-def delete_after(out: Path, step: int) -> None:
-    """Deletes the checkpoints of steps after `step`, which `restore_newest` has skipped as unusable."""
-    for later, path in _entries(out):
-        if later > step:
-            _delete(path)
-
-
-def _entries(out: Path) -> list[tuple[int, Path]]:
-    folder = out / CHECKPOINTS
-    paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted((int(digits[0]), path) for path in paths if (digits := re.match(r"\d+", path.name)))
-
-
-def _delete(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _fingerprint(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,64 +1,57 @@
-"""The commands `train`, `sample`, `report` (or `plot`), `export` and `plan`, and their options.
-
-The options are the fields of `Settings` and `Layout`.
-"""
+"""The commands `train`, `sample`, `report` and `export`, and their options."""
 
 import argparse
-import itertools
 import os
 import sys
-import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from train_demo import data, terminal
-from train_demo.api import RUNS, SETTINGS, default_folder, load, start
-from train_demo.errors import UserError, any_encoding, enough_memory, printable, reason
-from train_demo.files import check_folder
-from train_demo.run_folder import CONFIG, newest, read_config
-from train_demo.settings import SAMPLING, SIZES, Layout, Settings, completed, count, default_of, one_of, option_of
+from train_demo.api import RUNS, default_folder, load, start
+from train_demo.errors import UserError, printable, reason
+from train_demo.run_folder import CONFIG, check_folder, newest, read_config
+from train_demo.settings import (
+    SAMPLING,
+    SIZES,
+    Layout,
+    Settings,
+    default_of,
+    one_of,
+    option_of,
+)
 
-# JAX and Matplotlib are imported where they are used, so that help and errors in options come at once.
+# JAX and Matplotlib are imported where they are used, so that help and errors in options
+# come at once.
 
-METAVARS = {int: "N", int | None: "N", float: "X", str: "NAME", str | None: "HOST:PORT"}
-LAYOUT = {option.name: option for option in fields(Layout)}
-
-
-class Help(argparse.HelpFormatter):
-    """Formats help whose lines do not break at hyphens, so that the names of options stay whole."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+DESCRIPTION = """\
+Trains a small transformer that writes text, one character
+at a time. The default command is train. COMMAND --help
+lists the options of the other commands."""
+METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that prints an error as one line, or on a terminal as wrapped lines, without the usage."""
+    """An argument parser that prints an error as one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        line = printable(f"{self.prog}: error: {' '.join(message.split())}") + "\n"
-        self.exit(2, "".join(terminal.wrapped([line], terminal.columns())) if sys.stderr.isatty() else line)
+        self.exit(
+            2, printable(f"{self.prog}: error: {' '.join(message.split())}") + "\n"
+        )
 
 
-class MainParser(Parser):
-    """The parser of the whole command, whose help lists the options of `train`, too."""
-
-    train: Parser
-
-    def format_help(self) -> str:
-        _, _, options = self.train.format_help().partition("\n\n")
-        return f"{super().format_help()}\n{options}"
-
-
-@any_encoding()
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code; see `train_demo.__main__.main`."""
+    for stream in (sys.stdout, sys.stderr):
+        # Characters that the encoding, such as ASCII, does not have become "?".
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     arguments = list(arguments)
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
-        arguments = ["train", *arguments]
-    parser = _parser()
+    is_help = arguments[:1] in (["-h"], ["--help"])
+    if not is_help and not (arguments and not arguments[0].startswith("-")):
+        arguments.insert(0, "train")
+    parser = make_parser()
     chosen = parser.parse_args(arguments)
     try:
         code = chosen.command(chosen)
@@ -66,40 +59,57 @@ def run(arguments: Sequence[str]) -> int:
         return code
     except UserError as error:
         parser.error(str(error))
-    except OSError as error:  # such as a full disk; errors of stdout have no file name
+    except OSError as error:
+        # Such as a full disk; errors of stdout have no file name.
         if not error.filename:
             parser.error(f"cannot write to standard output ({reason(error)})")
         parser.error(
-            f"cannot read or write {error.filename} ({reason(error)}): check its permissions and the free disk space"
+            f"cannot read or write {error.filename} ({reason(error)}): check its "
+            "permissions and the free disk space"
         )
     except ModuleNotFoundError as error:
-        parser.error(f"{error.name} is not installed: run pip install -e '.[demo]' in the repository")
+        install = "run pip install -e '.[demo]' in the repository"
+        parser.error(f"{error.name} is not installed: {install}")
 
 
 def _train(chosen: argparse.Namespace) -> int:
-    given = _given(chosen, SETTINGS)
-    newest_run = chosen.resume and chosen.data is None and any(RUNS.glob(f"*/{CONFIG}"))
-    out = _chosen_folder(chosen) if newest_run else chosen.out or default_folder(chosen.data)
-    layout = Layout(**_given(chosen, LAYOUT))
+    layout = Layout(**_given(chosen, Layout))
+    has_runs = any(RUNS.glob(f"*/{CONFIG}"))
+    if chosen.resume and chosen.data is None and has_runs:
+        out = _chosen_folder(chosen)
+    else:
+        out = chosen.out or default_folder(chosen.data)
     _keep_compiled()
-    return start(out, chosen.data, given, chosen.resume, layout, samples=not chosen.no_samples, size=chosen.size)
+    return start(
+        out=out,
+        data=chosen.data,
+        given=_given(chosen, Settings),
+        resume=chosen.resume,
+        layout=layout,
+        quiet=False,
+        samples=not chosen.no_samples,
+        size=chosen.size,
+    )
 
 
-def _given(chosen: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(chosen, name) for name in names if getattr(chosen, name) is not None}
+def _given(chosen: argparse.Namespace, options: Any) -> dict[str, Any]:
+    """Returns the options of `Settings` or `Layout` that the user gave."""
+    given = {field.name: getattr(chosen, field.name) for field in fields(options)}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _keep_compiled() -> None:
-    """Makes JAX cache compiled programs in the user's cache folder, unless the environment names another folder.
+    """Makes JAX cache compiled programs in the user's cache folder.
 
     If the cache cannot be read or written, the run compiles without it.
     """
-    if "jax" in sys.modules:  # another program runs in this process, and may have configured JAX
+    if "jax" in sys.modules:  # another program, which may have configured JAX
         return
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "flax_mha")
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(home, "flax_mha")))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry", UserWarning)
+    words = "Error (reading|writing) persistent compilation cache entry"
+    warnings.filterwarnings("ignore", words, UserWarning)
 
 
 def _chosen_folder(chosen: argparse.Namespace) -> Path:
@@ -120,134 +130,166 @@ def _sample(chosen: argparse.Namespace) -> int:
     from train_demo import generate
 
     model = generate.load_model(out, config)
-    sampling = generate.Sampling(chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p)
-    options = {"num_samples": chosen.num_samples, "seed": chosen.seed}
-    with enough_memory("--num-samples, or give fewer prompts"):
-        pieces = generate.generate(model, config.vocabulary, chosen.prompt, chosen.max_new_tokens, sampling, **options)
-        _show(chosen.prompt, chosen.num_samples, pieces)
+    sampling = generate.Sampling(
+        temperature=chosen.temperature,
+        top_k=chosen.top_k,
+        top_p=chosen.top_p,
+        min_p=chosen.min_p,
+    )
+    number = len(chosen.prompt)
+    for i, prompt in enumerate(chosen.prompt, start=1):
+        if number > 1:
+            print(f"--- prompt {i} of {number} ---")
+        pieces = generate.generate(
+            model=model,
+            vocabulary=config.vocabulary,
+            prompts=[prompt],
+            max_new_tokens=chosen.max_new_tokens,
+            sampling=sampling,
+            seed=chosen.seed,
+        )
+        print(printable(prompt), end="", flush=True)
+        for (piece,) in pieces:
+            print(printable(piece), end="", flush=True)
+        print()
     return 0
 
 
-def _show(prompts: Sequence[str], num_samples: int, pieces: Iterator[list[str]]) -> None:
-    """Prints prompts and what follows: a single text piece by piece as it is written, several texts at the end."""
-    if len(prompts) * num_samples == 1:
-        text = (printable(piece) for (piece,) in itertools.chain([prompts], pieces))
-        for part in terminal.wrapped(text, terminal.columns()) if sys.stdout.isatty() else (*text, "\n"):
-            print(part, end="", flush=True)
-        return
-    for number, parts in enumerate(zip(*pieces, strict=True)):
-        prompt, sample = divmod(number, num_samples)
-        print(f"--- prompt {prompt + 1} of {len(prompts)}, sample {sample + 1} of {num_samples} ---")
-        print(printable(prompts[prompt] + "".join(parts)), flush=True)
-
-
-def _plot(chosen: argparse.Namespace) -> int:
+def _report(chosen: argparse.Namespace) -> int:
     out = _chosen_folder(chosen)
     check_folder("--out", out, writable=True)
-    run = load(out)
+    trained = load(out)
     from train_demo import plots, report
 
-    plots.draw(run.out, run.model, run.config)
-    report.write(run.out, run.config, run.sample(run.config.prompt))
-    print(printable(f"{run.out / report.FILE} is ready: open it in a browser"))
+    plots.draw(out, trained.model, trained.config)
+    report.write(out, trained.config, trained.sample(trained.config.prompt))
+    print(printable(f"{out / report.FILE} is ready: open it in a browser"))
     return 0
 
 
 def _export(chosen: argparse.Namespace) -> int:
     out = _chosen_folder(chosen)
-    read_config(out)
-    from train_demo import export
+    config = read_config(out)
+    from train_demo import export, generate
 
-    export.check_target(chosen.to or export.default_target(out))  # before the model is loaded
-    to = load(out).export(chosen.to)
-    print(printable(f"Wrote {', '.join(sorted(path.name for path in to.iterdir()))} to {to}"))
-    return 0
-
-
-def _plan(chosen: argparse.Namespace) -> int:
-    settings = Settings(**completed(chosen.size or "tiny", _given(chosen, SETTINGS)))
-    layout, number = Layout(**_given(chosen, LAYOUT)), chosen.devices or 1
-    text = data.load(chosen.data, settings.context_length)
-    # JAX refuses the older way to ask for virtual devices beside the newer one.
-    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-    os.environ |= {"XLA_FLAGS": " ".join(kept), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(number)}
-    import jax
-
-    from train_demo.memory_estimate import estimate, table
-
-    if jax.device_count() < number:
-        raise UserError(f"JAX is already running on {jax.device_count()} devices: run plan in a separate process")
-    print(table(estimate(settings, layout, len(text.vocabulary), len(text.training), jax.devices()[:number])))
+    to = chosen.to or out / "export"
+    export.check_target(to)  # before the model is loaded
+    try:
+        export.write(to, generate.load_model(out, config), config)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {error.filename or to} ({reason(error)}): choose a different "
+            "--to"
+        ) from error
+    print(printable(f"Wrote {', '.join(sorted(export.FILES))} to {to}"))
     return 0
 
 
 def folder(text: str) -> Path:
-    """Returns the path that a text names; refuses an empty text, which a shell variable that is not set becomes."""
+    """Returns the path that a text names, which an unset shell variable does not."""
     if not text:
         raise argparse.ArgumentTypeError("expected a folder, got ''")
     return Path(text)
 
 
-def _parser() -> Parser:
-    parser = MainParser(
+def make_parser() -> Parser:
+    parser = Parser(
         prog="python -m train_demo",
         usage="%(prog)s [COMMAND] [options]",
-        description="Trains a small transformer that writes text, one character at a time. "
-        "The default command is train. COMMAND --help lists the options of the other commands.",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=Parser
+    )
 
-    def command(function: Any, explanation: str, where: str = "the newest run", also: Sequence[str] = ()) -> Parser:
-        name = function.__name__[1:]
-        usage = f"{parser.prog} {name} {'--prompt TEXT ' * (function is _sample)}[options]"
-        made = commands.add_parser(
-            name, help=explanation, usage=usage, aliases=also, allow_abbrev=False, formatter_class=Help
-        )
+    def command(
+        name: str,
+        function: Callable[[argparse.Namespace], int],
+        explanation: str,
+        default: str = "the newest run",
+    ) -> Parser:
+        made = commands.add_parser(name, help=explanation, allow_abbrev=False)
         made.set_defaults(command=function)
-        if function is not _plan:
-            made.add_argument("--out", type=folder, metavar="DIR", help=f"run folder (default: {where})")
+        help_of_out = f"run folder (default: {default})"
+        made.add_argument("--out", type=folder, metavar="DIR", help=help_of_out)
         return made
 
-    train = parser.train = command(_train, "train a model, or resume a run (default)", "runs/NAME_OF_THE_DATA")
-    train._optionals.title = "train options"
-    source = "a UTF-8 text file, or a folder of them (default: the Python documentation)"
-    again = (
-        "resume --out, or the newest run, from its last checkpoint; options that are not given keep the values of the "
-        "run; raise --steps to train longer"
+    train = command(
+        "train",
+        _train,
+        "train a model, or resume a run (default)",
+        "runs/NAME_OF_THE_DATA",
     )
-    train.add_argument("--resume", action="store_true", help=again)
-    train.add_argument("--no-samples", action="store_true", help="do not write a short sample at each validation")
-    size = f"preset for model, batch and steps: {', '.join(SIZES)} (default: tiny); other options override it"
-
-    sample = command(_sample, "write text with a trained model")
-    prompts = "text to continue; repeat this option to continue several prompts at once"
-    sample.add_argument("--prompt", required=True, action="append", metavar="TEXT", help=prompts)
-    for name, (parse, default, explanation) in SAMPLING.items():
-        ending = "" if default is None else f" (default: {default})"
-        metavar = "X" if name in ("temperature", "top_p", "min_p") else "N"
-        option = option_of(name)
-        sample.add_argument(option, type=parse, default=default, metavar=metavar, help=explanation + ending)
-
-    command(_plot, "redraw the plots and report.html, even while a run is training", also=("report",))
-    export = command(_export, "write the weights as safetensors, with a config and PyTorch code")
-    export.add_argument("--to", type=folder, metavar="DIR", help="output folder (default: export/ in the run folder)")
-
-    plan = command(_plan, "estimate how much memory a training step needs on each device")
-    plan.add_argument("--devices", type=count, metavar="N", help="number of devices (default: 1)")
-    for each in (train, plan):
-        each.add_argument("--data", metavar="PATH", help=source)
-        each.add_argument("--size", type=one_of(*SIZES), metavar="NAME", help=size)
-        _add(each, (*SETTINGS.values(), *LAYOUT.values()))
-    return parser
-
-
-def _add(parser: Parser, options: Iterable[Any]) -> None:
-    """Adds a command-line option for each field of `Settings` or `Layout`; its value is None if it is not given."""
-    for option in options:
-        parse, explanation = option.metadata["parse"], option.metadata["help"]
+    train._optionals.title = "train options"
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="resume --out, or the newest run, from its last checkpoint; options that are "
+        "not given keep the values of the run; raise --steps to train longer",
+    )
+    train.add_argument(
+        "--no-samples",
+        action="store_true",
+        help="do not write a short sample at each validation",
+    )
+    train.add_argument(
+        "--data",
+        metavar="PATH",
+        help="a UTF-8 text file, or a folder of them (default: the Python documentation)",
+    )
+    train.add_argument(
+        "--size",
+        type=one_of(*SIZES),
+        metavar="NAME",
+        help=f"preset for model, batch and steps: {', '.join(SIZES)} (default: tiny); "
+        "other options override it",
+    )
+    for field in (*fields(Settings), *fields(Layout)):
+        # The value of an option that is not given is None.
+        parse = field.metadata["parse"]
+        explanation = field.metadata["help"]
+        option = option_of(field.name)
         if parse is None:
-            parser.add_argument(option_of(option.name), action="store_true", default=None, help=explanation)
-        else:
-            ending = "" if option.default is None else f" (default: {default_of(option.name, option.default)})"
-            metavar = METAVARS[option.type]
-            parser.add_argument(option_of(option.name), type=parse, metavar=metavar, help=explanation + ending)
+            train.add_argument(
+                option, action="store_true", default=None, help=explanation
+            )
+            continue
+        explanation += f" (default: {default_of(field.name, field.default)})"
+        metavar = METAVARS[type(field.default)]
+        train.add_argument(option, type=parse, metavar=metavar, help=explanation)
+    # The help of the whole command lists the options of its default, too.
+    _, _, parser.epilog = train.format_help().partition("\n\n")
+
+    sample = command("sample", _sample, "write text with a trained model")
+    sample.add_argument(
+        "--prompt",
+        required=True,
+        action="append",
+        metavar="TEXT",
+        help="text to continue; repeat this option to continue several texts",
+    )
+    for name, (parse, default, explanation) in SAMPLING.items():
+        if default is not None:
+            explanation += f" (default: {default})"
+        sample.add_argument(
+            option_of(name), type=parse, default=default, metavar="N", help=explanation
+        )
+
+    command(
+        "report",
+        _report,
+        "redraw the plots and report.html, even while a run is training",
+    )
+    export = command(
+        "export",
+        _export,
+        "write the weights as safetensors, with a config and PyTorch code",
+    )
+    export.add_argument(
+        "--to",
+        type=folder,
+        metavar="DIR",
+        help="output folder (default: export/ in the run folder)",
+    )
+    return parser

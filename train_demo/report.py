@@ -1,60 +1,143 @@
-"""Writes `report.html`: a run in one file, with its pictures, samples, time, memory and settings."""
+"""What a run has reached: facts for the terminal, and `report.html`, which shows all."""
 
 import base64
 import html
 import math
-from collections.abc import Iterable
+import operator
+import statistics
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from train_demo import metrics
 from train_demo.errors import printable
-from train_demo.files import write_atomically
-from train_demo.plots import PICTURES
-from train_demo.run_folder import Config
+from train_demo.run_folder import Config, write_atomically
 from train_demo.settings import option_of
 
 FILE = "report.html"
-STYLE = """
+PICTURES = ("loss.png", "attention.png")
+HEAD = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+      content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<style>
   :root { color-scheme: light dark; }
-  body { max-width: 1100px; margin: 2em auto; padding: 0 1em; font: 15px/1.5 system-ui, sans-serif; }
+  body { max-width: 1100px; margin: 2em auto; padding: 0 1em; }
+  body { font: 15px/1.5 system-ui, sans-serif; }
   p { overflow-x: auto; }
   img { width: 100%; min-width: 700px; background: white; }
   pre { white-space: pre-wrap; overflow-wrap: anywhere; }
   td { padding: 0.2em 1.5em 0.2em 0; vertical-align: top; white-space: nowrap; }
   td:last-child { white-space: normal; overflow-wrap: anywhere; }
-  @media (max-width: 600px) { td { display: block; padding: 0; } td:first-child { font-weight: 600; margin-top: 1em; } }
-"""
+  @media (max-width: 600px) {
+    td { display: block; padding: 0; }
+    td:first-child { font-weight: 600; margin-top: 1em; }
+  }
+</style>"""
+
+
+def facts(out: Path, config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yields the measurements of a run: name, value and meaning."""
+    measured = metrics.read(out)
+    checks = _values(measured, "val_loss")
+    if checks:
+        bits = checks[-1] / math.log(2)
+        meaning = (
+            f"nats per character of held-out text ({bits:.3f} bits); geometric mean "
+            f"probability of the true next character: {math.exp(-checks[-1]):.1%}"
+        )
+        yield "validation loss", f"{checks[-1]:.4f}", meaning
+    losses = _values(measured, "loss")[-100:]
+    if losses:
+        meaning = (
+            f"mean of the last {len(losses)} steps, on the text that they train on"
+        )
+        yield "training loss", f"{sum(losses) / len(losses):.4f}", meaning
+    if measured:
+        seconds = measured[-1]["seconds"]
+        meaning = "including compilation, validation, samples and checkpoints"
+        yield "training", f"{seconds:,.1f} s", meaning
+    times = [metric["seconds"] for metric in measured if "loss" in metric]
+    if len(times) > 1:
+        # The median, because validations and checkpoints are between some steps.
+        seconds = max(statistics.median(map(operator.sub, times[1:], times)), 1e-6)
+        tokens = config.settings.batch_size * config.settings.context_length
+        meaning = f"{1000 * seconds:,.1f} ms per step"
+        yield "characters per second", f"{tokens / seconds:,.0f}", meaning
+
+
+def _values(measured: list[dict[str, Any]], name: str) -> list[float]:
+    return [metric[name] for metric in measured if name in metric]
+
+
+def verdict(out: Path, config: Config) -> str:
+    """Says in one line how well a run predicts, and whether it overfits.
+
+    It overfits if the validation loss has risen by 1 %.
+    """
+    checks = _values(metrics.read(out), "val_loss")
+    if not checks:
+        return "No validation loss yet."
+    guess = math.log(len(config.vocabulary))
+    last = checks[-1]
+    best = min(checks)
+    better = "better"
+    if last >= guess:
+        better = "no better"
+    quality = f"Trained to {last:.3f} nats per character, {better} than random guessing"
+    quality = f"{quality} ({guess:.3f})"
+    if last > 1.01 * best:
+        low = f"the validation loss was as low as {best:.3f}"
+        return f"{quality}, but overfitting: {low}."
+    if len(checks) == 1:
+        return f"{quality}."
+    trend = "was still falling"
+    if last > best:
+        trend = "has leveled off"
+    return f"{quality}, and not overfitting: the validation loss {trend}."
 
 
 def write(out: Path, config: Config, sample: str = "") -> None:
-    """Writes the report of a run into its folder, with the pictures in that folder and a text after `config.prompt`."""
-    name = "Python's documentation" if config.data is None else Path(config.data).name
-    title, last = _text(f"Training on {name}"), max((metric["step"] for metric in metrics.read(out)), default=0)
+    """Writes the report of a run, with the pictures that are in its folder.
+
+    Args:
+      out: The run's folder.
+      config: The run's configuration.
+      sample: A text that the model wrote after `config.prompt`.
+    """
+    source = config.data or "Python's documentation"
+    title = _text(f"Training on {Path(source).name}")
+    last = max((metric["step"] for metric in metrics.read(out)), default=0)
     kinds = len(config.vocabulary)
-    pictures = {name: base64.b64encode((out / name).read_bytes()).decode() for name in PICTURES}
-    settings = (
-        (option_of(field.name), getattr(config.settings, field.name), field.metadata["help"])
-        for field in fields(config.settings)
-    )
+    data = ("data", config.sha256[:12], f"the sha256 of {source}")
     page = [
-        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
-        "style-src 'unsafe-inline'\">",
-        f"<title>{title}</title>\n<style>{STYLE}</style>\n<h1>{title}</h1>",
-        f"<p><strong>{_text(metrics.verdict(out, config))}</strong></p>",
-        f"<p>{last:,} of {config.settings.steps:,} steps. Random guessing among {kinds:,} characters has a loss of "
-        f"{math.log(kinds):.3f}.</p>",
-        _table([*metrics.facts(out, config), ("data", config.sha256[:12], f"the sha256 of {config.data or name}")]),
-        *(f'<p><img alt="{name}" src="data:image/png;base64,{content}">' for name, content in pictures.items()),
+        HEAD,
+        f"<title>{title}</title>\n<h1>{title}</h1>",
+        f"<p><strong>{_text(verdict(out, config))}</strong></p>",
+        f"<p>{last:,} of {config.settings.steps:,} steps. Random guessing among {kinds:,} "
+        f"characters has a loss of {math.log(kinds):.3f}.</p>",
+        _table([*facts(out, config), data]),
     ]
+    for name in PICTURES:
+        content = base64.b64encode((out / name).read_bytes()).decode()
+        page.append(f'<p><img alt="{name}" src="data:image/png;base64,{content}">')
     if sample:
         page += ["<h2>What it writes</h2>", _sample(config.prompt, sample)]
-    if samples := metrics.read_samples(out):
-        page.append("<h2>How its writing changed</h2>\n<p>At each validation the model continued the same prompt.</p>")
+    samples = metrics.read_samples(out)
+    if samples:
+        page.append("<h2>How its writing changed</h2>")
+        page.append("<p>At each validation the model continued the same prompt.</p>")
     for each in reversed(samples):
-        page += [f"<h3>Step {each['step']:,}</h3>", _sample(each["prompt"], each["text"])]
+        page.append(f"<h3>Step {each['step']:,}</h3>")
+        page.append(_sample(each["prompt"], each["text"]))
+    settings = []
+    for field in fields(config.settings):
+        value = getattr(config.settings, field.name)
+        settings.append((option_of(field.name), value, field.metadata["help"]))
     page += ["<h2>Settings</h2>", _table(settings), "</html>\n"]
     write_atomically(out / FILE, "\n".join(page).encode())
 
@@ -69,5 +152,8 @@ def _text(text: object) -> str:
 
 
 def _table(rows: Iterable[tuple[object, ...]]) -> str:
-    lines = ("".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows)
-    return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
+    lines = []
+    for row in rows:
+        cells = "".join(f"<td>{_text(cell)}</td>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
+    return "\n".join(["<table>", *lines, "</table>"])

@@ -1,17 +1,17 @@
-"""The folder of a run: its configuration, and a lock for its only writer."""
+"""The folder of a run: its configuration, a lock for its only writer, atomic files."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from train_demo import data
+from train_demo.data import Vocabulary
 from train_demo.errors import UserError, reason
-from train_demo.files import check_folder, write_atomically
-from train_demo.settings import SIZES, Settings, checked_size, completed, option_of
-from train_demo.vocabulary import Vocabulary
+from train_demo.settings import SIZES, Settings, checked, completed, one_of, option_of
 
 try:
     import fcntl
@@ -20,14 +20,14 @@ except ImportError:  # Windows, where folders are not locked
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
-# The version of the configuration and the parameters. Version 1, without a number, learned embeddings of positions;
-# version 2 had LayerNorm for queries and keys, and no token shift; version 3 had another configuration.
-MODEL_VERSION = 4
+# The version of the configuration, the parameters and the checkpoints. Version 4 had
+# checkpoints of another format.
+MODEL_VERSION = 5
 
 
 @dataclass(frozen=True)
 class Config:
-    """The content of `config.json`: all that is needed to resume, to sample and to plot.
+    """The content of `config.json`: what a checkpoint needs to resume, sample and plot.
 
     Attributes:
       settings: The settings of the run.
@@ -52,75 +52,100 @@ class Config:
 
 
 def prepare(
-    out: Path, path: str | None, given: dict[str, Any], resume: bool, size: str | None = None
+    out: Path,
+    path: str | None,
+    given: dict[str, Any],
+    resume: bool,
+    size: str | None = None,
 ) -> tuple[Config, data.Text]:
-    """Returns the configuration and the text of a run that is to be started or resumed; writes nothing.
+    """Returns the configuration and the text of a new or resumed run; writes nothing.
 
     Args:
       out: The run's folder, which need not exist.
-      path: The text file or folder; None means that of the resumed run, or Python's documentation.
-      given: The settings that the user gave; others are those of the resumed run, or the defaults. More `steps` extend
-        the resumed run.
+      path: The text file or folder; None means that of the resumed run, or Python's
+        documentation.
+      given: The settings that the user gave; others are those of the resumed run, or the
+        defaults. More `steps` extend the resumed run.
       resume: True continues a run that is in the folder; False refuses the folder.
-      size: The preset that the user gave. A resumed run must have its model and batch, but keeps its own steps.
+      size: The preset that the user gave. A resumed run must have its model and batch,
+        but keeps its own steps.
     """
-    checked_size(size)
+    if size is not None:
+        checked("size", size, str, one_of(*SIZES))
     check_folder("--out", out, writable=True)
     if path == "":  # a shell variable that is not set
         raise UserError("--data is empty: specify a file or a folder, or omit it")
-    saved = read_config(out) if (out / CONFIG).exists() else None
-    if saved and not resume:
-        raise UserError(f"{out} already contains a run: pass --resume to continue it, or choose a different --out")
-    if not saved and (out / CHECKPOINTS).exists():
-        raise UserError(f"{out} contains checkpoints but no {CONFIG}: choose a different --out")
-    if saved and given.get("dtype") == "auto":  # the run has settled it
-        given = {name: value for name, value in given.items() if name != "dtype"}
+    if not (out / CONFIG).exists():
+        if (out / CHECKPOINTS).exists():
+            message = f"{out} contains checkpoints but no {CONFIG}"
+            raise UserError(f"{message}: choose a different --out")
+        return _configured(Settings(**completed(size or "tiny", given)), path)
+    saved = read_config(out)
+    if not resume:
+        raise UserError(
+            f"{out} already contains a run: pass --resume to continue it, or choose a "
+            "different --out"
+        )
+    # The preset's steps are a default, which does not replace the saved number.
     preset: dict[str, Any] = {}
-    if saved:
-        if size is not None:
-            # The preset's steps are a default, which does not replace the saved number.
-            preset = {name: value for name, value in SIZES[size].items() if name not in {"steps", *given}}
-        settings = replace(saved.settings, **preset, **given)
-    else:
-        settings = Settings(**completed(size or "tiny", given))
-    path = saved.data if path is None and saved else path
-    text = data.load(path, settings.context_length)
-    found = None if path is None else str(Path(path).resolve())
-    config = Config(settings, found, text.sha256, text.vocabulary, text.sentence(settings.context_length))
-    if saved:
-        sources = {option_of(name): f" from --size {size}" for name in preset}
-        _refuse_differences(out, saved, config, sources)
+    if size is not None:
+        preset = {x: SIZES[size][x] for x in SIZES[size] if x not in {"steps", *given}}
+    if given.get("dtype") == "auto":  # the run has settled it
+        given = {**given, "dtype": saved.settings.dtype}
+    settings = replace(saved.settings, **preset, **given)
+    if path is None:
+        path = saved.data
+    config, text = _configured(settings, path)
+    differing = _differences(saved, config, size, preset)
+    if differing:
+        raise UserError(
+            f"{out} contains a run with different settings ({'; '.join(differing)}): drop "
+            "these options, or choose a different --out"
+        )
     return config, text
 
 
-def _refuse_differences(out: Path, saved: Config, now: Config, sources: Mapping[str, str]) -> None:
-    """Raises a `UserError` if the settings differ; `sources` says which of them the user did not give one by one."""
-    before, after = _named(saved), _named(now)
-    if now.settings.steps > saved.settings.steps:
-        del before["--steps"]
+def _configured(settings: Settings, path: str | None) -> tuple[Config, data.Text]:
+    text = data.load(path, settings.context_length)
+    config = Config(
+        settings=settings,
+        data=path and str(Path(path).resolve()),
+        sha256=text.sha256,
+        vocabulary=text.vocabulary,
+        sentence=text.sentence(settings.context_length),
+    )
+    return config, text
+
+
+def _differences(
+    saved: Config, now: Config, size: str | None, preset: dict[str, int]
+) -> list[str]:
+    """Lists what keeps a run from being resumed with another configuration."""
+    before = asdict(saved.settings)
+    after = asdict(now.settings)
+    if after["steps"] > before["steps"]:
+        del before["steps"]
     differing = []
     for name in before:
         if before[name] != after[name]:
-            differing.append(f"{name} was {before[name]}, now {after[name]}{sources.get(name, '')}")
-    if differing:
-        names = "; ".join(differing)
-        raise UserError(
-            f"{out} contains a run with different settings ({names}): drop these options, or choose a different --out"
-        )
-
-
-def _named(config: Config) -> dict[str, Any]:
-    options = {option_of(name): value for name, value in asdict(config.settings).items()}
+            line = f"{option_of(name)} was {before[name]}, now {after[name]}"
+            if name in preset:
+                line += f" from --size {size}"
+            differing.append(line)
     # The text must be the same, its path need not.
-    return {**options, "the sha256 of --data": config.sha256[:12]}
+    if saved.sha256 != now.sha256:
+        hashes = f"{saved.sha256[:12]}, now {now.sha256[:12]}"
+        differing.append(f"the sha256 of --data was {hashes}")
+    return differing
 
 
 def newest(runs: Path) -> Path:
     """Returns the folder of the run that was started or resumed last."""
-    found = [path for path in runs.glob("*/" + CONFIG) if path.is_file()]
+    found = [path for path in runs.glob(f"*/{CONFIG}") if path.is_file()]
     if not found:
         raise UserError(
-            f"{runs} contains no runs: train a model with python -m train_demo, or point --out to an existing run"
+            f"{runs} contains no runs: train a model with python -m train_demo, or point "
+            "--out to an existing run"
         )
     return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
@@ -131,27 +156,34 @@ def write_config(out: Path, config: Config) -> None:
 
 
 def read_config(out: Path) -> Config:
-    """Reads the configuration of the run in a folder; raises a `UserError` if there is none that this demo can use."""
+    """Reads the configuration of the run in a folder."""
     check_folder("--out", out)
     try:
         saved = json.loads((out / CONFIG).read_bytes())
-        version = saved.get("model_version", 1) if isinstance(saved, dict) and "settings" in saved else MODEL_VERSION
+        if not isinstance(saved, dict) or "settings" not in saved:
+            raise ValueError("it is not a run configuration")
+        version = saved.get("model_version", 1)
         if version == MODEL_VERSION:
-            return _checked(saved)
+            return _restored(saved)
     except FileNotFoundError:
-        raise UserError(f"{out} contains no runs: start one with python -m train_demo --out {out}") from None
+        start = f"start one with python -m train_demo --out {out}"
+        raise UserError(f"{out} contains no runs: {start}") from None
     except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"{out / CONFIG} is damaged ({reason(error)}): start over with a different --out") from error
+        raise UserError(
+            f"{out / CONFIG} is damaged ({reason(error)}): start over with a different "
+            "--out"
+        ) from error
     raise UserError(
-        f"{out} contains a run with model version {version}, but this program can resume only runs with version "
-        f"{MODEL_VERSION}: train again with a different --out"
+        f"{out} contains a run with model version {version}, but this program can resume "
+        f"only runs with version {MODEL_VERSION}: train again with a different --out"
     )
 
 
-def _checked(saved: Any) -> Config:
-    """Turns a value read from JSON into the `Config` that was written so; raises a ValueError if none was."""
+def _restored(saved: dict[str, Any]) -> Config:
+    """Turns a value read from JSON into the `Config` that was written so."""
     try:
-        settings, vocabulary = Settings(**saved["settings"]), Vocabulary(**saved["vocabulary"])
+        settings = Settings(**saved["settings"])
+        vocabulary = Vocabulary(**saved["vocabulary"])
         config = Config(**saved | {"settings": settings, "vocabulary": vocabulary})
         vocabulary.encode(config.sentence)
     except (AttributeError, LookupError, TypeError, UserError) as error:
@@ -163,18 +195,81 @@ def _checked(saved: Any) -> Config:
 
 @contextmanager
 def sole_writer(out: Path) -> Iterator[None]:
-    """Makes and locks a run's folder for the context, or raises a `UserError`; the lock also ends with the process."""
+    """Makes and locks a run's folder; the lock also ends with the process."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / "lock").open("w")
     except OSError as error:
-        raise UserError(f"cannot write to --out {out} ({reason(error)}): choose a different --out") from error
+        raise UserError(
+            f"cannot write to --out {out} ({reason(error)}): choose a different --out"
+        ) from error
     with lock as file:
         try:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another run is writing to {out}: wait for it to finish, or choose a different --out"
+                f"another run is writing to {out}: wait for it to finish, or choose a "
+                "different --out"
             ) from None
         yield
+
+
+def check_folder(option: str, folder: Path, writable: bool = False) -> None:
+    """Raises a `UserError`, which names `option`, unless a path is or may become a folder.
+
+    If `writable`, the user must also be allowed to write into the folder, or into its
+    nearest parent that exists.
+    """
+    fix = f"choose a different {option}"
+    for path in (folder, *folder.parents):
+        try:
+            path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # a parent may exist
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # a name that is too long, or holds a NUL
+            problem = f"{path} cannot be used ({reason(error)})"
+            raise UserError(
+                f"{option} must be a folder, but {problem}: {fix}"
+            ) from None
+        if path.is_dir():
+            if writable and not os.access(path, os.W_OK | os.X_OK):
+                raise UserError(
+                    f"{option} must be a folder that you can write to, but {path} is not "
+                    f"writable: {fix}"
+                )
+            return
+        kind = "a broken link"
+        if path.exists():
+            kind = "a file"
+        raise UserError(f"{option} must be a folder, but {path} is {kind}: {fix}")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file that is at every moment, even after a power cut, the old or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)  # the disk may be full
+        error.filename = error.filename or str(path)
+        raise
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Reads a file of one JSON object per line; skips others, such as half of one."""
+    if not path.exists():
+        return []
+    values = []
+    for line in path.read_bytes().split(b"\n"):
+        with suppress(ValueError, RecursionError):
+            values.append(json.loads(line))
+    return [value for value in values if isinstance(value, dict)]

@@ -1,32 +1,66 @@
-"""Every option of a run, with its default and the values that it may have: `Settings`, `Layout` and `SAMPLING`."""
+"""Every option of a run, with its default and the values that it may have."""
 
 import argparse
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from train_demo.errors import UserError
 
-# The settings of `--size`. Larger models read more tokens in a step. With Muon and Adam the best learning rate of a
-# matrix or an embedding does not depend on its width; that of the head is divided by the width (update.py).
+# The settings of `--size`. Larger models read more tokens in a step. With Muon and Adam
+# the best learning rate of a matrix or an embedding does not depend on its width; that of
+# the head is divided by the width (update.py).
 SIZES: Mapping[str, Mapping[str, int]] = {
-    "tiny": {"layers": 2, "heads": 4, "features": 128, "context_length": 64, "batch_size": 12, "steps": 1500},
-    "small": {"layers": 4, "heads": 4, "features": 256, "context_length": 128, "batch_size": 24, "steps": 4000},
-    "medium": {"layers": 8, "heads": 8, "features": 512, "context_length": 256, "batch_size": 32, "steps": 8000},
-    "gpt2": {"layers": 12, "heads": 12, "features": 768, "context_length": 1024, "batch_size": 64, "steps": 16000},
+    "tiny": {
+        "layers": 2,
+        "heads": 4,
+        "features": 128,
+        "context_length": 64,
+        "batch_size": 12,
+        "steps": 1500,
+    },
+    "small": {
+        "layers": 4,
+        "heads": 4,
+        "features": 256,
+        "context_length": 128,
+        "batch_size": 24,
+        "steps": 4000,
+    },
+    "medium": {
+        "layers": 8,
+        "heads": 8,
+        "features": 512,
+        "context_length": 256,
+        "batch_size": 32,
+        "steps": 8000,
+    },
+    "gpt2": {
+        "layers": 12,
+        "heads": 12,
+        "features": 768,
+        "context_length": 1024,
+        "batch_size": 64,
+        "steps": 16000,
+    },
 }
+TINY = SIZES["tiny"]
 LEARNING_RATES = {"muon": 0.03, "adamw": 4e-3}
+
+# A function that turns the text of an option into its value, or raises argparse's error.
 Parse = Callable[[str], Any]
 
 
-def parser(kind: Callable[[str], Any], expected: str, is_sane: Callable[[Any], bool]) -> Parse:
-    """Returns a function that reads a text as a `kind` that `is_sane`, or raises argparse's error with `expected`."""
+def parser(
+    kind: Callable[[str], Any], expected: str, is_sane: Callable[[Any], bool]
+) -> Parse:
+    """Returns a function that reads a text as a `kind` that `is_sane`."""
 
     def parse(text: str) -> Any:
         try:
             value = kind(text)
-            if (isinstance(value, str) or math.isfinite(value)) and is_sane(value):
+            if (kind is str or math.isfinite(value)) and is_sane(value):
                 return value
         except (ValueError, OverflowError):  # no number, or too large for math.isfinite
             pass
@@ -35,128 +69,175 @@ def parser(kind: Callable[[str], Any], expected: str, is_sane: Callable[[Any], b
     return parse
 
 
+def whole(first: int, last: int) -> Parse:
+    expected = f"a whole number from {first} to {last}"
+    return parser(int, expected, lambda number: first <= number <= last)
+
+
 def one_of(*names: str) -> Parse:
     return parser(str, f"one of {', '.join(names)}", lambda name: name in names)
 
 
-count = parser(int, "a whole number from 1 to 2147483647", lambda number: 0 < number < 2**31)
-several = parser(int, "a whole number from 1 to 1024", lambda number: 0 < number <= 1024)
-seed = parser(int, "a whole number from 0 to 4294967295", lambda number: 0 <= number < 2**32)
+count = whole(1, 2**31 - 1)
+seed = whole(0, 2**32 - 1)
 positive = parser(float, "a finite number greater than 0", lambda number: number > 0)
 rate = parser(float, "a number in [0, 1)", lambda number: 0 <= number < 1)
-shift = parser(int, "a whole number from 0 to 1024", lambda number: 0 <= number <= 1024)
 warmth = parser(float, "a number from 0 to 1000000", lambda number: 0 <= number <= 1e6)
 probability = parser(float, "a number in (0, 1]", lambda number: 0 < number <= 1)
 ratio = parser(float, "a number from 0 to 1", lambda number: 0 <= number <= 1)
-SAMPLING = {
+parts = parser(
+    int,
+    "-1 or a positive whole number",
+    lambda number: number == -1 or 0 < number < 2**31,
+)
+
+
+# The options of `sample`: how they are parsed, their defaults, and what they mean.
+SAMPLING: Mapping[str, tuple[Parse, float | None, str]] = {
     "max_new_tokens": (count, 500, "number of characters to write"),
-    "temperature": (warmth, 0.7, "lower is more predictable; 0 always picks the most likely character"),
+    "temperature": (
+        warmth,
+        0.7,
+        "lower is more predictable; 0 always picks the most likely character",
+    ),
     "top_k": (count, None, "sample only from the N most likely characters"),
-    "top_p": (probability, None, "sample only from the most likely characters whose probabilities sum to X"),
-    "min_p": (ratio, None, "sample only from characters that are at least X times as likely as the most likely one"),
-    "num_samples": (several, 1, "number of samples per prompt"),
+    "top_p": (
+        probability,
+        None,
+        "sample only from the most likely characters whose probabilities sum to X",
+    ),
+    "min_p": (
+        ratio,
+        None,
+        "sample only from characters at least X times as likely as the most likely one",
+    ),
     "seed": (seed, 0, "random seed"),
 }
 
 
 def option(default: Any, parse: Parse | None, explanation: str) -> Any:
-    """Returns a dataclass field that is also an option of the command line, a flag if `parse` is None."""
+    """Returns a dataclass field that is also an option; a flag if `parse` is None."""
     return field(default=default, metadata={"parse": parse, "help": explanation})
 
 
+def option_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def checked(name: str, value: Any, kind: type, parse: Parse | None) -> Any:
-    """Returns an argument of a Python call after the command line's checks; raises a `UserError` with its `name`."""
-    expected = {str: "a string", bool: "True or False"}.get(kind, "a number")
-    fits = isinstance(value, kind) if kind in (str, bool) else not isinstance(value, str | bool)
+    """Returns an argument of a Python call after the command line's checks.
+
+    Raises:
+      UserError: The value is not allowed; the message starts with `name`.
+    """
+    if kind is str:
+        expected = "a string"
+        fits = isinstance(value, str)
+    elif kind is bool:
+        expected = "True or False"
+        fits = isinstance(value, bool)
+    else:
+        expected = "a number"
+        fits = not isinstance(value, str | bool)
+    if not fits:
+        raise UserError(f"{name}: expected {expected}, got {value!r}")
+    if parse is None:
+        return value
     try:
-        if not fits:
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {value!r}")
-        return value if parse is None else parse(str(value))
+        return parse(str(value))
     except argparse.ArgumentTypeError as error:
         raise UserError(f"{name}: {error}") from None
 
 
 def _check_fields(options: Any) -> None:
-    """Checks the values of a frozen dataclass of options, and replaces them by the checked ones."""
+    """Checks the values of a frozen dataclass of options, and stores the checked ones."""
     for each in fields(options):
         value = getattr(options, each.name)
-        if value is not each.default:
-            kind = str if each.name == "coordinator" else type(each.default)
-            object.__setattr__(options, each.name, checked(each.name, value, kind, each.metadata["parse"]))
+        value = checked(each.name, value, type(each.default), each.metadata["parse"])
+        object.__setattr__(options, each.name, value)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that decide the result of a run; each field is also an option of the command line."""
+    """The settings that decide the result of a run."""
 
     seed: int = option(0, seed, "random seed for weights, batches and dropout")
-    steps: int = option(SIZES["tiny"]["steps"], count, "number of training steps")
-    batch_size: int = option(SIZES["tiny"]["batch_size"], count, "text windows per step")
-    context_length: int = option(SIZES["tiny"]["context_length"], count, "characters per window")
+    steps: int = option(TINY["steps"], count, "number of training steps")
+    batch_size: int = option(TINY["batch_size"], count, "text windows per step")
+    context_length: int = option(TINY["context_length"], count, "characters per window")
     optimizer: str = option(
-        "muon", one_of("muon", "adamw"), "optimizer for weight matrices: muon or adamw; other parameters use AdamW"
+        "muon",
+        one_of(*LEARNING_RATES),
+        "optimizer for weight matrices: muon or adamw; other parameters use AdamW",
     )
-    learning_rate: float = option(LEARNING_RATES["muon"], positive, "peak learning rate, reached after the warm-up")
-    layers: int = option(SIZES["tiny"]["layers"], count, "transformer blocks")
-    heads: int = option(SIZES["tiny"]["heads"], count, "attention heads per block")
-    features: int = option(SIZES["tiny"]["features"], count, "width of the model")
-    token_shift: int = option(2, shift, "number of previous characters mixed into each embedding")
+    learning_rate: float = option(
+        LEARNING_RATES["muon"],
+        positive,
+        "peak learning rate, reached after the warm-up",
+    )
+    layers: int = option(TINY["layers"], count, "transformer blocks")
+    heads: int = option(TINY["heads"], count, "attention heads per block")
+    features: int = option(TINY["features"], count, "width of the model")
+    token_shift: int = option(
+        2, whole(0, 1024), "number of previous characters mixed into each embedding"
+    )
     dtype: str = option(
         "auto",
         one_of("auto", "float32", "bfloat16"),
         "compute dtype: auto, float32 or bfloat16; auto is bfloat16 on GPUs and TPUs",
     )
-    dropout_rate: float = option(0.0, rate, "fraction of activations dropped during training")
+    dropout_rate: float = option(
+        0.0, rate, "fraction of activations dropped during training"
+    )
     eval_every: int = option(250, count, "steps between validations")
-    max_score: bool = option(False, None, "log the largest attention score at each validation, as used by QK-Clip")
     save_every: int = option(250, count, "steps between checkpoints")
 
     def __post_init__(self) -> None:
         _check_fields(self)
         if self.features % (2 * self.heads):
             raise UserError(
-                f"--features {self.features} is incompatible with --heads {self.heads}: choose a multiple of twice the "
-                "number of heads, because rotary positions pair up the features of each head"
+                f"--features {self.features} is incompatible with --heads {self.heads}: "
+                "choose a multiple of twice the number of heads, because rotary "
+                "positions pair up the features of each head"
             )
         if self.token_shift >= self.context_length:
             raise UserError(
-                f"--token-shift {self.token_shift} reaches beyond a window of --context-length {self.context_length}: "
+                f"--token-shift {self.token_shift} reaches beyond a window of "
+                f"--context-length {self.context_length}: "
                 f"choose at most {self.context_length - 1}"
             )
 
 
-def checked_size(size: str | None) -> None:
-    if size is not None:
-        checked("size", size, str, one_of(*SIZES))
-
-
 def default_of(name: str, default: Any) -> str:
-    """Returns the default of an option for the help: one for each size or optimizer that sets its own.
+    """Returns the default of an option for the help.
 
     Example:
       >>> default_of("learning_rate", 0.03)
       '0.03 for muon, 0.004 for adamw'
     """
-    if name in SIZES["tiny"]:
-        return ", ".join(f"{preset[name]} for {size}" for size, preset in SIZES.items())
-    if name == "learning_rate":
-        return ", ".join(f"{rate} for {optimizer}" for optimizer, rate in LEARNING_RATES.items())
-    return str(default)
+    values: Mapping[str, float]
+    if name in TINY:
+        values = {size: preset[name] for size, preset in SIZES.items()}
+    elif name == "learning_rate":
+        values = LEARNING_RATES
+    else:
+        return str(default)
+    return ", ".join(f"{value} for {case}" for case, value in values.items())
 
 
 def completed(size: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the given settings, completed by those of the size and by the optimizer's learning rate.
+    """Completes given settings by those of the size and the optimizer's learning rate.
 
     Example:
       >>> completed("small", {"layers": 6, "optimizer": "adamw"})["learning_rate"]
       0.004
     """
-    checked_size(size)
-    return {**SIZES[size], "learning_rate": LEARNING_RATES[given.get("optimizer", "muon")], **given}
+    optimizer = given.get("optimizer", "muon")
+    return {**SIZES[size], "learning_rate": LEARNING_RATES.get(optimizer), **given}
 
 
 class Sizes(NamedTuple):
-    """The number of devices along each axis of the mesh; mesh.py says what each axis splits."""
+    """The number of devices along each axis of the mesh, which mesh.py explains."""
 
     data: int
     fsdp: int
@@ -164,69 +245,54 @@ class Sizes(NamedTuple):
     model: int
 
 
-def address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host or any(c.isspace() for c in host) or not port.isascii() or not port.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
-    parser(int, "a port from 1 to 65535", lambda number: 0 < number < 2**16)(port)
-    return text
-
-
-PARTS = parser(int, "-1 or a positive whole number", lambda number: number == -1 or 0 < number < 2**31)
-INDEX = parser(int, "a nonnegative whole number", lambda number: 0 <= number < 2**31)
-
-
 @dataclass(frozen=True)
 class Layout:
-    """How a run is computed; each field is also an option of the command line, and may change when a run is resumed."""
+    """How a run is computed, which may change when the run is resumed."""
 
-    data_parallel: int = option(-1, PARTS, "devices that split the batch; -1 uses all remaining devices")
-    fsdp: int = option(1, count, "devices that split the batch, parameters and optimizer state")
-    tensor: int = option(1, count, "devices that split the attention heads and the MLP width")
+    data_parallel: int = option(
+        -1, parts, "devices that split the batch; -1 uses all remaining devices"
+    )
+    fsdp: int = option(
+        1, count, "devices that split the batch, parameters and optimizer state"
+    )
+    tensor: int = option(
+        1, count, "devices that split the attention heads and the MLP width"
+    )
     context: int = option(1, count, "devices that split the characters of each window")
-    accumulate: int = option(1, count, "number of sequential passes per batch (gradient accumulation)")
-    remat: bool = option(False, None, "recompute each block in the backward pass: slower, less memory")
-    coordinator: str | None = option(None, address, "address of process 0, for multi-process runs")
-    num_processes: int | None = option(None, count, "number of processes, all started with the same options")
-    process_id: int | None = option(None, INDEX, "index of this process, starting at 0; process 0 prints and saves")
-    start_timeout: int = option(60, count, "seconds to wait for all processes to start")
+    accumulate: int = option(
+        1, count, "number of sequential passes per batch (gradient accumulation)"
+    )
+    remat: bool = option(
+        False, None, "recompute each block in the backward pass: slower, less memory"
+    )
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        together = ("coordinator", "num_processes", "process_id")
-        missing = [option_of(name) for name in together if getattr(self, name) is None]
-        if 0 < len(missing) < len(together):
-            raise UserError(f"missing {' and '.join(missing)}: pass {', '.join(map(option_of, together))} together")
-        if self.process_id is not None and self.num_processes is not None and self.process_id >= self.num_processes:
-            raise UserError(
-                f"--process-id {self.process_id} is out of range: with --num-processes {self.num_processes}, it must "
-                f"be between 0 and {self.num_processes - 1}"
-            )
 
-    @property
-    def first(self) -> bool:
-        return self.process_id in (None, 0)
-
-    def sizes(self, devices: int, settings: Settings) -> Sizes:
+    def sizes(self, devices: int, settings: Settings, use_all: bool = False) -> Sizes:
         """Returns the number of devices along each axis of the mesh.
 
-        Without any number given, as many devices are used as divide the batch; otherwise all devices must be used.
+        A layout of defaults uses as many devices as divide the batch, unless `use_all`;
+        any other must use all devices.
         """
         shared = self.fsdp * self.context * self.tensor
         data = self.data_parallel
         if data == -1:
             data = devices // shared
-            if shared == 1 and self.accumulate == 1 and self.num_processes in (None, 1):
-                data = max(n for n in range(1, data + 1) if settings.batch_size % n == 0)
+            if shared == 1 and self.accumulate == 1 and not use_all:
+                while settings.batch_size % data:
+                    data -= 1
                 devices = data
         if data * shared != devices:
             raise UserError(
-                f"--data-parallel {self.data_parallel} x --fsdp {self.fsdp} x --tensor {self.tensor} x --context "
-                f"{self.context} does not equal {devices} device{'s' * (devices != 1)}: their product must be the "
-                "number of devices (--data-parallel -1 uses the remaining devices)"
+                f"--data-parallel {self.data_parallel} x --fsdp {self.fsdp} x --tensor "
+                f"{self.tensor} x --context {self.context} does not equal the number of "
+                f"devices, {devices}: change one (--data-parallel -1 uses the remaining "
+                "devices)"
             )
+        batch_parts = data * self.fsdp * self.accumulate
         for name, by, divisor in (
-            ("batch_size", "--data-parallel x --fsdp x --accumulate", data * self.fsdp * self.accumulate),
+            ("batch_size", "--data-parallel x --fsdp x --accumulate", batch_parts),
             ("features", "--fsdp", self.fsdp),
             ("heads", "--tensor", self.tensor),
             ("context_length", "--context", self.context),
@@ -234,14 +300,58 @@ class Layout:
             size = getattr(settings, name)
             if size % divisor:
                 raise UserError(
-                    f"{option_of(name)} {size} cannot be split into {divisor} equal parts ({by}): choose a multiple of "
-                    f"{divisor}"
+                    f"{option_of(name)} {size} cannot be split into {divisor} equal "
+                    f"parts ({by}): choose a multiple of {divisor}"
                 )
         return Sizes(data, self.fsdp, self.context, self.tensor)
 
-    def alone(self) -> "Layout":
-        return replace(self, coordinator=None, num_processes=None, process_id=None, start_timeout=60)
+
+def processes_in(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """Reads which of several processes this is from JAX's environment variables.
+
+    Returns:
+      Arguments of `jax.distributed.initialize`; None without these variables.
+
+    Example:
+      >>> processes_in({"JAX_COORDINATOR_ADDRESS": "localhost:9876",
+      ...               "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"})
+      {'coordinator_address': 'localhost:9876', 'num_processes': 2, 'process_id': 1}
+    """
+    found = {}
+    missing = []
+    for name, parse in PROCESSES.items():
+        variable = f"JAX_{name.upper()}"
+        if environment.get(variable):
+            found[name] = checked(variable, environment[variable], str, parse)
+        else:
+            missing.append(variable)
+    if not found:
+        return None
+    if missing:
+        names = " and ".join(missing)
+        raise UserError(
+            f"missing {names}: set all of JAX_COORDINATOR_ADDRESS, "
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID, or none"
+        )
+    number = found["num_processes"]
+    if found["process_id"] >= number:
+        raise UserError(
+            f"JAX_PROCESS_ID {found['process_id']} is out of range: with "
+            f"JAX_NUM_PROCESSES {number}, it must be between 0 and {number - 1}"
+        )
+    return found
 
 
-def option_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 2**16
+    return is_port and host != "" and not any(x.isspace() for x in host)
+
+
+PROCESSES = {
+    "coordinator_address": parser(
+        str, "HOST:PORT, with a port up to 65535", _is_address
+    ),
+    "num_processes": count,
+    "process_id": whole(0, 2**31 - 1),
+}

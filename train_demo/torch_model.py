@@ -1,4 +1,4 @@
-"""The demo's transformer in PyTorch alone; `train_demo export` puts this file beside the weights.
+"""The demo's transformer in PyTorch alone; `train_demo export` puts it beside the weights.
 
 There is no cache: each new token takes a pass over the whole text.
 """
@@ -11,33 +11,46 @@ EPSILON = 1e-6  # as in Flax's norms
 
 
 class Attention(nn.Module):
-    """Causal self-attention over the last `context_length` positions; normalizes, then rotates queries and keys."""
+    """Causal self-attention over the last `context_length` positions.
+
+    Queries and keys are normalized, then rotated.
+    """
 
     def __init__(self, features: int, heads: int, context_length: int) -> None:
         super().__init__()
-        self.heads, self.size, self.context_length = heads, features // heads, context_length
-        self.query, self.key, self.value, self.out = (nn.Linear(features, features, bias=False) for _ in range(4))
-        self.query_ln, self.key_ln = (nn.RMSNorm(self.size, EPSILON) for _ in range(2))
+        self.heads = heads
+        self.context_length = context_length
+        self.query = nn.Linear(features, features, bias=False)
+        self.key = nn.Linear(features, features, bias=False)
+        self.value = nn.Linear(features, features, bias=False)
+        self.out = nn.Linear(features, features, bias=False)
+        self.query_ln = nn.RMSNorm(features // heads, EPSILON)
+        self.key_ln = nn.RMSNorm(features // heads, EPSILON)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, features = x.shape
-        query, key, value = (
-            project(x).view(batch, length, self.heads, self.size) for project in (self.query, self.key, self.value)
-        )
-        positions = torch.arange(length)
-        query, key = rotated(self.query_ln(query), positions), rotated(self.key_ln(key), positions)
+        positions = torch.arange(x.shape[1])
+        query = rotated(self.query_ln(self.split(self.query(x))), positions)
+        key = rotated(self.key_ln(self.split(self.key(x))), positions)
+        value = self.split(self.value(x))
         before = positions[:, None] - positions
         visible = (before >= 0) & (before < self.context_length)
-        query, key, value = (y.transpose(1, 2) for y in (query, key, value))
         heard = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
-        return self.out(heard.transpose(1, 2).reshape(batch, length, features))
+        return self.out(heard.transpose(1, 2).flatten(2))
+
+    def split(self, x: Tensor) -> Tensor:
+        """Returns the heads, `[batch, heads, length, size]`."""
+        return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
 
 def rotated(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotates x `[batch, length, heads, size]` by positions `[length]`; feature i is paired with i + size / 2."""
+    """Rotates x `[batch, heads, length, size]` by positions `[length]`.
+
+    Feature i is paired with i + size / 2.
+    """
     size = x.shape[-1]
-    frequencies = (1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)).float()
-    angle = (positions.float()[:, None] * frequencies)[:, None].repeat(1, 1, 2)
+    exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
+    frequencies = (1.0 / base**exponents).float()
+    angle = (positions.float()[:, None] * frequencies).repeat(1, 2)
     low, high = x.chunk(2, dim=-1)
     return x * angle.cos() + torch.cat([-high, low], dim=-1) * angle.sin()
 
@@ -59,8 +72,9 @@ class Block(nn.Module):
 
     def __init__(self, features: int, heads: int, context_length: int) -> None:
         super().__init__()
-        self.attention_norm, self.network_norm = (nn.RMSNorm(features, EPSILON) for _ in range(2))
+        self.attention_norm = nn.RMSNorm(features, EPSILON)
         self.attention = Attention(features, heads, context_length)
+        self.network_norm = nn.RMSNorm(features, EPSILON)
         self.mlp = MLP(features)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,25 +90,36 @@ class TokenShift(nn.Module):
         self.scale = nn.Parameter(torch.zeros(distance, features))
 
     def forward(self, x: Tensor) -> Tensor:
-        shifted = [F.pad(x, (0, 0, i, 0))[:, : x.shape[1]] for i in range(1, len(self.scale) + 1)]
-        return x + sum(scale * before for scale, before in zip(self.scale, shifted, strict=True))
+        total = x
+        for i, scale in enumerate(self.scale, start=1):
+            total = total + scale * F.pad(x, (0, 0, i, 0))[:, : x.shape[1]]
+        return total
 
 
 class Transformer(nn.Module):
     """The model; its arguments are those under `model` in `config.json`."""
 
     def __init__(
-        self, vocabulary_size: int, layers: int, features: int, heads: int, context_length: int, token_shift: int = 2
+        self,
+        vocabulary_size: int,
+        layers: int,
+        features: int,
+        heads: int,
+        context_length: int,
+        token_shift: int = 2,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary_size, features)
-        self.shift = TokenShift(token_shift, features) if token_shift else nn.Identity()
-        self.blocks = nn.ModuleList([Block(features, heads, context_length) for _ in range(layers)])
+        self.shift: nn.Module = nn.Identity()
+        if token_shift:
+            self.shift = TokenShift(token_shift, features)
+        blocks = [Block(features, heads, context_length) for _ in range(layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(features, EPSILON)
         self.head = nn.Linear(features, vocabulary_size, bias=False)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Turns int64 tokens `[batch, length]` into logits of the tokens after each, `[batch, length, vocabulary]`."""
+        """Turns int64 tokens `[batch, length]` into logits of the token after each."""
         x = self.shift(self.embedding(numbers))
         for block in self.blocks:
             x = block(x)
@@ -103,7 +128,8 @@ class Transformer(nn.Module):
 
 @torch.no_grad()
 def continued(model: nn.Module, numbers: list[int], length: int) -> list[int]:
-    """Returns the `length` tokens that follow the given ones, each the likeliest after all before it."""
+    """Returns the `length` tokens that follow, each the likeliest after all before it."""
     for _ in range(length):
-        numbers = [*numbers, int(model(torch.tensor([numbers]))[0, -1].argmax())]
+        logits = model(torch.tensor([numbers]))[0, -1]
+        numbers = [*numbers, int(logits.argmax())]
     return numbers[-length:]
