@@ -1,7 +1,7 @@
 """`python -m train_demo [train | sample | ...]`: starts a command."""
 
-# Only light modules of the standard library are imported here: Ctrl-C before the handler
-# is set prints a traceback, and may even be ignored during the import of JAX.
+# Only light modules of the standard library are imported here: Ctrl-C before the
+# handler is set prints a traceback, and may even be ignored during the import of JAX.
 import gc
 import os
 import sys
@@ -52,8 +52,8 @@ def start() -> None:
     except KeyboardInterrupt:
         end_at_once()
     gc.set_threshold(COLLECT_EVERY)
-    # Where a disk is full or a file is damaged, Orbax raises an error, and then others in
-    # threads that nobody waits for.
+    # Where a disk is full or a file is damaged, Orbax raises an error, and then others
+    # in threads that nobody waits for.
     sys.unraisablehook = lambda _: None
     try:
         code = main()

@@ -51,8 +51,8 @@ class Run:
         Args:
           prompt: The text.
           max_new_tokens: Number of characters to write.
-          filters: `temperature`, `top_k`, `top_p`, `min_p` and `seed`, as in the command
-            `sample`.
+          filters: `temperature`, `top_k`, `top_p`, `min_p` and `seed`, as in the
+            command `sample`.
         """
         from train_demo.generate import Sampling, generate
 
@@ -101,15 +101,16 @@ def train(
       quiet: Print nothing.
       samples: Write a short text at each validation.
       layout: How the run is computed, and on which devices.
-      size: "tiny", "small", "medium" or "gpt2": sets model, batch and steps, unless they
-        are given, too.
-      settings: Fields of `train_demo.settings.Settings`, such as `steps=500`; others are
-        those of the resumed run, or the defaults of the command.
+      size: "tiny", "small", "medium" or "gpt2": sets model, batch and steps, unless
+        they are given, too.
+      settings: Fields of `train_demo.settings.Settings`, such as `steps=500`; others
+        are those of the resumed run, or the defaults of the command.
 
     Raises:
-      UserError: An argument, the data or the folder cannot be used; the message says why,
-        and how to fix it.
-      KeyboardInterrupt: Ctrl-C was pressed. The run is saved, and `resume` continues it.
+      UserError: An argument, the data or the folder cannot be used; the message says
+        why, and how to fix it.
+      KeyboardInterrupt: Ctrl-C was pressed. The run is saved, and `resume` continues
+        it.
       SystemExit: The process got SIGTERM. The run is saved, and `resume` continues it.
 
     Example:

@@ -24,7 +24,7 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 def manager(out: Path, writes: bool = False) -> ocp.CheckpointManager:
-    """Makes what saves and restores the checkpoints of a run, and keeps the last ones."""
+    """Makes what saves and restores the checkpoints of a run."""
     check_folder("--out", out / CHECKPOINTS)
     options = ocp.CheckpointManagerOptions(
         max_to_keep=KEPT,

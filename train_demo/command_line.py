@@ -22,8 +22,8 @@ from train_demo.settings import (
     option_of,
 )
 
-# JAX and Matplotlib are imported where they are used, so that help and errors in options
-# come at once.
+# JAX and Matplotlib are imported where they are used, so that help and errors in
+# options come at once.
 
 DESCRIPTION = """\
 Trains a small transformer that writes text, one character
@@ -178,8 +178,8 @@ def _export(chosen: argparse.Namespace) -> int:
         export.write(to, generate.load_model(out, config), config)
     except OSError as error:
         raise UserError(
-            f"cannot write {error.filename or to} ({reason(error)}): choose a different "
-            "--to"
+            f"cannot write {error.filename or to} ({reason(error)}): choose a "
+            "different --to"
         ) from error
     print(printable(f"Wrote {', '.join(sorted(export.FILES))} to {to}"))
     return 0
@@ -225,8 +225,8 @@ def make_parser() -> Parser:
     train.add_argument(
         "--resume",
         action="store_true",
-        help="resume --out, or the newest run, from its last checkpoint; options that are "
-        "not given keep the values of the run; raise --steps to train longer",
+        help="resume --out, or the newest run, from its last checkpoint; options that "
+        "are not given keep the values of the run; raise --steps to train longer",
     )
     train.add_argument(
         "--no-samples",
@@ -236,7 +236,7 @@ def make_parser() -> Parser:
     train.add_argument(
         "--data",
         metavar="PATH",
-        help="a UTF-8 text file, or a folder of them (default: the Python documentation)",
+        help="a UTF-8 text file, or a folder of them (default: Python's documentation)",
     )
     train.add_argument(
         "--size",

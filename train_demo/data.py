@@ -19,8 +19,8 @@ from jaxtyping import Int
 
 from train_demo.errors import UserError, reason
 
-# Validation uses evenly spread windows with this many characters in all, or the whole of
-# a smaller validation part.
+# Validation uses evenly spread windows with this many characters in all, or the whole
+# of a smaller validation part.
 VALIDATED = 2**16
 WINDOWS = 32  # windows that are validated at a time
 NUL = "\0"  # which binary files contain, and text does not
@@ -68,9 +68,9 @@ class Text:
 
     Attributes:
       vocabulary: The distinct characters.
-      training: Numbers of the characters to train on, int32: the first nine tenths of one
-        document, or about nine tenths of several documents, each starting with `FIRST`
-        set.
+      training: Numbers of the characters to train on, int32: the first nine tenths of
+        one document, or about nine tenths of several documents, each starting with
+        `FIRST` set.
       validation: Numbers of the other characters, in the same form.
       sha256: The fingerprint of the data, which a resumed run compares.
       documents: Number of documents.
@@ -89,7 +89,7 @@ class Text:
         return self.documents > 1
 
     def sentence(self, limit: int) -> str:
-        """Returns a short sentence of the validation part, cut to `limit` characters."""
+        """Returns a short sentence of the validation part, of `limit` characters."""
         start = self.vocabulary.decode((self.validation[:VALIDATED] % FIRST).tolist())
         found = re.search(r"(?<=\s)[A-Z][a-z]+ [a-z][^.\n]{20,38}\.(?=\s)", start)
         if found:
@@ -128,8 +128,8 @@ def load(path: str | None, context_length: int) -> Text:
         raise UserError(
             f"{path or 'the text'} has {len(training)} characters for training and "
             f"{len(validation)} for validation, but --context-length {context_length} "
-            f"needs at least {context_length + 2} and {context_length + 1}: use more text "
-            "or a shorter context"
+            f"needs at least {context_length + 2} and {context_length + 1}: use more "
+            "text or a shorter context"
         )
     return Text(vocabulary, training, validation, sha256, len(documents), skipped)
 
@@ -152,13 +152,13 @@ def _found(path: str | None) -> tuple[list[str], int]:
     except (OSError, ValueError) as error:  # ValueError: a path that is not valid
         where = getattr(error, "filename", None) or path
         raise UserError(
-            f"cannot read --data {where} ({reason(error)}): choose a UTF-8 text file, or a "
-            "folder of them"
+            f"cannot read --data {where} ({reason(error)}): choose a UTF-8 text file, "
+            "or a folder of them"
         ) from error
     if NUL in text:
         raise UserError(
-            f"--data must be text, but {path} is binary (it has a NUL character at index "
-            f"{text.index(NUL)}): choose a UTF-8 text file"
+            f"--data must be text, but {path} is binary (it has a NUL character at "
+            f"index {text.index(NUL)}): choose a UTF-8 text file"
         )
     return [text], 0
 
@@ -183,8 +183,8 @@ def _found_in(folder: Path) -> tuple[list[str], int]:
             documents.append(text)
     if not documents:
         raise UserError(
-            f"--data {folder} contains no UTF-8 text ({number} files): choose a different "
-            "folder"
+            f"--data {folder} contains no UTF-8 text ({number} files): choose a "
+            "different folder"
         )
     return documents, number - len(documents)
 
@@ -204,8 +204,8 @@ def _held_out(documents: Sequence[str]) -> set[str]:
     """Chooses documents for validation: a tenth of all characters, or one document.
 
     They are taken in the order of their fingerprints, which is arbitrary but fixed; if
-    the first one is larger than a tenth, the smallest document is taken. Equal documents
-    are on the same side.
+    the first one is larger than a tenth, the smallest document is taken. Equal
+    documents are on the same side.
     """
     sizes: collections.Counter[str] = collections.Counter()
     for document in documents:

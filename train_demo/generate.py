@@ -58,7 +58,8 @@ def filtered(logits: Float[Array, " V"], sampling: Sampling) -> Float[Array, " V
 
     Example:
       >>> logits = jnp.log(jnp.array([0.1, 0.6, 0.3]))
-      >>> jnp.exp(filtered(logits, Sampling(temperature=1.0, top_k=2))).round(3).tolist()
+      >>> sampling = Sampling(temperature=1.0, top_k=2)
+      >>> jnp.exp(filtered(logits, sampling)).round(3).tolist()
       [0.0, 1.0, 0.5]
     """
     # Subtracting the largest logit changes no probability, and avoids infinity for a
@@ -128,8 +129,8 @@ def generate(
 ) -> Iterator[list[str]]:
     """Continues several prompts at the same time.
 
-    A text depends on its prompt and the seed. Other prompts do not change it, except that
-    sums may be rounded differently in a larger batch.
+    A text depends on its prompt and the seed. Other prompts do not change it, except
+    that sums may be rounded differently in a larger batch.
 
     Yields:
       The next piece of each text.

@@ -9,8 +9,8 @@ It has four axes; "context" is left out if it has one device:
     context  each device has a part of every window's characters
     model    each device has some attention heads, and a part of the MLPs' width
 
-The axes have the type Auto: these functions constrain how arrays are split, and XLA adds
-the communication. On one device no mesh is set, and they return their arguments.
+The axes have the type Auto: these functions constrain how arrays are split, and XLA
+adds the communication. On one device no mesh is set, and they return their arguments.
 """
 
 import math
@@ -31,8 +31,8 @@ from train_demo.errors import UserError, reason
 from train_demo.settings import Sizes, processes_in
 
 BATCH = ("data", "fsdp")  # the axes that split the batch
-# How kernels and embeddings are split, by the name of the layer. All other parameters are
-# whole on each device.
+# How kernels and embeddings are split, by the name of the layer. All other parameters
+# are whole on each device.
 PARAMS = {
     "embedding": P(None, "fsdp"),  # [vocabulary, features]
     "query": P("fsdp", "model", None),  # [features, heads, head size]
@@ -109,8 +109,8 @@ def as_stored(params: Tree) -> Tree:
 def gathered(module: Module) -> Module:
     """Returns a module whose parameters are gathered along "fsdp", ready for use.
 
-    Without this, XLA would leave the parameters where they are, and send the much larger
-    activations.
+    Without this, XLA would leave the parameters where they are, and send the much
+    larger activations.
     """
     if current() is None:
         return module
@@ -136,7 +136,7 @@ def split_characters(numbers: Array) -> Array:
 
 
 def put(mesh: Mesh, array: np.ndarray, *axes: Any) -> Array:
-    """Puts an array that every process has onto all devices, split as `P(*axes)` says."""
+    """Puts an array that every process has onto all devices, split by `P(*axes)`."""
     return jax.device_put(array, NamedSharding(mesh, P(*axes)))
 
 
@@ -156,7 +156,7 @@ def _constrain(tree: Tree, spec_of: Callable[[tuple[Any, ...], Any], P]) -> Tree
 
 
 def _spec(path: tuple[Any, ...], leaf: Any) -> P:
-    """Returns how an array is split, by the name of its layer in its path in the tree."""
+    """Returns how an array is split, by the name of its layer in the path."""
     for key in reversed(path):
         if isinstance(key, jax.tree_util.DictKey) and key.key in PARAMS:
             return PARAMS[key.key]

@@ -20,7 +20,7 @@ DIVERGED = 100
 
 
 def read(out: Path) -> list[dict[str, Any]]:
-    """Reads a run's metrics: `step`, `loss` or `val_loss`, `seconds` since the start."""
+    """Reads a run's metrics: `step`, `loss` or `val_loss`, and `seconds`."""
     return _read(out / METRICS, "step", "seconds")
 
 
@@ -40,7 +40,8 @@ class Log:
       out: The run's folder.
       start: The step that the run continues from; lines of later steps, from a killed
         run, are dropped.
-      guess: The loss of a model that guesses: the logarithm of the number of characters.
+      guess: The loss of a model that guesses: the logarithm of the number of
+        characters.
       began: The `time.perf_counter` at the start; the seconds of a resumed run continue
         those before.
       writes: Only one of several processes writes.

@@ -1,4 +1,4 @@
-"""A causal transformer over characters: embeddings, blocks of attention and MLP, head."""
+"""A causal transformer over characters: embedding, blocks, head."""
 
 import functools
 from typing import Any
@@ -25,8 +25,8 @@ ZEROS = nnx.initializers.zeros_init()
 class TokenShift(nnx.Module):
     """Adds earlier embeddings to each embedding: `x[t] + sum_i scale[i] * x[t - i]`.
 
-    The first layer then sees several characters at once, and its attention need not find
-    neighbors. While the model decodes, the last embeddings are cached.
+    The first layer then sees several characters at once, and its attention need not
+    find neighbors. While the model decodes, the last embeddings are cached.
     """
 
     def __init__(self, distance: int, features: int):
@@ -93,7 +93,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`: a pre-norm transformer block."""
+    """A pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(self, settings: Settings, layout: Layout, *, rngs: nnx.Rngs):
         dtype = computed_in(settings)
@@ -117,8 +117,8 @@ class Block(nnx.Module):
             out_kernel_init=ZEROS,
             normalize_qk=flax_mha.Norm("rms"),
             rope=RoPE(),
-            # As long as the windows of training; in longer texts it slides, and the cache
-            # is a ring.
+            # As long as the windows of training; in longer texts it slides, and the
+            # cache is a ring.
             local_window_size=(settings.context_length - 1, 0),
             decode=False,
             keep_rngs=False,
@@ -151,8 +151,8 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Predicts, at each position, the character that follows.
 
-    Positions are rotary, and each layer sees the last `context_length` of them: texts may
-    be longer than in training.
+    Positions are rotary, and each layer sees the last `context_length` of them: texts
+    may be longer than in training.
 
     Args:
       vocabulary_size: V, the distinct characters.
@@ -215,11 +215,11 @@ class Transformer(nnx.Module):
         Args:
           characters: Numbers of the characters in the vocabulary.
           lengths: Number of characters of each row before its padding; None means all.
-          segment_ids: Number of the document of each character; documents do not see each
-            other. None means one document.
+          segment_ids: Number of the document of each character; documents do not see
+            each other. None means one document.
           rngs: Random streams with `dropout`; None means no dropout.
-          remat: Recompute each block for its gradient instead of storing its intermediate
-            results.
+          remat: Recompute each block for its gradient instead of storing its
+            intermediate results.
           sow: `sow_weights=True` or `sow_max_score=True` sows every block's
             `attention_weights` or `attention_max_score`, for `nnx.capture`.
         """
@@ -237,10 +237,10 @@ class Transformer(nnx.Module):
     def _rematerialized(
         self, x: Float[Array, "B T D"], rngs: nnx.Rngs | None, options: dict[str, Any]
     ) -> Float[Array, "B T D"]:
-        """Runs the blocks, and stores only their inputs; gradients recompute the blocks.
+        """Runs the blocks, and stores only their inputs: gradients recompute them.
 
-        They run in a loop, because otherwise XLA may recompute all blocks before it needs
-        them.
+        They run in a loop, because otherwise XLA may recompute all blocks before it
+        needs them.
         """
         split = [nnx.split(block) for block in self.blocks]
         structure, _ = split[0]
@@ -291,7 +291,7 @@ def blueprint(
 
 
 def initial_params(vocabulary_size: int, settings: Settings) -> Params:
-    """Draws the initial parameters, a nested dict of arrays, from the settings' seed."""
+    """Draws the initial parameters, a nested dict, from the settings' seed."""
     rngs = nnx.Rngs(settings.seed)
     model = Transformer(vocabulary_size, settings, DEFAULT, rngs=rngs)
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))

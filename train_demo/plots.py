@@ -1,4 +1,4 @@
-"""Draws the two pictures of a run: its losses, and the attention weights of its heads."""
+"""Draws the pictures of a run: its losses, and the attention of its heads."""
 
 import io
 import warnings

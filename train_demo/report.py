@@ -1,4 +1,4 @@
-"""What a run has reached: facts for the terminal, and `report.html`, which shows all."""
+"""What a run has reached: facts for the terminal, and all in `report.html`."""
 
 import base64
 import html
@@ -118,8 +118,8 @@ def write(out: Path, config: Config, sample: str = "") -> None:
         HEAD,
         f"<title>{title}</title>\n<h1>{title}</h1>",
         f"<p><strong>{_text(verdict(out, config))}</strong></p>",
-        f"<p>{last:,} of {config.settings.steps:,} steps. Random guessing among {kinds:,} "
-        f"characters has a loss of {math.log(kinds):.3f}.</p>",
+        f"<p>{last:,} of {config.settings.steps:,} steps. Random guessing among "
+        f"{kinds:,} characters has a loss of {math.log(kinds):.3f}.</p>",
         _table([*facts(out, config), data]),
     ]
     for name in PICTURES:

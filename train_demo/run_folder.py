@@ -64,8 +64,8 @@ def prepare(
       out: The run's folder, which need not exist.
       path: The text file or folder; None means that of the resumed run, or Python's
         documentation.
-      given: The settings that the user gave; others are those of the resumed run, or the
-        defaults. More `steps` extend the resumed run.
+      given: The settings that the user gave; others are those of the resumed run, or
+        the defaults. More `steps` extend the resumed run.
       resume: True continues a run that is in the folder; False refuses the folder.
       size: The preset that the user gave. A resumed run must have its model and batch,
         but keeps its own steps.
@@ -99,8 +99,8 @@ def prepare(
     differing = _differences(saved, config, size, preset)
     if differing:
         raise UserError(
-            f"{out} contains a run with different settings ({'; '.join(differing)}): drop "
-            "these options, or choose a different --out"
+            f"{out} contains a run with different settings ({'; '.join(differing)}): "
+            "drop these options, or choose a different --out"
         )
     return config, text
 
@@ -144,8 +144,8 @@ def newest(runs: Path) -> Path:
     found = [path for path in runs.glob(f"*/{CONFIG}") if path.is_file()]
     if not found:
         raise UserError(
-            f"{runs} contains no runs: train a model with python -m train_demo, or point "
-            "--out to an existing run"
+            f"{runs} contains no runs: train a model with python -m train_demo, or "
+            "point --out to an existing run"
         )
     return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
@@ -174,8 +174,9 @@ def read_config(out: Path) -> Config:
             "--out"
         ) from error
     raise UserError(
-        f"{out} contains a run with model version {version}, but this program can resume "
-        f"only runs with version {MODEL_VERSION}: train again with a different --out"
+        f"{out} contains a run with model version {version}, but this program can "
+        f"resume only runs with version {MODEL_VERSION}: train again with a different "
+        "--out"
     )
 
 
@@ -216,7 +217,7 @@ def sole_writer(out: Path) -> Iterator[None]:
 
 
 def check_folder(option: str, folder: Path, writable: bool = False) -> None:
-    """Raises a `UserError`, which names `option`, unless a path is or may become a folder.
+    """Raises a `UserError` unless a path is a folder or may become one.
 
     If `writable`, the user must also be allowed to write into the folder, or into its
     nearest parent that exists.
@@ -238,8 +239,8 @@ def check_folder(option: str, folder: Path, writable: bool = False) -> None:
         if path.is_dir():
             if writable and not os.access(path, os.W_OK | os.X_OK):
                 raise UserError(
-                    f"{option} must be a folder that you can write to, but {path} is not "
-                    f"writable: {fix}"
+                    f"{option} must be a folder that you can write to, but {path} is "
+                    f"not writable: {fix}"
                 )
             return
         kind = "a broken link"
@@ -249,7 +250,7 @@ def check_folder(option: str, folder: Path, writable: bool = False) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that is at every moment, even after a power cut, the old or the new."""
+    """Writes a file that is the old or the new one, even after a power cut."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from train_demo.errors import UserError
 
 # The settings of `--size`. Larger models read more tokens in a step. With Muon and Adam
-# the best learning rate of a matrix or an embedding does not depend on its width; that of
-# the head is divided by the width (update.py).
+# the best learning rate of a matrix or an embedding does not depend on its width; that
+# of the head is divided by the width (update.py).
 SIZES: Mapping[str, Mapping[str, int]] = {
     "tiny": {
         "layers": 2,
@@ -48,7 +48,8 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 TINY = SIZES["tiny"]
 LEARNING_RATES = {"muon": 0.03, "adamw": 4e-3}
 
-# A function that turns the text of an option into its value, or raises argparse's error.
+# A function that turns the text of an option into its value, or raises argparse's
+# error.
 Parse = Callable[[str], Any]
 
 
@@ -150,7 +151,7 @@ def checked(name: str, value: Any, kind: type, parse: Parse | None) -> Any:
 
 
 def _check_fields(options: Any) -> None:
-    """Checks the values of a frozen dataclass of options, and stores the checked ones."""
+    """Checks the values of a frozen dataclass, and stores the checked ones."""
     for each in fields(options):
         value = getattr(options, each.name)
         value = checked(each.name, value, type(each.default), each.metadata["parse"])
@@ -196,9 +197,9 @@ class Settings:
         _check_fields(self)
         if self.features % (2 * self.heads):
             raise UserError(
-                f"--features {self.features} is incompatible with --heads {self.heads}: "
-                "choose a multiple of twice the number of heads, because rotary "
-                "positions pair up the features of each head"
+                f"--features {self.features} is incompatible with --heads "
+                f"{self.heads}: choose a multiple of twice the number of heads, "
+                "because rotary positions pair up the features of each head"
             )
         if self.token_shift >= self.context_length:
             raise UserError(
@@ -286,9 +287,9 @@ class Layout:
         if data * shared != devices:
             raise UserError(
                 f"--data-parallel {self.data_parallel} x --fsdp {self.fsdp} x --tensor "
-                f"{self.tensor} x --context {self.context} does not equal the number of "
-                f"devices, {devices}: change one (--data-parallel -1 uses the remaining "
-                "devices)"
+                f"{self.tensor} x --context {self.context} does not equal the number "
+                f"of devices, {devices}: change one (--data-parallel -1 uses the "
+                "remaining devices)"
             )
         batch_parts = data * self.fsdp * self.accumulate
         for name, by, divisor in (

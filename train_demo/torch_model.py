@@ -1,4 +1,4 @@
-"""The demo's transformer in PyTorch alone; `train_demo export` puts it beside the weights.
+"""The demo's transformer in PyTorch; `export` puts this file beside the weights.
 
 There is no cache: each new token takes a pass over the whole text.
 """
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
 
 class TokenShift(nn.Module):
-    """Adds the embeddings of the tokens before each token, scaled feature by feature."""
+    """Adds the embeddings of the tokens before, scaled feature by feature."""
 
     def __init__(self, distance: int, features: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Transformer(nn.Module):
 
 @torch.no_grad()
 def continued(model: nn.Module, numbers: list[int], length: int) -> list[int]:
-    """Returns the `length` tokens that follow, each the likeliest after all before it."""
+    """Returns the `length` tokens that follow, each the likeliest."""
     for _ in range(length):
         logits = model(torch.tensor([numbers]))[0, -1]
         numbers = [*numbers, int(logits.argmax())]

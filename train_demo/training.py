@@ -1,4 +1,4 @@
-"""The training: it measures, saves, shows its progress, and can be stopped and resumed."""
+"""The training: it measures, saves, and can be stopped and resumed."""
 
 import collections
 import contextlib
@@ -150,7 +150,8 @@ def _loop(
     """Trains from after step `start`.
 
     Returns:
-      The last step, its whole parameters, and the signal that stopped the loop, or None.
+      The last step, its whole parameters, and the signal that stopped the loop, or
+      None.
     """
     settings = run.config.settings
     structure, _ = blueprint(len(run.text.vocabulary), settings, run.layout)
@@ -280,8 +281,8 @@ def _finish(run: Run, params: Params) -> None:
     run.say(prompt + sample)
     run.say(report.verdict(out, run.config))
     run.say(
-        f"report.html, the plots, metrics.jsonl and the checkpoints are in {out}. To write "
-        "more text:"
+        f"report.html, the plots, metrics.jsonl and the checkpoints are in {out}. To "
+        "write more text:"
     )
     options = [f"--out={out}"]
     if printable(prompt) == prompt:

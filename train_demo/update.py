@@ -108,8 +108,9 @@ def make_update(
 ) -> Update:
     """Makes `update(state, step, characters) -> (state, loss)`, one step, not compiled.
 
-    Batch and dropout depend on the seed and the step only, so that a resumed run repeats
-    them. (The dropout of an accumulated batch also depends on its number of parts.)
+    Batch and dropout depend on the seed and the step only, so that a resumed run
+    repeats them. (The dropout of an accumulated batch also depends on its number of
+    parts.)
     """
     optimizer = make_optimizer(settings)
 
@@ -133,7 +134,8 @@ def make_update(
         places = jnp.arange(settings.context_length + 1)[None]
         windows = characters[starts + places]
 
-        # Compute the loss and its gradients, in parts one after the other to save memory.
+        # Compute the loss and its gradients, in parts one after the other to save
+        # memory.
         loss_and_gradients = jax.value_and_grad(loss_of)
         if layout.accumulate == 1:
             windows = mesh.split_batch(windows)
