@@ -42,6 +42,9 @@ def from_hf(
     are causal. PaliGemma: `**recipes.prefix_lm(n)`, where n counts the tokens of the image and of the prompt. Gemma 3
     and 4: `**recipes.image_spans(ids)`, where ids number the images. Both override the preset `is_causal=True`.
 
+    A `mask` or `score_mod` of a call replaces the preset one: the chunks of Llama 4, ALiBi, the bias of T5. Pass
+    `lengths` for padding. To add a mask, combine both: `mask=layer.attention_fn.keywords["mask"] & mask`.
+
     Args:
       config: The dict of a `config.json`, or `config.to_dict()`; see `describe`.
       state_dict: PyTorch tensors, or numpy or JAX arrays (`safetensors.flax.load_file`): of the whole model, of one of
