@@ -52,7 +52,7 @@ def test_quantized(dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "kind"),
-    [core("int8", "one index"), (FLOAT8, "lengths"), core(FLOAT8, "ring"), ("int8", "ring of latents")],
+    [("int8", "one index"), (FLOAT8, "lengths"), core(FLOAT8, "ring"), ("int8", "ring of latents")],
 )
 def test_attention_over_a_cache_equals_attention_over_its_floats(dtype, kind):
     """A prompt, a token, some or many, one; bytes; beams; tokens that are taken back."""
@@ -127,7 +127,7 @@ def test_latents_beside_other_features_of_any_size(dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "place"), [("int8", "value"), core(FLOAT8, "key"), core("int8", "other feature"), (FLOAT8, "latent")]
+    ("dtype", "place"), [("int8", "value"), (FLOAT8, "key"), core("int8", "other feature"), (FLOAT8, "latent")]
 )
 def test_nan_only_affects_queries_that_attend_to_it(dtype, place):
     key, value = tokens(600)[1:]
@@ -203,8 +203,7 @@ def test_derivatives(dtype):
             jax.jit(jax.grad(total, place))(*new)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(("dtype", "foreign"), [("int8", False), ("float8_e4m3fn", True)])
+@pytest.mark.parametrize(("dtype", "foreign"), [core("int8", False), ("float8_e4m3fn", True)])
 def test_modules(dtype, foreign):
     """Both give what attention over the floats of their caches gives, and keep their scales in a variable."""
     x, slots = jnp.asarray(rng.standard_normal((B, 11, 24)), jnp.float32), (B, 40, 24)

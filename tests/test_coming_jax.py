@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import close
+from test_user_functions import ARRAYS, jvp_rule, loss_of, vjp_rule
 
 from flax_mha import dot_product_attention
 
@@ -49,34 +50,14 @@ def test_remat3(name, implementation):
     close(gradients(jax.checkpoint), plain)
 
 
-def doubled_with_gradient(kind, factor):
-    """x -> 2 * x, with another derivative."""
-    if kind == "jvp":
-        function = jax.custom_jvp(lambda x: 2 * x)
-        function.defjvp(lambda primals, tangents: (function(*primals), factor * tangents[0]))
-    else:
-        function = jax.custom_vjp(lambda x: 2 * x)
-        function.defvjp(lambda x: (2 * x, None), lambda _, cotangent: (factor * cotangent,))
-    return function
-
-
 @pytest.mark.skipif(not IS_NEW, reason="needs JAX 0.12")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-@pytest.mark.parametrize("kind", ["jvp", "vjp"])
-def test_rules_of_custom_derivatives_are_compared(kind, implementation):
+@pytest.mark.parametrize(("flag", "rule"), [("jax_custom_jvp3", jvp_rule), ("jax_custom_vjp3", vjp_rule)])
+def test_rules_of_custom_derivatives_are_compared(flag, rule, implementation):
     """Two score functions that differ only in their rules: the second call must not get the gradient of the first."""
-    flag = f"jax_custom_{kind}3"
-    x = np.random.default_rng(0).standard_normal((1, 5, 2, 8)).astype(np.float32)
 
     def gradient(factor):
-        function = doubled_with_gradient(kind, factor)
-
-        def loss(query):
-            score_mod = lambda score, b, h, q_idx, kv_idx: function(score)  # noqa: E731
-            output = dot_product_attention(query, x, x, score_mod=score_mod, implementation=implementation)
-            return jnp.sum(output**2)
-
-        return jax.grad(loss)(x)
+        return jax.grad(loss_of(rule([factor]), implementation))(ARRAYS[0])
 
     jax.config.update(flag, True)
     try:

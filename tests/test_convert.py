@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import linen, nnx
+from marks import with_core
 
 from flax_mha import convert
 from flax_mha._src.convert.layouts import ALL
@@ -88,8 +89,7 @@ def test_every_layout_has_a_case():
     assert {layout for layout, _ in HOLDS} == {*convert.LAYOUTS} - others
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", with_core(DTYPES, ml_dtypes.bfloat16))
 @pytest.mark.parametrize(("layout", "case"), HOLDS)
 def test_round_trip_is_exact(layout, case, dtype):
     params = make_params(**case, dtype=dtype)
@@ -166,7 +166,6 @@ REFUSED_BY_FROM_TORCH = [
     (changed("note_mha", w_q__weight=np.float32(1)), r"query/kernel must have shape \(A, Q\)"),
     (changed("note_mha", w_q__bias=np.ones(14)), r"query/bias must have shape \(15\) .* got \(14,\)"),
     (changed("hf_llama", v_proj__weight=np.ones((5, 15))), r"value/bias must have shape \(5\)"),
-    (changed("hf_llama", k_proj__weight=np.ones((15, 7))), "must be equal, but got .* key in 7"),
     (changed("torch"), "split the 45 features of in_proj_weight into .* got 4 and 4", 4),
     (changed("torch"), "positive .* got 0 and 0", 0),
     (changed("torch"), "positive .* got 3 and 0", 3, 0),
@@ -198,7 +197,6 @@ REFUSED_BY_TO_TORCH = [
     (make_params((15, 7, 7, 15), ()), "torch", "layouts that fit: torch_separate, d2l_mha, hf_gptj$"),
     (make_params((15, 15, 15, 7)), "torch_separate", "out 7; layouts that fit: hf_llama$"),
     (make_params((7, 7, 7, 7)), "note_mha", "query in 7, .* query out 15, .*: hf_llama, hf_hunyuan, hf_modernbert, "),
-    (make_params((15, 15, 7, 15), ()), "hf_llama", "value in 7.*; layouts that fit: torch_separate, d2l_mha, hf_gptj$"),
     (make_params(biased=()), "hf_codegen", "num_heads and num_kv_heads must be multiples of 4, but got 3 and 3"),
     (make_params(), "d2l_mha", "it requires biases on none .got query, key, value, out"),
     (make_params(biased=()), "note_mha", "it requires biases on query, key, value, out .got none"),

@@ -111,7 +111,7 @@ MODULE = {
 OPTIONS = {"sinks": True, "normalize_qk": True, "gate": True, "rope": flax_mha.RoPE(), "dropout_rate": 0.3}
 
 
-@pytest.mark.parametrize("name", with_core(MODULE, "sows, causal, queries without keys"))
+@pytest.mark.parametrize("name", MODULE)
 def test_module_of_nnx(name):
     layer = flax_mha.MultiHeadAttention(N, N * H, decode=False, rngs=nnx.Rngs(0), **OPTIONS)
 

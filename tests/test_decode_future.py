@@ -95,7 +95,7 @@ CASES = [
     ("window", "prefix", "short calls", SLOTS, False),
     ("shared values", "images", "two prompts", SLOTS, False),
     ("latent", "prefix", "prompt, steps", SLOTS, False),
-    core("latent", "images", "two prompts", SLOTS, True),
+    ("latent", "images", "two prompts", SLOTS, True),
     ("latent, indexer", "images", "prompt, steps", SLOTS, False),
     ("latent, indexer", "images", "short calls", SLOTS, True),
     ("named", "images", "two prompts", SLOTS, True),
@@ -128,8 +128,7 @@ def test_sown_weights_show_the_whole_image(slots):
     close(output, expected(module, visible)[:, :26])
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("function", [flax_mha.attention_fn, nnx.dot_product_attention])
+@pytest.mark.parametrize("function", [core(flax_mha.attention_fn), nnx.dot_product_attention])
 def test_arrays_narrow_what_is_written(function):
     """An array may show later tokens, too; slots that are not written stay hidden. Flax's function gets a mask."""
     module, visible = make(attention_fn=function), PATTERNS["images"][1]

@@ -154,13 +154,13 @@ def test_any_split_of_each_sequence(api, kind, data):
         np.testing.assert_array_equal(module.index, at)
 
 
+@pytest.mark.core
 def test_positions_only_change_the_rotation():
     module, _ = made(Linen)
     positions = jnp.asarray(np.random.default_rng(1).integers(0, 999, (B, 48)), jnp.int32)
     assert_close(decoded(module, positions, per_row=False), module.full(X[:, :48], positions=positions))
 
 
-@pytest.mark.core
 def test_positions_of_several_coordinates():
     """Tokens of an image share a frame, and later tokens have smaller positions than their slots."""
     module = Nnx(**EVERYTHING | {"rope": RoPE(sections=(1, 1, 1))})
@@ -176,19 +176,6 @@ def test_positions_of_several_coordinates():
     for wrong in (positions[..., :2], positions[..., 0]):
         with pytest.raises(ValueError, match=r"positions must be \[batch..., length, coordinates\] .* \(2, 48, 3\)"):
             module.full(X[:, :48], positions=wrong)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize(("api", "kind"), [(Nnx, "arrays"), (Linen, "object")])
-def test_masks_and_biases_of_the_call(api, kind):
-    """Arrays have an entry for each slot, objects use positions."""
-    module, slots, rng = api(num_kv_heads=K), SLOTS["slots"], np.random.default_rng(1)
-    arguments = {"mask": FunctionMask(jax.tree_util.Partial(lambda b, h, q, k: (q + k) % 3 != 1))}
-    of_48 = arguments
-    if kind == "arrays":
-        arguments = {"mask": rng.random((B, 1, 1, slots)) < 0.8, "bias": np.float32(rng.standard_normal((N, 1, slots)))}
-        of_48 = {name: x[..., :48] for name, x in arguments.items()}
-    assert_close(decoded(module, **arguments), module.full(X[:, :48], **of_48))
 
 
 FLAX = {Nnx: nnx.dot_product_attention, Linen: nn.dot_product_attention}

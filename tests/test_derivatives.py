@@ -14,7 +14,7 @@ import pytest
 import test_fuzz
 from cases import close
 from flax import nnx
-from marks import core, with_core
+from marks import with_core
 
 import flax_mha
 from flax_mha import FunctionMask, dot_product_attention
@@ -152,7 +152,7 @@ def third(loss):
     return lambda x: (along(along(jax.grad(loss)))(x), jax.grad(along(along(loss)))(x))
 
 
-@pytest.mark.parametrize("transformed", [under_vmap, under_scan_and_checkpoint, core(linearized), third])
+@pytest.mark.parametrize("transformed", [under_vmap, under_scan_and_checkpoint, linearized, third])
 def test_transformations(transformed):
     """With ids of documents as arguments, so that the bounds of loops over tiles are unknown while tracing."""
     x = inputs(2, t=9 if transformed is under_vmap else T, n=1, h=2)[0]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import close, naive_attention, refused
+from marks import with_core
 
 from flax_mha import recipes
 
@@ -25,8 +26,7 @@ def by_the_paper(query, key, value, vectors, layer):
     return (1 - start) * heads / jnp.sqrt((heads**2).mean(-1, keepdims=True) + 1e-5)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+@pytest.mark.parametrize("implementation", with_core(["xla", "blockwise"], "blockwise"))
 def test_equals_the_formula_with_gradients(implementation, small_tiles):
     cotangent = rng.standard_normal((B, S, N, 2 * H)).astype(np.float32)
 

@@ -23,7 +23,6 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = ["README.md", "CHANGELOG.md", *sorted(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
 PAGES = [page for page in PAGES if "_generated" not in page]
-QUICKSTART = ("README.md", "docs/quickstart.md")
 # Tests of the demo run the blocks of the first, which need its runs; the second needs eight devices.
 ELSEWHERE = ("docs/training.md", "docs/devices.md")
 
@@ -40,7 +39,7 @@ def blocks(page):
 RUN = [page for page in PAGES if blocks(page) and page not in ELSEWHERE]
 
 
-@pytest.mark.parametrize("page", with_core(RUN, *QUICKSTART))
+@pytest.mark.parametrize("page", with_core(RUN, "README.md"))
 def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
     """One after the other, as in one session of a reader, with JAX's defaults."""
     monkeypatch.chdir(tmp_path)

@@ -63,7 +63,7 @@ PADDED = [*itertools.product(("nnx", "linen"), KINDS), ("nnx", "prompt")]
 PADDED.remove(("linen", "latent"))
 
 
-@pytest.mark.parametrize(("api", "kind"), with_core_tuples(PADDED, ("nnx", "latent"), ("linen", "gate")))
+@pytest.mark.parametrize(("api", "kind"), with_core_tuples(PADDED, ("linen", "gate")))
 def test_padding_never_affects_gradients(api, kind):
     """With NaN in the padding, gradients of parameters and inputs are the same as with zeros."""
     params, call = module_of(api, kind, **KINDS.get(kind, {}))
@@ -91,7 +91,6 @@ def test_lengths_fit_the_inputs(api):
         inputs = (X, Y) if isinstance(lengths, tuple) else (X,)
         with pytest.raises(ValueError, match=f"lengths must be at most {most}, the length of the array, but got"):
             call(params, *inputs, lengths=lengths)
-    refused("lengths must be at least 0, but got -1", call, params, X, lengths=jnp.array([-1, 3]))
 
 
 @pytest.mark.core
@@ -142,7 +141,7 @@ def read_only(x):
 RESTORED = list(itertools.product(("plain", "latent", "int8", "ring"), (np.array, read_only)))
 
 
-@pytest.mark.parametrize(("kind", "convert"), with_core_tuples(RESTORED, ("int8", np.array)))
+@pytest.mark.parametrize(("kind", "convert"), with_core_tuples(RESTORED, ("plain", np.array)))
 def test_restored_state_is_not_written_into(kind, convert):
     """Decoding from NumPy arrays leaves them as they are; two modules that were updated from them share nothing."""
     options = {"slots": 80, "dropout_rate": 0.5, "deterministic": False}

@@ -70,11 +70,9 @@ POSITIONS = [
     ("bert", "absolute", ""),
     ("bert", "relative_key_query", "it adds relative positions"),
     ("bert", "alibi", "'alibi' in config is not supported: Transformers ignores it for model_type 'bert'"),
-    ("bert", "rope", "'rope' in config is not supported: Transformers ignores it"),
     ("cohere2", "rope_gptj", ""),
     ("cohere", "rope_gptj", ""),
     ("llama", "rope_gptj", "Transformers ignores it for model_type 'llama'"),
-    ("llama", "nope", "Transformers ignores it"),
     ("llama", "rope", ""),
     ("modernbert-decoder", "sans_pos", ""),
     ("granitemoehybrid", "nope", ""),
@@ -118,7 +116,6 @@ def test_window_of_zero(model_type):
 ABSENT = [
     ("phi3", "original_max_position_embeddings", "rope", lambda rope: rope.scaling.factors[-1] > 4),
     ("qwen2_vl", "rope_theta", "rope", lambda rope: rope.base == 1e6),
-    ("ministral3", "rope_parameters", "rope", lambda rope: rope.base == 1e6),
     ("mistral4", "rope_parameters", "rope", lambda rope: rope.base == 1e4),
     ("cohere2_moe", "head_dim", "qkv_features", lambda features: features == 4 * 128),
 ]

@@ -139,15 +139,6 @@ def test_derivatives(name):
     assert_same(got, expected)
 
 
-def test_batch_axes_and_halves():
-    for batch, dtype in (((), jnp.float32), ((2, 3), jnp.bfloat16), ((1,), jnp.float16)):
-        x = [x.astype(dtype) for x in arrays(5, batch)]
-        got, expected = both_ways(lambda x=x: dot_product_attention(*x, implementation="xla"))
-        assert got.dtype == expected.dtype == dtype
-        # One rounding each, of results below 2.
-        assert_same(got.astype(jnp.float32), expected.astype(jnp.float32), float(jnp.finfo(dtype).eps) * 2)
-
-
 def test_products_in_bfloat16(monkeypatch):
     """If the CPU multiplies bfloat16, in blocks and in one: as exact as weights rounded to bfloat16."""
     monkeypatch.setattr(schedule, "MAX_HEIGHT_IN_PLACE", 128)

@@ -39,13 +39,10 @@ def made(indexer=INDEXER, **options):
 def dense_scores(module, x):
     """Equation 1 of the paper, all T x T scores at once."""
     layers = module.indexer
-    rope = RoPE(interleaved=layers.config.interleaved)
-    rotate = functools.partial(apply_rope, positions=jnp.arange(x.shape[1]), rope=rope)
 
     def rotated(y):
-        if layers.config.rotary_last:
-            return jnp.concatenate([y[..., :-R], rotate(y[..., -R:])], axis=-1)
-        return jnp.concatenate([rotate(y[..., :R]), y[..., R:]], axis=-1)
+        rotary = apply_rope(y[..., :R], jnp.arange(x.shape[1]), RoPE())
+        return jnp.concatenate([rotary, y[..., R:]], axis=-1)
 
     query = rotated(layers.wq_b(module.q_a_layernorm(module.q_a_proj(x))))
     key = rotated(layers.k_norm(layers.wk(x))[:, :, None])[:, :, 0]
@@ -85,8 +82,6 @@ THIRDS = (np.arange(T) % 3 != 1)[None, None, None]
 SAME = (IDS[:, :, None] == IDS[:, None]) & causal()
 CALLS = {
     "causal": ({}, {"is_causal": True}, causal()),
-    "GLM 5": ({"indexer": Indexer(6, 7, TOP, interleaved=True)}, {"is_causal": True}, causal()),
-    "HY 4": ({"indexer": Indexer(6, 7, TOP, rotary_last=True, norm_epsilon=1e-2)}, {"is_causal": True}, causal()),
     "window": ({"local_window_size": (9, 0)}, {"is_causal": True}, causal(9)),
     "mask": ({}, {"mask": THIRDS}, np.broadcast_to(THIRDS[0], (B, T, T))),
     "mask object": ({}, {"mask": flax_mha.FunctionMask(lambda b, h, q, k: (q - k) % 3 != 1)}, None),
@@ -95,7 +90,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", with_core(CALLS, "causal", "lengths"))
+@pytest.mark.parametrize("name", with_core(CALLS, "lengths"))
 def test_chosen_keys_equal_those_of_a_dense_formula(name, monkeypatch):
     """In blocks of queries, of which the last overlaps the one before, or all at once."""
     if name in ("causal", "mask object", "lengths"):
@@ -104,7 +99,6 @@ def test_chosen_keys_equal_those_of_a_dense_formula(name, monkeypatch):
     visible = (np.arange(T)[:, None] - np.arange(T)) % 3 != 1 if visible is None else visible
     module, x = made(**options), inputs()
     mask = chosen(module, x, np.broadcast_to(visible, (B, T, T)))
-    options = {key: value for key, value in options.items() if key != "indexer"}
     expected = MASKED(without_indexer(module, **options), x, mask)
     got = nnx.jit(lambda module, x: module(x, **arguments))(module, x)
     shown = np.arange(T) < (LENGTHS[:, None] if name == "lengths" else T)

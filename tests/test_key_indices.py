@@ -82,7 +82,7 @@ def everything(attend, *arrays):
     return attend(*arrays), tangent, jax.jvp(gradient, arrays, tangents)
 
 
-CASES = [("blocks of queries", "plain", "float32"), core("blocks of queries", "all of them", "float32")]
+CASES = [core("blocks of queries", "plain", "float32"), ("blocks of queries", "all of them", "float32")]
 
 
 @pytest.mark.parametrize(("name", "call", "dtype"), [*CASES, *itertools.product(SIZES, CALLS, ["float64"])])
@@ -207,7 +207,7 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("name", with_core(CACHES, "ring in 8 bits"))
+@pytest.mark.parametrize("name", with_core(CACHES, "each sequence its own index"))
 def test_decoding_equals_the_whole_sequence(name):
     """A prompt, single tokens and several at once; lists of positions, some of which are in the future."""
     total, window = 29, CACHES[name].get("window")

@@ -71,7 +71,7 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize("derivative", with_core(DERIVATIVES, "Hessian product"))
+@pytest.mark.parametrize("derivative", with_core(DERIVATIVES, "tangents"))
 def test_derivatives_of_other_orders_take_memory_linear_in_the_length(derivative):
     def size(t, implementation):
         def loss(qkv):

@@ -20,7 +20,7 @@ from flax_cases import (
     normal,
     visible,
 )
-from flax_modules import Nnx, X, decode
+from flax_modules import Nnx, X
 
 import flax_mha
 
@@ -74,10 +74,9 @@ def test_sown_largest_scores():
     assert "return_max_score" in module.explain(x, sow_max_score=True).refusals["cudnn"][0]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_sown_weights_have_the_dtype_of_the_module(dtype):
-    _, sown = capture(make(OURS, dtype=dtype), X)
-    assert {weights.dtype for weights in jax.tree.leaves(sown)} == {jnp.dtype(dtype)}
+def test_sown_weights_have_the_dtype_of_the_module():
+    _, sown = capture(make(OURS, dtype=jnp.bfloat16), X)
+    assert {weights.dtype for weights in jax.tree.leaves(sown)} == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.core
@@ -139,7 +138,6 @@ def test_view_makes_a_cache():
     assert view.cached_key.shape == view.cached_value.shape == (BATCH, QUERIES, 1, FEATURES // HEADS)
     assert module.cached_key is None
     assert module.decode is None
-    assert_close(decode(lambda x, _: view(x), X), module(X, decode=False, is_causal=True))
     assert nnx.view(view, decode=True).cached_key.shape == view.cached_key.shape
     assert nnx.view(view, batch_size=(2, 3), max_length=5).cached_key.shape == (2, 3, 5, 1, FEATURES // HEADS)
     assert nnx.view(module, deterministic=True).deterministic

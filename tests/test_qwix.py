@@ -117,6 +117,7 @@ def test_gradients_of_quantized_training_are_as_accurate_as_those_of_flax(name, 
     assert 1e-3 < error < FACTOR * error_of_flax + ROUNDING
 
 
+@pytest.mark.core
 def test_lora_adds_the_same_as_in_flax():
     x = inputs()
     ours, theirs = multi_head(flax_mha.MultiHeadAttention), multi_head(nnx.MultiHeadAttention)
@@ -156,7 +157,7 @@ def test_lora_in_linen_adds_the_same_as_in_flax():
 
 
 @pytest.mark.parametrize("options", [{}, {"gate": True}], ids=["plain", "gate"])
-@pytest.mark.parametrize("name", with_core(PROVIDERS, "LoRA"))
+@pytest.mark.parametrize("name", PROVIDERS)
 def test_latent_attention_is_about_as_accurate_and_decodes_the_same(name, options):
     x, module = inputs(), latent(**options)
     expected = module(x, is_causal=True)
@@ -168,7 +169,6 @@ def test_latent_attention_is_about_as_accurate_and_decodes_the_same(name, option
     assert least < relative_error(whole, expected) < most
     # Scales of activations differ from call to call.
     assert relative_error(decoded(other, x), whole) < (0.03 if "activations" in name else 1e-5)
-    assert relative_error(decoded(module, x), expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
@@ -232,7 +232,6 @@ def test_a_product_replaced_by_name_counts_in_both_orders(monkeypatch):
     assert np.abs(flax_mha.dot_product_attention(query[:, :9], key, value)).max() > 0.1
 
 
-@pytest.mark.core
 def test_repeated_calls_keep_no_programs():
     x = inputs()
     module = changed(multi_head(flax_mha.MultiHeadAttention, implementation="blockwise"), "QAT of activations", x)

@@ -67,12 +67,15 @@ class Family(NamedTuple):
         arrays = {key: rng.standard_normal(shape) * sizes[key] for key, shape in self.shapes.items()}
         return {key: torch.from_numpy(array.astype(np.float32)) for key, array in arrays.items()}
 
-    def module(self, decode=False, **arguments):
+    def state_dict(self):
+        """With another layer."""
         others = {f"{self.prefix.replace('1', '0')}{key}": torch.zeros(3) for key in self.shapes}
-        whole = others | {f"{self.prefix}{key}": value for key, value in self.weights().items()}
+        return others | {f"{self.prefix}{key}": value for key, value in self.weights().items()}
+
+    def module(self, decode=False, **arguments):
         described = convert.describe(self.config, self.layer)
         module = kind_of(described)(**described | arguments, decode=decode, rngs=nnx.Rngs(0))
-        convert.load_torch(module, whole, self.prefix)
+        convert.load_torch(module, self.state_dict(), self.prefix)
         return module
 
 
@@ -374,9 +377,8 @@ def test_prefill_and_eight_tokens(name):
 def test_from_hf(name):
     """From a state dict with other layers, and other attentions of this layer."""
     family = FAMILIES[name]
-    whole = {f"{family.prefix.replace('1', '0')}{key}": torch.zeros(3) for key in family.shapes}
-    whole |= {f"vision_model.layers.1.self_attn.{key}": torch.zeros(3) for key in linears(OUT_NAMES)}
-    whole |= {f"{family.prefix}{key}": value for key, value in family.weights().items()}
+    whole = {f"vision_model.layers.1.self_attn.{key}": torch.zeros(3) for key in linears(OUT_NAMES)}
+    whole |= family.state_dict()
     whole |= {f"decoder.block.0.layer.0.SelfAttention.{T5_TABLE}": TABLE} if name == "t5" else {}
     module = convert.from_hf(family.config, whole, family.layer)
     assert_close(nnx.jit(lambda module, x: module(x))(module, inputs(features(family))[0]), by_torch(name)[0])

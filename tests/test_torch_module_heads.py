@@ -174,9 +174,7 @@ def test_gradients_equal_pytorch():
         np.testing.assert_allclose(slope, want, rtol=0, atol=1e-4, err_msg=str(path))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), with_core_tuples(itertools.product(APIS, (jnp.float32, jnp.int8)), ("linen", jnp.float32))
-)
+@pytest.mark.parametrize(("kind", "dtype"), list(itertools.product(APIS, (jnp.float32, jnp.int8))))
 def test_caches(kind, dtype):
     """Rings, and caches of 8 bits, with values of another size."""
     options = KINDS["all"] | {"local_window_size": (3, 0)}
@@ -299,9 +297,7 @@ def test_process_heads_needs_keys_of_this_call():
 
 REFUSED = [
     ({"gate": "head"}, "gate must be True, False or a flax_mha.Gate, but got 'head'; pass Gate\\(\"head\"\\)"),
-    ({"gate": 1}, "gate must be True, False or a flax_mha.Gate, but got 1"),
     ({"normalize_qk": "rms_norm"}, "normalize_qk must be True, .* but got 'rms_norm'; pass Norm\\(\"rms\"\\)"),
-    ({"normalize_qk": "batch_norm"}, "normalize_qk must be True, False or a flax_mha.Norm, but got 'batch_norm'"),
     ({"value_norm": True}, "value_norm must be a flax_mha.Norm or None, but got True"),
     ({"out_norm": "rms_norm"}, 'out_norm must be .*; pass Norm\\("rms", scale="heads", over="all_heads"\\)'),
     ({"out_norm": Norm(after_rope=True)}, "out_norm must have after_rope=False"),

@@ -19,6 +19,7 @@ rng = np.random.default_rng(0)
 ARRAYS = [np.float32(rng.standard_normal((1, T, N, 8))) for _ in range(3)]
 FIRST, SECOND = jnp.linspace(-1, 1, T), jnp.linspace(2, -2, T)
 BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+CORE_OF_BOTH = pytest.mark.parametrize("implementation", with_core(["xla", "blockwise"], "blockwise"))
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
@@ -172,8 +173,7 @@ def test_a_custom_vjp_has_gradients_but_no_forward_mode(implementation):
     assert jnp.isfinite(jax.jit(jax.grad(loss))(ARRAYS[0])).all()
 
 
-@pytest.mark.core
-@BOTH
+@CORE_OF_BOTH
 def test_current_values_of_closures_count(implementation):
     """The same function objects, with rebound numbers, changed lists and NumPy arrays, and a rebound array."""
     number, numbers, array, table, count = 0.5, [1.0], np.full(T, 0.25, np.float32), FIRST, 20
@@ -205,8 +205,7 @@ def test_current_values_of_closures_count(implementation):
     check()
 
 
-@pytest.mark.core
-@BOTH
+@CORE_OF_BOTH
 def test_arrays_captured_by_a_jitted_helper_get_gradients(implementation):
     loss = lambda table: jnp.sum(jnp.sin(attend(jitted_helper(table), implementation)))  # noqa: E731
     want = jax.grad(lambda table: jnp.sum(jnp.sin(added(table))))(FIRST)
@@ -275,8 +274,7 @@ def test_a_new_mask_is_an_equal_argument_of_jit_until_a_captured_value_changes()
     check(3)
 
 
-@pytest.mark.core
-@BOTH
+@CORE_OF_BOTH
 def test_equal_functions_and_other_arrays_compile_nothing(implementation):
     def call(slope, offset, scale):
         slope = jnp.float32(slope)
@@ -304,14 +302,6 @@ def test_a_hundred_lambdas_leak_nothing():
             call(i / 100)
     gc.collect()
     assert len(gc.get_objects()) - objects < 100
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("position", range(4))
-def test_each_position(position):
-    got = attend(lambda s, *positions: s + FIRST[3] * 0.5 + positions[position].astype(s.dtype) * 0.25)
-    bias = np.indices((1, N, T, T))[position] * 0.25
-    close(got, dot_product_attention(*ARRAYS, np.float32(bias), implementation="xla"))
 
 
 @pytest.mark.core
