@@ -307,9 +307,10 @@ def numbers_as_arrays(call: Call) -> Call:
     offsets = Offsets.of(
         *(jnp.asarray(x, jnp.int32) if isinstance(x, int) and x else x for x in operands.offsets.values)
     )
-    scale = operands.scale
+    scale: Any = operands.scale
     if scale is None:
-        scale = jnp.asarray(options.scale, options.dtype)
+        # A NumPy array, because creating a JAX array takes a large part of the time of a small call.
+        scale = np.asarray(options.scale, options.dtype)
     rank = operands.query.ndim - 3
     offsets = jax.tree.map(lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape), offsets)
     return Call(operands._replace(offsets=offsets, scale=scale), options._replace(scale=1.0))
