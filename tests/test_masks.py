@@ -33,12 +33,14 @@ def each(numbers):
 MASKS = {
     "causal": (CausalMask(), column <= row, 0),
     "causal, later": (CausalMask(3), column <= row + 3, 0),
+    "causal, offset": (CausalMask(), column <= row + 7, 7),
     "local": (LocalMask(5, 2), (column >= row - 5) & (column <= row + 2), 0),
     "local, one side": (LocalMask(None, 2), column <= row + 2, 0),
     "lengths": (LengthMask(LENGTHS[0], LENGTHS[1]), (column < each(LENGTHS[0])) & (row < each(LENGTHS[1])), 0),
     "segments": (SegmentMask(IDS[:, :T], IDS), IDS[:, None, :T, None] == IDS[:, None, None, :], 0),
     "array": (ArrayMask(ARRAY), ARRAY, 0),
     "array of keys": (ArrayMask(ARRAY[:1, :1, :1]), ARRAY[:1, :1, :1], 0),
+    "function": (FunctionMask(lambda b, h, q, k: (q - k) % 5 == 0), (row - column) % 5 == 0, 0),
     "function, offset": (FunctionMask(lambda b, h, q, k: (q - k) % 5 == 0), (row + 7 - column) % 5 == 0, 7),
     "function of head": (
         FunctionMask(lambda b, h, q, k: jnp.asarray(TABLE)[h, q // 8, k // 8]),

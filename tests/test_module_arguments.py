@@ -334,6 +334,7 @@ def test_module_and_call_override_a_partial(make):
 
 
 # What is refused with Flax: `flax_cases.py`.
+NUMBERS = jnp.where(jnp.tri(T, dtype=bool), 0.0, -1e9)
 IDS = jnp.ones((B, T), int)
 REFUSED = [
     ({"num_heads": 4.0}, {}, "num_heads must be an int, but got 4.0"),
@@ -341,8 +342,10 @@ REFUSED = [
     ({"dropout_rate": np.zeros(1)}, {}, "dropout_rate must be a concrete number in"),
     ({"dropout_rate": np.array(None)}, {}, "dropout_rate must be a concrete number in"),
     ({"scale": "big"}, {}, "scale must be a finite number, but got 'big'"),
+    ({}, {"mask": NUMBERS}, "mask must be bool, or contain only 0 and 1.*-1000000000.0; pass it as bias="),
     ({}, {"mask": CausalMask}, r"mask must be a boolean array or a mask object .*call it: CausalMask\(\)"),
     ({}, {"mask": jnp.ones((B, T), bool)}, r"got shape \(2, 9\); use mask\[:, None, None, :\]"),
+    ({}, {"lengths": jnp.array([3, -1])}, "^lengths must be at least 0, but got -1"),
     ({}, {"lengths": jnp.array([3, 1, 2])}, "^lengths must broadcast to"),
     ({}, {"lengths": jnp.array([3, 4]), "inputs_k": Y}, r"lengths must be a pair \(queries, keys\).*\(None, lengths\)"),
     ({}, {"lengths": (jnp.ones(B, int),) * 3}, "lengths must be one array or a pair .* but got 3 arrays"),

@@ -123,8 +123,18 @@ def test_from_config(case):
 
 
 PARTIAL = {"rope_theta": 1e4, "head_dim": 64}
-# config, message and, for some, arguments; of wrong types under every key: test_hf_config.py
+HEADS = {"hidden_size": 64, "num_attention_heads": [8, 8]}
+TEXT_YARN = scaled(rope_type="yarn", original_max_position_embeddings="4096") | {"max_position_embeddings": 8192}
+# config, message and, for some, arguments
 REFUSED_CONFIGS = [
+    (scaled(type="longrope", factor="2", short_factor=[1.0], long_factor=[1.0]), "factor must be"),
+    (TEXT_YARN, "original_max_position_embeddings must be a finite number > 0, but got '4096'"),
+    (PARTIAL | {"rotary_pct": "0.5"}, r"rotary_pct must be a number in \(0, 1\], but got '0.5'"),
+    (scaled(rope_type=["linear"], factor=2.0), "rope_type must be a string"),
+    ({"rope_theta": 1e4, "rotary_pct": 0.5, "head_dim": "64"}, "head_dim must be a finite"),
+    ({"rope_theta": 1e4, "rotary_pct": 0.5, **HEADS}, "num_attention_heads must be a finite number"),
+    (PARTIAL | {"rotary_dim": "4"}, "rotary_dim must be a finite"),
+    (LONG, "max_length must be .* got '4k'", {"max_length": "4k"}),
     (None, "config must be a dict, but got NoneType; use config.to_dict"),
     (scaled(type="dynamic", factor=2.0), "rope_type 'dynamic' is not supported.*cached keys"),
     (scaled(rope_type="mrope"), "rope_type must be one of default.*got 'mrope'"),
