@@ -7,7 +7,6 @@ constants is a `Program`, and one that takes all its arrays as arguments is a `B
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
@@ -17,11 +16,6 @@ from flax_mha._src.core.tracing import varies_over_devices, varying_alike
 
 Program = ClosedJaxpr
 Body = Jaxpr
-
-
-def trace_program(function: Callable[..., Any], *arguments: Any) -> Program:
-    """Traces a function of arrays; `arguments` are arrays, or structures with their shapes and dtypes."""
-    return jax.make_jaxpr(function)(*arguments)
 
 
 def as_function(program: Program) -> Callable[..., list[Array]]:
@@ -36,7 +30,7 @@ def with_outputs(program: Program, wanted: Sequence[bool]) -> Program:
 
 
 def captured_variables(program: Program) -> list[Any]:
-    """Lists the variables that stand for the arrays `program.consts`, in order."""
+    """Lists the variables of the captured arrays, `program.consts`, in the same order."""
     return list(program.jaxpr.constvars)
 
 

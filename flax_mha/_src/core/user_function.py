@@ -25,7 +25,6 @@ from flax_mha._src.core.jaxprs import (
     is_jaxpr,
     is_literal,
     open_program,
-    trace_program,
 )
 from flax_mha._src.core.tracing import without_mesh
 
@@ -170,7 +169,7 @@ def _checked_program(name: str, function: Any, score: jnp.dtype | None) -> Progr
 
     try:
         with without_mesh():
-            program = trace_program(run, *(jax.ShapeDtypeStruct((), x) for x in (*scores.values(), *[jnp.int32] * 4)))
+            program = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct((), x) for x in (*scores.values(), *[jnp.int32] * 4)))
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
         raise ValueError(f"{wanted}, but {_name_of(function)} raised {reason}{_fix(error)}.") from error
@@ -229,7 +228,7 @@ def _rules(body: Body, function: Any) -> list[Any]:
     while (new := custom(body) - known) and len(found) < 4:
         known |= new
         try:
-            found.append(trace_program(pull, [v.aval for v in body.invars], [v.aval for v in body.outvars]))
+            found.append(jax.make_jaxpr(pull)([v.aval for v in body.invars], [v.aval for v in body.outvars]))
         except Exception:  # the function may still be used without derivatives
             return [*found, function]
         body = open_program(found[-1])

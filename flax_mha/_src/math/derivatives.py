@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import Call, Operands, Result
-from flax_mha._src.core.jaxprs import Program, as_function, is_linearized, trace_program
+from flax_mha._src.core.jaxprs import Program, as_function, is_linearized
 from flax_mha._src.core.products import products_are_replaced
 
 # For every `jax.vmap` around a call, the innermost first: the size of its axis, and which arguments it maps.
@@ -48,7 +48,7 @@ class Function:
         function = self
         if products_are_replaced():
             # Inside `jit`, JAX calls `evaluate` when it compiles the program; the tool may be gone by then.
-            traced = trace_program(self.evaluate, *arguments)
+            traced = jax.make_jaxpr(self.evaluate)(*arguments)
             function = dataclasses.replace(self, evaluate=as_function(traced))
         return _function.bind(*arguments, function=function, levels=(), jaxpr=self.program)
 

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import Operands, Result
-from flax_mha._src.core.jaxprs import Program, as_function, equations, trace_program, with_outputs
+from flax_mha._src.core.jaxprs import Program, as_function, equations, with_outputs
 from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.engines.kernels.lower_for_platform import compile_for
 from flax_mha._src.math.derivatives import Function, differentiate, linear_function, replace_at
@@ -37,7 +37,7 @@ def with_derivatives(kernel: Attend, portable: Attend, operands: Operands, platf
     def of_leaves(attend: Attend) -> Callable[..., list[Array]]:
         return lambda *leaves: jax.tree.leaves(attend(jax.tree.unflatten(structure, leaves)))
 
-    program = trace_program(of_leaves(kernel), *leaves)
+    program = jax.make_jaxpr(of_leaves(kernel))(*leaves)
     count = len(program.out_avals)  # one less if the kernel returns no log-sum-exp
     functions = _Functions(of_leaves(kernel), lambda *leaves: of_leaves(portable)(*leaves)[:count], platform, count)
     output, *rows = _attention(functions, program)(*leaves)
@@ -83,7 +83,7 @@ class _ForwardPass(NamedTuple):
             structures.append(structure)
             return [*results, *residuals]
 
-        program, results = trace_program(forward, *arguments), functions.num_results
+        program, results = jax.make_jaxpr(forward)(*arguments), functions.num_results
         count = len(program.out_avals)
         kept = [
             i < results or _runs_kernel(with_outputs(program, [i == j for j in range(count)])) for i in range(count)
@@ -155,7 +155,7 @@ def _tangent(functions: _Functions, saved: _ForwardPass, num_leaves: int, output
         def pull(*both: Array) -> list[Array]:
             return list(jax.tree.unflatten(saved.pull, both[:num_saved])(list(both[num_saved:])))
 
-        program = trace_program(pull, *residuals[num_leaves:], *cotangents)
+        program = jax.make_jaxpr(pull)(*residuals[num_leaves:], *cotangents)
         gradient = linear_function(
             program.out_avals,
             lambda *arguments: functions.run(program, arguments[num_leaves:]),

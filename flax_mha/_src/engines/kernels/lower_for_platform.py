@@ -16,7 +16,7 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import Operands
-from flax_mha._src.core.jaxprs import Program, as_function, trace_program
+from flax_mha._src.core.jaxprs import Program, as_function
 
 Attend = Callable[[Operands], Array]
 
@@ -49,7 +49,7 @@ def _types(*_: Any, jaxpr: Program, name: str) -> list[Any]:
 
 
 def _batched(arguments: Any, axes: Any, *, jaxpr: Program, name: str) -> Any:
-    together = trace_program(jax.vmap(as_function(jaxpr), axes), *arguments)
+    together = jax.make_jaxpr(jax.vmap(as_function(jaxpr), axes))(*arguments)
     return _compiled_for_p.bind(*arguments, jaxpr=together, name=name), [0] * len(together.out_avals)
 
 
