@@ -561,5 +561,4 @@ def write(
     if source == "cache" and appended is not None:
         layer.write(appended.cache.arrays, False)
     if layer.indexer is not None and index_cache is not None:
-        arrays = (index_cache.key, index_cache.scale)
-        layer.indexer.write(tuple(x for x in arrays if x is not None))
+        layer.indexer.store(index_cache)

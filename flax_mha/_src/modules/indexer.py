@@ -117,6 +117,11 @@ class IndexLayers(NamedTuple):
         made.check_fits(key, key[..., :0], key.shape[-3])
         return made
 
+    def store(self, cache: KVCache) -> None:
+        """Sets the module's cached index keys and scales to those of `cache`, in the order that `cached` reads."""
+        arrays = (cache.key, cache.scale)
+        self.write(tuple(x for x in arrays if x is not None))
+
 
 def choose(
     indexer: Indexer,
