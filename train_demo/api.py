@@ -102,7 +102,7 @@ def train(
       samples: Write a short text at each validation.
       layout: How the run is computed, and on which devices.
       size: "tiny", "small", "medium" or "gpt2": sets model, batch and steps, unless
-        they are given, too.
+        they are given as well.
       settings: Fields of `train_demo.settings.Settings`, such as `steps=500`; others
         are those of the resumed run, or the defaults of the command.
 

@@ -258,7 +258,7 @@ def make_parser() -> Parser:
         explanation += f" (default: {default_of(field.name, field.default)})"
         metavar = METAVARS[type(field.default)]
         train.add_argument(option, type=parse, metavar=metavar, help=explanation)
-    # The help of the whole command lists the options of its default, too.
+    # The help of the whole command also lists the options of its default.
     _, _, parser.epilog = train.format_help().partition("\n\n")
 
     sample = command("sample", _sample, "write text with a trained model")

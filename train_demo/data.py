@@ -2,7 +2,7 @@
 
 Several documents are concatenated, and windows are cut from the whole. A character
 attends only to characters of its own document. The first character of a document, which
-cannot be predicted, is marked with `FIRST`. Positions do not start anew at a document,
+cannot be predicted, is marked with `FIRST`. Positions do not restart at a document,
 because only their differences matter.
 """
 

@@ -33,7 +33,7 @@ Number = float | Float[Array, ""]
 class Sampling(NamedTuple):
     """How to choose a character; None switches a filter off.
 
-    Numbers may be traced, so that no change compiles anew.
+    Numbers may be traced, so that changing them does not compile again.
 
     Attributes:
       temperature: Divides the logits; 0 takes the likeliest character, the first of

@@ -128,7 +128,7 @@ def split_batch(windows: Array, axis: int = 0) -> Array:
 
 
 def split_characters(numbers: Array) -> Array:
-    """Constrains `[B, T]` to be split along T, too, if the mesh has "context"."""
+    """Constrains `[B, T]` to be split along T as well, if the mesh has "context"."""
     mesh = current()
     if mesh is None or "context" not in mesh.shape:
         return numbers

@@ -132,7 +132,7 @@ def _initial(run: Run, checkpoints: CheckpointManager) -> tuple[int, State]:
         if run.resume:
             none = f"{run.out} contains no complete checkpoint"
             run.say(f"{none}: starting from step 0")
-    # Those that were skipped, which the run will save anew.
+    # Those that were skipped, which the run will save again.
     for step in checkpoints.all_steps():
         if step > start:
             checkpoints.delete(step)

@@ -236,7 +236,7 @@ class Visibility(NamedTuple):
     """Which keys the new tokens of a call attend to: the rule of decoding, for every function that computes a step.
 
     A step attends to all written keys, up to the query itself if it is causal. Windows and masks narrow that. Without
-    causality, masks decide alone which of the written keys are visible, later tokens of the call included.
+    causality, only windows and masks hide written keys; queries also attend to later tokens of the call.
     """
 
     is_causal: bool

@@ -35,7 +35,7 @@ from flax_mha._src.masks.base import merged, visible_at
 
 # Arguments of `attention_fn` that are arguments of `dot_product_attention`.
 CORE = Arguments.__optional_keys__ | {"bias", "mask", "implementation"}
-# Arguments that Flax's attention functions do not have, besides `implementation`. (`is_causal` becomes a mask.)
+# Arguments that Flax's attention functions lack, except for `implementation`. (`is_causal` becomes a mask.)
 EXTRA = Arguments.__optional_keys__ - inspect.signature(linen_attention).parameters.keys() - {"is_causal"}
 # A call with an argument that is not in DIRECT, such as `module`, which sows weights, calls the attention function.
 DIRECT = CORE | {"deterministic", "dtype", "force_fp32_for_softmax"}

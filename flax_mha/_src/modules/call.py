@@ -29,7 +29,7 @@ from flax_mha._src.modules.layers import Gate
 # Where the keys of a call come from.
 # "inputs": from its inputs.
 # "cache": from the cache and from its inputs, which are added to the cache.
-# "to store": from its inputs, and later calls use these keys, too.
+# "to store": from its inputs, and later calls also use these keys.
 # "stored": from an earlier call.
 # "shared": from the call of another module, and from that module's cache.
 KeySource = Literal["inputs", "cache", "to store", "stored", "shared"]
@@ -409,7 +409,7 @@ def attention_arguments(
         ours["key_value_seq_lengths"] = lengths
     if source not in ("stored", "to store"):  # those queries have no known positions
         ours["is_causal"] = is_causal
-    # Arguments of None are left out, so that a function with only Flax's signature works, too.
+    # Arguments of None are left out, so that a function with only Flax's signature also works.
     arguments = layer.arguments | {name: x for name, x in ours.items() if x is not None}
     if core is None:
         check_takes_mask(layer.module.attention_fn, arguments.get("mask"))
@@ -483,7 +483,7 @@ def choose_keys(
     if rope is not None:
         rotated_size = layer.module.qk_rope_head_dim
         options = layers.indexer
-        # All features of `rotated_size` are rotated: of the last ones alone, or of the whole head.
+        # Rotates `rotated_size` features: the last ones, or the first ones of the whole head.
         fraction = rope.fraction
         if not options.rotary_last:
             fraction = rope.fraction * rotated_size / options.head_dim

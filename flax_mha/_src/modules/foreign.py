@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from flax_mha._src.masks import Mask
 
-# Functions that take masks as arrays alone.
+# Functions that accept masks only as arrays.
 FUNCTIONS_OF_ARRAYS = [nnx.dot_product_attention, flax.linen.dot_product_attention, jax.nn.dot_product_attention]
 if hasattr(nnx, "dot_product_attention_with_rope"):  # from Flax 0.12.12 on
     FUNCTIONS_OF_ARRAYS.append(nnx.dot_product_attention_with_rope)

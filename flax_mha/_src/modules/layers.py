@@ -26,8 +26,8 @@ class Norm:
       kind: "rms" (RMSNorm) or "layer" (LayerNorm).
       scale: The learned scale: "head_dim" has one number per feature of a head [H], which all heads share; "heads" has
         its own for each head [heads, H]; None means no scale.
-      over: "head" normalizes each head of a token alone, "all_heads" all of its heads together, which requires a
-        `scale` of "heads" or None.
+      over: "head" normalizes each head of a token separately, "all_heads" all heads of a token together, which
+        requires a `scale` of "heads" or None.
       bias: Add a learned bias [H]; only with `kind="layer"` and `scale="head_dim"`.
       epsilon: Added to the mean square or the variance.
       after_rope: Normalize after the rotation; only in `normalize_qk`.

@@ -52,7 +52,7 @@ class Fault(NamedTuple):
     first: Version
     mended: Version | None  # None: no version is known to be without the fault
     oldest: Capability
-    newer: Capability | None  # None: all newer GPUs, too
+    newer: Capability | None  # None: all newer GPUs
     concerns: Callable[[Facts], bool]
     what: str
     source: str
