@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import S as KEYS
-from cases import inputs, with_gradients
+from cases import compiled_for, forget_programs, inputs, with_gradients
 from marks import with_core_tuples
 
 from flax_mha import dot_product_attention
@@ -236,7 +236,10 @@ HIDDEN = [*((hider, "blockwise") for hider in HIDERS), ("lengths", "xla"), ("bia
     ("hider", "implementation"),
     with_core_tuples(HIDDEN, ("lengths", "blockwise"), ("lengths", "xla"), ("window", "blockwise")),
 )
-def test_hidden_keys_and_values_change_nothing(hider, implementation):
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_hidden_keys_and_values_change_nothing(hider, implementation, platform, monkeypatch, request):
+    compiled_for(monkeypatch, platform)
+    request.addfinalizer(forget_programs)
     run = jax.jit(with_gradients(implementation, return_residual=True, **HIDERS[hider]))
     query, key, value = inputs()
     key[:, 40:], value[:, 40:] = 0, 0

@@ -135,8 +135,10 @@ def _softmax(
     total = jnp.sum(e, axis=1, keepdims=True)
     if inputs.sink is not None:
         total = total + jnp.exp(inputs.sink - shift)
-    # On GPUs, XLA makes one kernel of a softmax that is divided by its sum before the product with the values.
-    e = e / jnp.maximum(total, 0.5) if rule.on_gpu else e
+    if rule.on_gpu:
+        # XLA makes one kernel of a softmax that is divided by its sum before the product with the values. Where a
+        # weight is 0, its gradient may be infinite (large values), and must not reach the gradient of the sum.
+        e = jnp.where(e == 0, 0, e / jnp.maximum(total, 0.5))
     products, total = name_residuals(rule.weigh(e, value, tile), total)
     if not replaced:
         divisor = jnp.maximum(total, 0.5)  # the total is 0 if no key is visible, else at least 1
