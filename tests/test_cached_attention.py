@@ -495,13 +495,15 @@ def test_a_known_index(name):
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("width", [64, schedule.MAX_WIDTH_ACCELERATOR], ids=["blocks", "one block"])
 @pytest.mark.parametrize("name", ["narrow ring, positions", "two batch axes, dropout, scale"])
-def test_as_on_an_accelerator(name, monkeypatch):
+def test_as_on_an_accelerator(name, width, platform, monkeypatch):
     """All batch entries together."""
     programs.cache_clear()
-    compiled_for(monkeypatch, "gpu")
+    compiled_for(monkeypatch, platform)
     monkeypatch.setattr(cudnn, "device", lambda platform: cudnn.Device(platform, None))
-    monkeypatch.setattr(schedule, "MAX_WIDTH_ACCELERATOR", 64)
+    monkeypatch.setattr(schedule, "MAX_WIDTH_ACCELERATOR", width)
     for seed in range(2):
         split(name, seed)
     programs.cache_clear()

@@ -83,6 +83,7 @@ class KeyBlocks(NamedTuple):
     wide: "KeyBlocks | None" = None  # the blocks to use if more than half of the keys are visible; None: always these
     value_size: int | None = None  # if given, the first features of keys are the values, and have a scale of their own
     whole: bool = False  # whether one block holds the keys of all batch entries
+    unconditional: bool = False  # if `whole`: whether to read this block without asking whether a key is visible
 
     def fitting(self, scores: int, numbers: int) -> "KeyBlocks":
         """Returns the blocks to use for `scores` scores, and keys and values of `numbers` entries, after `jax.vmap`."""
@@ -288,7 +289,12 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
     blocks_of = functools.partial(KeyBlocks, height, value_size=options.value_size)
     if not on_cpu:
         width = MAX_WIDTH_ACCELERATOR if operands.cache_scale is None else MAX_WIDTH_IN_PLACE  # 8 bits are converted
-        return blocks_of(min(keys, width), False, options.dtype)
+        if options.target.platform != "gpu":
+            return blocks_of(min(keys, width), False, options.dtype)
+        blocks = blocks_of(min(keys, width), False, _dtype_in_place(call))
+        # Without a block-diagonal product, XLA transposes the whole cache; a GPU waits for the host at every condition.
+        is_joint = height * operands.query.shape[-2] <= MAX_JOINT_ROWS
+        return blocks._replace(block_diagonal=is_joint, whole=keys <= width, unconditional=keys <= width)
     in_turn, has_8_bits = not options.target.may_be_split, operands.cache_scale is not None
     dtype = _dtype_in_place(call) if in_turn else options.dtype
     numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
@@ -323,17 +329,17 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
 
 
 def _dtype_in_place(call: Call) -> jnp.dtype:
-    """Chooses the dtype of matrix products with keys that are read in place on one CPU.
+    """Chooses the dtype of matrix products with keys that are read in place on one CPU or on GPUs.
 
-    The dtype is bfloat16 if the CPU multiplies bfloat16, queries are bfloat16, and keys and values have bfloat16 or 8
-    bits. Products are then scaled instead of queries, so only weights are rounded. That makes the log-sum-exp less
+    The dtype is bfloat16 if the device multiplies bfloat16, queries are bfloat16, and keys and values have bfloat16 or
+    8 bits. Products are then scaled instead of queries, so only weights are rounded. That makes the log-sum-exp less
     exact. So if the call returns it, or asks for more precision than the default, the dtype is `options.dtype`.
     """
     operands, options = call
     is_narrow = {x.dtype for x in operands[:3]} == {jnp.dtype(jnp.bfloat16)}
     is_narrow |= operands.query.dtype == jnp.bfloat16 and operands.cache_scale is not None
     exact = options.return_residual or not _may_round(options)
-    is_fast = multiplies_bfloat16(options.target.platform)
+    is_fast = options.target.platform == "gpu" or multiplies_bfloat16(options.target.platform)
     return operands.query.dtype if is_narrow and is_fast and not exact else options.dtype
 
 

@@ -218,6 +218,8 @@ def _rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
     state = OnlineSoftmax.start(shape, value_size, part.inputs.sink, part.rule.dtype, part.rule.returns_max)
     state = varying_as(part.query, state)
     step = functools.partial(_step, blocks, part)
+    if blocks.unconditional:
+        return step(0, state).finish()
     begin, end = _visited(blocks, part, part.key.shape[-3])
     if blocks.whole:
         # Not a loop: XLA (jax 0.10) would fuse reading with writing new keys, outside of it, and copy the cache.
