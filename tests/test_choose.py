@@ -158,8 +158,9 @@ def test_a_plan_that_fails_is_a_reason(monkeypatch):
 
 @pytest.mark.core
 def test_a_kernel_that_does_not_compile_has_no_plan():
-    kernel = cudnn.Kernel((1, 128, 1, 64), (1, 128, 1, 64), jnp.dtype("bfloat16"), 1.0, True, None, False)
-    [reason] = cudnn.failure(kernel)  # there is no cuDNN on a CPU, and on a GPU this has no reason
+    # There is no cuDNN on a CPU, and on a GPU none for float32.
+    kernel = cudnn.Kernel((1, 128, 1, 64), (1, 128, 1, 64), jnp.dtype("float32"), 1.0, True, None, False)
+    [reason] = cudnn.failure(kernel)
     assert reason.startswith("cuDNN has no execution plan for this call (")
     assert REMEDY.search(reason)
 
@@ -216,6 +217,30 @@ def test_our_semantics_around_the_kernel(name, devices, monkeypatch):
             np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-4, err_msg=filling)
         if axes:
             assert np.isnan(got[0]).any() == (filling in ("visible bias", "infinite bias")), filling
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs cuDNN's kernel")
+@pytest.mark.parametrize("name", FUSED)
+def test_the_kernel_of_this_gpu(name):
+    """No replacement: the output and gradients of cuDNN, with NaN in keys that are masked for all queries."""
+    shapes, arguments = FUSED[name]
+    others = {name: x for name, x in arguments.items() if name != "bias"}
+    dtype = shapes[0].dtype
+    arrays = normal(*(x.shape for x in shapes), dtype=dtype)
+    if "bias" in arguments:
+        arrays.append(arguments["bias"])
+    exact = [x.astype(jnp.float32) for x in arrays]
+    if "masked" in name or "bias of all" in name:
+        for array in arrays[1:3]:
+            array[..., 30, :, :] = np.nan
+
+    def answers(arrays, implementation, **more):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return jax.jit(with_gradients(implementation, **others, **more))(*arrays)
+
+    truth = answers(exact, "xla", precision="highest")
+    got, simple = answers(arrays, "cudnn"), answers([x.astype(dtype) for x in exact], "xla")
+    cases.by_the_rule_of_flash_attention(got, simple, truth)
 
 
 def kernel_with_a_gradient(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
