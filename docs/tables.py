@@ -51,6 +51,8 @@ TABLES = {
     "decode_step": Table("decode-cpu", CACHE | {"position": "tokens so far"}, {"what": "step"}),
     "decode_attention": Table("decode-cpu", CACHE | {"position": "tokens so far"}, {"what": "attention"}),
     "decode_prompt": Table("decode-cpu", CACHE | {"position": "tokens of the prompt"}, {"what": "prompt"}),
+    "h200": Table("attention-h200", SHAPE | {"mask": "mask", "pass": "pass"}),
+    "h200_decode": Table("decode-h200", {"what": "what", "position": "tokens so far"}),
     "start": Table("start-cpu", {"what": "what", "pass": "pass"}),
     "step": Table("step-cpu", {"implementation": "variant"}, across="batch_size"),
 }
