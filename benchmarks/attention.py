@@ -1,11 +1,15 @@
-"""Measures the time and memory of the attention function, compared with jax.nn and PyTorch.
+"""Measures the time and memory of the attention function, compared with jax.nn and
+PyTorch.
 
-    python benchmarks/attention.py [--lengths 128,512] [--dtypes float32] [--passes forward] [--masks causal]
-                                   [--head-dims 64] [--peers jax.nn] [--seconds S | --rounds N] [--out NAME]
+    python benchmarks/attention.py [--lengths 128,512] [--dtypes float32] [--passes
+    forward] [--masks causal]
+                                   [--head-dims 64] [--peers jax.nn] [--seconds S |
+                                   --rounds N] [--out NAME]
 
-On a CPU the shapes (batch, length, heads, head size) are (8,128,8,64), (4,512,8,64), (1,2048,8,64), (1,8192,4,64) and
-(1,16384,4,64); on a GPU or TPU 16k tokens in 2048 features, as in FlashAttention's paper. `backward` is the value and
-the gradients of query, key and value for a given cotangent.
+On a CPU the shapes (batch, length, heads, head size) are (8,128,8,64), (4,512,8,64),
+(1,2048,8,64), (1,8192,4,64) and (1,16384,4,64); on a GPU or TPU 16k tokens in 2048
+features, as in FlashAttention's paper. `backward` is the value and the gradients of
+query, key and value for a given cotangent.
 
 Columns:
   spread      distance between the quartiles, in % of the median
@@ -45,7 +49,10 @@ COLUMNS = {
     "to_jax_nn": "x jax.nn",
     "note": "",
 }
-OURS = {f"flax_mha {name or 'automatic'}": name for name in (None, "xla", "blockwise", "cudnn", "splash")}
+OURS = {
+    f"flax_mha {name or 'automatic'}": name
+    for name in (None, "xla", "blockwise", "cudnn", "splash")
+}
 
 
 class Cell(NamedTuple):
@@ -61,7 +68,12 @@ class Cell(NamedTuple):
     def shape(self) -> tuple[int, int, int, int]:
         """[B, T, N, H]."""
         if not measure.ON_CPU:
-            return max(1, 16384 // self.length), self.length, 2048 // self.head_dim, self.head_dim
+            return (
+                max(1, 16384 // self.length),
+                self.length,
+                2048 // self.head_dim,
+                self.head_dim,
+            )
         batch = 8 if self.length <= 128 else 4 if self.length <= 512 else 1
         return batch, self.length, 8 if self.length <= 2048 else 4, self.head_dim
 
@@ -70,7 +82,11 @@ class Cell(NamedTuple):
         """Of the matrix products, of what is visible."""
         batch, length, heads, size = self.shape
         forward = 4 * batch * heads * length**2 * size / 1e9
-        return forward * (3.5 if self.direction == "backward" else 1) * (0.5 if self.mask == "causal" else 1)
+        return (
+            forward
+            * (3.5 if self.direction == "backward" else 1)
+            * (0.5 if self.mask == "causal" else 1)
+        )
 
     def arrays(self) -> list[np.ndarray]:
         """Query, key, value, cotangent."""
@@ -89,7 +105,8 @@ def by_jax(attend: Callable, cell: Cell, memory: float) -> measure.Ready:
 def by_torch(cell: Cell) -> measure.Ready:
     """On a GPU, the fastest of its backends."""
     torch, device = measure.torch_here()
-    tensors = (torch.from_numpy(x.swapaxes(1, 2).copy()) for x in cell.arrays())  # [B, N, T, H]
+    # [B, N, T, H].
+    tensors = (torch.from_numpy(x.swapaxes(1, 2).copy()) for x in cell.arrays())
     *inputs, cotangent = (x.to(device, getattr(torch, cell.dtype)) for x in tensors)
     backward = cell.direction == "backward"
     for x in inputs:
@@ -98,7 +115,9 @@ def by_torch(cell: Cell) -> measure.Ready:
     def call() -> object:
         for x in inputs:
             x.grad = None
-        out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=cell.mask == "causal")
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *inputs, is_causal=cell.mask == "causal"
+        )
         if backward:
             out.backward(cotangent)
         return out
@@ -109,7 +128,11 @@ def by_torch(cell: Cell) -> measure.Ready:
 
     candidates, reasons = {}, []
     for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
-        peer = measure.Ready(sdpa_kernel(getattr(SDPBackend, name))(call), measure.torch_wait, note=name.lower())
+        peer = measure.Ready(
+            sdpa_kernel(getattr(SDPBackend, name))(call),
+            measure.torch_wait,
+            note=name.lower(),
+        )
         try:
             candidates[min(measure.seconds_of(peer, 3) for _ in range(5))] = peer
         except RuntimeError as error:
@@ -121,10 +144,18 @@ def by_torch(cell: Cell) -> measure.Ready:
 
 def peers(cell: Cell, memory: float) -> measure.Peers:
     def ours(name: str | None) -> measure.Ready:
-        return by_jax(functools.partial(flax_mha.dot_product_attention, implementation=name), cell, memory)
+        return by_jax(
+            functools.partial(flax_mha.dot_product_attention, implementation=name),
+            cell,
+            memory,
+        )
 
     def theirs(name: str | None) -> measure.Ready:
-        return by_jax(functools.partial(jax.nn.dot_product_attention, implementation=name), cell, memory)
+        return by_jax(
+            functools.partial(jax.nn.dot_product_attention, implementation=name),
+            cell,
+            memory,
+        )
 
     everyone = {label: functools.partial(ours, name) for label, name in OURS.items()}
     everyone["jax.nn"] = functools.partial(theirs, None)
@@ -135,26 +166,49 @@ def peers(cell: Cell, memory: float) -> measure.Peers:
 
 def plot(rows: list[measure.Row], out: Path) -> None:
     """Speed against length; dashed, the matrix product."""
-    rows = [row | {"panel": f"{row['mask']}, {row['dtype']}, head size {row['head_dim']}"} for row in rows]
-    figure, panels = measure.grid(rows, "pass", "panel", ("length", "GFLOP/s"), sharey=True)
+    rows = [
+        row | {"panel": f"{row['mask']}, {row['dtype']}, head size {row['head_dim']}"}
+        for row in rows
+    ]
+    figure, panels = measure.grid(
+        rows, "pass", "panel", ("length", "GFLOP/s"), sharey=True
+    )
     for axes, own in panels:
         measure.lines(axes, own, "length", "gflops")
         product = {row["length"]: row["matmul_gflops"] for row in own}
-        axes.plot(product.keys(), product.values(), "--", color="grey", label="matrix product by jax")
+        axes.plot(
+            product.keys(),
+            product.values(),
+            "--",
+            color="grey",
+            label="matrix product by jax",
+        )
     figure.suptitle(f"Attention alone ({measure.about()['device']}); higher is better")
     measure.save(figure, out)
 
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    lengths = [128, 512, 2048, 8192, 16384] if measure.ON_CPU else [1024, 2048, 4096, 8192, 16384]
+    lengths = (
+        [128, 512, 2048, 8192, 16384]
+        if measure.ON_CPU
+        else [1024, 2048, 4096, 8192, 16384]
+    )
     parser.add_argument("--lengths", type=measure.numbers, default=lengths)
-    parser.add_argument("--head-dims", type=measure.numbers, default=[64] if measure.ON_CPU else [64, 128])
+    parser.add_argument(
+        "--head-dims",
+        type=measure.numbers,
+        default=[64] if measure.ON_CPU else [64, 128],
+    )
     dtypes = ["float32", "bfloat16"] if measure.ON_CPU else ["bfloat16"]
     parser.add_argument("--dtypes", type=measure.names, default=dtypes)
     parser.add_argument("--passes", type=measure.names, default=["forward", "backward"])
     parser.add_argument("--masks", type=measure.names, default=["full", "causal"])
-    parser.add_argument("--peers", type=measure.names, help="of those in the table, separated by commas (default: all)")
+    parser.add_argument(
+        "--peers",
+        type=measure.names,
+        help="of those in the table, separated by commas (default: all)",
+    )
     options = parser.parse_args()
     cells = [
         Cell(length, head_dim, dtype, mask, direction)
@@ -166,11 +220,16 @@ def main() -> None:
     ]
     with measure.Report("Attention alone", COLUMNS, options) as report:
         for cell in report.each(cells):
-            facts = cell._asdict() | {"shape": ", ".join(map(str, cell.shape)), "pass": cell.direction}
+            facts = cell._asdict() | {
+                "shape": ", ".join(map(str, cell.shape)),
+                "pass": cell.direction,
+            }
             everyone = peers(cell, options.memory)
             if options.peers is not None:
                 everyone = {name: everyone[name] for name in options.peers}
-            results = measure.compare_speed(everyone, cell.gflop, cell.dtype, options, report.say)
+            results = measure.compare_speed(
+                everyone, cell.gflop, cell.dtype, options, report.say
+            )
             measure.ratios(results, "torch SDPA", "to_torch")
             measure.ratios(results, "jax.nn", "to_jax_nn")
             report.add(facts, results)

@@ -1,10 +1,13 @@
-"""Compiles programs ahead of time for accelerators that need not be present, and inspects them; nothing runs.
+"""Compiles programs ahead of time for accelerators that need not be present, and
+inspects them; nothing runs.
 
-    python benchmarks/compiled.py --target v5e:2x2|v5e:4x4|h200|h200x4 [--table fused|unfused] [--only WORDS]
+    python benchmarks/compiled.py --target v5e:2x2|v5e:4x4|h200|h200x4 [--table
+    fused|unfused] [--only WORDS]
                                   [--skip WORDS] [--out FILE.md]
 
-Attention, causal unless said, forward and with its gradient, and one training step of the demo. For TPUs this needs
-`pip install libtpu`, for H200s `pip install 'jax[cuda13]'` (jax 0.12, 4.5 GB); neither a driver nor a device.
+Attention, causal unless said, forward and with its gradient, and one training step of
+the demo. For TPUs this needs `pip install libtpu`, for H200s `pip install
+'jax[cuda13]'` (jax 0.12, 4.5 GB); neither a driver nor a device.
 
 Columns:
   attention    launches of fused attention kernels: splash, cuDNN
@@ -15,16 +18,18 @@ Columns:
   collectives  what devices send one another
   chosen       the implementation that we choose
 
-`--table unfused` compares calls that fused kernels refuse with Flax (benchmarks/unfused.py), by a model of an H200: a
-program takes as long as it takes to move its bytes, at 4 TB/s, and to launch its kernels, 3 microseconds each. This is
-counted, not timed; arithmetic is taken to be free. `MAX_SCORES_GPU` in `flax_mha/_src/plan.py` was chosen by
-it. Columns besides:
+`--table unfused` compares calls that fused kernels refuse with Flax
+(benchmarks/unfused.py), by a model of an H200: a program takes as long as it takes to
+move its bytes, at 4 TB/s, and to launch its kernels, 3 microseconds each. This is
+counted, not timed; arithmetic is taken to be free. `MAX_SCORES_GPU` in
+`flax_mha/_src/plan.py` was chosen by it. Columns besides:
   ms           by the model
   of Flax's    the same, as a multiple of Flax's program
 Loops over the tiles of a row count as often as they run on average there.
 
-All of it while everything is finite. A loop whose trips the compiler does not tell counts once: then numbers are marked
-with a +. Of several devices the numbers are those of each.
+All of it while everything is finite. A loop whose trips the compiler does not tell
+counts once: then numbers are marked with a +. Of several devices the numbers are those
+of each.
 """
 
 import argparse
@@ -65,7 +70,11 @@ DEMOS = {
     "demo": {},
     "demo, larger": {"context_length": 1024, "features": 512, "heads": 8, "layers": 4},
 }
-PLACEMENTS = {"batch": ("data",), "heads": (None, None, "model"), "batch and heads": ("data", None, "model")}
+PLACEMENTS = {
+    "batch": ("data",),
+    "heads": (None, None, "model"),
+    "batch and heads": ("data", None, "model"),
+}
 BYTES_A_SECOND, SECONDS_A_LAUNCH = 4e12, 3e-6
 COLUMNS_OF_MODEL = {
     "program": "---",
@@ -91,7 +100,9 @@ COLUMNS = {
 
 
 class Cell(NamedTuple):
-    """A program: its function, the shapes and placement of its arguments, and what tells the implementation chosen."""
+    """A program: its function, the shapes and placement of its arguments, and what
+    tells the implementation chosen.
+    """
 
     name: str
     implementation: str
@@ -102,7 +113,9 @@ class Cell(NamedTuple):
 
 def cells(target: Target) -> Iterator[Cell]:
     """All of them: on one device, and split over several if there are several."""
-    alone = jax.sharding.NamedSharding(jax.sharding.Mesh(target.devices[:1], "x"), jax.P())
+    alone = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(target.devices[:1], "x"), jax.P()
+    )
     for shape in SHAPES:
         for call in CALLS:
             if shape == next(iter(SHAPES)) or call == "causal":
@@ -113,23 +126,36 @@ def cells(target: Target) -> Iterator[Cell]:
         mesh = mesh_of(target.devices)
         for name, axes in PLACEMENTS.items():
             split = functools.partial(placed, mesh, axes)
-            yield from attention_cells(target, next(iter(SHAPES)), "causal", split, f", split by {name}")
+            yield from attention_cells(
+                target, next(iter(SHAPES)), "causal", split, f", split by {name}"
+            )
             told = {"qkv_sharding": split(4)}
             where = f", split by {name}, as qkv_sharding says"
-            yield from attention_cells(target, next(iter(SHAPES)), "causal", split, where, told)
+            yield from attention_cells(
+                target, next(iter(SHAPES)), "causal", split, where, told
+            )
 
 
-def placed(mesh: jax.sharding.Mesh, axes: tuple, rank: int) -> jax.sharding.NamedSharding:
+def placed(
+    mesh: jax.sharding.Mesh, axes: tuple, rank: int
+) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(mesh, jax.P(*axes[:rank]))
 
 
 def attention_cells(
-    target: Target, shape: str, call: str, sharding: Callable, where: str, told: dict[str, Any] | None = None
+    target: Target,
+    shape: str,
+    call: str,
+    sharding: Callable,
+    where: str,
+    told: dict[str, Any] | None = None,
 ) -> Iterator[Cell]:
     """Forward and gradient of ours, of our tiles, and of `jax.nn`."""
     batch, length, heads, key_heads, size = SHAPES[shape]
     sizes = [(batch, length, n, size) for n in (heads, key_heads, key_heads)]
-    arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=sharding(4)) for size in sizes]
+    arrays = [
+        jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=sharding(4)) for size in sizes
+    ]
     arguments = dict(CALLS[call])
     if "key_value_seq_lengths" in arguments:
         arrays.append(jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=sharding(1)))
@@ -137,25 +163,33 @@ def attention_cells(
 
     def peer(attend: Callable, **more: Any) -> Callable:
         def f(query: Any, key: Any, value: Any, lengths: Any = None) -> Any:
-            return attend(query, key, value, key_value_seq_lengths=lengths, **arguments, **more)
+            return attend(
+                query, key, value, key_value_seq_lengths=lengths, **arguments, **more
+            )
 
         return f
 
     theirs = {"gpu": "cudnn"}.get(target.platform)
     peers = {
         "flax_mha": peer(dot_product_attention, **(told or {})),
-        "flax_mha blockwise": peer(dot_product_attention, implementation="blockwise", **(told or {})),
+        "flax_mha blockwise": peer(
+            dot_product_attention, implementation="blockwise", **(told or {})
+        ),
         "jax.nn": peer(jax.nn.dot_product_attention, implementation=theirs),
     }
     for way in ("forward", "gradient"):
         for name, f in peers.items():
             program = f if way == "forward" else with_gradient(f)
             chosen = (
-                functools.partial(chosen_for, peer(explain_implementation, **(told or {})), arrays)
+                functools.partial(
+                    chosen_for, peer(explain_implementation, **(told or {})), arrays
+                )
                 if name == "flax_mha"
                 else None
             )
-            yield Cell(f"{shape} {call}{where}, {way}", name, program, tuple(arrays), chosen)
+            yield Cell(
+                f"{shape} {call}{where}, {way}", name, program, tuple(arrays), chosen
+            )
 
 
 def chosen_for(explain: Callable, arrays: list) -> str:
@@ -179,10 +213,24 @@ def with_gradient(f: Callable, count: int = 3) -> Callable:
 def demo_cell(name: str, options: settings.Settings, sharding: Any) -> Cell:
     """One step of training on 100,000 characters out of 100."""
     structure, params = model.blueprint(100, options)
-    state = jax.eval_shape(lambda params: update.State(params, update.make_optimizer(options).init(params)), params)
-    shapes = (state, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((100_000,), jnp.int32))
-    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
-    words = ", ".join(f"{word}={number}" for word, number in DEMOS[name].items()) or "as it comes"
+    state = jax.eval_shape(
+        lambda params: update.State(
+            params, update.make_optimizer(options).init(params)
+        ),
+        params,
+    )
+    shapes = (
+        state,
+        jax.ShapeDtypeStruct((), jnp.int32),
+        jax.ShapeDtypeStruct((100_000,), jnp.int32),
+    )
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+    )
+    words = (
+        ", ".join(f"{word}={number}" for word, number in DEMOS[name].items())
+        or "as it comes"
+    )
     step = jax.jit(update.make_update(structure, options), donate_argnums=0)
     return Cell(f"training step of the demo ({words})", "flax_mha", step, arguments)
 
@@ -192,14 +240,22 @@ def row(cell: Cell) -> dict[str, str]:
     facts = {"program": cell.name, "implementation": cell.implementation}
     try:
         facts["chosen"] = cell.chosen() if cell.chosen else ""
-        function = cell.function if hasattr(cell.function, "lower") else jax.jit(cell.function)
+        function = (
+            cell.function if hasattr(cell.function, "lower") else jax.jit(cell.function)
+        )
         compiled = function.lower(*cell.arguments).compile()
     except Exception as error:  # whatever it is, the table shows it
-        first = next(line.strip() for line in [*str(error).splitlines(), "?"] if line.strip())
-        return facts | {"chosen": f"{facts.get('chosen', '')} fails: {type(error).__name__}: {first[:160]}".strip()}
+        first = next(
+            line.strip() for line in [*str(error).splitlines(), "?"] if line.strip()
+        )
+        return facts | {
+            "chosen": f"{facts.get('chosen', '')} fails: {type(error).__name__}: {first[:160]}".strip()
+        }
     costs = hlo.Program(compiled.as_text()).costs()
     more = "" if costs.is_exact else "+"
-    collectives = ", ".join(f"{number:g} {name}" for name, number in costs.collectives.items())
+    collectives = ", ".join(
+        f"{number:g} {name}" for name, number in costs.collectives.items()
+    )
     return facts | {
         "attention": f"{costs.attention:g}",
         "others": f"{costs.others:g}{more}",
@@ -215,13 +271,23 @@ def modelled(costs: hlo.Costs) -> float:
     return costs.traffic / BYTES_A_SECOND + costs.others * SECONDS_A_LAUNCH
 
 
-def rows_of_model(target: Target, programs: dict[str, unfused.Program]) -> Iterator[dict[str, str]]:
+def rows_of_model(
+    target: Target, programs: dict[str, unfused.Program]
+) -> Iterator[dict[str, str]]:
     """One call, as Flax computes it and as we do."""
-    alone = jax.sharding.NamedSharding(jax.sharding.Mesh(target.devices[:1], "x"), jax.P())
+    alone = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(target.devices[:1], "x"), jax.P()
+    )
     flax_takes = None
     for who, program in programs.items():
-        arrays = [jax.ShapeDtypeStruct(*shape, sharding=alone) for shape in program.shapes]
-        function = with_gradient(program.function, program.floats) if "gradient" in program.name else program.function
+        arrays = [
+            jax.ShapeDtypeStruct(*shape, sharding=alone) for shape in program.shapes
+        ]
+        function = (
+            with_gradient(program.function, program.floats)
+            if "gradient" in program.name
+            else program.function
+        )
         compiled = jax.jit(function).lower(*arrays).compile()
         costs = hlo.Program(compiled.as_text(), program.trips).costs()
         takes = modelled(costs)
@@ -243,14 +309,19 @@ def head(name: str, columns: dict[str, str], remark: str) -> list[str]:
     """Of a table: target, versions, command."""
     packages = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax")
     installed = {package.name.lower() for package in importlib.metadata.distributions()}
-    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages if p in installed)
+    versions = ", ".join(
+        f"{p} {importlib.metadata.version(p)}" for p in packages if p in installed
+    )
     date = datetime.datetime.now(datetime.UTC).date()
     python = ".".join(map(str, sys.version_info[:3]))
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    command = shlex.join(
+        ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    )
     return [
         f"# Compiled ahead of time for {name}",
         "",
-        f"{date}, Python {python}, {versions}; `{command}`. {remark} The columns: see `benchmarks/compiled.py`.",
+        f"{date}, Python {python}, {versions}; `{command}`. {remark} The columns: see "
+        "`benchmarks/compiled.py`.",
         "",
         f"| {' | '.join(columns)} |",
         f"|{'|'.join(columns.values())}|",
@@ -258,19 +329,35 @@ def head(name: str, columns: dict[str, str], remark: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="v5e:2x2, v5e:4x4, h200, h200x4, or another TPU topology")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--target",
+        required=True,
+        help="v5e:2x2, v5e:4x4, h200, h200x4, or another TPU topology",
+    )
     parser.add_argument("--only", default="", help="programs that contain these words")
-    parser.add_argument("--skip", default="no program", help="programs that contain these words")
-    parser.add_argument("--out", type=Path, help="file to write the table to, in addition to the screen")
-    parser.add_argument("--table", choices=("fused", "unfused"), default="fused", help="which calls")
+    parser.add_argument(
+        "--skip", default="no program", help="programs that contain these words"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="file to write the table to, in addition to the screen"
+    )
+    parser.add_argument(
+        "--table", choices=("fused", "unfused"), default="fused", help="which calls"
+    )
     options = parser.parse_args()
     target = target_of(options.target)
-    jax.config.update("jax_enable_compilation_cache", False)  # it would want to load what is made for other devices
+    # It would want to load what is made for other devices.
+    jax.config.update("jax_enable_compilation_cache", False)
     if options.table == "fused":
         columns, name, remark = COLUMNS, options.target, "Nothing ran."
     else:
-        columns, name = COLUMNS_OF_MODEL, f"{options.target}: calls that fused kernels refuse"
+        columns, name = (
+            COLUMNS_OF_MODEL,
+            f"{options.target}: calls that fused kernels refuse",
+        )
         remark = "Nothing ran: milliseconds are counted, not timed."
     lines = head(name, columns, remark)
     print("\n".join(lines), flush=True)
@@ -281,7 +368,9 @@ def main() -> None:
     def rows() -> Iterator[dict[str, str]]:
         for cell in cells(target) if options.table == "fused" else ():
             if is_wanted(cell.name):
-                with compiling_for(target, len(target.devices) if "split" in cell.name else 1):
+                with compiling_for(
+                    target, len(target.devices) if "split" in cell.name else 1
+                ):
                     yield row(cell)
         for programs in unfused.programs() if options.table == "unfused" else ():
             if is_wanted(programs["Flax"].name):

@@ -1,9 +1,12 @@
-"""Runs one training for benchmarks/training.py in a separate process, and prints a JSON object for each validation.
+"""Runs one training for benchmarks/training.py in a separate process, and prints a JSON
+object for each validation.
 
-    python benchmarks/contender.py NAME --data FILE --started T [--steps N] [--every N] [--until N]
+    python benchmarks/contender.py NAME --data FILE --started T [--steps N] [--every N]
+    [--until N]
 
-`seconds` count from T, a time.time() from before the process, so that the interpreter, all imports and all compiling
-count. The clock stands still while a validation loss is computed, for which nobody is charged.
+`seconds` count from T, a time.time() from before the process, so that the interpreter,
+all imports and all compiling count. The clock stands still while a validation loss is
+computed, for which nobody is charged.
 """
 
 import argparse
@@ -36,10 +39,17 @@ class Clock:
 def tell(clock: Clock, step: int, evaluate) -> None:
     """Prints one validation."""
     seconds = clock.read()
-    print(json.dumps({"step": step, "seconds": seconds, "val_loss": clock.stopped(evaluate)}), flush=True)
+    print(
+        json.dumps(
+            {"step": step, "seconds": seconds, "val_loss": clock.stopped(evaluate)}
+        ),
+        flush=True,
+    )
 
 
-def by_torch(clock: Clock, text: data.Text, windows, options: argparse.Namespace) -> None:
+def by_torch(
+    clock: Clock, text: data.Text, windows, options: argparse.Namespace
+) -> None:
     import nanogpt
 
     model, step = nanogpt.trainer(text.training, len(text.vocabulary), options.steps)
@@ -49,7 +59,13 @@ def by_torch(clock: Clock, text: data.Text, windows, options: argparse.Namespace
             tell(clock, number + 1, lambda: nanogpt.loss_on(model, windows))
 
 
-def by_jax(clock: Clock, text: data.Text, windows, settings: Settings, options: argparse.Namespace) -> None:
+def by_jax(
+    clock: Clock,
+    text: data.Text,
+    windows,
+    settings: Settings,
+    options: argparse.Namespace,
+) -> None:
     """What `python -m train_demo` does, without what it writes; also its imports."""
     import jax
     import jax.numpy as jnp
@@ -60,10 +76,13 @@ def by_jax(clock: Clock, text: data.Text, windows, settings: Settings, options: 
 
     structure, _ = model.blueprint(len(text.vocabulary), settings)
     if options.name == BY_FLAX:
-        transformer = nnx.merge(structure, model.blueprint(len(text.vocabulary), settings)[1])
+        transformer = nnx.merge(
+            structure, model.blueprint(len(text.vocabulary), settings)[1]
+        )
         for block in transformer.blocks:
             block.attention.attention_fn = nnx.dot_product_attention
-            block.attention.local_window_size = None  # which no window of the training is longer than
+            # Which no window of the training is longer than.
+            block.attention.local_window_size = None
         structure, _ = nnx.split(transformer, nnx.Param)
     params = model.initial_params(len(text.vocabulary), settings)
     state = update.State(params, jax.jit(update.make_optimizer(settings).init)(params))
@@ -79,13 +98,17 @@ def by_jax(clock: Clock, text: data.Text, windows, settings: Settings, options: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=[OURS, BY_FLAX, TWIN])
     parser.add_argument("--data", required=True)
     parser.add_argument("--started", type=float, required=True)
     parser.add_argument("--steps", type=int, default=Settings().steps)
     parser.add_argument("--every", type=int, default=100)
-    parser.add_argument("--until", type=int, default=2**31, help="end there, before the last step")
+    parser.add_argument(
+        "--until", type=int, default=2**31, help="end there, before the last step"
+    )
     options = parser.parse_args()
     clock, settings = Clock(options.started), Settings(steps=options.steps)
     text = data.load(options.data, settings.context_length)

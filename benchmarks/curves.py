@@ -1,10 +1,13 @@
-"""Measures how time and memory of a module's gradient grow with sequence length, compared with Flax and PyTorch.
+"""Measures how time and memory of a module's gradient grow with sequence length,
+compared with Flax and PyTorch.
 
-    python benchmarks/curves.py [--lengths 256,512,...,16384] [--out benchmarks/results/NAME]
+    python benchmarks/curves.py [--lengths 256,512,...,16384] [--out
+    benchmarks/results/NAME]
 
-Value and gradients of one causal module: batch 1, 256 features, 4 heads of 64, float32, as in benchmarks/module.py.
-Memory is the size of XLA's temporaries. PyTorch does not report its temporaries; its memory is how much one call raises
-the peak memory of a new process (Linux only).
+Value and gradients of one causal module: batch 1, 256 features, 4 heads of 64, float32,
+as in benchmarks/module.py. Memory is the size of XLA's temporaries. PyTorch does not
+report its temporaries; its memory is how much one call raises the peak memory of a new
+process (Linux only).
 """
 
 import functools
@@ -19,21 +22,31 @@ from flax import nnx
 import flax_mha
 
 module.SIZES = {256 * 2**i: (1, 256, 4) for i in range(7)}
-COLUMNS = {"length": "length", "implementation": "implementation", "ms": "ms", "spread": "spread"}
+COLUMNS = {
+    "length": "length",
+    "implementation": "implementation",
+    "ms": "ms",
+    "spread": "spread",
+}
 COLUMNS |= {"temporaries_mib": "MiB", "note": ""}
 
 
 def peak_of_torch(length: int) -> float | None:
-    """MiB by which one call of PyTorch's module raises the peak of a new process; None if that is below 1 MiB."""
+    """MiB by which one call of PyTorch's module raises the peak of a new process; None
+    if that is below 1 MiB.
+    """
     code = f"import curves; curves.print_peak_of_torch({length})"
     run = [sys.executable, "-c", code]
-    said = subprocess.run(run, cwd=sys.path[0], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        run, cwd=sys.path[0], capture_output=True, text=True, check=True
+    ).stdout
     mib = float(said.split()[-1])
     return mib if mib >= 1 else None
 
 
 def print_peak_of_torch(length: int) -> None:
-    module.by_torch(module.Cell(256, "float32", "backward")).call()  # starts threads and loads kernels
+    # Starts threads and loads kernels.
+    module.by_torch(module.Cell(256, "float32", "backward")).call()
     peer = module.by_torch(module.Cell(length, "float32", "backward"))
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = kib_of("VmRSS")
@@ -48,14 +61,25 @@ def kib_of(name: str) -> int:
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--lengths", type=measure.numbers, default=list(module.SIZES), help=f"of {list(module.SIZES)}")
+    parser.add_argument(
+        "--lengths",
+        type=measure.numbers,
+        default=list(module.SIZES),
+        help=f"of {list(module.SIZES)}",
+    )
     options = parser.parse_args()
-    with measure.Report("Value and gradient of one module, causal", COLUMNS, options) as report:
+    with measure.Report(
+        "Value and gradient of one module, causal", COLUMNS, options
+    ) as report:
         for length in report.each(options.lengths):
             cell = module.Cell(length, "float32", "backward")
             peers = {
-                module.OURS: functools.partial(module.by_jax, flax_mha.MultiHeadAttention, cell, options.memory),
-                module.FLAX: functools.partial(module.by_jax, nnx.MultiHeadAttention, cell, options.memory),
+                module.OURS: functools.partial(
+                    module.by_jax, flax_mha.MultiHeadAttention, cell, options.memory
+                ),
+                module.FLAX: functools.partial(
+                    module.by_jax, nnx.MultiHeadAttention, cell, options.memory
+                ),
                 module.TORCH: functools.partial(module.by_torch, cell),
             }
             results = measure.compare(peers, options, report.say)

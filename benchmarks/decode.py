@@ -1,11 +1,15 @@
-"""Measures decoding, both prompts and steps over a cache, compared with Flax, recomputation and PyTorch.
+"""Measures decoding, both prompts and steps over a cache, compared with Flax,
+recomputation and PyTorch.
 
-    python benchmarks/decode.py [--what attention,step,prompt] [--caches 4096] [--batches 8] [--kv-heads 8,2,1]
-                                [--dtypes float32] [--seconds S | --rounds N] [--out benchmarks/results/NAME]
+    python benchmarks/decode.py [--what attention,step,prompt] [--caches 4096]
+    [--batches 8] [--kv-heads 8,2,1]
+                                [--dtypes float32] [--seconds S | --rounds N] [--out
+                                benchmarks/results/NAME]
 
 8 query heads of size 64, so 512 features. What is measured:
   attention   one token over a cache that holds so many: cached_attention with the cache donated, and with PyTorch an
-              index_copy_ into the cache and scaled_dot_product_attention over the part that is filled
+              index_copy_ into the cache and scaled_dot_product_attention over the part
+              that is filled
   step        the whole module, one token: ours donated; Flax's as it comes (nnx.jit) and donated; and without a cache,
               by computing all tokens again
   prompt      a prompt into an empty cache, beside the same call without a cache
@@ -55,7 +59,11 @@ COLUMNS = {
     "note": "",
 }
 OURS, FLAX, TORCH, COPY = "flax_mha", "Flax as it comes", "torch", "copy"
-FLAX_DONATED, RECOMPUTED, NO_CACHE = "Flax donated", "flax_mha, no cache, all tokens again", "flax_mha without a cache"
+FLAX_DONATED, RECOMPUTED, NO_CACHE = (
+    "Flax donated",
+    "flax_mha, no cache, all tokens again",
+    "flax_mha without a cache",
+)
 
 
 class Cell(NamedTuple):
@@ -71,22 +79,39 @@ class Cell(NamedTuple):
     @property
     def cached_bytes(self) -> int:
         """Of keys and values of the tokens in the cache."""
-        return 2 * self.batch * self.position * self.kv_heads * SIZE * jnp.dtype(self.dtype).itemsize
+        return (
+            2
+            * self.batch
+            * self.position
+            * self.kv_heads
+            * SIZE
+            * jnp.dtype(self.dtype).itemsize
+        )
 
     def normal(self, *shape: int) -> jax.Array:
-        return jnp.asarray(np.random.default_rng(0).standard_normal(shape, np.float32), self.dtype)
+        return jnp.asarray(
+            np.random.default_rng(0).standard_normal(shape, np.float32), self.dtype
+        )
 
     def filled(self) -> KVCache:
         """A cache that holds random tokens."""
         shape = (self.batch, self.cache, self.kv_heads, SIZE)
-        return KVCache(self.normal(*shape), self.normal(*shape), jnp.asarray(self.position, jnp.int32))
+        return KVCache(
+            self.normal(*shape),
+            self.normal(*shape),
+            jnp.asarray(self.position, jnp.int32),
+        )
 
 
 class Donating:
-    """A compiled `f(cache, *inputs) -> (output, cache)` whose cache is donated and handed from call to call."""
+    """A compiled `f(cache, *inputs) -> (output, cache)` whose cache is donated and
+    handed from call to call.
+    """
 
     def __init__(self, f: Callable, cache: Any, *inputs: Any, memory: float):
-        self.call, self.costs = measure.program(jax.jit(f, donate_argnums=0), cache, *inputs, memory=memory)
+        self.call, self.costs = measure.program(
+            jax.jit(f, donate_argnums=0), cache, *inputs, memory=memory
+        )
         self.cache, self.inputs = cache, inputs
 
     def __call__(self) -> Any:
@@ -98,11 +123,17 @@ class Donating:
 
 
 def attention_by_ours(cell: Cell, memory: float) -> measure.Ready:
-    query, new = cell.normal(cell.batch, 1, HEADS, SIZE), cell.normal(cell.batch, 1, cell.kv_heads, SIZE)
+    query, new = (
+        cell.normal(cell.batch, 1, HEADS, SIZE),
+        cell.normal(cell.batch, 1, cell.kv_heads, SIZE),
+    )
 
-    def step(cache: KVCache, query: jax.Array, new: jax.Array) -> tuple[jax.Array, KVCache]:
+    def step(
+        cache: KVCache, query: jax.Array, new: jax.Array
+    ) -> tuple[jax.Array, KVCache]:
         output, after = cached_attention(query, new, new, cache)
-        return output, KVCache(after.key, after.value, cache.index)  # every call is at the same position
+        # Every call is at the same position.
+        return output, KVCache(after.key, after.value, cache.index)
 
     return Donating(step, cell.filled(), query, new, memory=memory).ready()
 
@@ -110,12 +141,18 @@ def attention_by_ours(cell: Cell, memory: float) -> measure.Ready:
 def attention_by_torch(cell: Cell) -> measure.Ready:
     torch, device = measure.torch_here()
     like = {"device": device, "dtype": getattr(torch, cell.dtype)}
-    key, value = (torch.randn(cell.batch, cell.kv_heads, cell.cache, SIZE, **like) for _ in range(2))
+    key, value = (
+        torch.randn(cell.batch, cell.kv_heads, cell.cache, SIZE, **like)
+        for _ in range(2)
+    )
     query, new = (
         torch.randn(cell.batch, HEADS, 1, SIZE, **like),
         torch.randn(cell.batch, cell.kv_heads, 1, SIZE, **like),
     )
-    place, end = torch.tensor([min(cell.position, cell.cache - 1)], device=device), min(cell.position + 1, cell.cache)
+    place, end = (
+        torch.tensor([min(cell.position, cell.cache - 1)], device=device),
+        min(cell.position + 1, cell.cache),
+    )
     grouped = {"enable_gqa": True} if cell.kv_heads != HEADS else {}
 
     def call() -> object:
@@ -133,14 +170,20 @@ def copy(cell: Cell, memory: float) -> measure.Ready:
     array = cell.normal(cell.cached_bytes // jnp.dtype(cell.dtype).itemsize)
 
     def step(target: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return source[:1], source + jnp.asarray(1, source.dtype)  # into the memory of the target
+        # Into the memory of the target.
+        return source[:1], source + jnp.asarray(1, source.dtype)
 
     return Donating(step, array + 1, array, memory=memory).ready()
 
 
 def module(cls: type, cell: Cell, **options: Any) -> Any:
     dtype = jnp.dtype(cell.dtype)
-    given = {"num_kv_heads": cell.kv_heads, "dtype": dtype, "param_dtype": dtype, "rngs": nnx.Rngs(0)}
+    given = {
+        "num_kv_heads": cell.kv_heads,
+        "dtype": dtype,
+        "param_dtype": dtype,
+        "rngs": nnx.Rngs(0),
+    }
     layer = cls(HEADS, FEATURES, **(given | options))
     if options["decode"]:
         layer.init_cache((cell.batch, cell.cache, FEATURES), dtype)
@@ -151,18 +194,25 @@ def module(cls: type, cell: Cell, **options: Any) -> Any:
 def step_donated(cls: type, cell: Cell, memory: float) -> measure.Ready:
     graph, cache, rest = nnx.split(module(cls, cell, decode=True), nnx.Cache, ...)
 
-    def step(cache: nnx.State, rest: nnx.State, x: jax.Array) -> tuple[jax.Array, nnx.State]:
+    def step(
+        cache: nnx.State, rest: nnx.State, x: jax.Array
+    ) -> tuple[jax.Array, nnx.State]:
         layer = nnx.merge(graph, cache, rest)
         before = layer.cache_index[...]
         output = layer(x)
         layer.cache_index[...] = before  # every call is at the same position
         return output, nnx.state(layer, nnx.Cache)
 
-    return Donating(step, cache, rest, cell.normal(cell.batch, 1, FEATURES), memory=memory).ready()
+    return Donating(
+        step, cache, rest, cell.normal(cell.batch, 1, FEATURES), memory=memory
+    ).ready()
 
 
 def step_of_flax(cell: Cell) -> measure.Ready:
-    layer, x = module(nnx.MultiHeadAttention, cell, decode=True), cell.normal(cell.batch, 1, FEATURES)
+    layer, x = (
+        module(nnx.MultiHeadAttention, cell, decode=True),
+        cell.normal(cell.batch, 1, FEATURES),
+    )
     step = nnx.jit(lambda layer, x: layer(x))
 
     def before() -> None:
@@ -174,21 +224,36 @@ def step_of_flax(cell: Cell) -> measure.Ready:
 def without_cache(cell: Cell, length: int, memory: float) -> measure.Ready:
     graph, state = nnx.split(module(flax_mha.MultiHeadAttention, cell, decode=False))
     x = cell.normal(cell.batch, length, FEATURES)
-    return measure.compiled(lambda state, x: nnx.merge(graph, state)(x, is_causal=True), state, x, memory=memory)
+    return measure.compiled(
+        lambda state, x: nnx.merge(graph, state)(x, is_causal=True),
+        state,
+        x,
+        memory=memory,
+    )
 
 
 def prompt_of_ours(cell: Cell, memory: float) -> measure.Ready:
     empty = cell._replace(position=0)
-    graph, cache, rest = nnx.split(module(flax_mha.MultiHeadAttention, empty, decode=True), nnx.Cache, ...)
+    graph, cache, rest = nnx.split(
+        module(flax_mha.MultiHeadAttention, empty, decode=True), nnx.Cache, ...
+    )
 
-    def step(cache: nnx.State, rest: nnx.State, x: jax.Array) -> tuple[jax.Array, nnx.State]:
+    def step(
+        cache: nnx.State, rest: nnx.State, x: jax.Array
+    ) -> tuple[jax.Array, nnx.State]:
         layer = nnx.merge(graph, cache, rest)
         before = layer.cache_index[...]
         output = layer(x)
         layer.cache_index[...] = before
         return output, nnx.state(layer, nnx.Cache)
 
-    return Donating(step, cache, rest, cell.normal(cell.batch, cell.position, FEATURES), memory=memory).ready()
+    return Donating(
+        step,
+        cache,
+        rest,
+        cell.normal(cell.batch, cell.position, FEATURES),
+        memory=memory,
+    ).ready()
 
 
 def peers_of(cell: Cell, memory: float) -> measure.Peers:
@@ -200,10 +265,16 @@ def peers_of(cell: Cell, memory: float) -> measure.Peers:
         }
     if cell.what == "step":
         return {
-            OURS: functools.partial(step_donated, flax_mha.MultiHeadAttention, cell, memory),
+            OURS: functools.partial(
+                step_donated, flax_mha.MultiHeadAttention, cell, memory
+            ),
             FLAX: functools.partial(step_of_flax, cell),
-            FLAX_DONATED: functools.partial(step_donated, nnx.MultiHeadAttention, cell, memory),
-            RECOMPUTED: functools.partial(without_cache, cell, cell.position + 1, memory),
+            FLAX_DONATED: functools.partial(
+                step_donated, nnx.MultiHeadAttention, cell, memory
+            ),
+            RECOMPUTED: functools.partial(
+                without_cache, cell, cell.position + 1, memory
+            ),
         }
     return {
         OURS: functools.partial(prompt_of_ours, cell, memory),
@@ -212,12 +283,18 @@ def peers_of(cell: Cell, memory: float) -> measure.Peers:
 
 
 def cells_of(options: Any) -> list[Cell]:
-    """Every combination; positions are 256, half and nearly all of the cache, and 1024 for prompts."""
+    """Every combination; positions are 256, half and nearly all of the cache, and 1024
+    for prompts.
+    """
     cells = []
     for what in options.what:
         for cache in options.caches:
             positions = sorted({min(256, cache - 1), cache // 2, cache - 1})
-            for position in [min(p, cache) for p in (128, 1024, 4096)] if what == "prompt" else positions:
+            for position in (
+                [min(p, cache) for p in (128, 1024, 4096)]
+                if what == "prompt"
+                else positions
+            ):
                 for batch in options.batches:
                     cells += [
                         Cell(what, batch, cache, position, heads, dtype)
@@ -229,18 +306,31 @@ def cells_of(options: Any) -> list[Cell]:
 
 def plot(rows: list[measure.Row], options: Any) -> None:
     """Milliseconds of a step against the position."""
-    figure, panels = measure.grid(rows, "what", "kv_heads", ("tokens in the cache", "milliseconds"))
+    figure, panels = measure.grid(
+        rows, "what", "kv_heads", ("tokens in the cache", "milliseconds")
+    )
     for axes, own in panels:
         largest = max(row["cache"] for row in own)
-        shown = [row for row in own if row["cache"] == largest and row["batch"] == own[0]["batch"]]
-        measure.lines(axes, [row for row in shown if row["dtype"] == shown[0]["dtype"]], "position", "ms")
+        shown = [
+            row
+            for row in own
+            if row["cache"] == largest and row["batch"] == own[0]["batch"]
+        ]
+        measure.lines(
+            axes,
+            [row for row in shown if row["dtype"] == shown[0]["dtype"]],
+            "position",
+            "ms",
+        )
     figure.suptitle(f"Decoding over a cache ({measure.about()['device']})")
     measure.save(figure, options.out)
 
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--what", type=measure.names, default=["attention", "step", "prompt"])
+    parser.add_argument(
+        "--what", type=measure.names, default=["attention", "step", "prompt"]
+    )
     parser.add_argument("--caches", type=measure.numbers, default=[128, 4096, 32768])
     parser.add_argument("--batches", type=measure.numbers, default=[1, 8])
     parser.add_argument("--kv-heads", type=measure.numbers, default=[8, 2, 1])
@@ -248,14 +338,20 @@ def main() -> None:
     options = parser.parse_args()
     with measure.Report("Decoding, 8 heads of size 64", COLUMNS, options) as report:
         for cell in report.each(cells_of(options)):
-            results = measure.compare(peers_of(cell, options.memory), options, report.say)
+            results = measure.compare(
+                peers_of(cell, options.memory), options, report.say
+            )
             for name in (OURS, TORCH, COPY) if cell.what == "attention" else ():
                 if "ms" in results[name]:
-                    results[name]["gb_per_s"] = cell.cached_bytes / 1e6 / results[name]["ms"]
+                    results[name]["gb_per_s"] = (
+                        cell.cached_bytes / 1e6 / results[name]["ms"]
+                    )
             if "gb_per_s" in results.get(COPY, {}):
                 for result in results.values():
                     if "gb_per_s" in result:
-                        result["of_copy"] = result["gb_per_s"] / results[COPY]["gb_per_s"]
+                        result["of_copy"] = (
+                            result["gb_per_s"] / results[COPY]["gb_per_s"]
+                        )
             if "ms" in results.get(FLAX, {}):
                 for result in results.values():
                     if "ms" in result:

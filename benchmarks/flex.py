@@ -1,10 +1,12 @@
 """Measures score_mod and mask objects, compared with PyTorch's compiled FlexAttention.
 
-    python benchmarks/flex.py [--lengths 2048,8192] [--cases "no mod,ALiBi,causal,16 documents"]
+    python benchmarks/flex.py [--lengths 2048,8192] [--cases "no mod,ALiBi,causal,16
+    documents"]
                               [--seconds S | --rounds N] [--out benchmarks/results/NAME]
 
-float32; 8 heads of size 64 up to 2048 tokens, 4 beyond. On a CPU FlexAttention has no gradient, so there our `backward`
-(the value and the gradients of query, key and value) stands beside the dense one. Needs a C++ compiler.
+float32; 8 heads of size 64 up to 2048 tokens, 4 beyond. On a CPU FlexAttention has no
+gradient, so there our `backward` (the value and the gradients of query, key and value)
+stands beside the dense one. Needs a C++ compiler.
 
 Columns:
   spread      distance between the quartiles, in % of the median
@@ -21,7 +23,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # or a second run would not compile
+# Or a second run would not compile.
+os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
 
 import jax.numpy as jnp
 import measure
@@ -62,8 +65,14 @@ def alibi(length: int, heads: int) -> Case:
     slopes = 2.0 ** (-8 * np.arange(1, heads + 1, dtype=np.float32) / heads)
     ours, theirs = jnp.asarray(slopes), torch_array(slopes)
     return Case(
-        {"score_mod": lambda score, b, h, q_idx, kv_idx: score - ours[h] * abs(q_idx - kv_idx)},
-        score_mod=lambda score, b, h, q_idx, kv_idx: score - theirs[h] * abs(q_idx - kv_idx),
+        {
+            "score_mod": lambda score, b, h, q_idx, kv_idx: (
+                score - ours[h] * abs(q_idx - kv_idx)
+            )
+        },
+        score_mod=lambda score, b, h, q_idx, kv_idx: (
+            score - theirs[h] * abs(q_idx - kv_idx)
+        ),
     )
 
 
@@ -77,7 +86,9 @@ def documents(length: int, heads: int) -> Case:
     theirs = torch_array(ids)
     return Case(
         recipes.documents(jnp.asarray(ids)[None]),
-        mask_mod=lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (theirs[q_idx] == theirs[kv_idx]),
+        mask_mod=lambda b, h, q_idx, kv_idx: (
+            (q_idx >= kv_idx) & (theirs[q_idx] == theirs[kv_idx])
+        ),
     )
 
 
@@ -103,11 +114,17 @@ def arrays(length: int) -> list[np.ndarray]:
     return [rng.standard_normal(shape_of(length), np.float32) for _ in range(4)]
 
 
-def ours(implementation: str | None, case: Case, length: int, direction: str, memory: float) -> measure.Ready:
-    attend = functools.partial(dot_product_attention, **case.ours, implementation=implementation)
+def ours(
+    implementation: str | None, case: Case, length: int, direction: str, memory: float
+) -> measure.Ready:
+    attend = functools.partial(
+        dot_product_attention, **case.ours, implementation=implementation
+    )
     *inputs, cotangent = map(jnp.asarray, arrays(length))
     if direction == "backward":
-        return measure.compiled(measure.value_and_pullback(attend), cotangent, *inputs, memory=memory)
+        return measure.compiled(
+            measure.value_and_pullback(attend), cotangent, *inputs, memory=memory
+        )
     return measure.compiled(attend, *inputs, memory=memory)
 
 
@@ -117,10 +134,14 @@ def theirs(case: Case, length: int, direction: str) -> measure.Ready:
         raise NotImplementedError("no gradient on a CPU")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    *inputs, cotangent = (torch.from_numpy(x.swapaxes(1, 2).copy()).to(device) for x in arrays(length))
+    *inputs, cotangent = (
+        torch.from_numpy(x.swapaxes(1, 2).copy()).to(device) for x in arrays(length)
+    )
     for x in inputs:
         x.requires_grad_(direction == "backward")
-    block_mask = case.mask_mod and create_block_mask(case.mask_mod, None, None, length, length, device=device)
+    block_mask = case.mask_mod and create_block_mask(
+        case.mask_mod, None, None, length, length, device=device
+    )
     torch.compiler.reset()
     warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
     attend = torch.compile(flex_attention)
@@ -135,7 +156,9 @@ def theirs(case: Case, length: int, direction: str) -> measure.Ready:
 
     start = time.perf_counter()
     measure.torch_wait(call())
-    return measure.Ready(call, measure.torch_wait, compile_s=time.perf_counter() - start)
+    return measure.Ready(
+        call, measure.torch_wait, compile_s=time.perf_counter() - start
+    )
 
 
 def plot(rows: list[measure.Row], options) -> None:
@@ -162,15 +185,22 @@ def main() -> None:
         for length, name, direction in report.each(cells):
             case = CASES[name](length, shape_of(length)[2])
             peers = {
-                OURS: functools.partial(ours, None, case, length, direction, options.memory),
-                DENSE: functools.partial(ours, "xla", case, length, direction, options.memory),
+                OURS: functools.partial(
+                    ours, None, case, length, direction, options.memory
+                ),
+                DENSE: functools.partial(
+                    ours, "xla", case, length, direction, options.memory
+                ),
                 FLEX: functools.partial(theirs, case, length, direction),
             }
             results = measure.compare(peers, options, report.say)
             measure.ratios(results, FLEX, "to_torch")
             measure.ratios(results, DENSE, "to_dense")
             shape = ", ".join(map(str, shape_of(length)))
-            report.add({"length": length, "shape": shape, "case": name, "pass": direction}, results)
+            report.add(
+                {"length": length, "shape": shape, "case": name, "pass": direction},
+                results,
+            )
     plot(report.rows, options)
 
 

@@ -1,9 +1,12 @@
-"""Measures attention over a list of keys per query, compared with a plain gather and with causal attention to all keys.
+"""Measures attention over a list of keys per query, compared with a plain gather and
+with causal attention to all keys.
 
-    python benchmarks/gathered.py [--lengths 1024,8192] [--keys 64] [--seconds S | --rounds N] [--out NAME]
+    python benchmarks/gathered.py [--lengths 1024,8192] [--keys 64] [--seconds S |
+    --rounds N] [--out NAME]
 
-One sequence, 8 heads of size 64, float32. Each query lists random keys of its past; -1 fills the lists of the first
-queries. `backward` is the value and the gradients of query, key and value.
+One sequence, 8 heads of size 64, float32. Each query lists random keys of its past; -1
+fills the lists of the first queries. `backward` is the value and the gradients of
+query, key and value.
 
 Rows:
   flax_mha key_indices  `dot_product_attention` with `key_indices`
@@ -29,33 +32,60 @@ import numpy as np
 from flax_mha import dot_product_attention
 
 HEADS, HEAD_DIM = 8, 64
-COLUMNS = {"length": "T", "keys": "keys", "pass": "pass", "implementation": "attention", "ms": "ms"}
-COLUMNS |= {"spread": "spread", "to_listed": "x", "temporaries_mib": "MiB", "compile_s": "compile", "note": ""}
+COLUMNS = {
+    "length": "T",
+    "keys": "keys",
+    "pass": "pass",
+    "implementation": "attention",
+    "ms": "ms",
+}
+COLUMNS |= {
+    "spread": "spread",
+    "to_listed": "x",
+    "temporaries_mib": "MiB",
+    "compile_s": "compile",
+    "note": "",
+}
 
 
 def plain_gather(indices: jax.Array, *arrays: jax.Array) -> jax.Array:
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays)
     lists = indices[:, None, :, :, None]  # [B, 1, T, k, 1]
-    keys, values = (jnp.take_along_axis(x[:, :, None], lists, axis=3) for x in (key, value))
+    keys, values = (
+        jnp.take_along_axis(x[:, :, None], lists, axis=3) for x in (key, value)
+    )
     scores = jnp.einsum("bnth,bntkh->bntk", query, keys) / HEAD_DIM**0.5
     weights = jax.nn.softmax(jnp.where(indices[:, None] >= 0, scores, -jnp.inf))
     return jnp.einsum("bntk,bntkh->btnh", weights, values)
 
 
 ATTENTION: dict[str, Callable[..., jax.Array]] = {
-    "flax_mha key_indices": lambda indices, *arrays: dot_product_attention(*arrays, key_indices=indices),
+    "flax_mha key_indices": lambda indices, *arrays: dot_product_attention(
+        *arrays, key_indices=indices
+    ),
     "plain gather": plain_gather,
-    "flax_mha causal": lambda indices, *arrays: dot_product_attention(*arrays, is_causal=True),
+    "flax_mha causal": lambda indices, *arrays: dot_product_attention(
+        *arrays, is_causal=True
+    ),
 }
 
 
-def peer(attend: Callable[..., jax.Array], length: int, keys: int, direction: str, memory: float) -> measure.Ready:
+def peer(
+    attend: Callable[..., jax.Array],
+    length: int,
+    keys: int,
+    direction: str,
+    memory: float,
+) -> measure.Ready:
     rng = np.random.default_rng(0)
     lists = np.full((1, length, keys), -1, np.int32)
     for t in range(length):
         count = min(t + 1, keys)
         lists[0, t, :count] = rng.choice(t + 1, count, replace=False)
-    x = [jnp.asarray(rng.standard_normal((1, length, HEADS, HEAD_DIM), np.float32)) for _ in range(4)]
+    x = [
+        jnp.asarray(rng.standard_normal((1, length, HEADS, HEAD_DIM), np.float32))
+        for _ in range(4)
+    ]
 
     def call(indices: jax.Array, *arrays: jax.Array) -> Any:
         listed = functools.partial(attend, indices)
@@ -68,16 +98,27 @@ def peer(attend: Callable[..., jax.Array], length: int, keys: int, direction: st
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--lengths", type=measure.numbers, default=[1024, 2048, 4096, 8192])
+    parser.add_argument(
+        "--lengths", type=measure.numbers, default=[1024, 2048, 4096, 8192]
+    )
     parser.add_argument("--keys", type=measure.numbers, default=[64])
     options = parser.parse_args()
-    cells = list(itertools.product(options.lengths, options.keys, ("forward", "backward")))
-    with measure.Report("Attention over a list of keys per query", COLUMNS, options) as report:
+    cells = list(
+        itertools.product(options.lengths, options.keys, ("forward", "backward"))
+    )
+    with measure.Report(
+        "Attention over a list of keys per query", COLUMNS, options
+    ) as report:
         for cell in report.each(cells):
-            peers = {name: functools.partial(peer, f, *cell, options.memory) for name, f in ATTENTION.items()}
+            peers = {
+                name: functools.partial(peer, f, *cell, options.memory)
+                for name, f in ATTENTION.items()
+            }
             results = measure.compare(peers, options, report.say)
             measure.ratios(results, "flax_mha key_indices", "to_listed")
-            report.add(dict(zip(("length", "keys", "pass"), cell, strict=True)), results)
+            report.add(
+                dict(zip(("length", "keys", "pass"), cell, strict=True)), results
+            )
     figure, panels = measure.grid(report.rows, "keys", "pass", ("tokens", "ms"))
     for axes, rows in panels:
         measure.lines(axes, rows, "length", "ms")

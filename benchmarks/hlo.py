@@ -1,19 +1,31 @@
-"""Reads kernels, memory traffic and collectives from the text (HLO) of a compiled program.
+"""Reads kernels, memory traffic and collectives from the text (HLO) of a compiled
+program.
 
-Nothing has to run for that. Traffic is what instructions read and write in the device's main memory, from the shapes of
-their operands and results: of an operand that is only sliced, the slices; of an array that is updated in place, the
-update; nothing of what stays on chip. A loop counts as often as it runs, or once where that is not known.
+Nothing has to run for that. Traffic is what instructions read and write in the device's
+main memory, from the shapes of their operands and results: of an operand that is only
+sliced, the slices; of an array that is updated in place, the update; nothing of what
+stays on chip. A loop counts as often as it runs, or once where that is not known.
 
-Of a conditional the branch counts that moves least, of those without a loop of unknown length if there are any. Ours
-take the other one only where something is NaN, infinite or very large.
+Of a conditional the branch counts that moves least, of those without a loop of unknown
+length if there are any. Ours take the other one only where something is NaN, infinite
+or very large.
 """
 
 import math
 import re
 from typing import NamedTuple
 
-SIZES = {"pred": 1, "bf16": 2, "f16": 2} | {f"{kind}{bits}": bits // 8 for kind in "sufc" for bits in (8, 16, 32, 64)}
-COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
+SIZES = {"pred": 1, "bf16": 2, "f16": 2} | {
+    f"{kind}{bits}": bits // 8 for kind in "sufc" for bits in (8, 16, 32, 64)
+}
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "reduce-scatter",
+    "collective-permute",
+    "ragged-all-to-all",
+)
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "iota", "add-dependency",
@@ -43,12 +55,22 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it runs, without those that are applied element by element."""
+        """Names of the computations that it runs, without those that are applied
+        element by element.
+        """
         names = r"(?:calls|body|true_computation|false_computation|branch_computations|called_computations)"
         groups = re.findall(names + r"=(?:\{([^}]*)\}|(%[\w.\-]+))", self.attributes)
         if self.opcode in ("call", "async-start"):
-            groups += re.findall(r"(?:to_apply|calls)=(?:\{([^}]*)\}|(%[\w.\-]+))", self.attributes)
-        return list(dict.fromkeys(name for pair in groups for name in re.findall(r"%[\w.\-]+", "".join(pair))))
+            groups += re.findall(
+                r"(?:to_apply|calls)=(?:\{([^}]*)\}|(%[\w.\-]+))", self.attributes
+            )
+        return list(
+            dict.fromkeys(
+                name
+                for pair in groups
+                for name in re.findall(r"%[\w.\-]+", "".join(pair))
+            )
+        )
 
     @property
     def is_attention(self) -> bool:
@@ -63,7 +85,8 @@ class Costs(NamedTuple):
       attention: Launches of fused attention kernels.
       others: Launches of all other kernels.
       traffic: Bytes that the others read and write.
-      step: Of these, bytes that one step of an innermost loop moves, the largest; 0 if there is no loop.
+      step: Of these, bytes that one step of an innermost loop moves, the largest; 0 if
+        there is no loop.
       is_exact: Whether the trips of all loops are known.
       collectives: How often each collective runs.
     """
@@ -78,9 +101,17 @@ class Costs(NamedTuple):
     def plus(self, other: "Costs", times: float = 1) -> "Costs":
         """The sum, with the other taken so many times."""
         names = [*self.collectives, *other.collectives]
-        added = {name: self.collectives.get(name, 0) + times * other.collectives.get(name, 0) for name in names}
+        added = {
+            name: self.collectives.get(name, 0) + times * other.collectives.get(name, 0)
+            for name in names
+        }
         numbers = (a + times * b for a, b in zip(self[:3], other[:3], strict=True))
-        return Costs(*numbers, max(self.step, other.step), self.is_exact and other.is_exact, added)
+        return Costs(
+            *numbers,
+            max(self.step, other.step),
+            self.is_exact and other.is_exact,
+            added,
+        )
 
 
 class Program:
@@ -88,8 +119,8 @@ class Program:
 
     Args:
       text: What `compiled.as_text()` says.
-      trips: How often loops run of which the compiler does not tell it, together those that follow one another in one
-        computation; None counts them once, and says so.
+      trips: How often loops run of which the compiler does not tell it, together those
+        that follow one another in one computation; None counts them once, and says so.
     """
 
     def __init__(self, text: str, trips: float | None = None):
@@ -114,9 +145,15 @@ class Program:
             total = total.plus(self._costs_of(instruction, results, share))
         return total
 
-    def _costs_of(self, instruction: Instruction, results: dict[str, str], share: float | None) -> Costs:
+    def _costs_of(
+        self, instruction: Instruction, results: dict[str, str], share: float | None
+    ) -> Costs:
         opcode = instruction.opcode
-        if opcode in FREE or opcode.endswith(ALSO_FREE) or NO_KERNEL.search(instruction.attributes):
+        if (
+            opcode in FREE
+            or opcode.endswith(ALSO_FREE)
+            or NO_KERNEL.search(instruction.attributes)
+        ):
             return Costs()
         name = next((name for name in COLLECTIVES if opcode.startswith(name)), None)
         if name is not None:
@@ -126,16 +163,26 @@ class Program:
         if opcode == "while":
             trips = _trips(instruction) or share
             body = self.costs(instruction.called[0])
-            body = body._replace(step=body.step or body.traffic, is_exact=body.is_exact and trips is not None)
+            body = body._replace(
+                step=body.step or body.traffic,
+                is_exact=body.is_exact and trips is not None,
+            )
             return Costs().plus(body, trips or 1)
         if opcode == "conditional":
-            return min(map(self.costs, instruction.called), key=lambda costs: (not costs.is_exact, costs.traffic))
+            return min(
+                map(self.costs, instruction.called),
+                key=lambda costs: (not costs.is_exact, costs.traffic),
+            )
         if opcode in ("call", "async-start") and instruction.called:
             return self.costs(instruction.called[0])
         return Costs(others=1, traffic=self._traffic(instruction, results))
 
     def _traffic(self, instruction: Instruction, results: dict[str, str]) -> float:
-        inside = self.computations[instruction.called[0]] if instruction.opcode == "fusion" else []
+        inside = (
+            self.computations[instruction.called[0]]
+            if instruction.opcode == "fusion"
+            else []
+        )
         if not inside:
             return _bytes_of(instruction, results)
         parameters = [i for i in inside if i.opcode == "parameter"]
@@ -155,7 +202,9 @@ def _instruction(name: str, text: str) -> Instruction:
     end = _closing(rest, opening)
     inner = rest[opening + 1 : end - 1]
     attributes = inner if rest[:opening] == "parameter" else rest[end:]
-    return Instruction(name, result, rest[:opening], re.findall(r"%[\w.\-]+", inner), attributes)
+    return Instruction(
+        name, result, rest[:opening], re.findall(r"%[\w.\-]+", inner), attributes
+    )
 
 
 def _closing(text: str, opening: int) -> int:
@@ -170,7 +219,9 @@ def _closing(text: str, opening: int) -> int:
 
 def size_of(shape: str) -> int:
     """Bytes of all its arrays in main memory."""
-    return sum(_size(array) for array in ARRAY.finditer(shape) if _in_main_memory(array[0]))
+    return sum(
+        _size(array) for array in ARRAY.finditer(shape) if _in_main_memory(array[0])
+    )
 
 
 def _size(array: re.Match) -> int:
@@ -183,16 +234,23 @@ def _in_main_memory(shape: str) -> bool:
 
 def _bytes_of(instruction: Instruction, results: dict[str, str]) -> float:
     """Of an instruction that stands alone."""
-    if instruction.opcode == "copy-start":  # its result: two arrays, of which one is the operand, and a context
+    # Its result: two arrays, of which one is the operand, and a context.
+    if instruction.opcode == "copy-start":
         return size_of(instruction.result)
-    if instruction.opcode == "slice-start":  # its result: the operand, the slice and a context
+    # Its result: the operand, the slice and a context.
+    if instruction.opcode == "slice-start":
         _, part, *_ = ARRAY.finditer(instruction.result)
         return _size(part) + size_of(part[0])
     if instruction.opcode in ("dynamic-slice", "slice", "gather"):
-        return 2 * min(size_of(instruction.result), *(size_of(results[name]) for name in instruction.operands[:1]))
+        return 2 * min(
+            size_of(instruction.result),
+            *(size_of(results[name]) for name in instruction.operands[:1]),
+        )
     if instruction.opcode == "dynamic-update-slice":
         return 2 * size_of(results[instruction.operands[1]])
-    return sum(size_of(results[name]) for name in instruction.operands) + size_of(instruction.result)
+    return sum(size_of(results[name]) for name in instruction.operands) + size_of(
+        instruction.result
+    )
 
 
 def _bytes_read(parameter: Instruction, inside: list[Instruction]) -> float:
@@ -203,7 +261,9 @@ def _bytes_read(parameter: Instruction, inside: list[Instruction]) -> float:
             total += _bytes_read(user, inside)
         elif user.opcode in ("dynamic-slice", "slice", "gather"):
             total += size_of(user.result)
-        elif user.opcode != "dynamic-update-slice" or parameter.name in user.operands[1:]:
+        elif (
+            user.opcode != "dynamic-update-slice" or parameter.name in user.operands[1:]
+        ):
             return math.inf
     return total
 
@@ -212,7 +272,9 @@ def _bytes_written(fusion: Instruction, inside: list[Instruction]) -> float:
     """What a fusion writes: of what is updated in place, the update."""
     results = {i.name: i for i in inside}
     root = inside[-1]
-    parts = [results[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    parts = (
+        [results[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    )
     written = size_of(fusion.result)
     for part in parts:
         while part.opcode == "bitcast":

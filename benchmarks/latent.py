@@ -1,9 +1,12 @@
-"""Measures a decoding step of latent attention, compared with a cache of full keys and values for the same heads.
+"""Measures a decoding step of latent attention, compared with a cache of full keys and
+values for the same heads.
 
-    python benchmarks/latent.py [--caches 4096] [--batches 8] [--dtypes float32] [--seconds S | --rounds N] [--out NAME]
+    python benchmarks/latent.py [--caches 4096] [--batches 8] [--dtypes float32]
+    [--seconds S | --rounds N] [--out NAME]
 
-The sizes are those of DeepSeek-V2-Lite: 2048 features, 16 heads, keys of 128 features and 64 rotary ones, values of
-128, a latent of 512. One token is decoded while the cache holds all but one; caches are donated and written in place.
+The sizes are those of DeepSeek-V2-Lite: 2048 features, 16 heads, keys of 128 features
+and 64 rotary ones, values of 128, a latent of 512. One token is decoded while the cache
+holds all but one; caches are donated and written in place.
 
 Rows:
   latent      MultiHeadLatentAttention, a cache of 576 numbers per token
@@ -31,8 +34,19 @@ import flax_mha
 from flax_mha.rope import RoPE
 
 FEATURES, HEADS = 2048, 16
-SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-COLUMNS = {"batch": "batch", "cache": "cache", "dtype": "dtype", "implementation": "cached", "ms": "ms"}
+SIZES = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+COLUMNS = {
+    "batch": "batch",
+    "cache": "cache",
+    "dtype": "dtype",
+    "implementation": "cached",
+    "ms": "ms",
+}
 COLUMNS |= {"spread": "spread", "cache_mib": "cache MiB", "to_heads": "x", "note": ""}
 LATENT, SMALL, LARGE = "latent", "heads, 128", "heads, 160"
 
@@ -46,13 +60,22 @@ class Cell(NamedTuple):
 
     def module(self, name: str) -> Any:
         dtype = jnp.dtype(self.dtype)
-        options = {"dtype": dtype, "param_dtype": dtype, "decode": True, "rngs": nnx.Rngs(0)}
+        options = {
+            "dtype": dtype,
+            "param_dtype": dtype,
+            "decode": True,
+            "rngs": nnx.Rngs(0),
+        }
         if name == LATENT:
             rope = RoPE(interleaved=True)
-            layer: Any = flax_mha.MultiHeadLatentAttention(HEADS, FEATURES, **SIZES, rope=rope, **options)
+            layer: Any = flax_mha.MultiHeadLatentAttention(
+                HEADS, FEATURES, **SIZES, rope=rope, **options
+            )
         else:
             features = HEADS * (128 if name == SMALL else 160)
-            layer = flax_mha.MultiHeadAttention(HEADS, FEATURES, features, use_bias=False, rope=RoPE(), **options)
+            layer = flax_mha.MultiHeadAttention(
+                HEADS, FEATURES, features, use_bias=False, rope=RoPE(), **options
+            )
         layer.init_cache((self.batch, self.cache, FEATURES), dtype)
         layer.cache_index[...] = jnp.asarray(self.cache - 1, jnp.int32)
         return layer
@@ -60,9 +83,13 @@ class Cell(NamedTuple):
 
 def step(cell: Cell, name: str, memory: float) -> measure.Ready:
     graph, cache, rest = nnx.split(cell.module(name), nnx.Cache, ...)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((cell.batch, 1, FEATURES)), cell.dtype)
+    x = jnp.asarray(
+        np.random.default_rng(0).standard_normal((cell.batch, 1, FEATURES)), cell.dtype
+    )
 
-    def call(cache: nnx.State, rest: nnx.State, x: jax.Array) -> tuple[jax.Array, nnx.State]:
+    def call(
+        cache: nnx.State, rest: nnx.State, x: jax.Array
+    ) -> tuple[jax.Array, nnx.State]:
         layer = nnx.merge(graph, cache, rest)
         before = layer.cache_index[...]
         output = layer(x)
@@ -74,7 +101,13 @@ def step(cell: Cell, name: str, memory: float) -> measure.Ready:
 
 def cache_mib(cell: Cell, name: str) -> float:
     shapes = nnx.eval_shape(lambda: cell.module(name))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(shapes, nnx.Cache))) / 2**20
+    return (
+        sum(
+            x.size * x.dtype.itemsize
+            for x in jax.tree.leaves(nnx.state(shapes, nnx.Cache))
+        )
+        / 2**20
+    )
 
 
 def main() -> None:
@@ -84,9 +117,14 @@ def main() -> None:
     parser.add_argument("--dtypes", type=measure.names, default=["float32", "bfloat16"])
     options = parser.parse_args()
     sizes = itertools.product(options.batches, options.caches, options.dtypes)
-    with measure.Report("Decoding with latent attention, 16 heads", COLUMNS, options) as report:
+    with measure.Report(
+        "Decoding with latent attention, 16 heads", COLUMNS, options
+    ) as report:
         for cell in report.each([Cell(*size) for size in sizes]):
-            peers = {name: functools.partial(step, cell, name, options.memory) for name in (LATENT, SMALL, LARGE)}
+            peers = {
+                name: functools.partial(step, cell, name, options.memory)
+                for name in (LATENT, SMALL, LARGE)
+            }
             results = measure.compare(peers, options, report.say)
             for name, result in results.items():
                 result["cache_mib"] = cache_mib(cell, name)

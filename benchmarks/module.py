@@ -1,10 +1,13 @@
 """Measures the whole module, including the projections, compared with Flax and PyTorch.
 
-    python benchmarks/module.py [--lengths 128,512,2048,8192] [--dtype float32] [--passes forward,backward]
-                                [--seconds S | --rounds N] [--out benchmarks/results/NAME]
+    python benchmarks/module.py [--lengths 128,512,2048,8192] [--dtype float32]
+    [--passes forward,backward]
+                                [--seconds S | --rounds N] [--out
+                                benchmarks/results/NAME]
 
-Causal self-attention without dropout. `backward` is the value and the gradients of all parameters and of the input, for
-a given cotangent. Of the jax modules only the compute is timed (nnx.split, then jit).
+Causal self-attention without dropout. `backward` is the value and the gradients of all
+parameters and of the input, for a given cotangent. Of the jax modules only the compute
+is timed (nnx.split, then jit).
 
 Columns:
   spread      distance between the quartiles, in % of the median
@@ -44,7 +47,11 @@ COLUMNS = {
 }
 # Length -> batch, features, heads.
 SIZES = {128: (8, 512, 8), 512: (4, 512, 8), 2048: (1, 512, 8), 8192: (1, 256, 4)}
-OURS, FLAX, TORCH = "flax_mha.MultiHeadAttention", "flax.nnx.MultiHeadAttention", "torch.nn.MultiheadAttention"
+OURS, FLAX, TORCH = (
+    "flax_mha.MultiHeadAttention",
+    "flax.nnx.MultiHeadAttention",
+    "torch.nn.MultiheadAttention",
+)
 
 
 class Cell(NamedTuple):
@@ -64,9 +71,14 @@ class Cell(NamedTuple):
     def gflop(self) -> float:
         """Of the matrix products, of what is visible."""
         batch, length, features, _ = self.sizes
-        projections, attention = 8 * batch * length * features**2, 2 * batch * length**2 * features
+        projections, attention = (
+            8 * batch * length * features**2,
+            2 * batch * length**2 * features,
+        )
         backward = self.direction == "backward"
-        return ((3 if backward else 1) * projections + (3.5 if backward else 1) * attention) / 1e9
+        return (
+            (3 if backward else 1) * projections + (3.5 if backward else 1) * attention
+        ) / 1e9
 
     def arrays(self) -> list[np.ndarray]:
         """Input, cotangent."""
@@ -74,10 +86,14 @@ class Cell(NamedTuple):
         return [rng.standard_normal(self.sizes[:3], np.float32) for _ in range(2)]
 
 
-def by_jax(module: type[nnx.MultiHeadAttention], cell: Cell, memory: float) -> measure.Ready:
+def by_jax(
+    module: type[nnx.MultiHeadAttention], cell: Cell, memory: float
+) -> measure.Ready:
     *_, features, heads = cell.sizes
     dtype = jnp.dtype(cell.dtype)
-    layer = module(heads, features, dtype=dtype, param_dtype=dtype, decode=False, rngs=nnx.Rngs(0))
+    layer = module(
+        heads, features, dtype=dtype, param_dtype=dtype, decode=False, rngs=nnx.Rngs(0)
+    )
     structure, parameters = nnx.split(layer)
 
     def call(parameters: nnx.State, x: jax.Array) -> jax.Array:
@@ -85,7 +101,9 @@ def by_jax(module: type[nnx.MultiHeadAttention], cell: Cell, memory: float) -> m
 
     x, cotangent = (jnp.asarray(x, dtype) for x in cell.arrays())
     if cell.direction == "backward":
-        return measure.compiled(measure.value_and_pullback(call), cotangent, parameters, x, memory=memory)
+        return measure.compiled(
+            measure.value_and_pullback(call), cotangent, parameters, x, memory=memory
+        )
     return measure.compiled(call, parameters, x, memory=memory)
 
 
@@ -113,7 +131,9 @@ def by_torch(cell: Cell) -> measure.Ready:
 
 def plot(rows: list[measure.Row], options) -> None:
     """Milliseconds, as a multiple of Flax's."""
-    figure, panels = measure.grid(rows, "dtype", "pass", ("milliseconds / those of Flax; lower is better", ""))
+    figure, panels = measure.grid(
+        rows, "dtype", "pass", ("milliseconds / those of Flax; lower is better", "")
+    )
     for axes, own in panels:
         measure.bars(axes, own, "shape", "to_flax")
         axes.set_ylabel("batch, length, features, heads")
@@ -123,22 +143,40 @@ def plot(rows: list[measure.Row], options) -> None:
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--lengths", type=measure.numbers, default=list(SIZES), help=f"out of {list(SIZES)}")
+    parser.add_argument(
+        "--lengths",
+        type=measure.numbers,
+        default=list(SIZES),
+        help=f"out of {list(SIZES)}",
+    )
     parser.add_argument("--dtype", default="float32" if measure.ON_CPU else "bfloat16")
     parser.add_argument("--passes", type=measure.names, default=["forward", "backward"])
     options = parser.parse_args()
-    cells = [Cell(length, options.dtype, direction) for length in options.lengths for direction in options.passes]
+    cells = [
+        Cell(length, options.dtype, direction)
+        for length in options.lengths
+        for direction in options.passes
+    ]
     with measure.Report("The whole module, causal", COLUMNS, options) as report:
         for cell in report.each(cells):
             peers = {
-                OURS: functools.partial(by_jax, flax_mha.MultiHeadAttention, cell, options.memory),
-                FLAX: functools.partial(by_jax, nnx.MultiHeadAttention, cell, options.memory),
+                OURS: functools.partial(
+                    by_jax, flax_mha.MultiHeadAttention, cell, options.memory
+                ),
+                FLAX: functools.partial(
+                    by_jax, nnx.MultiHeadAttention, cell, options.memory
+                ),
                 TORCH: functools.partial(by_torch, cell),
             }
-            results = measure.compare_speed(peers, cell.gflop, cell.dtype, options, report.say)
+            results = measure.compare_speed(
+                peers, cell.gflop, cell.dtype, options, report.say
+            )
             measure.ratios(results, FLAX, "to_flax")
             measure.ratios(results, TORCH, "to_torch")
-            facts = cell._asdict() | {"shape": ", ".join(map(str, cell.sizes)), "pass": cell.direction}
+            facts = cell._asdict() | {
+                "shape": ", ".join(map(str, cell.sizes)),
+                "pass": cell.direction,
+            }
             report.add(facts, results)
     plot(report.rows, options)
 

@@ -1,8 +1,9 @@
 """Reimplements nanoGPT's CPU recipe in PyTorch: a GPT-2 trained with AdamW.
 
-4 layers, 4 heads, 128 features, learned positions, LayerNorm without bias, GELU, a head tied to the embedding, no
-dropout; 2000 steps of 12 windows of 64 characters; AdamW with learning rate 1e-3 after 100 steps, along a cosine to
-1e-4, beta2 0.99, weight decay 0.1 of matrices, gradients clipped to norm 1.
+4 layers, 4 heads, 128 features, learned positions, LayerNorm without bias, GELU, a head
+tied to the embedding, no dropout; 2000 steps of 12 windows of 64 characters; AdamW with
+learning rate 1e-3 after 100 steps, along a cosine to 1e-4, beta2 0.99, weight decay 0.1
+of matrices, gradients clipped to norm 1.
 """
 
 import math
@@ -20,15 +21,26 @@ STEPS, WARM_UP, HIGHEST, LOWEST = 2000, 100, 1e-3, 1e-4
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = (nn.LayerNorm(FEATURES, bias=False) for _ in range(2))
-        self.qkv, self.out = nn.Linear(FEATURES, 3 * FEATURES, bias=False), nn.Linear(FEATURES, FEATURES, bias=False)
+        self.attention_norm, self.mlp_norm = (
+            nn.LayerNorm(FEATURES, bias=False) for _ in range(2)
+        )
+        self.qkv, self.out = (
+            nn.Linear(FEATURES, 3 * FEATURES, bias=False),
+            nn.Linear(FEATURES, FEATURES, bias=False),
+        )
         self.widen = nn.Linear(FEATURES, 4 * FEATURES, bias=False)
         self.narrow = nn.Linear(4 * FEATURES, FEATURES, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3, HEADS, FEATURES // HEADS)).transpose(1, 3)
+        heads = (
+            self.qkv(self.attention_norm(x))
+            .unflatten(-1, (3, HEADS, FEATURES // HEADS))
+            .transpose(1, 3)
+        )
         query, key, value = heads.unbind(2)
-        heard = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        heard = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
         x = x + self.out(heard.transpose(1, 2).flatten(2))
         return x + self.narrow(functional.gelu(self.widen(self.mlp_norm(x))))
 
@@ -43,11 +55,16 @@ class GPT(nn.Module):
         for name, array in self.named_parameters():
             if array.ndim > 1:
                 into_the_stream = name.endswith(("out.weight", "narrow.weight"))
-                nn.init.normal_(array, std=0.02 / math.sqrt(2 * LAYERS) if into_the_stream else 0.02)
+                nn.init.normal_(
+                    array, std=0.02 / math.sqrt(2 * LAYERS) if into_the_stream else 0.02
+                )
 
     def forward(self, windows: Tensor) -> Tensor:
         """The mean loss over windows `[B, T + 1]`, in nats per character."""
-        x = self.embedding(windows[:, :-1]) + self.position.weight[: windows.shape[1] - 1]
+        x = (
+            self.embedding(windows[:, :-1])
+            + self.position.weight[: windows.shape[1] - 1]
+        )
         logits = functional.linear(self.norm(self.blocks(x)), self.embedding.weight)
         return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
@@ -56,13 +73,19 @@ def learning_rate(step: int, steps: int) -> float:
     """Of a step, from 0, in a run of so many."""
     if step < WARM_UP:
         return HIGHEST * (step + 1) / (WARM_UP + 1)
-    return LOWEST + (HIGHEST - LOWEST) * (1 + math.cos(math.pi * (step - WARM_UP) / (steps - WARM_UP))) / 2
+    return (
+        LOWEST
+        + (HIGHEST - LOWEST)
+        * (1 + math.cos(math.pi * (step - WARM_UP) / (steps - WARM_UP)))
+        / 2
+    )
 
 
 def trainer(
     characters: np.ndarray, vocabulary_size: int, steps: int = STEPS
 ) -> tuple[nn.Module, Callable[[int], Tensor]]:
-    """The model, and a function that takes a step, numbered from 0, and returns its loss.
+    """The model, and a function that takes a step, numbered from 0, and returns its
+    loss.
 
     Args:
         characters: to train on, int32 `[S]`.
@@ -73,8 +96,14 @@ def trainer(
     model = GPT(vocabulary_size)
     parameters = list(model.parameters())
     groups = [
-        {"params": [array for array in parameters if array.ndim > 1], "weight_decay": 0.1},
-        {"params": [array for array in parameters if array.ndim == 1], "weight_decay": 0.0},
+        {
+            "params": [array for array in parameters if array.ndim > 1],
+            "weight_decay": 0.1,
+        },
+        {
+            "params": [array for array in parameters if array.ndim == 1],
+            "weight_decay": 0.0,
+        },
     ]
     optimizer = torch.optim.AdamW(groups, HIGHEST, betas=(0.9, 0.99), fused=True)
     text, offsets = torch.from_numpy(characters).long(), torch.arange(CONTEXT + 1)
@@ -96,4 +125,6 @@ def trainer(
 def loss_on(model: nn.Module, windows: np.ndarray) -> float:
     """The mean loss over validation windows `[C, W, T + 1]`."""
     with torch.no_grad():
-        return float(np.mean([float(model(torch.from_numpy(some).long())) for some in windows]))
+        return float(
+            np.mean([float(model(torch.from_numpy(some).long())) for some in windows])
+        )

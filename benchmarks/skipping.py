@@ -1,11 +1,13 @@
-"""Measures the time saved by skipping empty tiles, and whether a window's cost grows linearly with length.
+"""Measures the time saved by skipping empty tiles, and whether a window's cost grows
+linearly with length.
 
     python benchmarks/skipping.py [--length 16384] [--passes forward,backward]
-                                  [--seconds S | --rounds N] [--out benchmarks/results/NAME]
+                                  [--seconds S | --rounds N] [--out
+                                  benchmarks/results/NAME]
 
-One sequence of T = `--length` tokens, 4 heads of size 64, float32: all cases take turns. Then full against causal
-attention at T / 2, and the same window at T / 4, T / 2, T and 4 T. `backward` is the value and the gradients of query,
-key and value.
+One sequence of T = `--length` tokens, 4 heads of size 64, float32: all cases take
+turns. Then full against causal attention at T / 2, and the same window at T / 4, T / 2,
+T and 4 T. `backward` is the value and the gradients of query, key and value.
 
 Columns:
   spread      distance between the quartiles, in % of the median
@@ -76,7 +78,9 @@ def window(length: int) -> Case:
 
 
 def big_bird(length: int) -> Case:
-    """The diagonal, the first tile, and one tile in ten at random, for each head others; every score of these."""
+    """The diagonal, the first tile, and one tile in ten at random, for each head
+    others; every score of these.
+    """
     count = -(-length // TILE)
     table = np.random.default_rng(0).random((HEADS, count, count)) < 0.1
     table |= np.eye(count, dtype=bool) | (np.arange(count) == 0)
@@ -95,7 +99,9 @@ CASES: dict[str, Callable[[int], Case]] = {
     "prefix-LM, a quarter": lambda length: of_recipe(recipes.prefix_lm(length // 4)),
     "dilated by 4": lambda length: of_recipe(recipes.dilated(4)),
     "block-sparse": big_bird,
-    "score_mod that changes nothing": lambda length: of_recipe({"score_mod": lambda score, b, h, q_idx, kv_idx: score}),
+    "score_mod that changes nothing": lambda length: of_recipe(
+        {"score_mod": lambda score, b, h, q_idx, kv_idx: score}
+    ),
 }
 
 
@@ -106,14 +112,22 @@ def share_of_tiles(mask: Mask | None, length: int) -> float | None:
     lengths = (length, length)
     tiles = tiling.tiling_of(lengths, schedule.TILE_SHAPES[0])
     canonical = mask.canonical(Shape((1,), *lengths, HEADS, HEADS, HEAD_DIM, HEAD_DIM))
-    by_head = head.mask_by_head(store_occupancy(canonical, lengths, (0, 0), tiling.CELL), 1, (HEADS, 1))
+    by_head = head.mask_by_head(
+        store_occupancy(canonical, lengths, (0, 0), tiling.CELL), 1, (HEADS, 1)
+    )
     each = [one_of(by_head, (0, n, 0)) for n in range(HEADS)]
-    return float(np.mean(tiling.static_block_mask(tiles, each, (0, 0)).num_tiles)) / tiles.cells
+    return (
+        float(np.mean(tiling.static_block_mask(tiles, each, (0, 0)).num_tiles))
+        / tiles.cells
+    )
 
 
 def peer(case: Case, length: int, direction: str, memory: float) -> measure.Ready:
     rng = np.random.default_rng(0)
-    x = [jnp.asarray(rng.standard_normal((1, length, HEADS, HEAD_DIM), np.float32)) for _ in range(4)]
+    x = [
+        jnp.asarray(rng.standard_normal((1, length, HEADS, HEAD_DIM), np.float32))
+        for _ in range(4)
+    ]
     attend = functools.partial(attention.dot_product_attention, **case.arguments)
     if direction == "backward":
         return measure.compiled(measure.value_and_pullback(attend), *x, memory=memory)
@@ -125,8 +139,17 @@ def plot(rows: list[measure.Row], options) -> None:
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     rows = [row for row in rows if "ms" in row]
-    measure.bars(left, [row for row in rows if row["length"] == options.length], "implementation", "to_full", "pass")
-    left.set(title=f"T = {options.length:,}", xlabel="milliseconds / those of full attention; lower is better")
+    measure.bars(
+        left,
+        [row for row in rows if row["length"] == options.length],
+        "implementation",
+        "to_full",
+        "pass",
+    )
+    left.set(
+        title=f"T = {options.length:,}",
+        xlabel="milliseconds / those of full attention; lower is better",
+    )
     windows = [row for row in rows if row["implementation"] == WINDOW]
     measure.lines(right, windows, "length", "ms", "pass")
     right.set(title=WINDOW, xlabel="length", ylabel="ms")
@@ -152,7 +175,8 @@ def main() -> None:
         for length, direction in report.each(cells):
             cases = {name: CASES[name](length) for name in names[length]}
             peers = {
-                name: functools.partial(peer, case, length, direction, options.memory) for name, case in cases.items()
+                name: functools.partial(peer, case, length, direction, options.memory)
+                for name, case in cases.items()
             }
             results = measure.compare(peers, options, report.say)
             for name, result in results.items():

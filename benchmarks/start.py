@@ -1,9 +1,12 @@
-"""Measures the time before anything is computed: importing the package and tracing one call.
+"""Measures the time before anything is computed: importing the package and tracing one
+call.
 
-    python benchmarks/start.py [--length 2048] [--seconds S | --rounds N] [--out benchmarks/results/NAME]
+    python benchmarks/start.py [--length 2048] [--seconds S | --rounds N] [--out
+    benchmarks/results/NAME]
 
-Imports happen in fresh interpreters. A call of 8 heads of size 64 is traced (jax.make_jaxpr) and lowered (jit's
-.lower(), tracing included), every time with jax's caches cleared; `backward` is the gradient of query, key and value.
+Imports happen in fresh interpreters. A call of 8 heads of size 64 is traced
+(jax.make_jaxpr) and lowered (jit's .lower(), tracing included), every time with jax's
+caches cleared; `backward` is the gradient of query, key and value.
 
 Columns:
   spread      distance between the quartiles, in % of the median
@@ -44,7 +47,9 @@ print(json.dumps([after - before for before, after in zip(times, times[1:])]))
 FLAX, THEIRS = "flax, flax.nnx, flax.linen", "jax.nn"
 ATTENTIONS = {
     "flax_mha xla": functools.partial(dot_product_attention, implementation="xla"),
-    "flax_mha blockwise": functools.partial(dot_product_attention, implementation="blockwise"),
+    "flax_mha blockwise": functools.partial(
+        dot_product_attention, implementation="blockwise"
+    ),
     THEIRS: jax.nn.dot_product_attention,
 }
 
@@ -54,22 +59,37 @@ def imports(rounds: int, say) -> dict[str, measure.Row]:
     seconds = []
     for i in range(rounds + 1):
         say(f"interpreter {i + 1} of {rounds + 1}")
-        seconds.append(json.loads(subprocess.check_output([sys.executable, "-c", IMPORTS], text=True)))
+        seconds.append(
+            json.loads(
+                subprocess.check_output([sys.executable, "-c", IMPORTS], text=True)
+            )
+        )
     flax, ours = zip(*seconds[1:], strict=True)
-    results = {FLAX: measure.summary(flax), "flax_mha, after these": measure.summary(ours)}
+    results = {
+        FLAX: measure.summary(flax),
+        "flax_mha, after these": measure.summary(ours),
+    }
     measure.ratios(results, FLAX, "to_flax")
     return results
 
 
-def tracing(what: str, direction: str, length: int, options, say) -> dict[str, measure.Row]:
+def tracing(
+    what: str, direction: str, length: int, options, say
+) -> dict[str, measure.Row]:
     x = jax.ShapeDtypeStruct((1, length, 8, 64), jnp.float32)
 
     def peer(attend) -> measure.Ready:
-        f = jax.grad(lambda *qkv: attend(*qkv).sum(), argnums=(0, 1, 2)) if direction == "backward" else attend
+        f = (
+            jax.grad(lambda *qkv: attend(*qkv).sum(), argnums=(0, 1, 2))
+            if direction == "backward"
+            else attend
+        )
         call = jax.make_jaxpr(f) if what == "tracing" else jax.jit(f).lower
         return measure.Ready(lambda: call(x, x, x), before=jax.clear_caches)
 
-    peers = {name: functools.partial(peer, attend) for name, attend in ATTENTIONS.items()}
+    peers = {
+        name: functools.partial(peer, attend) for name, attend in ATTENTIONS.items()
+    }
     results = measure.compare(peers, options, say)
     measure.ratios(results, THEIRS, "to_jax_nn")
     return results
@@ -77,11 +97,17 @@ def tracing(what: str, direction: str, length: int, options, say) -> dict[str, m
 
 def plot(rows: list[measure.Row], options) -> None:
     """Milliseconds of everything."""
-    rows = [row | {"panel": "", "group": f"{row['what']}, {row['pass']}"} for row in rows if row["what"] != "import"]
+    rows = [
+        row | {"panel": "", "group": f"{row['what']}, {row['pass']}"}
+        for row in rows
+        if row["what"] != "import"
+    ]
     figure, panels = measure.grid(rows, "panel", "panel", ("ms; lower is better", ""))
     for axes, own in panels:
         measure.bars(axes, own, "group", "ms")
-    figure.suptitle(f"One call, before anything is computed ({measure.about()['device']})")
+    figure.suptitle(
+        f"One call, before anything is computed ({measure.about()['device']})"
+    )
     measure.save(figure, options.out)
 
 
@@ -89,7 +115,11 @@ def main() -> None:
     parser = measure.arguments(__doc__)
     parser.add_argument("--length", type=int, default=2048)
     options = parser.parse_args()
-    cells = [("import", "")] + [(what, way) for what in ("tracing", "lowering") for way in ("forward", "backward")]
+    cells = [("import", "")] + [
+        (what, way)
+        for what in ("tracing", "lowering")
+        for way in ("forward", "backward")
+    ]
     with measure.Report("Before anything is computed", COLUMNS, options) as report:
         for what, direction in report.each(cells):
             if what == "import":

@@ -1,11 +1,13 @@
 """Measures how much time each part of a small training step takes.
 
-    python benchmarks/step.py [--layers 4] [--heads 4] [--features 128] [--batch-size 12] [--context-length 64]
+    python benchmarks/step.py [--layers 4] [--heads 4] [--features 128] [--batch-size
+    12] [--context-length 64]
                               [--seconds S | --rounds N] [--out benchmarks/results/NAME]
 
-One update of the demo's transformer on the demo's text: draws the batch, then forward, backward, clipping and AdamW.
-The sizes are those of nanoGPT on a CPU, in float32 without dropout. Every update is given the state that the one before
-it returned, so that donation is real. What jax runs differs from the whole update in one thing each:
+One update of the demo's transformer on the demo's text: draws the batch, then forward,
+backward, clipping and AdamW. The sizes are those of nanoGPT on a CPU, in float32
+without dropout. Every update is given the state that the one before it returned, so
+that donation is real. What jax runs differs from the whole update in one thing each:
 
   Flax's attention        flax.nnx.dot_product_attention as attention_fn
   blockwise attention     implementation="blockwise"
@@ -73,11 +75,18 @@ class Cell(NamedTuple):
     @property
     def parameters(self) -> int:
         """How many numbers the whole model learns."""
-        return sum(leaf.size for leaf in jax.tree.leaves(blueprint(self.vocabulary_size, self.settings)[1]))
+        return sum(
+            leaf.size
+            for leaf in jax.tree.leaves(
+                blueprint(self.vocabulary_size, self.settings)[1]
+            )
+        )
 
     def __str__(self) -> str:
         """The sizes."""
-        layers, heads, features, batch, length = (getattr(self.settings, name) for name in SIZES)
+        layers, heads, features, batch, length = (
+            getattr(self.settings, name) for name in SIZES
+        )
         return f"{layers} layers, {heads} heads, {features} features, batch of {batch} x {length} tokens"
 
 
@@ -88,22 +97,29 @@ def read(settings: Settings) -> Cell:
 
 
 class FusedAttention(nnx.Module):
-    """The demo's attention, of the same parameters, with one matrix product for query, key and value."""
+    """The demo's attention, of the same parameters, with one matrix product for query,
+    key and value.
+    """
 
     def __init__(self, attention: nnx.MultiHeadAttention):
         for name in ("query", "key", "value", "query_ln", "key_ln", "out"):
             setattr(self, name, getattr(attention, name))
 
     def __call__(self, x: jax.Array, *, is_causal: bool, **_: Any) -> jax.Array:
-        kernel = jnp.concatenate([layer.kernel[...] for layer in (self.query, self.key, self.value)], axis=1)
+        kernel = jnp.concatenate(
+            [layer.kernel[...] for layer in (self.query, self.key, self.value)], axis=1
+        )
         query, key, value = jnp.split(jnp.einsum("btd,dnh->btnh", x, kernel), 3, axis=2)
         query, key = self.query_ln(query), self.key_ln(key)
-        return self.out(flax_mha.dot_product_attention(query, key, value, is_causal=is_causal))
+        return self.out(
+            flax_mha.dot_product_attention(query, key, value, is_causal=is_causal)
+        )
 
 
 def by_flax(block: Block) -> None:
     block.attention.attention_fn = nnx.dot_product_attention
-    block.attention.local_window_size = None  # which no window of the training is longer than
+    # Which no window of the training is longer than.
+    block.attention.local_window_size = None
 
 
 def blockwise(block: Block) -> None:
@@ -122,10 +138,16 @@ def without_norm(block: Block) -> None:
     block.attention.query_ln = block.attention.key_ln = nnx.data(None)
 
 
-def model(cell: Cell, change: Callable[[Block], None] | None = None) -> tuple[nnx.GraphDef[Transformer], Params]:
-    """Structure and first parameters of the demo's transformer after `change` of every block."""
+def model(
+    cell: Cell, change: Callable[[Block], None] | None = None
+) -> tuple[nnx.GraphDef[Transformer], Params]:
+    """Structure and first parameters of the demo's transformer after `change` of every
+    block.
+    """
     structure, _ = blueprint(cell.vocabulary_size, cell.settings)
-    transformer = nnx.merge(structure, initial_params(cell.vocabulary_size, cell.settings))
+    transformer = nnx.merge(
+        structure, initial_params(cell.vocabulary_size, cell.settings)
+    )
     for block in transformer.blocks if change else ():
         change(block)
     structure, params = nnx.split(transformer, nnx.Param)
@@ -133,12 +155,20 @@ def model(cell: Cell, change: Callable[[Block], None] | None = None) -> tuple[nn
 
 
 def training(
-    cell: Cell, memory: float, change: Callable[[Block], None] | None = None, donate: bool = True
+    cell: Cell,
+    memory: float,
+    change: Callable[[Block], None] | None = None,
+    donate: bool = True,
 ) -> measure.Ready:
     """One update after the other."""
     structure, params = model(cell, change)
-    update = jax.jit(make_update(structure, cell.settings), donate_argnums=(0,) if donate else ())
-    state, characters = State(params, make_optimizer(cell.settings).init(params)), jnp.asarray(cell.characters)
+    update = jax.jit(
+        make_update(structure, cell.settings), donate_argnums=(0,) if donate else ()
+    )
+    state, characters = (
+        State(params, make_optimizer(cell.settings).init(params)),
+        jnp.asarray(cell.characters),
+    )
     program, costs = measure.program(update, state, 1, characters, memory=memory)
     steps = itertools.count(1)
 
@@ -157,10 +187,14 @@ def loss_alone(cell: Cell, memory: float, gradients: bool) -> measure.Ready:
 
     def loss(params: Params, step: jax.Array, characters: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(settings.seed), step)
-        starts = jax.random.randint(key, (settings.batch_size, 1), 0, len(characters) - settings.context_length)
+        starts = jax.random.randint(
+            key, (settings.batch_size, 1), 0, len(characters) - settings.context_length
+        )
         windows = characters[starts + jnp.arange(settings.context_length + 1)]
         logits = nnx.merge(structure, params)(windows[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, windows[:, 1:]
+        ).mean()
 
     f = jax.value_and_grad(loss) if gradients else loss
     return measure.compiled(f, params, 1, jnp.asarray(cell.characters), memory=memory)
@@ -173,24 +207,46 @@ def torch_twin(cell: Cell) -> Any:
     from torch.nn import functional
 
     settings = cell.settings
-    features, heads, head_dim = settings.features, settings.heads, settings.features // settings.heads
-    linear, norm = functools.partial(nn.Linear, bias=False), functools.partial(nn.RMSNorm, features, eps=1e-6)
+    features, heads, head_dim = (
+        settings.features,
+        settings.heads,
+        settings.features // settings.heads,
+    )
+    linear, norm = (
+        functools.partial(nn.Linear, bias=False),
+        functools.partial(nn.RMSNorm, features, eps=1e-6),
+    )
 
     class TorchBlock(nn.Module):
         def __init__(self):
             super().__init__()
             self.attention_norm, self.network_norm = norm(), norm()
-            self.qkv, self.out = linear(features, 3 * features), linear(features, features)
-            self.query_ln, self.key_ln = (nn.LayerNorm(head_dim, eps=1e-6, bias=False) for _ in range(2))
-            self.widen, self.narrow = linear(features, 4 * features), linear(4 * features, features)
+            self.qkv, self.out = (
+                linear(features, 3 * features),
+                linear(features, features),
+            )
+            self.query_ln, self.key_ln = (
+                nn.LayerNorm(head_dim, eps=1e-6, bias=False) for _ in range(2)
+            )
+            self.widen, self.narrow = (
+                linear(features, 4 * features),
+                linear(4 * features, features),
+            )
 
         def forward(self, x):
             qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, heads, head_dim))
             query, key, value = qkv.unbind(2)  # [B, T, N, H]
-            heads_first = (y.transpose(1, 2) for y in (self.query_ln(query), self.key_ln(key), value))
-            heard = functional.scaled_dot_product_attention(*heads_first, is_causal=True)
+            heads_first = (
+                y.transpose(1, 2)
+                for y in (self.query_ln(query), self.key_ln(key), value)
+            )
+            heard = functional.scaled_dot_product_attention(
+                *heads_first, is_causal=True
+            )
             x = x + self.out(heard.transpose(1, 2).flatten(2))
-            return x + self.narrow(functional.relu(self.widen(self.network_norm(x))).square())
+            return x + self.narrow(
+                functional.relu(self.widen(self.network_norm(x))).square()
+            )
 
     class TorchTransformer(nn.Module):
         def __init__(self):
@@ -203,7 +259,9 @@ def torch_twin(cell: Cell) -> Any:
         def forward(self, windows):
             x = self.embedding(windows[:, :-1]) + self.position.weight
             logits = self.head(self.norm(self.blocks(x)))
-            return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+            return functional.cross_entropy(
+                logits.flatten(0, 1), windows[:, 1:].flatten()
+            )
 
     torch.manual_seed(settings.seed)
     return TorchTransformer()
@@ -219,16 +277,26 @@ def by_torch(cell: Cell) -> measure.Ready:
     if (count := sum(array.numel() for array in parameters)) != cell.parameters:
         raise ValueError(f"{count:,} parameters, not {cell.parameters:,}")
     groups = [
-        {"params": [array for array in parameters if array.ndim > 1], "weight_decay": 0.1},
-        {"params": [array for array in parameters if array.ndim == 1], "weight_decay": 0.0},
+        {
+            "params": [array for array in parameters if array.ndim > 1],
+            "weight_decay": 0.1,
+        },
+        {
+            "params": [array for array in parameters if array.ndim == 1],
+            "weight_decay": 0.0,
+        },
     ]
-    optimizer = torch.optim.AdamW(groups, settings.learning_rate, betas=(0.9, 0.99), fused=True)
+    optimizer = torch.optim.AdamW(
+        groups, settings.learning_rate, betas=(0.9, 0.99), fused=True
+    )
     characters = torch.from_numpy(cell.characters).long().to(device)
     offsets = torch.arange(settings.context_length + 1, device=device)
     last = len(characters) - settings.context_length
 
     def call() -> object:
-        windows = characters[torch.randint(last, (settings.batch_size, 1), device=device) + offsets]
+        windows = characters[
+            torch.randint(last, (settings.batch_size, 1), device=device) + offsets
+        ]
         optimizer.zero_grad(set_to_none=True)
         loss = twin(windows)
         loss.backward()
@@ -271,7 +339,9 @@ def main() -> None:
     parser = measure.arguments(__doc__)
     standard = Settings(layers=4)
     for name in SIZES:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(standard, name))
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, default=getattr(standard, name)
+        )
     options = parser.parse_args()
     sizes = {name: getattr(options, name) for name in SIZES}
     cell = read(Settings(**sizes))
@@ -287,7 +357,9 @@ def main() -> None:
     report.console.print(f"{cell.parameters:,} parameters")
     for row in report.rows:
         if "tokens_per_s" in row:
-            report.console.print(f"{row['tokens_per_s']:,.0f} tokens/s: {row['implementation']}")
+            report.console.print(
+                f"{row['tokens_per_s']:,.0f} tokens/s: {row['implementation']}"
+            )
     plot(report.rows, cell, options)
 
 

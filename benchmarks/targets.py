@@ -1,4 +1,6 @@
-"""Accelerators that need not be present: devices for compiling ahead of time, and our choices for these devices."""
+"""Accelerators that need not be present: devices for compiling ahead of time, and our
+choices for these devices.
+"""
 
 import contextlib
 import sys
@@ -45,19 +47,37 @@ def target_of(name: str) -> Target:
     if kind.startswith("h200"):
         count = int(kind.removeprefix("h200").removeprefix("x") or 1)
         options = {"target_config": H200, "topology": f"1x{count}x1"}
-        return Target("gpu", topologies.get_topology_desc(platform="cuda", **options).devices)
-    return Target("tpu", topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{rest}").devices)
+        return Target(
+            "gpu", topologies.get_topology_desc(platform="cuda", **options).devices
+        )
+    return Target(
+        "tpu",
+        topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{kind}:{rest}"
+        ).devices,
+    )
 
 
 @contextlib.contextmanager
 def compiling_for(target: Target, count: int = 1) -> Iterator[None]:
-    """Has our choice of implementation, and jax's checks of cuDNN, take `count` of these devices for those here."""
-    ours = [module for name, module in sys.modules.items() if name.startswith("flax_mha.")]
-    asked = [module for module in ours if getattr(module, "platform", None) is tracing.platform]
+    """Has our choice of implementation, and jax's checks of cuDNN, take `count` of
+    these devices for those here.
+    """
+    ours = [
+        module for name, module in sys.modules.items() if name.startswith("flax_mha.")
+    ]
+    asked = [
+        module
+        for module in ours
+        if getattr(module, "platform", None) is tracing.platform
+    ]
     theirs = "jax._src.cudnn.fused_attention_stablehlo"
     with contextlib.ExitStack() as stack:
         patches = [mock.patch("jax.device_count", return_value=count)]
-        patches += [mock.patch.object(module, "platform", return_value=target.platform) for module in asked]
+        patches += [
+            mock.patch.object(module, "platform", return_value=target.platform)
+            for module in asked
+        ]
         if target.platform == "gpu":
             device = cudnn.Device("NVIDIA H200", (9, 0))
             patches += [
@@ -73,5 +93,7 @@ def compiling_for(target: Target, count: int = 1) -> Iterator[None]:
 
 def mesh_of(devices: list[Any]) -> jax.sharding.Mesh:
     """Of two axes, as square as may be."""
-    rows = next(n for n in range(int(len(devices) ** 0.5), 0, -1) if len(devices) % n == 0)
+    rows = next(
+        n for n in range(int(len(devices) ** 0.5), 0, -1) if len(devices) % n == 0
+    )
     return jax.sharding.Mesh(np.reshape(devices, (rows, -1)), ("data", "model"))

@@ -1,18 +1,22 @@
-"""Measures how fast a small transformer learns a text: the demo against nanoGPT's recipe on the same machine.
+"""Measures how fast a small transformer learns a text: the demo against nanoGPT's
+recipe on the same machine.
 
     python benchmarks/training.py --data FILE [--steps N] [--twin-steps N] [--every N]
-                                   [--seconds S | --rounds N] [--out benchmarks/results/NAME]
+                                   [--seconds S | --rounds N] [--out
+                                   benchmarks/results/NAME]
 
-Each contender trains in a process of its own, one after the other, and is given the same text, split alike, and the
-same validation windows, for which the clock stands still. Seconds count from before its interpreter starts: imports and
-compiling are part of them. Contenders:
+Each contender trains in a process of its own, one after the other, and is given the
+same text, split alike, and the same validation windows, for which the clock stands
+still. Seconds count from before its interpreter starts: imports and compiling are part
+of them. Contenders:
 
   nanoGPT's recipe, PyTorch   benchmarks/nanogpt.py
   ours, first run             the demo's default settings, with an empty cache of compiled programs
   ours, again                 the same once more, with what the first run compiled
   ours, Flax's attention      likewise with a filled cache, with flax.nnx.dot_product_attention
 
-Then their training steps take turns in one process. "ours at the twin's size" has its 4 layers, and AdamW.
+Then their training steps take turns in one process. "ours at the twin's size" has its 4
+layers, and AdamW.
 
 Columns:
   seconds     from the start to the end
@@ -49,7 +53,11 @@ from matplotlib.figure import Figure
 from train_demo import data, model, update
 from train_demo.settings import Settings, completed
 
-FIRST, AGAIN, SAME_SIZE = f"{OURS}, first run", f"{OURS}, again", "ours at the twin's size"
+FIRST, AGAIN, SAME_SIZE = (
+    f"{OURS}, first run",
+    f"{OURS}, again",
+    "ours at the twin's size",
+)
 COLUMNS = {
     "implementation": "",
     "parameters": "parameters",
@@ -69,18 +77,36 @@ COLUMNS = {
 
 def trained(name: str, options, cache: str, *more: str) -> list[measure.Row]:
     """What a contender printed: its validations."""
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    command = [sys.executable, contender.__file__, name, "--data", str(options.data), "--started", repr(time.time())]
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    command = [
+        sys.executable,
+        contender.__file__,
+        name,
+        "--data",
+        str(options.data),
+        "--started",
+        repr(time.time()),
+    ]
     steps = options.twin_steps if name == TWIN else options.steps
     command += ["--steps", str(steps), "--every", str(options.every), *more]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def races(options, say) -> dict[str, list[measure.Row]]:
     curves = {}
     with tempfile.TemporaryDirectory() as cache:
-        for name, kind in ((TWIN, TWIN), (FIRST, OURS), (AGAIN, OURS), (BY_FLAX, BY_FLAX)):
+        for name, kind in (
+            (TWIN, TWIN),
+            (FIRST, OURS),
+            (AGAIN, OURS),
+            (BY_FLAX, BY_FLAX),
+        ):
             say(f"{name} trains")
             if kind == BY_FLAX:
                 trained(kind, options, cache, "--until", "1")  # fills the cache
@@ -92,17 +118,38 @@ def compared(curves: dict[str, list[measure.Row]]) -> dict[str, measure.Row]:
     """The columns that tell of whole runs."""
     results, end = {}, curves[TWIN][-1]
     for name, curve in curves.items():
-        passed = next((point["seconds"] for point in curve if point["val_loss"] <= end["val_loss"]), None)
-        row = {"seconds": curve[-1]["seconds"], "loss": curve[-1]["val_loss"], "curve": curve}
+        passed = next(
+            (
+                point["seconds"]
+                for point in curve
+                if point["val_loss"] <= end["val_loss"]
+            ),
+            None,
+        )
+        row = {
+            "seconds": curve[-1]["seconds"],
+            "loss": curve[-1]["val_loss"],
+            "curve": curve,
+        }
         if name != TWIN:
-            then = [point["val_loss"] for point in curve if point["seconds"] <= end["seconds"]]
+            then = [
+                point["val_loss"]
+                for point in curve
+                if point["seconds"] <= end["seconds"]
+            ]
             row |= {"passed": passed, "of_twin": passed and passed / end["seconds"]}
-            row |= {"loss_then": then[-1], "lower_by": end["val_loss"] - then[-1]} if then else {}
+            row |= (
+                {"loss_then": then[-1], "lower_by": end["val_loss"] - then[-1]}
+                if then
+                else {}
+            )
         results[name] = row
     return results
 
 
-def step_of_jax(text: data.Text, settings: Settings, flax: bool = False) -> measure.Ready:
+def step_of_jax(
+    text: data.Text, settings: Settings, flax: bool = False
+) -> measure.Ready:
     """One update a call."""
     structure, _ = model.blueprint(len(text.vocabulary), settings)
     params = model.initial_params(len(text.vocabulary), settings)
@@ -110,7 +157,8 @@ def step_of_jax(text: data.Text, settings: Settings, flax: bool = False) -> meas
         transformer = nnx.merge(structure, params)
         for block in transformer.blocks:
             block.attention.attention_fn = nnx.dot_product_attention
-            block.attention.local_window_size = None  # which no window of the training is longer than
+            # Which no window of the training is longer than.
+            block.attention.local_window_size = None
         structure, _ = nnx.split(transformer, nnx.Param)
     characters = jnp.asarray(text.training)
     state = update.State(params, update.make_optimizer(settings).init(params))
@@ -133,11 +181,17 @@ def step_of_torch(text: data.Text) -> measure.Ready:
 
 
 def parameters(text: data.Text, settings: Settings) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(model.blueprint(len(text.vocabulary), settings)[1]))
+    return sum(
+        leaf.size
+        for leaf in jax.tree.leaves(model.blueprint(len(text.vocabulary), settings)[1])
+    )
 
 
 def steps(text: data.Text, options, say) -> dict[str, measure.Row]:
-    ours, same = Settings(), Settings(**completed("tiny", {"layers": nanogpt.LAYERS, "optimizer": "adamw"}))
+    ours, same = (
+        Settings(),
+        Settings(**completed("tiny", {"layers": nanogpt.LAYERS, "optimizer": "adamw"})),
+    )
     peers = {
         TWIN: functools.partial(step_of_torch, text),
         AGAIN: functools.partial(step_of_jax, text, ours),
@@ -157,14 +211,18 @@ def steps(text: data.Text, options, say) -> dict[str, measure.Row]:
 
 def plot(results: dict[str, measure.Row], title: str, options) -> None:
     """Loss against seconds."""
-    figure = Figure(figsize=(5, 4), layout="constrained")  # small, so that its text can be read on a phone
+    # Small, so that its text can be read on a phone.
+    figure = Figure(figsize=(5, 4), layout="constrained")
     axes = figure.subplots()
     for name, row in results.items():
         if "curve" in row:
             points = [(point["seconds"], point["val_loss"]) for point in row["curve"]]
             axes.plot(*zip(*points, strict=True), ".-", label=name)
     axes.axhline(results[TWIN]["loss"], color="0.6", linewidth=0.8)
-    axes.set(xlabel="seconds since the command", ylabel="validation loss (nats per character)")
+    axes.set(
+        xlabel="seconds since the command",
+        ylabel="validation loss (nats per character)",
+    )
     axes.set_title(title, fontsize="medium")
     axes.set_ylim(top=min(3.0, axes.get_ylim()[1]))
     axes.grid(alpha=0.3)
@@ -173,24 +231,48 @@ def plot(results: dict[str, measure.Row], title: str, options) -> None:
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="a UTF-8 text of about 1 MB")
-    parser.add_argument("--steps", type=int, default=Settings().steps, help="of ours (%(default)s)")
-    parser.add_argument("--twin-steps", type=int, default=nanogpt.STEPS, help="of the twin (%(default)s)")
-    parser.add_argument("--every", type=int, default=50, help="steps between two validations (%(default)s)")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="a UTF-8 text of about 1 MB"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=Settings().steps, help="of ours (%(default)s)"
+    )
+    parser.add_argument(
+        "--twin-steps",
+        type=int,
+        default=nanogpt.STEPS,
+        help="of the twin (%(default)s)",
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=50,
+        help="steps between two validations (%(default)s)",
+    )
     options = parser.parse_args()
     if options.every < 1:
         parser.error(f"--every: expected at least 1 step, got {options.every}")
     text = data.load(str(options.data), nanogpt.CONTEXT)
     digest = hashlib.sha256(options.data.read_bytes()).hexdigest()
-    facts = {"data": options.data.name, "bytes": options.data.stat().st_size, "sha256": digest}
+    facts = {
+        "data": options.data.name,
+        "bytes": options.data.stat().st_size,
+        "sha256": digest,
+    }
     title = f"{facts['data']}, {facts['bytes']:,} bytes, sha256 {digest[:12]}"
     with measure.Report(f"Loss against seconds: {title}", COLUMNS, options) as report:
         for _ in report.each([title]):
             results = compared(races(options, report.say))
             turns = steps(text, options, report.say)
             turns = {FIRST: turns[AGAIN], **turns}  # the same program
-            results = {name: results.get(name, {}) | turns[name] for name in (TWIN, FIRST, AGAIN, BY_FLAX, SAME_SIZE)}
-            report.add(facts | {"steps": options.steps, "twin_steps": options.twin_steps}, results)
+            results = {
+                name: results.get(name, {}) | turns[name]
+                for name in (TWIN, FIRST, AGAIN, BY_FLAX, SAME_SIZE)
+            }
+            report.add(
+                facts | {"steps": options.steps, "twin_steps": options.twin_steps},
+                results,
+            )
     plot(results, title, options)
 
 

@@ -1,7 +1,9 @@
-"""Calls that no fused GPU kernel supports, for `compiled.py --table unfused`: ours, and Flax's equivalents.
+"""Calls that no fused GPU kernel supports, for `compiled.py --table unfused`: ours, and
+Flax's equivalents.
 
-Flax calls `jax.nn.dot_product_attention`, which computes all scores unless it is told otherwise, and its own attention
-if there is dropout. ALiBi is a `score_mod` of ours, and a bias of theirs that their program computes itself.
+Flax calls `jax.nn.dot_product_attention`, which computes all scores unless it is told
+otherwise, and its own attention if there is dropout. ALiBi is a `score_mod` of ours,
+and a bias of theirs that their program computes itself.
 """
 
 import functools
@@ -17,7 +19,13 @@ from flax_mha._src import plan as schedule
 from flax_mha._src.math import tiling
 
 BEYOND_BUDGET = (1, 8192, 16, 64)  # some calls only
-SHAPES = ((8, 512, 8, 64), (8, 1024, 16, 64), (4, 2048, 16, 64), (1, 4096, 16, 64), BEYOND_BUDGET)
+SHAPES = (
+    (8, 512, 8, 64),
+    (8, 1024, 16, 64),
+    (4, 2048, 16, 64),
+    (1, 4096, 16, 64),
+    BEYOND_BUDGET,
+)
 WINDOW = (127, 0)
 CALLS = {
     "not causal": jnp.float32,
@@ -38,7 +46,8 @@ class Program(NamedTuple):
       function: Of the arrays.
       shapes: Shapes and dtypes of its arguments.
       floats: How many of these get gradients.
-      trips: How many tiles of a row are visited on average: by one loop, or by two if some show all.
+      trips: How many tiles of a row are visited on average: by one loop, or by two if
+        some show all.
     """
 
     name: str
@@ -52,7 +61,11 @@ def programs() -> Iterator[dict[str, Program]]:
     """For each call, Flax's program and ours."""
     for shape in SHAPES:
         for call, dtype in CALLS.items():
-            if shape == BEYOND_BUDGET and call not in ("causal", "causal, window of 128", "causal, dropout"):
+            if shape == BEYOND_BUDGET and call not in (
+                "causal",
+                "causal, window of 128",
+                "causal, dropout",
+            ):
                 continue
             _, length, heads, _ = shape
             shapes: list[tuple[tuple[int, ...], Any]] = [(shape, dtype)] * 3
@@ -60,22 +73,42 @@ def programs() -> Iterator[dict[str, Program]]:
             shapes += [((), jax.random.key(0).dtype)] if "dropout" in call else []
             for way in ("forward", "gradient"):
                 name = f"{shape} {jnp.dtype(dtype).name}, {call.removesuffix(', bfloat16')}, {way}"
-                both = {"Flax": _of_flax(call), "flax_mha": functools.partial(_ours, call)}
+                both = {
+                    "Flax": _of_flax(call),
+                    "flax_mha": functools.partial(_ours, call),
+                }
                 yield {
-                    who: Program(name, f, shapes, 4 if call == "bias" else 3, _tiles_of_row(call, length))
+                    who: Program(
+                        name,
+                        f,
+                        shapes,
+                        4 if call == "bias" else 3,
+                        _tiles_of_row(call, length),
+                    )
                     for who, f in both.items()
                 }
 
 
 def _tiles_of_row(call: str, length: int) -> float:
-    mask = CausalMask() if "causal" in call and "not" not in call else LocalMask(None, None)
+    mask = (
+        CausalMask()
+        if "causal" in call and "not" not in call
+        else LocalMask(None, None)
+    )
     mask = mask & LocalMask(*WINDOW) if "window" in call else mask
     grid = tiling.tiling_of((length, length), schedule.TILE_SHAPES[0])
     some = tiling.tiles_of(grid, mask, (0, 0))[-1]
     return float(some.mean())
 
 
-def _ours(call: str, query: Any, key: Any, value: Any, *more: Any, attend: Callable = dot_product_attention) -> Any:
+def _ours(
+    call: str,
+    query: Any,
+    key: Any,
+    value: Any,
+    *more: Any,
+    attend: Callable = dot_product_attention,
+) -> Any:
     arguments: dict[str, Any] = {"is_causal": "causal" in call and "not" not in call}
     if "ALiBi" in call:
         arguments |= recipes.alibi(query.shape[-2])
@@ -104,9 +137,13 @@ def _of_flax(call: str) -> Callable:
         if "ALiBi" in call:
             slopes = 2.0 ** (-8 / heads * jnp.arange(1, heads + 1))
             places = jnp.arange(length)
-            bias = (slopes[:, None, None] * (places - places[:, None]))[None].astype(query.dtype)
+            bias = (slopes[:, None, None] * (places - places[:, None]))[None].astype(
+                query.dtype
+            )
         window = WINDOW if "window" in call else None
         causal = "causal" in call and "not" not in call
-        return jax.nn.dot_product_attention(query, key, value, bias, is_causal=causal, local_window_size=window)
+        return jax.nn.dot_product_attention(
+            query, key, value, bias, is_causal=causal, local_window_size=window
+        )
 
     return attend

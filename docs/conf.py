@@ -1,8 +1,8 @@
 """How Sphinx builds these pages: `sphinx-build -W docs OUT`.
 
-Sphinx with MyST, because JAX and Flax use it: pages are Markdown, the reference is read from the docstrings, and all
-of its parts are maintained. Pages hold no directives, so that GitHub shows them too: what only Sphinx can show is added
-to their text here.
+Sphinx with MyST, because JAX and Flax use it: pages are Markdown, the reference is read
+from the docstrings, and all of its parts are maintained. Pages hold no directives, so
+that GitHub shows them too: what only Sphinx can show is added to their text here.
 """
 
 import ast
@@ -29,10 +29,14 @@ project = "flax_mha"
 author = "The flax_mha authors"
 project_copyright = author
 version = release = importlib.metadata.version("flax-mha")
-REPOSITORY = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+REPOSITORY = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"][
+    "urls"
+]["Repository"]
 
 extensions = ["myst_parser", "sphinx_copybutton"]
-extensions += [f"sphinx.ext.{name}" for name in ("autodoc", "intersphinx", "napoleon", "viewcode")]
+extensions += [
+    f"sphinx.ext.{name}" for name in ("autodoc", "intersphinx", "napoleon", "viewcode")
+]
 exclude_patterns = ["_build", "_generated"]
 myst_heading_anchors = 3
 # A short name in a docstring can match both an nnx and a linen class.
@@ -60,7 +64,8 @@ napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_attr_annotations = False
 smartquotes_action = "D"  # dashes; but "xla" is a string
-default_role = "py:obj"  # `x` in a docstring is code, as in Markdown, and a link if it is a name with a page
+# `x` in a docstring is code, as in Markdown, and a link if it is a name with a page.
+default_role = "py:obj"
 intersphinx_mapping = inventories.write(HERE / "_generated")
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -69,7 +74,8 @@ copybutton_prompt_is_regexp = True
 def setup(app: Sphinx) -> None:
     """Adds to pages what only Sphinx can show, and tells autodoc how signatures look."""
     app.connect("autodoc-process-signature", signature_as_written)
-    app.connect("autodoc-process-docstring", add_long_signature, priority=600)  # when napoleon has read it
+    # When napoleon has read it.
+    app.connect("autodoc-process-docstring", add_long_signature, priority=600)
     app.connect("autodoc-process-docstring", keep_tildes)
     app.connect("html-page-context", break_names)
     app.connect("source-read", add_directives)
@@ -79,7 +85,13 @@ def setup(app: Sphinx) -> None:
 # The order of the pages in the sidebar: a caption, and the pages below it.
 CONTENTS = {
     "index": {
-        "Start": ["quickstart", "From Flax <from-flax>", "from-pytorch", "families", "known-issues"],
+        "Start": [
+            "quickstart",
+            "From Flax <from-flax>",
+            "from-pytorch",
+            "families",
+            "known-issues",
+        ],
         "Use": [
             "everyday",
             "model-features",
@@ -108,19 +120,35 @@ CONTENTS = {
         ],
     },
     "api/index": {
-        "API": ["attention", "masks", "recipes", "modules", "rope", "decoding", "context_parallel", "convert"],
+        "API": [
+            "attention",
+            "masks",
+            "recipes",
+            "modules",
+            "rope",
+            "decoding",
+            "context_parallel",
+            "convert",
+        ],
     },
 }
 
 
 def add_directives(app: Sphinx, page: str, content: list[str]) -> None:
-    """Adds the contents, and makes of comments and HTML, which GitHub understands, what Sphinx does."""
+    """Adds the contents, and makes of comments and HTML, which GitHub understands, what
+    Sphinx does.
+    """
     text = content[0]
     meta = re.findall(r"^<!-- meta (\w+): (.*) -->$", text, re.MULTILINE)
     if meta:
         lines = [f"    {name}: {json.dumps(value)}" for name, value in meta]
         text = "\n".join(["---", "myst:", "  html_meta:", *lines, "---", "", text])
-    text = re.sub(r"<!-- begin: reference\n(.*?)-->.*?<!-- end -->", r"```{eval-rst}\n\1```", text, flags=re.DOTALL)
+    text = re.sub(
+        r"<!-- begin: reference\n(.*?)-->.*?<!-- end -->",
+        r"```{eval-rst}\n\1```",
+        text,
+        flags=re.DOTALL,
+    )
     # Furo hides one of these classes, as its button for light and dark says.
     text = re.sub(
         r'<picture>.*?srcset="(.*?)".*?<img (.*?)src="(.*?)"(.*?)></picture>',
@@ -128,32 +156,59 @@ def add_directives(app: Sphinx, page: str, content: list[str]) -> None:
         text,
     )
     for caption, pages in CONTENTS.get(page, {}).items():
-        text += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""])
+        text += "\n".join(
+            [
+                "",
+                "```{toctree}",
+                ":hidden:",
+                f":caption: {caption}",
+                "",
+                *pages,
+                "```",
+                "",
+            ]
+        )
     content[0] = text
 
 
 def link_to_repository(app: Sphinx, page: str, content: list[str]) -> None:
-    """Points relative links to files that are no pages to the repository; pictures stay."""
+    """Points relative links to files that are no pages to the repository; pictures
+    stay.
+    """
 
     def link(found: re.Match) -> str:
         path = (HERE / page).parent.joinpath(found[2]).resolve()
         is_page = path.is_relative_to(HERE) and path.suffix == ".md"
-        return found[0] if is_page else f"{found[1]}({REPOSITORY}/blob/main/{path.relative_to(HERE.parent)})"
+        return (
+            found[0]
+            if is_page
+            else f"{found[1]}({REPOSITORY}/blob/main/{path.relative_to(HERE.parent)})"
+        )
 
-    content[0] = re.sub(r"(?<!!)(\[[^\[\]]*\])\((?!https?:)([^)#\s]+)\)", link, content[0])
+    content[0] = re.sub(
+        r"(?<!!)(\[[^\[\]]*\])\((?!https?:)([^)#\s]+)\)", link, content[0]
+    )
 
 
 SHORT_NAME = 11  # characters, for which a phone has room
-BREAKS = re.compile(r"((?<=[^\W_])(?:_(?=[^\W_])|[./=(](?=\w))|(?<=[a-z])(?=[A-Z]))(?=[^<>]*<)")
+BREAKS = re.compile(
+    r"((?<=[^\W_])(?:_(?=[^\W_])|[./=(](?=\w))|(?<=[a-z])(?=[A-Z]))(?=[^<>]*<)"
+)
 
 
-def break_names(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Lets long names in running text and tables break between their words, and short ones and options nowhere."""
+def break_names(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Lets long names in running text and tables break between their words, and short
+    ones and options nowhere.
+    """
     for code in set(re.findall(r"<code[^>]*>.*?</code>", context.get("body", ""))):
         if len(html.unescape(re.sub("<.*?>", "", code))) <= SHORT_NAME:
             shown = code.replace('class="', 'class="short ', 1)
         else:
-            shown = BREAKS.sub(r"\1<wbr>", code).replace('class="pre">-', 'class="pre short">-')
+            shown = BREAKS.sub(r"\1<wbr>", code).replace(
+                'class="pre">-', 'class="pre short">-'
+            )
         context["body"] = context["body"].replace(code, shown)
 
 
@@ -161,39 +216,81 @@ MOST_ARGUMENTS = 6  # of a signature that is shown whole, above the summary
 
 
 def signature_as_written(
-    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
+    app: Sphinx,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    signature: str | None,
+    returns: str | None,
 ) -> tuple[str, str] | None:
-    """The signature of the source, or its beginning if it is long, so that a page opens with the summary."""
+    """The signature of the source, or its beginning if it is long, so that a page opens
+    with the summary.
+    """
     written = arguments_as_written(obj)
     if written is None or len(written[0]) <= MOST_ARGUMENTS:
-        return written and (f"({', '.join(written[0])})", "" if what == "class" else written[1])
+        return written and (
+            f"({', '.join(written[0])})",
+            "" if what == "class" else written[1],
+        )
     names = [
-        re.split("[:=]", argument)[0].strip() for argument in written[0] if "=" not in argument and argument != "*"
+        re.split("[:=]", argument)[0].strip()
+        for argument in written[0]
+        if "=" not in argument and argument != "*"
     ]
     return f"({', '.join([*names, '...'])})", ""
 
 
-def add_long_signature(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Adds the whole signature after the docstring, where only its beginning stands above."""
-    if what not in ("function", "method", "class") or (written := arguments_as_written(obj)) is None:
+def add_long_signature(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Adds the whole signature after the docstring, where only its beginning stands
+    above.
+    """
+    if (
+        what not in ("function", "method", "class")
+        or (written := arguments_as_written(obj)) is None
+    ):
         return
     arguments, returned = written
     if len(arguments) > MOST_ARGUMENTS:
         result = f" -> {returned}" if returned and what != "class" else ""
-        whole = [f"{name.split('.')[-1]}(", *(f"    {argument}," for argument in arguments), f"){result}"]
-        lines += ["", ".. rubric:: Signature", "", ".. code-block:: python", "", *(f"   {line}" for line in whole), ""]
+        whole = [
+            f"{name.split('.')[-1]}(",
+            *(f"    {argument}," for argument in arguments),
+            f"){result}",
+        ]
+        lines += [
+            "",
+            ".. rubric:: Signature",
+            "",
+            ".. code-block:: python",
+            "",
+            *(f"   {line}" for line in whole),
+            "",
+        ]
 
 
-def keep_tildes(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Writes the operator as code and nothing else: in a name, a leading `~` is an instruction and not shown."""
+def keep_tildes(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Writes the operator as code and nothing else: in a name, a leading `~` is an
+    instruction and not shown.
+    """
     lines[:] = [line.replace("`~`", "``~``") for line in lines]
 
 
 def arguments_as_written(obj: Any) -> tuple[list[str], str] | None:
-    """Arguments and result as in the source: evaluated, `Float[Array, "*B T N H"]` would take lines."""
+    """Arguments and result as in the source: evaluated, `Float[Array, "*B T N H"]`
+    would take lines.
+    """
     if dataclasses.is_dataclass(obj) and "def __init__" not in source(obj):
         return fields_as_written(obj), ""
-    function = obj.__init__ if inspect.isclass(obj) else inspect.unwrap(getattr(obj, "__func__", obj))
+    function = (
+        obj.__init__
+        if inspect.isclass(obj)
+        else inspect.unwrap(getattr(obj, "__func__", obj))
+    )
     if not inspect.isfunction(function):
         return None
     definition = ast.parse(source(function)).body[0]
@@ -203,11 +300,16 @@ def arguments_as_written(obj: Any) -> tuple[list[str], str] | None:
     positional = [*given.posonlyargs, *given.args]
     defaults = [None] * (len(positional) - len(given.defaults)) + given.defaults
     arguments = [
-        one_argument(*pair) for pair in zip(positional, defaults, strict=True) if pair[0].arg not in ("self", "cls")
+        one_argument(*pair)
+        for pair in zip(positional, defaults, strict=True)
+        if pair[0].arg not in ("self", "cls")
     ]
     if given.vararg or given.kwonlyargs:
         arguments.append(f"*{one_argument(given.vararg)}" if given.vararg else "*")
-    arguments += [one_argument(*pair) for pair in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    arguments += [
+        one_argument(*pair)
+        for pair in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
     arguments += [f"**{one_argument(given.kwarg)}"] if given.kwarg else []
     returned = "" if definition.returns is None else ast.unparse(definition.returns)
     return arguments, returned.strip("'\"")
@@ -215,22 +317,42 @@ def arguments_as_written(obj: Any) -> tuple[list[str], str] | None:
 
 def one_argument(argument: ast.arg, default: ast.expr | None = None) -> str:
     """An argument with its type and default."""
-    return ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
+    return ast.unparse(argument) + (
+        "" if default is None else f" = {ast.unparse(default)}"
+    )
 
 
 def fields_as_written(kind: type) -> list[str]:
-    """What a dataclass is made of; each field is taken from the last class that writes it."""
+    """What a dataclass is made of; each field is taken from the last class that writes
+    it.
+    """
     written: dict[str, ast.AnnAssign] = {}
     for base in reversed(kind.__mro__[:-1]):
         body = ast.parse(source(base)).body[0].body
-        written |= {ast.unparse(x.target): x for x in body if isinstance(x, ast.AnnAssign)}
+        written |= {
+            ast.unparse(x.target): x for x in body if isinstance(x, ast.AnnAssign)
+        }
     shown = []
     for field in dataclasses.fields(kind):
-        if field.init and field.name in written and field.name not in ("parent", "name"):  # Flax's own
-            line, default = f"{field.name}: {ast.unparse(written[field.name].annotation)}", written[field.name].value
-            if isinstance(default, ast.Call) and ast.unparse(default.func).endswith("field"):
-                default = next((x.value for x in default.keywords if x.arg == "default"), None)
-            shown.append(line if default is None else f"{line} = {ast.unparse(default)}")
+        # Flax's own.
+        if (
+            field.init
+            and field.name in written
+            and field.name not in ("parent", "name")
+        ):
+            line, default = (
+                f"{field.name}: {ast.unparse(written[field.name].annotation)}",
+                written[field.name].value,
+            )
+            if isinstance(default, ast.Call) and ast.unparse(default.func).endswith(
+                "field"
+            ):
+                default = next(
+                    (x.value for x in default.keywords if x.arg == "default"), None
+                )
+            shown.append(
+                line if default is None else f"{line} = {ast.unparse(default)}"
+            )
     return shown
 
 

@@ -1,11 +1,25 @@
-"""Addresses of names in the documentation of JAX and Flax, for links that are made without a network."""
+"""Addresses of names in the documentation of JAX and Flax, for links that are made
+without a network.
+"""
 
 import zlib
 from pathlib import Path
 
 JAX, FLAX = "https://docs.jax.dev/en/latest/", "https://flax.readthedocs.io/en/stable/"
-LINEN, NNX = "api_reference/flax.linen/layers.html#$", "api_reference/flax.nnx/nn/attention.html#$"
-JAX_NAMES = ["checkpoint", "eval_shape", "jit", "jvp", "make_mesh", "nn.dot_product_attention", "set_mesh", "shard_map"]
+LINEN, NNX = (
+    "api_reference/flax.linen/layers.html#$",
+    "api_reference/flax.nnx/nn/attention.html#$",
+)
+JAX_NAMES = [
+    "checkpoint",
+    "eval_shape",
+    "jit",
+    "jvp",
+    "make_mesh",
+    "nn.dot_product_attention",
+    "set_mesh",
+    "shard_map",
+]
 JAX_NAMES += ["vmap"]
 NAMES = {
     JAX: {f"jax.{name}": f"_autosummary/jax.{name}.html#$" for name in JAX_NAMES},
@@ -21,11 +35,15 @@ NAMES = {
 
 
 def write(folder: Path) -> dict[str, tuple[str, str]]:
-    """Writes Sphinx's `objects.inv` for each project, and returns the mapping for `sphinx.ext.intersphinx`."""
+    """Writes Sphinx's `objects.inv` for each project, and returns the mapping for
+    `sphinx.ext.intersphinx`.
+    """
     folder.mkdir(exist_ok=True)
     mapping = {}
     for project, (address, names) in zip(("jax", "flax"), NAMES.items(), strict=True):
-        lines = "".join(f"{name} py:function 1 {place} -\n" for name, place in names.items())
+        lines = "".join(
+            f"{name} py:function 1 {place} -\n" for name, place in names.items()
+        )
         head = f"# Sphinx inventory version 2\n# Project: {project}\n# Version: \n"
         head += "# The remainder of this file is compressed using zlib.\n"
         path = folder / f"{project}.inv"

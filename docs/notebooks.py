@@ -1,6 +1,8 @@
-"""Makes a notebook of each tutorial page and runs it and the demo's own: `python docs/notebooks.py`.
+"""Makes a notebook of each tutorial page and runs it and the demo's own: `python
+docs/notebooks.py`.
 
-Needs `pip install --group notebooks`. Outputs and pictures are stored. Names of pages as arguments make only these.
+Needs `pip install --group notebooks`. Outputs and pictures are stored. Names of pages
+as arguments make only these.
 """
 
 import ast
@@ -13,8 +15,13 @@ import tomllib
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-REPOSITORY = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
-FILES, RAW = f"{REPOSITORY}/blob/main", f"{REPOSITORY.replace('github', 'raw.githubusercontent', 1)}/main"
+REPOSITORY = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"][
+    "urls"
+]["Repository"]
+FILES, RAW = (
+    f"{REPOSITORY}/blob/main",
+    f"{REPOSITORY.replace('github', 'raw.githubusercontent', 1)}/main",
+)
 PAGES = ("quickstart", "masks", "inference", "derivatives")
 DEMO = DOCS / "train_demo.ipynb"
 INSTALL = f"""\
@@ -26,31 +33,60 @@ if importlib.util.find_spec("flax_mha") is None:
 %matplotlib inline"""
 
 # Of what is no array, or one number.
-SHOWN = {"loss": "loss", **{name: f"jax.tree.map(jnp.shape, {name})" for name in ("cache", "variables")}}
+SHOWN = {
+    "loss": "loss",
+    **{name: f"jax.tree.map(jnp.shape, {name})" for name in ("cache", "variables")},
+}
 
 
 def cells(page: str) -> list[tuple[str, str]]:
-    """The page as cells: blocks of Python are code, the text between them Markdown whose links work everywhere."""
-    text = re.sub(r"^(?:<!-- meta .*|\[This page as a notebook.*)\n", "", (DOCS / f"{page}.md").read_text(), flags=re.M)
+    """The page as cells: blocks of Python are code, the text between them Markdown
+    whose links work everywhere.
+    """
+    text = re.sub(
+        r"^(?:<!-- meta .*|\[This page as a notebook.*)\n",
+        "",
+        (DOCS / f"{page}.md").read_text(),
+        flags=re.M,
+    )
     listings = re.compile(r"<!-- begin: .*? -->\n(.*?)<!-- end -->", re.DOTALL)
-    text = listings.sub(lambda part: part[1].replace("```python", "```py"), text)  # source that is shown and not run
-    text = re.sub(r"\]\((?!https?:|#)([^)]+)\)", lambda link: f"]({_address(FILES, link[1])})", text)
-    text = re.sub(r'(src|srcset)="([^"]+)"', lambda link: f'{link[1]}="{_address(RAW, link[2])}"', text)
+    # Source that is shown and not run.
+    text = listings.sub(lambda part: part[1].replace("```python", "```py"), text)
+    text = re.sub(
+        r"\]\((?!https?:|#)([^)]+)\)",
+        lambda link: f"]({_address(FILES, link[1])})",
+        text,
+    )
+    text = re.sub(
+        r'(src|srcset)="([^"]+)"',
+        lambda link: f'{link[1]}="{_address(RAW, link[2])}"',
+        text,
+    )
     made = [("code", INSTALL)]
-    for i, part in enumerate(re.split(r"^```python\n(.*?)^```\n?", text, flags=re.DOTALL | re.MULTILINE)):
-        part = re.sub(r"\n{3,}", "\n\n", part.strip("\n")) if not i % 2 else _showing(part.strip())
+    for i, part in enumerate(
+        re.split(r"^```python\n(.*?)^```\n?", text, flags=re.DOTALL | re.MULTILINE)
+    ):
+        part = (
+            re.sub(r"\n{3,}", "\n\n", part.strip("\n"))
+            if not i % 2
+            else _showing(part.strip())
+        )
         if part:
             made.append(("code" if i % 2 else "markdown", part))
     return made
 
 
 def _address(start: str, target: str) -> str:
-    """The address of a file that a page names by a relative path, perhaps with an anchor."""
+    """The address of a file that a page names by a relative path, perhaps with an
+    anchor.
+    """
     return f"{start}/{os.path.normpath(f'docs/{target}')}"
 
 
 def _showing(block: str) -> str:
-    """A block of a page with a last line that shows what it computed, unless it prints or draws by itself."""
+    """A block of a page with a last line that shows what it computed, unless it prints
+    or draws by itself.
+    """
     last = ast.parse(block).body[-1]
     if "print(" in block or isinstance(last, ast.Expr):
         return block
@@ -82,12 +118,20 @@ def notebook(made: list[tuple[str, str]]) -> dict:
         }
         for number, (kind, text) in enumerate(made)
     ]
-    metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    metadata = {
+        "kernelspec": {
+            "display_name": "Python 3",
+            "language": "python",
+            "name": "python3",
+        }
+    }
     return {"cells": listed, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
 
 
 def run(made: dict, path: Path) -> None:
-    """Runs a notebook in a new kernel, outside the clone, and writes it with its outputs."""
+    """Runs a notebook in a new kernel, outside the clone, and writes it with its
+    outputs.
+    """
     import nbformat
     from nbclient import NotebookClient
 
@@ -95,7 +139,11 @@ def run(made: dict, path: Path) -> None:
     read = nbformat.reads(json.dumps(made), as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         NotebookClient(
-            read, timeout=600, record_timing=False, coalesce_streams=True, resources={"metadata": {"path": folder}}
+            read,
+            timeout=600,
+            record_timing=False,
+            coalesce_streams=True,
+            resources={"metadata": {"path": folder}},
         ).execute()
     read.metadata.pop("language_info", None)
     path.write_text(nbformat.writes(read).rstrip("\n") + "\n")

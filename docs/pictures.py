@@ -1,6 +1,7 @@
 """Draws the pictures of the pages as SVG, each for light and for dark pages.
 
-Plain text instead of Matplotlib: the files are small, the same on every machine, and a test compares them.
+Plain text instead of Matplotlib: the files are small, the same on every machine, and a
+test compares them.
 """
 
 import json
@@ -27,8 +28,13 @@ KINDS = np.arange(8) * 0.7
 ROWS, COLUMNS = np.indices((LENGTH, LENGTH))
 GATES = np.full((LENGTH, HEADS), -0.03, np.float32)
 GATES[[9, 23]] = np.float32([[-1.5], [-1.0]])
-TERMS = np.cos(np.arange(12) * (0.2 + np.arange(LENGTH)[:, None] / LENGTH)).astype(np.float32)
-QUERY, KEY = (np.cos(np.outer(np.arange(LENGTH), x) + x**2).astype(np.float32)[:, None] for x in (KINDS, KINDS + 0.5))
+TERMS = np.cos(np.arange(12) * (0.2 + np.arange(LENGTH)[:, None] / LENGTH)).astype(
+    np.float32
+)
+QUERY, KEY = (
+    np.cos(np.outer(np.arange(LENGTH), x) + x**2).astype(np.float32)[:, None]
+    for x in (KINDS, KINDS + 0.5)
+)
 
 # What each picture shows; a recipe's picture has its name.
 RECIPES: dict[str, Mapping[str, Any]] = {
@@ -38,7 +44,10 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "image_spans": recipes.image_spans([0] * 5 + [1] * 8 + [0] * 4 + [2] * 8 + [0] * 7),
     "documents": recipes.documents(jnp.asarray(IDS)),
     "alibi": recipes.alibi(HEADS),
-    "t5_bias": recipes.t5_bias(np.linspace(0, -4, 16, dtype=np.float32)[:, None].repeat(HEADS, 1), max_distance=32),
+    "t5_bias": recipes.t5_bias(
+        np.linspace(0, -4, 16, dtype=np.float32)[:, None].repeat(HEADS, 1),
+        max_distance=32,
+    ),
     "soft_cap": recipes.soft_cap(50.0),
     "attention_sinks": recipes.attention_sinks(np.zeros(HEADS, np.float32), 8),
     "dilated": recipes.dilated(4),
@@ -47,7 +56,11 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "block_diffusion": recipes.block_diffusion(LENGTH // 2, 4),
     "neighborhood": recipes.neighborhood(4, 8, 3),
     "shifted_windows": recipes.shifted_windows(
-        np.linspace(0, -4, 49, dtype=np.float32)[:, None].repeat(HEADS, 1), 4, 8, window=4, shift=2
+        np.linspace(0, -4, 49, dtype=np.float32)[:, None].repeat(HEADS, 1),
+        4,
+        8,
+        window=4,
+        shift=2,
     ),
     "sliding_tiles": recipes.sliding_tiles((4, 2, 4), (1, 2, 1), (3, 1, 3)),
     "forgetting": recipes.forgetting(GATES),
@@ -57,13 +70,16 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "tree_causal": recipes.tree_causal(PARENTS, LENGTH - len(PARENTS)),
 }
 MASKS: dict[str, Mask] = {
-    "window_and_first": CausalMask() & (LocalMask(8, 0) | FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx < 4)),
+    "window_and_first": CausalMask()
+    & (LocalMask(8, 0) | FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx < 4)),
     "packed": CausalMask() & SegmentMask(IDS, IDS),
 }
 
 
 def draw() -> dict[str, str]:
-    """The text of each picture by its file's name: of masks, and beside them of what recipes do to scores."""
+    """The text of each picture by its file's name: of masks, and beside them of what
+    recipes do to scores.
+    """
     panels = {name: _mask(mask.picture(LENGTH, LENGTH)) for name, mask in MASKS.items()}
     for name, arguments in RECIPES.items():
         visible = arguments["mask"].picture(LENGTH, LENGTH)
@@ -77,7 +93,11 @@ def draw() -> dict[str, str]:
             panels[f"{name}_scores"] = _cap(arguments["logits_soft_cap"])
     panels |= _differential()
     panels |= {"hero": draw_curves(curves())}
-    return {f"{name}-{theme}.svg": _svg(panel, colors) for name, panel in panels.items() for theme, colors in THEMES}
+    return {
+        f"{name}-{theme}.svg": _svg(panel, colors)
+        for name, panel in panels.items()
+        for theme, colors in THEMES
+    }
 
 
 class Picture(NamedTuple):
@@ -90,8 +110,26 @@ class Picture(NamedTuple):
 
 # GitHub's own colors: text, lines beside it, ours, the others, and what is masked.
 THEMES = (
-    ("light", {"ink": "#1f2328", "line": "#59636e", "ours": "#0969da", "empty": "#eaeef2", "page": "#ffffff"}),
-    ("dark", {"ink": "#f0f6fc", "line": "#9198a1", "ours": "#4493f8", "empty": "#2a313c", "page": "#0d1117"}),
+    (
+        "light",
+        {
+            "ink": "#1f2328",
+            "line": "#59636e",
+            "ours": "#0969da",
+            "empty": "#eaeef2",
+            "page": "#ffffff",
+        },
+    ),
+    (
+        "dark",
+        {
+            "ink": "#f0f6fc",
+            "line": "#9198a1",
+            "ours": "#4493f8",
+            "empty": "#2a313c",
+            "page": "#0d1117",
+        },
+    ),
 )
 
 
@@ -104,8 +142,12 @@ def _svg(picture: Picture, colors: Mapping[str, str]) -> str:
     return text
 
 
-def _text(x: float, y: float, text: str, size: int = 18, more: str = 'fill="@ink"') -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" {more}>{escape(text)}</text>'
+def _text(
+    x: float, y: float, text: str, size: int = 18, more: str = 'fill="@ink"'
+) -> str:
+    return (
+        f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" {more}>{escape(text)}</text>'
+    )
 
 
 MIDDLE = 'fill="@ink" text-anchor="middle"'
@@ -126,7 +168,12 @@ def _square(shapes: list[str], x: str, y: str, title: str) -> Picture:
     middle = SIDE // 2
     back = f'<rect x="{LEFT}" y="{TOP}" width="{SIDE}" height="{SIDE}" fill="@empty"/>'
     names = [
-        _text(18, TOP + middle, y, more=f'{MIDDLE} transform="rotate(-90 18 {TOP + middle})"'),
+        _text(
+            18,
+            TOP + middle,
+            y,
+            more=f'{MIDDLE} transform="rotate(-90 18 {TOP + middle})"',
+        ),
         _text(LEFT + middle, TOP + SIDE + 20, x, more=MIDDLE),
         _text(LEFT + middle, 20, title.translate(MINUS), more=MIDDLE),
     ]
@@ -134,16 +181,24 @@ def _square(shapes: list[str], x: str, y: str, title: str) -> Picture:
 
 
 def _scores(layers: Sequence[tuple[np.ndarray, float]], title: str) -> Picture:
-    """A row per query and a column per key; of each layer the cells that are True, this opaque."""
+    """A row per query and a column per key; of each layer the cells that are True, this
+    opaque.
+    """
     shapes = []
     for cells, opacity in layers:
         runs = []
         for row, line in enumerate(cells):
             for is_set, run in groupby(enumerate(line), key=lambda cell: bool(cell[1])):
                 columns = [column for column, _ in run]
-                x, y, width = LEFT + CELL * columns[0], TOP + CELL * row, CELL * len(columns)
+                x, y, width = (
+                    LEFT + CELL * columns[0],
+                    TOP + CELL * row,
+                    CELL * len(columns),
+                )
                 runs += [f"M{x} {y}h{width}v{CELL}h-{width}z"] if is_set else []
-        shapes.append(f'<path d="{"".join(runs)}" fill="@ours" fill-opacity="{opacity:.2f}"/>')
+        shapes.append(
+            f'<path d="{"".join(runs)}" fill="@ours" fill-opacity="{opacity:.2f}"/>'
+        )
     return _square(shapes, "key", "query", title)
 
 
@@ -160,14 +215,18 @@ def _shaded(visible: np.ndarray, values: np.ndarray, title: str) -> Picture:
 
 
 def _added(visible: np.ndarray, score_mod: Any) -> Picture:
-    """What a `score_mod` makes of scores of 0 in the first head, where they are visible."""
+    """What a `score_mod` makes of scores of 0 in the first head, where they are
+    visible.
+    """
     places = jnp.asarray(ROWS, jnp.int32), jnp.asarray(COLUMNS, jnp.int32)
     added = np.asarray(score_mod(jnp.zeros((LENGTH, LENGTH)), 0, 0, *places))
     return _shaded(visible, added, "added in head 0: {:.3g} to {:.3g}")
 
 
 def _differential() -> dict[str, Picture]:
-    """The weights of a softmax over a signal and noise, and what is left without those of a softmax over the noise."""
+    """The weights of a softmax over a signal and noise, and what is left without those
+    of a softmax over the noise.
+    """
     visible = COLUMNS <= ROWS
     noise = 1.5 * np.cos(3.0 * ROWS * COLUMNS + COLUMNS**2)
     signal = 2.5 * ((COLUMNS == ROWS) | (COLUMNS == ROWS // 2))
@@ -175,8 +234,13 @@ def _differential() -> dict[str, Picture]:
     first, second = (x / x.sum(1, keepdims=True) for x in (first, second))
     names = {"differential": first, "differential_scores": first - 0.5 * second}
     titles = "first softmax", "difference of two"
-    weights = {name: np.maximum(x, 0) / x.max(1, keepdims=True) for name, x in names.items()}
-    return {name: _shaded(visible, x, title) for (name, x), title in zip(weights.items(), titles, strict=True)}
+    weights = {
+        name: np.maximum(x, 0) / x.max(1, keepdims=True) for name, x in names.items()
+    }
+    return {
+        name: _shaded(visible, x, title)
+        for (name, x), title in zip(weights.items(), titles, strict=True)
+    }
 
 
 def _cap(cap: float) -> Picture:
@@ -186,12 +250,28 @@ def _cap(cap: float) -> Picture:
     def place(x: float, y: float) -> tuple[float, float]:
         return LEFT + SIDE * (x / cap + 2) / 4, TOP + SIDE * (2 - y / cap) / 4
 
-    shapes = [_path([place(x, x) for x in (-2 * cap, 2 * cap)], 'stroke="@line" stroke-width="2"')]
-    shapes += [_path([place(x, cap * math.tanh(x / cap)) for x in scores], 'stroke="@ours" stroke-width="4"')]
+    shapes = [
+        _path(
+            [place(x, x) for x in (-2 * cap, 2 * cap)],
+            'stroke="@line" stroke-width="2"',
+        )
+    ]
+    shapes += [
+        _path(
+            [place(x, cap * math.tanh(x / cap)) for x in scores],
+            'stroke="@ours" stroke-width="4"',
+        )
+    ]
     for y in (-cap, cap):
         ends = [place(-2 * cap, y), place(2 * cap, y)]
         shapes += [_path(ends, 'stroke="@line" stroke-dasharray="4 4"')]
-        shapes += [_text(LEFT + 6 if y > 0 else LEFT + SIDE - 46, ends[0][1] - 6, f"{y:g}".translate(MINUS))]
+        shapes += [
+            _text(
+                LEFT + 6 if y > 0 else LEFT + SIDE - 46,
+                ends[0][1] - 6,
+                f"{y:g}".translate(MINUS),
+            )
+        ]
     return _square(shapes, "scaled score", "capped", f"logits_soft_cap={cap:g}")
 
 
@@ -205,7 +285,9 @@ LENGTHS = (256, 2048, 16384)
 
 
 def curves() -> list[dict[str, Any]]:
-    """Seconds and MiB of each length and library, as benchmarks/curves.py measured them; None where nothing was."""
+    """Seconds and MiB of each length and library, as benchmarks/curves.py measured
+    them; None where nothing was.
+    """
     rows = json.loads((RESULTS / "curves-cpu.json").read_text())["rows"]
     return [
         {
@@ -221,12 +303,20 @@ def curves() -> list[dict[str, Any]]:
 def amount(number: float, value: str) -> str:
     """Seconds or MiB, as they are read."""
     if value == "seconds":
-        return f"{number:.0f} s" if number >= 10 else f"{number:.2g} s" if number >= 0.1 else f"{1000 * number:.2g} ms"
+        return (
+            f"{number:.0f} s"
+            if number >= 10
+            else f"{number:.2g} s"
+            if number >= 0.1
+            else f"{1000 * number:.2g} ms"
+        )
     return f"{number:.0f} MiB" if number < 1000 else f"{number / 1024:.2g} GiB"
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]]) -> Picture:
-    """Time and memory over the length, both axes logarithmic, names at the ends of the lines; None draws nothing."""
+    """Time and memory over the length, both axes logarithmic, names at the ends of the
+    lines; None draws nothing.
+    """
     return Picture(680, 330, _panel("seconds", 0, rows) + _panel("mib", 340, rows))
 
 
@@ -235,7 +325,10 @@ def _panel(value: str, left: int, rows: Sequence[Mapping[str, Any]]) -> list[str
     title = "time" if value == "seconds" else "memory"
     factor = 10 if value == "seconds" else 16  # between two ticks
     powers = [math.log(row[value], factor) for row in rows]
-    ticks = range(math.floor(min(powers)), max(math.ceil(max(powers)), math.floor(min(powers)) + 1) + 1)
+    ticks = range(
+        math.floor(min(powers)),
+        max(math.ceil(max(powers)), math.floor(min(powers)) + 1) + 1,
+    )
     x0, x1, y0, y1 = left + 72, left + 218, 272, 44
 
     def place(length: float, number: float) -> tuple[float, float]:
@@ -247,26 +340,59 @@ def _panel(value: str, left: int, rows: Sequence[Mapping[str, Any]]) -> list[str
     for tick in ticks:
         _, y = place(LENGTHS[0], float(factor) ** tick)
         shapes.append(_path([(x0, y), (x1, y)], 'stroke="@empty" stroke-width="2"'))
-        shapes.append(_text(x0 - 8, y + 7, amount(float(factor) ** tick, value), 19, 'fill="@line" text-anchor="end"'))
+        shapes.append(
+            _text(
+                x0 - 8,
+                y + 7,
+                amount(float(factor) ** tick, value),
+                19,
+                'fill="@line" text-anchor="end"',
+            )
+        )
     for length in LENGTHS:
         label = str(length) if length < 1024 else f"{length // 1024}k"
-        shapes.append(_text(place(length, 1)[0], y0 + 26, label, 19, 'fill="@line" text-anchor="middle"'))
-    shapes.append(_text((x0 + x1) / 2, y0 + 50, "tokens", 19, 'fill="@line" text-anchor="middle"'))
+        shapes.append(
+            _text(
+                place(length, 1)[0],
+                y0 + 26,
+                label,
+                19,
+                'fill="@line" text-anchor="middle"',
+            )
+        )
+    shapes.append(
+        _text((x0 + x1) / 2, y0 + 50, "tokens", 19, 'fill="@line" text-anchor="middle"')
+    )
     ends = []
     for name in reversed(NAMES.values()):
-        line = sorted((row["length"], row[value]) for row in rows if row["name"] == name)
+        line = sorted(
+            (row["length"], row[value]) for row in rows if row["name"] == name
+        )
         points = [place(*point) for point in line]
         color = "@ours" if name == "flax_mha" else "@line"
         if points:
-            shapes.append(_path(points, f'stroke="{color}" stroke-width="4" stroke-linejoin="round"'))
-            shapes.append(f'<circle cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="5" fill="{color}"/>')
+            shapes.append(
+                _path(
+                    points, f'stroke="{color}" stroke-width="4" stroke-linejoin="round"'
+                )
+            )
+            shapes.append(
+                f'<circle cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="5" '
+                f'fill="{color}"/>'
+            )
             ends.append((*points[-1][::-1], name, amount(line[-1][1], value), color))
     right, lowest = max(x for _, x, *_ in ends), math.inf
-    for y, x, name, last, color in sorted(ends, reverse=True):  # from below, each label clear of the one before
+    # From below, each label clear of the one before.
+    for y, x, name, last, color in sorted(ends, reverse=True):
         bold = f'fill="{color}" font-weight="600"'
         if x < right:
-            shapes.append(_text(x - 10, y, f"{name} {last}", 20, f'{bold} text-anchor="end"'))
+            shapes.append(
+                _text(x - 10, y, f"{name} {last}", 20, f'{bold} text-anchor="end"')
+            )
         else:
             lowest = min(y + 26, y0 - 4, lowest - 44)
-            shapes += [_text(x + 10, lowest - 20, name, 20, bold), _text(x + 10, lowest, last, 19, f'fill="{color}"')]
+            shapes += [
+                _text(x + 10, lowest - 20, name, 20, bold),
+                _text(x + 10, lowest, last, 19, f'fill="{color}"'),
+            ]
     return shapes

@@ -1,4 +1,6 @@
-"""Makes the tables of the performance page from the JSON files that the benchmarks write."""
+"""Makes the tables of the performance page from the JSON files that the benchmarks
+write.
+"""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +12,9 @@ Row = dict[str, Any]
 
 
 class Table(NamedTuple):
-    """A table: of which file, which of its rows, what tells them apart, and what stands beside one another."""
+    """A table: of which file, which of its rows, what tells them apart, and what stands
+    beside one another.
+    """
 
     file: str
     keys: Mapping[str, str]  # columns of the file, and their headings here
@@ -24,7 +28,11 @@ SHAPE = {"shape": "batch, length, heads, size"}
 CACHE = {"dtype": "dtype", "kv_heads": "key/value heads"}
 TABLES = {
     "attention": Table("attention-cpu", SHAPE | {"mask": "mask", "pass": "pass"}),
-    "attention_memory": Table("attention-cpu", SHAPE | {"mask": "mask", "pass": "pass"}, value="temporaries_mib"),
+    "attention_memory": Table(
+        "attention-cpu",
+        SHAPE | {"mask": "mask", "pass": "pass"},
+        value="temporaries_mib",
+    ),
     "bfloat16": Table(
         "attention-bfloat16-cpu",
         SHAPE | {"mask": "mask", "pass": "pass"},
@@ -37,7 +45,9 @@ TABLES = {
         across="head_dim",
         value="to_jax_nn",
     ),
-    "module": Table("module-cpu", {"shape": "batch, length, features, heads", "pass": "pass"}),
+    "module": Table(
+        "module-cpu", {"shape": "batch, length, features, heads", "pass": "pass"}
+    ),
     "module_memory": Table(
         "module-cpu",
         {"shape": "batch, length, features, heads", "pass": "pass"},
@@ -46,11 +56,21 @@ TABLES = {
     ),
     "flex": Table("flex-cpu", SHAPE | {"case": "case", "pass": "pass"}),
     "gathered": Table("gathered-cpu", {"length": "tokens", "pass": "pass"}),
-    "gathered_memory": Table("gathered-cpu", {"length": "tokens", "pass": "pass"}, value="temporaries_mib"),
-    "skipping": Table("skipping-cpu", {"implementation": "kind of attention"}, across="length"),
-    "decode_step": Table("decode-cpu", CACHE | {"position": "tokens so far"}, {"what": "step"}),
-    "decode_attention": Table("decode-cpu", CACHE | {"position": "tokens so far"}, {"what": "attention"}),
-    "decode_prompt": Table("decode-cpu", CACHE | {"position": "tokens of the prompt"}, {"what": "prompt"}),
+    "gathered_memory": Table(
+        "gathered-cpu", {"length": "tokens", "pass": "pass"}, value="temporaries_mib"
+    ),
+    "skipping": Table(
+        "skipping-cpu", {"implementation": "kind of attention"}, across="length"
+    ),
+    "decode_step": Table(
+        "decode-cpu", CACHE | {"position": "tokens so far"}, {"what": "step"}
+    ),
+    "decode_attention": Table(
+        "decode-cpu", CACHE | {"position": "tokens so far"}, {"what": "attention"}
+    ),
+    "decode_prompt": Table(
+        "decode-cpu", CACHE | {"position": "tokens of the prompt"}, {"what": "prompt"}
+    ),
     "h200": Table("attention-h200", SHAPE | {"mask": "mask", "pass": "pass"}),
     "h200_decode": Table("decode-h200", {"what": "what", "position": "tokens so far"}),
     "start": Table("start-cpu", {"what": "what", "pass": "pass"}),
@@ -67,44 +87,75 @@ def markdown(table: Table) -> str:
     report = json.loads((RESULTS / f"{table.file}.json").read_text())
     places, columns = _places(table, report["rows"])
     headings = [*table.keys.values(), *(_heading(table, column) for column in columns)]
-    lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(table.keys)}{'---:|' * len(columns)}"]
+    lines = [
+        f"| {' | '.join(headings)} |",
+        f"|{'---|' * len(table.keys)}{'---:|' * len(columns)}",
+    ]
     for place, cells in places.items():
         shown = [_cell(cells.get(column), table.value) for column in columns]
         together = [str(part).replace(", ", ",\N{NO-BREAK SPACE}") for part in place]
         lines.append(f"| {' | '.join([*together, *shown])} |")
-    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items() if name != "flax-mha")
+    versions = ", ".join(
+        f"{name} {number}"
+        for name, number in report["versions"].items()
+        if name != "flax-mha"
+    )
     measured = f"Measured on {report['date'][:10]}: {report['device']}, {report['cores']} cores; {versions}."
     return "\n".join([*lines, "", f"{measured} Command: `{report['command']}`.", ""])
 
 
-def _places(table: Table, rows: list[Row]) -> tuple[dict[tuple, dict[Any, Row]], list[Any]]:
+def _places(
+    table: Table, rows: list[Row]
+) -> tuple[dict[tuple, dict[Any, Row]], list[Any]]:
     """For each line of the table its cells by column, and the columns in their order."""
     places: dict[tuple, dict[Any, Row]] = {}
     columns: list[Any] = []
     for row in rows:
         column = row[table.across]
-        if column in table.without or any(row.get(key) != wanted for key, wanted in table.where.items()):
+        if column in table.without or any(
+            row.get(key) != wanted for key, wanted in table.where.items()
+        ):
             continue
         cells = places.setdefault(tuple(row[key] for key in table.keys), {})
         if column in cells:
-            raise ValueError(f"{table.file}.json: two rows for one cell of the table: {row}")
+            raise ValueError(
+                f"{table.file}.json: two rows for one cell of the table: {row}"
+            )
         cells[column] = row
-        columns += [column] if column not in columns and row.get(table.value) is not None else []
+        columns += (
+            [column]
+            if column not in columns and row.get(table.value) is not None
+            else []
+        )
     if not columns:
-        raise ValueError(f"{table.file}.json has no {table.value} where {dict(table.where)}")
+        raise ValueError(
+            f"{table.file}.json has no {table.value} where {dict(table.where)}"
+        )
     return places, columns if table.across == "implementation" else sorted(columns)
 
 
 def _heading(table: Table, column: Any) -> str:
-    return str(column) if table.across == "implementation" else f"{table.across.replace('_', ' ')} {column}"
+    return (
+        str(column)
+        if table.across == "implementation"
+        else f"{table.across.replace('_', ' ')} {column}"
+    )
 
 
 def _cell(row: Row | None, value: str) -> str:
-    """Milliseconds with their spread, a ratio, or MiB; a dash where nothing was measured."""
+    """Milliseconds with their spread, a ratio, or MiB; a dash where nothing was
+    measured.
+    """
     if row is None or row.get(value) is None:
         return "-"
     number = row[value]
     if value == "to_jax_nn":
         return f"{number:.2f}"
-    shown = f"{number:,.0f}" if number >= 100 else f"{number:.2g}" if number < 10 else f"{number:.0f}"
+    shown = (
+        f"{number:,.0f}"
+        if number >= 100
+        else f"{number:.2g}"
+        if number < 10
+        else f"{number:.0f}"
+    )
     return f"{shown} ± {row['spread']:.0f}%" if value == "ms" else shown

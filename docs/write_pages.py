@@ -1,7 +1,8 @@
-"""Writes into the pages what the repository knows, and draws their pictures: `python docs/write_pages.py`.
+"""Writes into the pages what the repository knows, and draws their pictures: `python
+docs/write_pages.py`.
 
-A part that is written begins with a comment that says what it is, which neither GitHub nor Sphinx shows, and ends with
-`<!-- end -->`:
+A part that is written begins with a comment that says what it is, which neither GitHub
+nor Sphinx shows, and ends with `<!-- end -->`:
 
     <!-- begin: code NAME -->       the source of a recipe
     <!-- begin: table NAME -->      a table of benchmarks, from `tables.py`
@@ -26,14 +27,23 @@ import tables  # noqa: E402
 
 from flax_mha import convert, recipes  # noqa: E402
 
-# A part never holds another: one whose end is missing is left as it is, and a test finds it.
-PART = re.compile(r"^<!-- begin: (\w+)(.*?) ?-->\n((?:(?!<!-- begin).)*?)<!-- end -->", re.DOTALL | re.MULTILINE)
+# A part never holds another: one whose end is missing is left as it is, and a test
+# finds it.
+PART = re.compile(
+    r"^<!-- begin: (\w+)(.*?) ?-->\n((?:(?!<!-- begin).)*?)<!-- end -->",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def written() -> dict[Path, str]:
     """Each page that has such parts, with what belongs into them."""
-    pages = {path: path.read_text() for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]}
-    return {path: PART.sub(_part, text) for path, text in pages.items() if PART.search(text)}
+    pages = {
+        path: path.read_text()
+        for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+    }
+    return {
+        path: PART.sub(_part, text) for path, text in pages.items() if PART.search(text)
+    }
 
 
 def _part(found: re.Match[str]) -> str:
@@ -57,17 +67,27 @@ def _file(name: str) -> str:
 def _layouts(_: str) -> str:
     lines = ["| layout | keys of the weights |", "|---|---|"]
     for name, layout in convert.LAYOUTS.items():
-        weights = [key for key, paths in layout.stacks.items() if paths[0].endswith("kernel")]
+        weights = [
+            key for key, paths in layout.stacks.items() if paths[0].endswith("kernel")
+        ]
         lines.append(f"| `{name}` | {', '.join(f'`{key}`' for key in weights)} |")
     return "\n".join(lines)
 
 
 def _curves(folder: str) -> str:
     rows = pictures.curves()
-    longest = max(row["length"] for row in rows if row["name"] == "Flax" and row["seconds"] is not None)
+    longest = max(
+        row["length"]
+        for row in rows
+        if row["name"] == "Flax" and row["seconds"] is not None
+    )
     said = []
     for row in (row for row in rows if row["length"] == longest):
-        values = [pictures.amount(row[value], value) for value in ("seconds", "mib") if row[value] is not None]
+        values = [
+            pictures.amount(row[value], value)
+            for value in ("seconds", "mib")
+            if row[value] is not None
+        ]
         said.append(f"{row['name']} {' and '.join(values)}")
     alt = f"Time and memory for one gradient vs. number of tokens. At {longest} tokens: {', '.join(said)}"
     return picture(f"{folder}/hero", alt, 680)
@@ -80,18 +100,35 @@ def picture(path: str, alt: str, width: int) -> str:
 
 
 def _reference(directives: str) -> str:
-    """Names with their files and first sentences, because GitHub cannot read docstrings."""
+    """Names with their files and first sentences, because GitHub cannot read
+    docstrings.
+    """
     lines = ["| name | |", "|---|---|"]
-    for kind, name in re.findall(r"^\.\. auto(function|class|module):: (\S+)$", directives, re.MULTILINE):
+    for kind, name in re.findall(
+        r"^\.\. auto(function|class|module):: (\S+)$", directives, re.MULTILINE
+    ):
         module, _, last = name.rpartition(".")
-        shown = {name: getattr(importlib.import_module(module), last)} if kind != "module" else {}
+        shown = (
+            {name: getattr(importlib.import_module(module), last)}
+            if kind != "module"
+            else {}
+        )
         if name == recipes.__name__:
-            shown = {f"{name}.{x}": function for x, function in inspect.getmembers(recipes, inspect.isfunction)}
+            shown = {
+                f"{name}.{x}": function
+                for x, function in inspect.getmembers(recipes, inspect.isfunction)
+            }
         for path, x in shown.items():
             file = Path(inspect.getfile(inspect.unwrap(x))).relative_to(ROOT)
-            summary = " ".join(inspect.cleandoc(x.__doc__).split("\n\n")[0].split()).replace("|", "\\|")
+            summary = " ".join(
+                inspect.cleandoc(x.__doc__).split("\n\n")[0].split()
+            ).replace("|", "\\|")
             lines.append(f"| [`{path}`](../../{file}) | {summary} |")
-    lines += ["", "Arguments, errors and examples are in the docstrings: `help(NAME)`, or the file behind each name."]
+    lines += [
+        "",
+        "Arguments, errors and examples are in the docstrings: `help(NAME)`, or the "
+        "file behind each name.",
+    ]
     return "\n".join(lines)
 
 

@@ -1,10 +1,11 @@
-"""Trains an encoder and a decoder in `flax.linen` to sort numbers, with padding and cross-attention.
+"""Trains an encoder and a decoder in `flax.linen` to sort numbers, with padding and
+cross-attention.
 
     pip install -e .
     python examples/encoder_decoder.py
 
-Sequences of different lengths are padded to one array. `lengths` tell the attention how many tokens are not padding, so
-that padding changes no result.
+Sequences of different lengths are padded to one array. `lengths` tell the attention how
+many tokens are not padding, so that padding changes no result.
 """
 
 import jax
@@ -17,19 +18,27 @@ from jaxtyping import Array, Float, Int, Key
 from flax_mha.linen import MultiHeadDotProductAttention
 
 VOCABULARY_SIZE, MAX_LENGTH = 32, 12
-END = 0  # the token before the first number of a target and after its last; also what pads
-Batch = tuple[Int[Array, "B S"], Int[Array, "B T"], Int[Array, " B"]]  # source, target, lengths
+# The token before the first number of a target and after its last; also what pads.
+END = 0
+# Source, target, lengths.
+Batch = tuple[Int[Array, "B S"], Int[Array, "B T"], Int[Array, " B"]]
 
 
 def make_batch(key: Key[Array, ""], batch_size: int) -> Batch:
-    """Sources of 4 to MAX_LENGTH different numbers, their targets (END, the numbers sorted, END), and the lengths."""
+    """Sources of 4 to MAX_LENGTH different numbers, their targets (END, the numbers
+    sorted, END), and the lengths.
+    """
     length_key, source_key = jax.random.split(key)
     lengths = jax.random.randint(length_key, (batch_size,), 4, MAX_LENGTH + 1)
     numbers = jnp.tile(jnp.arange(1, VOCABULARY_SIZE), (batch_size, 1))
-    numbers = jax.random.permutation(source_key, numbers, axis=1, independent=True)[:, :MAX_LENGTH]
+    numbers = jax.random.permutation(source_key, numbers, axis=1, independent=True)[
+        :, :MAX_LENGTH
+    ]
     is_number = jnp.arange(MAX_LENGTH) < lengths[:, None]
     in_order = jnp.sort(jnp.where(is_number, numbers, VOCABULARY_SIZE), axis=1)
-    target = jnp.pad(jnp.where(is_number, in_order, END), ((0, 0), (1, 1)), constant_values=END)
+    target = jnp.pad(
+        jnp.where(is_number, in_order, END), ((0, 0), (1, 1)), constant_values=END
+    )
     return jnp.where(is_number, numbers, END), target, lengths
 
 
@@ -42,39 +51,55 @@ class MLP(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Logits of each next token of the target, given the tokens before it and the source."""
+    """Logits of each next token of the target, given the tokens before it and the
+    source.
+    """
 
     features: int = 64
     num_heads: int = 4
 
     @nn.compact
     def __call__(
-        self, source: Int[Array, "B S"], target: Int[Array, "B T"], lengths: Int[Array, " B"]
+        self,
+        source: Int[Array, "B S"],
+        target: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
     ) -> Float[Array, "B T V"]:
         embed = nn.Embed(VOCABULARY_SIZE, self.features)
 
         encoded = embed(source)
-        attention = MultiHeadDotProductAttention(num_heads=self.num_heads, name="encoder_attention")
+        attention = MultiHeadDotProductAttention(
+            num_heads=self.num_heads, name="encoder_attention"
+        )
         encoded += attention(nn.LayerNorm()(encoded), lengths=lengths)
         encoded += MLP()(nn.LayerNorm()(encoded))
         encoded = nn.LayerNorm()(encoded)
 
         x = embed(target)
-        attention = MultiHeadDotProductAttention(num_heads=self.num_heads, name="decoder_attention")
+        attention = MultiHeadDotProductAttention(
+            num_heads=self.num_heads, name="decoder_attention"
+        )
         x += attention(nn.LayerNorm()(x), is_causal=True)
-        attention = MultiHeadDotProductAttention(num_heads=self.num_heads, name="cross_attention")
-        x += attention(nn.LayerNorm()(x), encoded, lengths=(None, lengths))  # lengths of the queries, of the keys
+        attention = MultiHeadDotProductAttention(
+            num_heads=self.num_heads, name="cross_attention"
+        )
+        # Lengths of the queries, of the keys.
+        x += attention(nn.LayerNorm()(x), encoded, lengths=(None, lengths))
         x += MLP()(nn.LayerNorm()(x))
         return nn.Dense(VOCABULARY_SIZE)(nn.LayerNorm()(x))
 
 
 def is_target(lengths: Int[Array, " B"]) -> Array:
-    """Which tokens are to be predicted: the numbers, and the END after them. Boolean [B, MAX_LENGTH + 1]."""
+    """Which tokens are to be predicted: the numbers, and the END after them. Boolean
+    [B, MAX_LENGTH + 1].
+    """
     return jnp.arange(MAX_LENGTH + 1) <= lengths[:, None]
 
 
 @jax.jit
-def train_step(state: TrainState, key: Key[Array, ""]) -> tuple[TrainState, Float[Array, ""]]:
+def train_step(
+    state: TrainState, key: Key[Array, ""]
+) -> tuple[TrainState, Float[Array, ""]]:
     """Updates the model with one batch, and returns the loss before the update."""
     source, target, lengths = make_batch(key, batch_size=32)
 
@@ -89,16 +114,22 @@ def train_step(state: TrainState, key: Key[Array, ""]) -> tuple[TrainState, Floa
 
 @jax.jit
 def share_sorted(state: TrainState, key: Key[Array, ""]) -> Float[Array, ""]:
-    """The share of 500 new sequences in which each token is the most probable one after those before it."""
+    """The share of 500 new sequences in which each token is the most probable one after
+    those before it.
+    """
     source, target, lengths = make_batch(key, batch_size=500)
-    predicted = state.apply_fn({"params": state.params}, source, target[:, :-1], lengths).argmax(-1)
+    predicted = state.apply_fn(
+        {"params": state.params}, source, target[:, :-1], lengths
+    ).argmax(-1)
     return ((predicted == target[:, 1:]) | ~is_target(lengths)).all(axis=1).mean()
 
 
 def train(steps: int = 200) -> tuple[TrainState, list[float]]:
     """Trains a model, and returns it with the loss of each step, in nats per token."""
     model = EncoderDecoder()
-    params = jax.jit(model.init)(jax.random.key(0), *make_batch(jax.random.key(0), 1))["params"]
+    params = jax.jit(model.init)(jax.random.key(0), *make_batch(jax.random.key(0), 1))[
+        "params"
+    ]
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, steps))
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
     losses = []
@@ -112,4 +143,7 @@ def train(steps: int = 200) -> tuple[TrainState, list[float]]:
 
 if __name__ == "__main__":
     state, _ = train()
-    print(f"sorted without a mistake: {share_sorted(state, jax.random.key(10_000)):.1%} of new sequences")
+    print(
+        f"sorted without a mistake: {share_sorted(state, jax.random.key(10_000)):.1%} "
+        "of new sequences"
+    )

@@ -1,10 +1,12 @@
-"""Trains a Llama-style decoder from scratch on its own source code, and generates text with a KV cache.
+"""Trains a Llama-style decoder from scratch on its own source code, and generates text
+with a KV cache.
 
     pip install -e .
     python examples/llama.py
 
-RMSNorm, rotary positions, grouped-query attention and SwiGLU. For training, all tokens of a text are computed at once.
-For generation, the prompts, of any lengths, fill the cache, and each further token attends to what is in it.
+RMSNorm, rotary positions, grouped-query attention and SwiGLU. For training, all tokens
+of a text are computed at once. For generation, the prompts, of any lengths, fill the
+cache, and each further token attends to what is in it.
 """
 
 from pathlib import Path
@@ -23,19 +25,31 @@ VOCABULARY_SIZE, CONTEXT_LENGTH = 128, 128  # each ASCII character is a token
 
 
 class Block(nnx.Module):
-    """Attention and a gated network, each after a norm and around a residual connection."""
+    """Attention and a gated network, each after a norm and around a residual
+    connection.
+    """
 
-    def __init__(self, features: int, num_heads: int, num_kv_heads: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self, features: int, num_heads: int, num_kv_heads: int, *, rngs: nnx.Rngs
+    ):
         self.attention_norm = nnx.RMSNorm(features, rngs=rngs)
         self.attention = MultiHeadAttention(
-            num_heads, features, num_kv_heads=num_kv_heads, rope=RoPE(), use_bias=False, decode=False, rngs=rngs
+            num_heads,
+            features,
+            num_kv_heads=num_kv_heads,
+            rope=RoPE(),
+            use_bias=False,
+            decode=False,
+            rngs=rngs,
         )
         self.mlp_norm = nnx.RMSNorm(features, rngs=rngs)
         self.gate = nnx.Linear(features, 3 * features, use_bias=False, rngs=rngs)
         self.up = nnx.Linear(features, 3 * features, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(3 * features, features, use_bias=False, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], lengths: Int[Array, " B"] | None = None) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], lengths: Int[Array, " B"] | None = None
+    ) -> Float[Array, "B T D"]:
         x = x + self.attention(self.attention_norm(x), is_causal=True, lengths=lengths)
         normed = self.mlp_norm(x)
         return x + self.down(nnx.silu(self.gate(normed)) * self.up(normed))
@@ -48,14 +62,27 @@ class Llama(nnx.Module):
     """
 
     def __init__(
-        self, features: int = 64, num_heads: int = 4, num_kv_heads: int = 2, num_layers: int = 2, *, rngs: nnx.Rngs
+        self,
+        features: int = 64,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        num_layers: int = 2,
+        *,
+        rngs: nnx.Rngs,
     ):
         self.embed = nnx.Embed(VOCABULARY_SIZE, features, rngs=rngs)
-        self.blocks = nnx.List([Block(features, num_heads, num_kv_heads, rngs=rngs) for _ in range(num_layers)])
+        self.blocks = nnx.List(
+            [
+                Block(features, num_heads, num_kv_heads, rngs=rngs)
+                for _ in range(num_layers)
+            ]
+        )
         self.norm = nnx.RMSNorm(features, rngs=rngs)
         self.head = nnx.Linear(features, VOCABULARY_SIZE, use_bias=False, rngs=rngs)
 
-    def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"] | None = None) -> Float[Array, "B T V"]:
+    def __call__(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"] | None = None
+    ) -> Float[Array, "B T V"]:
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, lengths)
@@ -63,15 +90,28 @@ class Llama(nnx.Module):
 
 
 @nnx.jit(static_argnames="num_tokens")
-def generate(model: Llama, prompts: Int[Array, "B T"], lengths: Int[Array, " B"], num_tokens: int) -> Int[Array, "B L"]:
-    """Continues each prompt, the first `lengths` tokens of its row, with the most probable tokens."""
+def generate(
+    model: Llama, prompts: Int[Array, "B T"], lengths: Int[Array, " B"], num_tokens: int
+) -> Int[Array, "B L"]:
+    """Continues each prompt, the first `lengths` tokens of its row, with the most
+    probable tokens.
+    """
     batch_size, longest = prompts.shape
-    model = nnx.view(model, decode=True, batch_size=batch_size, max_length=longest + num_tokens, per_row=True)
+    model = nnx.view(
+        model,
+        decode=True,
+        batch_size=batch_size,
+        max_length=longest + num_tokens,
+        per_row=True,
+    )
     logits = model(prompts, lengths)  # all prompts at once
-    first = logits[jnp.arange(batch_size), lengths - 1].argmax(-1)  # each after its own last token
+    # Each after its own last token.
+    first = logits[jnp.arange(batch_size), lengths - 1].argmax(-1)
     graph, cache, *params = nnx.split(model, nnx.Cache, ...)
 
-    def step(carry: tuple[nnx.State, Array], _: None) -> tuple[tuple[nnx.State, Array], Array]:
+    def step(
+        carry: tuple[nnx.State, Array], _: None
+    ) -> tuple[tuple[nnx.State, Array], Array]:
         cache, token = carry
         model = nnx.merge(graph, cache, *params)
         following = model(token[:, None])[:, 0].argmax(-1)
@@ -82,13 +122,19 @@ def generate(model: Llama, prompts: Int[Array, "B T"], lengths: Int[Array, " B"]
 
 
 @nnx.jit
-def train_step(model: Llama, optimizer: nnx.Optimizer, text: Int[Array, " S"], key: Key[Array, ""]) -> Float[Array, ""]:
-    """Updates the model with windows from random places of the text, and returns the loss before the update."""
+def train_step(
+    model: Llama, optimizer: nnx.Optimizer, text: Int[Array, " S"], key: Key[Array, ""]
+) -> Float[Array, ""]:
+    """Updates the model with windows from random places of the text, and returns the
+    loss before the update.
+    """
     starts = jax.random.randint(key, (8, 1), 0, len(text) - CONTEXT_LENGTH)
     windows = text[starts + jnp.arange(CONTEXT_LENGTH + 1)]
 
     def loss_fn(model: Llama) -> Float[Array, ""]:
-        return optax.softmax_cross_entropy_with_integer_labels(model(windows[:, :-1]), windows[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            model(windows[:, :-1]), windows[:, 1:]
+        ).mean()
 
     loss, gradients = nnx.value_and_grad(loss_fn)(model)
     optimizer.update(model, gradients)
@@ -103,7 +149,9 @@ def encode(text: str) -> Int[Array, " T"]:
 def encode_prompts(texts: list[str]) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
     """The tokens of each text, padded on the right, and their numbers."""
     lengths = jnp.array([len(text) for text in texts])
-    return jnp.stack([encode(text.ljust(max(map(len, texts)), "\0")) for text in texts]), lengths
+    return jnp.stack(
+        [encode(text.ljust(max(map(len, texts)), "\0")) for text in texts]
+    ), lengths
 
 
 def decode(tokens: Int[Array, " T"]) -> str:
@@ -112,10 +160,14 @@ def decode(tokens: Int[Array, " T"]) -> str:
 
 
 def train(steps: int = 400) -> tuple[Llama, list[float]]:
-    """Trains a model on this file, and returns it with the loss of each step, in nats per character."""
+    """Trains a model on this file, and returns it with the loss of each step, in nats
+    per character.
+    """
     text = encode(Path(__file__).read_text())
     model = Llama(rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(optax.cosine_decay_schedule(3e-3, steps)), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(
+        model, optax.adamw(optax.cosine_decay_schedule(3e-3, steps)), wrt=nnx.Param
+    )
     losses = []
     for step in range(steps):
         losses.append(float(train_step(model, optimizer, text, jax.random.key(step))))
@@ -127,6 +179,8 @@ def train(steps: int = 400) -> tuple[Llama, list[float]]:
 if __name__ == "__main__":
     model, _ = train()
     texts = ["def train_step(", "class Block("]
-    written = generate(model, *encode_prompts(texts), num_tokens=CONTEXT_LENGTH - max(map(len, texts)))
+    written = generate(
+        model, *encode_prompts(texts), num_tokens=CONTEXT_LENGTH - max(map(len, texts))
+    )
     for text, tokens in zip(texts, written, strict=True):
         print(text + decode(tokens), end="\n\n")

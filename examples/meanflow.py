@@ -3,8 +3,9 @@
     pip install -e .
     python examples/meanflow.py
 
-A sample is 32 points around a circle of random place and size, which must attend to each other to agree on it. The loss
-holds a derivative of the model along its inputs: `jax.jvp` through attention, inside of a gradient.
+A sample is 32 points around a circle of random place and size, which must attend to
+each other to agree on it. The loss holds a derivative of the model along its inputs:
+`jax.jvp` through attention, inside of a gradient.
 """
 
 import jax
@@ -35,9 +36,14 @@ class Block(nnx.Module):
 
     def __init__(self, features: int, num_heads: int, *, rngs: nnx.Rngs):
         self.attention_norm = nnx.LayerNorm(features, rngs=rngs)
-        self.attention = MultiHeadAttention(num_heads, features, decode=False, rngs=rngs)
+        self.attention = MultiHeadAttention(
+            num_heads, features, decode=False, rngs=rngs
+        )
         self.mlp_norm = nnx.LayerNorm(features, rngs=rngs)
-        widen, narrow = nnx.Linear(features, 4 * features, rngs=rngs), nnx.Linear(4 * features, features, rngs=rngs)
+        widen, narrow = (
+            nnx.Linear(features, 4 * features, rngs=rngs),
+            nnx.Linear(4 * features, features, rngs=rngs),
+        )
         self.mlp = nnx.Sequential(widen, nnx.gelu, narrow)
 
     def __call__(self, x: Float[Array, "B P D"]) -> Float[Array, "B P D"]:
@@ -46,18 +52,35 @@ class Block(nnx.Module):
 
 
 class MeanVelocity(nnx.Module):
-    """The mean velocity of points between two times, from their places at the later one."""
+    """The mean velocity of points between two times, from their places at the later
+    one.
+    """
 
-    def __init__(self, features: int = 64, num_heads: int = 4, num_layers: int = 2, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        features: int = 64,
+        num_heads: int = 4,
+        num_layers: int = 2,
+        *,
+        rngs: nnx.Rngs,
+    ):
         self.embed = nnx.Linear(2, features, rngs=rngs)
         self.positions = nnx.Param(jax.random.normal(rngs.params(), (POINTS, features)))
         self.embed_times = nnx.Linear(12, 3 * features, rngs=rngs)
-        self.blocks = nnx.List([Block(features, num_heads, rngs=rngs) for _ in range(num_layers)])
-        self.head = nnx.Linear(features, 2, kernel_init=nnx.initializers.zeros_init(), rngs=rngs)
+        self.blocks = nnx.List(
+            [Block(features, num_heads, rngs=rngs) for _ in range(num_layers)]
+        )
+        self.head = nnx.Linear(
+            features, 2, kernel_init=nnx.initializers.zeros_init(), rngs=rngs
+        )
 
     def __call__(self, z: Points, start: Times, end: Times) -> Points:
-        angles = jnp.stack([end, end - start], -1)[..., None] * jnp.asarray([1.0, 2.0, 4.0])
-        times = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1).reshape(len(z), -1)
+        angles = jnp.stack([end, end - start], -1)[..., None] * jnp.asarray(
+            [1.0, 2.0, 4.0]
+        )
+        times = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1).reshape(
+            len(z), -1
+        )
         shift, gain, head_gain = jnp.split(self.embed_times(times)[:, None], 3, axis=-1)
         x = self.embed(z) * (1 + gain) + self.positions[...] + shift
         for block in self.blocks:
@@ -65,23 +88,35 @@ class MeanVelocity(nnx.Module):
         return self.head(x * (1 + head_gain))
 
 
-def loss_fn(model: MeanVelocity, key: Key[Array, ""], batch_size: int = 64) -> Float[Array, ""]:
-    """The weighted error of MeanFlow's identity: u = v - (end - start) du/d(end), along the path of the points."""
+def loss_fn(
+    model: MeanVelocity, key: Key[Array, ""], batch_size: int = 64
+) -> Float[Array, ""]:
+    """The weighted error of MeanFlow's identity: u = v - (end - start) du/d(end), along
+    the path of the points.
+    """
     data_key, noise_key, time_key, equal_key = jax.random.split(key, 4)
-    x, noise = make_batch(data_key, batch_size), jax.random.normal(noise_key, (batch_size, POINTS, 2))
+    x, noise = (
+        make_batch(data_key, batch_size),
+        jax.random.normal(noise_key, (batch_size, POINTS, 2)),
+    )
     start, end = jnp.sort(jax.random.uniform(time_key, (2, batch_size)), axis=0)
     start = jnp.where(jax.random.bernoulli(equal_key, 0.75, start.shape), end, start)
     velocity, along = noise - x, end[:, None, None]
     z = (1 - along) * x + along * noise
 
-    u, derivative = jax.jvp(model, (z, start, end), (velocity, jnp.zeros_like(start), jnp.ones_like(end)))
+    u, derivative = jax.jvp(
+        model, (z, start, end), (velocity, jnp.zeros_like(start), jnp.ones_like(end))
+    )
     target = velocity - (end - start)[:, None, None] * derivative
     error = ((u - jax.lax.stop_gradient(target)) ** 2).mean((1, 2))
-    return (error / jax.lax.stop_gradient(error + 1)).mean()  # as in the paper, far targets weigh less
+    # As in the paper, far targets weigh less.
+    return (error / jax.lax.stop_gradient(error + 1)).mean()
 
 
 @nnx.jit
-def train_step(model: MeanVelocity, optimizer: nnx.Optimizer, key: Key[Array, ""]) -> Float[Array, ""]:
+def train_step(
+    model: MeanVelocity, optimizer: nnx.Optimizer, key: Key[Array, ""]
+) -> Float[Array, ""]:
     """Updates the model with one batch, and returns the loss before the update."""
     loss, gradients = nnx.value_and_grad(loss_fn)(model, key)
     optimizer.update(model, gradients)
@@ -96,7 +131,9 @@ def sample(model: MeanVelocity, key: Key[Array, ""]) -> Points:
 
 
 def roundness_error(points: Points) -> Float[Array, ""]:
-    """The standard deviation of distances from the middle of a set of points, relative to their mean."""
+    """The standard deviation of distances from the middle of a set of points, relative
+    to their mean.
+    """
     distance = jnp.linalg.norm(points - points.mean(1, keepdims=True), axis=-1)
     return (distance.std(1) / distance.mean(1)).mean()
 
@@ -115,5 +152,11 @@ def train(steps: int = 500) -> tuple[MeanVelocity, list[float]]:
 
 if __name__ == "__main__":
     model, _ = train()
-    print(f"roundness error of samples: {roundness_error(sample(model, jax.random.key(1))):.2f}")
-    print(f"of noise: {roundness_error(jax.random.normal(jax.random.key(1), (256, POINTS, 2))):.2f}")
+    print(
+        "roundness error of samples: "
+        f"{roundness_error(sample(model, jax.random.key(1))):.2f}"
+    )
+    print(
+        "of noise: "
+        f"{roundness_error(jax.random.normal(jax.random.key(1), (256, POINTS, 2))):.2f}"
+    )

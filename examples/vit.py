@@ -3,7 +3,8 @@
     pip install -e .
     python examples/vit.py
 
-An image is cut into patches, each patch becomes a token, and the tokens attend to each other without a mask.
+An image is cut into patches, each patch becomes a token, and the tokens attend to each
+other without a mask.
 """
 
 import jax
@@ -17,13 +18,20 @@ from flax_mha import MultiHeadAttention
 IMAGE_SIZE, PATCH_SIZE, CLASSES = 32, 8, 4
 
 
-def make_batch(key: Key[Array, ""], batch_size: int) -> tuple[Float[Array, "B I I 1"], Int[Array, " B"]]:
-    """Noisy images of stripes of random width, and which of four directions the stripes have."""
+def make_batch(
+    key: Key[Array, ""], batch_size: int
+) -> tuple[Float[Array, "B I I 1"], Int[Array, " B"]]:
+    """Noisy images of stripes of random width, and which of four directions the stripes
+    have.
+    """
     label_key, phase_key, width_key, noise_key = jax.random.split(key, 4)
     labels = jax.random.randint(label_key, (batch_size,), 0, CLASSES)
     angle = (jnp.pi * labels / CLASSES)[:, None, None]
     phase = jax.random.uniform(phase_key, (batch_size, 1, 1), maxval=2 * jnp.pi)
-    frequency = jax.random.uniform(width_key, (batch_size, 1, 1), minval=0.5, maxval=1.0)  # radians per pixel
+    # Radians per pixel.
+    frequency = jax.random.uniform(
+        width_key, (batch_size, 1, 1), minval=0.5, maxval=1.0
+    )
     y, x = jnp.mgrid[:IMAGE_SIZE, :IMAGE_SIZE]
     stripes = jnp.sin(frequency * (x * jnp.cos(angle) + y * jnp.sin(angle)) + phase)
     images = stripes + jax.random.normal(noise_key, stripes.shape)
@@ -35,10 +43,14 @@ class Block(nnx.Module):
 
     def __init__(self, features: int, num_heads: int, *, rngs: nnx.Rngs):
         self.attention_norm = nnx.LayerNorm(features, rngs=rngs)
-        self.attention = MultiHeadAttention(num_heads, features, dropout_rate=0.1, decode=False, rngs=rngs)
+        self.attention = MultiHeadAttention(
+            num_heads, features, dropout_rate=0.1, decode=False, rngs=rngs
+        )
         self.mlp_norm = nnx.LayerNorm(features, rngs=rngs)
         self.mlp = nnx.Sequential(
-            nnx.Linear(features, 4 * features, rngs=rngs), nnx.gelu, nnx.Linear(4 * features, features, rngs=rngs)
+            nnx.Linear(features, 4 * features, rngs=rngs),
+            nnx.gelu,
+            nnx.Linear(4 * features, features, rngs=rngs),
         )
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -47,13 +59,26 @@ class Block(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """Patches, positions, blocks of attention, and a linear classifier of the mean token."""
+    """Patches, positions, blocks of attention, and a linear classifier of the mean
+    token.
+    """
 
-    def __init__(self, features: int = 64, num_heads: int = 4, num_layers: int = 2, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        features: int = 64,
+        num_heads: int = 4,
+        num_layers: int = 2,
+        *,
+        rngs: nnx.Rngs,
+    ):
         patch, num_patches = (PATCH_SIZE, PATCH_SIZE), (IMAGE_SIZE // PATCH_SIZE) ** 2
         self.embed = nnx.Conv(1, features, patch, strides=patch, rngs=rngs)
-        self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, num_patches, features)))
-        self.blocks = nnx.List([Block(features, num_heads, rngs=rngs) for _ in range(num_layers)])
+        self.positions = nnx.Param(
+            0.02 * jax.random.normal(rngs.params(), (1, num_patches, features))
+        )
+        self.blocks = nnx.List(
+            [Block(features, num_heads, rngs=rngs) for _ in range(num_layers)]
+        )
         self.norm = nnx.LayerNorm(features, rngs=rngs)
         self.head = nnx.Linear(features, CLASSES, rngs=rngs)
 
@@ -66,12 +91,16 @@ class ViT(nnx.Module):
 
 
 @nnx.jit
-def train_step(model: ViT, optimizer: nnx.Optimizer, key: Key[Array, ""]) -> Float[Array, ""]:
+def train_step(
+    model: ViT, optimizer: nnx.Optimizer, key: Key[Array, ""]
+) -> Float[Array, ""]:
     """Updates the model with one batch, and returns the loss before the update."""
     images, labels = make_batch(key, batch_size=32)
 
     def loss_fn(model: ViT) -> Float[Array, ""]:
-        return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            model(images), labels
+        ).mean()
 
     loss, gradients = nnx.value_and_grad(loss_fn)(model)
     optimizer.update(model, gradients)
@@ -89,7 +118,8 @@ def train(steps: int = 100) -> tuple[ViT, list[float]]:
     """Trains a model, and returns it with the loss of each step, in nats per image."""
     model = ViT(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-    train_model = nnx.view(model, deterministic=False)  # shares its parameters with `model`, but drops attention out
+    # Shares its parameters with `model`, but drops attention out.
+    train_model = nnx.view(model, deterministic=False)
     losses = []
     for step in range(steps):
         losses.append(float(train_step(train_model, optimizer, jax.random.key(step))))

@@ -1,4 +1,6 @@
-"""Exact multi-head attention for JAX and Flax: functions, modules for nnx and linen, masks, RoPE and caches."""
+"""Exact multi-head attention for JAX and Flax: functions, modules for nnx and linen,
+masks, RoPE and caches.
+"""
 
 import importlib
 import importlib.metadata
@@ -22,11 +24,14 @@ from flax_mha._src.modules.context_parallel import zigzag_positions as zigzag_po
 from flax_mha._src.modules.indexer import Indexer as Indexer
 from flax_mha._src.modules.layers import Gate as Gate
 from flax_mha._src.modules.layers import Norm as Norm
-from flax_mha._src.nnx.latent import MultiHeadLatentAttention as MultiHeadLatentAttention
+from flax_mha._src.nnx.latent import (
+    MultiHeadLatentAttention as MultiHeadLatentAttention,
+)
 from flax_mha._src.nnx.multi_head import MultiHeadAttention as MultiHeadAttention
 from flax_mha._src.rope.rope import RoPE as RoPE
 
-# Names that `from flax_mha import *` binds. No modules: names such as `nnx` and `linen` would replace Flax's.
+# Names that `from flax_mha import *` binds. No modules: names such as `nnx` and `linen`
+# would replace Flax's.
 __all__ = [
     "CausalMask",
     "Explanation",
@@ -79,7 +84,8 @@ if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept misspell
         if name == "__version__":
             try:
                 return importlib.metadata.version("flax-mha")
-            except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+            # A checkout that is not installed.
+            except importlib.metadata.PackageNotFoundError:
                 return "unknown"
         raise AttributeError(f"module 'flax_mha' has no attribute {name!r}")
 

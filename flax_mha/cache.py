@@ -1,7 +1,7 @@
 """Caches of keys and values, and attention over them.
 
-Modules make and fill a cache by themselves. `KVCache` and `cached_attention` do without a module; layers that share
-keys pass a `SharedKV` on.
+Modules make and fill a cache by themselves. `KVCache` and `cached_attention` do without
+a module; layers that share keys pass a `SharedKV` on.
 
 Example:
   >>> import jax.numpy as jnp

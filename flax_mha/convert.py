@@ -1,18 +1,22 @@
-"""Converts attention weights between PyTorch and Flax, bit for bit, as numpy arrays; PyTorch is never imported.
+"""Converts attention weights between PyTorch and Flax, bit for bit, as numpy arrays;
+PyTorch is never imported.
 
-`from_hf` creates an nnx module that computes the attention of one layer of a Hugging Face model::
+`from_hf` creates an nnx module that computes the attention of one layer of a Hugging
+Face model::
 
     config = json.load(open("config.json"))
     attention = convert.from_hf(config, state_dict, layer=3)
 
-where `state_dict` is `model.state_dict()`, or the content of a safetensors file, without PyTorch::
+where `state_dict` is `model.state_dict()`, or the content of a safetensors file,
+without PyTorch::
 
     from safetensors.flax import load_file
     state_dict = load_file("model.safetensors")
 
-Its two steps are `describe`, which turns the config into module arguments, and `load_torch`, which loads weights into a
-module. `from_torch` returns the parameters as numpy arrays, also for `flax.linen`; `to_torch` is its inverse. `LAYOUTS`
-lists the supported weight names.
+Its two steps are `describe`, which turns the config into module arguments, and
+`load_torch`, which loads weights into a module. `from_torch` returns the parameters as
+numpy arrays, also for `flax.linen`; `to_torch` is its inverse. `LAYOUTS` lists the
+supported weight names.
 """
 
 from flax_mha._src.convert.describe import describe as describe

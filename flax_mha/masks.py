@@ -1,4 +1,6 @@
-"""Mask objects, which compute masks from positions; only `ArrayMask` stores T x S values."""
+"""Mask objects, which compute masks from positions; only `ArrayMask` stores T x S
+values.
+"""
 
 from flax_mha._src.masks import And as And
 from flax_mha._src.masks import ArrayMask as ArrayMask

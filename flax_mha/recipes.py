@@ -1,11 +1,14 @@
-"""Twenty-one kinds of attention in plain Python: functions return arguments for `dot_product_attention`.
+"""Twenty-one kinds of attention in plain Python: functions return arguments for
+`dot_product_attention`.
 
-You can also pass the masks and score functions to the call of a module. For `soft_cap` and `attention_sinks`, modules
-take constructor arguments instead; see these recipes. `combine` joins several recipes. `differential` takes the
-difference of two calls, so it returns the output instead of arguments.
+You can also pass the masks and score functions to the call of a module. For `soft_cap`
+and `attention_sinks`, modules take constructor arguments instead; see these recipes.
+`combine` joins several recipes. `differential` takes the difference of two calls, so it
+returns the output instead of arguments.
 
-For another kind of attention, copy a recipe and change a line; memory stays O(T + S). The arguments of masks and score
-functions are named as in PyTorch's FlexAttention, so its recipes can be ported line by line.
+For another kind of attention, copy a recipe and change a line; memory stays O(T + S).
+The arguments of masks and score functions are named as in PyTorch's FlexAttention, so
+its recipes can be ported line by line.
 
 Example:
   >>> import jax

@@ -1,4 +1,6 @@
-"""Rotary position embeddings: `RoPE` describes the angles, and `apply_rope` rotates queries and keys."""
+"""Rotary position embeddings: `RoPE` describes the angles, and `apply_rope` rotates
+queries and keys.
+"""
 
 from flax_mha._src.rope.rope import RoPE as RoPE
 from flax_mha._src.rope.rope import apply_rope as apply_rope
@@ -9,4 +11,13 @@ from flax_mha._src.rope.scaling import LongRoPE as LongRoPE
 from flax_mha._src.rope.scaling import Proportional as Proportional
 from flax_mha._src.rope.scaling import YaRN as YaRN
 
-__all__ = ["NTK", "Linear", "Llama3", "LongRoPE", "Proportional", "RoPE", "YaRN", "apply_rope"]
+__all__ = [
+    "NTK",
+    "Linear",
+    "Llama3",
+    "LongRoPE",
+    "Proportional",
+    "RoPE",
+    "YaRN",
+    "apply_rope",
+]

@@ -1,4 +1,6 @@
-"""Helpers that many tests of attention share; the table of cases is in `reference_cases.py`."""
+"""Helpers that many tests of attention share; the table of cases is in
+`reference_cases.py`.
+"""
 
 import contextlib
 import dataclasses
@@ -19,7 +21,9 @@ from reference_cases import Case, N, S, T
 from flax_mha import dot_product_attention
 from flax_mha._src import run
 from flax_mha._src.core import tracing
-from flax_mha._src.engines.xla import in_place as in_place  # on first use it would import a patched platform
+
+# On first use it would import a patched platform.
+from flax_mha._src.engines.xla import in_place as in_place
 
 DROPOUT_CASES = {
     "dropout": Case(dropout_rate=0.3),
@@ -40,92 +44,143 @@ DROPOUT_CASES = {
 
 def inputs(seed=0, batch=2, t=T, s=S, n=N, k=2, h=8):
     rng = np.random.default_rng(seed)
-    return [rng.standard_normal(shape).astype(np.float32) for shape in ((batch, t, n, h), *[(batch, s, k, h)] * 2)]
+    return [
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((batch, t, n, h), *[(batch, s, k, h)] * 2)
+    ]
 
 
 def with_gradients(implementation=None, axes=None, **arguments):
-    """Returns a function that computes attention's results, and the gradients of all arrays that are passed to it.
+    """Returns a function that computes attention's results, and the gradients of all
+    arrays that are passed to it.
 
-    It takes query, key, value (and bias) by position, and other arrays by name. With `axes`, attention runs under
-    `jax.vmap`, with these `in_axes` for query, key, value (and bias). The loss is over the finite results.
+    It takes query, key, value (and bias) by position, and other arrays by name. With
+    `axes`, attention runs under `jax.vmap`, with these `in_axes` for query, key, value
+    (and bias). The loss is over the finite results.
     """
 
     def run(*arrays, **learned):
         def attend(arrays, learned):
-            return dot_product_attention(*arrays, **learned, implementation=implementation, **arguments)
+            return dot_product_attention(
+                *arrays, **learned, implementation=implementation, **arguments
+            )
 
-        answers, pull = jax.vjp(jax.vmap(attend, (axes, None)) if axes else attend, arrays, learned)
-        cotangents = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), jnp.cos(x), jnp.zeros_like(x)), answers)
+        answers, pull = jax.vjp(
+            jax.vmap(attend, (axes, None)) if axes else attend, arrays, learned
+        )
+        cotangents = jax.tree.map(
+            lambda x: jnp.where(jnp.isfinite(x), jnp.cos(x), jnp.zeros_like(x)), answers
+        )
         return *jax.tree.leaves(answers), *jax.tree.leaves(pull(cotangents))
 
     return run
 
 
 def gradients(implementation, arguments, **more):
-    """Returns `with_gradients`, jitted: NumPy arrays in the dict `arguments` are traced, all the rest is static."""
+    """Returns `with_gradients`, jitted: NumPy arrays in the dict `arguments` are
+    traced, all the rest is static.
+    """
     data = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
     static = more | {name: x for name, x in arguments.items() if name not in data}
-    run = jax.jit(lambda arrays, learned, data: with_gradients(implementation, **static, **data)(*arrays, **learned))
+    run = jax.jit(
+        lambda arrays, learned, data: with_gradients(implementation, **static, **data)(
+            *arrays, **learned
+        )
+    )
     return lambda arrays, **learned: jax.device_get(run(arrays, learned, data))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _dense_gradients(arrays, mask, scale, soft_cap):
     more = {"scale": scale, "logits_soft_cap": soft_cap, "implementation": "xla"}
-    output, pull = jax.vjp(lambda *x: dot_product_attention(*x, mask=mask, **more), *arrays)
-    return output, *pull(jnp.where(jnp.isfinite(output), jnp.cos(output), jnp.zeros_like(output)))
+    output, pull = jax.vjp(
+        lambda *x: dot_product_attention(*x, mask=mask, **more), *arrays
+    )
+    return output, *pull(
+        jnp.where(jnp.isfinite(output), jnp.cos(output), jnp.zeros_like(output))
+    )
 
 
 def dense_gradients(arrays, scale=None, logits_soft_cap=None, **masking):
-    """Computes output and gradients by "xla", with the mask as an array: calls with equal shapes compile only once."""
+    """Computes output and gradients by "xla", with the mask as an array: calls with
+    equal shapes compile only once.
+    """
     (*batch, t, n, _), s = arrays[0].shape, arrays[1].shape[-3]
     mask = reference.visible_scores((*batch, n, t, s), **masking)
     return jax.device_get(_dense_gradients(arrays, mask, scale, logits_soft_cap))
 
 
-def naive_attention(query, key, value, visible=True, logits_soft_cap=None, added=0.0, sinks=-np.inf):
-    """Computes attention by its textbook equation, with scores and weights in the dtype of the arrays."""
+def naive_attention(
+    query, key, value, visible=True, logits_soft_cap=None, added=0.0, sinks=-np.inf
+):
+    """Computes attention by its textbook equation, with scores and weights in the dtype
+    of the arrays.
+    """
     dtype, groups = query.dtype, query.shape[-2] // key.shape[-2]
     key, value = (jnp.repeat(x, groups, -2) for x in (key, value))
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        scores = jnp.einsum("btnh,bsnh->bnts", query, key) / jnp.asarray(np.sqrt(query.shape[-1]), dtype)
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) / jnp.asarray(
+            np.sqrt(query.shape[-1]), dtype
+        )
         if logits_soft_cap is not None:
             scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
         scores = jnp.where(visible, scores + jnp.asarray(added, dtype), -jnp.inf)
-        sinks = jnp.broadcast_to(jnp.asarray(sinks, dtype).reshape(-1, 1, 1), (*scores.shape[:-1], 1))
+        sinks = jnp.broadcast_to(
+            jnp.asarray(sinks, dtype).reshape(-1, 1, 1), (*scores.shape[:-1], 1)
+        )
         weights = jax.nn.softmax(jnp.concatenate([scores, sinks], -1))[..., :-1]
         return jnp.einsum("bnts,bsnh->btnh", jnp.nan_to_num(weights), value)
 
 
 def close(got, want, tolerance=1e-5, at_least=0.0):
-    """Asserts that trees agree up to `tolerance` times the largest finite value of each wanted array, or `at_least`."""
-    for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+    """Asserts that trees agree up to `tolerance` times the largest finite value of each
+    wanted array, or `at_least`.
+    """
+    for (path, one), other in zip(
+        jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
         largest = np.abs(np.where(np.isfinite(other), other, 0)).max(initial=at_least)
         name = jax.tree_util.keystr(path)
-        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * largest, err_msg=name)
+        np.testing.assert_allclose(
+            one, other, rtol=0, atol=tolerance * largest, err_msg=name
+        )
 
 
 def by_the_rule_of_flash_attention(answers, naive, truth):
-    """Asserts errors of at most twice those of the naive computation in the same dtype, plus one rounding error."""
+    """Asserts errors of at most twice those of the naive computation in the same dtype,
+    plus one rounding error.
+    """
     for got, simple, want in zip(answers, naive, truth, strict=True):
         assert got.dtype == simple.dtype
-        error, naive_error = (np.abs(np.float64(x) - np.float64(want)).max() for x in (got, simple))
-        assert error <= 2 * naive_error + float(jnp.finfo(got.dtype).eps) * np.abs(want).max()
+        error, naive_error = (
+            np.abs(np.float64(x) - np.float64(want)).max() for x in (got, simple)
+        )
+        assert (
+            error
+            <= 2 * naive_error + float(jnp.finfo(got.dtype).eps) * np.abs(want).max()
+        )
 
 
 # The end of an error message, which says what to change.
 REMEDY = re.compile(
-    r": (if it only masks, )?(change|compute|export|leave|look up|make|multiply|pass|run|set|use) [^:]+$", re.DOTALL
+    r": (if it only masks, )?(change|compute|export|leave|look up|make|multiply|pass|run|set|use) [^:]+$",
+    re.DOTALL,
 )
 
 
 def interpret(patch, name, how=True):
-    """Lets an implementation run its TPU kernels here, with `interpret=how`. `patch` is a pytest.MonkeyPatch."""
-    patch.setitem(run.ENGINES, name, dataclasses.replace(run.ENGINES[name], interpret=how))
+    """Lets an implementation run its TPU kernels here, with `interpret=how`. `patch` is
+    a pytest.MonkeyPatch.
+    """
+    patch.setitem(
+        run.ENGINES, name, dataclasses.replace(run.ENGINES[name], interpret=how)
+    )
 
 
 def compiled_for(patch, platform):
-    """Makes traced calls choose an implementation as on `platform` ("gpu", "tpu"). `patch` is a pytest.MonkeyPatch."""
+    """Makes traced calls choose an implementation as on `platform` ("gpu", "tpu").
+    `patch` is a pytest.MonkeyPatch.
+    """
     patch.setattr(tracing, "platform", lambda: platform)
 
 
@@ -147,7 +202,9 @@ def nothing_is_compiled():
 
 
 def forget_programs():
-    """Clears the caches of flax_mha's jitted functions, which may depend on a test's patches; keeps all others."""
+    """Clears the caches of flax_mha's jitted functions, which may depend on a test's
+    patches; keeps all others.
+    """
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "flax_mha":
             for x in list(vars(module).values()):
@@ -161,25 +218,35 @@ def equations(jaxpr):
     for equation in jaxpr.eqns:
         yield equation
         for parameter in equation.params.values():
-            for inner in parameter if isinstance(parameter, tuple | list) else (parameter,):
+            for inner in (
+                parameter if isinstance(parameter, tuple | list) else (parameter,)
+            ):
                 if isinstance(inner, Jaxpr | ClosedJaxpr):
                     yield from equations(getattr(inner, "jaxpr", inner))
 
 
 def kernels_in(text, pattern):
-    """Lists the kernels, matches of `pattern`, that a lowered program runs on finite inputs: those not in a branch."""
-    bodies = dict(re.findall(r"func\.func \w+ @([\w.$]+)(.*?)(?=func\.func|\Z)", text, re.DOTALL))
+    """Lists the kernels, matches of `pattern`, that a lowered program runs on finite
+    inputs: those not in a branch.
+    """
+    bodies = dict(
+        re.findall(r"func\.func \w+ @([\w.$]+)(.*?)(?=func\.func|\Z)", text, re.DOTALL)
+    )
 
     def names_in(body):
         body = _without_branches(body)
         callees = re.findall(r"\bcall @([\w.$]+)\(", body)
-        return re.findall(pattern, body) + [name for callee in callees for name in names_in(bodies[callee])]
+        return re.findall(pattern, body) + [
+            name for callee in callees for name in names_in(bodies[callee])
+        ]
 
     return names_in(bodies["main"])
 
 
 def _without_branches(body):
-    """Removes the branches of `lax.cond` from a function's text; those of `lax.platform_dependent` stay."""
+    """Removes the branches of `lax.cond` from a function's text; those of
+    `lax.platform_dependent` stay.
+    """
     before, case, after = body.partition('"stablehlo.case"')
     if not case:
         return before
@@ -192,22 +259,36 @@ def _without_branches(body):
     return before + _without_branches(after[end:])
 
 
-def dense_kernel(kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None):
-    """Replaces a cuDNN kernel: computes the same result by the dense implementation in `jax.nn`."""
-    static = {"scale": kernel.scale, "is_causal": kernel.is_causal, "local_window_size": kernel.window}
+def dense_kernel(
+    kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None
+):
+    """Replaces a cuDNN kernel: computes the same result by the dense implementation in
+    `jax.nn`.
+    """
+    static = {
+        "scale": kernel.scale,
+        "is_causal": kernel.is_causal,
+        "local_window_size": kernel.window,
+    }
     lengths = {"query_seq_lengths": query_lengths, "key_value_seq_lengths": key_lengths}
     more = {"implementation": "xla", "return_residual": residual}
-    return jax.nn.dot_product_attention(query, key, value, bias, **static, **lengths, **more)
+    return jax.nn.dot_product_attention(
+        query, key, value, bias, **static, **lengths, **more
+    )
 
 
 def in_parts(step, x, sizes):
-    """Calls `step` on consecutive parts of x with `sizes` tokens; returns the outputs, joined to one array."""
+    """Calls `step` on consecutive parts of x with `sizes` tokens; returns the outputs,
+    joined to one array.
+    """
     ends = itertools.pairwise(itertools.accumulate(sizes, initial=0))
     return np.concatenate([step(x[:, i:j]) for i, j in ends], axis=1)
 
 
 def linen_step(layer, variables):
-    """Returns a jitted call of a linen module; each call stores the new cache in the dict `variables`."""
+    """Returns a jitted call of a linen module; each call stores the new cache in the
+    dict `variables`.
+    """
     apply = jax.jit(functools.partial(layer.apply, mutable=["cache"]))
 
     def step(*inputs, **arguments):
@@ -219,7 +300,9 @@ def linen_step(layer, variables):
 
 
 def refused(message, call, *arguments, error=ValueError, **keywords):
-    """Asserts that a call raises `error` with a message of one line; below a dashed line, Flax may add the module."""
+    """Asserts that a call raises `error` with a message of one line; below a dashed
+    line, Flax may add the module.
+    """
     with pytest.raises(error, match=message) as raised:
         call(*arguments, **keywords)
     assert "\n" not in str(raised.value).partition("\n---")[0]

@@ -1,4 +1,6 @@
-"""Helpers of the tests of the demo: settings of a tiny run, and ways to run the command."""
+"""Helpers of the tests of the demo: settings of a tiny run, and ways to run the
+command.
+"""
 
 import contextlib
 import sys
@@ -17,15 +19,22 @@ from train_demo.update import first_state
 ROOT = Path(__file__).parent.parent
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40 + "\n$_%"
 STEPS = 12
-SETTINGS = {"steps": STEPS, "save_every": 4, "eval_every": 3, "batch_size": 2, "context_length": 8, "layers": 1}
+SETTINGS = {
+    "steps": STEPS,
+    "save_every": 4,
+    "eval_every": 3,
+    "batch_size": 2,
+    "context_length": 8,
+    "layers": 1,
+}
 SETTINGS |= {"heads": 2, "features": 8, "dropout_rate": 0.1}
 TINY = tuple(f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items())
 
 
 UNSAFE = "\x1b[31m\a\r\x9b\u202e"
 # Runs the command line in a process that sends itself a signal, or in which a file that
-# grows fails as on a full disk. The moment is when a file whose path ends with some words
-# gets its name, or when the loss of a step is noted.
+# grows fails as on a full disk. The moment is when a file whose path ends with some
+# words gets its name, or when the loss of a step is noted.
 SABOTAGED = """
 import os, resource, signal, sys
 
@@ -67,11 +76,20 @@ def as_users_have_it():
 
 def sabotaged(moment, action, *arguments):
     """The command that runs `SABOTAGED`."""
-    return [sys.executable, "-c", SABOTAGED, str(moment), str(action), *map(str, arguments)]
+    return [
+        sys.executable,
+        "-c",
+        SABOTAGED,
+        str(moment),
+        str(action),
+        *map(str, arguments),
+    ]
 
 
 def here(capfd, *arguments):
-    """Runs the command in this process, which saves the imports; returns its output, which is only on stdout."""
+    """Runs the command in this process, which saves the imports; returns its output,
+    which is only on stdout.
+    """
     capfd.readouterr()
     with as_users_have_it():
         assert main([str(argument) for argument in arguments]) == 0
@@ -81,7 +99,9 @@ def here(capfd, *arguments):
 
 
 def refusal(capsys, *arguments):
-    """Runs the command in this process, which must refuse in one line; returns this line."""
+    """Runs the command in this process, which must refuse in one line; returns this
+    line.
+    """
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended, as_users_have_it():
         main([str(argument) for argument in arguments])
@@ -102,19 +122,28 @@ def assert_refused(words, function, *arguments, **options):
 def newest_state(out):
     """The newest checkpoint's step and its state, on one device."""
     config = run_folder.read_config(out)
-    shapes = jax.eval_shape(lambda: first_state(len(config.vocabulary), config.settings))
+    shapes = jax.eval_shape(
+        lambda: first_state(len(config.vocabulary), config.settings)
+    )
     over = mesh.make(Sizes(1, 1, 1, 1))
     with checkpoint.manager(out) as checkpoints:
-        return checkpoint.restore_newest(checkpoints, shapes, over=over, say=pytest.fail)
+        return checkpoint.restore_newest(
+            checkpoints, shapes, over=over, say=pytest.fail
+        )
 
 
 def steps_saved(out):
-    return sorted(int(path.name) for path in out.glob("checkpoints/*") if path.name.isdigit())
+    return sorted(
+        int(path.name) for path in out.glob("checkpoints/*") if path.name.isdigit()
+    )
 
 
 def untimed(out):
     """The metrics without their seconds, which no two runs share."""
-    return [{name: value for name, value in metric.items() if name != "seconds"} for metric in metrics.read(out)]
+    return [
+        {name: value for name, value in metric.items() if name != "seconds"}
+        for metric in metrics.read(out)
+    ]
 
 
 def assert_same_run(one, other, steps=STEPS):

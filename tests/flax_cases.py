@@ -1,4 +1,6 @@
-"""What tests of the drop-ins for flax.nnx and flax.linen share: cases, inputs and comparisons."""
+"""What tests of the drop-ins for flax.nnx and flax.linen share: cases, inputs and
+comparisons.
+"""
 
 import contextlib
 import functools
@@ -15,24 +17,34 @@ BATCH, QUERIES, KEYS, HEADS, FEATURES = 2, 7, 11, 3, 15
 
 
 class Case(NamedTuple):
-    """One use of a module: its options, its inputs, and the other arguments of the call."""
+    """One use of a module: its options, its inputs, and the other arguments of the
+    call.
+    """
 
     options: dict = {}  # noqa: RUF012
     batch: tuple[int, ...] = (BATCH,)
-    features: tuple[int, ...] = (FEATURES,)  # of the queries, the keys and the values, as far as they are given
+    # Of the queries, the keys and the values, as far as they are given.
+    features: tuple[int, ...] = (FEATURES,)
     arguments: dict = {}  # noqa: RUF012
 
     def inputs(self):
         lengths = (QUERIES, KEYS, KEYS)
-        return [normal(i, *self.batch, lengths[i], size) for i, size in enumerate(self.features)]
+        return [
+            normal(i, *self.batch, lengths[i], size)
+            for i, size in enumerate(self.features)
+        ]
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+    return jnp.asarray(
+        np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    )
 
 
 def visible(*shape):
-    """A mask that hides a third of the keys, but never the first: Flax returns mean(V) for a row without keys."""
+    """A mask that hides a third of the keys, but never the first: Flax returns mean(V)
+    for a row without keys.
+    """
     mask = np.random.default_rng(0).random(shape) > 1 / 3
     mask[..., 0] = True
     return mask
@@ -44,11 +56,19 @@ CASES = {
     "no batch": Case(batch=()),
     "two batch axes": Case(batch=(2, 3)),
     "keys and values": Case(features=(FEATURES,) * 3),
-    "mask": Case(features=CROSS, arguments={"mask": visible(BATCH, HEADS, QUERIES, KEYS)}),
+    "mask": Case(
+        features=CROSS, arguments={"mask": visible(BATCH, HEADS, QUERIES, KEYS)}
+    ),
     "padding": Case(features=CROSS, arguments={"mask": visible(BATCH, 1, 1, KEYS)}),
-    "mask without batch": Case(batch=(), arguments={"mask": visible(HEADS, QUERIES, QUERIES)}),
-    "mask with two batch axes": Case(batch=(2, 3), arguments={"mask": visible(2, 3, 1, QUERIES, QUERIES)}),
-    "mask of numbers": Case(arguments={"mask": np.tri(QUERIES, dtype=np.float32)[None, None]}),
+    "mask without batch": Case(
+        batch=(), arguments={"mask": visible(HEADS, QUERIES, QUERIES)}
+    ),
+    "mask with two batch axes": Case(
+        batch=(2, 3), arguments={"mask": visible(2, 3, 1, QUERIES, QUERIES)}
+    ),
+    "mask of numbers": Case(
+        arguments={"mask": np.tri(QUERIES, dtype=np.float32)[None, None]}
+    ),
     "without bias": Case({"use_bias": False}),
     "sizes": Case({"qkv_features": 21, "out_features": 13}, features=CROSS),
     "normalized": Case({"normalize_qk": True}),
@@ -63,13 +83,20 @@ def flax_rules():
 
 
 def raw(x):
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+    return (
+        jax.random.key_data(x)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        else np.asarray(x)
+    )
 
 
 def scaled(key, shape, dtype, out_sharding=None):
     """A quick initializer of kernels and biases: nothing is compiled for it."""
-    seed = 0 if isinstance(key, jax.core.Tracer) else np.asarray(raw(key))  # linen only traces for shapes
-    return (np.random.default_rng(seed).normal(size=shape) / np.sqrt(FEATURES)).astype(dtype)
+    # Linen only traces for shapes.
+    seed = 0 if isinstance(key, jax.core.Tracer) else np.asarray(raw(key))
+    return (np.random.default_rng(seed).normal(size=shape) / np.sqrt(FEATURES)).astype(
+        dtype
+    )
 
 
 def assert_same(got, expected):
@@ -81,9 +108,11 @@ def assert_same(got, expected):
 
 
 def assert_close(got, expected):
-    """Trees of float32 that differ by rounding: 1e-5 of the largest value is about 80 units in its last place.
+    """Trees of float32 that differ by rounding: 1e-5 of the largest value is about 80
+    units in its last place.
 
-    A result here goes through four products and a softmax, with sums of at most 30 terms in each.
+    A result here goes through four products and a softmax, with sums of at most 30
+    terms in each.
     """
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
@@ -92,7 +121,8 @@ def assert_close(got, expected):
 
 
 def assert_grads_close(got, expected):
-    """`assert_close`, except for the key bias: it shifts all scores of a row equally, so its gradient is rounding.
+    """`assert_close`, except for the key bias: it shifts all scores of a row equally,
+    so its gradient is rounding.
 
     (Unless keys are normalized afterwards.)
     """
@@ -104,7 +134,9 @@ def assert_grads_close(got, expected):
 
 
 def assert_no_worse(got, peer, reference):
-    """FlashAttention's rule for 16 bits: at most twice the error of the plain computation, and one rounding."""
+    """FlashAttention's rule for 16 bits: at most twice the error of the plain
+    computation, and one rounding.
+    """
     assert (got.shape, got.dtype) == (peer.shape, peer.dtype)
     got, reference = np.asarray(got, np.float32), np.asarray(reference, np.float32)
     rounding = float(jnp.finfo(peer.dtype).eps) / 2 * np.abs(reference).max()
@@ -126,21 +158,35 @@ def recording(attention_fn=flax_mha.attention_fn):
 
 def by_distance(score, b, h, q_idx, kv_idx):
     """A score_mod that depends on both positions and on the head."""
-    return score * 2 - (q_idx - kv_idx).astype(score.dtype) * (h + 1).astype(score.dtype) / 8
+    return (
+        score * 2
+        - (q_idx - kv_idx).astype(score.dtype) * (h + 1).astype(score.dtype) / 8
+    )
 
 
 def thinned(b, h, q_idx, kv_idx):
-    """A mask_mod that depends on all four; it masks the only key of a causal query 0 in head 0."""
+    """A mask_mod that depends on all four; it masks the only key of a causal query 0 in
+    head 0.
+    """
     return (q_idx + kv_idx + b) % (h + 2) != b
 
 
 IDS = np.array([5, 5, 5, 5, 3, 3, 3])
-SEGMENTS, THINNED = {"mask": masks.SegmentMask(IDS, IDS)}, {"mask": masks.FunctionMask(thinned)}
+SEGMENTS, THINNED = (
+    {"mask": masks.SegmentMask(IDS, IDS)},
+    {"mask": masks.FunctionMask(thinned)},
+)
 MODIFIED = {"score_mod": jax.tree_util.Partial(by_distance)}
 # Options and call arguments of ours that Flax lacks, the same in both modules.
 GROUPED = {"num_heads": 6, "num_kv_heads": 2, "qkv_features": 30}
 EVERYTHING = (
-    GROUPED | {"sinks": True, "logits_soft_cap": 0.5, "normalize_qk": Norm("rms"), "local_window_size": (3, 1)},
+    GROUPED
+    | {
+        "sinks": True,
+        "logits_soft_cap": 0.5,
+        "normalize_qk": Norm("rms"),
+        "local_window_size": (3, 1),
+    },
     MODIFIED | THINNED,
 )
 ADDED = {
@@ -149,26 +195,39 @@ ADDED = {
     "score_mod": ({}, MODIFIED),
     "rms_norm": ({"normalize_qk": Norm("rms")}, {}),
     "window": ({"local_window_size": (2, 1)}, {}),
-    "causal, segments": ({}, {"is_causal": True, "segment_ids": jnp.broadcast_to(IDS, (BATCH, QUERIES))}),
+    "causal, segments": (
+        {},
+        {"is_causal": True, "segment_ids": jnp.broadcast_to(IDS, (BATCH, QUERIES))},
+    ),
     "everything": EVERYTHING,
 }
-# Two at a time, since every case is compiled for each implementation; of what needs positions there is one in each.
+# Two at a time, since every case is compiled for each implementation; of what needs
+# positions there is one in each.
 DECODING_ADDED = {
     "sinks, score_mod": Case({"sinks": True}, arguments=MODIFIED),
     "logits_soft_cap, FunctionMask": Case({"logits_soft_cap": 0.5}, arguments=THINNED),
     "rms_norm, SegmentMask": Case({"normalize_qk": Norm("rms")}, arguments=SEGMENTS),
-    "CausalMask, LocalMask": Case(arguments={"mask": masks.CausalMask(-1) & masks.LocalMask(2, 1)}),
+    "CausalMask, LocalMask": Case(
+        arguments={"mask": masks.CausalMask(-1) & masks.LocalMask(2, 1)}
+    ),
     "bias, window with mask": Case(
         {"local_window_size": 2},
-        arguments={"mask": visible(BATCH, 1, 1, QUERIES), "bias": np.asarray(normal(7, HEADS, QUERIES, QUERIES))},
+        arguments={
+            "mask": visible(BATCH, 1, 1, QUERIES),
+            "bias": np.asarray(normal(7, HEADS, QUERIES, QUERIES)),
+        },
     ),
-    "two batch axes, window with key heads": Case({"num_kv_heads": 1, "local_window_size": (3, None)}, batch=(2, 3)),
+    "two batch axes, window with key heads": Case(
+        {"num_kv_heads": 1, "local_window_size": (3, None)}, batch=(2, 3)
+    ),
     "everything": Case(EVERYTHING[0], arguments=EVERYTHING[1]),
 }
 
 
 def trained(params):
-    """Changes vectors: sinks and the scales of norms start as zeros and ones, which would hide errors."""
+    """Changes vectors: sinks and the scales of norms start as zeros and ones, which
+    would hide errors.
+    """
     return jax.tree.map(lambda w: w + normal(4, *w.shape) if w.ndim == 1 else w, params)
 
 
@@ -178,17 +237,26 @@ def cut(arguments, t):
     def of_query(x):
         if isinstance(x, masks.SegmentMask):
             return masks.SegmentMask(x.query_ids[t : t + 1], x.key_value_ids)
-        return x[..., t : t + 1, :] if isinstance(x, np.ndarray) and x.shape[-2] > 1 else x
+        return (
+            x[..., t : t + 1, :] if isinstance(x, np.ndarray) and x.shape[-2] > 1 else x
+        )
 
     return {name: of_query(x) for name, x in arguments.items()}
 
 
 def attention_arguments(run, ours, flax):
-    """Our module and Flax's, made with some options, pass the same to their attention functions."""
+    """Our module and Flax's, made with some options, pass the same to their attention
+    functions.
+    """
     calls = []
     for kind in (ours, flax):
         attention_fn, recorded = recording()
-        options = {"dropout_rate": 0.5, "broadcast_dropout": True, "dtype": jnp.float32, "precision": "highest"}
+        options = {
+            "dropout_rate": 0.5,
+            "broadcast_dropout": True,
+            "dtype": jnp.float32,
+            "precision": "highest",
+        }
         run(kind, options | {"attention_fn": attention_fn})
         calls += recorded
     of_ours, of_flax = calls
@@ -202,35 +270,102 @@ def attention_arguments(run, ours, flax):
     return of_ours
 
 
-# Refusals of both modules when they are made or called: options, inputs and arguments of the call, error and message.
+# Refusals of both modules when they are made or called: options, inputs and arguments
+# of the call, error and message.
 REFUSED_OPTIONS = [
     ({"num_heads": 0}, "num_heads and num_kv_heads must be at least 1, but got 0"),
     ({"num_kv_heads": 0}, "must be at least 1, but got 3 and 0"),
-    ({"num_heads": 4}, r"Memory dimension \(15\) must be divisible by 'num_heads' heads \(4\)"),
+    (
+        {"num_heads": 4},
+        r"Memory dimension \(15\) must be divisible by 'num_heads' heads \(4\)",
+    ),
     ({"qkv_features": 16}, r"Memory dimension \(16\) must be divisible"),
     ({"qkv_features": 0}, r"Memory dimension \(0\) must be divisible"),
     ({"num_kv_heads": 2}, r"num_heads \(3\) must be divisible by num_kv_heads \(2\)"),
     ({"local_window_size": -1}, "local_window_size must be an int >= 0, .* but got -1"),
     ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be .*got 0\.0"),
-    ({"normalize_qk": "batch_norm"}, "normalize_qk must be True, False or a flax_mha.Norm, but got 'batch_norm'"),
+    (
+        {"normalize_qk": "batch_norm"},
+        "normalize_qk must be True, False or a flax_mha.Norm, but got 'batch_norm'",
+    ),
     ({"normalize_qk": ""}, "normalize_qk must be .*got ''"),
     ({"implementation": "fast"}, "implementation must be \"xla\".*but got 'fast'"),
-    *(({"dropout_rate": rate}, "dropout_rate must be a concrete number in") for rate in (1.0, 1.5, -0.1, float("nan"))),
-    ({"sinks": np.zeros(HEADS, np.float32)}, r"sinks must be True or False, but got array\(\[0"),
+    *(
+        ({"dropout_rate": rate}, "dropout_rate must be a concrete number in")
+        for rate in (1.0, 1.5, -0.1, float("nan"))
+    ),
+    (
+        {"sinks": np.zeros(HEADS, np.float32)},
+        r"sinks must be True or False, but got array\(\[0",
+    ),
 ]
 X, Y = jnp.ones((BATCH, QUERIES, FEATURES)), jnp.ones((BATCH, KEYS, FEATURES))
 REFUSED_CALLS = [
-    ({}, [X, Y[0]], {}, ValueError, r"inputs must have the same rank.*\(2, 7, 15\).*\(11, 15\)"),
+    (
+        {},
+        [X, Y[0]],
+        {},
+        ValueError,
+        r"inputs must have the same rank.*\(2, 7, 15\).*\(11, 15\)",
+    ),
     ({}, [X[0, 0]], {}, ValueError, "same rank, at least 2"),
     ({}, [X, Y[:1]], {}, ValueError, "batch dims must match"),
     ({}, [X, Y, Y[:, :7]], {}, ValueError, "key and value lengths must match"),
-    ({}, [X, None, Y], {}, ValueError, "`inputs_k` cannot be None if `inputs_v` is not None"),
-    ({}, [X], {"mask": np.ones((7, 11), bool)}, ValueError, r"mask must broadcast.*\(2, 3, 7, 7\).*\(7, 11\)"),
-    ({}, [X], {"mask": np.ones((1, 1, 1, 1, 1), bool)}, ValueError, "mask must broadcast"),
-    ({}, [X], {"bias": np.ones((2, 7, 7), np.float32)}, ValueError, "bias must broadcast"),
-    ({}, [X], {"score_mod": lambda score: score}, ValueError, r"score_mod\(score, b, h, q_idx, kv_idx\) must"),
-    ({}, [X], {"segment_ids": jnp.ones((BATCH, KEYS), int)}, ValueError, r"^segment_ids must have shape \[batch"),
-    ({}, [X, Y], {"segment_ids": jnp.ones((BATCH, QUERIES), int)}, ValueError, "^segment_ids must be a pair"),
+    (
+        {},
+        [X, None, Y],
+        {},
+        ValueError,
+        "`inputs_k` cannot be None if `inputs_v` is not None",
+    ),
+    (
+        {},
+        [X],
+        {"mask": np.ones((7, 11), bool)},
+        ValueError,
+        r"mask must broadcast.*\(2, 3, 7, 7\).*\(7, 11\)",
+    ),
+    (
+        {},
+        [X],
+        {"mask": np.ones((1, 1, 1, 1, 1), bool)},
+        ValueError,
+        "mask must broadcast",
+    ),
+    (
+        {},
+        [X],
+        {"bias": np.ones((2, 7, 7), np.float32)},
+        ValueError,
+        "bias must broadcast",
+    ),
+    (
+        {},
+        [X],
+        {"score_mod": lambda score: score},
+        ValueError,
+        r"score_mod\(score, b, h, q_idx, kv_idx\) must",
+    ),
+    (
+        {},
+        [X],
+        {"segment_ids": jnp.ones((BATCH, KEYS), int)},
+        ValueError,
+        r"^segment_ids must have shape \[batch",
+    ),
+    (
+        {},
+        [X, Y],
+        {"segment_ids": jnp.ones((BATCH, QUERIES), int)},
+        ValueError,
+        "^segment_ids must be a pair",
+    ),
     ({"implementation": "cudnn"}, [X], {}, NotImplementedError, "cudnn"),
-    ({"decode": True}, [X[:, :1]], {"segment_ids": jnp.ones((BATCH, 1), int)}, ValueError, "segment_ids .*decod"),
+    (
+        {"decode": True},
+        [X[:, :1]],
+        {"segment_ids": jnp.ones((BATCH, 1), int)},
+        ValueError,
+        "segment_ids .*decod",
+    ),
 ]

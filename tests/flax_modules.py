@@ -9,32 +9,70 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_cases import BATCH, FEATURES, GROUPED, HEADS, KEYS, QUERIES, Case, flax_rules, normal, scaled, visible
+from flax_cases import (
+    BATCH,
+    FEATURES,
+    GROUPED,
+    HEADS,
+    KEYS,
+    QUERIES,
+    Case,
+    flax_rules,
+    normal,
+    scaled,
+    visible,
+)
 
 import flax_mha
 from flax_mha import linen
 
-X, Y, KEY = normal(0, BATCH, QUERIES, FEATURES), normal(1, BATCH, KEYS, FEATURES), jax.random.key(0)
+X, Y, KEY = (
+    normal(0, BATCH, QUERIES, FEATURES),
+    normal(1, BATCH, KEYS, FEATURES),
+    jax.random.key(0),
+)
 
 
 class Nnx:
-    """Modules of flax.nnx: `ours` and `flax` are the classes, and `params` a dict of arrays."""
+    """Modules of flax.nnx: `ours` and `flax` are the classes, and `params` a dict of
+    arrays.
+    """
 
     ours, flax = flax_mha.MultiHeadAttention, nnx.MultiHeadAttention
     attention = staticmethod(nnx.dot_product_attention)
     cases = flax_cases.CASES | {
-        "causal, fewer queries": Case(features=(FEATURES,) * 2, arguments={"is_causal": True}),
-        "causal with mask": Case(arguments={"is_causal": True, "mask": visible(BATCH, HEADS, QUERIES, QUERIES)}),
+        "causal, fewer queries": Case(
+            features=(FEATURES,) * 2, arguments={"is_causal": True}
+        ),
+        "causal with mask": Case(
+            arguments={
+                "is_causal": True,
+                "mask": visible(BATCH, HEADS, QUERIES, QUERIES),
+            }
+        ),
         "one key head": Case({"num_kv_heads": 1}),
-        "groups": Case(GROUPED, features=(FEATURES,) * 2, arguments={"mask": visible(BATCH, 1, QUERIES, KEYS)}),
+        "groups": Case(
+            GROUPED,
+            features=(FEATURES,) * 2,
+            arguments={"mask": visible(BATCH, 1, QUERIES, KEYS)},
+        ),
         "key features": Case({"in_kv_features": 13}, features=(FEATURES, 13)),
     }
 
     @staticmethod
     def make(cls, params=None, **options):
         """A module that is quick to make; with `params` it has these weights."""
-        given = {"num_heads": HEADS, "in_features": FEATURES, "decode": False, "rngs": nnx.Rngs(0, dropout=1)}
-        given |= {"kernel_init": nnx.initializers.zeros} if params else {"kernel_init": scaled, "bias_init": scaled}
+        given = {
+            "num_heads": HEADS,
+            "in_features": FEATURES,
+            "decode": False,
+            "rngs": nnx.Rngs(0, dropout=1),
+        }
+        given |= (
+            {"kernel_init": nnx.initializers.zeros}
+            if params
+            else {"kernel_init": scaled, "bias_init": scaled}
+        )
         module = cls(**given | options)
         nnx.update(module, params or {})
         return module
@@ -46,7 +84,10 @@ class Nnx:
     @classmethod
     def initial(cls, kind, case):
         """All that a new module holds, from seed 0 and Flax's own initializers."""
-        defaults = {"kernel_init": nnx.initializers.lecun_normal(), "bias_init": nnx.initializers.zeros_init()}
+        defaults = {
+            "kernel_init": nnx.initializers.lecun_normal(),
+            "bias_init": nnx.initializers.zeros_init(),
+        }
         return nnx.state(cls.make(kind, **defaults, **case.options))
 
     @classmethod
@@ -72,7 +113,9 @@ class Nnx:
             result = module(*inputs, **arguments)
             return jnp.sum(result * cotangent), result
 
-        grad = nnx.jit(nnx.grad(loss, argnums=tuple(range(len(inputs) + 1)), has_aux=True))
+        grad = nnx.jit(
+            nnx.grad(loss, argnums=tuple(range(len(inputs) + 1)), has_aux=True)
+        )
         (weights, *arrays), result = grad(cls.make(kind, params, **options), *inputs)
         return result, nnx.to_pure_dict(weights), arrays
 
@@ -86,7 +129,9 @@ class Nnx:
             return module(x, **arguments, **fixed)
 
         def cache():
-            return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module, nnx.Cache)))
+            return jax.tree.map(
+                np.asarray, nnx.to_pure_dict(nnx.state(module, nnx.Cache))
+            )
 
         return functools.partial(nnx.jit(step) if jit else step, module), cache
 
@@ -96,11 +141,15 @@ class Linen:
 
     ours, flax = linen.MultiHeadDotProductAttention, nn.MultiHeadDotProductAttention
     attention = staticmethod(nn.dot_product_attention)
-    cases = flax_cases.CASES | {"key and value features": Case(features=(FEATURES, 13, 17))}
+    cases = flax_cases.CASES | {
+        "key and value features": Case(features=(FEATURES, 13, 17))
+    }
 
     @staticmethod
     def make(cls, **options):
-        return cls(**{"num_heads": HEADS, "kernel_init": scaled, "bias_init": scaled} | options)
+        return cls(
+            **{"num_heads": HEADS, "kernel_init": scaled, "bias_init": scaled} | options
+        )
 
     @staticmethod
     def initial(kind, case):
@@ -108,16 +157,22 @@ class Linen:
 
     @classmethod
     def params(cls, kind, inputs, **options):
-        return cls.make(kind, **options).init({"params": KEY, "dropout": KEY}, *inputs)["params"]
+        return cls.make(kind, **options).init({"params": KEY, "dropout": KEY}, *inputs)[
+            "params"
+        ]
 
     @staticmethod
     def fresh(module, inputs, arguments):
-        return module.init_with_output({"params": KEY, "dropout": KEY}, *inputs, **arguments)[0]
+        return module.init_with_output(
+            {"params": KEY, "dropout": KEY}, *inputs, **arguments
+        )[0]
 
     @classmethod
     def call(cls, kind, params, inputs, options=None, **arguments):
         module = cls.make(kind, **options or {})
-        return module.apply({"params": params}, *inputs, **arguments, rngs={"dropout": KEY})
+        return module.apply(
+            {"params": params}, *inputs, **arguments, rngs={"dropout": KEY}
+        )
 
     @classmethod
     def capture(cls, kind, params, inputs, options=None, **arguments):
@@ -160,28 +215,39 @@ EACH_API = pytest.mark.parametrize("api", APIS.values(), ids=APIS)
 
 
 def each(of_nnx=None, of_linen=None, core="", cases=None):
-    """One test for each of these cases, in one string, by default all; those in `core` are the core of both."""
+    """One test for each of these cases, in one string, by default all; those in `core`
+    are the core of both.
+    """
     pairs = []
     for (name, api), names in zip(APIS.items(), (of_nnx, of_linen), strict=True):
         table = cases or api.cases
         for case in table if names is None else names.split(", "):
             marks = pytest.mark.core if case in core.split(", ") else ()
-            pairs.append(pytest.param(api, table[case], id=f"{name}-{case}", marks=marks))
+            pairs.append(
+                pytest.param(api, table[case], id=f"{name}-{case}", marks=marks)
+            )
     return pytest.mark.parametrize(("api", "case"), pairs)
 
 
 def both(api, case, method="call", ours=None, **options):
-    """Of ours and of Flax's, both with the weights that Flax's made; `ours` are options that Flax's lacks."""
+    """Of ours and of Flax's, both with the weights that Flax's made; `ours` are options
+    that Flax's lacks.
+    """
     inputs, options = case.inputs(), case.options | options
     run = getattr(api, method)
     with flax_rules():
         params = api.params(api.flax, inputs, **options)
         expected = run(api.flax, params, inputs, options, **case.arguments)
-    return run(api.ours, params, inputs, options | (ours or {}), **case.arguments), expected
+    return run(
+        api.ours, params, inputs, options | (ours or {}), **case.arguments
+    ), expected
 
 
 def decode(step, x, **by_query):
     """One token a call."""
     x = np.asarray(x)
-    steps = [step(jnp.asarray(x[..., t : t + 1, :]), flax_cases.cut(by_query, t)) for t in range(x.shape[-2])]
+    steps = [
+        step(jnp.asarray(x[..., t : t + 1, :]), flax_cases.cut(by_query, t))
+        for t in range(x.shape[-2])
+    ]
     return np.concatenate(steps, axis=-2)

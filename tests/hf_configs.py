@@ -1,13 +1,15 @@
-"""The config files of Hugging Face models, as they are published, and what `convert.describe` returns for them.
+"""The config files of Hugging Face models, as they are published, and what
+`convert.describe` returns for them.
 
-`tests/hf_configs/` has one `config.json` for each family in the library's table, with the keys of the published file
-and small numbers. Files of models that are published in the format of Transformers 5 are as it saves them.
-`tests/hf_configs.txt` has what `describe` returns for each file. test_hf_configs.py compares the two in every run.
+`tests/hf_configs/` has one `config.json` for each family in the library's table, with
+the keys of the published file and small numbers. Files of models that are published in
+the format of Transformers 5 are as it saves them. `tests/hf_configs.txt` has what
+`describe` returns for each file. test_hf_configs.py compares the two in every run.
 
     python tests/hf_configs.py    # compares all with Transformers, and writes the text file; needs Transformers
 
-This script compares the description of each file with that of the config that Transformers makes from it, which has all
-defaults and only new keys.
+This script compares the description of each file with that of the config that
+Transformers makes from it, which has all defaults and only new keys.
 """
 
 import dataclasses
@@ -35,7 +37,10 @@ DIFFERENT = {
 
 def load() -> dict[str, dict[str, Any]]:
     """Returns the configs by the names of their files."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
+    return {
+        path.stem: json.loads(path.read_text())
+        for path in sorted(FOLDER.glob("*.json"))
+    }
 
 
 def show(value: Any) -> str:
@@ -47,8 +52,13 @@ def show(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"({', '.join(map(show, value))})"
     if dataclasses.is_dataclass(value):
-        fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
-        changed = [f"{name}={show(x)}" for name, (x, default) in fields.items() if x != default]
+        fields = {
+            field.name: (getattr(value, field.name), field.default)
+            for field in dataclasses.fields(value)
+        }
+        changed = [
+            f"{name}={show(x)}" for name, (x, default) in fields.items() if x != default
+        ]
         return f"{type(value).__name__}({', '.join(changed)})"
     return str(value)
 
@@ -62,24 +72,38 @@ def show_attention_fn(attention_fn: Any) -> str:
         score = keywords["score_mod"](jnp.float32(1.0), *places)
         shown.append(f"score_mod 1 -> {float(score):.6g}")
     if "mask" in keywords:
-        visible = [k for k in range(32) if keywords["mask"].mask_mod(0, 0, jnp.asarray(20), jnp.asarray(k))]
+        visible = [
+            k
+            for k in range(32)
+            if keywords["mask"].mask_mod(0, 0, jnp.asarray(20), jnp.asarray(k))
+        ]
         shown.append(f"mask of query 20: keys {visible[0]} to {visible[-1]}")
     return f"[{'; '.join(shown)}]"
 
 
 def describe(config: dict[str, Any], layer: int) -> str:
-    """Describes one layer in one line; empty for a layer without attention, "end" after the last layer."""
+    """Describes one layer in one line; empty for a layer without attention, "end" after
+    the last layer.
+    """
     try:
         described = convert.describe(config, layer, max_length=LENGTH)
     except ValueError as error:
         message = str(error)
         if message.startswith("layer must be"):
             return "end"
-        return "" if message.startswith("layer must have type") else f"ValueError: {message}"
+        return (
+            ""
+            if message.startswith("layer must have type")
+            else f"ValueError: {message}"
+        )
     described["kernel_metadata"] = described["kernel_metadata"]["model_type"]
     if "attention_fn" in described:
         described["attention_fn"] = show_attention_fn(described["attention_fn"])
-    return " ".join(f"{key}={show(x)}" for key, x in described.items() if x is not None and x is not False)
+    return " ".join(
+        f"{key}={show(x)}"
+        for key, x in described.items()
+        if x is not None and x is not False
+    )
 
 
 def summary(config: dict[str, Any]) -> str:
@@ -91,13 +115,18 @@ def summary(config: dict[str, Any]) -> str:
             break
         if line:
             layers.setdefault(line, []).append(layer)
-    return "".join(f"  {','.join(map(str, numbers))}: {line}\n" for line, numbers in layers.items())
+    return "".join(
+        f"  {','.join(map(str, numbers))}: {line}\n" for line, numbers in layers.items()
+    )
 
 
 def expected() -> dict[str, str]:
     """Returns the committed summaries by the names of the files."""
     parts = EXPECTED.read_text().split("\n\n")
-    return {name: f"{lines.rstrip()}\n" for name, _, lines in (part.partition("\n") for part in parts)}
+    return {
+        name: f"{lines.rstrip()}\n"
+        for name, _, lines in (part.partition("\n") for part in parts)
+    }
 
 
 def main() -> int:
@@ -111,13 +140,19 @@ def main() -> int:
         summaries[name] = summary(config)
         if name in DIFFERENT:
             continue
-        theirs = CONFIG_MAPPING[config["model_type"]].from_dict(json.loads(json.dumps(config)))
+        theirs = CONFIG_MAPPING[config["model_type"]].from_dict(
+            json.loads(json.dumps(config))
+        )
         if summary(theirs.to_dict()) != summaries[name]:
             wrong.append(name)
-            print(f"{name}\nraw:\n{summaries[name]}Transformers:\n{summary(theirs.to_dict())}")
+            print(
+                f"{name}\nraw:\n{summaries[name]}Transformers:\n{summary(theirs.to_dict())}"
+            )
     print("wrong:", *wrong or ["none"])
     if not wrong:
-        EXPECTED.write_text("\n".join(f"{name}\n{lines}" for name, lines in summaries.items()))
+        EXPECTED.write_text(
+            "\n".join(f"{name}\n{lines}" for name, lines in summaries.items())
+        )
     return bool(wrong)
 
 

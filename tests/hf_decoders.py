@@ -1,9 +1,12 @@
-"""Compares the logits of examples/any_decoder.py with those of whole models of Transformers.
+"""Compares the logits of examples/any_decoder.py with those of whole models of
+Transformers.
 
-A family is a tiny random model of four layers, saved and loaded again. Two prompts of different lengths are read in one
-call, and continued by 8 tokens with a cache; Transformers reads each of both sequences alone and at once. No logit may
-differ by more than 1e-4 of the largest, or of 1. Each of the 8 tokens must be the one that Transformers finds most
-probable after those before it: its own greedy continuation of the prompt then has the same tokens.
+A family is a tiny random model of four layers, saved and loaded again. Two prompts of
+different lengths are read in one call, and continued by 8 tokens with a cache;
+Transformers reads each of both sequences alone and at once. No logit may differ by more
+than 1e-4 of the largest, or of 1. Each of the 8 tokens must be the one that
+Transformers finds most probable after those before it: its own greedy continuation of
+the prompt then has the same tokens.
 
     python tests/hf_decoders.py                # all, and writes tests/hf_decoders.md; needs Transformers and PyTorch
     python tests/hf_decoders.py llama gpt_oss  # these
@@ -32,38 +35,102 @@ from torch_rope import KIMI_SCALING
 
 TABLE = Path(__file__).with_suffix(".md")
 LENGTHS, STEPS, TOLERANCE = (13, 7), 8, 1e-4
-GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.2}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "attention_multiplier": 0.2,
+}
 IN_GROUPS = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}
-SHARED = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 2.0}
+SHARED = {
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 2.0,
+}
 SHARED |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 99}
-CHANGES: dict[str, list[dict[str, Any]]] = {  # other values of the config, one model for each
+# Other values of the config, one model for each.
+CHANGES: dict[str, list[dict[str, Any]]] = {
     "afmoe": [{"mup_enabled": True, "route_scale": 2.5}],
     "cohere": [{"logit_scale": 0.5, "use_qk_norm": True}],
-    "deepseek_v2": [{"first_k_dense_replace": 1}, IN_GROUPS | {"topk_method": "group_limited_greedy"}],
+    "deepseek_v2": [
+        {"first_k_dense_replace": 1},
+        IN_GROUPS | {"topk_method": "group_limited_greedy"},
+    ],
     "deepseek_v32": [IN_GROUPS],
     "falcon": [{"new_decoder_architecture": True, "bias": True}],
     "gemma3_text": [{"final_logit_softcapping": 2.0}],
-    "gemma4_text": [{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}, SHARED],
+    "gemma4_text": [
+        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        SHARED,
+    ],
     "glm4_moe": [IN_GROUPS | {"use_qk_norm": True}],
     "gpt_neox": [{}, {"use_parallel_residual": False}],
-    **{key: [GRANITE] for key in ("granite", "granitemoe", "granitemoeshared", "hyperclovax")},
+    **{
+        key: [GRANITE]
+        for key in ("granite", "granitemoe", "granitemoeshared", "hyperclovax")
+    },
     "hunyuan_v1_moe": [{"moe_topk": [2] * 4, "num_experts": 4}],
     "kolibri1": [{}, {"norm_topk_prob": True}],
-    "llama": [{}, {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}],
+    "llama": [
+        {},
+        {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True},
+    ],
     "llama4_text": [{}, {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 48}],
     "qwen3_moe": [{"norm_topk_prob": True, "mlp_only_layers": [1]}],
 }
 KIMI_K2: dict[str, Any] = {}
-KIMI_K2 |= {"architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 99, "hidden_size": 1792}
-KIMI_K2 |= {"intermediate_size": 96, "moe_intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
-KIMI_K2 |= {"num_key_value_heads": 4, "kv_lora_rank": 128, "q_lora_rank": 384, "qk_nope_head_dim": 32}
-KIMI_K2 |= {"qk_rope_head_dim": 16, "v_head_dim": 32, "attention_bias": False, "rope_theta": 50000.0}
-KIMI_K2 |= {"rope_scaling": KIMI_SCALING | {"original_max_position_embeddings": 64}, "max_position_embeddings": 2048}
-KIMI_K2 |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "first_k_dense_replace": 1, "moe_layer_freq": 1}
-KIMI_K2 |= {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-KIMI_K2 |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
-KIMI_K2 |= {"routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0, "tie_word_embeddings": False}
-# Models that Transformers runs by the class of another family: that family, and the config.json with small sizes.
+KIMI_K2 |= {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 99,
+    "hidden_size": 1792,
+}
+KIMI_K2 |= {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+KIMI_K2 |= {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 384,
+    "qk_nope_head_dim": 32,
+}
+KIMI_K2 |= {
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "attention_bias": False,
+    "rope_theta": 50000.0,
+}
+KIMI_K2 |= {
+    "rope_scaling": KIMI_SCALING | {"original_max_position_embeddings": 64},
+    "max_position_embeddings": 2048,
+}
+KIMI_K2 |= {
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+}
+KIMI_K2 |= {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+KIMI_K2 |= {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+}
+KIMI_K2 |= {
+    "routed_scaling_factor": 2.827,
+    "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False,
+}
+# Models that Transformers runs by the class of another family: that family, and the
+# config.json with small sizes.
 PUBLISHED = {"kimi_k2": ("deepseek_v3", KIMI_K2)}
 
 
@@ -73,7 +140,8 @@ def tiny(name: str, changes: dict[str, Any]) -> Any:
     kind, config = getattr(transformers, MODELS[family]), config_class(family)
     others = shrink(config().to_dict()) | OTHERS.get(config.model_type, {}) | changes
     torch.manual_seed(0)
-    model = kind(config(**copy.deepcopy(published or others))).eval().float()  # which changes the dict
+    # Which changes the dict.
+    model = kind(config(**copy.deepcopy(published or others))).eval().float()
     for x in model.state_dict().values():
         if x.is_floating_point():
             drawn = torch.randn_like(x)
@@ -90,12 +158,17 @@ def difference(name: str, changes: dict[str, Any]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         if published:
-            (Path(folder) / "config.json").write_text(json.dumps(published | {"model_type": name}))
+            (Path(folder) / "config.json").write_text(
+                json.dumps(published | {"model_type": name})
+            )
         decoder = any_decoder.Decoder(folder, max_length=max(LENGTHS) + STEPS)
     size = {"batch_size": 2, "max_length": max(LENGTHS) + STEPS, "per_row": True}
     decoder = nnx.view(decoder, decode=True, **size)
     run = nnx.jit(lambda decoder, tokens, lengths=None: decoder(tokens, lengths))
-    tokens, lengths = np.random.default_rng(0).integers(3, 99, (2, max(LENGTHS))), jnp.array(LENGTHS)
+    tokens, lengths = (
+        np.random.default_rng(0).integers(3, 99, (2, max(LENGTHS))),
+        jnp.array(LENGTHS),
+    )
     prefill = run(decoder, jnp.asarray(tokens), lengths)
     steps = [prefill[jnp.arange(2), lengths - 1]]
     for _ in range(STEPS):
@@ -105,8 +178,12 @@ def difference(name: str, changes: dict[str, Any]) -> float:
         text = np.concatenate([tokens[row, :length], continued[row]])
         with torch.no_grad():
             expected = model(input_ids=torch.tensor(text)[None]).logits[0].numpy()
-        result = np.concatenate([prefill[row, :length], [step[row] for step in steps[1:]]])
-        differences.append(np.abs(result - expected).max() / max(1.0, np.abs(expected).max()))
+        result = np.concatenate(
+            [prefill[row, :length], [step[row] for step in steps[1:]]]
+        )
+        differences.append(
+            np.abs(result - expected).max() / max(1.0, np.abs(expected).max())
+        )
         if (expected[length - 1 : -1].argmax(-1) != continued[row]).any():
             return float("inf")
     return float(max(differences))
@@ -115,11 +192,17 @@ def difference(name: str, changes: dict[str, Any]) -> float:
 def main() -> int:
     warnings.filterwarnings("ignore")
     known = {name.partition("+")[0] for name in any_decoder.FAMILIES}
-    names = [name for name in MODELS if {name, f"{name}_text"} & known and model_type_of(name) in known]
+    names = [
+        name
+        for name in MODELS
+        if {name, f"{name}_text"} & known and model_type_of(name) in known
+    ]
     results, refused = {}, []
     for name in sys.argv[1:] or sorted([*names, *PUBLISHED]):
         try:
-            results[name] = max(difference(name, changes) for changes in CHANGES.get(name, [{}]))
+            results[name] = max(
+                difference(name, changes) for changes in CHANGES.get(name, [{}])
+            )
         except ValueError as error:
             refused.append(name)
             print(name, error, flush=True)
@@ -130,7 +213,9 @@ def main() -> int:
     if not (sys.argv[1:] or wrong):
         said = f"These {len(results)} families decode the same tokens as Transformers:"
         lines = [f"| `{name}` | {result:.0e} |" for name, result in results.items()]
-        TABLE.write_text("\n".join([said, "", "| family | difference |", "|---|---|", *lines, ""]))
+        TABLE.write_text(
+            "\n".join([said, "", "| family | difference |", "|---|---|", *lines, ""])
+        )
     return bool(wrong or (sys.argv[1:] and refused))
 
 

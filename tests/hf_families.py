@@ -1,8 +1,10 @@
-"""Compares every decoder family of Transformers with `convert.from_hf`, and writes the table of the documentation.
+"""Compares every decoder family of Transformers with `convert.from_hf`, and writes the
+table of the documentation.
 
-A family is a tiny random model of four layers. What goes into the projection of its queries and what comes out of its
-last projection is captured, and each layer is made anew, from the model's config and weights: its output may differ by
-5e-5 of the largest value. Of one layer a cache is tried, too.
+A family is a tiny random model of four layers. What goes into the projection of its
+queries and what comes out of its last projection is captured, and each layer is made
+anew, from the model's config and weights: its output may differ by 5e-5 of the largest
+value. Of one layer a cache is tried, too.
 
     python tests/hf_families.py                 # all, and writes tests/hf_families.md; needs Transformers and PyTorch
     python tests/hf_families.py llama gemma2    # these
@@ -26,14 +28,21 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS,
+)
 
 from flax_mha import convert
 from flax_mha._src.convert.families import FAMILIES
 from flax_mha._src.convert.latent_weights import is_latent
 from flax_mha._src.convert.layouts import LAYOUTS
 from flax_mha._src.convert.read_config import UNKNOWN
-from flax_mha._src.convert.state_dict import attention_entries, layer_prefix, recognize, with_shared
+from flax_mha._src.convert.state_dict import (
+    attention_entries,
+    layer_prefix,
+    recognize,
+    with_shared,
+)
 
 TABLE = Path(__file__).with_suffix(".md")
 LAYERS, LENGTH, PROMPT, TOLERANCE = 4, 13, 5, 5e-5
@@ -60,31 +69,78 @@ SIZES = {
     99: "vocab_size n_vocab",
     128: "max_position_embeddings n_positions n_ctx mamba_d_ssm attention_hidden_size",
 }
-SMALL: dict[str, Any] = {name: size for size, names in SIZES.items() for name in names.split()}
-SMALL |= {"mamba_n_groups": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 0}
-SMALL |= {"bos_token_id": 1, "eos_token_id": 2, "image_token_id": 3, "image_token_index": 3}
+SMALL: dict[str, Any] = {
+    name: size for size, names in SIZES.items() for name in names.split()
+}
+SMALL |= {
+    "mamba_n_groups": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "pad_token_id": 0,
+}
+SMALL |= {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "image_token_id": 3,
+    "image_token_index": 3,
+}
 SMALL |= {"is_decoder": True, "is_encoder_decoder": False}
 MADE_ANEW = "transformers_version architectures id2label label2id model_type max_seq_len layer_types layers_block_type "
-MADE_ANEW += "mlp_layer_types no_rope_layers attention_layers layer_rope_theta per_layer_config "
+MADE_ANEW += (
+    "mlp_layer_types no_rope_layers attention_layers layer_rope_theta per_layer_config "
+)
 MADE_ANEW += "activation_sparsity_pattern num_layers_per_stack"
 KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 ZAMBA = {"layers_block_type": ["linear_attention", "hybrid"] * 2}
 SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW}
-OWN_ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None}
-SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 3}
+OWN_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": None,
+}
+SCALED = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 3,
+}
 HEADS = {"num_key_value_heads": N, "head_dim": 8}
 LATENT = HEADS | {"rope_parameters": SCALED | {"mscale": 0.7, "mscale_all_dim": 1.3}}
 INDEXER = {"index_n_heads": 8, "index_head_dim": 12, "index_topk": 3}
-GEMMA_4 = {"attention_k_eq_v": True, "global_head_dim": 32, "num_global_key_value_heads": 1}
-GEMMA_4 |= {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2}
-BLT = {"hidden_size": D, "hidden_size_global": D, "num_attention_heads": N, "num_key_value_heads": K}
-BLT |= {"num_hidden_layers": LAYERS, "intermediate_size": 48, "vocab_size": 99, "sliding_window": WINDOW}
-OTHERS: dict[str, dict[str, Any]] = {  # additional entries that tiny models need, or that use more of their features
+GEMMA_4 = {
+    "attention_k_eq_v": True,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+}
+GEMMA_4 |= {
+    "num_kv_shared_layers": 1,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+BLT = {
+    "hidden_size": D,
+    "hidden_size_global": D,
+    "num_attention_heads": N,
+    "num_key_value_heads": K,
+}
+BLT |= {
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": 48,
+    "vocab_size": 99,
+    "sliding_window": WINDOW,
+}
+# Additional entries that tiny models need, or that use more of their features.
+OTHERS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": HEADS | HYBRID | {"num_expert_group": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
-    "blt": dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), BLT)
-    | {"encoder_hash_byte_group_vocab": 5, "local_attention_window_len": WINDOW, "use_cache": False},
+    "blt": dict.fromkeys(
+        ("patcher_config", "encoder_config", "decoder_config", "global_config"), BLT
+    )
+    | {
+        "encoder_hash_byte_group_vocab": 5,
+        "local_attention_window_len": WINDOW,
+        "use_cache": False,
+    },
     "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": KINDS | {"rope_parameters": OWN_ROPE},
     "axk1": LATENT,
@@ -94,12 +150,19 @@ OTHERS: dict[str, dict[str, Any]] = {  # additional entries that tiny models nee
     "deepseek_v32": LATENT | INDEXER,
     "axk2": LATENT | INDEXER,
     "hy_v4": HEADS | INDEXER | {"indexer_types": ["full", "full", "shared", "full"]},
-    "dots1": {"max_window_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "dots1": {
+        "max_window_layers": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+    },
     "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": 48} | KINDS,
     "gemma4_text": GEMMA_4,
     "gemma4_unified_text": GEMMA_4 | {"attention_k_eq_v": False},
     "glm4_moe_lite": LATENT,
-    "glm_moe_dsa": LATENT | INDEXER | {"indexer_types": ["full", "full", "shared", "full"]},
+    "glm_moe_dsa": LATENT
+    | INDEXER
+    | {"indexer_types": ["full", "full", "shared", "full"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granite_swa": {"layer_rope_theta": [1e4, 0, 1e3, 1e4]},
     "granitemoehybrid": HYBRID | {"position_embedding_type": "rope"},
@@ -108,8 +171,19 @@ OTHERS: dict[str, dict[str, Any]] = {  # additional entries that tiny models nee
     "hunyuan_v1_moe": {"head_dim": H},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "laguna": {"num_attention_heads_per_layer": [N, 2 * N] * 2} | KINDS,
-    "lara_mini": {"layer_types": ["linear_attention", "sliding_attention", "full_attention", "sliding_attention"]},
-    "kimi_linear": HEADS | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4},
+    "lara_mini": {
+        "layer_types": [
+            "linear_attention",
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+        ]
+    },
+    "kimi_linear": HEADS
+    | {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 4,
+    },
     "lfm2": {"full_attn_idxs": [1, 3]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm3": {"layer_types": ["sliding_attention", "conv", "full_attention", "conv"]},
@@ -125,7 +199,14 @@ OTHERS: dict[str, dict[str, Any]] = {  # additional entries that tiny models nee
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
     "nemotron": {"num_key_value_heads": K},
-    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp", "full_attention"]},
+    "nemotron_h": {
+        "layers_block_type": [
+            "linear_attention",
+            "full_attention",
+            "mlp",
+            "full_attention",
+        ]
+    },
     "olmo": {"clip_qkv": 1.0},
     "olmo_hybrid": HYBRID,
     "qwen2": SLIDING | {"max_window_layers": 2},
@@ -139,18 +220,33 @@ OTHERS: dict[str, dict[str, Any]] = {  # additional entries that tiny models nee
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "youtu": HEADS | {"q_lora_rank": None},
     "zamba": ZAMBA,
-    "zamba2": ZAMBA | {"use_mem_rope": True, "mamba_headdim": 16, "hybrid_layer_ids": [1, 3]},
+    "zamba2": ZAMBA
+    | {"use_mem_rope": True, "mamba_headdim": 16, "hybrid_layer_ids": [1, 3]},
 }
-PARTS = {"hrm_text": {"model.L_module.": "", "model.H_module.": ""}}  # prefixes, and their parts of the config
-PARTS["blt"] = {"model.patcher.": "patcher_config", "model.local_encoder.": "encoder_config"}
-PARTS["blt"] |= {"model.local_decoder.": "decoder_config", "model.global_transformer.": "global_config"}
-ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
-TEXT_ONLY = {"gemma3n": "gemma3n_text"}  # whose image encoder needs timm: its text model
-ATTENTIONS = ("attn", "attention", "self_att", "temporal_block", "mixer")  # in the names of modules
+# Prefixes, and their parts of the config.
+PARTS = {"hrm_text": {"model.L_module.": "", "model.H_module.": ""}}
+PARTS["blt"] = {
+    "model.patcher.": "patcher_config",
+    "model.local_encoder.": "encoder_config",
+}
+PARTS["blt"] |= {
+    "model.local_decoder.": "decoder_config",
+    "model.global_transformer.": "global_config",
+}
+ASSISTANTS = {
+    "gemma4_assistant": "gemma4_text",
+    "gemma4_unified_assistant": "gemma4_unified_text",
+}
+# Whose image encoder needs timm: its text model.
+TEXT_ONLY = {"gemma3n": "gemma3n_text"}
+# In the names of modules.
+ATTENTIONS = ("attn", "attention", "self_att", "temporal_block", "mixer")
 
 
 class Result(NamedTuple):
-    """The layers of a family that were compared and their largest difference, or why it is refused."""
+    """The layers of a family that were compared and their largest difference, or why it
+    is refused.
+    """
 
     model_type: str
     layers: list[int]
@@ -167,12 +263,18 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and not key.startswith("rope_"):
             small[key] = shrink(value)
         else:
-            small[key] = SMALL[key] if key in SMALL and value is not None and not isinstance(value, list) else value
+            small[key] = (
+                SMALL[key]
+                if key in SMALL and value is not None and not isinstance(value, list)
+                else value
+            )
     return small
 
 
 def config_class(name: str) -> Any:
-    """Returns the class of a family's config: its own, even if another family's model runs it, unless it has parts."""
+    """Returns the class of a family's config: its own, even if another family's model
+    runs it, unless it has parts.
+    """
     own = CONFIG_MAPPING[name]
     return getattr(transformers, MODELS[name]).config_class if own.sub_configs else own
 
@@ -188,47 +290,81 @@ def tiny(name: str, changes: dict[str, Any]) -> Any:
     for key, parameter in model.named_parameters():
         if any(part in key for part in ATTENTIONS) and "vision" not in key:
             drawn = torch.randn_like(parameter)
-            drawn = drawn * parameter.shape[0] ** -0.5 if parameter.ndim > 1 else parameter + 0.3 * drawn
+            drawn = (
+                drawn * parameter.shape[0] ** -0.5
+                if parameter.ndim > 1
+                else parameter + 0.3 * drawn
+            )
             parameter.data.copy_(drawn.data)
     return model
 
 
 def projections(state_dict: dict[str, Tensor], prefix: str) -> list[str]:
-    """Returns the names of the first layer that queries pass, and of the last layer of an attention."""
+    """Returns the names of the first layer that queries pass, and of the last layer of
+    an attention.
+    """
     entries = with_shared(attention_entries(state_dict, prefix)[1], N, K)
     if is_latent(entries):
         return ["q_a_proj" if "q_a_proj.weight" in entries else "q_proj", "o_proj"]
     layout = LAYOUTS[recognize(entries)]
-    return [layout.key_of(path).rpartition(".")[0] for path in ("query/kernel", "out/kernel")]
+    return [
+        layout.key_of(path).rpartition(".")[0]
+        for path in ("query/kernel", "out/kernel")
+    ]
 
 
-def capture(model: nn.Module, prefixes: list[str], **arguments: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Runs a model, and returns what its layers project to queries and what they return, by prefix."""
+def capture(
+    model: nn.Module, prefixes: list[str], **arguments: Any
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Runs a model, and returns what its layers project to queries and what they
+    return, by prefix.
+    """
     state_dict = model.state_dict()
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     hooks: list[Any] = []
     for prefix in prefixes:
-        first, last = (model.get_submodule(prefix + name) for name in projections(state_dict, prefix))
-        hooks.append(first.register_forward_hook(lambda _, x, y, prefix=prefix: inputs.__setitem__(prefix, x[0])))
-        hooks.append(last.register_forward_hook(lambda _, x, y, prefix=prefix: outputs.__setitem__(prefix, y)))
+        first, last = (
+            model.get_submodule(prefix + name)
+            for name in projections(state_dict, prefix)
+        )
+        hooks.append(
+            first.register_forward_hook(
+                lambda _, x, y, prefix=prefix: inputs.__setitem__(prefix, x[0])
+            )
+        )
+        hooks.append(
+            last.register_forward_hook(
+                lambda _, x, y, prefix=prefix: outputs.__setitem__(prefix, y)
+            )
+        )
     with torch.no_grad():
         model(**arguments or {"input_ids": torch.arange(LENGTH)[None] * 7 % 90 + 5})
     for hook in hooks:
         hook.remove()
-    return {p: tuple(x.reshape(1, -1, x.shape[-1]) for x in (inputs[p], outputs[p])) for p in prefixes}
+    return {
+        p: tuple(x.reshape(1, -1, x.shape[-1]) for x in (inputs[p], outputs[p]))
+        for p in prefixes
+    }
 
 
 def model_type_of(name: str) -> str:
-    """Returns the model type that counts: of the text model, where a model has several parts."""
+    """Returns the model type that counts: of the text model, where a model has several
+    parts.
+    """
     config = config_class(name)
     if config.model_type in FAMILIES:
         return config.model_type
     text = config.sub_configs.get("text_config", config)
-    return getattr(text, "model_type", "") or config().to_dict()["text_config"]["model_type"]
+    return (
+        getattr(text, "model_type", "")
+        or config().to_dict()["text_config"]["model_type"]
+    )
 
 
-def run(module: Any, x: jax.Array, source: Any, source_x: jax.Array, **arguments: Any) -> jax.Array:
+def run(
+    module: Any, x: jax.Array, source: Any, source_x: jax.Array, **arguments: Any
+) -> jax.Array:
     """Calls a layer, with the keys and values of its source if that is another layer."""
     if source is module:
         return module(x, **arguments)
@@ -248,14 +384,23 @@ def check(name: str, changes: dict[str, Any]) -> Result:
         config = model.config.to_dict()
         if part == "decoder_config":
             config[part]["sliding_window"] = config["local_attention_window_len"]
-        results.append(check_part(model_type, model, config[part] if part else config, prefix))
+        results.append(
+            check_part(model_type, model, config[part] if part else config, prefix)
+        )
     return max(results, key=lambda result: result.difference)
 
 
 def check_part(
-    model_type: str, model: nn.Module, config: dict[str, Any], part: str, positions: Any = None, **inputs: Any
+    model_type: str,
+    model: nn.Module,
+    config: dict[str, Any],
+    part: str,
+    positions: Any = None,
+    **inputs: Any,
 ) -> Result:
-    """Compares the layers whose names start with `part`, and the decoding of the last one."""
+    """Compares the layers whose names start with `part`, and the decoding of the last
+    one.
+    """
     state_dict, refused = model.state_dict(), ""
     prefixes: dict[int, str] = {}
     for layer in range(LAYERS):
@@ -264,10 +409,19 @@ def check_part(
         except ValueError as error:
             refused = str(error)
         else:
-            prefixes[layer] = layer_prefix(with_shared(state_dict, N, K), layer, part, FAMILIES[model_type].attentions)
+            prefixes[layer] = layer_prefix(
+                with_shared(state_dict, N, K),
+                layer,
+                part,
+                FAMILIES[model_type].attentions,
+            )
     if not prefixes:
         return Result(model_type, [], refused=refused)
-    arrays, differences, found = capture(model, list(prefixes.values()), **inputs), [], {}
+    arrays, differences, found = (
+        capture(model, list(prefixes.values()), **inputs),
+        [],
+        {},
+    )
     for layer, prefix in prefixes.items():
         x, expected = jnp.asarray(arrays[prefix][0].numpy()), arrays[prefix][1].numpy()
         module = convert.from_hf(config, state_dict, layer, part)
@@ -279,24 +433,36 @@ def check_part(
         def call(first: int, end: int, **arguments: Any) -> jax.Array:
             if positions is not None:
                 arguments["positions"] = positions[:, first:end]
-            return run(module, x[:, first:end], source, source_x[:, first:end], **arguments)  # noqa: B023
+            return run(
+                module, x[:, first:end], source, source_x[:, first:end], **arguments
+            )  # noqa: B023
 
         results = [call(0, x.shape[1])]
         if layer == max(prefixes):
             source.init_cache(x.shape)
             steps = [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, x.shape[1]))]
-            results.append(jnp.concatenate([call(i, j, decode=True) for i, j in steps], axis=1))
-        differences += [np.abs(result - expected).max() / max(1.0, np.abs(expected).max()) for result in results]
+            results.append(
+                jnp.concatenate([call(i, j, decode=True) for i, j in steps], axis=1)
+            )
+        differences += [
+            np.abs(result - expected).max() / max(1.0, np.abs(expected).max())
+            for result in results
+        ]
     return Result(model_type, list(prefixes), float(max(differences)))
 
 
 def check_assistant(name: str, target_name: str) -> Result:
-    """Compares the layers of a model that attends to the keys and values of a target, a query for each of its tokens.
+    """Compares the layers of a model that attends to the keys and values of a target, a
+    query for each of its tokens.
 
-    Transformers computes one query at a time, over all keys of full layers, and the last of sliding ones.
+    Transformers computes one query at a time, over all keys of full layers, and the
+    last of sliding ones.
     """
     target = tiny(target_name, {"num_kv_shared_layers": 0})
-    config = target.config.to_dict() | {"num_kv_shared_layers": LAYERS, "hidden_size_per_layer_input": 0}
+    config = target.config.to_dict() | {
+        "num_kv_shared_layers": LAYERS,
+        "hidden_size_per_layer_input": 0,
+    }
     config["vocab_size_per_layer_input"] = 0
     kind = getattr(transformers, MODELS[name])
     model = kind(kind.config_class(text_config=config, backbone_hidden_size=D)).eval()
@@ -304,25 +470,51 @@ def check_assistant(name: str, target_name: str) -> Result:
         parameter.data.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
     config, state_dict = model.config.to_dict(), model.state_dict()
     last = {target.config.layer_types[layer]: layer for layer in range(LAYERS)}
-    sources = {layer: layer_prefix(with_shared(target.state_dict(), N, K), layer, "") for layer in last.values()}
-    of_target, queries = capture(target, list(sources.values())), torch.randn(1, LENGTH, 2 * D)
+    sources = {
+        layer: layer_prefix(with_shared(target.state_dict(), N, K), layer, "")
+        for layer in last.values()
+    }
+    of_target, queries = (
+        capture(target, list(sources.values())),
+        torch.randn(1, LENGTH, 2 * D),
+    )
     with torch.no_grad():
-        shared = target(torch.arange(LENGTH)[None] * 7 % 90 + 5, return_shared_kv_states=True).shared_kv_states
-    prefixes = [layer_prefix(with_shared(state_dict, N, K), layer, "") for layer in range(LAYERS)]
+        shared = target(
+            torch.arange(LENGTH)[None] * 7 % 90 + 5, return_shared_kv_states=True
+        ).shared_kv_states
+    prefixes = [
+        layer_prefix(with_shared(state_dict, N, K), layer, "")
+        for layer in range(LAYERS)
+    ]
     steps = []
     for i in range(LENGTH):
         start = {"full_attention": 0, "sliding_attention": max(i + 1 - WINDOW, 0)}
-        seen = {kind: tuple(x[:, :, start[kind] : i + 1] for x in kv) for kind, kv in shared.items()}
+        seen = {
+            kind: tuple(x[:, :, start[kind] : i + 1] for x in kv)
+            for kind, kv in shared.items()
+        }
         options = {"position_ids": torch.tensor([[i + 1]]), "shared_kv_states": seen}
-        steps.append(capture(model, prefixes, inputs_embeds=queries[:, i : i + 1], **options))
+        steps.append(
+            capture(model, prefixes, inputs_embeds=queries[:, i : i + 1], **options)
+        )
     differences = []
     for layer, prefix in enumerate(prefixes):
-        x, expected = (np.concatenate([step[prefix][i].numpy() for step in steps], axis=1) for i in (0, 1))
-        module, origin = convert.from_hf(config, state_dict, layer), last[target.config.layer_types[layer]]
+        x, expected = (
+            np.concatenate([step[prefix][i].numpy() for step in steps], axis=1)
+            for i in (0, 1)
+        )
+        module, origin = (
+            convert.from_hf(config, state_dict, layer),
+            last[target.config.layer_types[layer]],
+        )
         source = convert.from_hf(target.config.to_dict(), target.state_dict(), origin)
-        _, kv = source(jnp.asarray(of_target[sources[origin]][0].numpy()), return_kv=True)
+        _, kv = source(
+            jnp.asarray(of_target[sources[origin]][0].numpy()), return_kv=True
+        )
         result = module(jnp.asarray(x), kv=kv, positions=jnp.arange(1, LENGTH + 1))
-        differences.append(np.abs(result - expected).max() / max(1.0, np.abs(expected).max()))
+        differences.append(
+            np.abs(result - expected).max() / max(1.0, np.abs(expected).max())
+        )
     return Result(model_type_of(name), list(range(LAYERS)), float(max(differences)))
 
 
@@ -330,17 +522,31 @@ def table(results: dict[str, Result]) -> str:
     """Returns the tables of described and of refused families, as Markdown."""
     described = {name: result for name, result in results.items() if not result.refused}
     lines = [
-        f"Of the {len(results)} families of Transformers {transformers.__version__} that generate text, "
-        f"{len(described)} are described. Their layers differ from the model's own by at most "
-        f"{max(result.difference for result in described.values()):.0e} of the largest value, in float32.",
+        f"Of the {len(results)} families of Transformers {transformers.__version__} "
+        f"that generate text, {len(described)} are described. Their layers differ "
+        "from the model's own by at most "
+        f"{max(result.difference for result in described.values()):.0e} of the "
+        "largest value, in float32.",
         "",
         "| family | its `model_type` | layers of a model of four | difference |",
         "|---|---|---|---|",
     ]
     for name, result in described.items():
-        layers = "all" if len(result.layers) == LAYERS else ", ".join(map(str, result.layers))
-        lines.append(f"| `{name}` | `{result.model_type}` | {layers} | {result.difference:.0e} |")
-    lines += ["", "These are refused:", "", "| family | its `model_type` | why |", "|---|---|---|"]
+        layers = (
+            "all"
+            if len(result.layers) == LAYERS
+            else ", ".join(map(str, result.layers))
+        )
+        lines.append(
+            f"| `{name}` | `{result.model_type}` | {layers} | {result.difference:.0e} |"
+        )
+    lines += [
+        "",
+        "These are refused:",
+        "",
+        "| family | its `model_type` | why |",
+        "|---|---|---|",
+    ]
     for name, result in results.items():
         if result.refused:
             lines.append(f"| `{name}` | `{result.model_type}` | {result.refused} |")
@@ -350,13 +556,19 @@ def table(results: dict[str, Result]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*")
-    parser.add_argument("--set", type=json.loads, default={}, help="values of the config, as JSON")
+    parser.add_argument(
+        "--set", type=json.loads, default={}, help="values of the config, as JSON"
+    )
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     results = {}
     for name in arguments.families or sorted(MODELS):
         results[name] = result = check(name, arguments.set)
-        print(name, result.refused or f"{result.layers} {result.difference:.1e}", flush=True)
+        print(
+            name,
+            result.refused or f"{result.layers} {result.difference:.1e}",
+            flush=True,
+        )
     wrong = [name for name, result in results.items() if result.difference > TOLERANCE]
     print("wrong:", *wrong or ["none"])
     if not (arguments.families or arguments.set or wrong):

@@ -1,5 +1,5 @@
-"""Compares rotary positions of several coordinates with Transformers: whole layers of text models, and the rotations of
-vision encoders.
+"""Compares rotary positions of several coordinates with Transformers: whole layers of
+text models, and the rotations of vision encoders.
 
     python tests/hf_positions.py    # needs Transformers and PyTorch
 """
@@ -19,20 +19,47 @@ from hf_families import LENGTH, TOLERANCE, D, K, N, check_part
 
 from flax_mha.rope import RoPE, apply_rope
 
-TEXT: dict[str, Any] = {"hidden_size": D, "num_attention_heads": N, "num_key_value_heads": K, "num_hidden_layers": 2}
-TEXT |= {"intermediate_size": 48, "vocab_size": 99, "max_position_embeddings": 128, "pad_token_id": 0}
+TEXT: dict[str, Any] = {
+    "hidden_size": D,
+    "num_attention_heads": N,
+    "num_key_value_heads": K,
+    "num_hidden_layers": 2,
+}
+TEXT |= {
+    "intermediate_size": 48,
+    "vocab_size": 99,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 # Class: additional entries in the config of a tiny model, and its rotary parameters.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2VLTextModel": ({}, {"mrope_section": [2, 3, 3]}),
     "Qwen2_5_VLTextModel": (SLIDING, {"mrope_section": [2, 3, 3]}),
-    "Qwen3VLTextModel": ({"head_dim": 24}, {"mrope_section": [4, 4, 4], "mrope_interleaved": True}),
-    "Qwen3VLMoeTextModel": (EXPERTS | {"head_dim": 24}, {"mrope_section": [6, 3, 3], "mrope_interleaved": True}),
+    "Qwen3VLTextModel": (
+        {"head_dim": 24},
+        {"mrope_section": [4, 4, 4], "mrope_interleaved": True},
+    ),
+    "Qwen3VLMoeTextModel": (
+        EXPERTS | {"head_dim": 24},
+        {"mrope_section": [6, 3, 3], "mrope_interleaved": True},
+    ),
     "Glm4vTextModel": ({}, {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}),
 }
-VISION = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
-VISION |= {"qwen3_5": "Qwen3_5", "glm4v": "Glm4v", "glm4v_moe": "Glm4vMoe", "pixtral": "Pixtral", "llama4": "Llama4"}
+VISION = {
+    "qwen2_vl": "Qwen2VL",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
+}
+VISION |= {
+    "qwen3_5": "Qwen3_5",
+    "glm4v": "Glm4v",
+    "glm4v_moe": "Glm4vMoe",
+    "pixtral": "Pixtral",
+    "llama4": "Llama4",
+}
 
 
 def coordinates() -> torch.Tensor:
@@ -51,10 +78,14 @@ def compare_text(name: str) -> float:
     model = kind(kind.config_class(**TEXT | changes | {"rope_parameters": rope})).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            parameter.data.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+            parameter.data.copy_(
+                torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
+            )
     positions = jnp.asarray(np.moveaxis(coordinates().numpy(), 0, -1))
     inputs = {"inputs_embeds": torch.randn(1, LENGTH, D), "position_ids": coordinates()}
-    return check_part(model.config.model_type, model, model.config.to_dict(), "", positions, **inputs).difference
+    return check_part(
+        model.config.model_type, model, model.config.to_dict(), "", positions, **inputs
+    ).difference
 
 
 def compare_vision(name: str) -> float:
@@ -66,7 +97,9 @@ def compare_vision(name: str) -> float:
     size = 2 * len(rope.coordinates(4 * rope.sections[0]))
     if name == "llama4":
         side = config.image_size // config.patch_size
-        places = [(column + 1, row + 1) for row in range(side) for column in range(side)] + [(0, 0)]
+        places = [
+            (column + 1, row + 1) for row in range(side) for column in range(side)
+        ] + [(0, 0)]
         x = torch.randn(1, len(places), 2, size)
         expected = modeling.vision_apply_rotary_emb(x, x, rotary(x))[0]
     else:
@@ -74,11 +107,15 @@ def compare_vision(name: str) -> float:
         x = torch.randn(1, len(places), 2, size)
         cos, sin = rotary(x, torch.tensor(places))
         if name == "pixtral":
-            expected = modeling.apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=-2)[0]
+            expected = modeling.apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=-2)[
+                0
+            ]
         else:
             expected = modeling.apply_rotary_pos_emb_vision(x, x, cos, sin)[0]
     result = apply_rope(jnp.asarray(x.numpy()), jnp.asarray(places), rope)
-    return float(np.abs(result - expected.numpy()).max() / np.abs(expected.numpy()).max())
+    return float(
+        np.abs(result - expected.numpy()).max() / np.abs(expected.numpy()).max()
+    )
 
 
 def main() -> int:

@@ -1,4 +1,6 @@
-"""What tests of fused kernels share: shapes of arrays, programs for devices that this host lacks, and explanations."""
+"""What tests of fused kernels share: shapes of arrays, programs for devices that this
+host lacks, and explanations.
+"""
 
 import functools
 
@@ -7,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo  # only to lower for a GPU where there is none
+
+# Only to lower for a GPU where there is none.
+from jax._src.cudnn import fused_attention_stablehlo
 
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha._src.engines.kernels import cudnn, splash
@@ -38,14 +42,22 @@ close = functools.partial(cases.close, at_least=1.0)
 def as_if_cudnn_were_here(patch):
     """As on an H200 whose plans all compile. `patch` is a pytest.MonkeyPatch."""
     hopper = cudnn.Device("NVIDIA H200", (9, 0))
-    patch.setattr(cudnn, "device", lambda platform: hopper if platform == "gpu" else cudnn.Device(platform, None))
+    patch.setattr(
+        cudnn,
+        "device",
+        lambda platform: hopper if platform == "gpu" else cudnn.Device(platform, None),
+    )
     patch.setattr(cudnn, "failure", lambda kernel: [])
     patch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
-    patch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    patch.setattr(
+        fused_attention_stablehlo, "check_compute_capability", lambda capability: True
+    )
 
 
 def compute_for_cudnn(patch, kernel=cases.dense_kernel):
-    """Replaces cuDNN's kernel by a dense computation, also for float32. `patch` is a pytest.MonkeyPatch."""
+    """Replaces cuDNN's kernel by a dense computation, also for float32. `patch` is a
+    pytest.MonkeyPatch.
+    """
     patch.setattr(cudnn.Kernel, "__call__", kernel)
     patch.setattr(cudnn, "DTYPES", (jnp.float32,))
     patch.setattr(cudnn, "DTYPES_OF_BIAS", (jnp.float32,))
@@ -62,15 +74,21 @@ def as_on_a_tpu():
     cases.forget_programs()
 
 
-def lowered(arrays, attend=dot_product_attention, platform="tpu", gradient=True, **arguments):
-    """The program of a device for the output and, unless `gradient` is False, for gradients."""
+def lowered(
+    arrays, attend=dot_product_attention, platform="tpu", gradient=True, **arguments
+):
+    """The program of a device for the output and, unless `gradient` is False, for
+    gradients.
+    """
     attend = functools.partial(attend, **arguments)
 
     def both(*arrays):
         output, pull = jax.vjp(attend, *arrays)
         return output, pull(output)
 
-    traced = jax.jit(both if gradient else lambda *arrays: attend(*arrays)).trace(*arrays)
+    traced = jax.jit(both if gradient else lambda *arrays: attend(*arrays)).trace(
+        *arrays
+    )
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -85,21 +103,38 @@ def explained(arrays, **arguments):
 # Arguments that cuDNN and "splash" refuse, for 2 x 256 tokens, and the reason.
 REFUSED_BY_BOTH = {
     "array mask": ({"mask": np.ones((2, 1, 1, 256), bool)}, "ArrayMask"),
-    "function": ({"mask": masks.FunctionMask(lambda b, h, q, k: q > k)}, "not a causal, window, length or"),
+    "function": (
+        {"mask": masks.FunctionMask(lambda b, h, q, k: q > k)},
+        "not a causal, window, length or",
+    ),
     "either": ({"mask": masks.CausalMask() | masks.LocalMask(3, 3)}, "Or"),
-    "dropout": ({"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "dropout_rate"),
+    "dropout": (
+        {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
+        "dropout_rate",
+    ),
     "score_mod": ({"score_mod": lambda score, b, h, q, k: score + 1}, "score_mod"),
     "residual": ({"return_residual": True}, "return_residual"),
-    "largest score": ({"return_max_score": True}, "return_max_score requires the running maximum"),
-    "offset as data": ({"is_causal": True, "query_offset": np.int32([7, 9])}, "query_offset"),
+    "largest score": (
+        {"return_max_score": True},
+        "return_max_score requires the running maximum",
+    ),
+    "offset as data": (
+        {"is_causal": True, "query_offset": np.int32([7, 9])},
+        "query_offset",
+    ),
     "scale as data": ({"scale": jnp.float32(0.3)}, "scale"),
-    "precision": ({"precision": "highest"}, "precision must be the default, but is highest"),
+    "precision": (
+        {"precision": "highest"},
+        "precision must be the default, but is highest",
+    ),
 }
 PRIMITIVES = {"cudnn": "dot_product_attention_fwd", "splash": "pallas_call"}
 
 
 def assert_refused(name, arrays, arguments, reason):
-    """If the implementation is not named, another one computes the call; each reason says what to change."""
+    """If the implementation is not named, another one computes the call; each reason
+    says what to change.
+    """
     attend = functools.partial(dot_product_attention, **arguments)
     assert PRIMITIVES[name] not in str(jax.make_jaxpr(attend)(*arrays))
     with pytest.raises(NotImplementedError, match=reason):
@@ -110,7 +145,9 @@ def assert_refused(name, arrays, arguments, reason):
 
 
 def assert_one_reason(arrays, name, reason, setting):
-    """Only the setting keeps this implementation from computing the call, and the reason says what to change."""
+    """Only the setting keeps this implementation from computing the call, and the
+    reason says what to change.
+    """
     assert explained(arrays).refusals[name] == []
     with setting():
         [refusal] = explained(arrays).refusals[name]
@@ -119,23 +156,40 @@ def assert_one_reason(arrays, name, reason, setting):
 
 
 def in_bfloat16_by_the_rule_of_flash_attention(name, sizes, visible, **arguments):
-    """The output and the gradients of a kernel; `visible` is the mask of the arguments, as an array."""
-    naive = functools.partial(cases.naive_attention, visible=visible, logits_soft_cap=arguments.get("logits_soft_cap"))
-    ours, exact = (functools.partial(dot_product_attention, implementation=x, **arguments) for x in (name, "xla"))
+    """The output and the gradients of a kernel; `visible` is the mask of the arguments,
+    as an array.
+    """
+    naive = functools.partial(
+        cases.naive_attention,
+        visible=visible,
+        logits_soft_cap=arguments.get("logits_soft_cap"),
+    )
+    ours, exact = (
+        functools.partial(dot_product_attention, implementation=x, **arguments)
+        for x in (name, "xla")
+    )
 
     @functools.partial(jax.jit, static_argnums=0)
     def answers(attend, arrays):
         output, pull = jax.vjp(attend, *arrays)
-        return output, *pull(jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype))
+        return output, *pull(
+            jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype)
+        )
 
     arrays = normal(*sizes, dtype=jnp.bfloat16)
     truth = answers(exact, [x.astype(jnp.float32) for x in arrays])
-    cases.by_the_rule_of_flash_attention(answers(ours, arrays), answers(naive, arrays), truth)
+    cases.by_the_rule_of_flash_attention(
+        answers(ours, arrays), answers(naive, arrays), truth
+    )
 
 
 def kernels_of_two_blocks(primitives, x, platform=None, **arguments):
-    """How many kernels a gradient of two blocks runs: with a policy that saves by name, without, and without names."""
-    save = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse", "attention_scores")
+    """How many kernels a gradient of two blocks runs: with a policy that saves by name,
+    without, and without names.
+    """
+    save = jax.checkpoint_policies.save_only_these_names(
+        "attention_output", "attention_lse", "attention_scores"
+    )
 
     def count(change):
         def block(x):
@@ -147,7 +201,19 @@ def kernels_of_two_blocks(primitives, x, platform=None, **arguments):
 
         traced = jax.jit(jax.grad(loss)).trace(x)
         if platform is not None:
-            assert "tpu_custom_call" in traced.lower(lowering_platforms=(platform,)).as_text()
-        return sum(x.primitive.name in primitives for x in cases.equations(traced.jaxpr.jaxpr))
+            assert (
+                "tpu_custom_call"
+                in traced.lower(lowering_platforms=(platform,)).as_text()
+            )
+        return sum(
+            x.primitive.name in primitives for x in cases.equations(traced.jaxpr.jaxpr)
+        )
 
-    return [count(change) for change in (functools.partial(jax.checkpoint, policy=save), lambda f: f, jax.checkpoint)]
+    return [
+        count(change)
+        for change in (
+            functools.partial(jax.checkpoint, policy=save),
+            lambda f: f,
+            jax.checkpoint,
+        )
+    ]

@@ -1,4 +1,6 @@
-"""The reference of the checks: attention in float64 NumPy, with gradients written by hand."""
+"""The reference of the checks: attention in float64 NumPy, with gradients written by
+hand.
+"""
 
 from typing import Any, Literal
 
@@ -26,24 +28,34 @@ def attention(
     cap_bias: bool = False,
     **masking: Any,
 ) -> Any:
-    """Computes (output, log-sum-exp) and, given their cotangents, the gradients of query, key, value, bias and sinks.
+    """Computes (output, log-sum-exp) and, given their cotangents, the gradients of
+    query, key, value, bias and sinks.
 
-    `return_max_score` appends the largest score of each head to this pair. `masking`: arguments of `visible_scores`.
+    `return_max_score` appends the largest score of each head to this pair. `masking`:
+    arguments of `visible_scores`.
 
-    `added` [..., N, T, S] replaces a `score_mod`: it is added to the scores, and -inf masks; its gradient comes first.
-    `keep` [..., N, T, S] replaces dropout: it multiplies the weights.
+    `added` [..., N, T, S] replaces a `score_mod`: it is added to the scores, and -inf
+    masks; its gradient comes first. `keep` [..., N, T, S] replaces dropout: it
+    multiplies the weights.
 
-    Two arguments follow other packages. `masked_rows` is the output of queries without visible keys: zeros, the mean of
-    the values ("mean, padding zeros": 0 for padded queries), or NaN, with the gradients of zeros. `cap_bias` caps the
-    sum of score and bias.
+    Two arguments follow other packages. `masked_rows` is the output of queries without
+    visible keys: zeros, the mean of the values ("mean, padding zeros": 0 for padded
+    queries), or NaN, with the gradients of zeros. `cap_bias` caps the sum of score and
+    bias.
     """
     # [..., heads, length, size]
-    q, k, v = (np.moveaxis(np.asarray(x, np.float64), -2, -3) for x in (query, key, value))
+    q, k, v = (
+        np.moveaxis(np.asarray(x, np.float64), -2, -3) for x in (query, key, value)
+    )
     group = q.shape[-3] // k.shape[-3]
     k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else float(scale)
     visible = visible_scores(q.shape[:-1] + k.shape[-2:-1], mask, **masking)
-    scores, slope, terms = scale * (q @ np.swapaxes(k, -1, -2)), np.ones(()), [added, bias]
+    scores, slope, terms = (
+        scale * (q @ np.swapaxes(k, -1, -2)),
+        np.ones(()),
+        [added, bias],
+    )
     if cap_bias and bias is not None:
         scores, terms = scores + np.asarray(bias, np.float64), [added]
     if logits_soft_cap is not None:
@@ -81,17 +93,25 @@ def attention(
     d_output = np.moveaxis(np.asarray(cotangents[0], np.float64), -2, -3)
     d_lse = np.moveaxis(np.asarray(cotangents[1], np.float64), -1, -2)
     d_weights = (d_output @ np.swapaxes(v, -1, -2)) * keep
-    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True) + d_lse[..., None]) * visible
+    d_scores = (
+        weights
+        * (d_weights - (weights * d_weights).sum(-1, keepdims=True) + d_lse[..., None])
+        * visible
+    )
     d_dots = scale * slope * d_scores
     d_q, d_k = d_dots @ k, np.swapaxes(d_dots, -1, -2) @ q
     d_v = np.swapaxes(weights * keep, -1, -2) @ d_output
-    d_k, d_v = (x.reshape(*x.shape[:-3], -1, group, *x.shape[-2:]).sum(-3) for x in (d_k, d_v))
+    d_k, d_v = (
+        x.reshape(*x.shape[:-3], -1, group, *x.shape[-2:]).sum(-3) for x in (d_k, d_v)
+    )
     gradients = [np.moveaxis(x, -3, -2) for x in (d_q, d_k, d_v)]
     if bias is not None:
         gradients.append(_sum_to(d_scores * (slope if cap_bias else 1), np.shape(bias)))
     if sinks is not None:
         share = np.exp(sink - shift) / np.where(total == 0, 1, total)
-        d_sink = share * (d_lse[..., None] - (weights * d_weights).sum(-1, keepdims=True))
+        d_sink = share * (
+            d_lse[..., None] - (weights * d_weights).sum(-1, keepdims=True)
+        )
         gradients.append(_sum_to(d_sink[..., 0].sum(-1), np.shape(sinks)))
     if added is not None:
         gradients.insert(0, d_scores)
@@ -112,12 +132,20 @@ def visible_scores(
     key_value_segment_ids: ArrayLike = None,
     key_indices: ArrayLike = None,
 ) -> NDArray:
-    """Returns a bool array of this shape [..., N, T, S]: True for scores that no argument masks."""
+    """Returns a bool array of this shape [..., N, T, S]: True for scores that no
+    argument masks.
+    """
     visible = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape)
-    window, query_ids, key_ids = local_window_size, query_segment_ids, key_value_segment_ids
+    window, query_ids, key_ids = (
+        local_window_size,
+        query_segment_ids,
+        key_value_segment_ids,
+    )
     position = np.arange(shape[-2])[:, None] + _over_heads(query_offset)
     column = np.arange(shape[-1])[None, :] + _over_heads(key_value_offset)
-    left, right = (window, window) if window is None or isinstance(window, int) else window
+    left, right = (
+        (window, window) if window is None or isinstance(window, int) else window
+    )
     if is_causal:
         visible = visible & (column <= position)
     if left is not None:
@@ -131,10 +159,15 @@ def visible_scores(
     if query_ids is not None or key_ids is not None:
         query_ids = np.asarray(key_ids if query_ids is None else query_ids)
         key_ids = np.asarray(query_ids if key_ids is None else key_ids)
-        visible = visible & (query_ids[..., None, :, None] == key_ids[..., None, None, :])
+        visible = visible & (
+            query_ids[..., None, :, None] == key_ids[..., None, None, :]
+        )
     if key_indices is not None:
         lists = np.asarray(key_indices)
-        lists = np.moveaxis(lists if lists.ndim == len(shape) else lists[..., None, :], -2, -3)  # [..., 1 or K, T, k]
+        # [..., 1 or K, T, k].
+        lists = np.moveaxis(
+            lists if lists.ndim == len(shape) else lists[..., None, :], -2, -3
+        )
         listed = (lists[..., None] == np.arange(shape[-1])).any(-2)
         visible = visible & np.repeat(listed, shape[-3] // listed.shape[-3], -3)
     return visible
@@ -147,4 +180,7 @@ def _over_heads(x: ArrayLike) -> NDArray:
 def _sum_to(x: NDArray, shape: tuple[int, ...]) -> NDArray:
     """Sums a gradient over the axes along which an array of this shape was broadcast."""
     x = x.sum(tuple(range(x.ndim - len(shape))))
-    return x.sum(tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] != 1), keepdims=True)
+    return x.sum(
+        tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] != 1),
+        keepdims=True,
+    )

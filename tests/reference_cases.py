@@ -1,6 +1,8 @@
-"""The table of cases: small calls, with prime lengths, that every attention function must compute.
+"""The table of cases: small calls, with prime lengths, that every attention function
+must compute.
 
-The tests run each case with every implementation, and `python benchmarks/conformance` with any other function.
+The tests run each case with every implementation, and `python benchmarks/conformance`
+with any other function.
 """
 
 from collections.abc import Mapping
@@ -16,7 +18,8 @@ class Case:
     """The arrays and arguments of one call.
 
     Attributes:
-      shapes: Shapes of the arrays with gradients: query, key, value and, if there are any, bias and sinks.
+      shapes: Shapes of the arrays with gradients: query, key, value and, if there are
+        any, bias and sinks.
       output_shapes: Shapes of the output and the log-sum-exp.
       traced: Other arguments that are arrays.
       static: All other arguments.
@@ -38,20 +41,41 @@ class Case:
         **static: Any,
     ):
         self.batch, self.t, self.s, self.n = batch, t, s, n
-        shapes = {"query": (*batch, t, n, h), "key": (*batch, s, k, h), "value": (*batch, s, k, hv)}
-        self.shapes = shapes | {n: shape for n, shape in (("bias", bias), ("sinks", sinks)) if shape is not None}
+        shapes = {
+            "query": (*batch, t, n, h),
+            "key": (*batch, s, k, h),
+            "value": (*batch, s, k, hv),
+        }
+        self.shapes = shapes | {
+            n: shape
+            for n, shape in (("bias", bias), ("sinks", sinks))
+            if shape is not None
+        }
         self.output_shapes = (*batch, t, n, hv), (*batch, t, n)
         self.traced, self.static = dict(traced or {}), static
 
-    def arrays(self, seed: int = 0, dtype: DTypeLike = np.float32) -> dict[str, NDArray]:
-        """Draws random arrays by name: query, key, value and, if the case has them, bias and sinks, in this order."""
+    def arrays(
+        self, seed: int = 0, dtype: DTypeLike = np.float32
+    ) -> dict[str, NDArray]:
+        """Draws random arrays by name: query, key, value and, if the case has them,
+        bias and sinks, in this order.
+        """
         rng = np.random.default_rng(seed)
-        return {name: rng.standard_normal(shape).astype(dtype) for name, shape in self.shapes.items()}
+        return {
+            name: rng.standard_normal(shape).astype(dtype)
+            for name, shape in self.shapes.items()
+        }
 
-    def cotangents(self, seed: int = 1, dtype: DTypeLike = np.float32) -> tuple[NDArray, ...]:
-        """Draws random cotangents of the output [B..., T, N, Hv] and of the log-sum-exp [B..., T, N]."""
+    def cotangents(
+        self, seed: int = 1, dtype: DTypeLike = np.float32
+    ) -> tuple[NDArray, ...]:
+        """Draws random cotangents of the output [B..., T, N, Hv] and of the log-sum-exp
+        [B..., T, N].
+        """
         rng = np.random.default_rng(seed)
-        return tuple(rng.standard_normal(shape).astype(dtype) for shape in self.output_shapes)
+        return tuple(
+            rng.standard_normal(shape).astype(dtype) for shape in self.output_shapes
+        )
 
 
 def _bool(*shape: int, seed: int = 2, share: float = 0.6) -> NDArray:
@@ -59,7 +83,9 @@ def _bool(*shape: int, seed: int = 2, share: float = 0.6) -> NDArray:
 
 
 def _ids(*shape: int, seed: int = 3) -> NDArray:
-    return np.sort(np.random.default_rng(seed).integers(0, 4, shape), -1).astype(np.int32)
+    return np.sort(np.random.default_rng(seed).integers(0, 4, shape), -1).astype(
+        np.int32
+    )
 
 
 def _int(*values: int) -> NDArray:
@@ -85,18 +111,34 @@ CASES = {
     "causal, 53 queries and 37 keys": Case(t=S, s=T, is_causal=True),
     "causal, query offset 11": Case(is_causal=True, query_offset=11),
     "causal, query offset -5": Case(is_causal=True, query_offset=-5),
-    "causal, a query offset per sequence": Case(is_causal=True, traced={"query_offset": _int(3, 40)}),
+    "causal, a query offset per sequence": Case(
+        is_causal=True, traced={"query_offset": _int(3, 40)}
+    ),
     "window of 7 to the left, 3 to the right": Case(local_window_size=(7, 3)),
     "window of 4 on both sides": Case(local_window_size=4),
     "window of 2 to the right, open on the left": Case(local_window_size=(None, 2)),
     "window that leaves queries without keys": Case(t=S, s=T, local_window_size=(2, 0)),
-    "causal, window of 9, query offset 16": Case(local_window_size=(9, 5), is_causal=True, query_offset=16),
-    "a sequence of length 0": Case(traced={"query_seq_lengths": _int(37, 20), "key_value_seq_lengths": _int(31, 0)}),
-    "causal, key lengths 53 and 17": Case(is_causal=True, traced={"key_value_seq_lengths": _int(53, 17)}),
-    "segment ids": Case(traced={"query_segment_ids": _ids(2, T), "key_value_segment_ids": _ids(2, S)}),
-    "causal, one array of segment ids": Case(s=T, is_causal=True, traced={"query_segment_ids": _ids(2, T)}),
+    "causal, window of 9, query offset 16": Case(
+        local_window_size=(9, 5), is_causal=True, query_offset=16
+    ),
+    "a sequence of length 0": Case(
+        traced={"query_seq_lengths": _int(37, 20), "key_value_seq_lengths": _int(31, 0)}
+    ),
+    "causal, key lengths 53 and 17": Case(
+        is_causal=True, traced={"key_value_seq_lengths": _int(53, 17)}
+    ),
+    "segment ids": Case(
+        traced={"query_segment_ids": _ids(2, T), "key_value_segment_ids": _ids(2, S)}
+    ),
+    "causal, one array of segment ids": Case(
+        s=T, is_causal=True, traced={"query_segment_ids": _ids(2, T)}
+    ),
     "unsorted segment ids, shared by the batch": Case(
-        k=2, traced={"query_segment_ids": _ids(T)[::-1].copy(), "key_value_segment_ids": _ids(1, S)}
+        k=2,
+        traced={
+            "query_segment_ids": _ids(T)[::-1].copy(),
+            "key_value_segment_ids": _ids(1, S),
+        },
     ),
     "mask per sequence and head": Case(k=2, traced={"mask": _bool(2, N, T, S)}),
     "mask of padded keys": Case(traced={"mask": _bool(2, 1, 1, S)}),
@@ -110,9 +152,13 @@ CASES = {
     "scalar bias": Case(bias=()),
     "bias with two batch axes": Case(batch=(2, 3), t=5, s=7, bias=(3, 1, 5, 7)),
     "soft cap": Case(k=2, logits_soft_cap=1.5),
-    "soft cap, then bias and mask": Case(logits_soft_cap=0.7, bias=(N, 1, S), traced={"mask": _bool(2, 1, T, S)}),
+    "soft cap, then bias and mask": Case(
+        logits_soft_cap=0.7, bias=(N, 1, S), traced={"mask": _bool(2, 1, T, S)}
+    ),
     "a sink per head": Case(k=3, sinks=(N,)),
-    "a sink per sequence, queries without keys": Case(sinks=(2, 1), local_window_size=(1, 0), t=S, s=T),
+    "a sink per sequence, queries without keys": Case(
+        sinks=(2, 1), local_window_size=(1, 0), t=S, s=T
+    ),
     "all arguments at once": Case(
         batch=(2, 2),
         k=2,
@@ -133,10 +179,17 @@ CASES = {
         },
     ),
 }
-# No engine except "xla" computes these, so the tests do not run them with every implementation.
+# No engine except "xla" computes these, so the tests do not run them with every
+# implementation.
 LISTS = {
-    "9 keys per query": Case(traced={"key_indices": (_lists(2, T, 1) + 5 * np.arange(9, dtype=np.int32)) % S}),
-    "60 keys per query, some repeated or -1": Case(traced={"key_indices": _lists(2, T, 60)}),
-    "causal, 9 keys per query and key head": Case(k=3, is_causal=True, traced={"key_indices": _lists(2, T, 3, 9)}),
+    "9 keys per query": Case(
+        traced={"key_indices": (_lists(2, T, 1) + 5 * np.arange(9, dtype=np.int32)) % S}
+    ),
+    "60 keys per query, some repeated or -1": Case(
+        traced={"key_indices": _lists(2, T, 60)}
+    ),
+    "causal, 9 keys per query and key head": Case(
+        k=3, is_causal=True, traced={"key_indices": _lists(2, T, 3, 9)}
+    ),
     "only -1 as keys": Case(traced={"key_indices": np.full((2, T, 9), -1, np.int32)}),
 }

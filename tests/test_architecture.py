@@ -1,4 +1,6 @@
-"""The architecture: imports have one direction, and the package needs only JAX and Flax."""
+"""The architecture: imports have one direction, and the package needs only JAX and
+Flax.
+"""
 
 import ast
 import functools
@@ -14,11 +16,22 @@ pytestmark = pytest.mark.core
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flax_mha"
 
-# All code is in `_src`. Each folder or file there imports only those to its left, and a folder its own files.
+# All code is in `_src`. Each folder or file there imports only those to its left, and a
+# folder its own files.
 ORDER = "__init__ core masks rope call guard math plan engines explanation distributed run attention cache modules nnx"
 ORDER = [f"_src.{name}" for name in f"{ORDER} linen recipes convert plot".split()]
 # Users import these. They re-export names of `_src`, which imports none of them.
-PUBLIC = {"__init__", "cache", "convert", "linen", "masks", "nnx", "plot", "recipes", "rope"}
+PUBLIC = {
+    "__init__",
+    "cache",
+    "convert",
+    "linen",
+    "masks",
+    "nnx",
+    "plot",
+    "recipes",
+    "rope",
+}
 # `RoPE.from_config` imports `convert`, in the function.
 EXCEPTION = ("_src.rope", "_src.convert")
 
@@ -36,7 +49,10 @@ def imports(path):
                 yield f"{node.module}.{alias.name}" if is_module else node.module
 
 
-FILES = {str(x.relative_to(PACKAGE).with_suffix("")).replace("/", "."): x for x in sorted(PACKAGE.rglob("*.py"))}
+FILES = {
+    str(x.relative_to(PACKAGE).with_suffix("")).replace("/", "."): x
+    for x in sorted(PACKAGE.rglob("*.py"))
+}
 
 
 @functools.cache
@@ -57,7 +73,11 @@ def test_imports_point_to_the_left():
         allowed = set(ORDER[: ORDER.index(own) + 1])
         if own == EXCEPTION[0]:
             allowed.add(EXCEPTION[1])
-        inside = {part_of(n.removeprefix("flax_mha.")) for n in imported if n.startswith("flax_mha")}
+        inside = {
+            part_of(n.removeprefix("flax_mha."))
+            for n in imported
+            if n.startswith("flax_mha")
+        }
         assert inside <= allowed, name
 
 
@@ -66,27 +86,53 @@ def test_public_modules_only_re_export():
     for name in PUBLIC - {"__init__"}:
         docstring, *statements, names = ast.parse(FILES[name].read_text()).body
         assert isinstance(docstring.value, ast.Constant), name
-        assert all(isinstance(x, ast.ImportFrom) and x.module.startswith("flax_mha._src.") for x in statements), name
+        assert all(
+            isinstance(x, ast.ImportFrom) and x.module.startswith("flax_mha._src.")
+            for x in statements
+        ), name
         assert names.targets[0].id == "__all__", name
-        assert sorted(ast.literal_eval(names.value)) == sorted(alias.name for x in statements for alias in x.names)
+        assert sorted(ast.literal_eval(names.value)) == sorted(
+            alias.name for x in statements for alias in x.names
+        )
 
 
 def test_no_private_file_and_no_cycle():
-    assert not [name for name in FILES if re.search(r"(^|\.)_(?!_(init|main)__)", name.removeprefix("_src."))]
-    graph = {name: {n.removeprefix("flax_mha.") for n in names} & set(FILES) for name, names in every_import().items()}
+    assert not [
+        name
+        for name in FILES
+        if re.search(r"(^|\.)_(?!_(init|main)__)", name.removeprefix("_src."))
+    ]
+    graph = {
+        name: {n.removeprefix("flax_mha.") for n in names} & set(FILES)
+        for name, names in every_import().items()
+    }
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
 def test_only_public_names_of_jax_and_flax_are_needed():
-    allowed = {"flax", "flax_mha", "jax", "jaxtyping", "ml_dtypes", "numpy", *sys.stdlib_module_names}
+    allowed = {
+        "flax",
+        "flax_mha",
+        "jax",
+        "jaxtyping",
+        "ml_dtypes",
+        "numpy",
+        *sys.stdlib_module_names,
+    }
     for name, imported in every_import().items():
-        assert {n.split(".")[0] for n in imported} <= allowed | ({"matplotlib"} if name == "_src.plot" else set()), name
+        assert {n.split(".")[0] for n in imported} <= allowed | (
+            {"matplotlib"} if name == "_src.plot" else set()
+        ), name
         assert not [n for n in imported if re.search(r"^(jax|flax)\..*\b_", n)], name
 
 
 def test_one_file_uses_the_classes_of_jaxprs():
     # JAX changes these classes from time to time.
-    users = [name for name in FILES if re.search(r"ClosedJaxpr|\.jaxpr\b|JaxprTracer", FILES[name].read_text())]
+    users = [
+        name
+        for name in FILES
+        if re.search(r"ClosedJaxpr|\.jaxpr\b|JaxprTracer", FILES[name].read_text())
+    ]
     assert users == ["_src.core.jaxprs"]
 
 
@@ -95,9 +141,18 @@ def test_the_demo_uses_the_public_names():
         if path.name == "torch_model.py":  # the export's model; nothing imports it
             assert {n.split(".")[0] for n in imports(path)} == {"torch"}
         else:
-            assert not [n for n in imports(path) if re.match(r"flax_mha\._|torch|train_demo\.torch_model", n)]
+            assert not [
+                n
+                for n in imports(path)
+                if re.match(r"flax_mha\._|torch|train_demo\.torch_model", n)
+            ]
 
 
 def test_importing_the_package_brings_no_peer_and_no_demo():
     code = "import flax_mha, sys; print(*sorted({'torch', 'matplotlib', 'train_demo'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "\n"
+    )

@@ -1,4 +1,6 @@
-"""`cached_attention`: full caches, NaN in slots, transformations, implementations, refusals, any split into calls."""
+"""`cached_attention`: full caches, NaN in slots, transformations, implementations,
+refusals, any split into calls.
+"""
 
 import dataclasses
 import functools
@@ -29,7 +31,9 @@ assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
 
 def tokens(number, batch=(B,), dtype=jnp.float32, seed=0):
     rng = np.random.default_rng(seed)
-    return [rng.standard_normal((*batch, number, n, H)).astype(dtype) for n in (N, K, K)]
+    return [
+        rng.standard_normal((*batch, number, n, H)).astype(dtype) for n in (N, K, K)
+    ]
 
 
 def cut(arrays, first, last):
@@ -82,7 +86,9 @@ def test_a_sequence_without_room_returns_nan_and_keeps_its_cache():
 
 
 def test_the_largest_scores_of_all_calls():
-    """The largest of them is the largest score of the whole sequence; without room it is NaN."""
+    """The largest of them is the largest score of the whole sequence; without room it
+    is NaN.
+    """
     attend = jax.jit(functools.partial(cached_attention, return_max_score=True))
     largest = []
 
@@ -93,7 +99,9 @@ def test_the_largest_scores_of_all_calls():
 
     output, cache = in_parts(keeping_the_largest, X, empty(per_row=True), (20, 10, 1))
     assert_close(output, FULL)
-    np.testing.assert_allclose(np.max(largest, 0), in_full(X, return_max_score=True)[1], rtol=1e-6)
+    np.testing.assert_allclose(
+        np.max(largest, 0), in_full(X, return_max_score=True)[1], rtol=1e-6
+    )
     *_, max_score = attend(*cut(X, 0, 20), cache.truncate([31, 5]))
     assert np.isnan(max_score[0]).all()
     assert np.isfinite(max_score[1]).all()
@@ -115,7 +123,9 @@ def test_padding_needs_no_room():
 
 @pytest.mark.core
 def test_a_ring_returns_nan_after_too_many_tokens_are_taken_back():
-    """In two steps, of which either would have been fine: the second needs tokens that the first took back."""
+    """In two steps, of which either would have been fine: the second needs tokens that
+    the first took back.
+    """
     attend = functools.partial(cached_attention, local_window_size=WINDOW)
     x = tokens(3 * RING)
     cache = KVCache.create(B, 999, K, H, window=WINDOW).update(*x[1:])
@@ -156,55 +166,91 @@ def test_hidden_slots_never_affect_outputs_and_gradients(number, filling):
     def run(key, value):
         def loss(*new):
             more = {"mask": mask, "local_window_size": (8, 0)}
-            output, _ = cached_attention(*new, KVCache(key, value, jnp.int32(at)), **more)
+            output, _ = cached_attention(
+                *new, KVCache(key, value, jnp.int32(at)), **more
+            )
             return jnp.sin(output).sum(), output
 
-        return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*cut(X, at, LENGTH))
+        return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(
+            *cut(X, at, LENGTH)
+        )
 
     cache = after(at)
-    got = run(cache.key.at[:, hidden].set(filling), cache.value.at[:, hidden].set(filling))
+    got = run(
+        cache.key.at[:, hidden].set(filling), cache.value.at[:, hidden].set(filling)
+    )
     jax.tree.map(assert_close, got, run(cache.key, cache.value))
 
 
 def test_a_score_mod_with_a_custom_derivative_reads_a_narrow_cache():
     """Only such calls take the dense path."""
     doubled = jax.custom_vjp(lambda x: jnp.sin(x) * 2)
-    doubled.defvjp(lambda x: (doubled(x), x), lambda x, cotangent: (cotangent * 2 * jnp.cos(x),))
+    doubled.defvjp(
+        lambda x: (doubled(x), x), lambda x, cotangent: (cotangent * 2 * jnp.cos(x),)
+    )
     x = [X[0], *(x.astype(jnp.bfloat16) for x in X[1:])]
     mod = {"score_mod": lambda score, b, h, q, k: doubled(score)}
     expected = in_full([x.astype(jnp.float32) for x in x], **mod)
-    output, _ = in_parts(functools.partial(cached_attention, **mod), x, empty(dtype=jnp.bfloat16), (18, 1, LENGTH - 19))
+    output, _ = in_parts(
+        functools.partial(cached_attention, **mod),
+        x,
+        empty(dtype=jnp.bfloat16),
+        (18, 1, LENGTH - 19),
+    )
     assert_close(output, expected)
 
 
-@pytest.mark.parametrize(("number", "dtype"), [(2, jnp.bfloat16), (3, jnp.float32), (18, jnp.float32)])
+@pytest.mark.parametrize(
+    ("number", "dtype"), [(2, jnp.bfloat16), (3, jnp.float32), (18, jnp.float32)]
+)
 def test_derivatives_equal_those_of_one_call(number, dtype):
-    """Gradients of new queries, keys and values and of the cache; a tangent and its gradient, unless in 16 bits."""
+    """Gradients of new queries, keys and values and of the cache; a tangent and its
+    gradient, unless in 16 bits.
+    """
     x, at = [x.astype(dtype) for x in X], LENGTH - number
-    weights = jnp.asarray(np.random.default_rng(3).standard_normal((B, number, N, H)), jnp.float32)
+    weights = jnp.asarray(
+        np.random.default_rng(3).standard_normal((B, number, N, H)), jnp.float32
+    )
 
     def by_cache(*x):
-        return cached_attention(*cut(x, at, LENGTH), empty(dtype=dtype).update(*cut(x[1:], 0, at)))[0]
+        return cached_attention(
+            *cut(x, at, LENGTH), empty(dtype=dtype).update(*cut(x[1:], 0, at))
+        )[0]
 
     def derivatives(f):
         def loss(*x):
             return jnp.sum(jnp.sin(f(*x).astype(jnp.float32)) * weights)
 
         def along(*x):
-            return jax.jvp(f if dtype == jnp.bfloat16 else loss, x, tuple(map(jnp.cos, x)))[1]
+            return jax.jvp(
+                f if dtype == jnp.bfloat16 else loss, x, tuple(map(jnp.cos, x))
+            )[1]
 
         gradients = jax.grad(loss, (0, 1, 2))(*x)
-        return gradients if dtype == jnp.bfloat16 else (gradients, jax.value_and_grad(along, (0, 1, 2))(*x))
+        return (
+            gradients
+            if dtype == jnp.bfloat16
+            else (gradients, jax.value_and_grad(along, (0, 1, 2))(*x))
+        )
 
-    got, expected = (jax.jit(lambda f=f: derivatives(f))() for f in (by_cache, lambda *x: in_full(x)[:, at:]))
-    close(*(jax.tree.map(np.float32, x) for x in (got, expected)), 1e-5 if dtype == jnp.float32 else 2**-5, 1.0)
+    got, expected = (
+        jax.jit(lambda f=f: derivatives(f))()
+        for f in (by_cache, lambda *x: in_full(x)[:, at:])
+    )
+    close(
+        *(jax.tree.map(np.float32, x) for x in (got, expected)),
+        1e-5 if dtype == jnp.float32 else 2**-5,
+        1.0,
+    )
 
 
 @pytest.mark.parametrize("number", [1, 18])
 def test_vmap_over_sequences_with_their_own_indices(number):
     """Each with a cache without a batch axis."""
     indices = jnp.array([3, 12])
-    caches = jax.vmap(lambda key, value, index: empty(()).update(key, value, index))(*cut(X[1:], 0, 12), indices)
+    caches = jax.vmap(lambda key, value, index: empty(()).update(key, value, index))(
+        *cut(X[1:], 0, 12), indices
+    )
     new = [jnp.stack([x[b, i : i + number] for b, i in enumerate((3, 12))]) for x in X]
     output, caches = jax.jit(jax.vmap(cached_attention))(*new, caches)
     expected = np.stack([FULL[b, i : i + number] for b, i in enumerate((3, 12))])
@@ -221,10 +267,14 @@ def test_scan():
         output, cache = cached_attention(*token, cache)
         return cache, output[:, 0]
 
-    cache, outputs = jax.jit(lambda cache: jax.lax.scan(one, cache, by_token))(empty(dtype=jnp.bfloat16))
+    cache, outputs = jax.jit(lambda cache: jax.lax.scan(one, cache, by_token))(
+        empty(dtype=jnp.bfloat16)
+    )
     assert int(cache.index) == LENGTH
     expected = np.asarray(in_full(x), np.float32)
-    np.testing.assert_allclose(np.asarray(outputs, np.float32).swapaxes(0, 1), expected, rtol=0, atol=2**-6)
+    np.testing.assert_allclose(
+        np.asarray(outputs, np.float32).swapaxes(0, 1), expected, rtol=0, atol=2**-6
+    )
 
 
 def test_64_bit_types():
@@ -247,9 +297,16 @@ def test_64_bit_types():
 
 @pytest.mark.core
 def test_blockwise():
-    """Several tokens in a ring; one token: test_flax_modules.py, without a window: test_decode_future.py."""
-    cache, given = KVCache.create(B, 999, K, H, window=WINDOW), {"local_window_size": WINDOW}
-    attend = jax.jit(functools.partial(cached_attention, implementation="blockwise", **given))
+    """Several tokens in a ring; one token: test_flax_modules.py, without a window:
+    test_decode_future.py.
+    """
+    cache, given = (
+        KVCache.create(B, 999, K, H, window=WINDOW),
+        {"local_window_size": WINDOW},
+    )
+    attend = jax.jit(
+        functools.partial(cached_attention, implementation="blockwise", **given)
+    )
     assert_close(in_parts(attend, X, cache, (18, LENGTH - 18))[0], in_full(X, **given))
 
 
@@ -257,9 +314,17 @@ def test_blockwise():
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_implementations_without_caches(implementation, window):
     cache = KVCache.create(B, 999, K, H, window=window)
-    run = functools.partial(cached_attention, implementation=implementation, local_window_size=window)
+    run = functools.partial(
+        cached_attention, implementation=implementation, local_window_size=window
+    )
     for number, attend in itertools.product((1, 20), (run, jax.jit(run))):
-        refused("does not support this call", attend, *tokens(number), cache, error=NotImplementedError)
+        refused(
+            "does not support this call",
+            attend,
+            *tokens(number),
+            cache,
+            error=NotImplementedError,
+        )
 
 
 @pytest.mark.parametrize("batch", [0, (), (2, 0)])
@@ -267,12 +332,19 @@ def test_implementations_without_caches(implementation, window):
 def test_empty_batches_and_inputs(batch, number):
     cache = KVCache.create(batch, S, K, H, jnp.bfloat16, per_row=True)
     query, key, value = tokens(number, cache.batch)
-    output, cache = cached_attention(query, key.astype(jnp.bfloat16), value.astype(jnp.bfloat16), cache)
+    output, cache = cached_attention(
+        query, key.astype(jnp.bfloat16), value.astype(jnp.bfloat16), cache
+    )
     assert output.shape == query.shape
     np.testing.assert_array_equal(cache.index, np.full(cache.batch, number))
 
 
-NEW, ONE, ROWS, FULL_CACHE = tokens(3), empty(), empty(per_row=True), empty().update(*tokens(S)[1:])
+NEW, ONE, ROWS, FULL_CACHE = (
+    tokens(3),
+    empty(),
+    empty(per_row=True),
+    empty().update(*tokens(S)[1:]),
+)
 IN_RING = KVCache.create(B, 999, K, H, window=WINDOW)
 
 
@@ -284,31 +356,89 @@ def in_ring(**arguments):
     return call(IN_RING, local_window_size=WINDOW, **arguments)
 
 
-FLOATS, SHOWING = np.ones((N, 20, 20), np.float32), functools.partial(np.ones, dtype=bool)
+FLOATS, SHOWING = (
+    np.ones((N, 20, 20), np.float32),
+    functools.partial(np.ones, dtype=bool),
+)
 # Both have an entry for each slot of a ring, whose tokens change.
-OF_SLOTS = [SegmentMask(np.ones(3, int), np.ones(RING, int)), CausalMask() & ~ArrayMask(SHOWING((3, RING)))]
+OF_SLOTS = [
+    SegmentMask(np.ones(3, int), np.ones(RING, int)),
+    CausalMask() & ~ArrayMask(SHOWING((3, RING))),
+]
 REFUSED = [
     (lambda: call(FULL_CACHE, tokens(1)), "the cache is full: all 43 slots are in use"),
-    (lambda: call(FULL_CACHE), "end at position 46, but there are only 43 slots; create a longer cache"),
-    (lambda: jax.eval_shape(lambda cache: call(cache, tokens(S + 1))[0], ONE), "got 44 new tokens for 43 slots"),
-    (lambda: call(None), "cache must be a KVCache, but got NoneType; create one with KVCache.create"),
-    (lambda: call(new=(NEW[0], *tokens(5)[1:])), r"query and key must have the same length .*, but got 3 and 5"),
-    (lambda: call(new=tokens(3, (1,))), r"expected key shape \(2, T, 2, 6\) instead got \(1, 3, 2, 6\)"),
-    (lambda: call(new=(jnp.ones(6),) * 3), r"expected key shape \(2, T, 2, 6\) instead got \(6,\)"),
-    (lambda: call(new=tokens(3, dtype=jnp.bfloat16)), "key must have the cache's dtype, float32, .*; use .astype"),
-    (lambda: call(new=(NEW[0][..., :4], *NEW[1:])), "query, key depths must match, but got 4 and 6"),
-    (lambda: call(new=tokens(20), mask=SHOWING((20, 20))), r"of mask must have length 43 .* got shape \(20, 20\)"),
-    (lambda: call(new=tokens(20), bias=FLOATS), r"of bias must have length 43 .* or 1, but got shape \(4, 20, 20\)"),
-    (lambda: call(new=tokens(20), mask=CausalMask), r"mask object .*call it: CausalMask\(\)"),
+    (
+        lambda: call(FULL_CACHE),
+        "end at position 46, but there are only 43 slots; create a longer cache",
+    ),
+    (
+        lambda: jax.eval_shape(lambda cache: call(cache, tokens(S + 1))[0], ONE),
+        "got 44 new tokens for 43 slots",
+    ),
+    (
+        lambda: call(None),
+        "cache must be a KVCache, but got NoneType; create one with KVCache.create",
+    ),
+    (
+        lambda: call(new=(NEW[0], *tokens(5)[1:])),
+        r"query and key must have the same length .*, but got 3 and 5",
+    ),
+    (
+        lambda: call(new=tokens(3, (1,))),
+        r"expected key shape \(2, T, 2, 6\) instead got \(1, 3, 2, 6\)",
+    ),
+    (
+        lambda: call(new=(jnp.ones(6),) * 3),
+        r"expected key shape \(2, T, 2, 6\) instead got \(6,\)",
+    ),
+    (
+        lambda: call(new=tokens(3, dtype=jnp.bfloat16)),
+        "key must have the cache's dtype, float32, .*; use .astype",
+    ),
+    (
+        lambda: call(new=(NEW[0][..., :4], *NEW[1:])),
+        "query, key depths must match, but got 4 and 6",
+    ),
+    (
+        lambda: call(new=tokens(20), mask=SHOWING((20, 20))),
+        r"of mask must have length 43 .* got shape \(20, 20\)",
+    ),
+    (
+        lambda: call(new=tokens(20), bias=FLOATS),
+        r"of bias must have length 43 .* or 1, but got shape \(4, 20, 20\)",
+    ),
+    (
+        lambda: call(new=tokens(20), mask=CausalMask),
+        r"mask object .*call it: CausalMask\(\)",
+    ),
     (lambda: call(mask=np.ones((3, S))), "mask must be bool .*got float32"),
-    (lambda: call(IN_RING), "local_window_size must extend at most 5 positions .*got None; create the cache"),
+    (
+        lambda: call(IN_RING),
+        "local_window_size must extend at most 5 positions .*got None; create the "
+        "cache",
+    ),
     (lambda: call(IN_RING, local_window_size=(None, 0)), r"at most.*got \(None, 0\)"),
-    (lambda: in_ring(bias=np.ones((N, 1, RING))), r"bias must not differ .* ring .*\(4, 1, 70\); use a mask object"),
-    (lambda: in_ring(mask=SHOWING((1, RING))), "mask must not differ between slots of a ring cache"),
-    (lambda: in_ring(mask=OF_SLOTS[0]), "mask must not contain an array with one entry per key for a ring cache"),
-    (lambda: in_ring(mask=OF_SLOTS[1]), "mask must not contain an array with one entry per key for a ring cache"),
+    (
+        lambda: in_ring(bias=np.ones((N, 1, RING))),
+        r"bias must not differ .* ring .*\(4, 1, 70\); use a mask object",
+    ),
+    (
+        lambda: in_ring(mask=SHOWING((1, RING))),
+        "mask must not differ between slots of a ring cache",
+    ),
+    (
+        lambda: in_ring(mask=OF_SLOTS[0]),
+        "mask must not contain an array with one entry per key for a ring cache",
+    ),
+    (
+        lambda: in_ring(mask=OF_SLOTS[1]),
+        "mask must not contain an array with one entry per key for a ring cache",
+    ),
     (lambda: call(lengths=[1, 1]), "lengths must be None if all .*per_row=True"),
-    (lambda: call(ROWS, lengths=[4, 1]), "lengths must be between 0 and 3 .*got values from 1 to 4"),
+    (
+        lambda: call(ROWS, lengths=[4, 1]),
+        "lengths must be between 0 and 3 .*got values from 1 to 4",
+    ),
 ]
 
 
@@ -334,7 +464,11 @@ def small_blocks(monkeypatch):
 
 
 def slopes_and_entry(score, b, h, q_idx, kv_idx):
-    return score + jnp.asarray(SLOPES)[h] * (q_idx - 2 * kv_idx).astype(score.dtype) / 16 + b.astype(score.dtype)
+    return (
+        score
+        + jnp.asarray(SLOPES)[h] * (q_idx - 2 * kv_idx).astype(score.dtype) / 16
+        + b.astype(score.dtype)
+    )
 
 
 def thinned(b, h, q_idx, kv_idx):
@@ -368,43 +502,92 @@ class Structure(NamedTuple):
         return (1, 7, 90) if self.ring else (1, 7, 40)
 
     def given(self, queries, slots=SLOTS):
-        """The arguments of a call; a mask or a bias of slots is made for so many queries and slots."""
-        made = {name: self.arguments[name] for name in ("mask", "bias") if callable(self.arguments.get(name))}
-        return self.arguments | {name: make(queries, slots) for name, make in made.items()}
+        """The arguments of a call; a mask or a bias of slots is made for so many
+        queries and slots.
+        """
+        made = {
+            name: self.arguments[name]
+            for name in ("mask", "bias")
+            if callable(self.arguments.get(name))
+        }
+        return self.arguments | {
+            name: make(queries, slots) for name, make in made.items()
+        }
 
     def cache(self, garbage=0.0):
         window = WINDOW if self.ring else None
-        options = {"window": window, "per_row": self.per_row, "value_size": self.value_size}
-        cache = KVCache.create(self.batch, 999 if self.ring else SLOTS, self.kv_heads, H, self.cached, **options)
+        options = {
+            "window": window,
+            "per_row": self.per_row,
+            "value_size": self.value_size,
+        }
+        cache = KVCache.create(
+            self.batch,
+            999 if self.ring else SLOTS,
+            self.kv_heads,
+            H,
+            self.cached,
+            **options,
+        )
         shape = (*cache.key.shape[:-1], HV if self.value_size is None else 0)
-        key, value = jnp.full_like(cache.key, garbage), jnp.full(shape, garbage, self.cached)
+        key, value = (
+            jnp.full_like(cache.key, garbage),
+            jnp.full(shape, garbage, self.cached),
+        )
         return dataclasses.replace(cache, key=key, value=value)
 
     def tokens(self, seed=0):
         rng = np.random.default_rng(seed)
         shapes = ((N, H), (self.kv_heads, H), (self.kv_heads, HV))
-        query, *cached = (rng.standard_normal((*self.batch, self.length, *shape), np.float32) for shape in shapes)
+        query, *cached = (
+            rng.standard_normal((*self.batch, self.length, *shape), np.float32)
+            for shape in shapes
+        )
         cached = cached if self.value_size is None else cached[:1]
-        return [np.asarray(jnp.asarray(query, self.dtype)), *(np.asarray(jnp.asarray(x, self.cached)) for x in cached)]
+        return [
+            np.asarray(jnp.asarray(query, self.dtype)),
+            *(np.asarray(jnp.asarray(x, self.cached)) for x in cached),
+        ]
 
 
-WINDOWED, WINDOW_AHEAD, NARROW = ({"local_window_size": size} for size in ((WINDOW, 0), (9, 2), 4))
+WINDOWED, WINDOW_AHEAD, NARROW = (
+    {"local_window_size": size} for size in ((WINDOW, 0), (9, 2), 4)
+)
 LOGITS = {"logits_soft_cap": 3.0, "sinks": SINKS}
 DROPOUT = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(5)}
-SCALED, OF_HEADS = {"scale": jnp.float32(0.7)}, {"mask": LengthMask(171), "bias": BIAS[:, :, :1]}
+SCALED, OF_HEADS = (
+    {"scale": jnp.float32(0.7)},
+    {"mask": LengthMask(171), "bias": BIAS[:, :, :1]},
+)
 FUNCTIONS = {"mask": FunctionMask(thinned), "score_mod": slopes_and_entry}
-OF_EACH_SLOT = {"bias": lambda _, slots: BIAS[..., :slots], "mask": lambda _, slots: SHOWN[..., :slots]}
+OF_EACH_SLOT = {
+    "bias": lambda _, slots: BIAS[..., :slots],
+    "mask": lambda _, slots: SHOWN[..., :slots],
+}
 STRUCTURES = {
-    "no batch axis, window, logits, dropout": Structure(WINDOW_AHEAD | DROPOUT | LOGITS, batch=(), kv_heads=1),
+    "no batch axis, window, logits, dropout": Structure(
+        WINDOW_AHEAD | DROPOUT | LOGITS, batch=(), kv_heads=1
+    ),
     "ring, lengths, logits": Structure(WINDOWED | LOGITS, ring=True, per_row=True),
-    "narrow ring, positions": Structure(NARROW | FUNCTIONS, ring=True, per_row=True, kv_heads=4, cached="float16"),
+    "narrow ring, positions": Structure(
+        NARROW | FUNCTIONS, ring=True, per_row=True, kv_heads=4, cached="float16"
+    ),
     "positions, lengths": Structure(FUNCTIONS, per_row=True),
-    "segments of slots, bias of heads": Structure({"mask": in_segments, "bias": BIAS[:, :, :1]}, per_row=True),
-    "two batch axes, dropout, scale": Structure(SCALED | DROPOUT, batch=(2, 1), per_row=True, cached="bfloat16"),
+    "segments of slots, bias of heads": Structure(
+        {"mask": in_segments, "bias": BIAS[:, :, :1]}, per_row=True
+    ),
+    "two batch axes, dropout, scale": Structure(
+        SCALED | DROPOUT, batch=(2, 1), per_row=True, cached="bfloat16"
+    ),
     "values in keys": Structure(LOGITS, kv_heads=1, value_size=4, per_row=True),
-    "values in a narrow ring": Structure(WINDOWED | OF_HEADS, cached="bfloat16", ring=True, value_size=4),
-    # One rounding of an output of this size, and of each product's operands in 16 bits. (In bfloat16: `test_scan`.)
-    "float16, bias and mask of slots": Structure(OF_EACH_SLOT, dtype="float16", cached="float16", tolerance=2**-9),
+    "values in a narrow ring": Structure(
+        WINDOWED | OF_HEADS, cached="bfloat16", ring=True, value_size=4
+    ),
+    # One rounding of an output of this size, and of each product's operands in 16 bits.
+    # (In bfloat16: `test_scan`.)
+    "float16, bias and mask of slots": Structure(
+        OF_EACH_SLOT, dtype="float16", cached="float16", tolerance=2**-9
+    ),
 }
 
 
@@ -413,7 +596,9 @@ def whole_call(structure, query, key, value=None):
     value = key[..., : structure.value_size] if value is None else value
     key, value = (jnp.asarray(x).astype(query.dtype) for x in (key, value))
     arguments = structure.given(structure.length, structure.length)
-    return dot_product_attention(query, key, value, is_causal=True, implementation="xla", **arguments)
+    return dot_product_attention(
+        query, key, value, is_causal=True, implementation="xla", **arguments
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -422,10 +607,19 @@ def programs(name):
     structure = STRUCTURES[name]
 
     def step(cache, lengths, query, key, value=None):
-        return cached_attention(query, key, value, cache, lengths=lengths, **structure.given(query.shape[-3]))
+        return cached_attention(
+            query,
+            key,
+            value,
+            cache,
+            lengths=lengths,
+            **structure.given(query.shape[-3]),
+        )
 
     tokens = structure.tokens()
-    expected = np.asarray(jax.jit(functools.partial(whole_call, structure))(*tokens), np.float32)
+    expected = np.asarray(
+        jax.jit(functools.partial(whole_call, structure))(*tokens), np.float32
+    )
     flat = [x.reshape(-1, *x.shape[-3:]) for x in (expected, *tokens)]
     return flat[1:], flat[0], jax.jit(step), jax.jit(KVCache.truncate)
 
@@ -439,25 +633,47 @@ def padded(x, first, lengths, size, filling):
 
 
 def split(name, seed):
-    """A sequence in random pieces, of which some are taken back; odd seeds fill padding and unwritten slots."""
+    """A sequence in random pieces, of which some are taken back; odd seeds fill padding
+    and unwritten slots.
+    """
     structure, rng = STRUCTURES[name], np.random.default_rng(seed)
     tokens, expected, step, truncate = programs(name)
     garbage = rng.choice(GARBAGE) if seed % 2 else 0.0
-    garbage = min(garbage, float(jnp.finfo(structure.cached).max)) if garbage == 3e38 else garbage
+    garbage = (
+        min(garbage, float(jnp.finfo(structure.cached).max))
+        if garbage == 3e38
+        else garbage
+    )
     cache, at, taken_back = structure.cache(garbage), np.zeros(len(expected), int), 0
     got = np.full(expected.shape, np.nan, np.float32)
 
     def index(numbers):
-        return jnp.asarray(numbers.reshape(structure.batch) if structure.per_row else numbers[0], jnp.int32)
+        return jnp.asarray(
+            numbers.reshape(structure.batch) if structure.per_row else numbers[0],
+            jnp.int32,
+        )
 
     while (at < structure.length).any():
-        fits = [size for size in structure.sizes if structure.per_row or size <= structure.length - at.max(initial=0)]
+        fits = [
+            size
+            for size in structure.sizes
+            if structure.per_row or size <= structure.length - at.max(initial=0)
+        ]
         size = int(rng.choice(fits))
         lengths = np.full(len(at), size)
         if structure.per_row:
-            lengths = np.minimum(rng.integers(0, size + 1, len(at)), structure.length - at)
-        pieces = [padded(x, at, lengths, size, garbage).reshape(*structure.batch, size, *x.shape[2:]) for x in tokens]
-        output, cache = step(cache, index(lengths) if structure.per_row else None, *pieces)
+            lengths = np.minimum(
+                rng.integers(0, size + 1, len(at)), structure.length - at
+            )
+        pieces = [
+            padded(x, at, lengths, size, garbage).reshape(
+                *structure.batch, size, *x.shape[2:]
+            )
+            for x in tokens
+        ]
+        output, cache = step(
+            cache, index(lengths) if structure.per_row else None, *pieces
+        )
         output = np.asarray(output, np.float32).reshape(-1, *output.shape[-3:])
         for row, out, start, length in zip(got, output, at, lengths, strict=True):
             row[start : start + length] = out[:length]
@@ -477,10 +693,14 @@ def split(name, seed):
 def test_any_split_equals_one_call(name):
     for seed in range(4):
         split(name, seed)
-    assert programs(name)[2]._cache_size() <= len(STRUCTURES[name].sizes)  # also after tokens were taken back
+    # Also after tokens were taken back.
+    assert programs(name)[2]._cache_size() <= len(STRUCTURES[name].sizes)
 
 
-EAGER = {"ring, lengths, logits": [90, 1, 40], "float16, bias and mask of slots": [40, 1, 40]}
+EAGER = {
+    "ring, lengths, logits": [90, 1, 40],
+    "float16, bias and mask of slots": [40, 1, 40],
+}
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -491,13 +711,22 @@ def test_a_known_index(name):
     tokens = structure.tokens()
     attend = functools.partial(cached_attention, **structure.given(0))
     got, _ = in_parts(attend, tokens, structure.cache(), EAGER[name])
-    np.testing.assert_allclose(got, whole_call(structure, *tokens)[:, : got.shape[1]], rtol=0, atol=structure.tolerance)
+    np.testing.assert_allclose(
+        got,
+        whole_call(structure, *tokens)[:, : got.shape[1]],
+        rtol=0,
+        atol=structure.tolerance,
+    )
 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-@pytest.mark.parametrize("width", [64, schedule.MAX_WIDTH_ACCELERATOR], ids=["blocks", "one block"])
-@pytest.mark.parametrize("name", ["narrow ring, positions", "two batch axes, dropout, scale"])
+@pytest.mark.parametrize(
+    "width", [64, schedule.MAX_WIDTH_ACCELERATOR], ids=["blocks", "one block"]
+)
+@pytest.mark.parametrize(
+    "name", ["narrow ring, positions", "two batch axes, dropout, scale"]
+)
 def test_as_on_an_accelerator(name, width, platform, monkeypatch):
     """All batch entries together."""
     programs.cache_clear()

@@ -33,10 +33,16 @@ def remat3():
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("name", CASES)
 def test_remat3(name, implementation):
-    """Gradients, also of a function that saves by name or saves nothing, and under `vmap`."""
+    """Gradients, also of a function that saves by name or saves nothing, and under
+    `vmap`.
+    """
     x = np.random.default_rng(0).standard_normal((1, 300, 2, 8)).astype(np.float32)
-    save = jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse", "attention_scores")
-    attend = functools.partial(dot_product_attention, implementation=implementation, **CASES[name])
+    save = jax.checkpoint_policies.save_only_these_names(
+        "attention_output", "attention_lse", "attention_scores"
+    )
+    attend = functools.partial(
+        dot_product_attention, implementation=implementation, **CASES[name]
+    )
 
     def gradients(change):
         def loss(x):
@@ -52,9 +58,13 @@ def test_remat3(name, implementation):
 
 @pytest.mark.skipif(not IS_NEW, reason="needs JAX 0.12")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-@pytest.mark.parametrize(("flag", "rule"), [("jax_custom_jvp3", jvp_rule), ("jax_custom_vjp3", vjp_rule)])
+@pytest.mark.parametrize(
+    ("flag", "rule"), [("jax_custom_jvp3", jvp_rule), ("jax_custom_vjp3", vjp_rule)]
+)
 def test_rules_of_custom_derivatives_are_compared(flag, rule, implementation):
-    """Two score functions that differ only in their rules: the second call must not get the gradient of the first."""
+    """Two score functions that differ only in their rules: the second call must not get
+    the gradient of the first.
+    """
 
     def gradient(factor):
         return jax.grad(loss_of(rule([factor]), implementation))(ARRAYS[0])

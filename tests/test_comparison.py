@@ -1,4 +1,6 @@
-"""The comparison with other packages: every cell has a source, and JAX and Flax behave as the page says."""
+"""The comparison with other packages: every cell has a source, and JAX and Flax behave
+as the page says.
+"""
 
 import functools
 import inspect
@@ -21,7 +23,11 @@ PAGE = (Path(__file__).parent.parent / "docs" / "comparison.md").read_text()
 def tables(text):
     """The cells of each line of each table, without the rule under the first."""
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        lines = [line.strip("|").split("|") for line in table.splitlines() if not line.startswith("|---")]
+        lines = [
+            line.strip("|").split("|")
+            for line in table.splitlines()
+            if not line.startswith("|---")
+        ]
         yield [[cell.strip(" `") for cell in line] for line in lines]
 
 
@@ -36,9 +42,15 @@ PEERS = [package for package in ANSWERS if package != "flax_mha"]
 @pytest.mark.core
 @pytest.mark.parametrize("package", PEERS)
 def test_every_cell_has_a_source(package):
-    section = re.search(rf"^### `?{re.escape(package)}`?\n(.*?)(?=^### |\Z)", PAGE, re.MULTILINE | re.DOTALL)[1]
+    section = re.search(
+        rf"^### `?{re.escape(package)}`?\n(.*?)(?=^### |\Z)",
+        PAGE,
+        re.MULTILINE | re.DOTALL,
+    )[1]
     (table,) = tables(section)
-    named = [topic for topics, source in table[1:] if source for topic in topics.split("; ")]
+    named = [
+        topic for topics, source in table[1:] if source for topic in topics.split("; ")
+    ]
     assert len(named) == len(set(named))
     cells = ANSWERS[package] | {'every "no"': ""}
     assert set(named) <= set(cells)
@@ -47,9 +59,14 @@ def test_every_cell_has_a_source(package):
 
 
 FUNCTIONS = {"jax.nn": jax.nn.dot_product_attention, "Flax": nnx.dot_product_attention}
-# Topic -> how the cell begins, the check of `python benchmarks/conformance` that shows it, and its answer.
+# Topic -> how the cell begins, the check of `python benchmarks/conformance` that shows
+# it, and its answer.
 CHECKS = {
-    "rows whose keys are all masked": ("mean of the values", "everything masked", "other convention"),
+    "rows whose keys are all masked": (
+        "mean of the values",
+        "everything masked",
+        "other convention",
+    ),
     "NaN in masked keys and values": ("spreads", "NaN in a masked value", "wrong"),
     "forward mode": ("in memory T x S", "forward mode (jax.jvp)", "computes"),
     "second derivatives": ("in memory T x S", "Hessian-vector product", "computes"),
@@ -69,20 +86,42 @@ def test_behavior_of_jax_and_flax(package, topic):
 
 @pytest.mark.core
 def test_arguments_that_flax_lacks():
-    """Its functions and modules have no argument for the features that they lack according to the page."""
+    """Its functions and modules have no argument for the features that they lack
+    according to the page.
+    """
     modules = [nnx.MultiHeadAttention, nn.MultiHeadDotProductAttention]
-    functions = [*FUNCTIONS.values(), nn.dot_product_attention, *modules, *(module.__call__ for module in modules)]
-    taken = {name for function in functions for name in inspect.signature(function).parameters}
+    functions = [
+        *FUNCTIONS.values(),
+        nn.dot_product_attention,
+        *modules,
+        *(module.__call__ for module in modules),
+    ]
+    taken = {
+        name
+        for function in functions
+        for name in inspect.signature(function).parameters
+    }
     lacking = "segment_ids|soft_cap|sink|score_mod|mask_mod|max_score|context_parallel|per_row|cache_dtype|indices"
     assert not [name for name in taken if re.search(lacking, name)]
-    assert "local_window_size" not in inspect.signature(nnx.MultiHeadAttention).parameters
+    assert (
+        "local_window_size" not in inspect.signature(nnx.MultiHeadAttention).parameters
+    )
 
 
 def test_memory_of_8192_tokens():
     def megabytes(attention):
         x = jax.ShapeDtypeStruct((1, 8192, 2, 16), jnp.float32)
-        compiled = jax.jit(lambda x: attention(x, x, x, is_causal=True)).lower(x).compile()
+        compiled = (
+            jax.jit(lambda x: attention(x, x, x, is_causal=True)).lower(x).compile()
+        )
         return compiled.memory_analysis().temp_size_in_bytes / 2**20
 
     assert megabytes(jax.nn.dot_product_attention) >= 1024
-    assert megabytes(functools.partial(flax_mha.dot_product_attention, implementation="blockwise")) < 10
+    assert (
+        megabytes(
+            functools.partial(
+                flax_mha.dot_product_attention, implementation="blockwise"
+            )
+        )
+        < 10
+    )

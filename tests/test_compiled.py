@@ -1,4 +1,6 @@
-"""`benchmarks/hlo.py` reads costs out of a program; `benchmarks/targets.py` makes choices for another device."""
+"""`benchmarks/hlo.py` reads costs out of a program; `benchmarks/targets.py` makes
+choices for another device.
+"""
 
 import importlib.util
 import re
@@ -14,7 +16,9 @@ from flax_mha import dot_product_attention, explain_implementation
 
 
 def benchmark(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "benchmarks" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).parent.parent / "benchmarks" / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -62,7 +66,9 @@ ENTRY %main (x: f32[1024], i: s32[], yes: pred[]) -> f32[1024] {
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("known", "trips"), [('{"known_trip_count":{"n":"5"}}', 5), ("{}", None)])
+@pytest.mark.parametrize(
+    ("known", "trips"), [('{"known_trip_count":{"n":"5"}}', 5), ("{}", None)]
+)
 def test_costs_of_a_program(known, trips):
     costs = hlo.Program(TEXT.replace("{KNOWN}", known)).costs()
     step = 1024 + 4 + 1024  # the slice that is read, its place, what is written
@@ -77,8 +83,12 @@ def test_costs_of_a_program(known, trips):
 @pytest.mark.parametrize("loops", [1, 2])
 def test_consecutive_loops_share_the_trips(loops):
     """Such as the loops over tiles with and without a mask."""
-    loop = next(line for line in TEXT.splitlines() if " while(" in line).replace(", backend_config={KNOWN}", "")
-    text = TEXT.replace(", backend_config={KNOWN}", "").replace(loop, "\n".join([loop] * loops))
+    loop = next(line for line in TEXT.splitlines() if " while(" in line).replace(
+        ", backend_config={KNOWN}", ""
+    )
+    text = TEXT.replace(", backend_config={KNOWN}", "").replace(
+        loop, "\n".join([loop] * loops)
+    )
     assert hlo.Program(text, trips=6).costs().others == 6 + 1
 
 
@@ -87,7 +97,9 @@ def test_a_program_compiled_here():
 
     def f(x, i):
         x = lax.fori_loop(0, 7, lambda _, x: jnp.sin(x @ x), x)
-        return lax.cond(i > 0, lambda: x, lambda: x @ x + 1), lax.dynamic_update_slice(x, x[:2], (i, i))
+        return lax.cond(i > 0, lambda: x, lambda: x @ x + 1), lax.dynamic_update_slice(
+            x, x[:2], (i, i)
+        )
 
     text = jax.jit(f).lower(jnp.ones((64, 64)), 1).compile().as_text()
     costs = hlo.Program(text).costs()
@@ -96,34 +108,58 @@ def test_a_program_compiled_here():
     assert len(re.findall("ENTRY", text)) == 1
 
 
-@pytest.mark.parametrize(("dtype", "chosen"), [(jnp.bfloat16, "cudnn"), (jnp.float32, "xla")])
+@pytest.mark.parametrize(
+    ("dtype", "chosen"), [(jnp.bfloat16, "cudnn"), (jnp.float32, "xla")]
+)
 def test_choices_for_the_target_device(dtype, chosen):
     names, x = [], jax.ShapeDtypeStruct((1, 1024, 4, 64), dtype)
     with targets.compiling_for(targets.Target("gpu", [])):
-        jax.eval_shape(lambda x: names.append(explain_implementation(x, x, x, is_causal=True).chosen), x)
+        jax.eval_shape(
+            lambda x: names.append(
+                explain_implementation(x, x, x, is_causal=True).chosen
+            ),
+            x,
+        )
     assert names == [chosen]
 
 
-@pytest.mark.parametrize(("implementation", "sinks"), [("xla", None), ("xla", [0.5, -1.0]), ("blockwise", None)])
+@pytest.mark.parametrize(
+    ("implementation", "sinks"),
+    [("xla", None), ("xla", [0.5, -1.0]), ("blockwise", None)],
+)
 def test_programs_for_gpus_compute_the_same(implementation, sinks):
-    """Other forms of the softmax and of dropout, run on a CPU; with masked rows, NaN and derivatives."""
+    """Other forms of the softmax and of dropout, run on a CPU; with masked rows, NaN
+    and derivatives.
+    """
     rng = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(rng.standard_normal((2, 130, 2, 8)), jnp.float32) for _ in range(3))
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((2, 130, 2, 8)), jnp.float32) for _ in range(3)
+    )
     key, value = key.at[1, 5].set(jnp.nan), value.at[0, 101, 0, 0].set(jnp.inf)
     options = {"dropout_rate": 0.25, "dropout_rng": jax.random.key(1)}
     sinks = None if sinks is None else jnp.array(sinks)
-    masks = {"is_causal": True, "local_window_size": (20, None), "key_value_seq_lengths": jnp.array([101, 0])}
+    masks = {
+        "is_causal": True,
+        "local_window_size": (20, None),
+        "key_value_seq_lengths": jnp.array([101, 0]),
+    }
 
     def attend(*arrays):
-        output = dot_product_attention(*arrays, **masks, **options, sinks=sinks, implementation=implementation)
+        output = dot_product_attention(
+            *arrays, **masks, **options, sinks=sinks, implementation=implementation
+        )
         return (jnp.where(jnp.isfinite(output), output, 0) ** 2).sum(), output
 
     def both(*arrays):
         gradient = jax.grad(attend, (0, 1, 2), has_aux=True)
-        return jax.jvp(lambda query: gradient(query, *arrays[1:]), arrays[:1], (jnp.cos(query),))
+        return jax.jvp(
+            lambda query: gradient(query, *arrays[1:]), arrays[:1], (jnp.cos(query),)
+        )
 
     expected = jax.jit(both)(query, key, value)
     with targets.compiling_for(targets.Target("gpu", [])):
         answers = jax.jit(lambda *arrays: both(*arrays))(query, key, value)
     for got, want in zip(*map(jax.tree.leaves, (answers, expected)), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(1, np.nanmax(np.abs(want))))
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=1e-5 * max(1, np.nanmax(np.abs(want)))
+        )

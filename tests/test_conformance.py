@@ -26,13 +26,19 @@ def window_too_wide(*arrays, local_window_size=None, **arguments):
     """The left side of a window shows one key more."""
     if isinstance(local_window_size, tuple):
         local_window_size = (local_window_size[0] + 1, local_window_size[1])
-    return jax.nn.dot_product_attention(*arrays, local_window_size=local_window_size, **arguments)
+    return jax.nn.dot_product_attention(
+        *arrays, local_window_size=local_window_size, **arguments
+    )
 
 
 def ends_aligned(query, key, value, *, is_causal=False, **arguments):
     """The last query is at the last key, not the first at the first."""
     rows, columns = query.shape[-3], key.shape[-3]
-    mask = jnp.tri(rows, columns, columns - rows, dtype=bool)[None, None] if is_causal else None
+    mask = (
+        jnp.tri(rows, columns, columns - rows, dtype=bool)[None, None]
+        if is_causal
+        else None
+    )
     return jax.nn.dot_product_attention(query, key, value, mask=mask, **arguments)
 
 
@@ -52,8 +58,12 @@ ones_in_masked_rows = functools.partial(in_masked_rows, 1.0)
 
 
 def cap_of_score_and_bias(query, key, value, *, bias, mask, logits_soft_cap):
-    scores = jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5 + bias[None]
-    scores = jnp.where(mask, logits_soft_cap * jnp.tanh(scores / logits_soft_cap), -jnp.inf)
+    scores = (
+        jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5 + bias[None]
+    )
+    scores = jnp.where(
+        mask, logits_soft_cap * jnp.tanh(scores / logits_soft_cap), -jnp.inf
+    )
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
 
 
@@ -64,7 +74,10 @@ def masked_nan_leaks(*arrays, mask=None):
 
 def keys_counted_twice(query, key, value, *, key_indices):
     """Repeated keys count each time, and -1 is the last key."""
-    key, value = (jnp.take_along_axis(x[:, None], key_indices[..., None, None], 2) for x in (key, value))
+    key, value = (
+        jnp.take_along_axis(x[:, None], key_indices[..., None, None], 2)
+        for x in (key, value)
+    )
     scores = jnp.einsum("btnh,btknh->btnk", query, key) / query.shape[-1] ** 0.5
     return jnp.einsum("btnk,btknh->btnh", jax.nn.softmax(scores), value)
 
@@ -77,21 +90,54 @@ def keys_counted_twice(query, key, value, *, key_indices):
         (ends_aligned, "causal", "wrong", "output: off by"),
         (no_gradient_of_bias, BIAS, "wrong", "gradient of bias: off by"),
         (keys_counted_twice, "9 keys per query", "computes", ""),
-        (keys_counted_twice, "60 keys per query, some repeated or -1", "wrong", "output: off by"),
+        (
+            keys_counted_twice,
+            "60 keys per query, some repeated or -1",
+            "wrong",
+            "output: off by",
+        ),
         (keys_counted_twice, "only -1 as keys", "wrong", "output: off by"),
         (jax.nn.dot_product_attention, "9 keys per query", "refuses", "key_indices"),
-        (masked_nan_leaks, "everything masked", "other convention", "return the mean of the values"),
+        (
+            masked_nan_leaks,
+            "everything masked",
+            "other convention",
+            "return the mean of the values",
+        ),
         (nan_in_masked_rows, "everything masked", "other convention", "return NaN"),
-        (cap_of_score_and_bias, "soft cap, then bias and mask", "other convention", "sum of score and bias"),
-        (jax.nn.dot_product_attention, "a sequence of length 0", "other convention", "and padded queries 0"),
-        (jax.nn.dot_product_attention, "soft cap", "refuses", "logits_soft_cap"),  # jax.nn has none
+        (
+            cap_of_score_and_bias,
+            "soft cap, then bias and mask",
+            "other convention",
+            "sum of score and bias",
+        ),
+        (
+            jax.nn.dot_product_attention,
+            "a sequence of length 0",
+            "other convention",
+            "and padded queries 0",
+        ),
+        # jax.nn has none.
+        (jax.nn.dot_product_attention, "soft cap", "refuses", "logits_soft_cap"),
         (ones_in_masked_rows, "everything masked", "wrong", "output"),
-        (masked_nan_leaks, "NaN in a masked value", "wrong", "37 of 3552 entries are NaN"),
+        (
+            masked_nan_leaks,
+            "NaN in a masked value",
+            "wrong",
+            "37 of 3552 entries are NaN",
+        ),
         # The output is right by a convention; the gradient is not by any.
-        (masked_nan_leaks, "NaN in a query whose keys are all masked", "wrong", "gradient of key: 53 of 5088 entries"),
+        (
+            masked_nan_leaks,
+            "NaN in a query whose keys are all masked",
+            "wrong",
+            "gradient of key: 53 of 5088 entries",
+        ),
     ],
 )
-def test_planted_errors_are_found_and_other_conventions_are_not_wrong(function, name, kind, detail):
+def test_planted_errors_are_found_and_other_conventions_are_not_wrong(
+    function, name, kind, detail
+):
     with jax.numpy_rank_promotion("allow"):
         result = check(function, name)
     assert result.kind == kind, result
@@ -100,7 +146,11 @@ def test_planted_errors_are_found_and_other_conventions_are_not_wrong(function, 
 
 # The other cases are those of test_attention.py.
 OURS = [name for name in CHECKS if name not in CASES]
-OURS_IN_CORE = ("causal, log-sum-exp and its gradient", "NaN in a masked key", "bfloat16, causal")
+OURS_IN_CORE = (
+    "causal, log-sum-exp and its gradient",
+    "NaN in a masked key",
+    "bfloat16, causal",
+)
 
 
 @pytest.mark.parametrize("name", with_core(OURS, *OURS_IN_CORE))
@@ -115,39 +165,68 @@ FEW |= {"everything masked": "other convention", "NaN in a masked value": "wrong
 
 @pytest.mark.core
 def test_the_table(monkeypatch, capsys):
-    monkeypatch.setattr("conformance.__main__.CHECKS", {name: CHECKS[name] for name in FEW})
+    monkeypatch.setattr(
+        "conformance.__main__.CHECKS", {name: CHECKS[name] for name in FEW}
+    )
     assert main(["jax.nn.dot_product_attention", "--markdown"]) == 1
     page = capsys.readouterr().out
     for name, kind in FEW.items():
         assert f"| {name} | {CELLS[kind]} |\n" in page
     assert "| *total* | computes 1, refuses 1, other convention 1, wrong 1 |" in page
-    other, wrong = page.partition("## Other conventions in `jax.nn.dot_product_attention`")[2].split("## Wrong in")
-    assert "- everything masked: queries without visible keys return the mean of the values" in other
+    other, wrong = page.partition(
+        "## Other conventions in `jax.nn.dot_product_attention`"
+    )[2].split("## Wrong in")
+    assert (
+        "- everything masked: queries without visible keys return the mean of the "
+        "values" in other
+    )
     assert "- NaN in a masked value: output: 37 of 3552 entries are NaN" in wrong
     assert main(["flax_mha.dot_product_attention"]) == 0
-    assert "computes 4, refuses 0, other convention 0, wrong 0" in capsys.readouterr().out
+    assert (
+        "computes 4, refuses 0, other convention 0, wrong 0" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.core
 def test_the_documentation_shows_the_output_of_the_script():
-    """Its rows are the checks, its totals fit its cells, and its text is what the script prints."""
+    """Its rows are the checks, its totals fit its cells, and its text is what the
+    script prints.
+    """
     lines = PAGE.read_text().splitlines()
-    head, _, *rows, totals = [[x.strip(" `") for x in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
+    head, _, *rows, totals = [
+        [x.strip(" `") for x in line.strip("|").split("|")]
+        for line in lines
+        if line[:1] == "|"
+    ]
     assert [row[0] for row in rows] == list(CHECKS)
     columns = {}
-    for function, total, *cells in zip(head[1:], totals[1:], *(row[1:] for row in rows), strict=True):
+    for function, total, *cells in zip(
+        head[1:], totals[1:], *(row[1:] for row in rows), strict=True
+    ):
         kinds = {cell: kind for kind, cell in CELLS.items()}
-        columns[function] = [Result(name, kinds[cell]) for name, cell in zip(CHECKS, cells, strict=True)]
-        assert total == ", ".join(f"{kind} {cells.count(cell)}" for kind, cell in CELLS.items())
-    assert {result.kind for result in columns["flax_mha.dot_product_attention"]} == {"computes"}
-    assert all(Result(*x) in columns["jax.nn.dot_product_attention"] for x in FEW.items())
+        columns[function] = [
+            Result(name, kinds[cell]) for name, cell in zip(CHECKS, cells, strict=True)
+        ]
+        assert total == ", ".join(
+            f"{kind} {cells.count(cell)}" for kind, cell in CELLS.items()
+        )
+    assert {result.kind for result in columns["flax_mha.dot_product_attention"]} == {
+        "computes"
+    }
+    assert all(
+        Result(*x) in columns["jax.nn.dot_product_attention"] for x in FEW.items()
+    )
     titles = [line for line in lines if line.startswith("## ")]
     assert titles == [line for line in page_of(columns) if line.startswith("## ")]
-    legend = lines.index(next(line for line in lines if line.startswith("The versions were")))
+    legend = lines.index(
+        next(line for line in lines if line.startswith("The versions were"))
+    )
     assert lines[:legend] == page_of(columns)[:legend]
 
 
-@pytest.mark.parametrize("name", ["no_such_package.f", "jax.nn.no_such_function", "jax.nn"])
+@pytest.mark.parametrize(
+    "name", ["no_such_package.f", "jax.nn.no_such_function", "jax.nn"]
+)
 def test_names_without_a_function(name, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([name])
@@ -162,11 +241,18 @@ def test_a_function_of_something_else(monkeypatch, capsys):
     monkeypatch.setattr("conformance.__main__.CHECKS", few)
     with pytest.raises(SystemExit, match="2"):
         main(["os.getcwd"])
-    assert "error: os.getcwd must be an attention function, but every call raised an error" in capsys.readouterr().err
+    assert (
+        "error: os.getcwd must be an attention function, but every call raised an error"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_command():
-    command = [sys.executable, PAGE.parent.parent / "benchmarks" / "conformance", "jax.nn.no_such_function"]
+    command = [
+        sys.executable,
+        PAGE.parent.parent / "benchmarks" / "conformance",
+        "jax.nn.no_such_function",
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert "error: PACKAGE.FUNCTION must be " in ran.stderr.splitlines()[-1]

@@ -1,4 +1,6 @@
-"""The conversion of weights, as far as it goes without PyTorch; test_torch_convert.py has the rest."""
+"""The conversion of weights, as far as it goes without PyTorch; test_torch_convert.py
+has the rest.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +18,16 @@ FEATURES = HEADS * HEAD_DIM
 DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16]
 
 
-def make_params(sizes=(FEATURES,) * 4, biased=ALL, kv_heads=HEADS, dtype=np.float32, value_dim=HEAD_DIM, **has):
-    """Makes random parameters; sizes are the inputs of query, key, value and the output.
+def make_params(
+    sizes=(FEATURES,) * 4,
+    biased=ALL,
+    kv_heads=HEADS,
+    dtype=np.float32,
+    value_dim=HEAD_DIM,
+    **has,
+):
+    """Makes random parameters; sizes are the inputs of query, key, value and the
+    output.
 
     It `has` sinks, a gate, an out_norm or norms, if they are given.
     """
@@ -26,18 +36,31 @@ def make_params(sizes=(FEATURES,) * 4, biased=ALL, kv_heads=HEADS, dtype=np.floa
     for name, size in zip(ALL, sizes, strict=True):
         size_of_heads = value_dim if name in ("value", "out") else HEAD_DIM
         heads = (kv_heads if name in ("key", "value") else HEADS, size_of_heads)
-        kernel, bias = ((*heads, size), (size,)) if name == "out" else ((size, *heads), heads)
-        shapes = {"kernel": kernel, "bias": bias} if name in biased else {"kernel": kernel}
-        params[name] = {leaf: rng.normal(size=shape).astype(dtype) for leaf, shape in shapes.items()}
+        kernel, bias = (
+            ((*heads, size), (size,)) if name == "out" else ((size, *heads), heads)
+        )
+        shapes = (
+            {"kernel": kernel, "bias": bias} if name in biased else {"kernel": kernel}
+        )
+        params[name] = {
+            leaf: rng.normal(size=shape).astype(dtype) for leaf, shape in shapes.items()
+        }
     for name in ("query_ln", "key_ln") if norms else ():
         leaves = ("scale",) if norms is True else norms
-        params[name] = {leaf: rng.normal(size=HEAD_DIM).astype(dtype) for leaf in leaves}
+        params[name] = {
+            leaf: rng.normal(size=HEAD_DIM).astype(dtype) for leaf in leaves
+        }
     if gate:
-        params["gate"] = {leaf: rng.normal(size=x.shape).astype(dtype) for leaf, x in params["query"].items()}
+        params["gate"] = {
+            leaf: rng.normal(size=x.shape).astype(dtype)
+            for leaf, x in params["query"].items()
+        }
     if gate == "head":
         params["gate"] = {"kernel": rng.normal(size=(sizes[0], HEADS)).astype(dtype)}
     if "out_norm" in has:
-        params["out_norm"] = {"scale": rng.normal(size=(HEADS, value_dim)).astype(dtype)}
+        params["out_norm"] = {
+            "scale": rng.normal(size=(HEADS, value_dim)).astype(dtype)
+        }
     if "sinks" in has:
         params["sinks"] = rng.normal(size=HEADS).astype(dtype)
     return params
@@ -60,7 +83,17 @@ LAYOUTS = {
     "torch": [{}, UNBIASED],
     "torch_separate": [SEPARATE, SEPARATE | UNBIASED],
     "d2l_mha": [{"sizes": (2, 7, 11, FEATURES)} | UNBIASED],
-    "hf_llama": [NARROW | more for more in ({}, UNBIASED, NO_OUT, UNBIASED | NORMS, {"sinks": True}, {"gate": True})],
+    "hf_llama": [
+        NARROW | more
+        for more in (
+            {},
+            UNBIASED,
+            NO_OUT,
+            UNBIASED | NORMS,
+            {"sinks": True},
+            {"gate": True},
+        )
+    ],
     "hf_laguna": [NARROW | {"gate": "head"}, NARROW | UNBIASED | {"gate": "head"}],
     "hf_qwen3_next": [NORMED | {"gate": True}, {"kv_heads": 1, "gate": True}],
     "hf_qwen2": [{"kv_heads": 1} | NO_OUT],
@@ -78,7 +111,10 @@ ALIKE = {
     "hf_hunyuan hf_lfm2": NORMED,
     "hf_gpt_neo hf_vit_unbiased hf_vit5_unbiased timm_unbiased": BIASED_OUT,
 }
-LAYOUTS["hf_llama"] += [NARROW | {"value_dim": 2, "gate": "head"}, NARROW | UNBIASED | {"value_dim": 7, "out_norm": 1}]
+LAYOUTS["hf_llama"] += [
+    NARROW | {"value_dim": 2, "gate": "head"},
+    NARROW | UNBIASED | {"value_dim": 7, "out_norm": 1},
+]
 LAYOUTS |= {name: [case] for names, case in ALIKE.items() for name in names.split()}
 HOLDS = [(layout, case) for layout, cases in LAYOUTS.items() for case in cases]
 
@@ -107,8 +143,15 @@ def test_round_trip_is_exact(layout, case, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("use_bias", [False, True])
 def test_takes_the_parameters_of_flax(dtype, use_bias):
-    sizes = {"num_heads": HEADS, "qkv_features": FEATURES, "use_bias": use_bias, "param_dtype": dtype}
-    module = nnx.MultiHeadAttention(in_features=FEATURES, decode=False, rngs=nnx.Rngs(0), **sizes)
+    sizes = {
+        "num_heads": HEADS,
+        "qkv_features": FEATURES,
+        "use_bias": use_bias,
+        "param_dtype": dtype,
+    }
+    module = nnx.MultiHeadAttention(
+        in_features=FEATURES, decode=False, rngs=nnx.Rngs(0), **sizes
+    )
     params = nnx.state(module, nnx.Param)
     state_dict = convert.to_torch(params)
     assert state_dict["in_proj_weight"].dtype == dtype
@@ -118,7 +161,9 @@ def test_takes_the_parameters_of_flax(dtype, use_bias):
     nnx.update(module, back)
 
     inputs = jnp.ones((1, 2, FEATURES), dtype)
-    variables = linen.MultiHeadDotProductAttention(**sizes).init(jax.random.key(0), inputs)
+    variables = linen.MultiHeadDotProductAttention(**sizes).init(
+        jax.random.key(0), inputs
+    )
     back = convert.from_torch(convert.to_torch(variables["params"]), HEADS)
     assert_same_bits(back, jax.tree.map(np.asarray, variables["params"]))
 
@@ -127,12 +172,19 @@ def test_takes_jax_arrays():
     params = make_params(dtype=ml_dtypes.bfloat16)
     on_device = jax.tree.map(jnp.asarray, params)
     assert_same_bits(convert.to_torch(on_device), convert.to_torch(params))
-    assert_same_bits(convert.from_torch(jax.tree.map(jnp.asarray, convert.to_torch(params)), HEADS), params)
+    assert_same_bits(
+        convert.from_torch(jax.tree.map(jnp.asarray, convert.to_torch(params)), HEADS),
+        params,
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "extra"),
-    [("hf_bert", "output.LayerNorm.weight"), ("hf_bert", "output.LayerNorm.beta"), ("hf_llama", "rotary_emb.inv_freq")],
+    [
+        ("hf_bert", "output.LayerNorm.weight"),
+        ("hf_bert", "output.LayerNorm.beta"),
+        ("hf_llama", "rotary_emb.inv_freq"),
+    ],
 )
 def test_other_entries_are_ignored(layout, extra):
     params = make_params()
@@ -152,21 +204,67 @@ THREE_TO_ONE = convert.to_torch(make_params(kv_heads=1), "hf_llama")
 # State dicts, the error, and heads.
 REFUSED_BY_FROM_TORCH = [
     ({}, r"keys of a supported layout, but got \[\]\."),
-    ({"c_attn.weight": np.ones(2)}, r"got \['c_attn\.weight'\]\.(.|\n)*\nLayouts: torch, .*, d2l_mha, "),
-    (changed("note_mha", w_k__weight=None), r"The closest is note_mha: missing \['w_k\.weight'\], extra \[\]"),
-    (changed("torch", scale=np.ones(1)), r"The closest is torch: missing \[\], extra \['scale'\]"),
-    (changed("hf_llama", o_proj__weight=None, out_proj__weight=np.eye(15)), "hf_clip: .* extra .'o_proj.bias'"),
-    (changed("torch", bias_k=1, bias_v=1), "must not contain bias_k, bias_v, because .*add_bias_kv"),
-    (changed("torch", in_proj_bias=None), "requires biases on query, key, value, out or on none .got .*out"),
-    (changed("hf_bert", self__key__bias=None), "'hf_bert', but it requires biases .* .got query, value, out."),
-    (changed("d2l_mha", W_o__bias=np.ones(FEATURES)), "it requires biases on none .got out"),
-    (changed("torch", in_proj_weight=np.ones((44, 15))), "44 features of in_proj_weight into .* got 3 and 3"),
-    (changed("torch", in_proj_weight=np.ones((45, 7))), "must be equal, but got query in 7, .* query out 15"),
-    (changed("note_mha", w_q__weight=np.ones(15)), r"query/kernel must have shape \(A, Q\) .* got \(15,\)"),
-    (changed("note_mha", w_q__weight=np.float32(1)), r"query/kernel must have shape \(A, Q\)"),
-    (changed("note_mha", w_q__bias=np.ones(14)), r"query/bias must have shape \(15\) .* got \(14,\)"),
-    (changed("hf_llama", v_proj__weight=np.ones((5, 15))), r"value/bias must have shape \(5\)"),
-    (changed("torch"), "split the 45 features of in_proj_weight into .* got 4 and 4", 4),
+    (
+        {"c_attn.weight": np.ones(2)},
+        r"got \['c_attn\.weight'\]\.(.|\n)*\nLayouts: torch, .*, d2l_mha, ",
+    ),
+    (
+        changed("note_mha", w_k__weight=None),
+        r"The closest is note_mha: missing \['w_k\.weight'\], extra \[\]",
+    ),
+    (
+        changed("torch", scale=np.ones(1)),
+        r"The closest is torch: missing \[\], extra \['scale'\]",
+    ),
+    (
+        changed("hf_llama", o_proj__weight=None, out_proj__weight=np.eye(15)),
+        "hf_clip: .* extra .'o_proj.bias'",
+    ),
+    (
+        changed("torch", bias_k=1, bias_v=1),
+        "must not contain bias_k, bias_v, because .*add_bias_kv",
+    ),
+    (
+        changed("torch", in_proj_bias=None),
+        "requires biases on query, key, value, out or on none .got .*out",
+    ),
+    (
+        changed("hf_bert", self__key__bias=None),
+        "'hf_bert', but it requires biases .* .got query, value, out.",
+    ),
+    (
+        changed("d2l_mha", W_o__bias=np.ones(FEATURES)),
+        "it requires biases on none .got out",
+    ),
+    (
+        changed("torch", in_proj_weight=np.ones((44, 15))),
+        "44 features of in_proj_weight into .* got 3 and 3",
+    ),
+    (
+        changed("torch", in_proj_weight=np.ones((45, 7))),
+        "must be equal, but got query in 7, .* query out 15",
+    ),
+    (
+        changed("note_mha", w_q__weight=np.ones(15)),
+        r"query/kernel must have shape \(A, Q\) .* got \(15,\)",
+    ),
+    (
+        changed("note_mha", w_q__weight=np.float32(1)),
+        r"query/kernel must have shape \(A, Q\)",
+    ),
+    (
+        changed("note_mha", w_q__bias=np.ones(14)),
+        r"query/bias must have shape \(15\) .* got \(14,\)",
+    ),
+    (
+        changed("hf_llama", v_proj__weight=np.ones((5, 15))),
+        r"value/bias must have shape \(5\)",
+    ),
+    (
+        changed("torch"),
+        "split the 45 features of in_proj_weight into .* got 4 and 4",
+        4,
+    ),
     (changed("torch"), "positive .* got 0 and 0", 0),
     (changed("torch"), "positive .* got 3 and 0", 3, 0),
     (changed("torch"), "multiple of num_kv_heads", 3, 2),
@@ -191,27 +289,104 @@ def with_leaf(path, value, **case):
 
 NORMED_QUERY = with_leaf("query_ln/scale", np.ones(5))
 REFUSED_BY_TO_TORCH = [
-    (make_params(), "keras", "layout must be one of torch, .*, hf_llama, .*, but got 'keras'"),
-    (make_params(kv_heads=1), "torch", "does not fit params: its .* key out 5, .*; layouts that fit: hf_llama"),
-    (make_params((15, 7, 7, 15)), "torch", "key in 7, .*; layouts that fit: torch_separate, hf_clip$"),
-    (make_params((15, 7, 7, 15), ()), "torch", "layouts that fit: torch_separate, d2l_mha, hf_gptj$"),
-    (make_params((15, 15, 15, 7)), "torch_separate", "out 7; layouts that fit: hf_llama$"),
-    (make_params((7, 7, 7, 7)), "note_mha", "query in 7, .* query out 15, .*: hf_llama, hf_hunyuan, hf_modernbert, "),
-    (make_params(biased=()), "hf_codegen", "num_heads and num_kv_heads must be multiples of 4, but got 3 and 3"),
-    (make_params(), "d2l_mha", "it requires biases on none .got query, key, value, out"),
-    (make_params(biased=()), "note_mha", "it requires biases on query, key, value, out .got none"),
-    (make_params(biased=("out",)), "torch", "it requires .* .got out.; layouts that fit: hf_gpt_neo, hf_vit_unbiased"),
-    (with_leaf("query/bias", np.ones((3, 5))), "torch", "in_proj_bias must have the same dtype, .* float32, float64"),
-    (NORMED_QUERY, "torch", "no query_ln/scale; layouts that fit: hf_llama, hf_hunyuan, hf_phi, hf_neox$"),
+    (
+        make_params(),
+        "keras",
+        "layout must be one of torch, .*, hf_llama, .*, but got 'keras'",
+    ),
+    (
+        make_params(kv_heads=1),
+        "torch",
+        "does not fit params: its .* key out 5, .*; layouts that fit: hf_llama",
+    ),
+    (
+        make_params((15, 7, 7, 15)),
+        "torch",
+        "key in 7, .*; layouts that fit: torch_separate, hf_clip$",
+    ),
+    (
+        make_params((15, 7, 7, 15), ()),
+        "torch",
+        "layouts that fit: torch_separate, d2l_mha, hf_gptj$",
+    ),
+    (
+        make_params((15, 15, 15, 7)),
+        "torch_separate",
+        "out 7; layouts that fit: hf_llama$",
+    ),
+    (
+        make_params((7, 7, 7, 7)),
+        "note_mha",
+        "query in 7, .* query out 15, .*: hf_llama, hf_hunyuan, hf_modernbert, ",
+    ),
+    (
+        make_params(biased=()),
+        "hf_codegen",
+        "num_heads and num_kv_heads must be multiples of 4, but got 3 and 3",
+    ),
+    (
+        make_params(),
+        "d2l_mha",
+        "it requires biases on none .got query, key, value, out",
+    ),
+    (
+        make_params(biased=()),
+        "note_mha",
+        "it requires biases on query, key, value, out .got none",
+    ),
+    (
+        make_params(biased=("out",)),
+        "torch",
+        "it requires .* .got out.; layouts that fit: hf_gpt_neo, hf_vit_unbiased",
+    ),
+    (
+        with_leaf("query/bias", np.ones((3, 5))),
+        "torch",
+        "in_proj_bias must have the same dtype, .* float32, float64",
+    ),
+    (
+        NORMED_QUERY,
+        "torch",
+        "no query_ln/scale; layouts that fit: hf_llama, hf_hunyuan, hf_phi, hf_neox$",
+    ),
     (with_leaf("query/scale", np.ones(5)), "torch", r"extra \['query/scale'\]"),
-    ({"params": make_params()}, "torch", r"missing \['key/kernel', .*\], extra \['params'\]"),
-    (with_leaf("value/kernel", np.ones((15, 1, 15))), "torch", r"value/kernel must have shape \(V, 3, U\)"),
-    (with_leaf("out/kernel", np.ones((15, 15))), "torch", r"out/kernel must have shape \(3, 5, O\) .* got \(15, 15\)"),
-    (make_params(value_dim=2), "torch", "values must have the head size of its queries, but got query out 15, .* 6,"),
+    (
+        {"params": make_params()},
+        "torch",
+        r"missing \['key/kernel', .*\], extra \['params'\]",
+    ),
+    (
+        with_leaf("value/kernel", np.ones((15, 1, 15))),
+        "torch",
+        r"value/kernel must have shape \(V, 3, U\)",
+    ),
+    (
+        with_leaf("out/kernel", np.ones((15, 15))),
+        "torch",
+        r"out/kernel must have shape \(3, 5, O\) .* got \(15, 15\)",
+    ),
+    (
+        make_params(value_dim=2),
+        "torch",
+        "values must have the head size of its queries, but got query out 15, .* 6,",
+    ),
     (make_params(), "hf_laguna", "it requires a gate; layouts that fit: torch, "),
-    (None, "torch", "params must be a module, its nnx.State or a dict of its parameters, but got None"),
-    (make_params() | {"key": 3}, "torch", "params\\['key'\\] must be a dict of arrays, but got 3"),
-    (with_leaf("query/kernel", None), "torch", "query/kernel must be a tensor or an array, but got .*None"),
+    (
+        None,
+        "torch",
+        "params must be a module, its nnx.State or a dict of its parameters, but got "
+        "None",
+    ),
+    (
+        make_params() | {"key": 3},
+        "torch",
+        "params\\['key'\\] must be a dict of arrays, but got 3",
+    ),
+    (
+        with_leaf("query/kernel", None),
+        "torch",
+        "query/kernel must be a tensor or an array, but got .*None",
+    ),
 ]
 
 

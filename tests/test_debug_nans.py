@@ -1,4 +1,6 @@
-"""With `jax_debug_nans`, no call with finite arguments stops, also if JAX runs operations one by one."""
+"""With `jax_debug_nans`, no call with finite arguments stops, also if JAX runs
+operations one by one.
+"""
 
 import functools
 
@@ -26,18 +28,44 @@ def normal(*shape):
     return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
 
 
-QUERY, KEY, VALUE, X = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H), normal(B, T, N * H)
-LENGTHS = {"key_value_seq_lengths": np.int32([3, 0]), "query_seq_lengths": np.int32([6, 2])}
+QUERY, KEY, VALUE, X = (
+    normal(B, T, N, H),
+    normal(B, T, K, H),
+    normal(B, T, K, H),
+    normal(B, T, N * H),
+)
+LENGTHS = {
+    "key_value_seq_lengths": np.int32([3, 0]),
+    "query_seq_lengths": np.int32([6, 2]),
+}
 FUNCTION = {
-    "causal, soft cap, largest score": {"is_causal": True, "logits_soft_cap": 2.0, "return_max_score": True},
-    "queries without keys": {"is_causal": True, "query_offset": -2, "return_residual": True, "return_max_score": True},
+    "causal, soft cap, largest score": {
+        "is_causal": True,
+        "logits_soft_cap": 2.0,
+        "return_max_score": True,
+    },
+    "queries without keys": {
+        "is_causal": True,
+        "query_offset": -2,
+        "return_residual": True,
+        "return_max_score": True,
+    },
     "lengths": LENGTHS,
     "lengths, sinks of -inf": LENGTHS | {"sinks": np.full(N, -np.inf, np.float32)},
     "all masked": {"mask": np.zeros((B, 1, T, T), bool)},
-    "mask function": {"mask": masks.FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 2 == 0)},
-    "bias of -inf": {"bias": np.full((B, N, T, T), -np.inf, np.float32), "sinks": np.zeros(N, np.float32)},
+    "mask function": {
+        "mask": masks.FunctionMask(
+            lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 2 == 0
+        )
+    },
+    "bias of -inf": {
+        "bias": np.full((B, N, T, T), -np.inf, np.float32),
+        "sinks": np.zeros(N, np.float32),
+    },
     "score_mod, dropout": {
-        "score_mod": lambda score, b, h, q_idx, kv_idx: jnp.where(q_idx > kv_idx, score, -jnp.inf),
+        "score_mod": lambda score, b, h, q_idx, kv_idx: jnp.where(
+            q_idx > kv_idx, score, -jnp.inf
+        ),
         "dropout_rate": 0.3,
         "dropout_rng": jax.random.key(0),
     },
@@ -47,7 +75,9 @@ FUNCTION = {
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("name", with_core(FUNCTION, "lengths"))
 def test_function(name, implementation):
-    attend = functools.partial(dot_product_attention, implementation=implementation, **FUNCTION[name])
+    attend = functools.partial(
+        dot_product_attention, implementation=implementation, **FUNCTION[name]
+    )
 
     def loss(arrays):
         results = jax.tree.leaves(attend(*arrays))
@@ -60,7 +90,9 @@ def test_function(name, implementation):
 
 def test_lists_of_keys():
     indices = np.random.default_rng(0).integers(-1, T, (B, T, 3)).astype(np.int32)
-    assert np.isfinite(dot_product_attention(QUERY, KEY, VALUE, key_indices=indices)).all()
+    assert np.isfinite(
+        dot_product_attention(QUERY, KEY, VALUE, key_indices=indices)
+    ).all()
 
 
 CACHES = {
@@ -96,24 +128,35 @@ def test_ring_that_lost_tokens():
     cache = cache.truncate(cache.index - 2)
     with jax.debug_nans(False):
         assert np.isnan(cache.key).any()
-    output, _ = cached_attention(QUERY[:, :1], KEY[:, :1], VALUE[:, :1], cache, local_window_size=6)
+    output, _ = cached_attention(
+        QUERY[:, :1], KEY[:, :1], VALUE[:, :1], cache, local_window_size=6
+    )
     assert np.isfinite(output).all()
 
 
 SOWS = {"sow_weights": True, "sow_max_score": True}
 MODULE = {
     "sows": SOWS,
-    "sows, causal, queries without keys": SOWS | {"is_causal": True, "lengths": np.int32([4, 0])},
+    "sows, causal, queries without keys": SOWS
+    | {"is_causal": True, "lengths": np.int32([4, 0])},
     "sows, all masked": SOWS | {"mask": np.zeros((B, 1, T, T), bool)},
     "mask of numbers": {"mask": np.ones((B, 1, T, T), np.float32), "sow_weights": True},
     "segments, soft cap": {"segment_ids": np.int32([[0, 0, 1, 1, 2, 2]] * B)},
 }
-OPTIONS = {"sinks": True, "normalize_qk": True, "gate": True, "rope": flax_mha.RoPE(), "dropout_rate": 0.3}
+OPTIONS = {
+    "sinks": True,
+    "normalize_qk": True,
+    "gate": True,
+    "rope": flax_mha.RoPE(),
+    "dropout_rate": 0.3,
+}
 
 
 @pytest.mark.parametrize("name", MODULE)
 def test_module_of_nnx(name):
-    layer = flax_mha.MultiHeadAttention(N, N * H, decode=False, rngs=nnx.Rngs(0), **OPTIONS)
+    layer = flax_mha.MultiHeadAttention(
+        N, N * H, decode=False, rngs=nnx.Rngs(0), **OPTIONS
+    )
 
     def attend(layer):
         capturing = nnx.capture(layer, nnx.Intermediate)

@@ -1,4 +1,6 @@
-"""Decoding with `is_causal=False`: tokens of one call, as those of a prefix or an image, attend to each other."""
+"""Decoding with `is_causal=False`: tokens of one call, as those of a prefix or an
+image, attend to each other.
+"""
 
 import functools
 
@@ -19,7 +21,8 @@ from flax_mha.masks import ArrayMask, FunctionMask
 BATCH, LENGTH, FEATURES, HEADS, WINDOW = 2, 48, 24, 4, 5
 SLOTS, RING = 64, 200  # from 70 on, the window makes a ring of 70
 X = np.float32(np.random.default_rng(0).standard_normal((BATCH, LENGTH, FEATURES)))
-# Text, an image of 7 tokens, text, an image of 12 tokens, text; the second sequence differs.
+# Text, an image of 7 tokens, text, an image of 12 tokens, text; the second sequence
+# differs.
 IDS = np.array(
     [
         [0] * 3 + [1] * 7 + [0] * 4 + [2] * 12 + [0] * 22,
@@ -32,7 +35,10 @@ CAUSAL = COLUMN <= ROW
 SAME_IMAGE = (IDS[:, :, None] == IDS[:, None, :]) & (IDS[:, :, None] > 0)
 # name -> (the recipe, the visible scores as a dense array [B, T, S])
 PATTERNS = {
-    "prefix": (recipes.prefix_lm(PREFIX), np.broadcast_to(CAUSAL | (COLUMN < PREFIX), (BATCH, LENGTH, LENGTH))),
+    "prefix": (
+        recipes.prefix_lm(PREFIX),
+        np.broadcast_to(CAUSAL | (COLUMN < PREFIX), (BATCH, LENGTH, LENGTH)),
+    ),
     "images": (recipes.image_spans(IDS[:, :30]), CAUSAL | SAME_IMAGE),
 }
 # Ends of calls. No image and no prefix is cut.
@@ -46,13 +52,23 @@ close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
 
 
 def make(**options):
-    return flax_mha.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0), **options)
+    return flax_mha.MultiHeadAttention(
+        HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0), **options
+    )
 
 
 def make_latent(**options):
-    sizes = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": 12}
+    sizes = {
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "q_lora_rank": 12,
+    }
     rope = flax_mha.RoPE(interleaved=True)
-    return flax_mha.MultiHeadLatentAttention(HEADS, FEATURES, rope=rope, rngs=nnx.Rngs(0), **sizes, **options)
+    return flax_mha.MultiHeadLatentAttention(
+        HEADS, FEATURES, rope=rope, rngs=nnx.Rngs(0), **sizes, **options
+    )
 
 
 INDEXER = flax_mha.Indexer(num_heads=2, head_dim=8, top_k=6)
@@ -69,7 +85,9 @@ MODULES = {
 
 def expected(module, visible):
     """The call over the whole sequence, with a dense mask."""
-    return jax.jit(lambda x: module(x, decode=False, is_causal=False, mask=visible[:, None]))(X)
+    return jax.jit(
+        lambda x: module(x, decode=False, is_causal=False, mask=visible[:, None])
+    )(X)
 
 
 @functools.partial(nnx.jit, static_argnums=2)
@@ -80,7 +98,10 @@ def step(module, x, pattern):
 
 def decoded(module, ends, pattern):
     starts = (0, *ends[:-1])
-    calls = [step(module, X[:, start:end], pattern) for start, end in zip(starts, ends, strict=True)]
+    calls = [
+        step(module, X[:, start:end], pattern)
+        for start, end in zip(starts, ends, strict=True)
+    ]
     return np.concatenate(calls, axis=1)
 
 
@@ -103,7 +124,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "pattern", "calls", "slots", "per_row"), CASES)
-def test_any_split_equals_one_call_with_a_dense_mask(name, pattern, calls, slots, per_row):
+def test_any_split_equals_one_call_with_a_dense_mask(
+    name, pattern, calls, slots, per_row
+):
     module, visible = MODULES[name](), PATTERNS[pattern][1]
     if name == "window":
         visible = visible & (ROW - COLUMN <= WINDOW)
@@ -116,28 +139,45 @@ def test_any_split_equals_one_call_with_a_dense_mask(name, pattern, calls, slots
 
 @pytest.mark.parametrize("slots", [SLOTS, RING])
 def test_sown_weights_show_the_whole_image(slots):
-    module, visible = MODULES["window"](), PATTERNS["images"][1] & (ROW - COLUMN <= WINDOW)
+    module, visible = (
+        MODULES["window"](),
+        PATTERNS["images"][1] & (ROW - COLUMN <= WINDOW),
+    )
     module.init_cache((BATCH, slots, FEATURES))
 
     sowing = nnx.capture(module, nnx.Intermediate)
-    output, sown = sowing(X[:, :26], decode=True, sow_weights=True, **PATTERNS["images"][0])
+    output, sown = sowing(
+        X[:, :26], decode=True, sow_weights=True, **PATTERNS["images"][0]
+    )
 
     [weights] = sown["attention_weights"].get_value()
-    new = slice(-26, None) if slots == RING else slice(26)  # a ring's empty slots come first
+    # A ring's empty slots come first.
+    new = slice(-26, None) if slots == RING else slice(26)
     np.testing.assert_array_equal(weights[:, 0, :, new] > 0, visible[:, :26, :26])
     close(output, expected(module, visible)[:, :26])
 
 
-@pytest.mark.parametrize("function", [core(flax_mha.attention_fn), nnx.dot_product_attention])
+@pytest.mark.parametrize(
+    "function", [core(flax_mha.attention_fn), nnx.dot_product_attention]
+)
 def test_arrays_narrow_what_is_written(function):
-    """An array may show later tokens, too; slots that are not written stay hidden. Flax's function gets a mask."""
+    """An array may show later tokens, too; slots that are not written stay hidden.
+    Flax's function gets a mask.
+    """
     module, visible = make(attention_fn=function), PATTERNS["images"][1]
     module.init_cache((BATCH, SLOTS, FEATURES))
-    slots = np.pad(visible, ((0, 0), (0, 0), (0, SLOTS - LENGTH)), constant_values=True)[:, None]
+    slots = np.pad(
+        visible, ((0, 0), (0, 0), (0, SLOTS - LENGTH)), constant_values=True
+    )[:, None]
 
     with jax.numpy_rank_promotion("allow"):  # Flax's own
         outputs = [
-            module(X[:, start:end], decode=True, is_causal=False, mask=slots[:, :, start:end])
+            module(
+                X[:, start:end],
+                decode=True,
+                is_causal=False,
+                mask=slots[:, :, start:end],
+            )
             for start, end in ((0, 14), (14, 40))
         ]
 
@@ -150,7 +190,9 @@ def test_8_bits_differ_by_rounding_alone():
 
     outputs = decoded(module, CALLS["short calls"], "images")
 
-    np.testing.assert_allclose(outputs, expected(module, visible)[:, : outputs.shape[1]], rtol=0, atol=0.02)
+    np.testing.assert_allclose(
+        outputs, expected(module, visible)[:, : outputs.shape[1]], rtol=0, atol=0.02
+    )
 
 
 def test_linen():
@@ -159,12 +201,16 @@ def test_linen():
     visible = PATTERNS["images"][1]
     whole = layer.apply({"params": params}, X, mask=visible[:, None])
     decoding = layer.clone(decode=True, per_row=True)
-    cache = decoding.init(jax.random.key(0), jnp.zeros((BATCH, SLOTS, FEATURES)))["cache"]
+    cache = decoding.init(jax.random.key(0), jnp.zeros((BATCH, SLOTS, FEATURES)))[
+        "cache"
+    ]
 
     outputs, start = [], 0
     for end in CALLS["two prompts"]:
         variables = {"params": params, "cache": cache}
-        output, changed = decoding.apply(variables, X[:, start:end], mutable=["cache"], **PATTERNS["images"][0])
+        output, changed = decoding.apply(
+            variables, X[:, start:end], mutable=["cache"], **PATTERNS["images"][0]
+        )
         cache, start = changed["cache"], end
         outputs.append(output)
 
@@ -180,7 +226,10 @@ def test_layers_that_share_keys():
         x, kv = first(x, return_kv=True, **arguments)
         return later(x, kv=kv, **arguments)
 
-    outputs = [both(X[:, start:end], decode=True, **recipe) for start, end in ((0, 14), (14, 40))]
+    outputs = [
+        both(X[:, start:end], decode=True, **recipe)
+        for start, end in ((0, 14), (14, 40))
+    ]
 
     close(np.concatenate(outputs, axis=1), both(X, mask=visible[:, None])[:, :40])
 
@@ -188,7 +237,9 @@ def test_layers_that_share_keys():
 @pytest.mark.parametrize("number", [pytest.param(3, marks=pytest.mark.core), 20, 40])
 @pytest.mark.parametrize("window", [None, 8])
 def test_slots_that_are_not_written_are_never_visible(number, window):
-    """A mask that shows everything: outputs are those of attention among the tokens, whatever other slots hold."""
+    """A mask that shows everything: outputs are those of attention among the tokens,
+    whatever other slots hold.
+    """
     query, key, value = jax.random.normal(jax.random.key(0), (3, BATCH, number, 2, 8))
     lengths = jnp.array([number, number - 2])
     cache = KVCache.create(BATCH, 100, 2, 8, window=window, per_row=True)
@@ -197,11 +248,15 @@ def test_slots_that_are_not_written_are_never_visible(number, window):
     everything = CausalMask() | ~CausalMask()
 
     dirty = KVCache(nan, nan, cache.index, cache.window)
-    output, _ = jax.jit(functools.partial(cached_attention, is_causal=False, mask=everything, **sides))(
-        query, key, value, dirty, lengths=lengths
-    )
+    output, _ = jax.jit(
+        functools.partial(cached_attention, is_causal=False, mask=everything, **sides)
+    )(query, key, value, dirty, lengths=lengths)
 
-    arguments = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, **sides}
+    arguments = {
+        "query_seq_lengths": lengths,
+        "key_value_seq_lengths": lengths,
+        **sides,
+    }
     close(output, flax_mha.dot_product_attention(query, key, value, **arguments))
 
 
@@ -210,7 +265,9 @@ def test_listed_keys_may_come_later():
     cache = KVCache.create(1, 10, 2, 8)
     lists = jnp.array([[[3, 0], [2, -1], [9, 1], [0, 3]]])  # slot 9 is not written
 
-    output, _ = cached_attention(query, key, value, cache, key_indices=lists, is_causal=False)
+    output, _ = cached_attention(
+        query, key, value, cache, key_indices=lists, is_causal=False
+    )
 
     visible = jnp.array([[1, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 1]], bool)
     close(output, flax_mha.dot_product_attention(query, key, value, mask=visible))
@@ -222,7 +279,10 @@ def test_a_single_token_sees_no_difference():
     cache = KVCache.create(BATCH, 30, 2, 8, window=5).update(key, value)
 
     outputs = [
-        cached_attention(query, key, value, cache, is_causal=x, local_window_size=(5, 0))[0] for x in (None, False)
+        cached_attention(
+            query, key, value, cache, is_causal=x, local_window_size=(5, 0)
+        )[0]
+        for x in (None, False)
     ]
 
     np.testing.assert_array_equal(*outputs)
@@ -232,12 +292,15 @@ SAME_IMAGE_MASK = FunctionMask(lambda b, h, q_idx, kv_idx: q_idx // 3 == kv_idx 
 OPENING = {
     "prefix": recipes.prefix_lm(3)["mask"],
     "window beside": LocalMask(5, None) & (CausalMask() | SAME_IMAGE_MASK),
-    "nested": LengthMask(5) & (LocalMask(3, None) & (SAME_IMAGE_MASK | (CausalMask() & LocalMask(None, 2)))),
+    "nested": LengthMask(5)
+    & (LocalMask(3, None) & (SAME_IMAGE_MASK | (CausalMask() & LocalMask(None, 2)))),
 }
 NOT_OPENING = {
-    "window and first tokens": LocalMask(1, 0) | FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx < 2),
+    "window and first tokens": LocalMask(1, 0)
+    | FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx < 2),
     "earlier tokens": SAME_IMAGE_MASK | CausalMask(-1),
-    "causal in all": (CausalMask() & LocalMask(3, None)) | (LocalMask(3, -1) & SAME_IMAGE_MASK),
+    "causal in all": (CausalMask() & LocalMask(3, None))
+    | (LocalMask(3, -1) & SAME_IMAGE_MASK),
     "causal beside": CausalMask() & (CausalMask() | SAME_IMAGE_MASK),
     "unknown": SAME_IMAGE_MASK | LengthMask(3),
     "array": ArrayMask(np.ones((4, 4), bool)),
@@ -252,7 +315,10 @@ def test_a_mask_that_shows_later_tokens_needs_is_causal_false(name, is_causal):
     module.init_cache((BATCH, 4, FEATURES))
 
     message = "is_causal must be False if mask shows later tokens"
-    refused(message, lambda: module(X[:, :4], mask=OPENING[name], decode=True, is_causal=is_causal))
+    refused(
+        message,
+        lambda: module(X[:, :4], mask=OPENING[name], decode=True, is_causal=is_causal),
+    )
     module(X[:, :4], mask=OPENING[name], decode=True, is_causal=False)
 
 
@@ -286,14 +352,21 @@ def test_is_causal_must_be_known():
     refused(
         "is_causal must be a concrete True or False",
         lambda: jax.jit(
-            lambda x, is_causal: cached_attention(x, x, x, KVCache.create(1, 4, 2, 8), is_causal=is_causal)
+            lambda x, is_causal: cached_attention(
+                x, x, x, KVCache.create(1, 4, 2, 8), is_causal=is_causal
+            )
         )(jnp.ones((1, 2, 2, 8)), False),
     )
-    refused("is_causal must be True or False", lambda: module(X[:, :4], decode=True, is_causal="no"))
+    refused(
+        "is_causal must be True or False",
+        lambda: module(X[:, :4], decode=True, is_causal="no"),
+    )
 
 
 def test_same_masks_as_transformers():
-    """Of Gemma 3, whose windows are narrower than an image, and of PaliGemma, with its mask for prompts."""
+    """Of Gemma 3, whose windows are narrower than an image, and of PaliGemma, with its
+    mask for prompts.
+    """
     reason = "Transformers 5 is not installed, the dense masks above count alone"
     pytest.importorskip("transformers", minversion="5.24", reason=reason)
     import torch
@@ -302,11 +375,19 @@ def test_same_masks_as_transformers():
     from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
 
     config = Gemma3TextConfig(sliding_window=WINDOW + 1, attn_implementation="eager")
-    given = {"config": config, "inputs_embeds": torch.zeros(BATCH, LENGTH, 8), "attention_mask": None}
+    given = {
+        "config": config,
+        "inputs_embeds": torch.zeros(BATCH, LENGTH, 8),
+        "attention_mask": None,
+    }
     given |= {"cache": None, "position_ids": torch.arange(LENGTH)[None]}
     is_prefix = torch.arange(LENGTH) < PREFIX
-    masks = create_masks_for_vision_model(**given, block_sequence_ids=torch.from_numpy(IDS - 1))
-    prefix_mask = create_causal_mask(**given, block_sequence_ids=torch.where(is_prefix, 0, -1).expand(BATCH, -1))
+    masks = create_masks_for_vision_model(
+        **given, block_sequence_ids=torch.from_numpy(IDS - 1)
+    )
+    prefix_mask = create_causal_mask(
+        **given, block_sequence_ids=torch.where(is_prefix, 0, -1).expand(BATCH, -1)
+    )
 
     images, window = recipes.image_spans(IDS)["mask"], LocalMask(WINDOW, None)
     for ours, theirs in [
@@ -318,7 +399,14 @@ def test_same_masks_as_transformers():
 
 
 def shown(mask):
-    """Which keys each query attends to: the output if key j has a value of 1 at feature j."""
+    """Which keys each query attends to: the output if key j has a value of 1 at feature
+    j.
+    """
     zeros = jnp.zeros((BATCH, LENGTH, 1, 8))
     values = jnp.broadcast_to(jnp.eye(LENGTH)[:, None], (BATCH, LENGTH, 1, LENGTH))
-    return np.asarray(flax_mha.dot_product_attention(zeros, zeros, values, mask=mask))[:, :, 0] > 0
+    return (
+        np.asarray(flax_mha.dot_product_attention(zeros, zeros, values, mask=mask))[
+            :, :, 0
+        ]
+        > 0
+    )

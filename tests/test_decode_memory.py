@@ -15,22 +15,41 @@ from flax_mha.cache import KVCache
 B, SLOTS, N, H = 8, 4096, 8, 64
 FEATURES = 8  # few, since XLA's CPU converts bfloat16 kernels to float32
 WINDOW = 1000
-# Partials of either kind, one in the other: an attention function of ours is recognized through them.
-PARTIAL = jax.tree_util.Partial(functools.partial(flax_mha.attention_fn, implementation=None), scale=0.3)
+# Partials of either kind, one in the other: an attention function of ours is recognized
+# through them.
+PARTIAL = jax.tree_util.Partial(
+    functools.partial(flax_mha.attention_fn, implementation=None), scale=0.3
+)
 
 
 def nbytes(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def compiled(number=1, steps=None, dtype=jnp.float32, num_kv_heads=N, per_row=False, window=None, stored=None):
-    """XLA's memory analysis of a donated step of the nnx module, or of several in a scan, and its cache's bytes."""
+def compiled(
+    number=1,
+    steps=None,
+    dtype=jnp.float32,
+    num_kv_heads=N,
+    per_row=False,
+    window=None,
+    stored=None,
+):
+    """XLA's memory analysis of a donated step of the nnx module, or of several in a
+    scan, and its cache's bytes.
+    """
     module = flax_mha.MultiHeadAttention(
         N, FEATURES, N * H, num_kv_heads=num_kv_heads, decode=True, rngs=nnx.Rngs(0), local_window_size=window,
         dtype=dtype, param_dtype=dtype, kernel_init=nnx.initializers.zeros_init(), attention_fn=PARTIAL,
     )  # fmt: skip
-    shapes = jax.eval_shape(lambda: KVCache.create(B, SLOTS, num_kv_heads, H, stored or dtype, window, per_row))
-    module.cached_key, module.cached_value, module.cache_index, *scale = map(nnx.Cache, shapes.arrays)
+    shapes = jax.eval_shape(
+        lambda: KVCache.create(
+            B, SLOTS, num_kv_heads, H, stored or dtype, window, per_row
+        )
+    )
+    module.cached_key, module.cached_value, module.cache_index, *scale = map(
+        nnx.Cache, shapes.arrays
+    )
     module.cached_scale = scale[0] if scale else nnx.data(None)
     graph, cache, rest = nnx.split(module, nnx.Cache, ...)
 
@@ -40,7 +59,9 @@ def compiled(number=1, steps=None, dtype=jnp.float32, num_kv_heads=N, per_row=Fa
         return nnx.state(module, nnx.Cache), output
 
     def several(cache, rest, x):
-        return jax.lax.scan(lambda cache, _: step(cache, rest, x), cache, None, length=steps)
+        return jax.lax.scan(
+            lambda cache, _: step(cache, rest, x), cache, None, length=steps
+        )
 
     x = jax.ShapeDtypeStruct((B, number, FEATURES), dtype)
     return donated(step if steps is None else several, cache, rest, x), nbytes(cache)
@@ -48,7 +69,12 @@ def compiled(number=1, steps=None, dtype=jnp.float32, num_kv_heads=N, per_row=Fa
 
 def donated(function, cache, *arguments):
     """XLA's memory analysis of a function that is given a cache."""
-    return jax.jit(function, donate_argnums=0).lower(cache, *arguments).compile().memory_analysis()
+    return (
+        jax.jit(function, donate_argnums=0)
+        .lower(cache, *arguments)
+        .compile()
+        .memory_analysis()
+    )
 
 
 def table(names, *rows):
@@ -57,11 +83,20 @@ def table(names, *rows):
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 CASES = [
-    *table("dtype num_kv_heads per_row steps", *pairwise(DTYPES, (8, 2, 1), (False, True), (None, 5))),
+    *table(
+        "dtype num_kv_heads per_row steps",
+        *pairwise(DTYPES, (8, 2, 1), (False, True), (None, 5)),
+    ),
     # Rings, and drafts of a few tokens.
-    *table("dtype num_kv_heads per_row window steps", *((dtype, 2, True, WINDOW, 5) for dtype in DTYPES)),
-    *table("dtype num_kv_heads per_row number", *((dtype, 2, True, 5) for dtype in DTYPES)),
-    # In 8 bits: a step, some tokens, many after others; never is a whole cache dequantized.
+    *table(
+        "dtype num_kv_heads per_row window steps",
+        *((dtype, 2, True, WINDOW, 5) for dtype in DTYPES),
+    ),
+    *table(
+        "dtype num_kv_heads per_row number", *((dtype, 2, True, 5) for dtype in DTYPES)
+    ),
+    # In 8 bits: a step, some tokens, many after others; never is a whole cache
+    # dequantized.
     *table(
         "stored number num_kv_heads per_row dtype",
         ("int8", 1, 8, False, jnp.float32),
@@ -79,22 +114,33 @@ def name(case):
 @pytest.mark.parametrize("case", with_core(CASES, CASES[0]), ids=name)
 def test_a_step_copies_no_cache(case):
     analysis, size = compiled(**case)
-    of_new = case.get("number", 1) * B * N * H * 4  # queries, keys, values and outputs, in parts
-    # Three arrays of at most 256 K scores, or a block of keys and values of 2 MiB and the scores of it.
+    # Queries, keys, values and outputs, in parts.
+    of_new = case.get("number", 1) * B * N * H * 4
+    # Three arrays of at most 256 K scores, or a block of keys and values of 2 MiB and
+    # the scores of it.
     assert analysis.temp_size_in_bytes <= 3 * 2**20 + size / 100 + 6 * of_new
     assert analysis.alias_size_in_bytes >= size  # what is donated is written to
 
 
 @pytest.mark.core
 def test_a_step_of_a_linen_module_with_a_partial_copies_no_cache():
-    outer = functools.partial(functools.partial(flax_mha.attention_fn, implementation=None), scale=0.3)
-    layer = linen.MultiHeadDotProductAttention(N, qkv_features=N * H, num_kv_heads=2, attention_fn=outer, decode=True)
+    outer = functools.partial(
+        functools.partial(flax_mha.attention_fn, implementation=None), scale=0.3
+    )
+    layer = linen.MultiHeadDotProductAttention(
+        N, qkv_features=N * H, num_kv_heads=2, attention_fn=outer, decode=True
+    )
     x = jax.ShapeDtypeStruct((B, 1, FEATURES), jnp.float32)
-    key, slots = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((B, SLOTS, FEATURES), jnp.float32)
+    key, slots = (
+        jax.eval_shape(lambda: jax.random.key(0)),
+        jax.ShapeDtypeStruct((B, SLOTS, FEATURES), jnp.float32),
+    )
     variables = jax.eval_shape(layer.init, key, slots)
 
     def step(cache, params, x):
-        output, changed = layer.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+        output, changed = layer.apply(
+            {"params": params, "cache": cache}, x, mutable=["cache"]
+        )
         return changed["cache"], output
 
     analysis = donated(step, variables["cache"], variables["params"], x)
@@ -103,34 +149,56 @@ def test_a_step_of_a_linen_module_with_a_partial_copies_no_cache():
 
 @pytest.mark.parametrize(
     ("dtype", "kind", "mapped"),
-    pairwise((jnp.float32, jnp.bfloat16), ("one index", "an index each", "lengths", "ring"), (False, True)),
+    pairwise(
+        (jnp.float32, jnp.bfloat16),
+        ("one index", "an index each", "lengths", "ring"),
+        (False, True),
+    ),
 )
 def test_a_prompt_copies_no_cache(dtype, kind, mapped):
     """It is written into its slots, also by mapped calls; some of it may be converted."""
     number, window = 100, SLOTS if kind == "ring" else None
     per_row, outer = kind in ("an index each", "lengths"), (2,) if mapped else ()
-    cache = jax.eval_shape(lambda: KVCache.create(B, 2 * SLOTS, N, H, dtype, window, per_row))
-    cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*outer, *x.shape), x.dtype), cache)
+    cache = jax.eval_shape(
+        lambda: KVCache.create(B, 2 * SLOTS, N, H, dtype, window, per_row)
+    )
+    cache = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((*outer, *x.shape), x.dtype), cache
+    )
     new = [jax.ShapeDtypeStruct((*outer, B, number, N, H), dtype)] * 2
-    lengths = [jax.ShapeDtypeStruct((*outer, B), jnp.int32)] if kind == "lengths" else []
-    analysis = donated(jax.vmap(KVCache.update) if mapped else KVCache.update, cache, *new, *lengths)
+    lengths = (
+        [jax.ShapeDtypeStruct((*outer, B), jnp.int32)] if kind == "lengths" else []
+    )
+    analysis = donated(
+        jax.vmap(KVCache.update) if mapped else KVCache.update, cache, *new, *lengths
+    )
     copied = 1 if dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12) else 0
     assert analysis.temp_size_in_bytes <= copied * nbytes(new) + 2**16
-    assert analysis.alias_size_in_bytes >= nbytes(cache)  # what is donated is written to
+    # What is donated is written to.
+    assert analysis.alias_size_in_bytes >= nbytes(cache)
 
 
 @pytest.mark.parametrize(
     ("sizes", "dtype", "per_row", "mapped"),
-    pairwise([((2, 2), 1, 8), ((2, 1), 2, 8), ((2, 2), 3, 1)], (jnp.float32, jnp.bfloat16), (False, True), (0, 1, 2)),
+    pairwise(
+        [((2, 2), 1, 8), ((2, 1), 2, 8), ((2, 2), 3, 1)],
+        (jnp.float32, jnp.bfloat16),
+        (False, True),
+        (0, 1, 2),
+    ),
 )
 def test_several_batch_axes_copy_no_cache(sizes, dtype, per_row, mapped):
     """Also if some axes have length 1, for which the compiler prefers other layouts."""
     batch, heads, size = sizes
     shape = (*batch, *[2] * mapped)
-    cache = jax.eval_shape(lambda: KVCache.create(shape, SLOTS, heads, size, dtype, per_row=True))
+    cache = jax.eval_shape(
+        lambda: KVCache.create(shape, SLOTS, heads, size, dtype, per_row=True)
+    )
     new = jax.ShapeDtypeStruct((*shape, 1, heads, size), dtype)
     if not per_row:
-        cache = KVCache(cache.key, cache.value, jax.ShapeDtypeStruct(shape[:mapped], jnp.int32))
+        cache = KVCache(
+            cache.key, cache.value, jax.ShapeDtypeStruct(shape[:mapped], jnp.int32)
+        )
     update = KVCache.update
     for _ in range(mapped):
         update = jax.vmap(update)

@@ -1,4 +1,6 @@
-"""Decoding with the modules of flax.nnx and flax.linen: any split of a sequence into calls equals the whole forward."""
+"""Decoding with the modules of flax.nnx and flax.linen: any split of a sequence into
+calls equals the whole forward.
+"""
 
 import functools
 
@@ -21,7 +23,12 @@ from flax_mha.rope import RoPE
 
 B, D, N, K, LENGTH, WINDOW = 2, 24, 4, 2, 97, 5
 SLOTS = {"ring": 300, "slots": 67}  # from 70 on, the window makes a ring of 70
-EVERYTHING = {"num_kv_heads": K, "rope": RoPE(), "local_window_size": (WINDOW, 1), "logits_soft_cap": 2.0}
+EVERYTHING = {
+    "num_kv_heads": K,
+    "rope": RoPE(),
+    "local_window_size": (WINDOW, 1),
+    "logits_soft_cap": 2.0,
+}
 EVERYTHING |= {"sinks": True, "normalize_qk": Norm("rms")}
 X = np.float32(np.random.default_rng(0).standard_normal((B, LENGTH, D)))
 SIZES = (1, 7, 40)
@@ -34,14 +41,21 @@ assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
 def grown(params):
     """Changes vectors, which start as zeros or ones and would hide errors."""
     added = np.linspace(-0.5, 0.5, N)
-    return jax.tree.map(lambda x: x + jnp.asarray(np.resize(added, x.shape), x.dtype) if x.ndim == 1 else x, params)
+    return jax.tree.map(
+        lambda x: (
+            x + jnp.asarray(np.resize(added, x.shape), x.dtype) if x.ndim == 1 else x
+        ),
+        params,
+    )
 
 
 class Nnx:
     """An nnx module that decodes, one jitted program for each shape of its inputs."""
 
     def __init__(self, **options):
-        self.module = flax_mha.MultiHeadAttention(N, D, decode=True, rngs=nnx.Rngs(0, dropout=1), **options)
+        self.module = flax_mha.MultiHeadAttention(
+            N, D, decode=True, rngs=nnx.Rngs(0, dropout=1), **options
+        )
         nnx.update(self.module, grown(nnx.state(self.module, nnx.Param)))
 
     def full(self, x, deterministic=None, **arguments):
@@ -63,7 +77,9 @@ class Nnx:
 
 @functools.partial(nnx.jit, static_argnums=3)
 def nnx_full(module, x, arguments, deterministic):
-    return module(x, decode=False, is_causal=True, deterministic=deterministic, **arguments)
+    return module(
+        x, decode=False, is_causal=True, deterministic=deterministic, **arguments
+    )
 
 
 @nnx.jit
@@ -77,19 +93,31 @@ class Linen:
     def __init__(self, **options):
         self.options = {"num_heads": N, **options}
         layer = linen.MultiHeadDotProductAttention(**self.options)
-        self.params = grown(layer.init(jax.random.key(0), X, deterministic=True)["params"])
+        self.params = grown(
+            layer.init(jax.random.key(0), X, deterministic=True)["params"]
+        )
 
     def full(self, x, deterministic=None, **arguments):
-        return linen_full(linen.MultiHeadDotProductAttention(**self.options), self.params, x, arguments, deterministic)
+        return linen_full(
+            linen.MultiHeadDotProductAttention(**self.options),
+            self.params,
+            x,
+            arguments,
+            deterministic,
+        )
 
     def set(self, **options):
         self.layer = self.layer.clone(**options)
 
     def start(self, slots, per_row):
-        self.layer = linen.MultiHeadDotProductAttention(**self.options, decode=True, per_row=per_row)
+        self.layer = linen.MultiHeadDotProductAttention(
+            **self.options, decode=True, per_row=per_row
+        )
         init = functools.partial(self.layer.init, deterministic=True)
         shapes = jax.eval_shape(init, jax.random.key(0), jnp.zeros((B, slots, D)))
-        self.cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes["cache"])
+        self.cache = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), shapes["cache"]
+        )
 
     def step(self, x, **arguments):
         output, changed = linen_step(self.layer, self.params, self.cache, x, arguments)
@@ -103,18 +131,30 @@ class Linen:
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def linen_full(layer, params, x, arguments, deterministic):
-    return layer.apply({"params": params}, x, is_causal=True, deterministic=deterministic, **arguments)
+    return layer.apply(
+        {"params": params}, x, is_causal=True, deterministic=deterministic, **arguments
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def linen_step(layer, params, cache, x, arguments):
-    return layer.apply({"params": params, "cache": cache}, x, mutable=["cache"], **arguments)
+    return layer.apply(
+        {"params": params, "cache": cache}, x, mutable=["cache"], **arguments
+    )
 
 
 APIS = pytest.mark.parametrize("api", [Nnx, Linen])
 
 
-def decoded(module, positions=None, slots="slots", per_row=True, calls=CALLS, options=None, **arguments):
+def decoded(
+    module,
+    positions=None,
+    slots="slots",
+    per_row=True,
+    calls=CALLS,
+    options=None,
+    **arguments,
+):
     """The outputs of calls that follow one another, in a new cache, with `options` set."""
     module.start(SLOTS[slots], per_row)
     module.set(**options or {})
@@ -142,13 +182,21 @@ def test_any_split_of_each_sequence(api, kind, data):
     at, x = np.zeros(B, int), np.asarray(X)
     for _ in range(data.draw(st.integers(1, 5))):
         size = data.draw(st.sampled_from(SIZES))
-        lengths = np.minimum([data.draw(st.integers(0, size)) for _ in range(B)], min(LENGTH, SLOTS[kind]) - at)
+        lengths = np.minimum(
+            [data.draw(st.integers(0, size)) for _ in range(B)],
+            min(LENGTH, SLOTS[kind]) - at,
+        )
         new = np.full((B, size, D), np.nan, np.float32)
         for row in range(B):
             new[row, : lengths[row]] = x[row, at[row] : at[row] + lengths[row]]
-        output = np.asarray(module.step(jnp.asarray(new), lengths=jnp.asarray(lengths, jnp.int32)))
+        output = np.asarray(
+            module.step(jnp.asarray(new), lengths=jnp.asarray(lengths, jnp.int32))
+        )
         for row in range(B):
-            got, wanted = output[row, : lengths[row]], expected[row, at[row] : at[row] + lengths[row]]
+            got, wanted = (
+                output[row, : lengths[row]],
+                expected[row, at[row] : at[row] + lengths[row]],
+            )
             assert_close(got, wanted)
         at = at + lengths
         np.testing.assert_array_equal(module.index, at)
@@ -157,24 +205,41 @@ def test_any_split_of_each_sequence(api, kind, data):
 @pytest.mark.core
 def test_positions_only_change_the_rotation():
     module, _ = made(Linen)
-    positions = jnp.asarray(np.random.default_rng(1).integers(0, 999, (B, 48)), jnp.int32)
-    assert_close(decoded(module, positions, per_row=False), module.full(X[:, :48], positions=positions))
+    positions = jnp.asarray(
+        np.random.default_rng(1).integers(0, 999, (B, 48)), jnp.int32
+    )
+    assert_close(
+        decoded(module, positions, per_row=False),
+        module.full(X[:, :48], positions=positions),
+    )
 
 
 def test_positions_of_several_coordinates():
-    """Tokens of an image share a frame, and later tokens have smaller positions than their slots."""
+    """Tokens of an image share a frame, and later tokens have smaller positions than
+    their slots.
+    """
     module = Nnx(**EVERYTHING | {"rope": RoPE(sections=(1, 1, 1))})
     assert_close(module.full(X), made(Nnx)[1], atol=1e-6)  # only text
-    text, image = np.arange(11), 11 + np.stack([np.zeros(24, int), *np.divmod(np.arange(24), 6)], axis=-1)
-    positions = np.concatenate([text[:, None].repeat(3, 1), image, np.arange(17, 30)[:, None].repeat(3, 1)])
+    text, image = (
+        np.arange(11),
+        11 + np.stack([np.zeros(24, int), *np.divmod(np.arange(24), 6)], axis=-1),
+    )
+    positions = np.concatenate(
+        [text[:, None].repeat(3, 1), image, np.arange(17, 30)[:, None].repeat(3, 1)]
+    )
     positions = jnp.asarray(np.stack([positions, positions[::-1]]), jnp.int32)
     expected = np.asarray(module.full(X[:, :48], positions=positions))
     assert np.abs(expected - made(Nnx)[1][:, :48]).max() > 1e-2
     assert_close(decoded(module, positions), expected)
     # The same for all sequences; and another number of coordinates.
-    assert_close(module.full(X[:, :48], positions=positions[0])[0], expected[0], atol=1e-6)
+    assert_close(
+        module.full(X[:, :48], positions=positions[0])[0], expected[0], atol=1e-6
+    )
     for wrong in (positions[..., :2], positions[..., 0]):
-        with pytest.raises(ValueError, match=r"positions must be \[batch..., length, coordinates\] .* \(2, 48, 3\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"positions must be \[batch..., length, coordinates\] .* \(2, 48, 3\)",
+        ):
             module.full(X[:, :48], positions=wrong)
 
 
@@ -183,30 +248,48 @@ FLAX = {Nnx: nnx.dot_product_attention, Linen: nn.dot_product_attention}
 
 @pytest.mark.parametrize(("api", "window"), [(Nnx, WINDOW), (Linen, None)])
 def test_attention_functions_of_flax(api, window):
-    """They get all keys, those of a ring in the order of their positions, and a mask of the visible ones."""
+    """They get all keys, those of a ring in the order of their positions, and a mask of
+    the visible ones.
+    """
     module = api(rope=RoPE(), local_window_size=window)
     expected = np.asarray(module.full(X))
     given = {"options": {"attention_fn": FLAX[api]}, "mask": np.ones((1, 1), bool)}
     with jax.numpy_rank_promotion("allow"):  # Flax's own
-        got = decoded(module, slots="ring", calls=((0, 40), (40, 80), (80, 81), (81, 88)), **given)
+        got = decoded(
+            module, slots="ring", calls=((0, 40), (40, 80), (80, 81), (81, 88)), **given
+        )
     assert_close(got, expected[:, :88])
 
 
 @pytest.mark.parametrize("kind", SLOTS)
 def test_sown_weights(kind):
-    """Of every slot; in a ring of the slots and then the new tokens, by position. Also the largest score.
+    """Of every slot; in a ring of the slots and then the new tokens, by position. Also
+    the largest score.
 
     Sowing does not change which weights are dropped.
     """
-    module, dropout = Linen(**EVERYTHING, dropout_rate=0.4), {"deterministic": False, "dropout_rng": jax.random.key(3)}
+    module, dropout = (
+        Linen(**EVERYTHING, dropout_rate=0.4),
+        {"deterministic": False, "dropout_rng": jax.random.key(3)},
+    )
 
     @functools.partial(jax.jit, static_argnums=0)
     def sowing(decode, x, cache):
         arguments = {} if decode else {"is_causal": True}
-        arguments |= {"sow_weights": True, "sow_max_score": True, "mutable": ["cache", "intermediates"], **dropout}
+        arguments |= {
+            "sow_weights": True,
+            "sow_max_score": True,
+            "mutable": ["cache", "intermediates"],
+            **dropout,
+        }
         layer = module.layer if decode else module.layer.clone(decode=False)
-        output, changed = layer.apply({"params": module.params, **cache}, x, **arguments)
-        [weights], [max_score] = (changed["intermediates"][f"attention_{name}"] for name in ("weights", "max_score"))
+        output, changed = layer.apply(
+            {"params": module.params, **cache}, x, **arguments
+        )
+        [weights], [max_score] = (
+            changed["intermediates"][f"attention_{name}"]
+            for name in ("weights", "max_score")
+        )
         return output, max_score, weights, {"cache": changed["cache"]} if decode else {}
 
     module.start(SLOTS[kind], per_row=False)
@@ -214,7 +297,9 @@ def test_sown_weights(kind):
     *first, _, cache = sowing(True, X[:, :47], {"cache": module.cache})
     *then, last, cache = sowing(True, X[:, 47:48], cache)
     np.testing.assert_allclose(np.maximum(first[1], then[1]), largest, rtol=1e-5)
-    assert_close(np.concatenate([first[0], then[0]], 1), module.full(X[:, :48], **dropout))
+    assert_close(
+        np.concatenate([first[0], then[0]], 1), module.full(X[:, :48], **dropout)
+    )
     slots = cache["cache"]["cached_key"].shape[1]
     assert last.shape == (B, N, 1, slots + (kind == "ring"))
     end = last.shape[-1] if kind == "ring" else 48  # after the newest token
@@ -235,20 +320,43 @@ def test_dropout_drops_the_same_weights_as_the_whole_forward(api):
     expected = module.full(X[:, :48], deterministic=False, **dropping(3))
     module.start(SLOTS["slots"], per_row=True)
     module.set(deterministic=False)
-    assert_close(np.concatenate([module.step(X[:, a:b], **dropping(3)) for a, b in CALLS], 1), expected)
-    assert np.abs(module.full(X[:, :48], deterministic=False, **dropping(4)) - expected).max() > 0.01
+    assert_close(
+        np.concatenate([module.step(X[:, a:b], **dropping(3)) for a, b in CALLS], 1),
+        expected,
+    )
+    assert (
+        np.abs(
+            module.full(X[:, :48], deterministic=False, **dropping(4)) - expected
+        ).max()
+        > 0.01
+    )
 
 
-PRESET = {"logits_soft_cap": 0.5, "local_window_size": (WINDOW, 0), "mask": FunctionMask(lambda b, h, q, k: q % 7 != k)}
+PRESET = {
+    "logits_soft_cap": 0.5,
+    "local_window_size": (WINDOW, 0),
+    "mask": FunctionMask(lambda b, h, q, k: q % 7 != k),
+}
 
 
-@pytest.mark.parametrize(("api", "promote"), [(Nnx, {"promote_dtype": dtypes.promote_dtype}), (Linen, {})])
+@pytest.mark.parametrize(
+    ("api", "promote"), [(Nnx, {"promote_dtype": dtypes.promote_dtype}), (Linen, {})]
+)
 def test_arguments_of_a_partial_count_as_those_of_the_call(api, promote):
-    """For a prompt and for a token, whether keys are read in place or the function has to be called."""
+    """For a prompt and for a token, whether keys are read in place or the function has
+    to be called.
+    """
     *options, mask = PRESET.items()
-    preset = api(attention_fn=functools.partial(flax_mha.attention_fn, is_causal=True, **promote, **PRESET))
+    preset = api(
+        attention_fn=functools.partial(
+            flax_mha.attention_fn, is_causal=True, **promote, **PRESET
+        )
+    )
     both = (preset, {}), (api(**dict(options)), dict([mask]))
-    got, want = (decoded(module, calls=((0, 9), (9, 10)), **arguments) for module, arguments in both)
+    got, want = (
+        decoded(module, calls=((0, 9), (9, 10)), **arguments)
+        for module, arguments in both
+    )
     assert_close(got, want)
 
 
@@ -256,7 +364,11 @@ def test_arguments_of_a_partial_count_as_those_of_the_call(api, promote):
 @APIS
 @pytest.mark.parametrize("name", ["query_offset", "key_value_seq_lengths"])
 def test_a_partial_that_sets_positions_is_refused(api, name):
-    module = api(attention_fn=functools.partial(flax_mha.attention_fn, **{name: jnp.array([3, 4])}))
+    module = api(
+        attention_fn=functools.partial(
+            flax_mha.attention_fn, **{name: jnp.array([3, 4])}
+        )
+    )
     module.start(LENGTH, per_row=False)
     refused(f"attention_fn must not set {name} while decoding", module.step, X[:, :3])
 
@@ -265,17 +377,27 @@ def test_a_partial_that_sets_positions_is_refused(api, name):
 def test_views():
     """Each view has its own cache, with an index for each sequence if `per_row`."""
     module, expected = made(Nnx)
-    view = nnx.view(module.module, decode=True, batch_size=B, max_length=SLOTS["slots"], per_row=True)
+    view = nnx.view(
+        module.module,
+        decode=True,
+        batch_size=B,
+        max_length=SLOTS["slots"],
+        per_row=True,
+    )
     assert view.cache_index.shape == (B,)
     assert view.cache_index is not module.module.cache_index
     nnx_step(view, X[:, :40], {"lengths": jnp.array([40, 11])})
-    output = nnx_step(view, jnp.stack([X[0, 40:41], X[1, 11:12]]), {"lengths": jnp.array([1, 1])})
+    output = nnx_step(
+        view, jnp.stack([X[0, 40:41], X[1, 11:12]]), {"lengths": jnp.array([1, 1])}
+    )
     assert_close(output, jnp.stack([expected[0, 40:41], expected[1, 11:12]]))
     np.testing.assert_array_equal(view.cache_index[...], [41, 12])
 
 
 def test_a_donated_step():
-    """As in the documentation of decoding: the cache is an argument and a result, and all steps share one trace."""
+    """As in the documentation of decoding: the cache is an argument and a result, and
+    all steps share one trace.
+    """
     module, expected = made(Nnx)
     module.start(SLOTS["ring"], per_row=True)
     graph, cache, rest = nnx.split(module.module, nnx.Cache, ...)
@@ -297,7 +419,8 @@ def test_a_donated_step():
     assert len(traced) == 1
 
 
-# Cross-attention: keys, values and lengths of the encoder are stored once, by `store_keys=True` -----------------------
+# Cross-attention: keys, values and lengths of the encoder are stored once, by
+# `store_keys=True`
 
 TARGET = jax.random.normal(jax.random.key(0), (2, 7, 12))
 ENCODED = jax.random.normal(jax.random.key(1), (2, 11, 10))
@@ -306,7 +429,12 @@ SPLITS = (slice(0, 1), slice(1, 4), slice(4, 7))
 
 
 def nnx_cross(**options):
-    given = {"in_kv_features": 10, "num_kv_heads": 1, "decode": True, "rngs": nnx.Rngs(0)}
+    given = {
+        "in_kv_features": 10,
+        "num_kv_heads": 1,
+        "decode": True,
+        "rngs": nnx.Rngs(0),
+    }
     return flax_mha.MultiHeadAttention(2, 12, **given | options)
 
 
@@ -316,13 +444,21 @@ class LinenCross:
     def __init__(self, **options):
         given = {"num_heads": 2, "num_kv_heads": 1, "decode": True}
         self.module = linen.MultiHeadDotProductAttention(**given | options)
-        given = {"positions": (jnp.arange(1), jnp.arange(11))} if "rope" in options else {}
-        self.variables = self.module.init(jax.random.key(0), TARGET[:, :1], ENCODED, store_keys=True, **given)
+        given = (
+            {"positions": (jnp.arange(1), jnp.arange(11))} if "rope" in options else {}
+        )
+        self.variables = self.module.init(
+            jax.random.key(0), TARGET[:, :1], ENCODED, store_keys=True, **given
+        )
 
     def __call__(self, *inputs, decode=True, **arguments):
         if not decode:
-            return self.module.clone(decode=False).apply(self.variables, *inputs, **arguments)
-        output, cache = self.module.apply(self.variables, *inputs, **arguments, mutable=["cache"])
+            return self.module.clone(decode=False).apply(
+                self.variables, *inputs, **arguments
+            )
+        output, cache = self.module.apply(
+            self.variables, *inputs, **arguments, mutable=["cache"]
+        )
         self.variables = self.variables | cache
         return output
 
@@ -357,22 +493,41 @@ def test_rotary_positions(make):
     module, positions = make(rope=RoPE()), jnp.arange(100, 107)
     want = module(TARGET, ENCODED, decode=False, positions=(positions, jnp.arange(11)))
     assert_close(decode_cross(module, {}, positions), want, atol=1e-6)
-    refused(r"positions must be a single array .* if rope is used with stored", module, TARGET[:, :1])
+    refused(
+        r"positions must be a single array .* if rope is used with stored",
+        module,
+        TARGET[:, :1],
+    )
 
 
 def test_axial_positions_are_not_counted():
     module = nnx_cross(rope=RoPE(sections=(2, 1), section_layout="axial"))
-    positions = jnp.stack(jnp.divmod(jnp.arange(7), 3), axis=-1), jnp.stack(jnp.divmod(jnp.arange(11), 4), axis=-1)
+    positions = (
+        jnp.stack(jnp.divmod(jnp.arange(7), 3), axis=-1),
+        jnp.stack(jnp.divmod(jnp.arange(11), 4), axis=-1),
+    )
     want = module(TARGET, ENCODED, decode=False, positions=positions)
-    module(TARGET[:, :2], ENCODED, store_keys=True, positions=(positions[0][:2], positions[1]))
-    assert_close(module(TARGET[:, 2:], positions=positions[0][2:]), want[:, 2:], atol=1e-6)
-    with pytest.raises(ValueError, match=r"positions must be \[..., T, coordinates\] if rope is axial, but got None"):
+    module(
+        TARGET[:, :2],
+        ENCODED,
+        store_keys=True,
+        positions=(positions[0][:2], positions[1]),
+    )
+    assert_close(
+        module(TARGET[:, 2:], positions=positions[0][2:]), want[:, 2:], atol=1e-6
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"positions must be \[..., T, coordinates\] if rope is axial, but got None",
+    ):
         module(TARGET, ENCODED, decode=False)
 
 
 @CROSS
 def test_other_attention_functions_get_the_lengths_as_a_mask(make):
-    module = make(num_kv_heads=2, attention_fn=FLAX[Nnx if make is nnx_cross else Linen])
+    module = make(
+        num_kv_heads=2, attention_fn=FLAX[Nnx if make is nnx_cross else Linen]
+    )
     shown = (jnp.arange(11)[None] < LENGTHS[:, None])[:, None, None]
     want = module(TARGET, ENCODED, decode=False, mask=shown)
     module(TARGET[:, :1], ENCODED, store_keys=True)
@@ -391,12 +546,32 @@ def test_refusals_of_cross_attention(make):
     if not isinstance(module, LinenCross):
         module(TARGET, ENCODED, store_keys=True)
     for inputs, arguments, expected in (
-        ([TARGET, ENCODED], {}, "inputs_k must be None if keys are already stored.*store_keys=True"),
-        ([TARGET], {"lengths": LENGTHS}, "lengths must be None if keys are already stored"),
-        ([TARGET], {"store_keys": True}, "store_keys=True requires inputs_k, but got None"),
-        ([TARGET, ENCODED], {"store_keys": True, "decode": False}, "store_keys=True requires decode=True"),
+        (
+            [TARGET, ENCODED],
+            {},
+            "inputs_k must be None if keys are already stored.*store_keys=True",
+        ),
+        (
+            [TARGET],
+            {"lengths": LENGTHS},
+            "lengths must be None if keys are already stored",
+        ),
+        (
+            [TARGET],
+            {"store_keys": True},
+            "store_keys=True requires inputs_k, but got None",
+        ),
+        (
+            [TARGET, ENCODED],
+            {"store_keys": True, "decode": False},
+            "store_keys=True requires decode=True",
+        ),
         ([TARGET, ENCODED], {"store_keys": 1}, "store_keys must be True or False"),
-        ([TARGET, ENCODED], {"store_keys": True, "lengths": (None, np.array([2**40, 4]))}, "lengths must be at most"),
+        (
+            [TARGET, ENCODED],
+            {"store_keys": True, "lengths": (None, np.array([2**40, 4]))},
+            "lengths must be at most",
+        ),
     ):
         refused(expected, module, *inputs, **arguments)
 
@@ -404,13 +579,23 @@ def test_refusals_of_cross_attention(make):
 @CROSS
 @pytest.mark.parametrize("name", ["mask", "score_mod", "local_window_size"])
 def test_arguments_that_depend_on_positions_are_refused(make, name):
-    """A later call begins at an unknown position; counted from 0, its output would be silently wrong."""
+    """A later call begins at an unknown position; counted from 0, its output would be
+    silently wrong.
+    """
     window = {"local_window_size": 2} if name == "local_window_size" else {}
-    options = {"mask": CausalMask(), "score_mod": lambda score, b, h, q_idx, kv_idx: score}
+    options = {
+        "mask": CausalMask(),
+        "score_mod": lambda score, b, h, q_idx, kv_idx: score,
+    }
     arguments = {} if window else {name: options[name]}
     module = make(**window)
     module(TARGET[:, :1], ENCODED, store_keys=True, **arguments)
-    refused(f"{name} must not depend on positions if keys are stored", module, TARGET[:, 1:2], **arguments)
+    refused(
+        f"{name} must not depend on positions if keys are stored",
+        module,
+        TARGET[:, 1:2],
+        **arguments,
+    )
 
 
 def test_making_a_cache_forgets_the_stored_keys():
@@ -418,19 +603,25 @@ def test_making_a_cache_forgets_the_stored_keys():
     module(TARGET, TARGET + 1, store_keys=True)
     module.init_cache(TARGET.shape)
     assert module.cached_lengths is None
-    assert_close(module(TARGET), module(TARGET, decode=False, is_causal=True), atol=1e-6)
+    assert_close(
+        module(TARGET), module(TARGET, decode=False, is_causal=True), atol=1e-6
+    )
 
 
 def test_steps_are_pure_under_jit():
     module = nnx_cross()
     module(TARGET[:, :1], ENCODED, store_keys=True)
     graph, cache, rest = nnx.split(module, nnx.Cache, ...)
-    output = jax.jit(lambda cache, rest, x: nnx.merge(graph, cache, rest)(x))(cache, rest, TARGET)
+    output = jax.jit(lambda cache, rest, x: nnx.merge(graph, cache, rest)(x))(
+        cache, rest, TARGET
+    )
     assert_close(output, module(TARGET), atol=1e-6)
 
 
 def test_one_length_without_a_batch_axis():
     module = nnx_cross()
-    stored = module(TARGET[0, :1], ENCODED[0], lengths=(None, np.array([4])), store_keys=True)
+    stored = module(
+        TARGET[0, :1], ENCODED[0], lengths=(None, np.array([4])), store_keys=True
+    )
     assert_close(module(TARGET[0, :1]), stored, atol=1e-6)
     assert module.cached_lengths.shape == ()

@@ -1,7 +1,9 @@
-"""Derivatives of every order, forward and reverse, are the same through tiles as through all scores.
+"""Derivatives of every order, forward and reverse, are the same through tiles as
+through all scores.
 
-DERIVATIVE_CASES in the environment is a number of random calls to draw; every run has three, which with those of
-`test_finite_differences` meet each argument of `draw`, and most pairs of them.
+DERIVATIVE_CASES in the environment is a number of random calls to draw; every run has
+three, which with those of `test_finite_differences` meet each argument of `draw`, and
+most pairs of them.
 """
 
 import functools
@@ -22,7 +24,11 @@ from flax_mha._src import plan as schedule
 from flax_mha._src.math import tiling
 from flax_mha._src.math.tiling import TileShape
 
-SEEDS = range(int(os.environ["DERIVATIVE_CASES"])) if "DERIVATIVE_CASES" in os.environ else (2, 4, 8)
+SEEDS = (
+    range(int(os.environ["DERIVATIVE_CASES"]))
+    if "DERIVATIVE_CASES" in os.environ
+    else (2, 4, 8)
+)
 # Relative to the largest number of an array, but at least to this.
 compare = functools.partial(close, at_least=1e-2)
 T, S = 20, 29
@@ -31,7 +37,11 @@ T, S = 20, 29
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
     """Several tiles each way in lengths of twenty."""
-    monkeypatch.setattr(schedule, "TILE_SHAPES", (TileShape(8, 16), TileShape(16, 8, 2), TileShape(8, 8)))
+    monkeypatch.setattr(
+        schedule,
+        "TILE_SHAPES",
+        (TileShape(8, 16), TileShape(16, 8, 2), TileShape(8, 8)),
+    )
     monkeypatch.setattr(tiling, "CELL", 4)
 
 
@@ -43,11 +53,19 @@ def draw(seed):
         return options[rng.integers(len(options))]
 
     def broadcast(*shape):
-        return tuple(size if rng.random() < 0.6 else 1 for size in shape)[rng.integers(len(shape)) :]
+        return tuple(size if rng.random() < 0.6 else 1 for size in shape)[
+            rng.integers(len(shape)) :
+        ]
 
-    groups, batches, lengths = ((1, 1), (1, 3), (2, 2)), ((), (2,), (2, 2)), ((T, S), (T, T), (S, T))
+    groups, batches, lengths = (
+        ((1, 1), (1, 3), (2, 2)),
+        ((), (2,), (2, 2)),
+        ((T, S), (T, T), (S, T)),
+    )
     windows = (7, 1), (None, 4), (7, None)
-    structure = test_fuzz.structure_of(one_of, broadcast, groups, batches, lengths, windows)
+    structure = test_fuzz.structure_of(
+        one_of, broadcast, groups, batches, lengths, windows
+    )
     learned, fixed = test_fuzz.data(structure, seed)
     tangents = {name: rng.standard_normal(x.shape) for name, x in learned.items()}
     return structure, learned, fixed, tangents
@@ -56,7 +74,9 @@ def draw(seed):
 def loss_of(structure, fixed, implementation):
     def loss(learned):
         output, lse = test_fuzz.ours(structure, implementation, learned, fixed)
-        return jnp.sin(output).sum() + jnp.sin(jnp.where(jnp.isfinite(lse), lse, 0)).sum(), (output, lse)
+        return jnp.sin(output).sum() + jnp.sin(
+            jnp.where(jnp.isfinite(lse), lse, 0)
+        ).sum(), (output, lse)
 
     return loss
 
@@ -69,14 +89,18 @@ def hessian_product(loss_and_aux):
     """The gradient, and its tangents."""
 
     def answers(x, tangents):
-        gradient, product = jax.jvp(jax.grad(lambda x: loss_and_aux(x)[0]), (x,), (tangents,))
+        gradient, product = jax.jvp(
+            jax.grad(lambda x: loss_and_aux(x)[0]), (x,), (tangents,)
+        )
         return {"gradient": gradient, "Hessian-vector product": product}
 
     return answers
 
 
 def derivatives(loss_and_aux):
-    """Tangents; Hessian-vector product; gradients of squared tangents, with MeanFlow's loss, and of a gradient."""
+    """Tangents; Hessian-vector product; gradients of squared tangents, with MeanFlow's
+    loss, and of a gradient.
+    """
 
     def mean_flow(x, tangents):
         output, moved = jax.jvp(lambda x: loss_and_aux(x)[1][0], (x,), (tangents,))
@@ -84,17 +108,30 @@ def derivatives(loss_and_aux):
 
     def answers(x, tangents):
         flow, moved = jax.grad(mean_flow, has_aux=True)(x, tangents)
-        of_gradient = jax.grad(lambda x: squares(jax.grad(lambda x: loss_and_aux(x)[0])(x)))(x)
-        others = {"tangents": moved, "gradient of tangents, MeanFlow": flow, "gradient of gradient": of_gradient}
+        of_gradient = jax.grad(
+            lambda x: squares(jax.grad(lambda x: loss_and_aux(x)[0])(x))
+        )(x)
+        others = {
+            "tangents": moved,
+            "gradient of tangents, MeanFlow": flow,
+            "gradient of gradient": of_gradient,
+        }
         return hessian_product(loss_and_aux)(x, tangents) | others
 
     return answers
 
 
 def compare_with_differences(run, got, x, tangents):
-    """Compares a Hessian-vector product with finite differences of the gradients that the same program returns."""
-    above, below = (run(jax.tree.map(lambda x, d, e=e: x + e * d, x, tangents), tangents) for e in (1e-5, -1e-5))
-    differences = jax.tree.map(lambda a, b: (a - b) / 2e-5, above["gradient"], below["gradient"])
+    """Compares a Hessian-vector product with finite differences of the gradients that
+    the same program returns.
+    """
+    above, below = (
+        run(jax.tree.map(lambda x, d, e=e: x + e * d, x, tangents), tangents)
+        for e in (1e-5, -1e-5)
+    )
+    differences = jax.tree.map(
+        lambda a, b: (a - b) / 2e-5, above["gradient"], below["gradient"]
+    )
     compare(got["Hessian-vector product"], differences, 1e-7)
 
 
@@ -103,8 +140,13 @@ def test_every_order_equals_that_of_all_scores(seed):
     """Finite differences of gradients agree, too."""
     structure, *arrays = draw(seed)
     with jax.enable_x64(True):
-        learned, fixed, tangents = jax.tree.map(lambda x: x if x.dtype.kind in "bi" else np.float64(x), arrays)
-        run, dense = (jax.jit(derivatives(loss_of(structure, fixed, name))) for name in ("blockwise", "xla"))
+        learned, fixed, tangents = jax.tree.map(
+            lambda x: x if x.dtype.kind in "bi" else np.float64(x), arrays
+        )
+        run, dense = (
+            jax.jit(derivatives(loss_of(structure, fixed, name)))
+            for name in ("blockwise", "xla")
+        )
         got = run(learned, tangents)
         compare(got, dense(learned, tangents), 1e-9)
         compare_with_differences(run, got, learned, tangents)
@@ -122,7 +164,10 @@ def test_finite_differences(seed):
 
 def inputs(*batch, t=T, n=2, h=4, seed=0):
     rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal((*batch, t, n, h)), jnp.float32) for _ in range(3)]
+    return [
+        jnp.asarray(rng.standard_normal((*batch, t, n, h)), jnp.float32)
+        for _ in range(3)
+    ]
 
 
 def under_vmap(loss):
@@ -131,7 +176,8 @@ def under_vmap(loss):
 
 def under_scan_and_checkpoint(loss):
     def layers(x):
-        step = jax.checkpoint(lambda x, _: (x + 0.1 * jax.grad(loss)(x), None))  # whole steps amplify rounding
+        # Whole steps amplify rounding.
+        step = jax.checkpoint(lambda x, _: (x + 0.1 * jax.grad(loss)(x), None))
         return jnp.sin(jax.lax.scan(step, x, length=3)[0]).sum()
 
     return lambda x: jax.jvp(jax.grad(layers), (x,), (jnp.cos(x),))
@@ -140,7 +186,9 @@ def under_scan_and_checkpoint(loss):
 def linearized(loss):
     def products(x):
         _, along = jax.linearize(jax.grad(loss), x)
-        return jax.vmap(along)(jnp.stack([jnp.cos(x), jnp.sin(x)])), jax.linear_transpose(along, x)(x)
+        return jax.vmap(along)(
+            jnp.stack([jnp.cos(x), jnp.sin(x)])
+        ), jax.linear_transpose(along, x)(x)
 
     return products
 
@@ -152,9 +200,13 @@ def third(loss):
     return lambda x: (along(along(jax.grad(loss)))(x), jax.grad(along(along(loss)))(x))
 
 
-@pytest.mark.parametrize("transformed", [under_vmap, under_scan_and_checkpoint, linearized, third])
+@pytest.mark.parametrize(
+    "transformed", [under_vmap, under_scan_and_checkpoint, linearized, third]
+)
 def test_transformations(transformed):
-    """With ids of documents as arguments, so that the bounds of loops over tiles are unknown while tracing."""
+    """With ids of documents as arguments, so that the bounds of loops over tiles are
+    unknown while tracing.
+    """
     x = inputs(2, t=9 if transformed is under_vmap else T, n=1, h=2)[0]
     ids = jnp.arange(x.shape[1], dtype=jnp.int32) // 5
 
@@ -162,7 +214,9 @@ def test_transformations(transformed):
         def run(x, ids):
             def loss(x):
                 more = {"query_segment_ids": ids, "implementation": implementation}
-                output = dot_product_attention(x, 2 * x, jnp.sin(x), is_causal=True, **more)
+                output = dot_product_attention(
+                    x, 2 * x, jnp.sin(x), is_causal=True, **more
+                )
                 return jnp.sin(output).sum()
 
             return transformed(loss)(x)
@@ -173,14 +227,24 @@ def test_transformations(transformed):
 
 
 def test_products_in_16_bits(monkeypatch):
-    """As on accelerators, where products are scaled, not queries: some roundings off the results of float32."""
-    monkeypatch.setattr(schedule, "product_dtype", lambda call, tiles: call.operands.query.dtype)
+    """As on accelerators, where products are scaled, not queries: some roundings off
+    the results of float32.
+    """
+    monkeypatch.setattr(
+        schedule, "product_dtype", lambda call, tiles: call.operands.query.dtype
+    )
 
     def second(x, implementation):
         def loss(x):
-            return jnp.sin(dot_product_attention(*x, is_causal=True, implementation=implementation)).sum()
+            return jnp.sin(
+                dot_product_attention(*x, is_causal=True, implementation=implementation)
+            ).sum()
 
-        return jax.device_get(jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (jax.tree.map(jnp.cos, x),))[1])(x))
+        return jax.device_get(
+            jax.jit(
+                lambda x: jax.jvp(jax.grad(loss), (x,), (jax.tree.map(jnp.cos, x),))[1]
+            )(x)
+        )
 
     x = [array.astype(jnp.bfloat16) for array in inputs(1, h=8)]
     wide = second([array.astype(jnp.float32) for array in x], "xla")
@@ -189,32 +253,43 @@ def test_products_in_16_bits(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_modules(kind):
-    """The tangent of a module's call, along inputs and parameters, inside the loss of a training step."""
+    """The tangent of a module's call, along inputs and parameters, inside the loss of a
+    training step.
+    """
     x = inputs(2)[0].reshape(2, T, 8)
 
     def answers(implementation):
         if kind == "nnx":
-            module = flax_mha.MultiHeadAttention(2, 8, decode=False, implementation=implementation, rngs=nnx.Rngs(0))
+            module = flax_mha.MultiHeadAttention(
+                2, 8, decode=False, implementation=implementation, rngs=nnx.Rngs(0)
+            )
             graph, params = nnx.split(module)
 
             def call(params, x):
                 return nnx.merge(graph, params)(x)
         else:
-            module = flax_mha.linen.MultiHeadDotProductAttention(num_heads=2, implementation=implementation)
+            module = flax_mha.linen.MultiHeadDotProductAttention(
+                num_heads=2, implementation=implementation
+            )
             call, params = module.apply, module.init(jax.random.key(0), x)
 
         def loss(params):
             tangents = jax.tree.map(jnp.cos, params)
             output, moved = jax.jvp(call, (params, x), (tangents, jnp.cos(x)))
-            return ((output - jax.lax.stop_gradient(moved)) ** 2).sum() + jnp.sin(moved).sum()
+            return ((output - jax.lax.stop_gradient(moved)) ** 2).sum() + jnp.sin(
+                moved
+            ).sum()
 
         return jax.jit(jax.value_and_grad(loss))(params)
 
-    compare(answers("blockwise"), answers("xla"), 1e-4, at_least=1.0)  # biases of keys change nothing
+    # Biases of keys change nothing.
+    compare(answers("blockwise"), answers("xla"), 1e-4, at_least=1.0)
 
 
 def nan_programs(implementation):
-    """First and second derivatives with keys masked by a function and by lengths, a bias and a score_mod."""
+    """First and second derivatives with keys masked by a function and by lengths, a
+    bias and a score_mod.
+    """
 
     @jax.jit
     def run(arrays, seen, lengths):
@@ -222,24 +297,37 @@ def nan_programs(implementation):
             output, lse = dot_product_attention(
                 *arrays[:3],
                 bias=arrays[3],
-                mask=FunctionMask(lambda b, h, q_idx, kv_idx: seen[kv_idx] & (q_idx % 7 != 3)),
+                mask=FunctionMask(
+                    lambda b, h, q_idx, kv_idx: seen[kv_idx] & (q_idx % 7 != 3)
+                ),
                 key_value_seq_lengths=lengths,
                 score_mod=lambda score, b, h, q_idx, kv_idx: score * arrays[4][kv_idx],
                 implementation=implementation,
                 return_residual=True,
             )
-            return jnp.sin(output).sum() + jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)).sum(), output
+            return jnp.sin(output).sum() + jnp.sin(
+                jnp.where(lse == -jnp.inf, 0, lse)
+            ).sum(), output
 
-        tangents = jax.tree.map(jnp.cos, [jnp.arange(x.size).reshape(x.shape).astype(x.dtype) for x in arrays])
-        (gradient, output), (product, along) = jax.jvp(jax.grad(loss, has_aux=True), (arrays,), (tangents,))
-        of_gradient = jax.grad(lambda x: squares(jax.grad(loss, has_aux=True)(x)[0]))(arrays)
+        tangents = jax.tree.map(
+            jnp.cos,
+            [jnp.arange(x.size).reshape(x.shape).astype(x.dtype) for x in arrays],
+        )
+        (gradient, output), (product, along) = jax.jvp(
+            jax.grad(loss, has_aux=True), (arrays,), (tangents,)
+        )
+        of_gradient = jax.grad(lambda x: squares(jax.grad(loss, has_aux=True)(x)[0]))(
+            arrays
+        )
         return output, along, gradient, product, of_gradient
 
     return run
 
 
 def test_masked_nan_and_masked_rows():
-    """In every derivative masked NaN counts as zero; visible NaN only affects the rows that attend to it."""
+    """In every derivative masked NaN counts as zero; visible NaN only affects the rows
+    that attend to it.
+    """
     arrays = [*inputs(2), jnp.ones((1, 2, 1, T)), jnp.linspace(0.5, 1.5, T)]
     seen, lengths = np.arange(T) % 4 != 1, np.asarray([T, 11], np.int32)
     hidden = (~seen[None] | (np.arange(T)[None] >= lengths[:, None]))[..., None, None]

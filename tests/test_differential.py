@@ -1,4 +1,6 @@
-"""`recipes.differential` equals the formula of the paper, and passes all arguments to both softmaxes."""
+"""`recipes.differential` equals the formula of the paper, and passes all arguments to
+both softmaxes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +13,27 @@ from flax_mha import recipes
 
 B, S, N, K, H = 2, 37, 4, 2, 8
 rng = np.random.default_rng(0)
-SHAPES = {"query": (B, S, 2 * N, H), "key": (B, S, 2 * K, H), "value": (B, S, K, 2 * H), "vectors": (4, H)}
-ARRAYS = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+SHAPES = {
+    "query": (B, S, 2 * N, H),
+    "key": (B, S, 2 * K, H),
+    "value": (B, S, K, 2 * H),
+    "vectors": (4, H),
+}
+ARRAYS = {
+    name: rng.standard_normal(shape).astype(np.float32)
+    for name, shape in SHAPES.items()
+}
 ARRAYS["vectors"] *= 0.3
 CAUSAL = recipes.causal()["mask"]
 
 
 def by_the_paper(query, key, value, vectors, layer):
     """Head n uses query heads n and N + n, and their keys."""
-    visible, (q1, k1, q2, k2), start = np.tri(S, dtype=bool), vectors, 0.8 - 0.6 * np.exp(-0.3 * layer)
+    visible, (q1, k1, q2, k2), start = (
+        np.tri(S, dtype=bool),
+        vectors,
+        0.8 - 0.6 * np.exp(-0.3 * layer),
+    )
     first = naive_attention(query[..., :N, :], key[..., :K, :], value, visible)
     second = naive_attention(query[..., N:, :], key[..., K:, :], value, visible)
     heads = first - (jnp.exp(q1 @ k1) - jnp.exp(q2 @ k2) + start) * second
@@ -31,7 +45,9 @@ def test_equals_the_formula_with_gradients(implementation, small_tiles):
     cotangent = rng.standard_normal((B, S, N, 2 * H)).astype(np.float32)
 
     def ours(arrays):
-        return recipes.differential(**arrays, layer=2, mask=CAUSAL, implementation=implementation)
+        return recipes.differential(
+            **arrays, layer=2, mask=CAUSAL, implementation=implementation
+        )
 
     def everything(function):
         output, pull = jax.vjp(function, ARRAYS)
@@ -43,15 +59,25 @@ def test_equals_the_formula_with_gradients(implementation, small_tiles):
 
 def test_traced_layers_and_different_dropout_in_both_softmaxes():
     layers = jnp.arange(3)
-    got = jax.vmap(lambda layer: recipes.differential(**ARRAYS, layer=layer, mask=CAUSAL))(layers)
+    got = jax.vmap(
+        lambda layer: recipes.differential(**ARRAYS, layer=layer, mask=CAUSAL)
+    )(layers)
     want = [recipes.differential(**ARRAYS, layer=i, mask=CAUSAL) for i in range(3)]
     np.testing.assert_allclose(got, jnp.stack(want), rtol=0, atol=1e-5)
-    twice = {name: jnp.concatenate([ARRAYS[name][..., :n, :]] * 2, -2) for name, n in (("query", N), ("key", K))}
-    same = {**ARRAYS, **twice, "vectors": np.zeros((4, H), np.float32), "layer": 10**6}  # 0.8 * the second softmax
-    drop = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0), "epsilon": 1e3}  # hardly normalized
+    twice = {
+        name: jnp.concatenate([ARRAYS[name][..., :n, :]] * 2, -2)
+        for name, n in (("query", N), ("key", K))
+    }
+    # 0.8 * the second softmax.
+    same = {**ARRAYS, **twice, "vectors": np.zeros((4, H), np.float32), "layer": 10**6}
+    # Hardly normalized.
+    drop = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0), "epsilon": 1e3}
     plain, dropped = recipes.differential(**same), recipes.differential(**same, **drop)
-    assert not np.allclose(np.sign(plain), np.sign(dropped))  # equal weights would only be scaled
-    masked = recipes.differential(**ARRAYS, layer=0, key_value_seq_lengths=jnp.array([0, S]))
+    # Equal weights would only be scaled.
+    assert not np.allclose(np.sign(plain), np.sign(dropped))
+    masked = recipes.differential(
+        **ARRAYS, layer=0, key_value_seq_lengths=jnp.array([0, S])
+    )
     np.testing.assert_array_equal(masked[0], 0)
 
 
@@ -59,11 +85,30 @@ def test_bad_arguments():
     def attend(**changed):
         return recipes.differential(**ARRAYS | {"layer": 0} | changed)
 
-    refused("query must have an even number of heads", attend, query=ARRAYS["query"][..., :3, :])
-    refused(r"key twice as many as value, but got .* key \(2, 37, 2, 8\)", attend, key=ARRAYS["key"][..., :K, :])
-    refused(r"vectors must have shape \[4, head size\] = \(4, 8\)", attend, vectors=ARRAYS["vectors"][:3])
-    refused("vectors must be floats .*, but got int", attend, vectors=np.ones((4, H), int))
+    refused(
+        "query must have an even number of heads",
+        attend,
+        query=ARRAYS["query"][..., :3, :],
+    )
+    refused(
+        r"key twice as many as value, but got .* key \(2, 37, 2, 8\)",
+        attend,
+        key=ARRAYS["key"][..., :K, :],
+    )
+    refused(
+        r"vectors must have shape \[4, head size\] = \(4, 8\)",
+        attend,
+        vectors=ARRAYS["vectors"][:3],
+    )
+    refused(
+        "vectors must be floats .*, but got int", attend, vectors=np.ones((4, H), int)
+    )
     refused("layer must be an int >= 0, but got -1", attend, layer=-1)
     refused("layer must have an integer dtype", attend, layer=0.5)
-    refused("unexpected keyword argument 'return_residual'", attend, return_residual=True, error=TypeError)
+    refused(
+        "unexpected keyword argument 'return_residual'",
+        attend,
+        return_residual=True,
+        error=TypeError,
+    )
     refused("only modules accept lengths", attend, lengths=3, error=TypeError)

@@ -1,4 +1,6 @@
-"""Every block of every page runs, links have targets, and the reference and the gallery are complete."""
+"""Every block of every page runs, links have targets, and the reference and the gallery
+are complete.
+"""
 
 import doctest
 import importlib
@@ -21,15 +23,24 @@ from train_demo import command_line
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = ["README.md", "CHANGELOG.md", *sorted(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
+PAGES = [
+    "README.md",
+    "CHANGELOG.md",
+    *sorted(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md")),
+]
 PAGES = [page for page in PAGES if "_generated" not in page]
-# Tests of the demo run the blocks of the first, which need its runs; the second needs eight devices.
+# Tests of the demo run the blocks of the first, which need its runs; the second needs
+# eight devices.
 ELSEWHERE = ("docs/training.md", "docs/devices.md")
 
 
 def by_hand(page):
-    """The text of a page without the parts from `docs/write_pages.py`, such as the source of recipes."""
-    return re.sub(r"<!-- begin: .*?<!-- end -->", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    """The text of a page without the parts from `docs/write_pages.py`, such as the
+    source of recipes.
+    """
+    return re.sub(
+        r"<!-- begin: .*?<!-- end -->", "", (ROOT / page).read_text(), flags=re.DOTALL
+    )
 
 
 def blocks(page):
@@ -52,7 +63,9 @@ def test_the_blocks_of_a_page_run(page, monkeypatch, tmp_path):
 @pytest.mark.core
 @pytest.mark.parametrize("page", PAGES)
 def test_no_block_is_overlooked(page):
-    """Only blocks that begin with ```python run, so there must be no others, such as indented ones of a list."""
+    """Only blocks that begin with ```python run, so there must be no others, such as
+    indented ones of a list.
+    """
     text = by_hand(page)
     assert len(re.findall(r"```\s*(?:python|py)\b", text)) == len(blocks(page))
     assert ">>>" not in text
@@ -61,46 +74,79 @@ def test_no_block_is_overlooked(page):
 @pytest.mark.core
 @pytest.mark.parametrize("page", PAGES)
 def test_links_to_files_have_targets(page):
-    """Sphinx checks links between pages with their anchors, but not those of the README."""
+    """Sphinx checks links between pages with their anchors, but not those of the
+    README.
+    """
     folder = (ROOT / page).parent
     text = (ROOT / page).read_text()
-    for target in re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'src(?:set)?="([^"]+)"', text):
+    for target in re.findall(r"\]\(([^)#\s]+)", text) + re.findall(
+        r'src(?:set)?="([^"]+)"', text
+    ):
         assert re.match(r"https?://", target) or (folder / target).exists(), target
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-# The module or file of a command, and its arguments, which may continue on further lines in docstrings of scripts.
-COMMAND = re.compile(r"\bpython (?:-m )?(train_demo|benchmarks/conformance|[\w/]+\.py)\b([^`#\n]*(?:\n +\[--[^\n]*)*)")
-SCRIPTS = ("benchmarks/*.py", "benchmarks/results/*.md", "docs/*.py", "examples/*.py", "tests/hf_*.py")
+# The module or file of a command, and its arguments, which may continue on further
+# lines in docstrings of scripts.
+COMMAND = re.compile(
+    r"\bpython (?:-m )?(train_demo|benchmarks/conformance|[\w/]+\.py)\b([^`#\n]*(?:\n +\[--[^\n]*)*)"
+)
+SCRIPTS = (
+    "benchmarks/*.py",
+    "benchmarks/results/*.md",
+    "docs/*.py",
+    "examples/*.py",
+    "tests/hf_*.py",
+)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("files", [*PAGES, *SCRIPTS])
 def test_commands_name_files_options_and_extras_that_exist(files):
-    """Nothing runs, because most commands take minutes. The demo's own parser reads its commands."""
+    """Nothing runs, because most commands take minutes. The demo's own parser reads its
+    commands.
+    """
     text = "\n".join(path.read_text() for path in ROOT.glob(files))
-    assert set(re.findall(r"'\.\[([\w-]+)\]'", text)) <= {*PROJECT["project"]["optional-dependencies"]}
+    assert set(re.findall(r"'\.\[([\w-]+)\]'", text)) <= {
+        *PROJECT["project"]["optional-dependencies"]
+    }
     assert set(re.findall(r"--group (\w+)", text)) <= {*PROJECT["dependency-groups"]}
     for name, words in COMMAND.findall(text):
         if name == "train_demo":
             chosen = shlex.split(re.split(r" &|;", words)[0].replace("$i", "0"))
             command = [] if chosen and not chosen[0].startswith("-") else ["train"]
-            command_line.make_parser().parse_args([*command, *(word for word in chosen if word != "--help")])
+            command_line.make_parser().parse_args(
+                [*command, *(word for word in chosen if word != "--help")]
+            )
             continue
         file = ROOT / (name if name.endswith(".py") else f"{name}/__main__.py")
-        source = "".join(path.read_text() for path in (file, *file.parent.glob("measure.py")))
-        known = {f"--{word.replace('_', '-')}" for word in re.findall(r'"(?:--)?([a-z][\w-]*)"', source)}
-        assert set(re.findall(r"(?<!\S)\[?(--[a-z][\w-]*)", words)) <= known, (name, words)
+        source = "".join(
+            path.read_text() for path in (file, *file.parent.glob("measure.py"))
+        )
+        known = {
+            f"--{word.replace('_', '-')}"
+            for word in re.findall(r'"(?:--)?([a-z][\w-]*)"', source)
+        }
+        assert set(re.findall(r"(?<!\S)\[?(--[a-z][\w-]*)", words)) <= known, (
+            name,
+            words,
+        )
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("page", PAGES)
 def test_github_shows_the_whole_page(page):
-    """It knows no directives, no roles, no front matter, and each picture has a variant for dark pages."""
+    """It knows no directives, no roles, no front matter, and each picture has a variant
+    for dark pages.
+    """
     text = (ROOT / page).read_text()
-    assert not re.search(r"^\s*(```|:::)\s*\{|\{[\w:-]+\}`|^\(\S+\)=$|^%|\A---$", text, re.MULTILINE)
+    assert not re.search(
+        r"^\s*(```|:::)\s*\{|\{[\w:-]+\}`|^\(\S+\)=$|^%|\A---$", text, re.MULTILINE
+    )
     assert text.count("<!-- begin: ") == text.count("<!-- end -->")
-    both = re.findall(r'<picture>.*srcset="(\S+)-dark.svg".*"\1-light.svg".*</picture>', text)
+    both = re.findall(
+        r'<picture>.*srcset="(\S+)-dark.svg".*"\1-light.svg".*</picture>', text
+    )
     assert both == re.findall(r'src="(\S+)-light\.svg"', text)
 
 
@@ -114,7 +160,9 @@ def test_pages_hold_what_the_script_writes(write_pages):
 def test_pictures_are_what_the_script_draws(write_pages):
     """If this fails, run `python docs/write_pages.py`."""
     drawn = write_pages.pictures.draw()
-    assert {path.name: path.read_text() for path in (DOCS / "_static").glob("*.svg")} == drawn
+    assert {
+        path.name: path.read_text() for path in (DOCS / "_static").glob("*.svg")
+    } == drawn
 
 
 @pytest.fixture
@@ -127,20 +175,30 @@ def write_pages(monkeypatch):
 def test_every_known_issue_is_listed_linked_and_asserted():
     text = (DOCS / "known-issues.md").read_text()
     _, *entries = re.split(r"^### ", text, flags=re.MULTILINE)
-    assert re.findall(r"^\| \[(.*)\]\(#\S+\) \|", text, re.MULTILINE) == [x.partition("\n")[0] for x in entries]
+    assert re.findall(r"^\| \[(.*)\]\(#\S+\) \|", text, re.MULTILINE) == [
+        x.partition("\n")[0] for x in entries
+    ]
     for entry in entries:
-        assert re.search(r"github\.com/\S+/(?:issues|pull)/\d+|No issue that we know of", entry), entry
+        assert re.search(
+            r"github\.com/\S+/(?:issues|pull)/\d+|No issue that we know of", entry
+        ), entry
         assert re.search(r"```python\n[^`]*^ *assert ", entry, re.MULTILINE), entry
 
 
 MODULES = ("cache", "convert", "linen", "masks", "nnx", "plot", "recipes", "rope")
-# Public only by their names: the classes of combined masks, parts of documented names, and tables.
+# Public only by their names: the classes of combined masks, parts of documented names,
+# and tables.
 INTERNAL = ["And", "LAYOUTS", "LayoutName", "Not", "Occupancy", "Or", "WrittenMask"]
 
 
 def public_names():
-    """The names that users may import: at the top level, and those that a public module defines or lists."""
-    for module in (flax_mha, *(importlib.import_module(f"flax_mha.{name}") for name in MODULES)):
+    """The names that users may import: at the top level, and those that a public module
+    defines or lists.
+    """
+    for module in (
+        flax_mha,
+        *(importlib.import_module(f"flax_mha.{name}") for name in MODULES),
+    ):
         for name in module.__all__:
             yield name, getattr(module, name)  # some on first use
 
@@ -150,8 +208,11 @@ def test_the_reference_names_every_public_name():
     text = "".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
     assert "automodule:: flax_mha.recipes\n   :members:" in text
     documented = [vars(recipes)[name] for name in (*gallery(), "combine")]
-    # Users type these names; importing would find a module even if a function of the package hides it.
-    for path in re.findall(r"^\.\. auto(?:function|class|module):: flax_mha\.(\S+)", text, re.MULTILINE):
+    # Users type these names; importing would find a module even if a function of the
+    # package hides it.
+    for path in re.findall(
+        r"^\.\. auto(?:function|class|module):: flax_mha\.(\S+)", text, re.MULTILINE
+    ):
         documented.append(operator.attrgetter(path)(flax_mha))
     undocumented = sorted(name for name, x in public_names() if x not in documented)
     assert undocumented == sorted(INTERNAL)
@@ -159,15 +220,26 @@ def test_the_reference_names_every_public_name():
 
 @pytest.mark.core
 def test_examples_of_every_public_name_are_collected():
-    """Names are defined in `_src`, where pytest looks for examples, and not in the modules that re-export them."""
+    """Names are defined in `_src`, where pytest looks for examples, and not in the
+    modules that re-export them.
+    """
     files = (ROOT / "flax_mha" / "_src").rglob("*.py")
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
     finder = doctest.DocTestFinder(exclude_empty=True)
-    modules = [importlib.import_module(name) for name in names if not name.endswith("__init__")]
+    modules = [
+        importlib.import_module(name) for name in names if not name.endswith("__init__")
+    ]
     collected = {test.name for module in modules for test in finder.find(module)}
 
-    shown = [x for _, x in public_names() if ">>>" in (getattr(x, "__doc__", None) or "")]
-    lost = [x for x in shown if hasattr(x, "__qualname__") and f"{x.__module__}.{x.__qualname__}" not in collected]
+    shown = [
+        x for _, x in public_names() if ">>>" in (getattr(x, "__doc__", None) or "")
+    ]
+    lost = [
+        x
+        for x in shown
+        if hasattr(x, "__qualname__")
+        and f"{x.__module__}.{x.__qualname__}" not in collected
+    ]
 
     assert len(shown) > 30
     assert lost == []
@@ -179,22 +251,39 @@ def gallery():
 
 @pytest.mark.core
 def test_features_of_models_name_arguments_and_families_that_exist():
-    rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", (DOCS / "model-features.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (.*) \| (.*) \| (.*) \|$",
+        (DOCS / "model-features.md").read_text(),
+        re.MULTILINE,
+    )
     modules = flax_mha.MultiHeadAttention, flax_mha.MultiHeadLatentAttention
-    functions = [f for module in modules for f in (module, module.__call__, module.init_cache)]
+    functions = [
+        f for module in modules for f in (module, module.__call__, module.init_cache)
+    ]
     values = flax_mha.Norm, flax_mha.Gate, flax_mha.Indexer, flax_mha.RoPE
-    taken = {name for f in (*functions, *values) for name in inspect.signature(f).parameters}
+    taken = {
+        name for f in (*functions, *values) for name in inspect.signature(f).parameters
+    }
     known = {"recipes": vars(recipes), "convert": vars(flax_mha.convert)}
     for _, arguments, families in rows:
         assert taken.issuperset(re.findall(r"(\w+)=", arguments))
-        assert all(name in known[module] for module, name in re.findall(r"(recipes|convert)\.(\w+)", arguments))
-        assert not [name for name in re.findall(r"`(\w+)`", families) if FAMILIES[name].refused]
+        assert all(
+            name in known[module]
+            for module, name in re.findall(r"(recipes|convert)\.(\w+)", arguments)
+        )
+        assert not [
+            name for name in re.findall(r"`(\w+)`", families) if FAMILIES[name].refused
+        ]
 
 
 @pytest.mark.core
 def test_pages_have_every_table_and_every_recipe(write_pages):
-    text = {page: (DOCS / f"{page}.md").read_text() for page in ("performance", "masks")}
-    assert sorted(re.findall(r"begin: table (\w+)", text["performance"])) == sorted(write_pages.tables.TABLES)
+    text = {
+        page: (DOCS / f"{page}.md").read_text() for page in ("performance", "masks")
+    }
+    assert sorted(re.findall(r"begin: table (\w+)", text["performance"])) == sorted(
+        write_pages.tables.TABLES
+    )
     assert set(write_pages.pictures.RECIPES) == gallery()
     for name in gallery():
         assert f"_static/{name}-light.svg" in text["masks"]
@@ -204,14 +293,22 @@ def test_pages_have_every_table_and_every_recipe(write_pages):
 
 @pytest.mark.core
 def test_notebooks_are_the_pages_and_were_run(monkeypatch):
-    """If this fails, run `python docs/notebooks.py`. Outputs are not compared: they contain times."""
+    """If this fails, run `python docs/notebooks.py`. Outputs are not compared: they
+    contain times.
+    """
     monkeypatch.syspath_prepend(str(DOCS))
     notebooks = importlib.import_module("notebooks")
-    assert sorted(path.stem for path in (DOCS / "notebooks").glob("*.ipynb")) == sorted(notebooks.PAGES)
+    assert sorted(path.stem for path in (DOCS / "notebooks").glob("*.ipynb")) == sorted(
+        notebooks.PAGES
+    )
     for page in notebooks.PAGES:
         cells = run_cells(DOCS / "notebooks" / f"{page}.ipynb")
-        assert [(cell["cell_type"], "".join(cell["source"])) for cell in cells] == notebooks.cells(page)
-        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        assert [
+            (cell["cell_type"], "".join(cell["source"])) for cell in cells
+        ] == notebooks.cells(page)
+        code = [
+            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"
+        ]
         for cell, block in zip(code[1:], blocks(f"docs/{page}.md"), strict=True):
             assert cell.startswith(block.strip())
     assert '"image/png"' in (DOCS / "notebooks" / "masks.ipynb").read_text()
@@ -219,13 +316,20 @@ def test_notebooks_are_the_pages_and_were_run(monkeypatch):
 
 
 def run_cells(path):
-    """The cells of a notebook that was run from top to bottom without an error, and shows what it computed."""
+    """The cells of a notebook that was run from top to bottom without an error, and
+    shows what it computed.
+    """
     assert path.stat().st_size < 2**20
     cells = json.loads(path.read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
-    assert not any(output["output_type"] == "error" for cell in code for output in cell["outputs"])
+    assert not any(
+        output["output_type"] == "error" for cell in code for output in cell["outputs"]
+    )
     assert all(cell["outputs"] for cell in code[1:])
-    relative = re.findall(r"(?:\]\(|src(?:set)?=\")(?!https?://|#)", "".join("".join(cell["source"]) for cell in cells))
+    relative = re.findall(
+        r"(?:\]\(|src(?:set)?=\")(?!https?://|#)",
+        "".join("".join(cell["source"]) for cell in cells),
+    )
     assert not relative
     return cells

@@ -23,18 +23,28 @@ def _as_a_reader_has_it():
 
 
 def example(name, one_layer=""):
-    """The module of an example; the model `one_layer` gets one layer, not two, which compiles in half the time."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    """The module of an example; the model `one_layer` gets one layer, not two, which
+    compiles in half the time.
+    """
+    spec = importlib.util.spec_from_file_location(
+        f"example_{name}", EXAMPLES / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # linen's dataclasses look their module up
     spec.loader.exec_module(module)
     if one_layer:
-        setattr(module, one_layer, functools.partial(getattr(module, one_layer), num_layers=1))
+        setattr(
+            module,
+            one_layer,
+            functools.partial(getattr(module, one_layer), num_layers=1),
+        )
     return module
 
 
 def trained(module, steps, below):
-    """The trained model; its last losses are lower than without the pattern in the data."""
+    """The trained model; its last losses are lower than without the pattern in the
+    data.
+    """
     model, losses = module.train(steps)
     assert len(losses) == steps
     assert np.isfinite(losses).all()
@@ -43,9 +53,14 @@ def trained(module, steps, below):
 
 
 def assert_greedy(run, prompts, lengths, written):
-    """Without a cache, and without the other prompts, each token is the most probable one after those before it."""
+    """Without a cache, and without the other prompts, each token is the most probable
+    one after those before it.
+    """
     for prompt, length, continued in zip(prompts, lengths, written, strict=True):
-        text = jnp.concatenate([prompt[:length], continued, jnp.zeros(max(lengths) - length, int)])  # one program
+        # One program.
+        text = jnp.concatenate(
+            [prompt[:length], continued, jnp.zeros(max(lengths) - length, int)]
+        )
         chosen = run(text[None])[0].argmax(-1)
         np.testing.assert_array_equal(chosen[length - 1 :][: len(continued)], continued)
 
@@ -53,7 +68,10 @@ def assert_greedy(run, prompts, lengths, written):
 def test_vit():
     vit = example("vit", one_layer="ViT")
     model = trained(vit, steps=25, below=0.9)  # a guess costs log(4) = 1.39
-    assert vit.accuracy(nnx.view(model, deterministic=True), jax.random.key(10_000)) > 0.6  # a guess: 0.25
+    # A guess: 0.25.
+    assert (
+        vit.accuracy(nnx.view(model, deterministic=True), jax.random.key(10_000)) > 0.6
+    )
 
 
 @pytest.mark.core
@@ -64,7 +82,9 @@ def test_packed_lm():
     documents = [np.arange(9), 3 * np.arange(5), 2 * np.arange(40), np.arange(7) + 4]
     documents = [document % packed_lm.VOCABULARY_SIZE for document in documents]
     batch = packed_lm.pack(documents, rows=8, length=64)
-    np.testing.assert_array_equal(batch.segment_ids[0], np.repeat([1, 2, 3, 4, 0], [9, 5, 40, 7, 3]))
+    np.testing.assert_array_equal(
+        batch.segment_ids[0], np.repeat([1, 2, 3, 4, 0], [9, 5, 40, 7, 3])
+    )
     logits = model(batch)
 
     tokens = batch.tokens.at[0, 9:14].set(7)
@@ -81,15 +101,19 @@ def test_packed_lm():
 def test_meanflow():
     meanflow = example("meanflow", one_layer="MeanVelocity")
     meanflow.POINTS = 8  # a quarter of the time
-    model = trained(meanflow, steps=100, below=0.59)  # a velocity of 0, as in the first step: 0.68
+    # A velocity of 0, as in the first step: 0.68.
+    model = trained(meanflow, steps=100, below=0.59)
     key = jax.random.key(1)
     noise = jax.random.normal(key, (256, meanflow.POINTS, 2))
-    assert meanflow.roundness_error(meanflow.sample(model, key)) < 0.95 * meanflow.roundness_error(noise)
+    assert meanflow.roundness_error(
+        meanflow.sample(model, key)
+    ) < 0.95 * meanflow.roundness_error(noise)
 
 
 def test_llama():
     llama = example("llama")
-    model = trained(llama, steps=25, below=3.25)  # with only the frequencies of characters: 3.42
+    # With only the frequencies of characters: 3.42.
+    model = trained(llama, steps=25, below=3.25)
     texts = ["def train", "class"]
     prompts, lengths = llama.encode_prompts(texts)
     written = llama.generate(model, prompts, lengths, num_tokens=11)
@@ -99,36 +123,84 @@ def test_llama():
     assert model.blocks[0].attention.cached_key is None  # generating uses other caches
 
 
-GLM: dict[str, object] = {"model_type": "glm4_moe", "vocab_size": 29, "hidden_size": 12, "num_hidden_layers": 2}
-GLM |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "partial_rotary_factor": 0.5}
-GLM |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
-GLM |= {"routed_scaling_factor": 1.5, "norm_topk_prob": True, "tie_word_embeddings": False}
+GLM: dict[str, object] = {
+    "model_type": "glm4_moe",
+    "vocab_size": 29,
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+}
+GLM |= {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "partial_rotary_factor": 0.5,
+}
+GLM |= {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
+GLM |= {
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 
 
 def glm_tensors():
     """A layer with one network, and one with six experts and a shared one."""
-    shapes = {"model.embed_tokens.weight": (29, 12), "model.norm.weight": (12,), "lm_head.weight": (29, 12)}
+    shapes = {
+        "model.embed_tokens.weight": (29, 12),
+        "model.norm.weight": (12,),
+        "lm_head.weight": (29, 12),
+    }
     for layer in "01":
         prefix = f"model.layers.{layer}."
-        shapes |= {f"{prefix}{name}_layernorm.weight": (12,) for name in ("input", "post_attention")}
+        shapes |= {
+            f"{prefix}{name}_layernorm.weight": (12,)
+            for name in ("input", "post_attention")
+        }
         shapes |= {f"{prefix}self_attn.{name}_proj.weight": (8, 12) for name in "kv"}
-        shapes |= {f"{prefix}self_attn.q_proj.weight": (16, 12), f"{prefix}self_attn.o_proj.weight": (12, 16)}
-    networks = ["0.mlp.", "1.mlp.shared_experts.", *(f"1.mlp.experts.{i}." for i in range(6))]
+        shapes |= {
+            f"{prefix}self_attn.q_proj.weight": (16, 12),
+            f"{prefix}self_attn.o_proj.weight": (12, 16),
+        }
+    networks = [
+        "0.mlp.",
+        "1.mlp.shared_experts.",
+        *(f"1.mlp.experts.{i}." for i in range(6)),
+    ]
     for prefix in networks:
-        shapes |= {f"model.layers.{prefix}{name}_proj.weight": (10, 12) for name in ("gate", "up")}
+        shapes |= {
+            f"model.layers.{prefix}{name}_proj.weight": (10, 12)
+            for name in ("gate", "up")
+        }
         shapes[f"model.layers.{prefix}down_proj.weight"] = (12, 10)
-    shapes |= {"model.layers.1.mlp.gate.weight": (6, 12), "model.layers.1.mlp.gate.e_score_correction_bias": (6,)}
+    shapes |= {
+        "model.layers.1.mlp.gate.weight": (6, 12),
+        "model.layers.1.mlp.gate.e_score_correction_bias": (6,),
+    }
     rng = np.random.default_rng(0)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    return {
+        name: rng.normal(size=shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
 
 
 def save(folder, config, tensors):
     """Two files and their index."""
     (folder / "config.json").write_text(json.dumps(config))
-    files = {"a.safetensors": sorted(tensors)[::2], "b.safetensors": sorted(tensors)[1::2]}
+    files = {
+        "a.safetensors": sorted(tensors)[::2],
+        "b.safetensors": sorted(tensors)[1::2],
+    }
     for file, names in files.items():
         save_file({name: tensors[name] for name in names}, folder / file)
-    index = {"weight_map": {name: file for file, names in files.items() for name in names}}
+    index = {
+        "weight_map": {name: file for file, names in files.items() for name in names}
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
@@ -138,38 +210,68 @@ def test_any_decoder(tmp_path):
     tensors = glm_tensors()
     model = any_decoder.Decoder(save(tmp_path, GLM, tensors))
     experts = model.weights["model.layers.1.mlp.experts.up_proj.weight"]
-    np.testing.assert_array_equal(experts[4], tensors["model.layers.1.mlp.experts.4.up_proj.weight"].T)
-    assert len(model.weights) == len([name for name in tensors if "self_attn" not in name]) - 5 * 3  # stacks of 6
+    np.testing.assert_array_equal(
+        experts[4], tensors["model.layers.1.mlp.experts.4.up_proj.weight"].T
+    )
+    # Stacks of 6.
+    assert (
+        len(model.weights)
+        == len([name for name in tensors if "self_attn" not in name]) - 5 * 3
+    )
 
     prompts, lengths = jnp.array([[7, 3, 9, 1, 4], [5, 2, 0, 0, 0]]), jnp.array([5, 2])
     written = any_decoder.generate(model, prompts, lengths, count=6)
-    assert_greedy(functools.partial(nnx.jit(lambda model, tokens: model(tokens)), model), prompts, lengths, written)
+    assert_greedy(
+        functools.partial(nnx.jit(lambda model, tokens: model(tokens)), model),
+        prompts,
+        lengths,
+        written,
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model.layers.1.mlp.gate.e_score_correction_bias": None}, "must hold model.layers.1.mlp.choice.bias"),
-        ({"model.layers.0.post_attention_layernorm.weight": None}, "must hold .*post_attention_layernorm.weight"),
+        (
+            {"model.layers.1.mlp.gate.e_score_correction_bias": None},
+            "must hold model.layers.1.mlp.choice.bias",
+        ),
+        (
+            {"model.layers.0.post_attention_layernorm.weight": None},
+            "must hold .*post_attention_layernorm.weight",
+        ),
         ({"lm_head.weight": None}, "must hold lm_head.weight"),
-        ({"model.layers.0.mlp.up_proj.bias": np.ones(10, np.float32)}, "got 1 others, such as .*.mlp.up_proj.bias"),
+        (
+            {"model.layers.0.mlp.up_proj.bias": np.ones(10, np.float32)},
+            "got 1 others, such as .*.mlp.up_proj.bias",
+        ),
         ({"rms_norm_eps": None}, "config.json must hold epsilon or rms_norm_eps"),
         ({"n_group": None}, "config.json must hold n_group, but does not"),
         ({"hidden_act": "tanh"}, "activation must be one of .* got 'tanh'"),
-        ({"model_type": "mamba"}, "model_type must be one of FAMILIES, but got 'mamba'"),
+        (
+            {"model_type": "mamba"},
+            "model_type must be one of FAMILIES, but got 'mamba'",
+        ),
     ],
 )
 def test_any_decoder_refuses(tmp_path, changed, message):
     of_tensors = {name: value for name, value in changed.items() if "." in name}
-    config = {name: x for name, x in (GLM | changed).items() if x is not None and name not in of_tensors}
-    tensors = {name: x for name, x in (glm_tensors() | of_tensors).items() if x is not None}
+    config = {
+        name: x
+        for name, x in (GLM | changed).items()
+        if x is not None and name not in of_tensors
+    }
+    tensors = {
+        name: x for name, x in (glm_tensors() | of_tensors).items() if x is not None
+    }
     with pytest.raises(ValueError, match=message):
         example("any_decoder").Decoder(save(tmp_path, config, tensors))
 
 
 def test_encoder_decoder():
     encoder_decoder = example("encoder_decoder")
-    # Without the source, from the sorted numbers so far, at best 1.95 can be reached (simulated).
+    # Without the source, from the sorted numbers so far, at best 1.95 can be reached
+    # (simulated).
     state = trained(encoder_decoder, steps=40, below=1.75)
     source, target, lengths = encoder_decoder.make_batch(jax.random.key(1), 8)
     is_number = jnp.arange(source.shape[1]) < lengths[:, None]
@@ -177,6 +279,8 @@ def test_encoder_decoder():
     np.testing.assert_array_equal(is_number, source != encoder_decoder.END)
     np.testing.assert_array_equal(is_number, target[:, 1:-1] != encoder_decoder.END)
 
-    run = jax.jit(lambda source: state.apply_fn({"params": state.params}, source, target, lengths))
+    run = jax.jit(
+        lambda source: state.apply_fn({"params": state.params}, source, target, lengths)
+    )
     np.testing.assert_array_equal(run(jnp.where(is_number, source, 5)), run(source))
     assert 0 <= encoder_decoder.share_sorted(state, jax.random.key(2)) <= 1

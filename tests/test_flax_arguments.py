@@ -1,4 +1,6 @@
-"""Constructors and calls of flax_mha's modules take the arguments of Flax's in the same order, with the same effect."""
+"""Constructors and calls of flax_mha's modules take the arguments of Flax's in the same
+order, with the same effect.
+"""
 
 import contextlib
 import inspect
@@ -10,19 +12,37 @@ import numpy as np
 import pytest
 from cases import refused
 from flax import nnx
-from flax_cases import BATCH, FEATURES, KEYS, QUERIES, Case, assert_close, assert_same, flax_rules, normal
+from flax_cases import (
+    BATCH,
+    FEATURES,
+    KEYS,
+    QUERIES,
+    Case,
+    assert_close,
+    assert_same,
+    flax_rules,
+    normal,
+)
 from flax_modules import APIS, KEY, Linen, Nnx, X, Y, both
 
 from flax_mha import linen
 
 
 def parameters(function):
-    return {name: x for name, x in inspect.signature(function).parameters.items() if name not in ("self", "parent")}
+    return {
+        name: x
+        for name, x in inspect.signature(function).parameters.items()
+        if name not in ("self", "parent")
+    }
 
 
 def of_flax(function):
     """Each API with each argument of a function of Flax's class, and its default."""
-    cases = [(api, x.name, x.default) for api in APIS.values() for x in parameters(function(api)).values()]
+    cases = [
+        (api, x.name, x.default)
+        for api in APIS.values()
+        for x in parameters(function(api)).values()
+    ]
     ids = [f"{api.__name__}-{name}" for api, name, _ in cases]
     return pytest.mark.parametrize(("api", "name", "default"), cases, ids=ids)
 
@@ -30,7 +50,10 @@ def of_flax(function):
 ORDERS = {
     "nnx": (Nnx.ours.__init__, Nnx.flax.__init__),
     "nnx, the call": (Nnx.ours.__call__, Nnx.flax.__call__),
-    **{name: (getattr(linen, name), getattr(nn, name)) for name in ("MultiHeadAttention", "SelfAttention")},
+    **{
+        name: (getattr(linen, name), getattr(nn, name))
+        for name in ("MultiHeadAttention", "SelfAttention")
+    },
     "MultiHeadDotProductAttention": (Linen.ours, Linen.flax),
 }
 
@@ -41,14 +64,25 @@ def test_order_and_defaults_equal_those_of_flax(name):
     """New arguments follow, or are keywords."""
     ours, flax = map(parameters, ORDERS[name])
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    mine, theirs = ([n for n, x in each.items() if x.kind == positional and n != "name"] for each in (ours, flax))
+    mine, theirs = (
+        [n for n, x in each.items() if x.kind == positional and n != "name"]
+        for each in (ours, flax)
+    )
     new = mine[len(theirs) :]
     assert mine[: len(theirs)] == theirs
     assert "nnx" not in name or new == []
     assert all(ours[name].default in (None, False) for name in new)
-    differ = {name for name in ours.keys() & flax.keys() if ours[name].default != flax[name].default}
+    differ = {
+        name
+        for name in ours.keys() & flax.keys()
+        if ours[name].default != flax[name].default
+    }
     # None means causal while decoding, as in Flax, where False does not say otherwise.
-    assert differ == ({"is_causal"} if name == "nnx, the call" else {"attention_fn", "broadcast_dropout"})
+    assert differ == (
+        {"is_causal"}
+        if name == "nnx, the call"
+        else {"attention_fn", "broadcast_dropout"}
+    )
     assert "broadcast_dropout" not in differ or not ours["broadcast_dropout"].default
 
 
@@ -60,7 +94,9 @@ def einsum(*arguments, **options):
     return jnp.einsum(*arguments, **options)
 
 
-EINSUMS = dict.fromkeys(("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"), lambda: einsum)
+EINSUMS = dict.fromkeys(
+    ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"), lambda: einsum
+)
 ones = jax.nn.initializers.ones
 # Other values than the defaults of Flax's constructors.
 VALUES = {
@@ -80,12 +116,25 @@ VALUES = {
     "deterministic": True,
     "keep_rngs": False,
     **EINSUMS,
-    **dict.fromkeys(("kernel_init", "bias_init", "out_kernel_init", "out_bias_init"), ones),
+    **dict.fromkeys(
+        ("kernel_init", "bias_init", "out_kernel_init", "out_bias_init"), ones
+    ),
     **dict.fromkeys(("qkv_dot_general", "out_dot_general"), jax.lax.dot_general),
-    **dict.fromkeys(("qkv_dot_general_cls", "out_dot_general_cls"), lambda: jax.lax.dot_general),
-    **dict.fromkeys(("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"), identity_dtype),
+    **dict.fromkeys(
+        ("qkv_dot_general_cls", "out_dot_general_cls"), lambda: jax.lax.dot_general
+    ),
+    **dict.fromkeys(
+        ("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"), identity_dtype
+    ),
 }
-METADATA = ("kernel", "out_kernel", "bias", "out_bias", "query_ln_scale", "key_ln_scale")
+METADATA = (
+    "kernel",
+    "out_kernel",
+    "bias",
+    "out_bias",
+    "query_ln_scale",
+    "key_ln_scale",
+)
 VALUES |= {f"{name}_metadata": {"tag": name} for name in METADATA}
 
 
@@ -105,15 +154,27 @@ def test_constructor_takes_the_arguments_of_flax(api, name, default):
         options[name] = values.get(name, default)
     with flax_rules():  # for float16 parameters next to float32 inputs
         ours, flax = (api.make(kind, **options) for kind in (api.ours, api.flax))
-        (state, output), (expected_state, expected) = map(state_and_output, (ours, flax))
+        (state, output), (expected_state, expected) = map(
+            state_and_output, (ours, flax)
+        )
     assert_same(state, expected_state)
     assert_close(output, expected)
     if name not in ("attention_fn", "broadcast_dropout", "rngs"):
         assert getattr(ours, name, "absent") == getattr(flax, name, "absent")
 
 
-CALL = {"inputs_k": Y, "inputs_v": normal(2, BATCH, KEYS, FEATURES), "inputs_kv": Y, "deterministic": True}
-CALL |= {"mask": np.tri(QUERIES, dtype=bool)[None, None], "is_causal": True, "dropout_rng": KEY, "rngs": nnx.Rngs(2)}
+CALL = {
+    "inputs_k": Y,
+    "inputs_v": normal(2, BATCH, KEYS, FEATURES),
+    "inputs_kv": Y,
+    "deterministic": True,
+}
+CALL |= {
+    "mask": np.tri(QUERIES, dtype=bool)[None, None],
+    "is_causal": True,
+    "dropout_rng": KEY,
+    "rngs": nnx.Rngs(2),
+}
 
 
 @of_flax(lambda api: api.flax.__call__)
@@ -121,8 +182,14 @@ def test_call_takes_the_arguments_of_flax(api, name, default):
     arguments = {} if name == "inputs_q" else {name: CALL.get(name, default)}
     if name == "inputs_v":
         arguments["inputs_k"] = Y
-    deprecated = pytest.warns(DeprecationWarning, match="The inputs_kv arg will be deprecated soon")
-    with deprecated if name == "inputs_kv" else contextlib.nullcontext([1, 2]) as warnings:
+    deprecated = pytest.warns(
+        DeprecationWarning, match="The inputs_kv arg will be deprecated soon"
+    )
+    with (
+        deprecated
+        if name == "inputs_kv"
+        else contextlib.nullcontext([1, 2]) as warnings
+    ):
         assert_close(*both(api, Case(arguments=arguments)))
     assert len(warnings) == 2  # of Flax and of ours
 
@@ -138,4 +205,9 @@ def test_call_takes_the_arguments_of_flax(api, name, default):
 )
 def test_decoding_refuses_another_shape(api, shape, message):
     step, _ = api.decoder(api.ours, None, X)
-    refused(f"Autoregressive cache shape error, expected {message}", step, jnp.ones(shape), {})
+    refused(
+        f"Autoregressive cache shape error, expected {message}",
+        step,
+        jnp.ones(shape),
+        {},
+    )

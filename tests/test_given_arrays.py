@@ -19,28 +19,48 @@ B, T, S, D, N = 2, 6, 5, 16, 4
 draw = np.random.default_rng(0)
 X, Y = (draw.standard_normal((B, n, D)).astype(np.float32) for n in (T, S))
 LENGTHS, KEY_LENGTHS = jnp.array([6, 4]), jnp.array([2, 5])
-INSIDE, KEYS_INSIDE = ((jnp.arange(n)[None] < x[:, None])[..., None] for n, x in ((T, LENGTHS), (S, KEY_LENGTHS)))
-SIZES = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+INSIDE, KEYS_INSIDE = (
+    (jnp.arange(n)[None] < x[:, None])[..., None]
+    for n, x in ((T, LENGTHS), (S, KEY_LENGTHS))
+)
+SIZES = {
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+}
 WINDOWED = {"local_window_size": (2, 0)}
 LATENT = functools.partial(flax_mha.MultiHeadLatentAttention, **SIZES)
 
 
 def module_of(api, kind, **options):
-    """Returns the parameters of a module, and a function of parameters, inputs and keyword arguments that calls it."""
+    """Returns the parameters of a module, and a function of parameters, inputs and
+    keyword arguments that calls it.
+    """
     latent, options = kind == "latent", {"num_heads": N} | options
     if kind == "prompt":
-        graph, params, rest = nnx.split(decoding(20, per_row=True, gate=True), nnx.Param, ...)
-        return params, lambda params, x, **given: nnx.merge(graph, params, jax.tree.map(lambda x: x, rest))(x, **given)
+        graph, params, rest = nnx.split(
+            decoding(20, per_row=True, gate=True), nnx.Param, ...
+        )
+        return params, lambda params, x, **given: nnx.merge(
+            graph, params, jax.tree.map(lambda x: x, rest)
+        )(x, **given)
     if api == "nnx":
         cls = LATENT if latent else flax_mha.MultiHeadAttention
-        graph, params, rest = nnx.split(cls(in_features=D, rngs=nnx.Rngs(0), **options), nnx.Param, ...)
-        return params, lambda params, *inputs, **given: nnx.merge(graph, params, rest)(*inputs, decode=False, **given)
+        graph, params, rest = nnx.split(
+            cls(in_features=D, rngs=nnx.Rngs(0), **options), nnx.Param, ...
+        )
+        return params, lambda params, *inputs, **given: nnx.merge(graph, params, rest)(
+            *inputs, decode=False, **given
+        )
     layer = linen.MultiHeadDotProductAttention(**options)
     params = layer.init(jax.random.key(0), X)
     return params, layer.apply
 
 
-def decoding(slots, cls=flax_mha.MultiHeadAttention, dtype=None, per_row=False, **options):
+def decoding(
+    slots, cls=flax_mha.MultiHeadAttention, dtype=None, per_row=False, **options
+):
     """A module of nnx with an empty cache."""
     layer = cls(N, D, decode=True, rngs=nnx.Rngs(0), **options)
     layer.init_cache((B, slots, D), dtype, per_row=per_row)
@@ -55,7 +75,11 @@ KINDS = {
     "plain": {},
     "gate": {"gate": True, "sinks": True},
     "norms": {"normalize_qk": Norm("layer", bias=True), "rope": RoPE()},
-    "norms after": {"normalize_qk": Norm("rms", after_rope=True), "rope": RoPE(), "gate": True},
+    "norms after": {
+        "normalize_qk": Norm("rms", after_rope=True),
+        "rope": RoPE(),
+        "gate": True,
+    },
     "latent": {"q_lora_rank": 8, "rope": RoPE()},
     "keys": {},  # of cross-attention, which have lengths of their own
 }
@@ -65,7 +89,9 @@ PADDED.remove(("linen", "latent"))
 
 @pytest.mark.parametrize(("api", "kind"), with_core_tuples(PADDED, ("linen", "gate")))
 def test_padding_never_affects_gradients(api, kind):
-    """With NaN in the padding, gradients of parameters and inputs are the same as with zeros."""
+    """With NaN in the padding, gradients of parameters and inputs are the same as with
+    zeros.
+    """
     params, call = module_of(api, kind, **KINDS.get(kind, {}))
 
     @jax.jit
@@ -74,7 +100,10 @@ def test_padding_never_affects_gradients(api, kind):
         return jnp.where(INSIDE, call(*given, lengths=lengths, is_causal=True), 0).var()
 
     def padded(filling):
-        queries, keys = jnp.where(INSIDE, X, filling), jnp.where(KEYS_INSIDE, Y, filling)
+        queries, keys = (
+            jnp.where(INSIDE, X, filling),
+            jnp.where(KEYS_INSIDE, Y, filling),
+        )
         both = (params, queries, keys), (LENGTHS, KEY_LENGTHS)
         return loss(*both) if kind == "keys" else loss((params, queries), LENGTHS)
 
@@ -87,9 +116,16 @@ def test_padding_never_affects_gradients(api, kind):
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_lengths_fit_the_inputs(api):
     params, call = module_of(api, "plain")
-    for lengths, most in ((jnp.array([6, 7]), 6), ((None, jnp.array([5, 6])), 5), (7, 6)):
+    for lengths, most in (
+        (jnp.array([6, 7]), 6),
+        ((None, jnp.array([5, 6])), 5),
+        (7, 6),
+    ):
         inputs = (X, Y) if isinstance(lengths, tuple) else (X,)
-        with pytest.raises(ValueError, match=f"lengths must be at most {most}, the length of the array, but got"):
+        with pytest.raises(
+            ValueError,
+            match=f"lengths must be at most {most}, the length of the array, but got",
+        ):
             call(params, *inputs, lengths=lengths)
 
 
@@ -98,10 +134,17 @@ def test_lengths_of_the_function_fit_its_arrays():
     """A slice, which has offsets, belongs to longer sequences; so may a mask object."""
     x = jnp.ones((B, T, N, 4))
     for name in ("query_seq_lengths", "key_value_seq_lengths"):
-        with pytest.raises(ValueError, match=f"{name} must be at most 6, the length of the array, but got 7"):
+        with pytest.raises(
+            ValueError,
+            match=f"{name} must be at most 6, the length of the array, but got 7",
+        ):
             flax_mha.dot_product_attention(x, x, x, **{name: jnp.array([7, 3])})
         for offset in (0, 6):
-            given = {"query_offset": offset, "key_value_offset": offset, name: jnp.array([12, 3])}
+            given = {
+                "query_offset": offset,
+                "key_value_offset": offset,
+                name: jnp.array([12, 3]),
+            }
             flax_mha.dot_product_attention(x, x, x, **given)
     flax_mha.dot_product_attention(x, x, x, mask=flax_mha.LengthMask(100))
 
@@ -109,15 +152,21 @@ def test_lengths_of_the_function_fit_its_arrays():
 ADDITIVE = jnp.triu(jnp.ones((T, T)), 1)
 
 
-@pytest.mark.parametrize("caller", [core("nnx"), core("linen"), core("attention_fn"), "decode"])
+@pytest.mark.parametrize(
+    "caller", [core("nnx"), core("linen"), core("attention_fn"), "decode"]
+)
 def test_a_mask_of_other_numbers_gives_nan(caller):
-    """Its values are refused if they are known; under `jit`, an additive mask would otherwise be inverted."""
+    """Its values are refused if they are known; under `jit`, an additive mask would
+    otherwise be inverted.
+    """
     if caller == "attention_fn":
         x = jnp.ones((B, T, N, 4))
         call = lambda mask: flax_mha.attention_fn(x, x, x, mask=mask)  # noqa: E731
     elif caller == "decode":
         graph, state = nnx.split(decoding(T))
-        call = lambda mask: nnx.merge(graph, jax.tree.map(lambda x: x, state))(X, mask=mask)  # noqa: E731
+        call = lambda mask: nnx.merge(graph, jax.tree.map(lambda x: x, state))(
+            X, mask=mask
+        )  # noqa: E731
     else:
         params, apply = module_of(caller, "plain")
         call = lambda mask: apply(params, X, mask=mask)  # noqa: E731
@@ -138,14 +187,24 @@ def read_only(x):
     return x
 
 
-RESTORED = list(itertools.product(("plain", "latent", "int8", "ring"), (np.array, read_only)))
+RESTORED = list(
+    itertools.product(("plain", "latent", "int8", "ring"), (np.array, read_only))
+)
 
 
-@pytest.mark.parametrize(("kind", "convert"), with_core_tuples(RESTORED, ("plain", np.array)))
+@pytest.mark.parametrize(
+    ("kind", "convert"), with_core_tuples(RESTORED, ("plain", np.array))
+)
 def test_restored_state_is_not_written_into(kind, convert):
-    """Decoding from NumPy arrays leaves them as they are; two modules that were updated from them share nothing."""
+    """Decoding from NumPy arrays leaves them as they are; two modules that were updated
+    from them share nothing.
+    """
     options = {"slots": 80, "dropout_rate": 0.5, "deterministic": False}
-    options |= {"latent": {"cls": LATENT}, "int8": {"dtype": jnp.int8}, "ring": WINDOWED}.get(kind, {})
+    options |= {
+        "latent": {"cls": LATENT},
+        "int8": {"dtype": jnp.int8},
+        "ring": WINDOWED,
+    }.get(kind, {})
     layer = decoding(**options)
     layer(X)
     stored = nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngKey)))
@@ -156,33 +215,54 @@ def test_restored_state_is_not_written_into(kind, convert):
         nnx.update(restored, host)
         outputs.append([restored(X[:, i : i + 1]) for i in range(3)])
     np.testing.assert_array_equal(*outputs)
-    np.testing.assert_array_equal(outputs[0], [layer(X[:, i : i + 1]) for i in range(3)])
+    np.testing.assert_array_equal(
+        outputs[0], [layer(X[:, i : i + 1]) for i in range(3)]
+    )
     assert_same(host, jax.tree.map(np.array, stored))
 
 
 @pytest.mark.parametrize("kind", ["plain", "stored"])
 def test_restored_variables_of_linen_are_not_written_into(kind):
-    layer = linen.MultiHeadDotProductAttention(num_heads=N, decode=True, cache_dtype=jnp.int8)
+    layer = linen.MultiHeadDotProductAttention(
+        num_heads=N, decode=True, cache_dtype=jnp.int8
+    )
     variables = layer.init(jax.random.key(0), X)
     inputs = (X, Y) if kind == "stored" else (X[:, :2],)
-    _, stored = layer.apply(variables, *inputs, store_keys=kind == "stored", mutable="cache")
+    _, stored = layer.apply(
+        variables, *inputs, store_keys=kind == "stored", mutable="cache"
+    )
     host = jax.tree.map(read_only, variables | stored)
     before = jax.tree.map(np.copy, host)
-    got, want = (layer.apply(x, X[:, 2:3], mutable="cache")[0] for x in (host, variables | stored))
+    got, want = (
+        layer.apply(x, X[:, 2:3], mutable="cache")[0]
+        for x in (host, variables | stored)
+    )
     assert_same((got, host), (want, before))
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_cross_attention_is_not_decoded(api):
-    """A cache would take the encoder's output for the decoder's own tokens; one token a call is Flax's own use."""
+    """A cache would take the encoder's output for the decoder's own tokens; one token a
+    call is Flax's own use.
+    """
     if api == "nnx":
         call = decoding(T)
     else:
         layer = linen.MultiHeadDotProductAttention(num_heads=N, decode=True)
         variables = layer.init(jax.random.key(0), X)
         call = lambda *inputs: layer.apply(variables, *inputs, mutable="cache")[0]  # noqa: E731
-    for queries, keys in ((X, np.array(X)), (X[:, :1], Y), (X, Y[:, :1]), (X[:, :3], Y[:, :3])):
-        refused(r"Autoregressive cache shape error.*store_keys=True.*decode=False", call, queries, keys)
+    for queries, keys in (
+        (X, np.array(X)),
+        (X[:, :1], Y),
+        (X, Y[:, :1]),
+        (X[:, :3], Y[:, :3]),
+    ):
+        refused(
+            r"Autoregressive cache shape error.*store_keys=True.*decode=False",
+            call,
+            queries,
+            keys,
+        )
     token = X[:, :1]
     assert call(token, np.array(token)).shape == call(token, token).shape == token.shape

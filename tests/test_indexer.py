@@ -1,4 +1,6 @@
-"""The indexer of latent attention chooses the same keys as a dense formula, in one call and while decoding."""
+"""The indexer of latent attention chooses the same keys as a dense formula, in one call
+and while decoding.
+"""
 
 import functools
 
@@ -16,7 +18,13 @@ from flax_mha import Indexer
 from flax_mha.rope import RoPE, apply_rope
 
 B, T, D, N, R = 2, 37, 24, 3, 4
-SIZES = {"q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": R, "v_head_dim": 8}
+SIZES = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": R,
+    "v_head_dim": 8,
+}
 SIZES |= {"rope": RoPE(interleaved=True)}
 TOP = 5
 
@@ -32,7 +40,9 @@ def made(indexer=INDEXER, **options):
     options = SIZES | {"decode": False, "indexer": indexer} | options
     module = flax_mha.MultiHeadLatentAttention(N, D, **options, rngs=nnx.Rngs(0))
     if indexer is not None:  # weights of both signs, and a norm that shifts
-        module.indexer.k_norm.bias[...] = jnp.cos(jnp.arange(indexer.head_dim, dtype=jnp.float32))
+        module.indexer.k_norm.bias[...] = jnp.cos(
+            jnp.arange(indexer.head_dim, dtype=jnp.float32)
+        )
     return module
 
 
@@ -46,14 +56,20 @@ def dense_scores(module, x):
 
     query = rotated(layers.wq_b(module.q_a_layernorm(module.q_a_proj(x))))
     key = rotated(layers.k_norm(layers.wk(x))[:, :, None])[:, :, 0]
-    weights = layers.weights_proj(x) / np.sqrt(np.float32(layers.config.num_heads * layers.config.head_dim))
-    return jnp.einsum("btns,btn->bts", jax.nn.relu(jnp.einsum("btnh,bsh->btns", query, key)), weights)
+    weights = layers.weights_proj(x) / np.sqrt(
+        np.float32(layers.config.num_heads * layers.config.head_dim)
+    )
+    return jnp.einsum(
+        "btns,btn->bts", jax.nn.relu(jnp.einsum("btnh,bsh->btns", query, key)), weights
+    )
 
 
 def chosen(module, x, visible):
     """A mask of the visible keys with the largest scores, the first of equal ones."""
     scores = np.where(visible, np.asarray(dense_scores(module, x), np.float64), -np.inf)
-    order = np.argsort(-scores, axis=-1, kind="stable")[..., : module.indexer.config.top_k]
+    order = np.argsort(-scores, axis=-1, kind="stable")[
+        ..., : module.indexer.config.top_k
+    ]
     mask = np.zeros(scores.shape, bool)
     np.put_along_axis(mask, order, True, axis=-1)
     return (mask & visible)[:, None]
@@ -62,7 +78,10 @@ def chosen(module, x, visible):
 def without_indexer(module, **options):
     """A module with the same weights."""
     other = made(None, **options)
-    nnx.update(other, {key: x for key, x in nnx.state(module, nnx.Param).items() if key != "indexer"})
+    nnx.update(
+        other,
+        {key: x for key, x in nnx.state(module, nnx.Param).items() if key != "indexer"},
+    )
     return other
 
 
@@ -84,8 +103,16 @@ CALLS = {
     "causal": ({}, {"is_causal": True}, causal()),
     "window": ({"local_window_size": (9, 0)}, {"is_causal": True}, causal(9)),
     "mask": ({}, {"mask": THIRDS}, np.broadcast_to(THIRDS[0], (B, T, T))),
-    "mask object": ({}, {"mask": flax_mha.FunctionMask(lambda b, h, q, k: (q - k) % 3 != 1)}, None),
-    "lengths": ({}, {"lengths": LENGTHS}, np.broadcast_to(np.arange(T) < LENGTHS[:, None, None], (B, T, T))),
+    "mask object": (
+        {},
+        {"mask": flax_mha.FunctionMask(lambda b, h, q, k: (q - k) % 3 != 1)},
+        None,
+    ),
+    "lengths": (
+        {},
+        {"lengths": LENGTHS},
+        np.broadcast_to(np.arange(T) < LENGTHS[:, None, None], (B, T, T)),
+    ),
     "segments": ({}, {"segment_ids": IDS, "is_causal": True}, SAME),
 }
 
@@ -96,13 +123,17 @@ def test_chosen_keys_equal_those_of_a_dense_formula(name, monkeypatch):
     if name in ("causal", "mask object", "lengths"):
         monkeypatch.setattr("flax_mha._src.modules.indexer.MAX_SCORES", 8 * T * 7)
     options, arguments, visible = CALLS[name]
-    visible = (np.arange(T)[:, None] - np.arange(T)) % 3 != 1 if visible is None else visible
+    visible = (
+        (np.arange(T)[:, None] - np.arange(T)) % 3 != 1 if visible is None else visible
+    )
     module, x = made(**options), inputs()
     mask = chosen(module, x, np.broadcast_to(visible, (B, T, T)))
     expected = MASKED(without_indexer(module, **options), x, mask)
     got = nnx.jit(lambda module, x: module(x, **arguments))(module, x)
     shown = np.arange(T) < (LENGTHS[:, None] if name == "lengths" else T)
-    assert_close(np.where(shown[..., None], got, 0), np.where(shown[..., None], expected, 0))
+    assert_close(
+        np.where(shown[..., None], got, 0), np.where(shown[..., None], expected, 0)
+    )
 
 
 @pytest.mark.parametrize("name", with_core(CACHES, "ring"))
@@ -115,7 +146,9 @@ def test_decoding_equals_one_call(name):
     whole = CAUSAL(module, x)
     module.init_cache((B, 100, D), **options)
     assert module.cached_index_key.shape == (B, 100 if window is None else 71, 1, 12)
-    got = in_parts(functools.partial(DECODE, module), x, (x.shape[1] - 11, 1, 1, 4, 1, 4))
+    got = in_parts(
+        functools.partial(DECODE, module), x, (x.shape[1] - 11, 1, 1, 4, 1, 4)
+    )
     if "8 bits" in name:  # rounding changes some choices, not most
         assert np.mean(np.abs(got - whole).max(-1) < 0.1 * np.abs(whole).max()) > 0.7
     else:
@@ -134,7 +167,9 @@ def test_with_few_keys_nothing_is_chosen():
         other.init_cache((B, T, D))
     np.testing.assert_array_equal(module(x, decode=True), dense(x, decode=True))
     lists = np.random.default_rng(0).integers(-1, T, (B, T, 3))
-    np.testing.assert_array_equal(made()(x, key_indices=lists), without_indexer(made())(x, key_indices=lists))
+    np.testing.assert_array_equal(
+        made()(x, key_indices=lists), without_indexer(made())(x, key_indices=lists)
+    )
 
 
 def test_a_prompt_of_few_keys_in_a_long_cache():
@@ -147,25 +182,47 @@ def test_a_prompt_of_few_keys_in_a_long_cache():
 def loss_of_scores(module, x):
     """The sum of the sown scores; a real loss compares them with the weights."""
     _, sown = nnx.capture(module, nnx.Intermediate)(x, is_causal=True, sow_weights=True)
-    scores, lists = (sown[name].get_value()[0] for name in ("index_scores", "key_indices"))
+    scores, lists = (
+        sown[name].get_value()[0] for name in ("index_scores", "key_indices")
+    )
     return jnp.sum(jnp.where(lists >= 0, jnp.sin(scores), 0)), (scores, lists)
 
 
 @pytest.mark.core
 def test_only_sown_scores_train_the_indexer():
     module, x = made(), inputs()
-    of_output = nnx.jit(nnx.grad(lambda module: module(x, is_causal=True).var()))(module)
+    of_output = nnx.jit(nnx.grad(lambda module: module(x, is_causal=True).var()))(
+        module
+    )
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_output["indexer"]))
-    gradients, (scores, lists) = nnx.jit(nnx.grad(loss_of_scores, has_aux=True))(module, x)
+    gradients, (scores, lists) = nnx.jit(nnx.grad(loss_of_scores, has_aux=True))(
+        module, x
+    )
     mask = chosen(module, x, causal())[:, 0]
     lists = np.asarray(lists)
-    assert all({*lists[b, t]} - {-1} == {*np.flatnonzero(mask[b, t])} for b in range(B) for t in range(T))
-    all_scores = np.take_along_axis(np.asarray(dense_scores(module, x)), np.maximum(lists, 0), -1)
+    assert all(
+        {*lists[b, t]} - {-1} == {*np.flatnonzero(mask[b, t])}
+        for b in range(B)
+        for t in range(T)
+    )
+    all_scores = np.take_along_axis(
+        np.asarray(dense_scores(module, x)), np.maximum(lists, 0), -1
+    )
     assert_close(np.where(lists >= 0, scores, 0), np.where(lists >= 0, all_scores, 0))
-    total = nnx.grad(lambda module: jnp.sum(jnp.where(mask, jnp.sin(dense_scores(module, x)), 0)))
+    total = nnx.grad(
+        lambda module: jnp.sum(jnp.where(mask, jnp.sin(dense_scores(module, x)), 0))
+    )
     expected = nnx.jit(total)(module)
-    jax.tree.map(assert_close, nnx.to_pure_dict(gradients["indexer"]), nnx.to_pure_dict(expected["indexer"]))
-    assert not any(np.any(leaf) for name in ("q_a_proj", "kv_b_proj") for leaf in jax.tree.leaves(gradients[name]))
+    jax.tree.map(
+        assert_close,
+        nnx.to_pure_dict(gradients["indexer"]),
+        nnx.to_pure_dict(expected["indexer"]),
+    )
+    assert not any(
+        np.any(leaf)
+        for name in ("q_a_proj", "kv_b_proj")
+        for leaf in jax.tree.leaves(gradients[name])
+    )
 
 
 @pytest.mark.core
@@ -186,14 +243,20 @@ def test_memory_grows_linearly():
     module = made()
     graph, state = nnx.split(module)
     x = jax.ShapeDtypeStruct((1, 4096, D), jnp.float32)
-    compiled = jax.jit(lambda state, x: nnx.merge(graph, state)(x, is_causal=True)).lower(state, x).compile()
+    compiled = (
+        jax.jit(lambda state, x: nnx.merge(graph, state)(x, is_causal=True))
+        .lower(state, x)
+        .compile()
+    )
     assert compiled.memory_analysis().temp_size_in_bytes < 2**27
 
 
 REFUSED = {
     "indexer must be a flax_mha.Indexer or None": {"indexer": 5},
     "q_lora_rank must be an int with an indexer": {"q_lora_rank": None},
-    "head_dim of the indexer must be at least qk_rope_head_dim": {"indexer": Indexer(8, 3, 5)},
+    "head_dim of the indexer must be at least qk_rope_head_dim": {
+        "indexer": Indexer(8, 3, 5)
+    },
 }
 
 
@@ -201,14 +264,30 @@ REFUSED = {
 def test_refusals():
     for message, options in REFUSED.items():
         options = SIZES | {"indexer": Indexer(8, 12, 5)} | options
-        refused(message, flax_mha.MultiHeadLatentAttention, N, D, **options, rngs=nnx.Rngs(0))
+        refused(
+            message,
+            flax_mha.MultiHeadLatentAttention,
+            N,
+            D,
+            **options,
+            rngs=nnx.Rngs(0),
+        )
     refused("top_k must be an int >= 1", Indexer, 8, 12, 0)
-    refused("norm_epsilon must be a finite number > 0", Indexer, 8, 12, 5, norm_epsilon=0.0)
+    refused(
+        "norm_epsilon must be a finite number > 0", Indexer, 8, 12, 5, norm_epsilon=0.0
+    )
     refused("interleaved must be True or False", Indexer, 8, 12, 5, 1)
     module, x = made(), inputs()
-    refused("mask must be the same for all heads", module, x, mask=np.ones((B, N, T, T), bool))
     refused(
-        "With an indexer, attention_fn must be flax_mha.attention_fn", made(attention_fn=nnx.dot_product_attention), x
+        "mask must be the same for all heads",
+        module,
+        x,
+        mask=np.ones((B, N, T, T), bool),
+    )
+    refused(
+        "With an indexer, attention_fn must be flax_mha.attention_fn",
+        made(attention_fn=nnx.dot_product_attention),
+        x,
     )
     module.init_cache((B, 50, D))
     module.cached_index_key = nnx.data(None)

@@ -1,7 +1,8 @@
-"""Fused kernels under `jax.vmap`: every transformation with every choice of mapped operands.
+"""Fused kernels under `jax.vmap`: every transformation with every choice of mapped
+operands.
 
-Programs are lowered for a GPU or a TPU to count their kernels. For numbers, a dense computation replaces cuDNN's kernel
-and the others are interpreted.
+Programs are lowered for a GPU or a TPU to count their kernels. For numbers, a dense
+computation replaces cuDNN's kernel and the others are interpreted.
 """
 
 import functools
@@ -28,7 +29,11 @@ FLOATS = ("query", "key", "value", "bias")
 @pytest.fixture(autouse=True)
 def accelerators(request, monkeypatch):
     """As on a GPU or a TPU: the platform of the test's parameter `kernel`."""
-    kernel = request.node.callspec.params.get("kernel", "cudnn") if hasattr(request.node, "callspec") else "cudnn"
+    kernel = (
+        request.node.callspec.params.get("kernel", "cudnn")
+        if hasattr(request.node, "callspec")
+        else "cudnn"
+    )
     compiled_for(monkeypatch, PLATFORMS[kernel])
     as_if_cudnn_were_here(monkeypatch)
     monkeypatch.setattr(splash, "TILES", (128,))
@@ -55,7 +60,9 @@ def vmap_over_cotangents(attend, axes):
 
 def jvp_of_vmap(attend, axes):
     return lambda floats, others: jax.jvp(
-        lambda floats: jax.vmap(attend, axes)(floats, others), (floats,), (jax.tree.map(jnp.cos, floats),)
+        lambda floats: jax.vmap(attend, axes)(floats, others),
+        (floats,),
+        (jax.tree.map(jnp.cos, floats),),
     )
 
 
@@ -63,9 +70,15 @@ def two_vmaps(attend, axes):
     """The outer one maps the operands that the inner one does not."""
 
     def both(*arguments):
-        outer = tuple({name: 0 if axis is None else None for name, axis in group.items()} for group in axes)
+        outer = tuple(
+            {name: 0 if axis is None else None for name, axis in group.items()}
+            for group in axes
+        )
         pairs = [
-            {name: x if axis[name] is None else jnp.stack([x, x[::-1]]) for name, x in group.items()}
+            {
+                name: x if axis[name] is None else jnp.stack([x, x[::-1]])
+                for name, x in group.items()
+            }
             for group, axis in zip(arguments, outer, strict=True)
         ]
         return jax.vmap(vmap_of_grad(attend, axes), outer)(*pairs)
@@ -78,7 +91,9 @@ TRANSFORMATIONS = {
     "vmap_of_grad": vmap_of_grad,
     "grad_of_vmap": lambda attend, axes: jax.grad(total(jax.vmap(attend, axes))),
     "vmap_over_cotangents": vmap_over_cotangents,
-    "jacrev": lambda attend, axes: jax.vmap(jax.jacrev(lambda *arguments: attend(*arguments)[0, 0]), axes),
+    "jacrev": lambda attend, axes: jax.vmap(
+        jax.jacrev(lambda *arguments: attend(*arguments)[0, 0]), axes
+    ),
     "jvp_of_vmap": jvp_of_vmap,
     "two_vmaps": two_vmaps,
 }
@@ -88,12 +103,21 @@ SUPPORTED = {"cudnn": (*FLOATS, "lengths"), "splash": (*FLOATS[:3], "lengths", "
 
 
 def cases():
-    """(kernel, transformation, T, is_causal), and which operands of the kernel are mapped."""
+    """(kernel, transformation, T, is_causal), and which operands of the kernel are
+    mapped.
+    """
     qkv, optional = [("shared", "mapped")] * 3, [("absent", "shared", "mapped")] * 2
     sizes = (100, False), (128, True), (1000, True)
-    for kernel, name, size, *kinds in pairwise(tuple(SUPPORTED), tuple(TRANSFORMATIONS), sizes, *qkv, *optional):
+    for kernel, name, size, *kinds in pairwise(
+        tuple(SUPPORTED), tuple(TRANSFORMATIONS), sizes, *qkv, *optional
+    ):
         kinds = dict(zip(AXIS, (*kinds, kinds[-2]), strict=True))
-        yield kernel, name, *size, {x: kinds[x] for x in SUPPORTED[kernel] if kinds[x] != "absent"}
+        yield (
+            kernel,
+            name,
+            *size,
+            {x: kinds[x] for x in SUPPORTED[kernel] if kinds[x] != "absent"},
+        )
 
 
 def shape(name, t):
@@ -104,8 +128,12 @@ def shape(name, t):
 def program(transformation, t, is_causal, operands, implementation, dtype=jnp.bfloat16):
     """The transformed attention, and arrays for it."""
     rng = np.random.default_rng(0)
-    # An array of numbers of the calls is always mapped, so that all operands can be shared.
-    arrays, axes = {"call": np.arange(CALLS), "outer": np.arange(1)}, {"call": 0, "outer": None}
+    # An array of numbers of the calls is always mapped, so that all operands can be
+    # shared.
+    arrays, axes = (
+        {"call": np.arange(CALLS), "outer": np.arange(1)},
+        {"call": 0, "outer": None},
+    )
     for name, kind in operands.items():
         axes[name] = AXIS[name] if kind == "mapped" else None
         size = (CALLS,) * (kind == "mapped") + shape(name, t)
@@ -118,20 +146,33 @@ def program(transformation, t, is_causal, operands, implementation, dtype=jnp.bf
         arrays[name] = np.moveaxis(x, 0, axes[name] or 0)
 
     def attend(floats, others):
-        masking = {"key_value_seq_lengths": others.get("lengths"), "query_segment_ids": others.get("ids")}
+        masking = {
+            "key_value_seq_lengths": others.get("lengths"),
+            "query_segment_ids": others.get("ids"),
+        }
         more = {"is_causal": is_causal, "implementation": implementation}
         return dot_product_attention(**floats, **masking, **more)
 
     def split(names):
-        return {x: names[x] for x in names if x in FLOATS}, {x: names[x] for x in names if x not in FLOATS}
+        return {x: names[x] for x in names if x in FLOATS}, {
+            x: names[x] for x in names if x not in FLOATS
+        }
 
     return TRANSFORMATIONS[transformation](attend, split(axes)), split(arrays)
 
 
 def kernels(kernel, function, *arrays):
-    """How many kernels the lowered program runs: forward, and others. Equal kernels share a function there."""
-    platform, pattern = ("cuda", r"@__cudnn\$fmha(\w+)\(") if kernel == "cudnn" else ("tpu", r'kernel_name = "(\w+)"')
-    text = jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+    """How many kernels the lowered program runs: forward, and others. Equal kernels
+    share a function there.
+    """
+    platform, pattern = (
+        ("cuda", r"@__cudnn\$fmha(\w+)\(")
+        if kernel == "cudnn"
+        else ("tpu", r'kernel_name = "(\w+)"')
+    )
+    text = (
+        jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+    )
     names = kernels_in(text, pattern)
     forward = sum(bool(re.search("Softmax$|_fwd|_forward", name)) for name in names)
     return forward, len(names) - forward
@@ -144,8 +185,13 @@ def expected_kernels(kernel, transformation):
 
 
 def padded_cudnn():
-    """Without masks: lengths that pad T = 100 are shared, and residuals are if only cotangents are mapped."""
-    shared, mapped = dict.fromkeys(FLOATS[:3], "shared"), dict.fromkeys(FLOATS[:3], "mapped")
+    """Without masks: lengths that pad T = 100 are shared, and residuals are if only
+    cotangents are mapped.
+    """
+    shared, mapped = (
+        dict.fromkeys(FLOATS[:3], "shared"),
+        dict.fromkeys(FLOATS[:3], "mapped"),
+    )
     for t in (100, 128):
         yield "cudnn", "forward", t, False, mapped
         yield "cudnn", "vmap_of_grad", t, False, shared | {"key": "mapped"}
@@ -155,18 +201,26 @@ def padded_cudnn():
 LOWERED = [*itertools.starmap(core, padded_cudnn()), *cases()]
 
 
-@pytest.mark.parametrize(("kernel", "transformation", "t", "is_causal", "operands"), LOWERED)
+@pytest.mark.parametrize(
+    ("kernel", "transformation", "t", "is_causal", "operands"), LOWERED
+)
 def test_each_kernel_runs_once(kernel, transformation, t, is_causal, operands):
     implementation = kernel if is_causal else None  # the others are chosen
     function, arrays = program(transformation, t, is_causal, operands, implementation)
-    assert kernels(kernel, function, *arrays) == expected_kernels(kernel, transformation)
+    assert kernels(kernel, function, *arrays) == expected_kernels(
+        kernel, transformation
+    )
 
 
 def test_a_kernel_that_runs_again_is_counted():
     x = jnp.zeros((CALLS, B, 100, N, H), jnp.bfloat16)
 
     def loss(x):
-        return dot_product_attention(x, x, x, implementation="cudnn").astype(jnp.float32).sum()
+        return (
+            dot_product_attention(x, x, x, implementation="cudnn")
+            .astype(jnp.float32)
+            .sum()
+        )
 
     recomputed = jax.value_and_grad(jax.checkpoint(lambda x: loss(jnp.sin(x))))
     assert kernels("cudnn", jax.vmap(recomputed), x) == (2, 1)
@@ -174,30 +228,61 @@ def test_a_kernel_that_runs_again_is_counted():
 
 @pytest.mark.core
 def test_gradients_of_a_module_for_each_example():
-    module = MultiHeadAttention(2, 16, dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0))
+    module = MultiHeadAttention(
+        2, 16, dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0)
+    )
     graph, parameters = nnx.split(module)
 
     def loss(parameters, x, length):
-        return nnx.merge(graph, parameters)(x, is_causal=True, lengths=length).astype(jnp.float32).sum()
+        return (
+            nnx.merge(graph, parameters)(x, is_causal=True, lengths=length)
+            .astype(jnp.float32)
+            .sum()
+        )
 
     x, lengths = jnp.zeros((CALLS, 100, 16), jnp.bfloat16), jnp.arange(CALLS)
-    assert kernels("cudnn", jax.vmap(jax.grad(loss), (None, 0, 0)), parameters, x, lengths) == (1, 1)
+    assert kernels(
+        "cudnn", jax.vmap(jax.grad(loss), (None, 0, 0)), parameters, x, lengths
+    ) == (1, 1)
 
 
 def test_linear_transpose_of_a_tangent():
     def transposed(query, key, cotangent):
-        attend = functools.partial(dot_product_attention, key=key, value=key, implementation="cudnn")
+        attend = functools.partial(
+            dot_product_attention, key=key, value=key, implementation="cudnn"
+        )
         return jax.linear_transpose(jax.linearize(attend, query)[1], query)(cotangent)
 
-    one, many = (jnp.zeros((*batch, B, 100, N, H), jnp.bfloat16) for batch in ((), (CALLS,)))
-    assert kernels("cudnn", jax.vmap(transposed, (None, None, 0)), one, one, many) == (1, 1)
+    one, many = (
+        jnp.zeros((*batch, B, 100, N, H), jnp.bfloat16) for batch in ((), (CALLS,))
+    )
+    assert kernels("cudnn", jax.vmap(transposed, (None, None, 0)), one, one, many) == (
+        1,
+        1,
+    )
 
 
 NUMBERS = [
-    core("cudnn", "vmap_of_grad", {"query": "shared", "key": "mapped", "value": "shared", "lengths": "shared"}),
-    ("cudnn", "vmap_over_cotangents", {"query": "shared", "key": "shared", "value": "shared", "bias": "shared"}),
-    ("splash", "forward", {"query": "mapped", "key": "shared", "value": "shared", "lengths": "mapped"}),
-    ("splash", "vmap_over_cotangents", {"query": "shared", "key": "shared", "value": "shared"}),
+    core(
+        "cudnn",
+        "vmap_of_grad",
+        {"query": "shared", "key": "mapped", "value": "shared", "lengths": "shared"},
+    ),
+    (
+        "cudnn",
+        "vmap_over_cotangents",
+        {"query": "shared", "key": "shared", "value": "shared", "bias": "shared"},
+    ),
+    (
+        "splash",
+        "forward",
+        {"query": "mapped", "key": "shared", "value": "shared", "lengths": "mapped"},
+    ),
+    (
+        "splash",
+        "vmap_over_cotangents",
+        {"query": "shared", "key": "shared", "value": "shared"},
+    ),
 ]
 
 
@@ -207,7 +292,11 @@ def test_results_equal_xla(kernel, transformation, operands, monkeypatch):
         compute_for_cudnn(monkeypatch)
     else:
         interpret(monkeypatch, kernel)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # jax's own code promotes
-        programs = (program(transformation, 100, True, operands, name, jnp.float32) for name in (kernel, "xla"))
+    # jax's own code promotes.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        programs = (
+            program(transformation, 100, True, operands, name, jnp.float32)
+            for name in (kernel, "xla")
+        )
         got, want = (jax.jit(function)(*arrays) for function, arrays in programs)
     close(got, want)

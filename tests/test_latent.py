@@ -1,4 +1,6 @@
-"""`MultiHeadLatentAttention` caches one latent per token, and computes the same as with keys of all heads."""
+"""`MultiHeadLatentAttention` caches one latent per token, and computes the same as with
+keys of all heads.
+"""
 
 import functools
 
@@ -17,15 +19,29 @@ from flax_mha.rope import RoPE, YaRN
 
 B, T, D, N = 2, 83, 24, 3
 C, R = 16, 6
-SIZES = {"kv_lora_rank": C, "qk_nope_head_dim": 5, "qk_rope_head_dim": R, "v_head_dim": 19}
+SIZES = {
+    "kv_lora_rank": C,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": R,
+    "v_head_dim": 19,
+}
 ROPE = RoPE(interleaved=True, scaling=YaRN(4.0, 16, mscale=0.7, mscale_all_dim=1.3))
 PIECES = (70, 1, 5, 1, 5, 1)  # a prompt, and calls of one and of several tokens
-SCORES = {"sinks": True, "logits_soft_cap": 2.0, "rope": RoPE(fraction=1 / 3), "scale": 0.9}
+SCORES = {
+    "sinks": True,
+    "logits_soft_cap": 2.0,
+    "rope": RoPE(fraction=1 / 3),
+    "scale": 0.9,
+}
 OPTIONS = {
     "compressed queries": {"q_lora_rank": 7, "use_bias": True},
     "scores, dropout": SCORES | {"dropout_rate": 0.3},
     "ring": {"local_window_size": (7, 0), "q_lora_rank": 7, "gate": Gate("head")},
-    "gate of queries": {"q_lora_rank": 7, "query_residual": True, "gate": Gate(activation="softplus")},
+    "gate of queries": {
+        "q_lora_rank": 7,
+        "query_residual": True,
+        "gate": Gate(activation="softplus"),
+    },
     "blockwise": {"implementation": "blockwise", "rope": None},
 }
 
@@ -60,8 +76,14 @@ assert_close = functools.partial(close, tolerance=2e-6, at_least=1.0)
 
 
 def run(name, module, x, **arguments):
-    """With dropout every call has the same key, so which weights are dropped depends only on their positions."""
-    dropout = {"deterministic": False, "rngs": nnx.Rngs(dropout=1)} if "dropout" in name else {}
+    """With dropout every call has the same key, so which weights are dropped depends
+    only on their positions.
+    """
+    dropout = (
+        {"deterministic": False, "rngs": nnx.Rngs(dropout=1)}
+        if "dropout" in name
+        else {}
+    )
     return module(x, **CALLS.get(name, {}), **dropout, **arguments)
 
 
@@ -70,35 +92,60 @@ def jitted(sows=False, **arguments):
 
     @nnx.jit
     def call(module, x):
-        return (nnx.capture(module, nnx.Intermediate) if sows else module)(x, **arguments)
+        return (nnx.capture(module, nnx.Intermediate) if sows else module)(
+            x, **arguments
+        )
 
     return call
 
 
-@pytest.mark.parametrize("name", with_core(OPTIONS, "scores, dropout", "ring", "gate of queries"))
+@pytest.mark.parametrize(
+    "name", with_core(OPTIONS, "scores, dropout", "ring", "gate of queries")
+)
 def test_any_split_of_decoding_equals_one_call(name):
     module, x = made(**OPTIONS[name]), inputs()
     whole = nnx.jit(lambda module, x: run(name, module, x, is_causal=True))(module, x)
     module.init_cache((B, 99, D))
-    assert module.cached_key.shape == (B, 7 + 1 + 64 if name == "ring" else 99, 1, C + R)
+    assert module.cached_key.shape == (
+        B,
+        7 + 1 + 64 if name == "ring" else 99,
+        1,
+        C + R,
+    )
     step = nnx.jit(lambda module, x: run(name, module, x, decode=True))
     assert_close(in_parts(functools.partial(step, module), x, PIECES), whole)
 
 
 @pytest.mark.core
 def test_a_cache_has_the_bytes_of_its_latents():
-    """512 + 64 numbers per token, whatever the heads; in 8 bits also a scale in float32 of each of the two."""
-    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 4, "qk_rope_head_dim": 64, "v_head_dim": 4}
-    for dtype, per_token in (("float32", 4 * 576), ("bfloat16", 2 * 576), ("int8", 576 + 8), ("float8_e4m3fn", 584)):
+    """512 + 64 numbers per token, whatever the heads; in 8 bits also a scale in float32
+    of each of the two.
+    """
+    sizes = {
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 4,
+    }
+    for dtype, per_token in (
+        ("float32", 4 * 576),
+        ("bfloat16", 2 * 576),
+        ("int8", 576 + 8),
+        ("float8_e4m3fn", 584),
+    ):
         module = made(**sizes)
         module.init_cache((3, 7, D), dtype=dtype)
         cached = nnx.to_pure_dict(nnx.state(module, nnx.Cache))
         assert sum(x.nbytes for x in jax.tree.leaves(cached)) == 3 * 7 * per_token + 4
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("int8", 0.02), ("float8_e4m3fn", 0.1), ("bfloat16", 0.02)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("int8", 0.02), ("float8_e4m3fn", 0.1), ("bfloat16", 0.02)]
+)
 def test_caches_of_fewer_bits(dtype, tolerance):
-    """Scores and values round to 1 / 254, 1 / 16 and 1 / 256 of the largest feature of a latent or a rotary key."""
+    """Scores and values round to 1 / 254, 1 / 16 and 1 / 256 of the largest feature of
+    a latent or a rotary key.
+    """
     module, x = made(), inputs()[:, :23]
     whole = jitted(is_causal=True)(module, x)
     module.init_cache((B, 31, D), dtype=dtype)
@@ -107,10 +154,15 @@ def test_caches_of_fewer_bits(dtype, tolerance):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("options", [{}, {"indexer": flax_mha.Indexer(8, 12, 3)}], ids=["latent", "indexer"])
+@pytest.mark.parametrize(
+    "options", [{}, {"indexer": flax_mha.Indexer(8, 12, 3)}], ids=["latent", "indexer"]
+)
 def test_ragged_prompts_each_as_alone(options):
     """Padding, and slots without a token, hold NaN."""
-    module, lengths = made(q_lora_rank=7, rope=RoPE(), **options), np.array([5, 2, 0, 9])
+    module, lengths = (
+        made(q_lora_rank=7, rope=RoPE(), **options),
+        np.array([5, 2, 0, 9]),
+    )
     x = np.asarray(inputs(1, (4, 12, D)))
     alone = np.asarray(jax.jit(jax.vmap(lambda x: module(x, is_causal=True)))(x))
     module.init_cache((4, 17, D), per_row=True)
@@ -118,7 +170,13 @@ def test_ragged_prompts_each_as_alone(options):
         getattr(module, name)[...] = jnp.full_like(getattr(module, name)[...], jnp.nan)
     step = nnx.jit(lambda module, x, lengths: module(x, lengths=lengths, decode=True))
     padding = np.arange(9)[None, :, None] >= lengths[:, None, None]
-    output = np.asarray(step(module, np.where(padding, np.float32(np.nan), x[:, :9]), jnp.asarray(lengths)))
+    output = np.asarray(
+        step(
+            module,
+            np.where(padding, np.float32(np.nan), x[:, :9]),
+            jnp.asarray(lengths),
+        )
+    )
     np.testing.assert_array_equal(module.cache_index[...], lengths)
     for i in range(3):
         rows = np.arange(4)
@@ -150,17 +208,24 @@ def test_masked_tokens_may_hold_nan():
 @pytest.mark.core
 def test_lengths_and_segments():
     module, x = made(), inputs()[:, :11]
-    lengths, ids = jnp.array([7, 11]), jnp.repeat(jnp.array([0, 1]), jnp.array([4, 7]))[None]
+    lengths, ids = (
+        jnp.array([7, 11]),
+        jnp.repeat(jnp.array([0, 1]), jnp.array([4, 7]))[None],
+    )
     positions = jnp.concatenate([jnp.arange(4), jnp.arange(7)])
 
     @nnx.jit
     def together(module, x):
         padded = module(jnp.asarray(x).at[0, 7:].set(jnp.nan), lengths=lengths)
-        return padded[0, :7], module(x, segment_ids=jnp.tile(ids, (B, 1)), positions=positions)
+        return padded[0, :7], module(
+            x, segment_ids=jnp.tile(ids, (B, 1)), positions=positions
+        )
 
     @nnx.jit
     def alone(module, x):
-        return module(x[0, :7]), jnp.concatenate([module(x[:, :4]), module(x[:, 4:])], axis=1)
+        return module(x[0, :7]), jnp.concatenate(
+            [module(x[:, :4]), module(x[:, 4:])], axis=1
+        )
 
     for got, expected in zip(together(module, x), alone(module, x), strict=True):
         assert_close(got, expected)
@@ -168,20 +233,27 @@ def test_lengths_and_segments():
 
 def test_weights_and_largest_scores_are_sown_in_both_ways():
     """And other attention functions get keys and values of heads."""
-    module, x = made(rope=RoPE(), v_head_dim=SIZES["qk_nope_head_dim"] + R), inputs()[:, :11]
+    module, x = (
+        made(rope=RoPE(), v_head_dim=SIZES["qk_nope_head_dim"] + R),
+        inputs()[:, :11],
+    )
     sow = {"sow_weights": True, "sow_max_score": True}
     whole, sown = jitted(sows=True, is_causal=True, **sow)(module, x)
     module.init_cache((B, 11, D))
     jitted(decode=True)(module, x[:, :10])
     last, of_last = jitted(sows=True, decode=True, **sow)(module, x[:, 10:])
     sown, of_last = (nnx.to_pure_dict(state) for state in (sown, of_last))
-    assert_close(of_last["attention_weights"][0], sown["attention_weights"][0][..., 10:, :])
+    assert_close(
+        of_last["attention_weights"][0], sown["attention_weights"][0][..., 10:, :]
+    )
     assert of_last["attention_max_score"][0].shape == (B, N)
     assert_close(last, whole[:, 10:])
     module.init_cache((B, 11, D))
     module.attention_fn = nnx.dot_product_attention
     assert_close(jitted(is_causal=True)(module, x), whole)
-    assert_close(in_parts(functools.partial(jitted(decode=True), module), x, (10, 1)), whole)
+    assert_close(
+        in_parts(functools.partial(jitted(decode=True), module), x, (10, 1)), whole
+    )
 
 
 REFUSED = {
@@ -208,7 +280,11 @@ def test_constructors_that_are_refused(message):
 def test_calls_that_are_refused():
     module, x = made(), inputs()
     refused("cache not initialized", module, x, decode=True)
-    refused(rf"input_shape must be \(batch..., length, {D}\)", module.init_cache, (B, 9, D + 1))
+    refused(
+        rf"input_shape must be \(batch..., length, {D}\)",
+        module.init_cache,
+        (B, 9, D + 1),
+    )
     refused(f"got 7 but module expects {D}", module, x[..., :7])
     refused("positional", module, x, x, error=TypeError)
     module.init_cache((B, 9, D))
@@ -216,7 +292,9 @@ def test_calls_that_are_refused():
 
 
 class LoRA(nnx.Module):
-    """A wrapper around a projection; with `keeps_kernel`, it shows the wrapped kernel as its own."""
+    """A wrapper around a projection; with `keeps_kernel`, it shows the wrapped kernel
+    as its own.
+    """
 
     def __init__(self, layer, keeps_kernel):
         self.layer = layer
@@ -227,7 +305,9 @@ class LoRA(nnx.Module):
         self.b = nnx.LoRAParam(0.3 * inputs(2, (2, *features)))
 
     def __call__(self, x, out_sharding=None):
-        return self.layer(x, out_sharding=out_sharding) + jnp.tensordot(x @ self.a[...], self.b[...], 1)
+        return self.layer(x, out_sharding=out_sharding) + jnp.tensordot(
+            x @ self.a[...], self.b[...], 1
+        )
 
 
 class Doubled(nnx.LinearGeneral):
@@ -250,7 +330,9 @@ def with_product(layer):
 
 
 def as_subclass(layer):
-    doubled = Doubled(layer.in_features, layer.out_features, use_bias=False, rngs=nnx.Rngs(0))
+    doubled = Doubled(
+        layer.in_features, layer.out_features, use_bias=False, rngs=nnx.Rngs(0)
+    )
     doubled.kernel = layer.kernel
     return doubled
 
@@ -272,14 +354,21 @@ VARIANTS = {
 
 
 def expanded(module, x, is_causal=True):
-    """Attention by its definition: the keys and values of all heads, by calls of the layers."""
+    """Attention by its definition: the keys and values of all heads, by calls of the
+    layers.
+    """
     query = module.q_proj(x)
     both = module.kv_a_proj_with_mqa(x)
     heads = module.kv_b_proj(module.kv_a_layernorm(both[..., :C]))
     rotary = jnp.broadcast_to(both[..., None, C:], (*heads.shape[:-1], R))
-    content, value = heads[..., : SIZES["qk_nope_head_dim"]], heads[..., SIZES["qk_nope_head_dim"] :]
+    content, value = (
+        heads[..., : SIZES["qk_nope_head_dim"]],
+        heads[..., SIZES["qk_nope_head_dim"] :],
+    )
     key = jnp.concatenate([content, rotary], -1)
-    return module.o_proj(flax_mha.dot_product_attention(query, key, value, is_causal=is_causal))
+    return module.o_proj(
+        flax_mha.dot_product_attention(query, key, value, is_causal=is_causal)
+    )
 
 
 @pytest.mark.core
@@ -301,10 +390,16 @@ def test_lora_has_the_gradients_of_its_call(keeps_kernel):
     module.kv_b_proj = LoRA(module.kv_b_proj, keeps_kernel)
 
     def gradient(function):
-        grads = nnx.grad(lambda module: (function(module, x) ** 2).sum(), argnums=nnx.DiffState(0, nnx.LoRAParam))
+        grads = nnx.grad(
+            lambda module: (function(module, x) ** 2).sum(),
+            argnums=nnx.DiffState(0, nnx.LoRAParam),
+        )
         return grads(module)["kv_b_proj"]
 
-    ours, expected = gradient(lambda module, x: module(x, is_causal=True)), gradient(expanded)
+    ours, expected = (
+        gradient(lambda module, x: module(x, is_causal=True)),
+        gradient(expanded),
+    )
     for name in ("a", "b"):
         assert np.abs(expected[name][...]).max() > 1
         assert_close(ours[name][...] / 100, expected[name][...] / 100, tolerance=1e-5)
@@ -313,7 +408,8 @@ def test_lora_has_the_gradients_of_its_call(keeps_kernel):
 @pytest.mark.parametrize(
     ("name", "variant"),
     with_core_tuples(
-        [(name, "plain") for name in REPLACED] + [("bias", variant) for variant in list(VARIANTS)[1:]],
+        [(name, "plain") for name in REPLACED]
+        + [("bias", variant) for variant in list(VARIANTS)[1:]],
         ("LoRA", "plain"),
         ("bias", "sinks, soft cap"),
     ),
@@ -328,7 +424,11 @@ def test_decoding_calls_a_replaced_layer(name, variant):
     assert_close(got, whole, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("options", [core({}), {"indexer": flax_mha.Indexer(8, 12, 3)}], ids=["latent", "indexer"])
+@pytest.mark.parametrize(
+    "options",
+    [core({}), {"indexer": flax_mha.Indexer(8, 12, 3)}],
+    ids=["latent", "indexer"],
+)
 def test_a_replaced_layer_with_ragged_prompts_and_8_bits(options):
     """With lengths of each sequence, and over quantized latents."""
     options = {"q_lora_rank": 7} | options
@@ -336,7 +436,9 @@ def test_a_replaced_layer_with_ragged_prompts_and_8_bits(options):
     module = made(**options)
     module.kv_b_proj = with_bias(module.kv_b_proj)
     module.init_cache((B, 30, D), "int8", per_row=True)
-    step = nnx.jit(lambda module, x, lengths=None: module(x, decode=True, lengths=lengths))
+    step = nnx.jit(
+        lambda module, x, lengths=None: module(x, decode=True, lengths=lengths)
+    )
     first = step(module, x, lengths)
     second = step(module, x[:, :1])
     for row, length in enumerate(lengths):
@@ -353,7 +455,9 @@ def test_a_plain_layer_is_still_absorbed():
 
     def has_keys_of_all_heads(module):
         graph, state = nnx.split(module)
-        program = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x, decode=True))(state, x)
+        program = jax.make_jaxpr(
+            lambda state, x: nnx.merge(graph, state)(x, decode=True)
+        )(state, x)
         return any(
             variable.aval.shape[-3:-1] == (99, N)
             for equation in equations(program.jaxpr)
@@ -365,7 +469,9 @@ def test_a_plain_layer_is_still_absorbed():
     assert has_keys_of_all_heads(module)
 
 
-@pytest.mark.parametrize("dtype", with_core(["bfloat16", "float16", "float32"], "bfloat16"))
+@pytest.mark.parametrize(
+    "dtype", with_core(["bfloat16", "float16", "float32"], "bfloat16")
+)
 def test_products_of_latents_are_added_in_float32(dtype):
     """The dtype of the result is the inputs'; so are those of gradients."""
     kernel = jnp.ones((C, N, 5 + 19), dtype)
@@ -376,7 +482,11 @@ def test_products_of_latents_are_added_in_float32(dtype):
         absorbed = latent.absorb(query)
         return absorbed, latent.project(absorbed)
 
-    dots = [x for x in equations(jax.make_jaxpr(all_products)(kernel, query).jaxpr) if "dot" in x.primitive.name]
+    dots = [
+        x
+        for x in equations(jax.make_jaxpr(all_products)(kernel, query).jaxpr)
+        if "dot" in x.primitive.name
+    ]
     assert [x.params["preferred_element_type"] for x in dots] == ["float32"] * 2
     outputs, pull = jax.vjp(all_products, kernel, query)
     assert {str(x.dtype) for x in jax.tree.leaves((outputs, pull(outputs)))} == {dtype}

@@ -1,4 +1,6 @@
-"""Modules under Flax's transformations, and in copies, checkpoints, exported programs and Keras."""
+"""Modules under Flax's transformations, and in copies, checkpoints, exported programs
+and Keras.
+"""
 
 import copy
 import functools
@@ -21,15 +23,27 @@ from flax_mha.rope import RoPE, YaRN
 B, T, D, N, LAYERS = 2, 6, 16, 4, 2
 OURS, OURS_LINEN = flax_mha.MultiHeadAttention, linen.MultiHeadDotProductAttention
 FLAX_LINEN = nn.MultiHeadDotProductAttention
-MORE = {"num_kv_heads": 2, "rope": RoPE(scaling=YaRN(4.0, 8)), "sinks": True, "local_window_size": (3, 0)}
+MORE = {
+    "num_kv_heads": 2,
+    "rope": RoPE(scaling=YaRN(4.0, 8)),
+    "sinks": True,
+    "local_window_size": (3, 0),
+}
 X, KEY = normal(0, B, T, D), jax.random.key(0)
 
 
 def filled(params):
-    """Fills a tree with numbers that differ in each array and layer; modules of nnx and linen get the same ones."""
+    """Fills a tree with numbers that differ in each array and layer; modules of nnx and
+    linen get the same ones.
+    """
     leaves, structure = jax.tree.flatten(params)
-    numbers = [np.random.default_rng(i).normal(size=w.shape, scale=0.25) for i, w in enumerate(leaves)]
-    return jax.tree.unflatten(structure, [jnp.asarray(x.astype(np.float32)) for x in numbers])
+    numbers = [
+        np.random.default_rng(i).normal(size=w.shape, scale=0.25)
+        for i, w in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(
+        structure, [jnp.asarray(x.astype(np.float32)) for x in numbers]
+    )
 
 
 def zeros(shapes):
@@ -39,7 +53,14 @@ def zeros(shapes):
 def make(rngs=None, slots=None, dtype=None, **options):
     """A module whose weights take no compiling, with a cache if there are slots."""
     rngs = nnx.Rngs(0) if rngs is None else rngs
-    module = OURS(N, D, decode=slots is not None, kernel_init=nnx.initializers.zeros, rngs=rngs, **options)
+    module = OURS(
+        N,
+        D,
+        decode=slots is not None,
+        kernel_init=nnx.initializers.zeros,
+        rngs=rngs,
+        **options,
+    )
     nnx.update(module, filled(nnx.state(module, nnx.Param)))
     if slots is not None:
         module.init_cache((B, slots, D), dtype)
@@ -48,15 +69,21 @@ def make(rngs=None, slots=None, dtype=None, **options):
 
 def make_layers(**options):
     """Layers made by nnx.vmap."""
-    layers = nnx.split_rngs(splits=LAYERS)(nnx.vmap(lambda rngs: make(rngs=rngs, **MORE, **options)))(nnx.Rngs(0))
+    layers = nnx.split_rngs(splits=LAYERS)(
+        nnx.vmap(lambda rngs: make(rngs=rngs, **MORE, **options))
+    )(nnx.Rngs(0))
     nnx.update(layers, filled(nnx.state(layers, nnx.Param)))
     return layers
 
 
 @functools.cache
 def causal(layers=None):
-    """The gradients of the parameters, and the output, of one module or of this many layers in a plain loop."""
-    graph, params, others = nnx.split(make(**MORE) if layers is None else make_layers(), nnx.Param, ...)
+    """The gradients of the parameters, and the output, of one module or of this many
+    layers in a plain loop.
+    """
+    graph, params, others = nnx.split(
+        make(**MORE) if layers is None else make_layers(), nnx.Param, ...
+    )
 
     @functools.partial(jax.grad, has_aux=True)
     def gradients(params):
@@ -72,7 +99,7 @@ def causal(layers=None):
     return nnx.to_pure_dict(params), output
 
 
-# Layers of flax.nnx --------------------------------------------------------------------------------------------------
+# Layers of flax.nnx -------------------------------------------------------------------
 
 
 def run(layers, x, remat, **arguments):
@@ -106,16 +133,22 @@ def test_decoding_in_nnx_while_loop_equals_the_whole_forward(remat):
         def step(state):
             layers, outputs, i = state
             y = run(layers, jax.lax.dynamic_slice_in_dim(X, i, 1, axis=1), remat)
-            return layers, jax.lax.dynamic_update_slice_in_dim(outputs, y, i, axis=1), i + 1
+            return (
+                layers,
+                jax.lax.dynamic_update_slice_in_dim(outputs, y, i, axis=1),
+                i + 1,
+            )
 
-        return nnx.while_loop(lambda state: state[2] < T, step, (layers, jnp.zeros_like(X), jnp.int32(0)))[1]
+        return nnx.while_loop(
+            lambda state: state[2] < T, step, (layers, jnp.zeros_like(X), jnp.int32(0))
+        )[1]
 
     layers = make_layers(slots=T)
     assert_close(decode(layers), causal(LAYERS)[1])
     assert (layers.cache_index[...] == T).all()
 
 
-# Layers of flax.linen ------------------------------------------------------------------------------------------------
+# Layers of flax.linen -----------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -130,10 +163,15 @@ class Block(nn.Module):
 
 
 def test_linen_layers_with_dropout_equal_those_of_flax():
-    """nn.scan of nn.vmap of nn.remat; both classes call the same attention function with the keys that they draw."""
+    """nn.scan of nn.vmap of nn.remat; both classes call the same attention function
+    with the keys that they draw.
+    """
     options = {"dropout_rate": 0.5, "deterministic": False, "broadcast_dropout": False}
     options["attention_fn"] = flax_mha.attention_fn
-    split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True, "dropout": True}}
+    split = {
+        "variable_axes": {"params": 0},
+        "split_rngs": {"params": True, "dropout": True},
+    }
     layers = nn.scan(nn.vmap(nn.remat(Block), **split), length=LAYERS, **split)
     x = jnp.stack([X, X])
 
@@ -144,7 +182,9 @@ def test_linen_layers_with_dropout_equal_those_of_flax():
         return (y**2).sum(), y
 
     with flax_rules():
-        init = functools.partial(layers(FLAX_LINEN, options).init, {"params": KEY, "dropout": KEY})
+        init = functools.partial(
+            layers(FLAX_LINEN, options).init, {"params": KEY, "dropout": KEY}
+        )
         params = filled(jax.eval_shape(init, x)["params"])
         expected = gradients(FLAX_LINEN, params)
     assert_close(gradients(OURS_LINEN, params), expected)
@@ -160,7 +200,9 @@ def test_linen_caches_in_nn_scan_decode_as_the_whole_forward():
     @jax.jit
     def decode(cache, x):
         def step(cache, x):
-            (y, _), changed = layers.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+            (y, _), changed = layers.apply(
+                {"params": params, "cache": cache}, x, mutable=["cache"]
+            )
             return changed["cache"], y[:, 0]
 
         return jax.lax.scan(step, cache, x)[1]
@@ -169,14 +211,16 @@ def test_linen_caches_in_nn_scan_decode_as_the_whole_forward():
     assert_close(jnp.moveaxis(got, 0, 1), causal(LAYERS)[1])
 
 
-# Bridges -------------------------------------------------------------------------------------------------------------
+# Bridges ------------------------------------------------------------------------------
 
 
 def test_nnx_module_as_one_of_linen():
     """ToLinen of a module that makes its own cache, called with two chunks of a prompt."""
     module = nnx.bridge.ToLinen(make, kwargs=MORE | {"slots": T})
     shapes = jax.eval_shape(module.init, KEY, X)
-    step = linen_step(module, {"params": filled(shapes["params"]), "cache": zeros(shapes["cache"])})
+    step = linen_step(
+        module, {"params": filled(shapes["params"]), "cache": zeros(shapes["cache"])}
+    )
     assert_close(in_parts(step, X, (3, 3)), np.asarray(causal()[1]))
 
 
@@ -185,7 +229,9 @@ def test_linen_module_as_one_of_nnx():
 
     class Model(nnx.Module):
         def __init__(self):
-            self.attention = nnx.bridge.ToNNX(OURS_LINEN(N, **MORE, decode=True), rngs=nnx.Rngs(0))
+            self.attention = nnx.bridge.ToNNX(
+                OURS_LINEN(N, **MORE, decode=True), rngs=nnx.Rngs(0)
+            )
 
         def __call__(self, x):
             return self.attention(x, mutable=["cache"])
@@ -193,10 +239,12 @@ def test_linen_module_as_one_of_nnx():
     model = nnx.jit(lambda: nnx.bridge.lazy_init(Model(), X))()
     nnx.update(model, filled(nnx.state(model, nnx.Param)))
     step = nnx.jit(lambda model, x: model(x))
-    assert_close(in_parts(functools.partial(step, model), X, (3, 3)), np.asarray(causal()[1]))
+    assert_close(
+        in_parts(functools.partial(step, model), X, (3, 3)), np.asarray(causal()[1])
+    )
 
 
-# Checkpoints and copies ----------------------------------------------------------------------------------------------
+# Checkpoints and copies ---------------------------------------------------------------
 
 
 def sparse(b, h, q_idx, kv_idx):
@@ -208,7 +256,9 @@ class Layer(nnx.Module):
 
     def __init__(self, dtype):
         ids = jnp.arange(8) // 3
-        self.mask = nnx.data(masks.FunctionMask(sparse) | masks.SegmentMask(ids[:2], ids))
+        self.mask = nnx.data(
+            masks.FunctionMask(sparse) | masks.SegmentMask(ids[:2], ids)
+        )
         self.attention = make(slots=8, dtype=dtype, **MORE)
 
     def __call__(self, x):
@@ -216,7 +266,9 @@ class Layer(nnx.Module):
 
 
 def committed(layer):
-    """Commits the arrays of a layer to a device, like restored arrays, so that all layers share one program."""
+    """Commits the arrays of a layer to a device, like restored arrays, so that all
+    layers share one program.
+    """
     graph, state = nnx.split(layer)
     return nnx.merge(graph, jax.device_put(state, jax.devices()[0]))
 
@@ -227,21 +279,35 @@ call = nnx.jit(lambda layer, x: layer(x))
 @pytest.mark.core
 def test_orbax_restores_parameters_and_caches(tmp_path):
     """Variables of nnx and linen; decoding continues from the restored ones."""
-    ocp = pytest.importorskip("orbax.checkpoint", reason="needs orbax-checkpoint, which comes with Flax")
+    ocp = pytest.importorskip(
+        "orbax.checkpoint", reason="needs orbax-checkpoint, which comes with Flax"
+    )
     layer = committed(Layer("int8"))
     call(layer, X[:, :2])
-    variables = jax.eval_shape(OURS_LINEN(N, **MORE, decode=True, cache_dtype="int8").init, KEY, X)
-    state = {"int8": nnx.state(layer), "bfloat16": nnx.state(Layer("bfloat16")), "linen": filled(variables)}
+    variables = jax.eval_shape(
+        OURS_LINEN(N, **MORE, decode=True, cache_dtype="int8").init, KEY, X
+    )
+    state = {
+        "int8": nnx.state(layer),
+        "bfloat16": nnx.state(Layer("bfloat16")),
+        "linen": filled(variables),
+    }
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: state))
+        restored = checkpointer.restore(
+            tmp_path / "state", jax.eval_shape(lambda: state)
+        )
     assert_same(restored, state)
     other = nnx.merge(nnx.graphdef(Layer("int8")), restored["int8"])
     assert_same(call(other, X[:, 2:4]), call(layer, X[:, 2:4]))
 
 
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)), "clone": nnx.clone}
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "clone": nnx.clone,
+}
 
 
 @pytest.mark.core
@@ -257,7 +323,7 @@ def test_copies_of_layers_masks_and_caches_compute_the_same(name):
     assert_same(got, call(layer, X[:, 2:4]))
 
 
-# Exported programs, and code written for other attention -------------------------------------------------------------
+# Exported programs, and code written for other attention ------------------------------
 
 
 def test_a_serialized_export_of_a_module_with_symbolic_sizes():
@@ -265,7 +331,10 @@ def test_a_serialized_export_of_a_module_with_symbolic_sizes():
     module = make(**MORE)
     apply = jax.jit(lambda x, lengths: module(x, is_causal=True, lengths=lengths))
     batch, length = export.symbolic_shape("batch, length")
-    shapes = jax.ShapeDtypeStruct((batch, length, D), X.dtype), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    shapes = (
+        jax.ShapeDtypeStruct((batch, length, D), X.dtype),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    )
     program = export.deserialize(export.export(apply)(*shapes).serialize())
     expected = apply(X, np.array([T, 2], np.int32))
     assert_close(program.call(X, np.array([T, 2], np.int32)), expected)
@@ -273,17 +342,28 @@ def test_a_serialized_export_of_a_module_with_symbolic_sizes():
 
 
 def test_attention_of_keras_computes_with_this_package(monkeypatch, tmp_path):
-    """Keras catches errors of `jax.nn.dot_product_attention`, so the test counts the calls that return."""
+    """Keras catches errors of `jax.nn.dot_product_attention`, so the test counts the
+    calls that return.
+    """
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
-    keras = pytest.importorskip("keras", reason="needs keras, on which this package does not depend")
+    keras = pytest.importorskip(
+        "keras", reason="needs keras, on which this package does not depend"
+    )
     assert keras.backend.backend() == "jax"
     layer, calls = keras.layers.MultiHeadAttention(N, D // N), []
     padding = np.array([[[1, 1, 1, 1, 0, 0]], [[1, 0, 0, 0, 0, 0]]])
-    uses = [{}, {"use_causal_mask": True}, {"use_causal_mask": True, "attention_mask": padding}]
+    uses = [
+        {},
+        {"use_causal_mask": True},
+        {"use_causal_mask": True, "attention_mask": padding},
+    ]
 
     def gradients(x):
-        return [jax.grad(lambda x, use=use: (layer(x, x, **use) ** 2).sum())(x) for use in uses]
+        return [
+            jax.grad(lambda x, use=use: (layer(x, x, **use) ** 2).sum())(x)
+            for use in uses
+        ]
 
     def attend(*arrays, **arguments):
         output = flax_mha.dot_product_attention(*arrays, **arguments)

@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import refused
-from flax_cases import FEATURES, HEADS, QUERIES, assert_close, assert_same, flax_rules, normal
+from flax_cases import (
+    FEATURES,
+    HEADS,
+    QUERIES,
+    assert_close,
+    assert_same,
+    flax_rules,
+    normal,
+)
 from flax_modules import KEY, Linen, X, Y
 
 from flax_mha import linen
@@ -22,17 +30,23 @@ BOTH = (OURS, FLAX)
 CAUSAL = np.tri(QUERIES, dtype=bool)[None, None]
 
 
-NAMES = pytest.mark.parametrize("name", ["MultiHeadDotProductAttention", "MultiHeadAttention", "SelfAttention"])
-FLAX_DEPRECATES = pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning")
+NAMES = pytest.mark.parametrize(
+    "name", ["MultiHeadDotProductAttention", "MultiHeadAttention", "SelfAttention"]
+)
+FLAX_DEPRECATES = pytest.mark.filterwarnings(
+    "ignore:SelfAttention will be deprecated:DeprecationWarning"
+)
 
 
 @pytest.mark.core
 @NAMES
 @FLAX_DEPRECATES
 def test_a_model_has_the_parameters_keys_and_outputs_of_flax(name):
-    """The name decides the paths of the parameters, their initial values and the keys for dropout.
+    """The name decides the paths of the parameters, their initial values and the keys
+    for dropout.
 
-    So Flax's variables load unchanged, with equal outputs; the mask is the second argument of SelfAttention.
+    So Flax's variables load unchanged, with equal outputs; the mask is the second
+    argument of SelfAttention.
     """
 
     class Model(nn.Module):
@@ -42,9 +56,13 @@ def test_a_model_has_the_parameters_keys_and_outputs_of_flax(name):
         @nn.compact
         def __call__(self, x, mask, deterministic):
             for options in ({}, {"attention_fn": self.attention_fn}):
-                layer = getattr(self.library, name)(HEADS, dropout_rate=0.5, deterministic=deterministic, **options)
+                layer = getattr(self.library, name)(
+                    HEADS, dropout_rate=0.5, deterministic=deterministic, **options
+                )
                 x = nn.LayerNorm()(x)
-                x = x + (layer(x, mask) if name == "SelfAttention" else layer(x, mask=mask))
+                x = x + (
+                    layer(x, mask) if name == "SelfAttention" else layer(x, mask=mask)
+                )
             return x
 
     assert getattr(linen, name).__name__ == name
@@ -55,9 +73,16 @@ def test_a_model_has_the_parameters_keys_and_outputs_of_flax(name):
         rngs = dict(zip(("params", "dropout"), jax.random.split(KEY), strict=True))
         variables.append(model.init(rngs, X, jnp.asarray(CAUSAL), deterministic=False))
         keys.append(calls[0]["dropout_rng"])
-        outputs.append(model.apply(variables[0], X, jnp.asarray(CAUSAL), deterministic=True))
+        outputs.append(
+            model.apply(variables[0], X, jnp.asarray(CAUSAL), deterministic=True)
+        )
     assert_same(*variables)
-    assert variables[0]["params"].keys() == {"LayerNorm_0", "LayerNorm_1", f"{name}_0", f"{name}_1"}
+    assert variables[0]["params"].keys() == {
+        "LayerNorm_0",
+        "LayerNorm_1",
+        f"{name}_0",
+        f"{name}_1",
+    }
     assert_same(*keys)
     assert_close(*outputs)
 
@@ -73,9 +98,19 @@ def test_self_attention_takes_our_additional_arguments():
     ]
     layer, ids = linen.SelfAttention(HEADS), jnp.arange(QUERIES)[None] // 3
     variables = layer.init(KEY, X)
-    arguments = {"is_causal": True, "segment_ids": jnp.broadcast_to(ids, X.shape[:2]), "lengths": jnp.array([7, 4])}
-    arguments |= {"bias": CAUSAL * 0.5, "score_mod": lambda score, b, h, q_idx, kv_idx: 0.5 * score}
-    assert_close(layer.apply(variables, X, **arguments), OURS(HEADS).apply(variables, X, **arguments))
+    arguments = {
+        "is_causal": True,
+        "segment_ids": jnp.broadcast_to(ids, X.shape[:2]),
+        "lengths": jnp.array([7, 4]),
+    }
+    arguments |= {
+        "bias": CAUSAL * 0.5,
+        "score_mod": lambda score, b, h, q_idx, kv_idx: 0.5 * score,
+    }
+    assert_close(
+        layer.apply(variables, X, **arguments),
+        OURS(HEADS).apply(variables, X, **arguments),
+    )
     assert layer.explain(X, None, True, is_causal=True).chosen == "xla"
     refused("inputs_k", layer.apply, variables, X, inputs_k=Y, error=TypeError)
 
@@ -98,13 +133,23 @@ def test_quantized_einsums_reach_flax():
 
     names = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
     with flax_rules():
-        results = [make(cls, **dict.fromkeys(names, lambda: counted)).init_with_output(KEY, X) for cls in BOTH]
+        results = [
+            make(cls, **dict.fromkeys(names, lambda: counted)).init_with_output(KEY, X)
+            for cls in BOTH
+        ]
         assert_same(*results)
         assert calls == ["...qhd,...khd->...hqk", "...hqk,...khd->...qhd"] * 2
-        refused("must be specified together", make(OURS, **{names[0]: lambda: counted}).init, KEY, X)
+        refused(
+            "must be specified together",
+            make(OURS, **{names[0]: lambda: counted}).init,
+            KEY,
+            X,
+        )
 
 
-@pytest.mark.parametrize(("name", "used"), [("qkv_dot_general", 3), ("out_dot_general", 1)])
+@pytest.mark.parametrize(
+    ("name", "used"), [("qkv_dot_general", 3), ("out_dot_general", 1)]
+)
 def test_dot_generals_are_used(name, used):
     calls = []
 
@@ -124,26 +169,39 @@ def test_sown_weights_have_the_dtype_of_flax(force):
     for cls in BOTH:
         with flax_rules():
             module = make(cls, dtype=jnp.bfloat16, force_fp32_for_softmax=force)
-            _, sown_by = module.apply(module.init(KEY, X), X, sow_weights=True, mutable=["intermediates"])
+            _, sown_by = module.apply(
+                module.init(KEY, X), X, sow_weights=True, mutable=["intermediates"]
+            )
         (weights,) = sown_by["intermediates"]["attention_weights"]
         sown.append(weights)
     assert sown[0].dtype == sown[1].dtype == (jnp.float32 if force else jnp.bfloat16)
-    # Flax's weights come from scores in bfloat16, off by 2**-9 of themselves; these are below 4.
-    np.testing.assert_allclose(*(w.astype(jnp.float32) for w in sown), rtol=0, atol=4 * 2**-8)
+    # Flax's weights come from scores in bfloat16, off by 2**-9 of themselves; these are
+    # below 4.
+    np.testing.assert_allclose(
+        *(w.astype(jnp.float32) for w in sown), rtol=0, atol=4 * 2**-8
+    )
 
 
 @pytest.mark.core
 def test_cache_has_the_dtype_of_the_computation():
     layers = (make(cls, decode=True, dtype=jnp.bfloat16) for cls in BOTH)
-    assert operator.eq(*(jax.eval_shape(layer.init, KEY, X)["cache"] for layer in layers))
+    assert operator.eq(
+        *(jax.eval_shape(layer.init, KEY, X)["cache"] for layer in layers)
+    )
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize(("attribute", "call"), [(True, None), (None, True), (False, None), (None, False)])
+@pytest.mark.parametrize(
+    ("attribute", "call"), [(True, None), (None, True), (False, None), (None, False)]
+)
 def test_attention_fn_gets_the_arguments_of_flax(attribute, call, given):
     """The key of the call has priority over the key of the collection."""
-    arguments = {"mask": CAUSAL, "deterministic": call, "dropout_rng": jax.random.key(5) if given else None}
+    arguments = {
+        "mask": CAUSAL,
+        "deterministic": call,
+        "dropout_rng": jax.random.key(5) if given else None,
+    }
 
     def run(kind, options):
         module = make(kind, deterministic=attribute, **options)
@@ -157,7 +215,10 @@ def test_attention_fn_gets_the_arguments_of_flax(attribute, call, given):
 @pytest.mark.core
 def test_inputs_kv_and_separate_inputs_are_refused():
     for given in ({"inputs_k": Y}, {"inputs_k": Y, "inputs_v": Y}):
-        with pytest.raises(ValueError, match="If either `inputs_k` or `inputs_v` is not None, `inputs_kv` must be"):
+        with pytest.raises(
+            ValueError,
+            match="If either `inputs_k` or `inputs_v` is not None, `inputs_kv` must be",
+        ):
             make(OURS).init(KEY, X, inputs_kv=Y, **given)
 
 
@@ -172,7 +233,9 @@ def same_error(variables, *inputs, **options):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("inputs", [[X[..., :9]], [X, Y[..., :9]], [X, Y, Y[..., :9]]], ids=["q", "k", "v"])
+@pytest.mark.parametrize(
+    "inputs", [[X[..., :9]], [X, Y[..., :9]], [X, Y, Y[..., :9]]], ids=["q", "k", "v"]
+)
 def test_other_features_than_the_parameters_get_the_error_of_flax(inputs):
     same_error(make(FLAX).init(KEY, X), *inputs, num_heads=HEADS, qkv_features=FEATURES)
 
@@ -180,7 +243,9 @@ def test_other_features_than_the_parameters_get_the_error_of_flax(inputs):
 @pytest.mark.core
 @pytest.mark.parametrize("shape", [(2, 1, 10, 10), (2, 7, 7), (10, 10)])
 def test_a_mask_as_the_values_gets_the_error_of_flax(shape):
-    """`test_multihead_mask_warning` of Flax: once a mask was its third positional argument."""
+    """`test_multihead_mask_warning` of Flax: once a mask was its third positional
+    argument.
+    """
     x = jnp.ones((2, 10, 1))
     warned = f"of shape {re.escape(str(shape))} to the `inputs_v` arg.* function signature of MultiHeadDotProductAtt"
     with pytest.warns(DeprecationWarning, match=warned) as warnings:
@@ -191,8 +256,12 @@ def test_a_mask_as_the_values_gets_the_error_of_flax(shape):
 def test_square_values_are_values():
     """They are projected once, by the parameters of Flax."""
     inputs = jnp.ones((2, 5, 3)), jnp.ones((2, 4, 3)), jax.random.normal(KEY, (2, 4, 4))
-    with pytest.warns(DeprecationWarning, match="you may have intended to pass it to the `mask`"):
-        got, want = (cls(3, qkv_features=6).init_with_output(KEY, *inputs) for cls in BOTH)
+    with pytest.warns(
+        DeprecationWarning, match="you may have intended to pass it to the `mask`"
+    ):
+        got, want = (
+            cls(3, qkv_features=6).init_with_output(KEY, *inputs) for cls in BOTH
+        )
     jax.tree.map(assert_close, got, want)
 
 

@@ -21,26 +21,39 @@ pytestmark = pytest.mark.usefixtures("small_tiles")
 @BOTH
 def test_logits_of_ten_thousand(implementation):
     query, key, value = inputs()
-    output, *others = gradients(implementation, {}, return_residual=True)([query * 1e4, key, value])
+    output, *others = gradients(implementation, {}, return_residual=True)(
+        [query * 1e4, key, value]
+    )
     assert all(np.isfinite(x).all() for x in (output, *others))
-    best = np.argmax(np.einsum("btngh,bsnh->btngs", query.reshape(2, T, 2, 3, 8), key), -1).reshape(2, T, N)
+    best = np.argmax(
+        np.einsum("btngh,bsnh->btngs", query.reshape(2, T, 2, 3, 8), key), -1
+    ).reshape(2, T, N)
     picked = np.take_along_axis(np.repeat(value, 3, 2), best[..., None], 1)
     certain = np.abs(output - picked).max(-1) < 1e-5
     assert certain.mean() > 0.99  # few have two keys within rounding of each other
 
 
 def dropped(shape, **arguments):
-    """The weights after dropout times the number of keys, [B, N, T, S]; the values are the identity matrix."""
+    """The weights after dropout times the number of keys, [B, N, T, S]; the values are
+    the identity matrix.
+    """
     batch, t, n, s = shape
-    query, key = np.zeros((batch, t, n, 1), np.float32), np.zeros((batch, s, n, 1), np.float32)
+    query, key = (
+        np.zeros((batch, t, n, 1), np.float32),
+        np.zeros((batch, s, n, 1), np.float32),
+    )
     identity = np.broadcast_to(np.eye(s, dtype=np.float32)[:, None], (batch, s, n, s))
-    weights = jax.jit(functools.partial(dot_product_attention, **arguments))(query, key, identity)
+    weights = jax.jit(functools.partial(dot_product_attention, **arguments))(
+        query, key, identity
+    )
     return np.moveaxis(np.asarray(weights), -2, 1) * s
 
 
 @pytest.mark.parametrize("rate", with_core([0.1, 0.5, 0.9], 0.1))
 def test_dropout_keeps_the_right_share_and_scales_it(rate):
-    weights = dropped((4, 256, 4, 256), dropout_rate=rate, dropout_rng=jax.random.key(0))
+    weights = dropped(
+        (4, 256, 4, 256), dropout_rate=rate, dropout_rng=jax.random.key(0)
+    )
     kept = weights != 0
     standard_error = np.sqrt(rate * (1 - rate) / kept.size)
     assert kept.size > 1e6
@@ -50,7 +63,9 @@ def test_dropout_keeps_the_right_share_and_scales_it(rate):
 
 def test_neighboring_weights_are_dropped_independently():
     """Along every axis, both are kept or dropped in half of the pairs."""
-    kept = dropped((2, 256, 4, 256), dropout_rate=0.5, dropout_rng=jax.random.key(0)) != 0
+    kept = (
+        dropped((2, 256, 4, 256), dropout_rate=0.5, dropout_rng=jax.random.key(0)) != 0
+    )
     for axis in range(4):
         first = np.take(kept, np.arange(kept.shape[axis] - 1), axis)
         second = np.take(kept, np.arange(1, kept.shape[axis]), axis)
@@ -60,35 +75,60 @@ def test_neighboring_weights_are_dropped_independently():
 @pytest.mark.core
 @BOTH
 def test_broadcast_dropout_is_shared_and_plain_dropout_is_not(implementation):
-    shared = dropped((2, 19, 3, 23), **DROP, broadcast_dropout=True, implementation=implementation)
+    shared = dropped(
+        (2, 19, 3, 23), **DROP, broadcast_dropout=True, implementation=implementation
+    )
     assert (shared == shared[:1, :1]).all()
     own = dropped((2, 19, 3, 23), **DROP, implementation=implementation)
-    assert not any((own[i, j] == own[0, 0]).all() for i in range(2) for j in range(3) if (i, j) != (0, 0))
+    assert not any(
+        (own[i, j] == own[0, 0]).all()
+        for i in range(2)
+        for j in range(3)
+        if (i, j) != (0, 0)
+    )
 
 
 @pytest.mark.core
 def test_dropout_takes_every_kind_of_key():
-    new, weights = jax.random.key(7), functools.partial(dropped, (1, 5, 1, 7), dropout_rate=0.5)
-    np.testing.assert_array_equal(weights(dropout_rng=new), weights(dropout_rng=jax.random.key_data(new)))
+    new, weights = (
+        jax.random.key(7),
+        functools.partial(dropped, (1, 5, 1, 7), dropout_rate=0.5),
+    )
+    np.testing.assert_array_equal(
+        weights(dropout_rng=new), weights(dropout_rng=jax.random.key_data(new))
+    )
     weights(dropout_rng=jax.random.key(7, impl="rbg"))
-    assert (dropped((1, 5, 1, 7), dropout_rng=new) == 1).all()  # without a rate, the key is ignored
+    # Without a rate, the key is ignored.
+    assert (dropped((1, 5, 1, 7), dropout_rng=new) == 1).all()
 
 
 @pytest.mark.core
 @BOTH
 def test_a_traced_scale_has_a_gradient(implementation):
     arrays = inputs()
-    loss = lambda scale: jnp.sum(jnp.sin(dot_product_attention(*arrays, scale=scale, implementation=implementation)))  # noqa: E731
+    loss = lambda scale: jnp.sum(
+        jnp.sin(
+            dot_product_attention(*arrays, scale=scale, implementation=implementation)
+        )
+    )  # noqa: E731
     step = 1e-2
     run = jax.jit(jax.value_and_grad(loss))
-    (above, _), (below, _), (_, gradient) = (run(np.float32(scale)) for scale in (0.3 + step, 0.3 - step, 0.3))
+    (above, _), (below, _), (_, gradient) = (
+        run(np.float32(scale)) for scale in (0.3 + step, 0.3 - step, 0.3)
+    )
     np.testing.assert_allclose(gradient, (above - below) / (2 * step), rtol=1e-2)
 
 
 @pytest.mark.core
 def test_the_signature_is_a_superset_of_jax_nn():
-    ours, theirs = (inspect.signature(f).parameters for f in (dot_product_attention, jax.nn.dot_product_attention))
+    ours, theirs = (
+        inspect.signature(f).parameters
+        for f in (dot_product_attention, jax.nn.dot_product_attention)
+    )
     assert set(theirs) <= set(ours)
     assert [*ours][:5] == [*theirs][:5] == ["query", "key", "value", "bias", "mask"]
     for name, parameter in theirs.items():
-        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
+        assert (ours[name].kind, ours[name].default) == (
+            parameter.kind,
+            parameter.default,
+        )

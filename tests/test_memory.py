@@ -29,7 +29,9 @@ CASES = {
 
 def lowered(t, gradient, arguments, attend=dot_product_attention):
     x = jax.ShapeDtypeStruct((1, t, N, H), jnp.float32)
-    arrays = {name: a for name, a in arguments.items() if isinstance(a, jax.ShapeDtypeStruct)}
+    arrays = {
+        name: a for name, a in arguments.items() if isinstance(a, jax.ShapeDtypeStruct)
+    }
     static = {name: a for name, a in arguments.items() if name not in arrays}
 
     def loss(qkv, bias, others):
@@ -51,9 +53,13 @@ def dense_temporaries(t, gradient):
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
-@pytest.mark.parametrize("name", with_core(CASES, "causal window, segments, lengths, soft cap, sinks"))
+@pytest.mark.parametrize(
+    "name", with_core(CASES, "causal window, segments, lengths, soft cap, sinks")
+)
 def test_four_times_the_length_takes_at_most_five_times_the_memory(name, gradient):
-    short, long = (temporaries(lowered(t, gradient, CASES[name](t))) for t in (2048, 8192))
+    short, long = (
+        temporaries(lowered(t, gradient, CASES[name](t))) for t in (2048, 8192)
+    )
     assert long <= 5 * short
     assert long <= dense_temporaries(8192, gradient) / 10
 
@@ -75,10 +81,16 @@ DERIVATIVES = {
 def test_derivatives_of_other_orders_take_memory_linear_in_the_length(derivative):
     def size(t, implementation):
         def loss(qkv):
-            return jnp.sin(dot_product_attention(*qkv, is_causal=True, implementation=implementation)).sum()
+            return jnp.sin(
+                dot_product_attention(
+                    *qkv, is_causal=True, implementation=implementation
+                )
+            ).sum()
 
         x = jax.ShapeDtypeStruct((1, t, 1, H), jnp.float32)
-        return temporaries(jax.jit(functools.partial(DERIVATIVES[derivative], loss)).lower((x, x, x)))
+        return temporaries(
+            jax.jit(functools.partial(DERIVATIVES[derivative], loss)).lower((x, x, x))
+        )
 
     long = size(8192, "blockwise")
     assert long <= 5 * size(2048, "blockwise")
@@ -90,12 +102,18 @@ def test_heads_of_a_group_share_their_keys():
     """Copies of keys and values for the heads of a group would show in the temporaries."""
 
     def gradient(n, k):
-        query, key = (jax.ShapeDtypeStruct((1, 4096, heads, H), jnp.float32) for heads in (n, k))
-        f = jax.grad(lambda q, k, v: dot_product_attention(q, k, v, is_causal=True).sum(), (0, 1, 2))
+        query, key = (
+            jax.ShapeDtypeStruct((1, 4096, heads, H), jnp.float32) for heads in (n, k)
+        )
+        f = jax.grad(
+            lambda q, k, v: dot_product_attention(q, k, v, is_causal=True).sum(),
+            (0, 1, 2),
+        )
         return temporaries(jax.jit(f).lower(query, key, key))
 
     saved = gradient(8, 8) - gradient(8, 1)
-    assert saved >= 2 * 7 * 4 * 4096 * H  # at least the keys and values of seven heads, in float32
+    # At least the keys and values of seven heads, in float32.
+    assert saved >= 2 * 7 * 4 * 4096 * H
 
 
 @pytest.mark.core
@@ -103,7 +121,12 @@ def test_the_backward_pass_gets_no_more_than_inputs_output_and_rows():
     """For example, a condition on rows is not saved for every feature."""
     x = jax.ShapeDtypeStruct((1, 1024, 2, H), jnp.float32)
     saved = jax.eval_shape(
-        lambda *qkv: jax.vjp(functools.partial(dot_product_attention, is_causal=True), *qkv), x, x, x
+        lambda *qkv: jax.vjp(
+            functools.partial(dot_product_attention, is_causal=True), *qkv
+        ),
+        x,
+        x,
+        x,
     )
     sizes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved[1]))
     arrays = 4 * x.size * x.dtype.itemsize

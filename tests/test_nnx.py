@@ -33,7 +33,9 @@ def test_half_precision_inputs():
     x = X.astype(jnp.bfloat16)
     got = ours(x)
     exact = make(OURS)
-    nnx.update(exact, jax.tree.map(lambda w: w.astype(jnp.float32), nnx.state(flax, nnx.Param)))
+    nnx.update(
+        exact, jax.tree.map(lambda w: w.astype(jnp.float32), nnx.state(flax, nnx.Param))
+    )
     with flax_rules():
         assert_no_worse(got, flax(x), exact(x.astype(jnp.float32)))
 
@@ -48,35 +50,59 @@ def test_half_precision_inputs():
     ],
 )
 def test_complex_inputs_work_as_in_flax(options, arguments):
-    """Without dropout, Flax calls jax.nn, which ignores the imaginary part of the scores."""
+    """Without dropout, Flax calls jax.nn, which ignores the imaginary part of the
+    scores.
+    """
     inputs = jax.lax.complex(X, normal(3, BATCH, QUERIES, FEATURES))
-    params, options = Nnx.params(FLAX, [], **options), options | {"dropout_rate": 0.5, "deterministic": True}
+    params, options = (
+        Nnx.params(FLAX, [], **options),
+        options | {"dropout_rate": 0.5, "deterministic": True},
+    )
     with flax_rules():
-        assert_close(*(Nnx.call(kind, params, [inputs], options, **arguments) for kind in (OURS, FLAX)))
+        assert_close(
+            *(
+                Nnx.call(kind, params, [inputs], options, **arguments)
+                for kind in (OURS, FLAX)
+            )
+        )
 
 
 def capture(module, *inputs, **arguments):
-    result, sown = nnx.capture(module, nnx.Intermediate)(*inputs, **arguments, sow_weights=True)
+    result, sown = nnx.capture(module, nnx.Intermediate)(
+        *inputs, **arguments, sow_weights=True
+    )
     return result, nnx.to_pure_dict(sown)
 
 
 def test_sown_largest_scores():
-    """One for each head, always in float32; sowing changes no output, and `explain` knows it."""
+    """One for each head, always in float32; sowing changes no output, and `explain`
+    knows it.
+    """
     module, x = make(OURS, dtype=jnp.bfloat16), X
     query, key, value = module.query(x), module.key(x), module.value(x)
     with jax.numpy_dtype_promotion("standard"):
-        _, expected = flax_mha.dot_product_attention(query, key, value, is_causal=True, return_max_score=True)
-    output, sown = nnx.capture(module, nnx.Intermediate)(x, is_causal=True, sow_max_score=True)
+        _, expected = flax_mha.dot_product_attention(
+            query, key, value, is_causal=True, return_max_score=True
+        )
+    output, sown = nnx.capture(module, nnx.Intermediate)(
+        x, is_causal=True, sow_max_score=True
+    )
     [max_score] = nnx.to_pure_dict(sown)["attention_max_score"]
     assert max_score.dtype == jnp.float32
     np.testing.assert_allclose(max_score, expected, rtol=1e-2)
-    assert_close(output.astype(jnp.float32), module(x, is_causal=True).astype(jnp.float32))
-    assert "return_max_score" in module.explain(x, sow_max_score=True).refusals["cudnn"][0]
+    assert_close(
+        output.astype(jnp.float32), module(x, is_causal=True).astype(jnp.float32)
+    )
+    assert (
+        "return_max_score" in module.explain(x, sow_max_score=True).refusals["cudnn"][0]
+    )
 
 
 def test_sown_weights_have_the_dtype_of_the_module():
     _, sown = capture(make(OURS, dtype=jnp.bfloat16), X)
-    assert {weights.dtype for weights in jax.tree.leaves(sown)} == {jnp.dtype(jnp.bfloat16)}
+    assert {weights.dtype for weights in jax.tree.leaves(sown)} == {
+        jnp.dtype(jnp.bfloat16)
+    }
 
 
 @pytest.mark.core
@@ -94,14 +120,23 @@ def test_sown_weights_of_a_query_without_keys_are_zero_and_of_a_nan_row_nan():
     assert np.isnan(weights[1, :, 3]).all()
     assert np.isnan(weights).sum() == HEADS * QUERIES
     # Rounding of a sum of QUERIES weights of at most 1.
-    sums = np.broadcast_to(np.where(np.isnan(inputs).any(-1)[:, None], np.nan, mask.any(-1)), (BATCH, HEADS, QUERIES))
-    np.testing.assert_allclose(weights.sum(-1), sums, rtol=0, atol=QUERIES * np.finfo(np.float32).eps)
+    sums = np.broadcast_to(
+        np.where(np.isnan(inputs).any(-1)[:, None], np.nan, mask.any(-1)),
+        (BATCH, HEADS, QUERIES),
+    )
+    np.testing.assert_allclose(
+        weights.sum(-1), sums, rtol=0, atol=QUERIES * np.finfo(np.float32).eps
+    )
     np.testing.assert_array_equal(result[1, 5], module.out.bias[...])
 
 
 def test_decode_of_the_call_overrides_that_of_the_module():
     x, module = normal(0, BATCH, 1, FEATURES), make(OURS, decode=True)
-    refused(r"call ``init_cache`` first: layer.init_cache\(\(\*batch, max_length,", module, x)
+    refused(
+        r"call ``init_cache`` first: layer.init_cache\(\(\*batch, max_length,",
+        module,
+        x,
+    )
     assert_same(module(x, decode=False), make(OURS)(x))
     module = make(OURS)
     module.init_cache(x.shape)
@@ -135,11 +170,21 @@ def test_cache_has_the_dtype_of_the_computation(options, given, expected):
 def test_view_makes_a_cache():
     module = make(OURS, num_kv_heads=1, dtype=jnp.float32, decode=None)
     view = nnx.view(module, decode=True, batch_size=BATCH, max_length=QUERIES)
-    assert view.cached_key.shape == view.cached_value.shape == (BATCH, QUERIES, 1, FEATURES // HEADS)
+    assert (
+        view.cached_key.shape
+        == view.cached_value.shape
+        == (BATCH, QUERIES, 1, FEATURES // HEADS)
+    )
     assert module.cached_key is None
     assert module.decode is None
     assert nnx.view(view, decode=True).cached_key.shape == view.cached_key.shape
-    assert nnx.view(view, batch_size=(2, 3), max_length=5).cached_key.shape == (2, 3, 5, 1, FEATURES // HEADS)
+    assert nnx.view(view, batch_size=(2, 3), max_length=5).cached_key.shape == (
+        2,
+        3,
+        5,
+        1,
+        FEATURES // HEADS,
+    )
     assert nnx.view(module, deterministic=True).deterministic
     assert "max_length" in nnx.view_info(module)
 
@@ -151,19 +196,29 @@ def test_view_needs_the_size_of_the_cache():
         ({"decode": True, "batch_size": 2}, "max_length"),
         ({"max_length": 5}, "batch"),
     ):
-        with pytest.raises(TypeError, match=f"'{missing}.*must be provided when initializing cache"):
+        with pytest.raises(
+            TypeError, match=f"'{missing}.*must be provided when initializing cache"
+        ):
             make(OURS).set_view(**arguments)
 
 
-RNGS = [(True, lambda: None), (True, lambda: nnx.Rngs(dropout=3)), (True, lambda: nnx.Rngs(3).dropout)]
+RNGS = [
+    (True, lambda: None),
+    (True, lambda: nnx.Rngs(dropout=3)),
+    (True, lambda: nnx.Rngs(3).dropout),
+]
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(("keep_rngs", "rngs"), [*RNGS, (False, lambda: nnx.Rngs(3))])
-@pytest.mark.parametrize(("constructor", "call"), [(True, None), (False, None), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("constructor", "call"), [(True, None), (False, None), (True, False), (False, True)]
+)
 def test_attention_fn_gets_the_arguments_of_flax(constructor, call, keep_rngs, rngs):
     def run(kind, options):
-        make(kind, deterministic=constructor, keep_rngs=keep_rngs, **options)(X, deterministic=call, rngs=rngs())
+        make(kind, deterministic=constructor, keep_rngs=keep_rngs, **options)(
+            X, deterministic=call, rngs=rngs()
+        )
 
     drops = not (constructor if call is None else call)
     assert (attention_arguments(run, OURS, FLAX)["dropout_rng"] is not None) == drops
@@ -173,7 +228,12 @@ def test_attention_fn_gets_the_arguments_of_flax(constructor, call, keep_rngs, r
 def test_dropout_needs_deterministic_and_rngs():
     refused("No `deterministic` argument was provided", make(OURS, dropout_rate=0.5), X)
     module = make(OURS, dropout_rate=0.5, keep_rngs=False)
-    refused(r"'rngs' must be provided to __call__.*keep_rngs=False", module, X, deterministic=False)
+    refused(
+        r"'rngs' must be provided to __call__.*keep_rngs=False",
+        module,
+        X,
+        deterministic=False,
+    )
     make(OURS)(X)  # needs neither
 
 
@@ -181,7 +241,9 @@ def test_dropout_needs_deterministic_and_rngs():
 @pytest.mark.parametrize("run", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_each_call_draws_another_dropout_mask_and_the_same_rngs_the_same(run):
     step = run(lambda module, x: module(X))
-    first, second = (make(OURS, dropout_rate=0.5, deterministic=False) for _ in range(2))
+    first, second = (
+        make(OURS, dropout_rate=0.5, deterministic=False) for _ in range(2)
+    )
     one, other = step(first, X), step(first, X)
     assert not np.allclose(one, other)
     assert_close([step(second, X), step(second, X)], [one, other])
@@ -197,28 +259,41 @@ def test_positions_of_the_call_reach_attention_fn():
 
     module = make(OURS, attention_fn=attention, use_bias=False)
     positions = normal(6, BATCH, QUERIES)
-    assert_close(module(X, input_positions=positions), module.out(module.query(X) * positions[..., None, None]))
+    assert_close(
+        module(X, input_positions=positions),
+        module.out(module.query(X) * positions[..., None, None]),
+    )
 
 
 def test_sharded_projections():
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Explicit,))
     expected = make(OURS)(X)
     with jax.set_mesh(mesh):
-        got = make(OURS)(X, qkv_sharding=jax.P(None, None, "heads", None), out_sharding=jax.P())
+        got = make(OURS)(
+            X, qkv_sharding=jax.P(None, None, "heads", None), out_sharding=jax.P()
+        )
     assert_close(got, expected)
 
 
 def test_shapes_that_do_not_fit_a_cache_are_refused():
     module = make(OURS, qkv_features=4 * HEADS, decode=True, rope=flax_mha.rope.RoPE())
     for shape in ((BATCH, KEYS, FEATURES - 1), (BATCH, KEYS, HEADS, 5)):
-        refused(rf"input_shape must be \(batch..., length, {FEATURES}\), .*module sets the", module.init_cache, shape)
+        refused(
+            rf"input_shape must be \(batch..., length, {FEATURES}\), .*module sets the",
+            module.init_cache,
+            shape,
+        )
     module.init_cache((BATCH, KEYS, FEATURES), per_row=True)
-    message = r"cache shape error, expected key shape \(2, 1, 3, 4\) instead got \(3, 1,"
+    message = (
+        r"cache shape error, expected key shape \(2, 1, 3, 4\) instead got \(3, 1,"
+    )
     refused(message, module, jnp.ones((3, 1, FEATURES)))
 
 
 def test_an_argument_given_twice_does_not_print_the_module():
     mask = {"mask": None}
-    with pytest.raises(TypeError, match="got multiple values for keyword argument 'mask'") as error:
+    with pytest.raises(
+        TypeError, match="got multiple values for keyword argument 'mask'"
+    ) as error:
         make(OURS)(X, **mask, **mask)
     assert len(str(error.value)) < 120

@@ -1,4 +1,6 @@
-"""NaN, infinities and huge numbers at masked, padded or visible places: where they appear in outputs and gradients."""
+"""NaN, infinities and huge numbers at masked, padded or visible places: where they
+appear in outputs and gradients.
+"""
 
 import functools
 import itertools
@@ -20,20 +22,40 @@ BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 pytestmark = pytest.mark.usefixtures("small_tiles")
 # Rows from 30 on and keys from 33 on are masked, and here and there a score.
 MASK = np.ones((B, 1, T, S), bool)
-MASK[:, :, 30:], MASK[..., 33:], MASK[0, :, 10, 20:30], MASK[1, :, 25] = False, False, False, False
+MASK[:, :, 30:], MASK[..., 33:], MASK[0, :, 10, 20:30], MASK[1, :, 25] = (
+    False,
+    False,
+    False,
+    False,
+)
 
 SCORE_MODS = {
     "no score_mod": None,
-    "slopes": lambda slopes: lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k).astype(score.dtype),
+    "slopes": lambda slopes: (
+        lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k).astype(score.dtype)
+    ),
     # Without a derivative, or any value, at masked places.
-    "logarithm": lambda slopes: lambda score, b, h, q, k: score + slopes[h] * jnp.log1p((q - k).astype(score.dtype)),
-    "root": lambda slopes: lambda score, b, h, q, k: score - jnp.sqrt(slopes[h] * (q - k).astype(score.dtype) + 1e-3),
+    "logarithm": lambda slopes: (
+        lambda score, b, h, q, k: (
+            score + slopes[h] * jnp.log1p((q - k).astype(score.dtype))
+        )
+    ),
+    "root": lambda slopes: (
+        lambda score, b, h, q, k: (
+            score - jnp.sqrt(slopes[h] * (q - k).astype(score.dtype) + 1e-3)
+        )
+    ),
     "masks itself": lambda slopes: (
-        lambda score, b, h, q, k: jnp.where(k < 33, jnp.exp(0.1 * score) * slopes[h], -jnp.inf)
+        lambda score, b, h, q, k: jnp.where(
+            k < 33, jnp.exp(0.1 * score) * slopes[h], -jnp.inf
+        )
     ),
 }
 CAP_SINKS = {"logits_soft_cap": 2.0, "sinks": np.ones(N, np.float32)}
-BIAS_WINDOW = {"bias": np.zeros((B, N, T, S), np.float32), "local_window_size": (40, 30)}
+BIAS_WINDOW = {
+    "bias": np.zeros((B, N, T, S), np.float32),
+    "local_window_size": (40, 30),
+}
 ARGUMENTS = {
     "plain": {},
     "soft cap, sinks": CAP_SINKS,
@@ -45,15 +67,33 @@ ARGUMENTS = {
 def arrays(score_mod="no score_mod", arguments="plain"):
     rng = np.random.default_rng(0)
     shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
-    drawn = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    slopes = {} if SCORE_MODS[score_mod] is None else {"slopes": np.linspace(0.1, 0.4, N, dtype=np.float32)}
-    return drawn | slopes | {n: x for n, x in ARGUMENTS[arguments].items() if not isinstance(x, tuple | float)}
+    drawn = {
+        name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()
+    }
+    slopes = (
+        {}
+        if SCORE_MODS[score_mod] is None
+        else {"slopes": np.linspace(0.1, 0.4, N, dtype=np.float32)}
+    )
+    return (
+        drawn
+        | slopes
+        | {
+            n: x
+            for n, x in ARGUMENTS[arguments].items()
+            if not isinstance(x, tuple | float)
+        }
+    )
 
 
 @functools.lru_cache(maxsize=1)
 def program(score_mod, arguments, implementation, causal, mask):
     """Jitted: outputs, and the gradients of a loss over those that are finite."""
-    static = {name: x for name, x in ARGUMENTS[arguments].items() if isinstance(x, tuple | float)}
+    static = {
+        name: x
+        for name, x in ARGUMENTS[arguments].items()
+        if isinstance(x, tuple | float)
+    }
     if mask:
         static["mask"] = MASK
 
@@ -62,8 +102,12 @@ def program(score_mod, arguments, implementation, causal, mask):
         slopes = given.pop("slopes", None)
         mod = {} if slopes is None else {"score_mod": SCORE_MODS[score_mod](slopes)}
         more = {"is_causal": causal, "return_residual": True, "return_max_score": True}
-        outputs = dot_product_attention(**given, **static, **mod, **more, implementation=implementation)
-        return sum(jnp.where(jnp.isfinite(x), jnp.sin(x), 0).sum() for x in outputs), outputs
+        outputs = dot_product_attention(
+            **given, **static, **mod, **more, implementation=implementation
+        )
+        return sum(
+            jnp.where(jnp.isfinite(x), jnp.sin(x), 0).sum() for x in outputs
+        ), outputs
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
@@ -75,18 +119,34 @@ def run(given, **which):
     }
 
 
-MASKED = [("no score_mod", "all"), ("slopes", "bias, window"), ("logarithm", "all"), ("masks itself", "plain")]
+MASKED = [
+    ("no score_mod", "all"),
+    ("slopes", "bias, window"),
+    ("logarithm", "all"),
+    ("masks itself", "plain"),
+]
 
 
 @pytest.mark.parametrize(
     ("score_mod", "arguments"),
-    with_core_tuples([("no score_mod", "plain"), ("root", "plain"), *MASKED], MASKED[0], MASKED[2]),
+    with_core_tuples(
+        [("no score_mod", "plain"), ("root", "plain"), *MASKED], MASKED[0], MASKED[2]
+    ),
 )
 @BOTH
-def test_masked_values_change_nothing_and_visible_ones_count(score_mod, arguments, implementation):
-    """Outputs and gradients keep every bit. Visible values are tested unless the `score_mod` masks or has no value."""
+def test_masked_values_change_nothing_and_visible_ones_count(
+    score_mod, arguments, implementation
+):
+    """Outputs and gradients keep every bit. Visible values are tested unless the
+    `score_mod` masks or has no value.
+    """
     causal = score_mod in ("logarithm", "root")
-    which = {"score_mod": score_mod, "arguments": arguments, "implementation": implementation, "causal": causal}
+    which = {
+        "score_mod": score_mod,
+        "arguments": arguments,
+        "implementation": implementation,
+        "causal": causal,
+    }
     clean = arrays(which["score_mod"], which["arguments"])
     clean["query"][:, 30:], clean["key"][:, 33:], clean["value"][:, 33:] = 0, 0, 0
     want = run(clean, **which)
@@ -112,12 +172,19 @@ def test_masked_values_change_nothing_and_visible_ones_count(score_mod, argument
 @pytest.mark.parametrize("arguments", ["plain", "soft cap, sinks"])
 @BOTH
 def test_visible_values_count_without_a_mask(arguments, implementation):
-    which = {"score_mod": "no score_mod", "arguments": arguments, "implementation": implementation, "causal": False}
+    which = {
+        "score_mod": "no score_mod",
+        "arguments": arguments,
+        "implementation": implementation,
+        "causal": False,
+    }
     visible_values_count(**which, mask=False)
 
 
 def visible_values_count(*, mask=True, **which):
-    """Rows that attend to NaN or infinity in any feature are NaN; other rows keep their outputs and gradients."""
+    """Rows that attend to NaN or infinity in any feature are NaN; other rows keep their
+    outputs and gradients.
+    """
     which |= {"mask": mask}
     clean = arrays(which["score_mod"], which["arguments"])
     want = run(clean, **which)
@@ -125,7 +192,9 @@ def visible_values_count(*, mask=True, **which):
     if "local_window_size" in ARGUMENTS[which["arguments"]]:
         ahead = np.arange(S) - np.arange(T)[:, None]
         visible = visible & (ahead >= -40) & (ahead <= 30)
-    for filling, name in itertools.product((np.nan, np.inf), ("query", "key", "value", "bias")):
+    for filling, name in itertools.product(
+        (np.nan, np.inf), ("query", "key", "value", "bias")
+    ):
         if name not in clean:
             continue
         spoilt = {name: np.array(x) for name, x in clean.items()}
@@ -145,12 +214,20 @@ def visible_values_count(*, mask=True, **which):
         np.testing.assert_array_equal(got["output"][~rows], want["output"][~rows])
         np.testing.assert_array_equal(got["lse"][~rows], want["lse"][~rows])
         heads = rows.any(1)
-        np.testing.assert_array_equal(got["max_score"][~heads], want["max_score"][~heads])
+        np.testing.assert_array_equal(
+            got["max_score"][~heads], want["max_score"][~heads]
+        )
         if mask:
             assert np.isnan(got["max_score"][heads]).all()
             unseen = ~rows.any(-1)
-            np.testing.assert_array_equal(got["d_query"][unseen], want["d_query"][unseen])
-            assert all(np.isfinite(x).all() for gradient, x in got.items() if gradient.startswith("d_"))
+            np.testing.assert_array_equal(
+                got["d_query"][unseen], want["d_query"][unseen]
+            )
+            assert all(
+                np.isfinite(x).all()
+                for gradient, x in got.items()
+                if gradient.startswith("d_")
+            )
 
 
 @BOTH
@@ -158,7 +235,14 @@ def test_large_numbers_times_zero_add_nothing(implementation):
     query, key = np.zeros((2, 1, 2, 1, 4), np.float32)
     query[..., 0], query[..., 2], key[..., 1], key[0, 0, 0, 2] = 1e17, 1e-3, 1e17, 2e3
     value = np.eye(2, dtype=np.float32)[None, :, None]
-    got = dot_product_attention(query, key, value, mask=np.ones((2, 2), bool), scale=1.0, implementation=implementation)
+    got = dot_product_attention(
+        query,
+        key,
+        value,
+        mask=np.ones((2, 2), bool),
+        scale=1.0,
+        implementation=implementation,
+    )
     weight = 1 / (1 + np.exp(-2))
     np.testing.assert_allclose(got.ravel(), [weight, 1 - weight] * 2, rtol=1e-6)
 
@@ -170,26 +254,48 @@ def test_functions_never_get_positions_of_padding(implementation):
 
     def note(q_idx, kv_idx):
         asked.append((np.min(q_idx), np.max(q_idx), np.min(kv_idx), np.max(kv_idx)))
-        return np.zeros(np.broadcast_shapes(np.shape(q_idx), np.shape(kv_idx)), np.float32)
+        return np.zeros(
+            np.broadcast_shapes(np.shape(q_idx), np.shape(kv_idx)), np.float32
+        )
 
     def score_mod(score, b, h, q_idx, kv_idx):
         result = jax.ShapeDtypeStruct((), jnp.float32)
-        return score + jax.pure_callback(note, result, q_idx, kv_idx, vmap_method="broadcast_all")
+        return score + jax.pure_callback(
+            note, result, q_idx, kv_idx, vmap_method="broadcast_all"
+        )
 
     mask = FunctionMask(lambda *place: score_mod(jnp.float32(0), *place) == 0)
     given = arrays() | {"score_mod": score_mod, "mask": mask}
-    given |= {"query_offset": 3, "key_value_offset": 5, "implementation": implementation}
+    given |= {
+        "query_offset": 3,
+        "key_value_offset": 5,
+        "implementation": implementation,
+    }
     dot_product_attention(**given).block_until_ready()
     lowest, highest = np.min(asked, 0), np.max(asked, 0)
-    assert (lowest[0], highest[1], lowest[2], highest[3]) == (3, 3 + T - 1, 5, 5 + S - 1)
+    assert (lowest[0], highest[1], lowest[2], highest[3]) == (
+        3,
+        3 + T - 1,
+        5,
+        5 + S - 1,
+    )
 
 
 @BOTH
 @pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("score_mod", [None, lambda score, b, h, q, k: jnp.where(score > 0, score, 0)])
-def test_visible_infinity_gives_nan_even_if_all_its_products_are_minus_infinity(implementation, which, score_mod):
-    """And even if the `score_mod` hides it. Without jit, the scale is an array, which is computed differently."""
-    arrays = [np.abs(np.random.default_rng(0).standard_normal((1, 70, 1, 8), np.float32)) for _ in range(3)]
+@pytest.mark.parametrize(
+    "score_mod", [None, lambda score, b, h, q, k: jnp.where(score > 0, score, 0)]
+)
+def test_visible_infinity_gives_nan_even_if_all_its_products_are_minus_infinity(
+    implementation, which, score_mod
+):
+    """And even if the `score_mod` hides it. Without jit, the scale is an array, which
+    is computed differently.
+    """
+    arrays = [
+        np.abs(np.random.default_rng(0).standard_normal((1, 70, 1, 8), np.float32))
+        for _ in range(3)
+    ]
     arrays[which][0, 40, 0, 5] = -np.inf
     more = {"score_mod": score_mod, "implementation": implementation}
     attend = functools.partial(dot_product_attention, is_causal=True, **more)
@@ -204,40 +310,59 @@ def test_an_overflow_affects_only_the_gradients_of_its_row(place, implementation
     """All inputs are finite; one row of causal scores is not, and the loss ignores it."""
     given = arrays()
     if "values" in place:
-        given["query"][0, 30], given["value"][0, :31] = 2e38, 2e37  # the sum of 31 such values is infinite
+        # The sum of 31 such values is infinite.
+        given["query"][0, 30], given["value"][0, :31] = 2e38, 2e37
     else:
-        given["query"][0, 30], given["key"][0, 30 if place == "key" else 0, :, 0] = 1e20, 1e20
+        given["query"][0, 30], given["key"][0, 30 if place == "key" else 0, :, 0] = (
+            1e20,
+            1e20,
+        )
 
     @jax.jit
     @jax.grad
     def gradients(given):
-        output = dot_product_attention(**given, is_causal=True, implementation=implementation)
+        output = dot_product_attention(
+            **given, is_causal=True, implementation=implementation
+        )
         return output.at[0, 30].set(0).sum()
 
     for name, gradient in gradients(given).items():
         assert np.isfinite(gradient).all(), name
 
 
-# Every argument that masks, the future, and many scores --------------------------------------------------------------
+# Every argument that masks, the future, and many scores -------------------------------
 
 HIDERS = {
     "mask": {"mask": np.broadcast_to(np.arange(KEYS) < 40, (1, 1, 1, KEYS))},
     "lengths": {"key_value_seq_lengths": np.array([40, 40], np.int32)},
-    "segments": {"query_segment_ids": np.zeros((2, T), int), "key_value_segment_ids": np.arange(KEYS)[None] // 40},
-    "bias of -inf": {"bias": np.where(np.arange(KEYS) < 40, 0, -np.inf).astype(np.float32)},
+    "segments": {
+        "query_segment_ids": np.zeros((2, T), int),
+        "key_value_segment_ids": np.arange(KEYS)[None] // 40,
+    },
+    "bias of -inf": {
+        "bias": np.where(np.arange(KEYS) < 40, 0, -np.inf).astype(np.float32)
+    },
     "causal": {"is_causal": True, "query_offset": 39 - (T - 1)},
     "window": {"local_window_size": (None, 39 - (T - 1))},
 }
 # Each skips tiles in its own way; the dense computation makes the same array of all.
-HIDDEN = [*((hider, "blockwise") for hider in HIDERS), ("lengths", "xla"), ("bias of -inf", "xla")]
+HIDDEN = [
+    *((hider, "blockwise") for hider in HIDERS),
+    ("lengths", "xla"),
+    ("bias of -inf", "xla"),
+]
 
 
 @pytest.mark.parametrize(
     ("hider", "implementation"),
-    with_core_tuples(HIDDEN, ("lengths", "blockwise"), ("lengths", "xla"), ("window", "blockwise")),
+    with_core_tuples(
+        HIDDEN, ("lengths", "blockwise"), ("lengths", "xla"), ("window", "blockwise")
+    ),
 )
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_hidden_keys_and_values_change_nothing(hider, implementation, platform, monkeypatch, request):
+def test_hidden_keys_and_values_change_nothing(
+    hider, implementation, platform, monkeypatch, request
+):
     compiled_for(monkeypatch, platform)
     request.addfinalizer(forget_programs)
     run = jax.jit(with_gradients(implementation, return_residual=True, **HIDERS[hider]))
@@ -262,7 +387,9 @@ def test_future_keys_change_nothing_and_rows_that_attend_to_nan_are_nan(implemen
         assert all((x[:, 40:] == 0).all() for x in grads)
         for got, expected in zip((output, *grads), want, strict=True):
             # Another length is another order of sums.
-            np.testing.assert_allclose(got[:, :40], expected, rtol=0, atol=2 * KEYS * np.finfo(np.float32).eps)
+            np.testing.assert_allclose(
+                got[:, :40], expected, rtol=0, atol=2 * KEYS * np.finfo(np.float32).eps
+            )
 
 
 @BOTH
@@ -274,7 +401,11 @@ def test_masked_and_visible_nan_among_many_scores(size, implementation):
     mask[:, :, 5] = False
     hidden, seen = [3, 40, 127], 50
     mask[..., hidden] = False
-    jitted = jax.jit(functools.partial(dot_product_attention, mask=mask, implementation=implementation))
+    jitted = jax.jit(
+        functools.partial(
+            dot_product_attention, mask=mask, implementation=implementation
+        )
+    )
     attend = lambda *arrays: np.asarray(jitted(*arrays))  # noqa: E731
     want = attend(1e3 * query, key, value)
     assert np.isfinite(want).all()
@@ -283,7 +414,9 @@ def test_masked_and_visible_nan_among_many_scores(size, implementation):
         spoilt_key, spoilt_value = key.copy(), value.copy()
         spoilt_key[:, hidden] = spoilt_value[:, hidden] = filling
         spoilt_key[:, hidden[0], :, 1:] = -1
-        np.testing.assert_array_equal(attend(1e3 * query, spoilt_key, spoilt_value), want)
+        np.testing.assert_array_equal(
+            attend(1e3 * query, spoilt_key, spoilt_value), want
+        )
     sees = mask[:, 0, :, seen]
     for filling, which in itertools.product((np.nan, np.inf), (0, 1)):
         spoilt = [key.copy(), value.copy()]

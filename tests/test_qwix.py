@@ -1,4 +1,6 @@
-"""Modules quantized or given LoRA by qwix are as accurate as Flax's, and leave no trace in modules that are not."""
+"""Modules quantized or given LoRA by qwix are as accurate as Flax's, and leave no trace
+in modules that are not.
+"""
 
 import functools
 import gc
@@ -21,12 +23,21 @@ qwix = pytest.importorskip("qwix")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 BATCH, LENGTH, FEATURES, HEADS = 2, 24, 64, 4
-SIZES = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 48}
-# A larger error of Flax's module than ours is the most that is accepted: 10 % more, and the rounding of float32.
+SIZES = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "q_lora_rank": 48,
+}
+# A larger error of Flax's module than ours is the most that is accepted: 10 % more, and
+# the rounding of float32.
 FACTOR, ROUNDING = 1.1, 1e-6
 WEIGHTS = qwix.QuantizationRule(weight_qtype=jnp.int8)
 ACTIVATIONS_TOO = qwix.QuantizationRule(weight_qtype=jnp.int8, act_qtype=jnp.int8)
-LORA = qwix.LoraRule(rank=4, alpha=0.4, lora_b_initializer=jax.nn.initializers.normal(0.1))
+LORA = qwix.LoraRule(
+    rank=4, alpha=0.4, lora_b_initializer=jax.nn.initializers.normal(0.1)
+)
 PROVIDERS = {
     "PTQ": lambda: qwix.PtqProvider([WEIGHTS]),
     "PTQ of activations": lambda: qwix.PtqProvider([ACTIVATIONS_TOO]),
@@ -55,7 +66,9 @@ def multi_head(cls, **options):
 
 def latent(**options):
     options = {"rope": RoPE(interleaved=True), "decode": False} | SIZES | options
-    return flax_mha.MultiHeadLatentAttention(HEADS, FEATURES, rngs=nnx.Rngs(0), **options)
+    return flax_mha.MultiHeadLatentAttention(
+        HEADS, FEATURES, rngs=nnx.Rngs(0), **options
+    )
 
 
 def changed(module, name, x):
@@ -66,7 +79,10 @@ def changed(module, name, x):
 
 
 def relative_error(got, expected):
-    got, expected = (np.asarray(jax.flatten_util.ravel_pytree(x)[0], np.float64) for x in (got, expected))
+    got, expected = (
+        np.asarray(jax.flatten_util.ravel_pytree(x)[0], np.float64)
+        for x in (got, expected)
+    )
     return np.linalg.norm(got - expected) / np.linalg.norm(expected)
 
 
@@ -78,7 +94,9 @@ def gradients(module, x):
 
 
 def decoded(module, x, pieces=(20, 1, 1, 2)):
-    """The outputs of calls with so many tokens each, a prompt longer than 16 and then steps."""
+    """The outputs of calls with so many tokens each, a prompt longer than 16 and then
+    steps.
+    """
     outputs, first = [], 0
     module.init_cache(x.shape)
     for piece in pieces:
@@ -106,12 +124,16 @@ def test_quantized_nnx_is_as_accurate_as_flax(name, implementation):
 
 @pytest.mark.parametrize("implementation", [None, "blockwise"])
 @pytest.mark.parametrize("name", TRAINED)
-def test_gradients_of_quantized_training_are_as_accurate_as_those_of_flax(name, implementation):
+def test_gradients_of_quantized_training_are_as_accurate_as_those_of_flax(
+    name, implementation
+):
     x = inputs()
     ours = multi_head(flax_mha.MultiHeadAttention, implementation=implementation)
     theirs = multi_head(nnx.MultiHeadAttention)
 
-    error_of_flax = relative_error(gradients(changed(theirs, name, x), x), gradients(theirs, x))
+    error_of_flax = relative_error(
+        gradients(changed(theirs, name, x), x), gradients(theirs, x)
+    )
 
     error = relative_error(gradients(changed(ours, name, x), x), gradients(ours, x))
     assert 1e-3 < error < FACTOR * error_of_flax + ROUNDING
@@ -120,7 +142,10 @@ def test_gradients_of_quantized_training_are_as_accurate_as_those_of_flax(name, 
 @pytest.mark.core
 def test_lora_adds_the_same_as_in_flax():
     x = inputs()
-    ours, theirs = multi_head(flax_mha.MultiHeadAttention), multi_head(nnx.MultiHeadAttention)
+    ours, theirs = (
+        multi_head(flax_mha.MultiHeadAttention),
+        multi_head(nnx.MultiHeadAttention),
+    )
 
     with_lora, of_flax = changed(ours, "LoRA", x), changed(theirs, "LoRA", x)
 
@@ -132,7 +157,10 @@ def test_lora_adds_the_same_as_in_flax():
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_linen_is_as_accurate_as_flax(name):
     x = inputs()
-    ours, theirs = linen.MultiHeadDotProductAttention(HEADS), nn.MultiHeadDotProductAttention(HEADS)
+    ours, theirs = (
+        linen.MultiHeadDotProductAttention(HEADS),
+        nn.MultiHeadDotProductAttention(HEADS),
+    )
     variables = theirs.init(jax.random.key(0), x)
 
     errors = []
@@ -142,7 +170,9 @@ def test_quantized_linen_is_as_accurate_as_flax(name):
         if "PTQ" in name:
             shapes = jax.eval_shape(quantized.init, jax.random.key(0), x)["params"]
             given = {"params": qwix.quantize_params(variables["params"], shapes)}
-        errors.append(relative_error(quantized.apply(given, x), module.apply(variables, x)))
+        errors.append(
+            relative_error(quantized.apply(given, x), module.apply(variables, x))
+        )
 
     assert 1e-3 < errors[0] < FACTOR * errors[1] + ROUNDING
 
@@ -150,7 +180,10 @@ def test_quantized_linen_is_as_accurate_as_flax(name):
 def test_lora_in_linen_adds_the_same_as_in_flax():
     x = inputs()
     outputs = []
-    for module in (linen.MultiHeadDotProductAttention(HEADS), nn.MultiHeadDotProductAttention(HEADS)):
+    for module in (
+        linen.MultiHeadDotProductAttention(HEADS),
+        nn.MultiHeadDotProductAttention(HEADS),
+    ):
         with_lora = qwix.apply_lora_to_model(module, PROVIDERS["LoRA"]())
         outputs.append(with_lora.init_with_output(jax.random.key(0), x)[0])
     assert relative_error(*outputs) < 1e-5
@@ -168,37 +201,61 @@ def test_latent_attention_is_about_as_accurate_and_decodes_the_same(name, option
     least, most = (0.01, 1.0) if name == "LoRA" else (1e-3, 0.05)
     assert least < relative_error(whole, expected) < most
     # Scales of activations differ from call to call.
-    assert relative_error(decoded(other, x), whole) < (0.03 if "activations" in name else 1e-5)
+    assert relative_error(decoded(other, x), whole) < (
+        0.03 if "activations" in name else 1e-5
+    )
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_multi_head_attention_decodes_the_same(name):
-    x, module = inputs(), multi_head(flax_mha.MultiHeadAttention, num_kv_heads=2, normalize_qk=flax_mha.Norm("rms"))
+    x, module = (
+        inputs(),
+        multi_head(
+            flax_mha.MultiHeadAttention,
+            num_kv_heads=2,
+            normalize_qk=flax_mha.Norm("rms"),
+        ),
+    )
     other = changed(module, name, x)
     whole = other(x, is_causal=True)
     assert relative_error(whole, module(x, is_causal=True)) > 1e-3
-    assert relative_error(decoded(other, x), whole) < (0.03 if "activations" in name else 1e-5)
+    assert relative_error(decoded(other, x), whole) < (
+        0.03 if "activations" in name else 1e-5
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_indexers_may_be_quantized_and_trained(name, is_causal):
     x = inputs()
-    # An indexer that leaves out few keys: which it chooses may change with any rounding.
-    module = latent(indexer=flax_mha.Indexer(num_heads=4, head_dim=16, top_k=LENGTH - 2))
+    # An indexer that leaves out few keys: which it chooses may change with any
+    # rounding.
+    module = latent(
+        indexer=flax_mha.Indexer(num_heads=4, head_dim=16, top_k=LENGTH - 2)
+    )
     other = changed(module, name, x)
     call = functools.partial(other, x, is_causal=is_causal)
-    assert relative_error(call(), module(x, is_causal=is_causal)) < (1.0 if name == "LoRA" else 0.3)
-    assert relative_error(nnx.jit(lambda m, x: m(x, is_causal=is_causal))(other, x), call()) < 0.03
+    assert relative_error(call(), module(x, is_causal=is_causal)) < (
+        1.0 if name == "LoRA" else 0.3
+    )
+    assert (
+        relative_error(
+            nnx.jit(lambda m, x: m(x, is_causal=is_causal))(other, x), call()
+        )
+        < 0.03
+    )
     if name in TRAINED:
-        grads = nnx.grad(lambda module: (module(x, is_causal=is_causal) ** 2).sum())(other)
+        grads = nnx.grad(lambda module: (module(x, is_causal=is_causal) ** 2).sum())(
+            other
+        )
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(nnx.state(grads)))
 
 
 @pytest.mark.parametrize("implementation", [None, "blockwise"])
 @pytest.mark.parametrize("first", ["plain", "quantized"])
 def test_what_ran_before_does_not_matter(first, implementation):
-    x = inputs(length=20 + 2 * (first == "plain") + (implementation is None))  # shapes that no other test compiled
+    # Shapes that no other test compiled.
+    x = inputs(length=20 + 2 * (first == "plain") + (implementation is None))
     module = multi_head(flax_mha.MultiHeadAttention, implementation=implementation)
     exact = nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0))(x)
     of_flax = changed(multi_head(nnx.MultiHeadAttention), "QAT of activations", x)(x)
@@ -210,7 +267,8 @@ def test_what_ran_before_does_not_matter(first, implementation):
         plain = module(x)
 
     assert relative_error(plain, exact) < 2e-6
-    # Not only the projections are quantized, also the products of queries, keys and values.
+    # Not only the projections are quantized, also the products of queries, keys and
+    # values.
     assert relative_error(quantized, exact) > 0.9 * relative_error(of_flax, exact)
 
 
@@ -222,19 +280,29 @@ def test_a_product_replaced_by_name_counts_in_both_orders(monkeypatch):
     product = lax.dot_general
 
     with monkeypatch.context() as patched:
-        patched.setattr(lax, "dot_general", lambda *operands, **options: 0 * product(*operands, **options))
+        patched.setattr(
+            lax,
+            "dot_general",
+            lambda *operands, **options: 0 * product(*operands, **options),
+        )
         zero = flax_mha.dot_product_attention(query, key, value)
         zero_in_new_shape = flax_mha.dot_product_attention(query[:, :9], key, value)
 
     np.testing.assert_array_equal(zero, 0 * zero)
     np.testing.assert_array_equal(zero_in_new_shape, 0 * zero_in_new_shape)
-    np.testing.assert_array_equal(flax_mha.dot_product_attention(query, key, value), exact)
+    np.testing.assert_array_equal(
+        flax_mha.dot_product_attention(query, key, value), exact
+    )
     assert np.abs(flax_mha.dot_product_attention(query[:, :9], key, value)).max() > 0.1
 
 
 def test_repeated_calls_keep_no_programs():
     x = inputs()
-    module = changed(multi_head(flax_mha.MultiHeadAttention, implementation="blockwise"), "QAT of activations", x)
+    module = changed(
+        multi_head(flax_mha.MultiHeadAttention, implementation="blockwise"),
+        "QAT of activations",
+        x,
+    )
 
     counts = []
     for _ in range(3):

@@ -10,7 +10,16 @@ import pytest
 from jax import export
 from marks import with_core
 
-from flax_mha.rope import NTK, Linear, Llama3, LongRoPE, Proportional, RoPE, YaRN, apply_rope
+from flax_mha.rope import (
+    NTK,
+    Linear,
+    Llama3,
+    LongRoPE,
+    Proportional,
+    RoPE,
+    YaRN,
+    apply_rope,
+)
 
 H = 16
 FACTORS = [1.0, 1.1, 1.5, 2.0, 4.0, 8.0, 16.0, 16.5]
@@ -36,21 +45,37 @@ POSITIONS = np.array([[0, 1, 2, 3, 131_072], [7, -3, 100_003, 5, 5]], np.int32)
 
 
 def rotated(x, angles, rope):
-    """In float64: pairs are complex numbers, times e^(i angle); the other features stay unchanged."""
+    """In float64: pairs are complex numbers, times e^(i angle); the other features stay
+    unchanged.
+    """
     size = 2 * angles.shape[-1]
-    pairs = [x[..., :size:2], x[..., 1:size:2]] if rope.interleaved else np.split(x[..., :size], 2, axis=-1)
-    turned = (pairs[0] + 1j * pairs[1]) * np.exp(1j * angles[..., None, :]) * rope.attention_factor
-    turned = np.stack([turned.real, turned.imag], axis=-1 if rope.interleaved else -2).reshape(*x.shape[:-1], size)
+    pairs = (
+        [x[..., :size:2], x[..., 1:size:2]]
+        if rope.interleaved
+        else np.split(x[..., :size], 2, axis=-1)
+    )
+    turned = (
+        (pairs[0] + 1j * pairs[1])
+        * np.exp(1j * angles[..., None, :])
+        * rope.attention_factor
+    )
+    turned = np.stack(
+        [turned.real, turned.imag], axis=-1 if rope.interleaved else -2
+    ).reshape(*x.shape[:-1], size)
     return np.concatenate([turned, x[..., size:]], axis=-1)
 
 
 def tolerance(x, positions, rope, unit):
-    """The rounding of an angle and of its frequency adds |angle| * 2 units; the rest is at most 32 units."""
+    """The rounding of an angle and of its frequency adds |angle| * 2 units; the rest is
+    at most 32 units.
+    """
     angles = np.abs(positions).max() * rope.frequencies(x.shape[-1]).max()
     return (2 * angles + 32) * unit * 2 * np.abs(x).max() * rope.attention_factor
 
 
-@pytest.mark.parametrize("name", with_core(ROPES, "llama3", "yarn", "partial, interleaved"))
+@pytest.mark.parametrize(
+    "name", with_core(ROPES, "llama3", "yarn", "partial, interleaved")
+)
 def test_float32_and_float64_equal_numpy(name):
     rope = ROPES[name]
     want = rotated(X, POSITIONS[..., None] * rope.frequencies(H), rope)
@@ -58,20 +83,31 @@ def test_float32_and_float64_equal_numpy(name):
     mapped = jax.vmap(lambda x, positions: apply_rope(x, positions, rope))(x, POSITIONS)
     for got in (apply_rope(x, POSITIONS, rope), mapped):
         assert got.dtype == jnp.float32
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(X, POSITIONS, rope, 2.0**-24))
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=tolerance(X, POSITIONS, rope, 2.0**-24)
+        )
     with jax.enable_x64(True):
-        got = jax.jit(apply_rope, static_argnums=2)(jnp.asarray(X), POSITIONS.astype(np.int64), rope)
+        got = jax.jit(apply_rope, static_argnums=2)(
+            jnp.asarray(X), POSITIONS.astype(np.int64), rope
+        )
     assert got.dtype == jnp.float64
-    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(X, POSITIONS, rope, 2.0**-53))
+    np.testing.assert_allclose(
+        got, want, rtol=0, atol=tolerance(X, POSITIONS, rope, 2.0**-53)
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["yarn", "partial, interleaved"])
 def test_half_precision_is_rounded_once(name, dtype):
     x, rope = jnp.asarray(X, dtype), ROPES[name]
-    got, want = apply_rope(x, POSITIONS, rope), apply_rope(x.astype(jnp.float32), POSITIONS, rope)
+    got, want = (
+        apply_rope(x, POSITIONS, rope),
+        apply_rope(x.astype(jnp.float32), POSITIONS, rope),
+    )
     assert got.dtype == dtype
-    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(dtype).astype(jnp.float32))
+    np.testing.assert_array_equal(
+        got.astype(jnp.float32), want.astype(dtype).astype(jnp.float32)
+    )
 
 
 @pytest.mark.core
@@ -79,17 +115,22 @@ def test_frequencies_by_hand():
     plain = RoPE(1000.0).frequencies(H)
     np.testing.assert_allclose(plain, [1000 ** (-i / 8) for i in range(8)], rtol=1e-15)
     assert plain.dtype == np.float64
-    linear, ntk, longrope = (ROPES[name].frequencies(H) / plain for name in ("linear", "ntk", "longrope"))
+    linear, ntk, longrope = (
+        ROPES[name].frequencies(H) / plain for name in ("linear", "ntk", "longrope")
+    )
     np.testing.assert_allclose(linear, np.full(8, 1 / 4), rtol=1e-15)
     np.testing.assert_allclose(longrope, 1 / np.array(FACTORS), rtol=1e-15)
     np.testing.assert_allclose(ntk[[0, -1]], [1, 1 / 4], rtol=1e-14)
 
 
 @pytest.mark.parametrize(
-    ("original_max_position", "kept"), [(64, [1, 2 / 3, 1 / 3, 0, 0, 0, 0, 0]), (6, [1, 0, 0, 0, 0, 0, 0, 0])]
+    ("original_max_position", "kept"),
+    [(64, [1, 2 / 3, 1 / 3, 0, 0, 0, 0, 0]), (6, [1, 0, 0, 0, 0, 0, 0, 0])],
 )
 def test_yarn_after_a_short_pretraining(original_max_position, kept):
-    ratio = RoPE(1000.0, scaling=YaRN(4.0, original_max_position)).frequencies(H) / RoPE(1000.0).frequencies(H)
+    ratio = RoPE(1000.0, scaling=YaRN(4.0, original_max_position)).frequencies(
+        H
+    ) / RoPE(1000.0).frequencies(H)
     np.testing.assert_allclose(ratio, np.array(kept) * 0.75 + 0.25, rtol=1e-14)
 
 
@@ -107,9 +148,21 @@ def test_attention_factor(scaling, want):
 
 SECTIONS = {
     "contiguous": (RoPE(100.0, sections=(2, 3, 3)), [0, 0, 1, 1, 1, 2, 2, 2], range(8)),
-    "interleaved": (RoPE(100.0, sections=(4, 2, 2), section_layout="interleaved"), [0, 1, 2, 0, 1, 2, 0, 0], range(8)),
-    "axial": (RoPE(100.0, sections=(4, 4), section_layout="axial"), [0] * 4 + [1] * 4, [0, 2, 4, 6] * 2),
-    "axial of two sizes": (RoPE(100.0, sections=(4, 2, 2), section_layout="axial"), [0] * 4 + [1, 1, 2, 2], None),
+    "interleaved": (
+        RoPE(100.0, sections=(4, 2, 2), section_layout="interleaved"),
+        [0, 1, 2, 0, 1, 2, 0, 0],
+        range(8),
+    ),
+    "axial": (
+        RoPE(100.0, sections=(4, 4), section_layout="axial"),
+        [0] * 4 + [1] * 4,
+        [0, 2, 4, 6] * 2,
+    ),
+    "axial of two sizes": (
+        RoPE(100.0, sections=(4, 2, 2), section_layout="axial"),
+        [0] * 4 + [1, 1, 2, 2],
+        None,
+    ),
     "strided": (
         RoPE(100.0, sections=(4, 4), section_layout="axial_strided"),
         [0] * 4 + [1] * 4,
@@ -126,7 +179,12 @@ CHANGES = {
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [(name, change) for name in SECTIONS for change in CHANGES if change != "yarn" or name[0] != "a"],
+    [
+        (name, change)
+        for name in SECTIONS
+        for change in CHANGES
+        if change != "yarn" or name[0] != "a"
+    ],
 )
 def test_each_coordinate_turns_its_pairs(name, change):
     """Also under vmap, and differentiated: the transpose rotates backward."""
@@ -144,40 +202,62 @@ def test_each_coordinate_turns_its_pairs(name, change):
     @jax.jit
     def run(x, positions):
         output, vjp = jax.vjp(lambda x: apply_rope(x, positions, rope), x)
-        return output, jax.vmap(lambda x, p: apply_rope(x, p, rope))(x, positions), vjp(output)[0]
+        return (
+            output,
+            jax.vmap(lambda x, p: apply_rope(x, p, rope))(x, positions),
+            vjp(output)[0],
+        )
 
     output, mapped, back = run(jnp.asarray(x, jnp.float32), jnp.asarray(positions))
     for got in (output, mapped):
         np.testing.assert_allclose(got, want, rtol=0, atol=5e-4)
-    size = np.where(np.arange(x.shape[-1]) < H, rope.attention_factor**2, 1)  # the transpose turns back
+    # The transpose turns back.
+    size = np.where(np.arange(x.shape[-1]) < H, rope.attention_factor**2, 1)
     np.testing.assert_allclose(back, x * size, rtol=0, atol=1e-5)
     of_all = apply_rope(jnp.asarray(x, jnp.float32), positions[1], rope)
-    np.testing.assert_array_equal(of_all[1], apply_rope(jnp.asarray(x, jnp.float32), positions, rope)[1])
+    np.testing.assert_array_equal(
+        of_all[1], apply_rope(jnp.asarray(x, jnp.float32), positions, rope)[1]
+    )
 
 
 def test_positions_of_any_shape_and_integer_dtype():
-    """A JAX array that `jax.jit` captures is known, but JAX arrays that are computed from it there are not."""
+    """A JAX array that `jax.jit` captures is known, but JAX arrays that are computed
+    from it there are not.
+    """
     x, same = jnp.asarray(X, jnp.float32), np.testing.assert_array_equal
     for row in range(2):
         want = apply_rope(x, POSITIONS, RoPE())[row]
         same(apply_rope(x, POSITIONS[row], RoPE())[row], want)
         same(apply_rope(x[row], POSITIONS[row], RoPE()), want)
-    same(apply_rope(x[:, None], POSITIONS[:, None], RoPE())[:, 0], apply_rope(x, POSITIONS, RoPE()))
+    same(
+        apply_rope(x[:, None], POSITIONS[:, None], RoPE())[:, 0],
+        apply_rope(x, POSITIONS, RoPE()),
+    )
     positions = jnp.arange(5) + 100
     want = apply_rope(x, positions, RoPE())
     for dtype in (np.int8, np.int16, np.uint8, np.uint32):
         same(apply_rope(x, np.asarray(positions, dtype), RoPE()), want, str(dtype))
-    np.testing.assert_allclose(jax.jit(lambda x: apply_rope(x, positions, RoPE()))(x), want, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        jax.jit(lambda x: apply_rope(x, positions, RoPE()))(x), want, rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["yarn", "partial, interleaved"])
 def test_empty(name):
     @jax.jit
     def run(arrays, positions):
-        outputs = [apply_rope(x, p, ROPES[name]) for x, p in zip(arrays, positions, strict=True)]
-        return outputs, jax.grad(lambda x: apply_rope(x, positions[0], ROPES[name]).sum())(arrays[0])
+        outputs = [
+            apply_rope(x, p, ROPES[name])
+            for x, p in zip(arrays, positions, strict=True)
+        ]
+        return outputs, jax.grad(
+            lambda x: apply_rope(x, positions[0], ROPES[name]).sum()
+        )(arrays[0])
 
-    arrays = [np.zeros(shape, np.float32) for shape in ((2, 0, 3, H), (0, 5, 3, H), (0, 3, H), (2, 5, 0, H))]
+    arrays = [
+        np.zeros(shape, np.float32)
+        for shape in ((2, 0, 3, H), (0, 5, 3, H), (0, 3, H), (2, 5, 0, H))
+    ]
     outputs, gradient = run(arrays, [np.zeros(x.shape[:-2], np.int32) for x in arrays])
     assert [x.shape for x in outputs] == [x.shape for x in arrays]
     assert gradient.shape == arrays[0].shape
@@ -185,7 +265,10 @@ def test_empty(name):
 
 def test_symbolic_head_size_is_refused():
     (size,) = export.symbolic_shape("size")
-    shapes = jax.ShapeDtypeStruct((5, 3, size), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
+    shapes = (
+        jax.ShapeDtypeStruct((5, 3, size), jnp.float32),
+        jax.ShapeDtypeStruct((5,), jnp.int32),
+    )
     with pytest.raises(ValueError, match=r"x must have a static head size"):
         export.export(jax.jit(lambda x, p: apply_rope(x, p, RoPE())))(*shapes)
 
@@ -193,7 +276,9 @@ def test_symbolic_head_size_is_refused():
 def test_embeddings_are_values():
     """Equality and hashes depend on the numbers, whatever the type of their sequence."""
     for rope in ROPES.values():
-        copy = dataclasses.replace(rope, scaling=rope.scaling and dataclasses.replace(rope.scaling))
+        copy = dataclasses.replace(
+            rope, scaling=rope.scaling and dataclasses.replace(rope.scaling)
+        )
         assert {rope: 1}[copy] == 1
         assert RoPE(1000.0, 0.5, scaling=rope.scaling) != rope
     for kind in (list, tuple, np.array, iter):

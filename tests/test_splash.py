@@ -1,4 +1,6 @@
-"""TPU attention: interpreted against the dense computation, lowered for a TPU, chosen or refused."""
+"""TPU attention: interpreted against the dense computation, lowered for a TPU, chosen
+or refused.
+"""
 
 import functools
 import itertools
@@ -8,7 +10,14 @@ import jax.numpy as jnp
 import kernels
 import numpy as np
 import pytest
-from cases import by_the_rule_of_flash_attention, dense_gradients, gradients, interpret, kernels_in, naive_attention
+from cases import (
+    by_the_rule_of_flash_attention,
+    dense_gradients,
+    gradients,
+    interpret,
+    kernels_in,
+    naive_attention,
+)
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from kernels import abstract, call, close, explained, normal, shapes
 from marks import with_core
@@ -17,7 +26,9 @@ from flax_mha import dot_product_attention, masks
 
 B, T, N, K, H = 2, 256, 2, 1, 32
 # Unsorted ids, with the smallest and the largest of int32.
-SEGMENTS = np.random.default_rng(1).choice(np.array([-(2**31), -1, 0, 1, 2**31 - 1], np.int32), (B, T))
+SEGMENTS = np.random.default_rng(1).choice(
+    np.array([-(2**31), -1, 0, 1, 2**31 - 1], np.int32), (B, T)
+)
 PACKED = np.sort(SEGMENTS, axis=-1)
 
 
@@ -41,11 +52,17 @@ def lengths(*numbers):
 PLAIN = {
     "as many heads": call(shapes(k=N), scale=-0.3),
     "odd lengths, groups, value head size": call(shapes(200, 333, n=6, k=2, h=8, hv=5)),
-    "two batch axes, window wider than the keys": call(shapes(130, batch=(2, 1)), local_window_size=(1000, 1000)),
+    "two batch axes, window wider than the keys": call(
+        shapes(130, batch=(2, 1)), local_window_size=(1000, 1000)
+    ),
 }
 HIDING = {
     "causal window, soft cap, one length for all": call(
-        shapes(), is_causal=True, local_window_size=100, logits_soft_cap=2.0, key_value_seq_lengths=lengths(240)
+        shapes(),
+        is_causal=True,
+        local_window_size=100,
+        logits_soft_cap=2.0,
+        key_value_seq_lengths=lengths(240),
     ),
     "no batch, window ahead, offset, length": call(
         shapes(130, 400, batch=()),
@@ -56,13 +73,25 @@ HIDING = {
     # Edges that meet corners of tiles.
     "window of one key before": call(shapes(), local_window_size=(1, 200)),
     "window of one key after": call(shapes(), local_window_size=(200, 1)),
-    "offset below, masked tiles": call(shapes(400, 260), is_causal=True, query_offset=-140),
-    "lengths": call(shapes(), key_value_seq_lengths=lengths(200, 0), query_seq_lengths=lengths(100, 256)),
+    "offset below, masked tiles": call(
+        shapes(400, 260), is_causal=True, query_offset=-140
+    ),
+    "lengths": call(
+        shapes(),
+        key_value_seq_lengths=lengths(200, 0),
+        query_seq_lengths=lengths(100, 256),
+    ),
     "groups, segments, window": call(
-        shapes(n=4, k=2, h=8), query_segment_ids=SEGMENTS, local_window_size=(100, 5), scale=-0.3
+        shapes(n=4, k=2, h=8),
+        query_segment_ids=SEGMENTS,
+        local_window_size=(100, 5),
+        scale=-0.3,
     ),
     "packed segments, causal, lengths": call(
-        shapes(), key_value_segment_ids=PACKED, is_causal=True, key_value_seq_lengths=lengths(200, 256)
+        shapes(),
+        key_value_segment_ids=PACKED,
+        is_causal=True,
+        key_value_seq_lengths=lengths(200, 256),
     ),
     "two batch axes, shared segments, window, lengths": call(
         shapes(s=333, batch=(2, B)),
@@ -73,7 +102,9 @@ HIDING = {
         key_value_seq_lengths=np.array([[300, 50], [-1, 100]], np.int32),
     ),
     "mask objects": call(shapes(), mask=masks.CausalMask(3) & masks.LocalMask(100, -2)),
-    "mask objects, everything masked": call(shapes(), mask=masks.CausalMask(4 - T) & masks.LocalMask(T - 5, None)),
+    "mask objects, everything masked": call(
+        shapes(), mask=masks.CausalMask(4 - T) & masks.LocalMask(T - 5, None)
+    ),
     "offsets of each sequence, lengths": call(
         shapes(),
         query_offset=lengths(-20, 30),
@@ -85,11 +116,18 @@ HIDING = {
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", with_core([*PLAIN, *HIDING], "no batch, window ahead, offset, length"))
+@pytest.mark.parametrize(
+    "name", with_core([*PLAIN, *HIDING], "no batch, window ahead, offset, length")
+)
 def test_output_and_gradients(name):
-    """If keys are masked, also with NaN in a key, infinity in a value, and NaN in queries without visible keys."""
+    """If keys are masked, also with NaN in a key, infinity in a value, and NaN in
+    queries without visible keys.
+    """
     sizes, arguments = (PLAIN | HIDING)[name]
-    ours, dense = gradients("splash", arguments), functools.partial(dense_gradients, **arguments)
+    ours, dense = (
+        gradients("splash", arguments),
+        functools.partial(dense_gradients, **arguments),
+    )
     if "mask" in arguments:
         dense = gradients("xla", arguments)
     arrays = query, key, value = normal(*sizes)
@@ -105,23 +143,33 @@ def test_output_and_gradients(name):
 
 @pytest.mark.usefixtures("interpreted")
 def test_bfloat16_by_the_rule_of_flash_attention():
-    arguments = {"query_segment_ids": PACKED[:1], "is_causal": True, "logits_soft_cap": 3.0}
+    arguments = {
+        "query_segment_ids": PACKED[:1],
+        "is_causal": True,
+        "logits_soft_cap": 3.0,
+    }
     visible = np.tri(T, dtype=bool) & (PACKED[0][:, None] == PACKED[0][None, :])
-    kernels.in_bfloat16_by_the_rule_of_flash_attention("splash", shapes(), visible, **arguments)
+    kernels.in_bfloat16_by_the_rule_of_flash_attention(
+        "splash", shapes(), visible, **arguments
+    )
 
 
 SINKS = {
     "of heads": ([0.5, 3.0], {}),
     "of heads, lengths": ([0.5, 3.0], HIDING["lengths"][1]),
     "of minus infinity, lengths": ([-np.inf, 0.5], HIDING["lengths"][1]),
-    "of sequences": ([[-np.inf, 1.0], [80.0, -2.0]], HIDING["causal window, soft cap, one length for all"][1]),
+    "of sequences": (
+        [[-np.inf, 1.0], [80.0, -2.0]],
+        HIDING["causal window, soft cap, one length for all"][1],
+    ),
 }
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", SINKS)
 def test_sinks(name):
-    """One for each head, or for each head of each sequence, with gradients, also in rows without visible keys.
+    """One for each head, or for each head of each sequence, with gradients, also in
+    rows without visible keys.
 
     There, a sink of minus infinity is as none, and has no gradient.
     """
@@ -140,7 +188,9 @@ def test_sinks(name):
 @pytest.mark.core
 @pytest.mark.usefixtures("interpreted")
 def test_gradient_of_sinks_in_bfloat16_although_its_terms_cancel():
-    """Every weight is a power of 2 and all rows are equal, so only rounding of the terms could cause an error."""
+    """Every weight is a power of 2 and all rows are equal, so only rounding of the
+    terms could cause an error.
+    """
     sinks = np.full(N, np.log(T), np.float32)
     query, key, value = normal(*shapes(), dtype=jnp.bfloat16)
     query, value = np.zeros_like(query), np.broadcast_to(value[:, :1], value.shape)
@@ -148,7 +198,9 @@ def test_gradient_of_sinks_in_bfloat16_although_its_terms_cancel():
     of_all_keys = np.float64(value[:, :1])
     d_output = np.random.default_rng(1).standard_normal((B, 1, N, H))
     # Orthogonal to the output, so that the products with it almost cancel.
-    along = (d_output * of_all_keys).sum(-1, keepdims=True) / (of_all_keys**2).sum(-1, keepdims=True)
+    along = (d_output * of_all_keys).sum(-1, keepdims=True) / (of_all_keys**2).sum(
+        -1, keepdims=True
+    )
     d_output = d_output - along * of_all_keys
     d_output = np.broadcast_to(d_output.astype(jnp.bfloat16), (B, T, N, H))
 
@@ -169,8 +221,13 @@ def test_gradient_of_sinks_in_bfloat16_although_its_terms_cancel():
 
 @pytest.mark.usefixtures("interpreted")
 def test_visible_infinity_gives_nan():
-    """Also if all products with it are minus infinity, which the kernels treat as masked scores."""
-    ours, dense = (gradients(implementation, {"is_causal": True}) for implementation in ("splash", "xla"))
+    """Also if all products with it are minus infinity, which the kernels treat as
+    masked scores.
+    """
+    ours, dense = (
+        gradients(implementation, {"is_causal": True})
+        for implementation in ("splash", "xla")
+    )
     for which, infinity in itertools.product(range(3), (np.inf, -np.inf)):
         arrays = [np.abs(x) for x in normal(*shapes())]
         arrays[which][0, 200, :, 5] = infinity
@@ -181,15 +238,21 @@ def test_visible_infinity_gives_nan():
 
 @pytest.mark.usefixtures("interpreted")
 def test_gradients_under_vmap():
-    """With a batch of calls, one of which has masked NaN, so that all take the branch for NaN."""
+    """With a batch of calls, one of which has masked NaN, so that all take the branch
+    for NaN.
+    """
     query, key, value = normal(*shapes(batch=(3, B)))
     key[1, 0, 250:], value[2, 1, 251] = np.nan, np.inf
     lengths = np.array([[T, 250], [250, T], [T, 100]], np.int32)
 
     def mapped(implementation):
         def loss(query, key, value, length):
-            attend = functools.partial(dot_product_attention, is_causal=True, implementation=implementation)
-            return jnp.sum(jnp.cos(attend(query, key, value, key_value_seq_lengths=length)))
+            attend = functools.partial(
+                dot_product_attention, is_causal=True, implementation=implementation
+            )
+            return jnp.sum(
+                jnp.cos(attend(query, key, value, key_value_seq_lengths=length))
+            )
 
         return jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2))))(query, key, value, lengths)
 
@@ -208,7 +271,11 @@ CHOSEN = {
     if "shared segments" not in name  # a length of -1 can only be data
 }
 REFUSED = {
-    "float16": (abstract(dtype=jnp.float16), {}, "float32 and bfloat16, but the inputs are float16"),
+    "float16": (
+        abstract(dtype=jnp.float16),
+        {},
+        "float32 and bfloat16, but the inputs are float16",
+    ),
     "head size": (abstract(h=264), {}, "head sizes must be at most 256"),
     "value head size": (abstract(hv=264), {}, "head sizes must be at most 256"),
     **{name: (abstract(), *given) for name, given in kernels.REFUSED_BY_BOTH.items()},
@@ -225,7 +292,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", with_core(CHOSEN, "head size", "groups, segments, window"))
+@pytest.mark.parametrize(
+    "name", with_core(CHOSEN, "head size", "groups, segments, window")
+)
 def test_a_tpu_gets_the_kernels(name):
     arrays, arguments = CHOSEN[name]
     text = kernels.lowered(arrays, **arguments)
@@ -247,7 +316,9 @@ MESH = AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 SETTINGS = {
     "jax_enable_x64": lambda: jax.enable_x64(True),
     "not high": lambda: jax.default_matmul_precision("high"),
-    "on multiple devices, it needs to know how its arr": lambda: use_abstract_mesh(MESH),
+    "on multiple devices, it needs to know how its arr": lambda: use_abstract_mesh(
+        MESH
+    ),
 }
 
 
@@ -267,14 +338,25 @@ def mesh():
 
 
 def test_inside_shard_map():
-    """The kernels do not declare how their results vary over the mesh, which `check_vma` requires."""
+    """The kernels do not declare how their results vary over the mesh, which
+    `check_vma` requires.
+    """
 
     def lowered_with(check_vma, name):
-        attend = functools.partial(dot_product_attention, is_causal=True, implementation=name)
-        specs = {"in_specs": jax.P("x"), "out_specs": jax.P("x"), "check_vma": check_vma}
-        return kernels.lowered(abstract(k=2), jax.shard_map(attend, mesh=mesh(), **specs))
+        attend = functools.partial(
+            dot_product_attention, is_causal=True, implementation=name
+        )
+        specs = {
+            "in_specs": jax.P("x"),
+            "out_specs": jax.P("x"),
+            "check_vma": check_vma,
+        }
+        return kernels.lowered(
+            abstract(k=2), jax.shard_map(attend, mesh=mesh(), **specs)
+        )
 
-    assert lowered_with(False, "splash").count("tpu_custom_call") > 3  # three, and more in the branch for NaN
+    # Three, and more in the branch for NaN.
+    assert lowered_with(False, "splash").count("tpu_custom_call") > 3
     with pytest.raises(NotImplementedError, match="check_vma=False"):
         lowered_with(True, "splash")
     assert "tpu_custom_call" in lowered_with(False, None)
@@ -282,9 +364,13 @@ def test_inside_shard_map():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("arguments", [{"is_causal": True}, {"local_window_size": 40, "query_offset": -3}])
+@pytest.mark.parametrize(
+    "arguments", [{"is_causal": True}, {"local_window_size": 40, "query_offset": -3}]
+)
 def test_a_policy_saves_kernel_results_by_name(arguments):
-    """As many kernels as without `jax.checkpoint`; with `jax.checkpoint` but no policy, one more for each block."""
+    """As many kernels as without `jax.checkpoint`; with `jax.checkpoint` but no policy,
+    one more for each block.
+    """
     x = jax.ShapeDtypeStruct((1, T, N, 128), jnp.float32)
     saved, without, anew = kernels.kernels_of_two_blocks(
         ["pallas_call"], x, "tpu", implementation="splash", **arguments

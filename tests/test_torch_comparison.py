@@ -24,10 +24,14 @@ def test_functions_of_scores_and_positions_have_the_arguments_of_flex_attention(
         return (q_idx >= kv_idx) & ((q_idx + 2 * kv_idx + b) % (h + 2) != 1)
 
     x = torch.linspace(-1, 1, 192).sin().reshape(2, 2, 6, 8)
-    want = flex_attention(x, x, x, score_mod, create_block_mask(mask_mod, 2, 2, 6, 6, device="cpu"))
+    want = flex_attention(
+        x, x, x, score_mod, create_block_mask(mask_mod, 2, 2, 6, 6, device="cpu")
+    )
     ours = x.numpy().swapaxes(1, 2)
     with jax.numpy_dtype_promotion("standard"):
-        got = dot_product_attention(ours, ours, ours, mask=FunctionMask(mask_mod), score_mod=score_mod)
+        got = dot_product_attention(
+            ours, ours, ours, mask=FunctionMask(mask_mod), score_mod=score_mod
+        )
     np.testing.assert_allclose(got, want.numpy().swapaxes(1, 2), rtol=0, atol=1e-6)
 
 
@@ -38,18 +42,26 @@ def test_masked_rows_and_nan():
     damaged = X.clone()
     damaged[..., 5, :] = torch.nan
     visible = (torch.arange(6) < 5).expand(6, 6)
-    assert scaled_dot_product_attention(X, damaged, damaged, attn_mask=visible).isnan().all()
+    assert (
+        scaled_dot_product_attention(X, damaged, damaged, attn_mask=visible)
+        .isnan()
+        .all()
+    )
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_a_sequence_of_padding_in_the_module(need_weights):
-    module, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.ones(2, 6, 16)
+    module, x = (
+        torch.nn.MultiheadAttention(16, 2, batch_first=True),
+        torch.ones(2, 6, 16),
+    )
     padding = torch.tensor([[False] * 6, [True] * 6])
     output, _ = module(x, x, x, key_padding_mask=padding, need_weights=need_weights)
     assert output[1].isnan().any() == need_weights
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own, when it looks for a jvp
+# PyTorch's own, when it looks for a jvp.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_derivatives_that_fused_kernels_lack():
     with pytest.raises(NotImplementedError, match="forward AD"):
         torch.func.jvp(lambda x: scaled_dot_product_attention(x, x, x), (X,), (X,))

@@ -1,4 +1,6 @@
-"""Every layout of flax_mha.convert with the PyTorch module that saves it, and `load_torch` with PyTorch's objects."""
+"""Every layout of flax_mha.convert with the PyTorch module that saves it, and
+`load_torch` with PyTorch's objects.
+"""
 
 import jax
 import ml_dtypes
@@ -21,17 +23,38 @@ def torch_mha(**options):
     return nn.MultiheadAttention(FEATURES, HEADS, batch_first=True, **options)
 
 
-SELF, KDIM, VDIM = (FEATURES,) * 4, (FEATURES, 17, 19, FEATURES), (FEATURES, FEATURES, 19, FEATURES)
-# name: (layout, module, the features of queries, keys, values and output); test_torch_families.py has other layouts.
+SELF, KDIM, VDIM = (
+    (FEATURES,) * 4,
+    (FEATURES, 17, 19, FEATURES),
+    (FEATURES, FEATURES, 19, FEATURES),
+)
+# name: (layout, module, the features of queries, keys, values and output);
+# test_torch_families.py has other layouts.
 MODULES = {
     "torch": ("torch", torch_mha, SELF),
     "torch without bias": ("torch", lambda: torch_mha(bias=False), SELF),
     "torch kdim": ("torch_separate", lambda: torch_mha(kdim=17, vdim=19), KDIM),
-    "torch vdim without bias": ("torch_separate", lambda: torch_mha(vdim=19, bias=False), VDIM),
+    "torch vdim without bias": (
+        "torch_separate",
+        lambda: torch_mha(vdim=19, bias=False),
+        VDIM,
+    ),
     "note_mha": ("note_mha", lambda: NoteMHA(FEATURES, HEADS), SELF),
-    "bert_self_attention": ("bert_self_attention", lambda: BertSelfAttention(FEATURES, HEADS), SELF),
-    "d2l_mha": ("d2l_mha", lambda: D2LMHA(17, 11, 19, FEATURES, HEADS), (11, 17, 19, FEATURES)),
-    "masked_self_attention": ("masked_self_attention", lambda: MaskedSelfAttention(FEATURES, HEADS), SELF),
+    "bert_self_attention": (
+        "bert_self_attention",
+        lambda: BertSelfAttention(FEATURES, HEADS),
+        SELF,
+    ),
+    "d2l_mha": (
+        "d2l_mha",
+        lambda: D2LMHA(17, 11, 19, FEATURES, HEADS),
+        (11, 17, 19, FEATURES),
+    ),
+    "masked_self_attention": (
+        "masked_self_attention",
+        lambda: MaskedSelfAttention(FEATURES, HEADS),
+        SELF,
+    ),
 }
 
 
@@ -49,9 +72,14 @@ def case(request):
 def attend(params, *inputs):
     """Attention in float64 of inputs [batch, length, features]."""
     names = zip(("query", "key", "value"), inputs, strict=True)
-    arrays = [np.einsum("btd,dnh->btnh", x, params[n]["kernel"]) + params[n].get("bias", 0.0) for n, x in names]
+    arrays = [
+        np.einsum("btd,dnh->btnh", x, params[n]["kernel"]) + params[n].get("bias", 0.0)
+        for n, x in names
+    ]
     output, _ = reference.attention(*arrays)
-    return np.einsum("btnh,nho->bto", output, params["out"]["kernel"]) + params["out"].get("bias", 0.0)
+    return np.einsum("btnh,nho->bto", output, params["out"]["kernel"]) + params[
+        "out"
+    ].get("bias", 0.0)
 
 
 @pytest.mark.core
@@ -60,11 +88,17 @@ def test_outputs_agree(case):
     length = QUERIES if isinstance(module, NoteMHA) else KEYS
     sizes = zip((QUERIES, length, length), features, strict=False)
     inputs = [torch.randn(BATCH, *size, dtype=torch.float64) for size in sizes]
-    given = inputs[:1] if isinstance(module, BertSelfAttention | MaskedSelfAttention) else inputs
+    given = (
+        inputs[:1]
+        if isinstance(module, BertSelfAttention | MaskedSelfAttention)
+        else inputs
+    )
     with torch.no_grad():
         expected = module.double()(*given)
     params = convert.from_torch(module.state_dict(), HEADS)
-    got = attend(params, *(x.numpy() for x in (given * 3 if len(given) == 1 else given)))
+    got = attend(
+        params, *(x.numpy() for x in (given * 3 if len(given) == 1 else given))
+    )
     expected = expected[0] if isinstance(expected, tuple) else expected
     np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-12)
 
@@ -73,19 +107,30 @@ def bits(tensor):
     return tensor.contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.float32, torch.float64, torch.bfloat16], ids=str
+)
 def test_modules_load_the_result_of_to_torch(case, dtype):
     layout, module, _ = case
-    original = {key: value.clone() for key, value in module.to(dtype).state_dict().items()}
+    original = {
+        key: value.clone() for key, value in module.to(dtype).state_dict().items()
+    }
     params = convert.from_torch(original, HEADS)
     narrow = dtype == torch.bfloat16
-    numpy_dtype = np.dtype(ml_dtypes.bfloat16 if narrow else str(dtype).removeprefix("torch."))
-    assert {leaf.dtype for param in params.values() for leaf in param.values()} == {numpy_dtype}
+    numpy_dtype = np.dtype(
+        ml_dtypes.bfloat16 if narrow else str(dtype).removeprefix("torch.")
+    )
+    assert {leaf.dtype for param in params.values() for leaf in param.values()} == {
+        numpy_dtype
+    }
 
     for parameter in module.parameters():
         nn.init.zeros_(parameter)
     arrays = convert.to_torch(params, layout).items()
-    tensors = {key: torch.from_numpy(array.astype("float32") if narrow else array) for key, array in arrays}
+    tensors = {
+        key: torch.from_numpy(array.astype("float32") if narrow else array)
+        for key, array in arrays
+    }
     module.load_state_dict(tensors)
     for key, value in module.state_dict().items():
         assert torch.equal(bits(value), bits(original[key])), key
@@ -93,10 +138,19 @@ def test_modules_load_the_result_of_to_torch(case, dtype):
 
 @pytest.mark.core
 def test_every_bfloat16_is_exact():
-    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).reshape(256, 256)
+    numbers = (
+        torch.arange(2**16, dtype=torch.int32)
+        .to(torch.uint16)
+        .view(torch.bfloat16)
+        .reshape(256, 256)
+    )
     state_dict = {f"{name}_proj.weight": numbers for name in "qkvo"}
-    result = convert.to_torch(convert.from_torch(state_dict, 2), "hf_llama")["k_proj.weight"]
-    np.testing.assert_array_equal(result.view(np.uint16), numbers.view(torch.uint16).numpy())
+    result = convert.to_torch(convert.from_torch(state_dict, 2), "hf_llama")[
+        "k_proj.weight"
+    ]
+    np.testing.assert_array_equal(
+        result.view(np.uint16), numbers.view(torch.uint16).numpy()
+    )
 
 
 def test_results_share_no_memory_with_parameters():
@@ -117,7 +171,9 @@ def small_mha(**options):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 def test_load_torch_converts_dtypes(dtype):
     """float32 holds the first two exactly; float64 is rounded to the module's dtype."""
     layer, module = small_mha().to(dtype), make_module()
@@ -128,12 +184,19 @@ def test_load_torch_converts_dtypes(dtype):
 
 def test_load_torch_takes_views_that_are_not_contiguous():
     weights = small_mha().state_dict()
-    strided = {key: torch.stack([value, value], dim=-1).bfloat16()[..., 0] for key, value in weights.items()}
+    strided = {
+        key: torch.stack([value, value], dim=-1).bfloat16()[..., 0]
+        for key, value in weights.items()
+    }
     assert not strided["in_proj_weight"].is_contiguous()
     one, other = make_module(), make_module()
     convert.load_torch(one, strided)
     convert.load_torch(other, {key: value.bfloat16() for key, value in weights.items()})
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(one, nnx.Param), nnx.state(other, nnx.Param))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        nnx.state(one, nnx.Param),
+        nnx.state(other, nnx.Param),
+    )
 
 
 def changed(change):
@@ -148,9 +211,18 @@ def quantized(x):
 # test_convert_load.py has the errors of arrays.
 WRONG = {
     "a module": (small_mha, "got a MultiheadAttention; pass module.state_dict()"),
-    "sparse": (lambda: changed(torch.Tensor.to_sparse), "in_proj_weight must be a dense tensor .*sparse_coo"),
-    "meta": (lambda: small_mha(device="meta").state_dict(), "in_proj_weight has no values, .* the meta device"),
-    "quantized": (lambda: changed(quantized), "in_proj_weight must be floating point, but got qint8; dequantize"),
+    "sparse": (
+        lambda: changed(torch.Tensor.to_sparse),
+        "in_proj_weight must be a dense tensor .*sparse_coo",
+    ),
+    "meta": (
+        lambda: small_mha(device="meta").state_dict(),
+        "in_proj_weight has no values, .* the meta device",
+    ),
+    "quantized": (
+        lambda: changed(quantized),
+        "in_proj_weight must be floating point, but got qint8; dequantize",
+    ),
     "float8": (
         lambda: changed(lambda x: x.to(torch.float8_e4m3fn)),
         "in_proj_weight must be floating point, but got float8_e4m3fn",
@@ -167,4 +239,8 @@ def test_load_torch_refuses_before_anything_changes(make, message):
     with pytest.raises(ValueError, match=message) as error:
         convert.load_torch(module, make())
     assert len(str(error.value).splitlines()) <= 10
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(module, nnx.Param)), before)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        nnx.to_pure_dict(nnx.state(module, nnx.Param)),
+        before,
+    )

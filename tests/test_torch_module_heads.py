@@ -1,4 +1,6 @@
-"""Norms, gates and other options of heads, against layers of PyTorch written from the definitions."""
+"""Norms, gates and other options of heads, against layers of PyTorch written from the
+definitions.
+"""
 
 import functools
 import itertools
@@ -34,20 +36,41 @@ def scaled(query, key, value):
 
 KINDS = {
     "gate of heads": {"gate": Gate("head"), "use_bias": False},
-    "norm of each head": {"normalize_qk": Norm("layer", scale="heads", epsilon=0.5), "rope": RoPE()},
+    "norm of each head": {
+        "normalize_qk": Norm("layer", scale="heads", epsilon=0.5),
+        "rope": RoPE(),
+    },
     "norm after rope": {
         "gate": Gate("head", "softplus"),
         "normalize_qk": Norm("rms", epsilon=0.5, after_rope=True),
         "process_heads": clipped,
         "rope": RoPE(),
     },
-    "Laguna": {"gate": Gate("head", "softplus"), "normalize_qk": Norm("rms"), "rope": RoPE()},
+    "Laguna": {
+        "gate": Gate("head", "softplus"),
+        "normalize_qk": Norm("rms"),
+        "rope": RoPE(),
+    },
     "BitNet": {"out_norm": BITNET, "use_bias": False, "rope": RoPE()},
-    "Muse Glimmer": {"normalize_qk": Norm("rms", scale=None, epsilon=0.5), "gate": True, "rope": RoPE()},
-    "OLMoE": {"normalize_qk": Norm(scale="heads", over="all_heads"), "process_heads": clipped, "rope": RoPE()},
+    "Muse Glimmer": {
+        "normalize_qk": Norm("rms", scale=None, epsilon=0.5),
+        "gate": True,
+        "rope": RoPE(),
+    },
+    "OLMoE": {
+        "normalize_qk": Norm(scale="heads", over="all_heads"),
+        "process_heads": clipped,
+        "rope": RoPE(),
+    },
     "MiMo-V2": {"value_dim": 5, "process_heads": scaled, "rope": RoPE(), "sinks": True},
-    "no scale over all heads": {"normalize_qk": Norm("layer", scale=None, over="all_heads"), "rope": RoPE()},
-    "norms of values": {"value_norm": Norm("layer", bias=True, epsilon=0.5), "out_norm": Norm("layer", scale="heads")},
+    "no scale over all heads": {
+        "normalize_qk": Norm("layer", scale=None, over="all_heads"),
+        "rope": RoPE(),
+    },
+    "norms of values": {
+        "value_norm": Norm("layer", bias=True, epsilon=0.5),
+        "out_norm": Norm("layer", scale="heads"),
+    },
     "all": {
         "value_dim": 10,
         "process_heads": clipped,
@@ -68,12 +91,18 @@ CALL = nnx.jit(flax_mha.MultiHeadAttention.__call__, static_argnames=STATIC)
 
 
 def module_of(kind, decode=False, cache=None, length=T, **options):
-    """Returns a function (inputs, **arguments) of a module with random parameters, and the parameters."""
-    module = flax_mha.MultiHeadAttention(in_features=D, decode=decode, rngs=nnx.Rngs(0), **SIZES | options)
+    """Returns a function (inputs, **arguments) of a module with random parameters, and
+    the parameters.
+    """
+    module = flax_mha.MultiHeadAttention(
+        in_features=D, decode=decode, rngs=nnx.Rngs(0), **SIZES | options
+    )
     graph, params, rest = nnx.split(module, nnx.Param, ...)
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(1)
-    params = tree.unflatten([jnp.asarray(0.5 * rng.standard_normal(x.shape), x.dtype) for x in leaves])
+    params = tree.unflatten(
+        [jnp.asarray(0.5 * rng.standard_normal(x.shape), x.dtype) for x in leaves]
+    )
     module = nnx.merge(graph, params, rest)
     pure = jax.tree.map(np.array, nnx.to_pure_dict(params))
     if kind == "nnx":
@@ -83,9 +112,16 @@ def module_of(kind, decode=False, cache=None, length=T, **options):
     layer = linen.MultiHeadDotProductAttention(decode=decode, **SIZES | options)
     variables = {"params": pure}
     if decode:
-        layer = layer.copy(per_row=(cache or {}).get("per_row", False), cache_dtype=(cache or {}).get("dtype"))
-        variables["cache"] = jax.jit(layer.init)(jax.random.key(0), jnp.zeros((B, length, D)))["cache"]
-    apply = jax.jit(functools.partial(layer.apply, mutable="cache"), static_argnames=STATIC)
+        layer = layer.copy(
+            per_row=(cache or {}).get("per_row", False),
+            cache_dtype=(cache or {}).get("dtype"),
+        )
+        variables["cache"] = jax.jit(layer.init)(
+            jax.random.key(0), jnp.zeros((B, length, D))
+        )["cache"]
+    apply = jax.jit(
+        functools.partial(layer.apply, mutable="cache"), static_argnames=STATIC
+    )
 
     def step(variables, *x, **arguments):
         output, changed = apply(variables, *x, **arguments)
@@ -133,19 +169,30 @@ def torch_layer(params, x, options):
     if cap := options.get("logits_soft_cap"):
         scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
-    sinks = w["sinks"][:, None, None].expand(B, N, T, 1) if "sinks" in options else scores[..., :0]
-    y = torch.einsum("bnts,bsnh->btnh", torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :T], v)
+    sinks = (
+        w["sinks"][:, None, None].expand(B, N, T, 1)
+        if "sinks" in options
+        else scores[..., :0]
+    )
+    y = torch.einsum(
+        "bnts,bsnh->btnh", torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :T], v
+    )
     if gate := options.get("gate"):
         gate = Gate() if gate is True else gate
         factor = getattr(torch.nn.functional, gate.activation)(project("gate"))
         y = y * (factor[..., None] if gate.per == "head" else factor)
     if "out_norm" in options:
         y = normalized(y, "out_norm", options["out_norm"])
-    return torch.einsum("btnh,nhd->btd", y, w["out"]["kernel"]) + w["out"].get("bias", 0)
+    return torch.einsum("btnh,nhd->btd", y, w["out"]["kernel"]) + w["out"].get(
+        "bias", 0
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), with_core_tuples(itertools.product(KINDS, APIS), ("all", "nnx"), ("norm after rope", "linen"))
+    ("name", "kind"),
+    with_core_tuples(
+        itertools.product(KINDS, APIS), ("all", "nnx"), ("norm after rope", "linen")
+    ),
 )
 def test_equals_pytorch(name, kind):
     """With padding, and in steps over a cache with an index for each sequence."""
@@ -168,24 +215,37 @@ def test_gradients_equal_pytorch():
     module, params = module_of("linen", **options)
     expected = jax.tree.map(lambda x: torch.tensor(x, requires_grad=True), params)
     torch_layer(expected, X, options).sin().sum().backward()
-    got = jax.grad(lambda params: jnp.sin(module.func({"params": params}, X, is_causal=True)).sum())(params)
+    got = jax.grad(
+        lambda params: jnp.sin(module.func({"params": params}, X, is_causal=True)).sum()
+    )(params)
     for path, slope in jax.tree.leaves_with_path(got):
         want = functools.reduce(lambda tree, key: tree[key.key], path, expected).grad
         np.testing.assert_allclose(slope, want, rtol=0, atol=1e-4, err_msg=str(path))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), list(itertools.product(APIS, (jnp.float32, jnp.int8))))
+@pytest.mark.parametrize(
+    ("kind", "dtype"), list(itertools.product(APIS, (jnp.float32, jnp.int8)))
+)
 def test_caches(kind, dtype):
     """Rings, and caches of 8 bits, with values of another size."""
     options = KINDS["all"] | {"local_window_size": (3, 0)}
     x = jnp.tile(X, (1, 12, 1))
     expected = module_of(kind, **options)[0](x, is_causal=True)
-    decoder, _ = module_of(kind, decode=True, cache={"dtype": dtype}, length=x.shape[1], **options)
+    decoder, _ = module_of(
+        kind, decode=True, cache={"dtype": dtype}, length=x.shape[1], **options
+    )
     steps = [decoder(part) for part in jnp.split(x, [40, 41, 42, 43, 83], axis=1)]
     (holder,) = decoder.args
-    cached = holder.cached_value[...] if kind == "nnx" else holder["cache"]["cached_value"]
+    cached = (
+        holder.cached_value[...] if kind == "nnx" else holder["cache"]["cached_value"]
+    )
     assert (cached.shape, cached.dtype) == ((B, 3 + 1 + 64, K, 10), dtype)
-    np.testing.assert_allclose(jnp.concatenate(steps, 1), expected, rtol=0, atol=2e-5 if dtype == jnp.float32 else 0.05)
+    np.testing.assert_allclose(
+        jnp.concatenate(steps, 1),
+        expected,
+        rtol=0,
+        atol=2e-5 if dtype == jnp.float32 else 0.05,
+    )
 
 
 @pytest.mark.parametrize("kind", APIS)
@@ -210,7 +270,9 @@ class Mixed(nnx.Module):
 
 @pytest.mark.parametrize("kind", APIS)
 def test_values_of_the_first_layer_mixed_into_later_ones(kind):
-    """Value residual learning, whole and in steps; the function captures arrays of the same call."""
+    """Value residual learning, whole and in steps; the function captures arrays of the
+    same call.
+    """
     options = {"use_bias": False, "rope": RoPE()}
     (first, params), (later, _) = (module_of(kind, **options) for _ in range(2))
     steps = [module_of(kind, decode=True, **options)[0] for _ in range(2)]
@@ -226,10 +288,17 @@ def test_values_of_the_first_layer_mixed_into_later_ones(kind):
     got = both((first, later), X, is_causal=True)
     decoded = [both(steps, part) for part in np.split(X, [3, 6], axis=1)]
 
-    of_first = torch.tensordot(torch.as_tensor(X), torch.as_tensor(params["value"]["kernel"]), 1)
-    mixed = options | {"process_heads": lambda q, k, v: (q, k, 0.3 * v + 0.7 * of_first)}
-    expected = torch_layer(params, torch.as_tensor(X) + 0.1 * torch_layer(params, X, options), mixed)
-    near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)  # the largest entry is about 20
+    of_first = torch.tensordot(
+        torch.as_tensor(X), torch.as_tensor(params["value"]["kernel"]), 1
+    )
+    mixed = options | {
+        "process_heads": lambda q, k, v: (q, k, 0.3 * v + 0.7 * of_first)
+    }
+    expected = torch_layer(
+        params, torch.as_tensor(X) + 0.1 * torch_layer(params, X, options), mixed
+    )
+    # The largest entry is about 20.
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
     near(got, expected)
     near(np.concatenate(decoded, axis=1), expected)
 
@@ -247,15 +316,24 @@ def test_embeddings_of_tokens_added_to_values():
 
 @pytest.mark.core
 def test_a_module_as_process_heads_learns():
-    layer = flax_mha.MultiHeadAttention(N, D, decode=False, process_heads=Mixed(), rngs=nnx.Rngs(0))
+    layer = flax_mha.MultiHeadAttention(
+        N, D, decode=False, process_heads=Mixed(), rngs=nnx.Rngs(0)
+    )
     plain = flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0))
-    names, names_without = (nnx.to_pure_dict(nnx.state(x, nnx.Param)).keys() for x in (layer, plain))
+    names, names_without = (
+        nnx.to_pure_dict(nnx.state(x, nnx.Param)).keys() for x in (layer, plain)
+    )
     assert names - names_without == {"process_heads"}
 
     slope = nnx.grad(lambda layer: layer(X).sum())(layer).process_heads.weight[...]
 
-    with_weight = [layer.process_heads.weight.set_value(jnp.array(x)) or layer(X).sum() for x in (0.4, 0.6)]
-    np.testing.assert_allclose(slope, (with_weight[1] - with_weight[0]) / 0.2, rtol=1e-3)
+    with_weight = [
+        layer.process_heads.weight.set_value(jnp.array(x)) or layer(X).sum()
+        for x in (0.4, 0.6)
+    ]
+    np.testing.assert_allclose(
+        slope, (with_weight[1] - with_weight[0]) / 0.2, rtol=1e-3
+    )
 
 
 @pytest.mark.core
@@ -270,10 +348,19 @@ def test_processed_keys_and_values_are_cached_and_returned():
 
 
 PROCESSED = [
-    (lambda q, k, v: (q, k), r"must return three arrays \(query, key, value\), but got 2 of them"),
+    (
+        lambda q, k, v: (q, k),
+        r"must return three arrays \(query, key, value\), but got 2 of them",
+    ),
     (lambda q, k, v: None, "must return three arrays .* but got NoneType"),
-    (lambda q, k, v: (q, k, v[..., :3]), r"must return the value with shape \(2, 7, 2, 6\) and dtype float32, but got"),
-    (lambda q, k, v: (q, k.astype(jnp.bfloat16), v), "the key with shape .* and dtype bfloat16; use .astype if only"),
+    (
+        lambda q, k, v: (q, k, v[..., :3]),
+        r"must return the value with shape \(2, 7, 2, 6\) and dtype float32, but got",
+    ),
+    (
+        lambda q, k, v: (q, k.astype(jnp.bfloat16), v),
+        "the key with shape .* and dtype bfloat16; use .astype if only",
+    ),
     (lambda q, k, v: (1.0, k, v), "must return the query with shape .* but got float"),
 ]
 
@@ -281,30 +368,62 @@ PROCESSED = [
 @pytest.mark.core
 @pytest.mark.parametrize(("function", "message"), PROCESSED)
 def test_what_process_heads_must_return(function, message):
-    layer = flax_mha.MultiHeadAttention(**SIZES, in_features=D, decode=False, rngs=nnx.Rngs(0))
+    layer = flax_mha.MultiHeadAttention(
+        **SIZES, in_features=D, decode=False, rngs=nnx.Rngs(0)
+    )
     refused(message, lambda: layer(X, process_heads=function))
 
 
 @pytest.mark.core
 def test_process_heads_needs_keys_of_this_call():
-    layer = flax_mha.MultiHeadAttention(N, D, decode=True, process_heads=scaled, rngs=nnx.Rngs(0))
-    refused("process_heads must be None .* store_keys=True", lambda: layer(X, X[:, 1:], store_keys=True))
+    layer = flax_mha.MultiHeadAttention(
+        N, D, decode=True, process_heads=scaled, rngs=nnx.Rngs(0)
+    )
+    refused(
+        "process_heads must be None .* store_keys=True",
+        lambda: layer(X, X[:, 1:], store_keys=True),
+    )
     first = flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0))
-    later = flax_mha.MultiHeadAttention(N, D, decode=False, reuse_kv=True, rngs=nnx.Rngs(0))
+    later = flax_mha.MultiHeadAttention(
+        N, D, decode=False, reuse_kv=True, rngs=nnx.Rngs(0)
+    )
     _, kv = first(X, return_kv=True)
-    refused("got keys from an earlier layer", lambda: later(X, kv=kv, process_heads=scaled))
+    refused(
+        "got keys from an earlier layer", lambda: later(X, kv=kv, process_heads=scaled)
+    )
 
 
 REFUSED = [
-    ({"gate": "head"}, "gate must be True, False or a flax_mha.Gate, but got 'head'; pass Gate\\(\"head\"\\)"),
-    ({"normalize_qk": "rms_norm"}, "normalize_qk must be True, .* but got 'rms_norm'; pass Norm\\(\"rms\"\\)"),
+    (
+        {"gate": "head"},
+        "gate must be True, False or a flax_mha.Gate, but got 'head'; pass Gate\\(\"head\"\\)",
+    ),
+    (
+        {"normalize_qk": "rms_norm"},
+        "normalize_qk must be True, .* but got 'rms_norm'; pass Norm\\(\"rms\"\\)",
+    ),
     ({"value_norm": True}, "value_norm must be a flax_mha.Norm or None, but got True"),
-    ({"out_norm": "rms_norm"}, 'out_norm must be .*; pass Norm\\("rms", scale="heads", over="all_heads"\\)'),
+    (
+        {"out_norm": "rms_norm"},
+        'out_norm must be .*; pass Norm\\("rms", scale="heads", over="all_heads"\\)',
+    ),
     ({"out_norm": Norm(after_rope=True)}, "out_norm must have after_rope=False"),
-    ({"process_heads": 3}, r"process_heads must be a function of \(query, key, value\) or None, but got 3"),
-    ({"process_heads": scaled, "reuse_kv": True}, "process_heads must be None with reuse_kv=True"),
-    ({"value_norm": Norm(), "reuse_kv": True}, "value_norm must be None with reuse_kv=True"),
-    *(({"value_dim": x}, f"value_dim must be an int >= 1, but got {x}") for x in (0, 2.0, True)),
+    (
+        {"process_heads": 3},
+        r"process_heads must be a function of \(query, key, value\) or None, but got 3",
+    ),
+    (
+        {"process_heads": scaled, "reuse_kv": True},
+        "process_heads must be None with reuse_kv=True",
+    ),
+    (
+        {"value_norm": Norm(), "reuse_kv": True},
+        "value_norm must be None with reuse_kv=True",
+    ),
+    *(
+        ({"value_dim": x}, f"value_dim must be an int >= 1, but got {x}")
+        for x in (0, 2.0, True)
+    ),
 ]
 
 
@@ -314,24 +433,44 @@ REFUSED = [
 def test_refused(options, message, kind):
     def call():
         if kind == "nnx":
-            return flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0), **options)(X)
-        return linen.MultiHeadDotProductAttention(N, **options).init(jax.random.key(0), X)
+            return flax_mha.MultiHeadAttention(
+                N, D, decode=False, rngs=nnx.Rngs(0), **options
+            )(X)
+        return linen.MultiHeadDotProductAttention(N, **options).init(
+            jax.random.key(0), X
+        )
 
     refused(message, call)
 
 
 VALUES = [
     (Norm, {"kind": "batch"}, 'kind must be "rms" or "layer", but got \'batch\''),
-    (Norm, {"scale": "all"}, 'scale must be None, "head_dim" or "heads", but got \'all\''),
+    (
+        Norm,
+        {"scale": "all"},
+        'scale must be None, "head_dim" or "heads", but got \'all\'',
+    ),
     (Norm, {"over": None}, 'over must be "head" or "all_heads", but got None'),
-    (Norm, {"over": "all_heads"}, 'scale must be "heads" or None with over="all_heads"'),
+    (
+        Norm,
+        {"over": "all_heads"},
+        'scale must be "heads" or None with over="all_heads"',
+    ),
     (Norm, {"bias": True}, "bias must be False unless kind is"),
-    (Norm, {"kind": "layer", "scale": "heads", "bias": True}, "bias must be False unless"),
+    (
+        Norm,
+        {"kind": "layer", "scale": "heads", "bias": True},
+        "bias must be False unless",
+    ),
     (Norm, {"bias": 1}, "bias must be True or False, but got 1"),
     (Norm, {"epsilon": 0.0}, "epsilon must be a finite number > 0, but got 0.0"),
     (Norm, {"after_rope": "yes"}, "after_rope must be True or False"),
     (Gate, {"per": "row"}, 'per must be "feature" or "head", but got \'row\''),
-    (Gate, {"activation": "relu"}, 'activation must be "sigmoid" or "softplus", but got \'relu\''),
+    (
+        Gate,
+        {"activation": "relu"},
+        'activation must be "sigmoid" or "softplus", but got \'relu\'',
+    ),
 ]
 
 
@@ -344,8 +483,17 @@ def test_values_are_checked(kind, options, message):
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("name", "replacement"),
-    [("qk_norm_epsilon", "Norm"), ("clip_qkv", "ClipHeads"), ("gate_activation", "Gate"), ("value_scale", "ScaleVal")],
+    [
+        ("qk_norm_epsilon", "Norm"),
+        ("clip_qkv", "ClipHeads"),
+        ("gate_activation", "Gate"),
+        ("value_scale", "ScaleVal"),
+    ],
 )
 def test_errors_name_what_replaces_an_argument(name, replacement):
     message = f"unexpected keyword argument '{name}'; pass .*{replacement}"
-    refused(message, lambda: flax_mha.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **{name: 1}), error=TypeError)
+    refused(
+        message,
+        lambda: flax_mha.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **{name: 1}),
+        error=TypeError,
+    )

@@ -32,7 +32,9 @@ def normal(seed, *shape):
 
 
 class Case(NamedTuple):
-    """A PyTorch module, the shapes of its inputs, and the other arguments of PyTorch's call and of ours."""
+    """A PyTorch module, the shapes of its inputs, and the other arguments of PyTorch's
+    call and of ours.
+    """
 
     module: Callable[[], nn.Module]
     shapes: list[tuple[int, ...]]
@@ -43,9 +45,15 @@ class Case(NamedTuple):
 X, Q, K = ((BATCH, length, FEATURES) for length in (KEYS, QUERIES, KEYS))
 K17, V19 = (2, 7, 17), (2, 7, 19)
 PADDING, MASK = visible(BATCH, KEYS), visible(QUERIES, KEYS)
-BY_HEAD, MASKED = visible(BATCH, HEADS, QUERIES, KEYS), visible(BATCH, HEADS, KEYS, KEYS)
+BY_HEAD, MASKED = (
+    visible(BATCH, HEADS, QUERIES, KEYS),
+    visible(BATCH, HEADS, KEYS, KEYS),
+)
 BIAS = normal(9, QUERIES, KEYS)
-CAUSAL = {"is_causal": True, "attn_mask": torch.ones(KEYS, KEYS, dtype=torch.bool).triu(1)}
+CAUSAL = {
+    "is_causal": True,
+    "attn_mask": torch.ones(KEYS, KEYS, dtype=torch.bool).triu(1),
+}
 
 
 def torch_mha(**options):
@@ -69,45 +77,68 @@ CASES = {
         {"mask": PADDING[:, None, None] & MASK},
     ),
     "attn_mask by head": Case(
-        torch_mha(), [Q, K, K], {"attn_mask": torch.tensor(~BY_HEAD).flatten(0, 1)}, {"mask": BY_HEAD}
+        torch_mha(),
+        [Q, K, K],
+        {"attn_mask": torch.tensor(~BY_HEAD).flatten(0, 1)},
+        {"mask": BY_HEAD},
     ),
-    "attn_mask of numbers": Case(torch_mha(), [Q, K, K], {"attn_mask": torch.tensor(BIAS)}, {"bias": BIAS}),
+    "attn_mask of numbers": Case(
+        torch_mha(), [Q, K, K], {"attn_mask": torch.tensor(BIAS)}, {"bias": BIAS}
+    ),
     "is_causal": Case(torch_mha(), [X, X, X], CAUSAL, {"is_causal": True}),
 }
 
 
 @pytest.mark.parametrize("name", with_core(CASES, "key_padding_mask and attn_mask"))
-@pytest.mark.parametrize(("api", "implementation"), [(Nnx, "xla"), (Linen, "blockwise")])
+@pytest.mark.parametrize(
+    ("api", "implementation"), [(Nnx, "xla"), (Linen, "blockwise")]
+)
 def test_modules(name, api, implementation):
     """Outputs, and gradients of weights and inputs."""
     make, shapes, torch_arguments, arguments = CASES[name]
     torch.manual_seed(0)
     module = make()
     for parameter in module.parameters():  # biases are not 0, and scores are about 1
-        nn.init.normal_(parameter, std=0.5 if parameter.ndim == 1 else parameter.shape[1] ** -0.5)
+        nn.init.normal_(
+            parameter, std=0.5 if parameter.ndim == 1 else parameter.shape[1] ** -0.5
+        )
     inputs = [normal(seed, *shape) for seed, shape in enumerate(shapes)]
     cotangent = normal(10, *inputs[0].shape[:2], FEATURES)
     tensors = [torch.tensor(x, requires_grad=True) for x in inputs]
     expected = module(*tensors, **torch_arguments)
     expected = expected[0] if isinstance(expected, tuple) else expected
     expected.backward(torch.tensor(cotangent))
-    of_weights = convert.from_torch({name: p.grad for name, p in module.named_parameters()}, HEADS)
+    of_weights = convert.from_torch(
+        {name: p.grad for name, p in module.named_parameters()}, HEADS
+    )
 
     params = convert.from_torch(module.state_dict(), HEADS)
-    options = {"num_heads": HEADS, "qkv_features": FEATURES, "out_features": FEATURES, "implementation": implementation}
+    options = {
+        "num_heads": HEADS,
+        "qkv_features": FEATURES,
+        "out_features": FEATURES,
+        "implementation": implementation,
+    }
     options["use_bias"] = "bias" in params["out"]
     sizes = {"in_features": shapes[0][-1], "in_kv_features": shapes[-1][-1]}
     if len({shape[-1] for shape in shapes[1:]}) > 1:
         api = Linen  # nnx has one size of keys and values
     options |= sizes if api is Nnx else {}
-    output, weights, arrays = api.grads(api.ours, params, inputs, options, arguments, cotangent)
-    assert_close((output, arrays), (expected.detach().numpy(), [tensor.grad.numpy() for tensor in tensors]))
+    output, weights, arrays = api.grads(
+        api.ours, params, inputs, options, arguments, cotangent
+    )
+    assert_close(
+        (output, arrays),
+        (expected.detach().numpy(), [tensor.grad.numpy() for tensor in tensors]),
+    )
     assert_grads_close(weights, of_weights)
 
 
 @pytest.mark.core
 def test_add_zero_attn_equals_sinks_of_zero():
-    """A key and a value of zeros add exp(0) to the denominator and nothing to the output. One row is fully masked."""
+    """A key and a value of zeros add exp(0) to the denominator and nothing to the
+    output. One row is fully masked.
+    """
     torch.manual_seed(0)
     module = torch_mha(add_zero_attn=True)()
     for parameter in module.parameters():
@@ -122,13 +153,17 @@ def test_add_zero_attn_equals_sinks_of_zero():
     ours = flax_mha.MultiHeadAttention(HEADS, FEATURES, **options)
     convert.load_torch(ours, module.state_dict())
     assert_close(ours(x, mask=mask[:, None]), expected)
-    without = flax_mha.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0))
+    without = flax_mha.MultiHeadAttention(
+        HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0)
+    )
     convert.load_torch(without, module.state_dict())
     assert np.abs(without(x, mask=mask[:, None]) - expected).max() > 1e-3
 
 
 def with_grads(function):
-    """A function of arrays and the output's cotangent that returns the output and the gradients of the arrays."""
+    """A function of arrays and the output's cotangent that returns the output and the
+    gradients of the arrays.
+    """
 
     @jax.jit
     def run(arrays, cotangent):
@@ -140,36 +175,60 @@ def with_grads(function):
 
 def torch_results(arrays, cotangent, is_causal):
     """The same for arrays [T, N, H] in PyTorch."""
-    *tensors, cotangent = (torch.tensor(x).transpose(0, 1) for x in (*arrays, cotangent))
+    *tensors, cotangent = (
+        torch.tensor(x).transpose(0, 1) for x in (*arrays, cotangent)
+    )
     tensors = [x.requires_grad_() for x in tensors]
     output = F.scaled_dot_product_attention(*tensors, is_causal=is_causal)
     output.backward(cotangent)
-    return [x.detach().transpose(0, 1).numpy() for x in (output, *(tensor.grad for tensor in tensors))]
+    return [
+        x.detach().transpose(0, 1).numpy()
+        for x in (output, *(tensor.grad for tensor in tensors))
+    ]
 
 
 def errors(results, references):
     """Root mean squares: the largest error of one element depends on the order of sums."""
     pairs = zip(results, references, strict=True)
-    return np.array([math.sqrt(np.mean((np.asarray(a, np.float64) - b) ** 2)) for a, b in pairs])
+    return np.array(
+        [math.sqrt(np.mean((np.asarray(a, np.float64) - b) ** 2)) for a, b in pairs]
+    )
 
 
 @pytest.mark.parametrize(
     ("queries", "keys", "is_causal", "size"),
-    [(257, 257, True, 1), (257, 1031, False, 8), (1031, 257, True, 8), (1031, 1031, False, 1)],
+    [
+        (257, 257, True, 1),
+        (257, 1031, False, 8),
+        (1031, 257, True, 8),
+        (1031, 1031, False, 1),
+    ],
 )
 def test_float32_is_as_accurate_as_torch(queries, keys, is_causal, size):
-    """Errors are at most twice PyTorch's. With queries `size` times as large, a few weights dominate."""
+    """Errors are at most twice PyTorch's. With queries `size` times as large, a few
+    weights dominate.
+    """
     attends = {
-        name: with_grads(functools.partial(flax_mha.dot_product_attention, is_causal=is_causal, implementation=name))
+        name: with_grads(
+            functools.partial(
+                flax_mha.dot_product_attention, is_causal=is_causal, implementation=name
+            )
+        )
         for name in IMPLEMENTATIONS
     }
     for seed in range(3):
         lengths = (queries, keys, keys, queries)
-        *arrays, cotangent = (normal(4 * seed + i, length, 2, 17) for i, length in enumerate(lengths))
+        *arrays, cotangent = (
+            normal(4 * seed + i, length, 2, 17) for i, length in enumerate(lengths)
+        )
         arrays[0] *= size
         cotangents = cotangent, np.zeros((queries, 2))
-        (output, _), gradients = reference.attention(*arrays, is_causal=is_causal, cotangents=cotangents)
-        allowed = 2 * errors(torch_results(arrays, cotangent, is_causal), (output, *gradients))
+        (output, _), gradients = reference.attention(
+            *arrays, is_causal=is_causal, cotangents=cotangents
+        )
+        allowed = 2 * errors(
+            torch_results(arrays, cotangent, is_causal), (output, *gradients)
+        )
         for name, attend in attends.items():
             got = errors(attend(arrays, cotangent), (output, *gradients))
             assert np.all(got <= allowed), (name, seed, got, allowed)

@@ -1,4 +1,6 @@
-"""`python -m train_demo`: the files it leaves, also if it is killed, interrupted or out of disk space."""
+"""`python -m train_demo`: the files it leaves, also if it is killed, interrupted or out
+of disk space.
+"""
 
 import contextlib
 import fcntl
@@ -57,9 +59,16 @@ def struck(moment, number, *arguments):
 
 @pytest.mark.core
 def test_a_finished_run_leaves_all_files(run):
-    lines = [json.loads(line) for line in (run.out / metrics.METRICS).read_text().splitlines()]
-    losses = [line["step"] for line in lines if set(line) == {"step", "loss", "seconds"}]
-    val_losses = [line["step"] for line in lines if set(line) == {"step", "val_loss", "seconds"}]
+    lines = [
+        json.loads(line)
+        for line in (run.out / metrics.METRICS).read_text().splitlines()
+    ]
+    losses = [
+        line["step"] for line in lines if set(line) == {"step", "loss", "seconds"}
+    ]
+    val_losses = [
+        line["step"] for line in lines if set(line) == {"step", "val_loss", "seconds"}
+    ]
     assert losses == list(range(1, STEPS + 1))
     assert val_losses == [3, 6, 9, 12]
     assert len(losses) + len(val_losses) == len(lines)
@@ -78,7 +87,9 @@ def test_a_finished_run_leaves_all_files(run):
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_run_that_was_killed_stopped_and_out_of_room_ends_the_same(run, text, tmp_path, monkeypatch, capfd):
+def test_a_run_that_was_killed_stopped_and_out_of_room_ends_the_same(
+    run, text, tmp_path, monkeypatch, capfd
+):
     out = tmp_path / "run"
     resume = ("--resume", "--out", out)
 
@@ -88,7 +99,9 @@ def test_a_run_that_was_killed_stopped_and_out_of_room_ends_the_same(run, text, 
 
     # The disk is full at the second checkpoint.
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    done = subprocess.run(sabotaged(5, "full", *resume), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        sabotaged(5, "full", *resume), cwd=ROOT, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "cannot save checkpoint 8" in done.stderr
     assert "--resume" in done.stderr
@@ -101,7 +114,10 @@ def test_a_run_that_was_killed_stopped_and_out_of_room_ends_the_same(run, text, 
     assert "Resuming from the checkpoint at step 4" in said
     stopped = steps_saved(out)[-1]
     assert 4 < stopped <= 8  # depends on when the signal arrives
-    assert f"Stopped and saved at step {stopped}. To continue: python -m train_demo --resume --out {out}" in said
+    assert (
+        f"Stopped and saved at step {stopped}. To continue: python -m train_demo "
+        f"--resume --out {out}" in said
+    )
 
     # Killed between two checkpoints, and in the middle of a line.
     said = struck(11, signal.SIGKILL, *resume)
@@ -115,7 +131,9 @@ def test_a_run_that_was_killed_stopped_and_out_of_room_ends_the_same(run, text, 
 
 @pytest.mark.core
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(copy, tmp_path):
-    """A process that is killed leaves the folder as it is when Python asks for a change of it."""
+    """A process that is killed leaves the folder as it is when Python asks for a change
+    of it.
+    """
     _, state = newest_state(copy)
     moments = []
     snapshots = []
@@ -139,7 +157,9 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(copy, tmp_path
     over = mesh.make(Sizes(1, 1, 1, 1))
     for left in snapshots:
         with checkpoint.manager(left, writes=True) as checkpoints:
-            step, same = checkpoint.restore_newest(checkpoints, state, over=over, say=pytest.fail)
+            step, same = checkpoint.restore_newest(
+                checkpoints, state, over=over, say=pytest.fail
+            )
         jax.tree.map(np.testing.assert_array_equal, state, same)
         assert not list(left.glob("checkpoints/*tmp*"))
         found.append(step)
@@ -149,7 +169,9 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(copy, tmp_path
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_an_extended_run_stays_exact_and_prints_the_numbers_of_the_report(run, copy, tmp_path, capfd):
+def test_an_extended_run_stays_exact_and_prints_the_numbers_of_the_report(
+    run, copy, tmp_path, capfd
+):
     longer = 2 * STEPS
     other = Path(shutil.copytree(run.out, tmp_path / "other"))
     said = here(capfd, "--resume", "--steps", longer, "--out", copy)
@@ -157,15 +179,22 @@ def test_an_extended_run_stays_exact_and_prints_the_numbers_of_the_report(run, c
     assert f"python -m train_demo sample --out={copy}" in said
     page = (copy / "report.html").read_text()
     facts = dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>", page))
-    loss, number = re.search(r"training loss +([\d.]+) +mean of the last (\d+) steps", said).groups()
+    loss, number = re.search(
+        r"training loss +([\d.]+) +mean of the last (\d+) steps", said
+    ).groups()
     assert facts["training loss"] == loss
-    assert facts["characters per second"] == re.search(r"characters per second +([\d,]+) ", said)[1]
+    assert (
+        facts["characters per second"]
+        == re.search(r"characters per second +([\d,]+) ", said)[1]
+    )
     assert number == str(longer)
 
     struck(STEPS + 2, signal.SIGINT, "--resume", "--steps", longer, "--out", other)
     stopped = steps_saved(other)[-1]
     assert STEPS < stopped < longer
-    assert f"Resuming from the checkpoint at step {stopped}" in here(capfd, "--resume", "--out", other)
+    assert f"Resuming from the checkpoint at step {stopped}" in here(
+        capfd, "--resume", "--out", other
+    )
     assert_same_run(copy, other, longer)
 
 
@@ -195,7 +224,9 @@ def test_a_damaged_checkpoint_is_skipped_and_made_again(run, copy, capfd, harm):
     _, state = newest_state(run.out)
     over = mesh.make(Sizes(1, 1, 1, 1))
     with checkpoint.manager(copy) as checkpoints:
-        step, _ = checkpoint.restore_newest(checkpoints, state, over=over, say=said.append)
+        step, _ = checkpoint.restore_newest(
+            checkpoints, state, over=over, say=said.append
+        )
     assert step == before
     assert f"Skipped checkpoint {STEPS}: it is damaged" in "".join(said)
 
@@ -205,7 +236,9 @@ def test_report(copy, capfd):
     for name in (*report.PICTURES, "report.html"):
         (copy / name).unlink()
     assert f"{copy / 'report.html'} is ready" in here(capfd, "report", "--out", copy)
-    assert all((copy / name).read_bytes().startswith(b"\x89PNG") for name in report.PICTURES)
+    assert all(
+        (copy / name).read_bytes().startswith(b"\x89PNG") for name in report.PICTURES
+    )
     assert (copy / "report.html").exists()
 
 
@@ -214,7 +247,9 @@ def test_sample(run, capfd):
     command = ("sample", "--out", run.out, "--prompt", prompt, "--max-new-tokens", 30)
     texts = [here(capfd, *command, "--seed", seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
-    assert all(text.startswith(prompt) and len(text) == len(prompt) + 30 + 1 for text in texts)
+    assert all(
+        text.startswith(prompt) and len(text) == len(prompt) + 30 + 1 for text in texts
+    )
     said = here(capfd, *command, "--prompt", "fox", "--seed", 1)
     parts = re.split(r"^--- prompt (\d) of 2 ---\n", said, flags=re.M)
     assert parts[1::2] == ["1", "2"]
@@ -227,7 +262,13 @@ def on_terminal(*arguments):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [sys.executable, "-m", "train_demo", *map(str, arguments)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm"},
+    )
     os.close(theirs)
     written = b""
     with contextlib.suppress(OSError):  # the end
@@ -237,15 +278,24 @@ def on_terminal(*arguments):
     return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode()))
 
 
-def test_text_of_a_model_sends_no_control_characters_and_fits_the_terminal(capfd, processes, tmp_path):
-    # A text of the other run's size and vocabulary size, whose programs are compiled already.
+def test_text_of_a_model_sends_no_control_characters_and_fits_the_terminal(
+    capfd, processes, tmp_path
+):
+    # A text of the other run's size and vocabulary size, whose programs are compiled
+    # already.
     (tmp_path / "text").write_text(TEXT.translate(str.maketrans("abcdme\nfg", UNSAFE)))
     out = tmp_path / "run"
     lines = on_terminal("--data", tmp_path / "text", "--out", out, *TINY)
     assert (out / "attention.png").read_bytes().startswith(b"\x89PNG")
     # Only long words and lines to copy may be longer.
-    assert not [line for line in lines if len(line) > 80 and "\\x" not in line and str(tmp_path) not in line]
-    said = "".join(lines) + here(capfd, "sample", "--out", out, "--prompt", "\x1b[", "--max-new-tokens", 20)
+    assert not [
+        line
+        for line in lines
+        if len(line) > 80 and "\\x" not in line and str(tmp_path) not in line
+    ]
+    said = "".join(lines) + here(
+        capfd, "sample", "--out", out, "--prompt", "\x1b[", "--max-new-tokens", 20
+    )
     assert not set(UNSAFE) - set("[31m") & set(said)
     assert "\\x1b[" in said
 
@@ -253,14 +303,27 @@ def test_text_of_a_model_sends_no_control_characters_and_fits_the_terminal(capfd
 ENDLESS = tuple(re.sub(r"(steps|every)=\d+", r"\1=1000000", option) for option in TINY)
 
 
-@pytest.mark.parametrize(("delay", "number"), [(0.05, signal.SIGINT), (0.3, signal.SIGTERM), (2, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("delay", "number"),
+    [(0.05, signal.SIGINT), (0.3, signal.SIGTERM), (2, signal.SIGINT)],
+)
 def test_a_signal_at_any_moment(text, tmp_path, delay, number):
-    command = [sys.executable, "-m", "train_demo", "--data", str(text), "--out", str(tmp_path / "run"), *ENDLESS]
+    command = [
+        sys.executable,
+        "-m",
+        "train_demo",
+        "--data",
+        str(text),
+        "--out",
+        str(tmp_path / "run"),
+        *ENDLESS,
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         time.sleep(delay)
         process.send_signal(number)
-        # Python may ignore what is raised in a callback of its imports, before any line of the program has run.
+        # Python may ignore what is raised in a callback of its imports, before any line
+        # of the program has run.
         if delay == 0.05:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)
@@ -279,9 +342,18 @@ def test_a_signal_at_any_moment(text, tmp_path, delay, number):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_errors_name_a_full_output(tmp_path):
-    command = [sys.executable, "-m", "train_demo", "--out", str(tmp_path / "run"), *TINY]
+    command = [
+        sys.executable,
+        "-m",
+        "train_demo",
+        "--out",
+        str(tmp_path / "run"),
+        *TINY,
+    ]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "cannot write to standard output (No space left on device)" in done.stderr
@@ -292,29 +364,51 @@ def test_errors_name_metrics_without_room(tmp_path):
     with contextlib.closing(metrics.Log(tmp_path, 0, 1.0, time.perf_counter())) as log:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
         try:
-            with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl \(.*continue with --resume"):
+            with pytest.raises(
+                UserError,
+                match=r"cannot write .*metrics.jsonl \(.*continue with --resume",
+            ):
                 log.loss("loss", 1, 1.0)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("loss", "said"), [(math.nan, "nan"), (math.inf, "inf"), (7e31, "7e\\+31"), (461, "461")])
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(math.nan, "nan"), (math.inf, "inf"), (7e31, "7e\\+31"), (461, "461")],
+)
 def test_a_training_that_diverged(tmp_path, loss, said):
-    with contextlib.closing(metrics.Log(tmp_path, 0, math.log(100), time.perf_counter())) as log:
-        assert log.loss("loss", 6, 460) == 460  # 100 times the loss of guessing one of 100 tokens
-        with pytest.raises(UserError, match=f"training diverged: the loss is {said} at step 7") as error:
+    with contextlib.closing(
+        metrics.Log(tmp_path, 0, math.log(100), time.perf_counter())
+    ) as log:
+        # 100 times the loss of guessing one of 100 tokens.
+        assert log.loss("loss", 6, 460) == 460
+        with pytest.raises(
+            UserError, match=f"training diverged: the loss is {said} at step 7"
+        ) as error:
             log.loss("loss", 7, loss)
-    assert str(error.value).endswith("lower --learning-rate, and choose a different --out")
+    assert str(error.value).endswith(
+        "lower --learning-rate, and choose a different --out"
+    )
     assert [metric["step"] for metric in metrics.read(tmp_path)] == [6]
 
 
 @pytest.mark.core
 def test_a_resumed_log_continues_the_clock_and_drops_later_lines(tmp_path):
-    lines = [{"step": 1, "loss": 3.0, "seconds": 100.0}, {"step": 2, "loss": 3.0, "seconds": 200.0}]
-    (tmp_path / metrics.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lines = [json.dumps({"step": step, "prompt": "a", "text": f"b{step}"}) for step in (1, 4)]
-    (tmp_path / metrics.SAMPLES).write_text("\n".join([lines[0], '{"step": 3}', "[", lines[1], '{"step": 8, "pro']))
+    lines = [
+        {"step": 1, "loss": 3.0, "seconds": 100.0},
+        {"step": 2, "loss": 3.0, "seconds": 200.0},
+    ]
+    (tmp_path / metrics.METRICS).write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
+    lines = [
+        json.dumps({"step": step, "prompt": "a", "text": f"b{step}"}) for step in (1, 4)
+    ]
+    (tmp_path / metrics.SAMPLES).write_text(
+        "\n".join([lines[0], '{"step": 3}', "[", lines[1], '{"step": 8, "pro'])
+    )
     with contextlib.closing(metrics.Log(tmp_path, 1, 1.0, time.perf_counter())) as log:
         log.loss("loss", 2, np.float32(2.0))
     assert [metric["loss"] for metric in metrics.read(tmp_path)] == [3.0, 2.0]
@@ -330,7 +424,9 @@ def test_two_runs_never_share_a_folder(tmp_path):
 
 
 def output_in(encoding, *arguments):
-    """Runs the command with strict output in this encoding, as PYTHONIOENCODING sets it; returns stdout and stderr."""
+    """Runs the command with strict output in this encoding, as PYTHONIOENCODING sets
+    it; returns stdout and stderr.
+    """
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding, "strict") for _ in range(2))
     with (
         contextlib.redirect_stdout(out),
@@ -351,7 +447,10 @@ def test_output_in_an_encoding_without_these_characters(tmp_path, encoding):
     data, out = tmp_path / "Ł → ☃.txt", tmp_path / "Ω"
     data.write_text("Zażółć gęślą jaźń → ☃ 語\n" * 60, "utf-8")
     for command, words in [
-        (("train", "--data", data, *TINY), ["characters of", "? ? ?.txt", "a sample", "report.html"]),
+        (
+            ("train", "--data", data, *TINY),
+            ["characters of", "? ? ?.txt", "a sample", "report.html"],
+        ),
         *(((command,), [" "]) for command in ("report", "export")),
         (("sample", "--prompt", "Za→☃"), ["Za??"]),
     ]:
@@ -360,5 +459,10 @@ def test_output_in_an_encoding_without_these_characters(tmp_path, encoding):
         assert not complaint
     _, complaint = output_in(encoding, "sample", "--prompt", "Ж", "--out", out)
     assert re.match(r"python -m train_demo: error: .*\?", complaint)
-    for path in (out / "report.html", *out.glob("*.jsonl"), out / run_folder.CONFIG, out / "export" / "config.json"):
+    for path in (
+        out / "report.html",
+        *out.glob("*.jsonl"),
+        out / run_folder.CONFIG,
+        out / "export" / "config.json",
+    ):
         path.read_text("utf-8")

@@ -14,7 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from demo_runs import ROOT, SETTINGS, TEXT, as_users_have_it, assert_refused, assert_same_run
+from demo_runs import (
+    ROOT,
+    SETTINGS,
+    TEXT,
+    as_users_have_it,
+    assert_refused,
+    assert_same_run,
+)
 from flax import nnx
 
 import train_demo
@@ -33,7 +40,9 @@ def losses(run, name="loss"):
 def test_a_run_from_python_is_loaded_again_and_samples(run):
     again = train_demo.load(str(run.out))
     assert again.metrics == run.metrics
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(again.model), nnx.state(run.model))
+    jax.tree.map(
+        np.testing.assert_array_equal, nnx.state(again.model), nnx.state(run.model)
+    )
     assert list(losses(run)) == list(range(1, 13))
     assert losses(run, "val_loss")[12] == run.val_loss
     first = run.sample("fox", 20)
@@ -44,19 +53,56 @@ def test_a_run_from_python_is_loaded_again_and_samples(run):
 
 
 REFUSED = [
-    ("train", {"steps": 0, "out": "new"}, "steps: expected a whole number from 1 to 2147483647, got '0'"),
+    (
+        "train",
+        {"steps": 0, "out": "new"},
+        "steps: expected a whole number from 1 to 2147483647, got '0'",
+    ),
     ("train", {"steps": "3", "out": "new"}, "steps: expected a number, got '3'"),
     ("train", {"steps": True, "out": "new"}, "steps: expected a number, got True"),
-    ("train", {"steps": None, "out": "new"}, "steps: expected a whole number from 1 to 2147483647, got 'None'"),
-    ("train", {"dtype": "float16", "out": "new"}, "dtype: expected one of auto, float32, bfloat16"),
+    (
+        "train",
+        {"steps": None, "out": "new"},
+        "steps: expected a whole number from 1 to 2147483647, got 'None'",
+    ),
+    (
+        "train",
+        {"dtype": "float16", "out": "new"},
+        "dtype: expected one of auto, float32, bfloat16",
+    ),
     ("train", {"dtype": jnp.float32, "out": "new"}, "dtype: expected a string"),
-    ("train", {"optimizer": "sgd", "out": "new"}, "optimizer: expected one of muon, adamw"),
-    ("train", {"heads": 3, "out": "new"}, "--features 8 is incompatible with --heads 3"),
+    (
+        "train",
+        {"optimizer": "sgd", "out": "new"},
+        "optimizer: expected one of muon, adamw",
+    ),
+    (
+        "train",
+        {"heads": 3, "out": "new"},
+        "--features 8 is incompatible with --heads 3",
+    ),
     ("train", {"data": "no-such-file", "out": "new"}, "no-such-file"),
-    ("train", {"resume": True, "seed": 3}, "(--seed was 0, now 3): drop these options, or choose a"),
-    ("train", {}, "already contains a run: pass --resume to continue it, or choose a different --out"),
-    ("train", {"layout": Layout(fsdp=3), "out": "new"}, "--data-parallel -1 x --fsdp 3 x --tensor 1"),
-    ("train", {"size": ["tiny"], "out": "new"}, "size: expected a string, got ['tiny']"),
+    (
+        "train",
+        {"resume": True, "seed": 3},
+        "(--seed was 0, now 3): drop these options, or choose a",
+    ),
+    (
+        "train",
+        {},
+        "already contains a run: pass --resume to continue it, or choose a different "
+        "--out",
+    ),
+    (
+        "train",
+        {"layout": Layout(fsdp=3), "out": "new"},
+        "--data-parallel -1 x --fsdp 3 x --tensor 1",
+    ),
+    (
+        "train",
+        {"size": ["tiny"], "out": "new"},
+        "size: expected a string, got ['tiny']",
+    ),
     ("train", {"size": "huge", "out": "new"}, "size: expected one of"),
     ("train", {"out": ""}, "--out is empty"),
     ("train", {"out": 5}, "--out must be a path, but got 5"),
@@ -71,8 +117,16 @@ REFUSED = [
     ("load", {"out": "a\0b"}, "--out must be a folder, but"),
     ("load", {"out": __file__}, "is a file: choose a different --out"),
     ("load", {"out": "."}, "contains no runs: start one with python -m train_demo"),
-    ("Layout", {"fsdp": 0}, "fsdp: expected a whole number from 1 to 2147483647, got '0'"),
-    ("Layout", {"accumulate": 2.0}, "accumulate: expected a whole number from 1 to 2147483647, got '2.0'"),
+    (
+        "Layout",
+        {"fsdp": 0},
+        "fsdp: expected a whole number from 1 to 2147483647, got '0'",
+    ),
+    (
+        "Layout",
+        {"accumulate": 2.0},
+        "accumulate: expected a whole number from 1 to 2147483647, got '2.0'",
+    ),
     ("Layout", {"tensor": "2"}, "tensor: expected a number, got '2'"),
     ("Layout", {"remat": "no"}, "remat: expected True or False, got 'no'"),
     ("sample", {"prompt": ""}, "prompt '' is empty"),
@@ -88,7 +142,10 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "options", "message"), REFUSED)
 def test_refused(run, text, tmp_path, monkeypatch, name, options, message):
     monkeypatch.chdir(tmp_path)
-    given = {"train": {"data": text, "out": run.out, "quiet": True, **SETTINGS}, "sample": {"prompt": "fox"}}
+    given = {
+        "train": {"data": text, "out": run.out, "quiet": True, **SETTINGS},
+        "sample": {"prompt": "fox"},
+    }
     function = getattr(run if name == "sample" else train_demo, name)
     assert_refused([message], function, **given.get(name, {}) | options)
     assert not list(tmp_path.rglob("config.json"))
@@ -97,7 +154,10 @@ def test_refused(run, text, tmp_path, monkeypatch, name, options, message):
 def test_unknown_settings(text, tmp_path):
     with pytest.raises(TypeError, match="unexpected keyword argument 'step'"):
         train_demo.train(text, out=tmp_path / "run", step=3)
-    with pytest.raises(AttributeError, match="'train_demo' has no attribute 'trian': it has Layout, Run"):
+    with pytest.raises(
+        AttributeError,
+        match="'train_demo' has no attribute 'trian': it has Layout, Run",
+    ):
         _ = train_demo.trian
 
 
@@ -134,7 +194,13 @@ def test_ctrl_c_saves_and_a_resumed_run_ends_the_same(run, text, tmp_path, monke
 
 @pytest.mark.parametrize(
     ("data", "folder"),
-    [(None, "python-docs"), ("a/fox.txt", "fox"), ("a/my.texts/", "my.texts"), (".", "here"), ("a/..", "here")],
+    [
+        (None, "python-docs"),
+        ("a/fox.txt", "fox"),
+        ("a/my.texts/", "my.texts"),
+        (".", "here"),
+        ("a/..", "here"),
+    ],
 )
 def test_the_default_folder(tmp_path, monkeypatch, data, folder):
     (tmp_path / "here" / "a" / "my.texts").mkdir(parents=True)
@@ -146,21 +212,31 @@ def test_the_default_folder(tmp_path, monkeypatch, data, folder):
     ("module", "heavy"),
     [
         ("train_demo", {"jax", "numpy", "rich", "argparse"}),
-        ("train_demo.command_line", {"jax"}),  # it first decides where to cache programs
+        # It first decides where to cache programs.
+        ("train_demo.command_line", {"jax"}),
     ],
 )
 def test_importing_is_light(module, heavy):
     code = f"import {module}, sys; print(*({heavy} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+        ).stdout
+        == "\n"
+    )
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_the_block_of_the_documentation(tmp_path, monkeypatch, capfd):
     (tmp_path / "docs").mkdir()
     for number in range(12):
-        (tmp_path / "docs" / f"{number}.md").write_text(f"# Page {number}\n" + TEXT * (1 + number % 3))
+        (tmp_path / "docs" / f"{number}.md").write_text(
+            f"# Page {number}\n" + TEXT * (1 + number % 3)
+        )
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL
+    )
     (block,) = (block for block in blocks if "train_demo.train" in block)
     exec(compile(block, "training.md", "exec"), {})
     said = capfd.readouterr().out.splitlines()
@@ -171,14 +247,22 @@ def test_the_block_of_the_documentation(tmp_path, monkeypatch, capfd):
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MPLBACKEND", "agg")
     notebook = json.loads((ROOT / "docs" / "train_demo.ipynb").read_text())
-    _, *cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    _, *cells = [
+        "".join(cell["source"])
+        for cell in notebook["cells"]
+        if cell["cell_type"] == "code"
+    ]
     sizes = "steps=200, eval_every=50, features=64"
     assert sizes in cells[0]
-    cells[0] = cells[0].replace(sizes, "steps=40, eval_every=20, layers=1, features=32, batch_size=8")
+    cells[0] = cells[0].replace(
+        sizes, "steps=40, eval_every=20, layers=1, features=32, batch_size=8"
+    )
     monkeypatch.chdir(tmp_path)
     names = {}
     for number, cell in enumerate(cells):
         exec(compile(cell, f"cell {number}", "exec"), names)
-    assert re.search(r"validation loss \d\.\d{3} nats per character", capfd.readouterr().out)
+    assert re.search(
+        r"validation loss \d\.\d{3} nats per character", capfd.readouterr().out
+    )
     assert names["run"].val_loss < 3.5
     assert names["weights"].shape[:2] == (1, 4)

@@ -14,7 +14,10 @@ from train_demo.model import blueprint
 from train_demo.settings import Layout, Settings
 from train_demo.update import State, make_optimizer, make_update, make_validate
 
-TEXTS = {f"{name}.txt": f"{name} says: " + word * 30 for name, word in zip("abcdefghijk", "äbcdefghijk", strict=True)}
+TEXTS = {
+    f"{name}.txt": f"{name} says: " + word * 30
+    for name, word in zip("abcdefghijk", "äbcdefghijk", strict=True)
+}
 
 
 @pytest.fixture
@@ -25,7 +28,12 @@ def folder(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "data" / ".hidden").mkdir()
-    others = {"picture.bin": b"\x89PNG\xff\xfe", "nul.txt": b"a\0b", "empty.txt": b"", ".hidden/x.txt": b"never"}
+    others = {
+        "picture.bin": b"\x89PNG\xff\xfe",
+        "nul.txt": b"a\0b",
+        "empty.txt": b"",
+        ".hidden/x.txt": b"never",
+    }
     for name, content in others.items():
         (tmp_path / "data" / name).write_bytes(content)
     return tmp_path / "data"
@@ -34,16 +42,23 @@ def folder(tmp_path):
 def texts_of(part, tokens):
     """The documents of a part, from the marks."""
     pieces = np.split(part, np.flatnonzero(part >= data.FIRST))
-    return [tokens.decode((piece % data.FIRST).tolist()) for piece in pieces if len(piece)]
+    return [
+        tokens.decode((piece % data.FIRST).tolist()) for piece in pieces if len(piece)
+    ]
 
 
 @pytest.mark.core
 def test_a_folder_is_split_into_texts_for_training_and_validation(folder):
     text = data.load(str(folder), 8)
-    training, validation = texts_of(text.training, text.vocabulary), texts_of(text.validation, text.vocabulary)
+    training, validation = (
+        texts_of(text.training, text.vocabulary),
+        texts_of(text.validation, text.vocabulary),
+    )
     assert sorted(training + validation) == sorted(TEXTS.values())
     assert len(validation) == 1  # a tenth of eleven
-    paths = sorted(path for path in folder.rglob("?.txt") if path.read_text() in training)
+    paths = sorted(
+        path for path in folder.rglob("?.txt") if path.read_text() in training
+    )
     assert training == [path.read_text() for path in paths]
     assert (text.documents, text.skipped) == (11, 3)
     assert text.packed
@@ -53,16 +68,24 @@ def test_the_validation_texts_depend_only_on_the_texts(folder):
     before = data.load(str(folder), 8)
     (folder / "sub" / "b.txt").rename(folder / "z.txt")
     after = data.load(str(folder), 8)
-    assert texts_of(after.validation, after.vocabulary) == texts_of(before.validation, before.vocabulary)
+    assert texts_of(after.validation, after.vocabulary) == texts_of(
+        before.validation, before.vocabulary
+    )
     assert after.sha256 != before.sha256  # another order
     for name, text in TEXTS.items():
         (folder / f"copy-{name}").write_text(text)
     text = data.load(str(folder), 8)
-    sides = [set(texts_of(part, text.vocabulary)) for part in (text.training, text.validation)]
+    sides = [
+        set(texts_of(part, text.vocabulary))
+        for part in (text.training, text.validation)
+    ]
     assert not sides[0] & sides[1]  # equal texts stay on one side
 
 
-@pytest.mark.parametrize(("sizes", "held"), [([100, 900], [100]), ([100, 200, 300], [100]), ([50] * 20, [50, 50])])
+@pytest.mark.parametrize(
+    ("sizes", "held"),
+    [([100, 900], [100]), ([100, 200, 300], [100]), ([50] * 20, [50, 50])],
+)
 def test_at_most_a_tenth_or_one_document_is_held_out(tmp_path, sizes, held):
     for number, size in enumerate(sizes):
         (tmp_path / str(number)).write_text(chr(97 + number) * size)
@@ -75,7 +98,10 @@ def test_at_most_a_tenth_or_one_document_is_held_out(tmp_path, sizes, held):
     [
         ({}, ["contains no UTF-8 text (0 files)"]),
         ({"a": b"\xff" * 100}, ["contains no UTF-8 text (1 files)"]),
-        ({"a": b"short", "b": b"too short"}, ["for validation", "at least 10 and 9", "--context-length 8"]),
+        (
+            {"a": b"short", "b": b"too short"},
+            ["for validation", "at least 10 and 9", "--context-length 8"],
+        ),
         ({"a": b"same" * 99, "b": b"same" * 99}, ["has 0 characters for training"]),
     ],
 )
@@ -109,7 +135,10 @@ def test_characters_and_their_numbers():
 def test_a_folder_that_changed_is_refused(folder, tmp_path):
     out = tmp_path / "run"
     out.mkdir()
-    run_folder.write_config(out, run_folder.prepare(out, str(folder), {"context_length": 8}, resume=False)[0])
+    run_folder.write_config(
+        out,
+        run_folder.prepare(out, str(folder), {"context_length": 8}, resume=False)[0],
+    )
     (folder / "a.txt").write_text("a says: something else")
     with pytest.raises(UserError, match="the sha256 of --data was"):
         run_folder.prepare(out, None, {}, resume=True)
@@ -131,7 +160,9 @@ def test_the_validation_windows_predict_every_character():
 def test_the_parts_of_a_text(tmp_path):
     (tmp_path / "text").write_text(TEXT)
     loaded = data.load(str(tmp_path / "text"), 8)
-    parts = [loaded.vocabulary.decode(part) for part in (loaded.training, loaded.validation)]
+    parts = [
+        loaded.vocabulary.decode(part) for part in (loaded.training, loaded.validation)
+    ]
     assert "".join(parts) == TEXT
     assert len(parts[1]) == len(TEXT) // 10
 
@@ -143,7 +174,15 @@ def test_the_python_documentation_is_the_default():
 
 
 pytest_plugins = ["demo_fixtures"]
-SETTINGS = Settings(batch_size=4, context_length=12, layers=1, heads=2, features=16, steps=9, learning_rate=0.1)
+SETTINGS = Settings(
+    batch_size=4,
+    context_length=12,
+    layers=1,
+    heads=2,
+    features=16,
+    steps=9,
+    learning_rate=0.1,
+)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +190,9 @@ def model():
     """Weights that are not zero, so that attention across documents would show."""
     structure, shapes = blueprint(11, SETTINGS)
     draws = np.random.default_rng(0)
-    return structure, jax.tree.map(lambda leaf: draws.normal(1.0, 0.5, leaf.shape).astype(leaf.dtype) / 4, shapes)
+    return structure, jax.tree.map(
+        lambda leaf: draws.normal(1.0, 0.5, leaf.shape).astype(leaf.dtype) / 4, shapes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -166,13 +207,19 @@ def windows():
 @pytest.mark.usefixtures("rules_of_users")
 def test_packed_documents_have_the_losses_of_separate_ones(model, windows):
     structure, params = model
-    losses, run = [], jax.jit(lambda params, x: jax.nn.log_softmax(nnx.merge(structure, params)(x)))
+    losses, run = (
+        [],
+        jax.jit(lambda params, x: jax.nn.log_softmax(nnx.merge(structure, params)(x))),
+    )
     for window in windows:
         for document in np.split(window, np.flatnonzero(window >= data.FIRST)):
             numbers = document % data.FIRST
-            # The model is causal, so all can be repeated to one length and share a program.
+            # The model is causal, so all can be repeated to one length and share a
+            # program.
             logits = run(params, np.resize(numbers, (1, 12)))[0]
-            losses += [-row[n] for row, n in zip(logits, numbers[1:].tolist(), strict=False)]
+            losses += [
+                -row[n] for row, n in zip(logits, numbers[1:].tolist(), strict=False)
+            ]
     together = make_validate(structure, packed=True)(params, windows[None])
     np.testing.assert_allclose(together, np.mean(losses), rtol=1e-5)
     assert len(losses) == 4 * 12 - 5
@@ -188,9 +235,13 @@ def test_an_update_predicts_no_first_token(model, windows):
     @jax.jit
     def update_by_validation(params, start):
         step_key = jax.random.fold_in(jax.random.key(SETTINGS.seed), 1)
-        starts = jax.random.randint(jax.random.split(step_key)[0], (4, 1), 0, len(text) - 12)
+        starts = jax.random.randint(
+            jax.random.split(step_key)[0], (4, 1), 0, len(text) - 12
+        )
         drawn = jnp.asarray(text)[starts + jnp.arange(13)[None]][None]
-        loss, gradients = jax.value_and_grad(make_validate(structure, packed=True))(params, drawn)
+        loss, gradients = jax.value_and_grad(make_validate(structure, packed=True))(
+            params, drawn
+        )
         return loss, optimizer.update(gradients, start, params)[1]
 
     start = jax.jit(optimizer.init)(params)
@@ -199,6 +250,11 @@ def test_an_update_predicts_no_first_token(model, windows):
         update = jax.jit(make_update(structure, SETTINGS, layout=layout, packed=True))
         state, loss = update(State(params, start), 1, text)
         np.testing.assert_allclose(loss, expected, rtol=1e-5)
-        # The optimizer's moments hold the gradients before their sizes are divided away.
-        for got, want in zip(jax.tree.leaves(state.optimizer), jax.tree.leaves(optimizer_state), strict=True):
+        # The optimizer's moments hold the gradients before their sizes are divided
+        # away.
+        for got, want in zip(
+            jax.tree.leaves(state.optimizer),
+            jax.tree.leaves(optimizer_state),
+            strict=True,
+        ):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,6 @@
-"""The demo's sampler against Hugging Face's filters in NumPy, and its texts against a pass without a cache."""
+"""The demo's sampler against Hugging Face's filters in NumPy, and its texts against a
+pass without a cache.
+"""
 
 import jax
 import numpy as np
@@ -70,7 +72,9 @@ SMALL = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1}
 )
 def test_the_filters_equal_hugging_face(logits, options):
     expected = hugging_face(logits, **options)
-    got = np.asarray(jax.jit(filtered)(logits, Sampling(**{"temperature": 1.0} | options)))
+    got = np.asarray(
+        jax.jit(filtered)(logits, Sampling(**{"temperature": 1.0} | options))
+    )
     kept = softmax(expected) > 0
     np.testing.assert_array_equal(softmax(got) > 0, kept)
     np.testing.assert_array_equal(np.isneginf(got)[kept], False)
@@ -85,15 +89,22 @@ def test_draws_have_the_right_frequencies():
     expected = softmax(hugging_face(LOGITS[:12], **sampling._asdict()))
     frequencies = np.bincount(drawn, minlength=12) / number
     assert (frequencies[expected == 0] == 0).all()
-    np.testing.assert_allclose(frequencies, expected, atol=4 * 0.5 / number**0.5)  # four standard deviations
+    # Four standard deviations.
+    np.testing.assert_allclose(frequencies, expected, atol=4 * 0.5 / number**0.5)
 
 
 @pytest.mark.parametrize("logits", [LOGITS, TIES, UNIFORM, HUGE])
 def test_extreme_temperatures(logits):
     """Temperature 0 takes the first of the most probable tokens."""
     run, keys = jax.jit(draw), jax.random.split(jax.random.key(0), 3)
-    for options in ({"temperature": 0.0}, {"temperature": 1e-300}, SMALL | {"temperature": 0.0}):
-        assert [int(run(key, logits, Sampling(**options))) for key in keys] == [np.argmax(logits)] * 3, options
+    for options in (
+        {"temperature": 0.0},
+        {"temperature": 1e-300},
+        SMALL | {"temperature": 0.0},
+    ):
+        assert [int(run(key, logits, Sampling(**options))) for key in keys] == [
+            np.argmax(logits)
+        ] * 3, options
     for sampling in (Sampling(1e6), Sampling(1e-44, 3, 1e-300, 1e-300)):
         assert 0 <= int(run(keys[0], logits, sampling)) < len(logits), sampling
 
@@ -130,19 +141,27 @@ compiled_call = jax.jit(lambda model, numbers: model(numbers))
 
 
 def logits_of(model, numbers):
-    """The logits `[T, V]` of one text. The model is causal, so all are padded and share a program."""
-    return compiled_call(model, np.pad(numbers, (0, 272 - len(numbers)))[None])[0, : len(numbers)]
+    """The logits `[T, V]` of one text. The model is causal, so all are padded and share
+    a program.
+    """
+    return compiled_call(model, np.pad(numbers, (0, 272 - len(numbers)))[None])[
+        0, : len(numbers)
+    ]
 
 
 def numbers_of(text):
     return np.array([LETTERS.index(character) for character in text], np.int32)
 
 
-@pytest.mark.parametrize("prompt", ["a", "bcdefgab", "abcdefghijkabcdefghijkabc"[: 2 * CONTEXT - 1]])
+@pytest.mark.parametrize(
+    "prompt", ["a", "bcdefgab", "abcdefghijkabcdefghijkabc"[: 2 * CONTEXT - 1]]
+)
 def test_texts_beyond_the_context_equal_one_windowed_pass(model, prompt):
     (text,) = texts(model, [prompt], 90, GREEDY)
     whole = prompt + text
-    expected = VOCABULARY.decode(np.argmax(logits_of(model, numbers_of(whole)), axis=-1))
+    expected = VOCABULARY.decode(
+        np.argmax(logits_of(model, numbers_of(whole)), axis=-1)
+    )
     assert text == expected[len(prompt) - 1 : -1]
     assert len(set(text)) > 3
 
@@ -152,14 +171,21 @@ def test_only_tokens_within_reach_matter(model):
     reach = model.reach
     assert reach == 2 * (CONTEXT - 1) + 1 + SETTINGS.token_shift
     last = logits_of(model, whole)[-1]
-    np.testing.assert_allclose(logits_of(model, whole[-reach:])[-1], last, rtol=0, atol=1e-5 * np.abs(last).max())
+    np.testing.assert_allclose(
+        logits_of(model, whole[-reach:])[-1],
+        last,
+        rtol=0,
+        atol=1e-5 * np.abs(last).max(),
+    )
     assert np.abs(logits_of(model, whole[1 - reach :])[-1] - last).max() > 1e-4
 
 
 def test_a_text_does_not_depend_on_its_neighbors(model):
     prompts = ["a", "abcdefghijk" * 3, "khc", "abcdefghijkab"]
     together = texts(model, prompts, 50, WILD, seed=3)
-    assert together == [texts(model, [prompt], 50, WILD, seed=3)[0] for prompt in prompts]
+    assert together == [
+        texts(model, [prompt], 50, WILD, seed=3)[0] for prompt in prompts
+    ]
     assert len(set(together)) == len(together)
     assert texts(model, ["khc"], 50, WILD, seed=4) != together[2:3]
 
@@ -169,7 +195,13 @@ def test_one_compilation_for_prompts_of_similar_lengths(model):
     pairs = [("a", "b"), ("abcd", "a"), ("abcdefghijkabcd", "abcdefghijkabcde")]
     with nothing_is_compiled():
         for seed, (first, second) in enumerate(pairs):
-            texts(model, [first, second], 40 + seed, Sampling(0.1 + seed), seed=2**32 - 1 - seed)
+            texts(
+                model,
+                [first, second],
+                40 + seed,
+                Sampling(0.1 + seed),
+                seed=2**32 - 1 - seed,
+            )
 
 
 @pytest.mark.core

@@ -19,7 +19,18 @@ pytest_plugins = ["demo_fixtures"]
 STEPS = 6
 SIZES = (
     *("--steps", STEPS, "--save-every", 2, "--eval-every", 3, "--batch-size", 8),
-    *("--context-length", 8, "--layers", 1, "--heads", 2, "--features", 16, "--learning-rate", 0.01),
+    *(
+        "--context-length",
+        8,
+        "--layers",
+        1,
+        "--heads",
+        2,
+        "--features",
+        16,
+        "--learning-rate",
+        0.01,
+    ),
 )
 MESH = ("--data-parallel", 2, "--fsdp", 2)
 
@@ -31,8 +42,14 @@ def free_port():
 
 
 def start(index, address, moment, number, *arguments):
-    """Starts one of two processes of two devices, which sends itself a signal at a moment."""
-    here = {"JAX_NUM_CPU_DEVICES": "2", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)}
+    """Starts one of two processes of two devices, which sends itself a signal at a
+    moment.
+    """
+    here = {
+        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": str(index),
+    }
     return subprocess.Popen(
         sabotaged(moment, int(number), *arguments),
         cwd=ROOT,
@@ -47,17 +64,35 @@ def two(*arguments, struck=1, moment="", number=signal.SIGKILL):
     """Runs two processes, one of which is struck; returns their exit codes and outputs."""
     address = f"localhost:{free_port()}"
     moments = [moment if index == struck else "" for index in range(2)]
-    processes = [start(index, address, moments[index], number, *arguments, *MESH) for index in range(2)]
+    processes = [
+        start(index, address, moments[index], number, *arguments, *MESH)
+        for index in range(2)
+    ]
     said = [process.communicate(timeout=120) for process in processes]
     return [process.returncode for process in processes], said
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_two_processes_train_as_one_also_after_a_kill_and_sigterm(text, tmp_path, capfd):
+def test_two_processes_train_as_one_also_after_a_kill_and_sigterm(
+    text, tmp_path, capfd
+):
     alone, finished, out = (tmp_path / name for name in ("alone", "finished", "run"))
-    command = [sys.executable, "-m", "train_demo", "--data", text, "--out", alone, *SIZES, *MESH]
+    command = [
+        sys.executable,
+        "-m",
+        "train_demo",
+        "--data",
+        text,
+        "--out",
+        alone,
+        *SIZES,
+        *MESH,
+    ]
     one = subprocess.Popen(
-        list(map(str, command)), cwd=ROOT, env=os.environ | {"JAX_NUM_CPU_DEVICES": "4"}, stdout=subprocess.DEVNULL
+        list(map(str, command)),
+        cwd=ROOT,
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "4"},
+        stdout=subprocess.DEVNULL,
     )
     codes, said = two("--data", text, "--out", finished, *SIZES)
     assert one.wait(120) == 0
@@ -71,14 +106,25 @@ def test_two_processes_train_as_one_also_after_a_kill_and_sigterm(text, tmp_path
 
     # Killed in the middle of a save; JAX then ends the other process.
     began = time.monotonic()
-    codes, said = two("--data", text, "--out", out, *SIZES, "--no-samples", struck=0, moment="checkpoints/4")
+    codes, said = two(
+        "--data",
+        text,
+        "--out",
+        out,
+        *SIZES,
+        "--no-samples",
+        struck=0,
+        moment="checkpoints/4",
+    )
     assert codes[0] == -signal.SIGKILL
     assert codes[1] not in (0, -signal.SIGKILL)
     assert time.monotonic() - began < 60
     assert steps_saved(out) == [2]
 
     # One process is told to end, so all save at the same step.
-    codes, said = two("--resume", "--out", out, "--no-samples", moment=3, number=signal.SIGTERM)
+    codes, said = two(
+        "--resume", "--out", out, "--no-samples", moment=3, number=signal.SIGTERM
+    )
     assert codes == [128 + signal.SIGTERM] * 2, said
     assert "Resuming from the checkpoint at step 2" in said[0][0]
     stopped = steps_saved(out)[-1]
@@ -88,7 +134,9 @@ def test_two_processes_train_as_one_also_after_a_kill_and_sigterm(text, tmp_path
     assert so_far == untimed(finished)[: len(so_far)]
 
     # Another mesh computes the rest.
-    assert f"Resuming from the checkpoint at step {stopped}" in here(capfd, "--resume", "--out", out)
+    assert f"Resuming from the checkpoint at step {stopped}" in here(
+        capfd, "--resume", "--out", out
+    )
     for line, other in zip(untimed(out), untimed(finished), strict=True):
         assert line == pytest.approx(other, rel=0, abs=1e-5)
 
@@ -98,11 +146,27 @@ def test_two_processes_train_as_one_also_after_a_kill_and_sigterm(text, tmp_path
     [
         ({"data_parallel": 3}, {}, ["--data-parallel 3", "devices, 8:"]),
         ({"fsdp": 3}, {}, ["--fsdp 3", "devices, 8:"]),
-        ({"data_parallel": 4, "fsdp": 4}, {}, ["--data-parallel 4", "--fsdp 4", "devices, 8:"]),
+        (
+            {"data_parallel": 4, "fsdp": 4},
+            {},
+            ["--data-parallel 4", "--fsdp 4", "devices, 8:"],
+        ),
         ({"tensor": 8}, {}, ["--heads 4", "--tensor", "multiple of 8"]),
-        ({"context": 8, "data_parallel": 1}, {"context_length": 12}, ["--context-length 12", "multiple of 8"]),
-        ({"fsdp": 8}, {"features": 40, "heads": 1, "batch_size": 12}, ["--batch-size 12", "multiple of 8"]),
-        ({"accumulate": 3}, {"batch_size": 16}, ["--batch-size 16", "--accumulate", "multiple of 24"]),
+        (
+            {"context": 8, "data_parallel": 1},
+            {"context_length": 12},
+            ["--context-length 12", "multiple of 8"],
+        ),
+        (
+            {"fsdp": 8},
+            {"features": 40, "heads": 1, "batch_size": 12},
+            ["--batch-size 12", "multiple of 8"],
+        ),
+        (
+            {"accumulate": 3},
+            {"batch_size": 16},
+            ["--batch-size 16", "--accumulate", "multiple of 24"],
+        ),
     ],
 )
 def test_layouts_that_do_not_fit(layout, settings, words):
@@ -114,4 +178,7 @@ def test_layouts_that_fit():
     assert Layout().sizes(8, Settings(batch_size=12)).data == 6
     assert Layout().sizes(8, Settings(batch_size=16)).data == 8
     for features in (24, 120):
-        assert np.prod(Layout(fsdp=8).sizes(8, Settings(features=features, batch_size=8))) == 8
+        assert (
+            np.prod(Layout(fsdp=8).sizes(8, Settings(features=features, batch_size=8)))
+            == 8
+        )

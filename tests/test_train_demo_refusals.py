@@ -9,7 +9,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from demo_runs import STEPS, TEXT, TINY, UNSAFE, as_users_have_it, assert_refused, refusal
+from demo_runs import (
+    STEPS,
+    TEXT,
+    TINY,
+    UNSAFE,
+    as_users_have_it,
+    assert_refused,
+    refusal,
+)
 
 from train_demo import generate, metrics, plots, report, run_folder, training
 from train_demo.__main__ import main
@@ -20,7 +28,16 @@ pytest_plugins = ["demo_fixtures"]
 
 NO_COUNTS = ("0", "-3", "1.5", "x", "")
 NO_POSITIVES = ("0", "-0.1", "nan", "inf", "x")
-COUNTS = ("steps", "batch-size", "context-length", "eval-every", "save-every", "layers", "heads", "features")
+COUNTS = (
+    "steps",
+    "batch-size",
+    "context-length",
+    "eval-every",
+    "save-every",
+    "layers",
+    "heads",
+    "features",
+)
 BAD_NUMBERS = [
     *itertools.product(COUNTS, NO_COUNTS),
     *itertools.product(["learning-rate"], NO_POSITIVES),
@@ -40,7 +57,9 @@ BAD_SAMPLING = {
 @pytest.mark.core
 def test_bad_numbers(capsys, tmp_path):
     for option, value in BAD_NUMBERS:
-        said = refusal(capsys, "train", "--out", tmp_path / "run", f"--{option}={value}")
+        said = refusal(
+            capsys, "train", "--out", tmp_path / "run", f"--{option}={value}"
+        )
         assert f"--{option}" in said
         assert f"got {value!r}" in said
         assert not (tmp_path / "run").exists()
@@ -51,13 +70,28 @@ def test_bad_numbers(capsys, tmp_path):
     [
         (Path.exists, ["cannot read", "No such file"]),
         (Path.touch, ["is empty"]),
-        (lambda path: path.write_bytes(b"short"), ["has 5 characters for training and 0 for validation", "10 and 9"]),
-        (lambda path: path.write_bytes(b"x" * 89), ["has 81 characters for training and 8 for", "at least 10 and 9"]),
+        (
+            lambda path: path.write_bytes(b"short"),
+            ["has 5 characters for training and 0 for validation", "10 and 9"],
+        ),
+        (
+            lambda path: path.write_bytes(b"x" * 89),
+            ["has 81 characters for training and 8 for", "at least 10 and 9"],
+        ),
         (lambda path: path.write_bytes(b"abc\xff" * 50), ["not UTF-8", "byte 3"]),
-        (lambda path: path.write_bytes(b"abc\0" * 50), ["must be text", "NUL character at index 3"]),
-        (lambda path: path.write_bytes(b"\0" * 500), ["must be text", "NUL character at index 0"]),
+        (
+            lambda path: path.write_bytes(b"abc\0" * 50),
+            ["must be text", "NUL character at index 3"],
+        ),
+        (
+            lambda path: path.write_bytes(b"\0" * 500),
+            ["must be text", "NUL character at index 0"],
+        ),
         (os.mkfifo, ["cannot read --data", "not a regular file"]),
-        (lambda path: path.symlink_to("/dev/zero"), ["cannot read --data", "not a regular file"]),
+        (
+            lambda path: path.symlink_to("/dev/zero"),
+            ["cannot read --data", "not a regular file"],
+        ),
     ],
 )
 def test_bad_text(capsys, tmp_path, make, words):
@@ -89,15 +123,27 @@ def test_bad_text(capsys, tmp_path, make, words):
         (["--fsdp", "3"], ["--fsdp 3", "number of devices"]),
         (["sample", "--out", "x"], ["--prompt"]),
         *(
-            (["sample", "--out", "x", "--prompt", "x", f"--{option}={bad}"], [f"--{option}", f"got '{bad}'"])
+            (
+                ["sample", "--out", "x", "--prompt", "x", f"--{option}={bad}"],
+                [f"--{option}", f"got '{bad}'"],
+            )
             for option, bads in BAD_SAMPLING.items()
             for bad in bads
         ),
-        (["sample", "--out", "x", "--prompt", "x", "--prompt", ""], ["--prompt is empty"]),
+        (
+            ["sample", "--out", "x", "--prompt", "x", "--prompt", ""],
+            ["--prompt is empty"],
+        ),
         (["sample", "--out", "x", "--prompt", "x", "--length", "5"], ["--length"]),
-        (["sample", "--out", "no-such-folder", "--prompt", "x"], ["no-such-folder contains no run", "start one"]),
+        (
+            ["sample", "--out", "no-such-folder", "--prompt", "x"],
+            ["no-such-folder contains no run", "start one"],
+        ),
         *(
-            ([command, "--out", "no-such-folder"], ["no-such-folder contains no run", "start one"])
+            (
+                [command, "--out", "no-such-folder"],
+                ["no-such-folder contains no run", "start one"],
+            )
             for command in ("report", "export")
         ),
         *(
@@ -117,7 +163,12 @@ def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
 @pytest.mark.parametrize(
     ("address", "number", "index", "words"),
     [
-        ("localhost:1", None, None, "missing JAX_NUM_PROCESSES and JAX_PROCESS_ID: set all of"),
+        (
+            "localhost:1",
+            None,
+            None,
+            "missing JAX_NUM_PROCESSES and JAX_PROCESS_ID: set all of",
+        ),
         (None, "2", "0", "missing JAX_COORDINATOR_ADDRESS"),
         ("localhost", "2", "0", "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"),
         ("a:99999", "2", "0", "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"),
@@ -126,17 +177,33 @@ def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
         ("a:9", "0", "0", "JAX_NUM_PROCESSES: expected a whole number from 1"),
         ("a:9", "two", "0", "JAX_NUM_PROCESSES: expected a whole number from 1"),
         ("a:9", "2", "-1", "JAX_PROCESS_ID: expected a whole number from 0"),
-        ("a:9", "2", "2", "JAX_PROCESS_ID 2 is out of range: with JAX_NUM_PROCESSES 2, it must be between 0 and 1"),
+        (
+            "a:9",
+            "2",
+            "2",
+            "JAX_PROCESS_ID 2 is out of range: with JAX_NUM_PROCESSES 2, it must be "
+            "between 0 and 1",
+        ),
     ],
 )
 def test_environments_of_processes(address, number, index, words):
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     given = dict(zip(names, (address, number, index), strict=True))
-    assert_refused([words], processes_in, {name: value for name, value in given.items() if value is not None})
+    assert_refused(
+        [words],
+        processes_in,
+        {name: value for name, value in given.items() if value is not None},
+    )
     assert processes_in({"JAX_PROCESS_ID": ""}) is None
 
 
-WITH_FOLDERS = [["train"], ["train", "--resume"], ["sample", "--prompt", "x"], ["report"], ["export"]]
+WITH_FOLDERS = [
+    ["train"],
+    ["train", "--resume"],
+    ["sample", "--prompt", "x"],
+    ["report"],
+    ["export"],
+]
 LONG = "x" * 300
 NOT_FOLDERS = {
     "text.txt": "text.txt is a file",
@@ -157,7 +224,11 @@ def test_out_must_be_a_folder(capsys, monkeypatch, tmp_path, command, place):
     said = refusal(capsys, *command, "--out", place)
     assert f"--out must be a folder, but {NOT_FOLDERS[place]}" in said
     assert "choose a different --out" in said
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "loop", "text.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "broken",
+        "loop",
+        "text.txt",
+    ]
 
 
 @pytest.mark.core
@@ -179,16 +250,22 @@ def test_to_must_be_a_folder(capsys, monkeypatch, run, tmp_path, place):
 
 
 @pytest.mark.parametrize("command", [["train"], ["export"]])
-def test_a_folder_that_cannot_be_made_or_written(capsys, monkeypatch, run, text, tmp_path, command):
+def test_a_folder_that_cannot_be_made_or_written(
+    capsys, monkeypatch, run, text, tmp_path, command
+):
     monkeypatch.chdir(tmp_path)
     closed = tmp_path / "closed"
     closed.mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).resolve() != closed)  # root may write everywhere
+    # Root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).resolve() != closed)
     option = "--out" if command == ["train"] else "--to"
     rest = ["--data", text] if command == ["train"] else ["--out", run.out]
     for place in ("closed", "closed/new/run"):
         said = refusal(capsys, *command, *rest, option, place)
-        assert f"{option} must be a folder that you can write to, but closed is not writable" in said
+        assert (
+            f"{option} must be a folder that you can write to, but closed is not "
+            "writable" in said
+        )
         assert f"choose a different {option}" in said
     assert not list(closed.iterdir())
 
@@ -208,7 +285,8 @@ def make_obstacles(folder):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--data", UNSAFE], [f"--steps={UNSAFE}"], [UNSAFE], ["report", "--out", UNSAFE]]
+    "arguments",
+    [["--data", UNSAFE], [f"--steps={UNSAFE}"], [UNSAFE], ["report", "--out", UNSAFE]],
 )
 def test_errors_send_no_control_characters(capsys, monkeypatch, tmp_path, arguments):
     monkeypatch.chdir(tmp_path)
@@ -219,7 +297,9 @@ def test_errors_send_no_control_characters(capsys, monkeypatch, tmp_path, argume
 
 @pytest.mark.core
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_help_lists_the_options_of_training_within_the_width(capsys, monkeypatch, width):
+def test_the_help_lists_the_options_of_training_within_the_width(
+    capsys, monkeypatch, width
+):
     monkeypatch.setenv("COLUMNS", str(width))
     words = {}
     for arguments in ([], ["train"], ["sample"], ["report"], ["export"]):
@@ -230,7 +310,9 @@ def test_the_help_lists_the_options_of_training_within_the_width(capsys, monkeyp
         assert max(map(len, said.splitlines())) <= width
         words["".join(arguments)] = said.split()
     assert {word for word in words["train"] if word.startswith("--")} <= set(words[""])
-    assert {"--data", "--steps", "--learning-rate", "--fsdp", "--context"} <= set(words[""])
+    assert {"--data", "--steps", "--learning-rate", "--fsdp", "--context"} <= set(
+        words[""]
+    )
 
 
 @pytest.mark.core
@@ -239,7 +321,9 @@ def test_the_help_names_the_defaults_of_each_size_and_optimizer(capsys):
         main(["train", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     for name in SIZES["tiny"]:
-        values = ", ".join(f"{preset[name]} for {size}" for size, preset in SIZES.items())
+        values = ", ".join(
+            f"{preset[name]} for {size}" for size, preset in SIZES.items()
+        )
         assert f"(default: {values})" in said
     assert "(default: 0.03 for muon, 0.004 for adamw)" in said
     assert "(default: 1500)" not in said
@@ -254,10 +338,23 @@ OTHERS = ["--resume", "--data", "other", "--batch-size", 3, "--learning-rate", 0
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--data", "same", *TINY], ["already contains a run: pass --resume", "different --out"]),
-        ([*OTHERS, "--seed", 0], ["--batch-size was 2, now 3", "--learning-rate was 0.03, now 0.5", "--data"]),
+        (
+            ["--data", "same", *TINY],
+            ["already contains a run: pass --resume", "different --out"],
+        ),
+        (
+            [*OTHERS, "--seed", 0],
+            [
+                "--batch-size was 2, now 3",
+                "--learning-rate was 0.03, now 0.5",
+                "--data",
+            ],
+        ),
         (["--resume", "--optimizer", "adamw"], ["--optimizer was muon, now adamw"]),
-        (["--resume", "--size", "small", "--context-length", 8], ["--layers was 1, now 4 from --size small"]),
+        (
+            ["--resume", "--size", "small", "--context-length", 8],
+            ["--layers was 1, now 4 from --size small"],
+        ),
         (["sample", "--prompt", "Ünknown é"], ["'Ü' 'é'"]),
     ],
 )
@@ -273,20 +370,44 @@ def test_options_that_do_not_match_a_run(capsys, run, text, tmp_path, arguments,
 
 @pytest.mark.core
 def test_presets_do_not_replace_numbers_of_a_saved_run(capsys, text, tmp_path):
-    """Steps and the learning rate are defaults, which nobody passed: a resumed run keeps its own."""
+    """Steps and the learning rate are defaults, which nobody passed: a resumed run
+    keeps its own.
+    """
     given = {"optimizer": "adamw", "steps": 2000, "batch_size": 6}
-    config, _ = run_folder.prepare(tmp_path, str(text), given, resume=False, size="tiny")
+    config, _ = run_folder.prepare(
+        tmp_path, str(text), given, resume=False, size="tiny"
+    )
     run_folder.write_config(tmp_path, config)
     again = functools.partial(run_folder.prepare, tmp_path, None, resume=True)
-    for size, given in [("tiny", {"batch_size": 6}), (None, {}), ("tiny", {"batch_size": 6, "optimizer": "adamw"})]:
+    for size, given in [
+        ("tiny", {"batch_size": 6}),
+        (None, {}),
+        ("tiny", {"batch_size": 6, "optimizer": "adamw"}),
+    ]:
         assert again(given=given, size=size)[0].settings == config.settings
-    assert again(given={"steps": 3000, "batch_size": 6}, size="tiny")[0].settings.steps == 3000
+    assert (
+        again(given={"steps": 3000, "batch_size": 6}, size="tiny")[0].settings.steps
+        == 3000
+    )
 
     said = refusal(capsys, "--resume", "--size", "tiny", "--out", tmp_path)
     assert "(--batch-size was 6, now 12 from --size tiny)" in said
-    said = refusal(capsys, "--resume", "--size", "tiny", "--batch-size", 6, "--optimizer", "muon", "--out", tmp_path)
+    said = refusal(
+        capsys,
+        "--resume",
+        "--size",
+        "tiny",
+        "--batch-size",
+        6,
+        "--optimizer",
+        "muon",
+        "--out",
+        tmp_path,
+    )
     assert "(--optimizer was adamw, now muon)" in said
-    said = refusal(capsys, "--resume", "--steps", 100, "--learning-rate", 0.03, "--out", tmp_path)
+    said = refusal(
+        capsys, "--resume", "--steps", 100, "--learning-rate", 0.03, "--out", tmp_path
+    )
     assert "(--steps was 2000, now 100; --learning-rate was 0.004, now 0.03)" in said
 
 
@@ -297,8 +418,12 @@ def test_a_moved_text_is_the_same_configuration(run, tmp_path):
     assert config.settings == run_folder.read_config(run.out).settings
 
 
-@pytest.mark.parametrize("command", [["sample", "--prompt", "fox", "--max-new-tokens", "2"], ["--resume"]])
-def test_the_newest_run_is_the_default(capsys, monkeypatch, run, fast, tmp_path, command):
+@pytest.mark.parametrize(
+    "command", [["sample", "--prompt", "fox", "--max-new-tokens", "2"], ["--resume"]]
+)
+def test_the_newest_run_is_the_default(
+    capsys, monkeypatch, run, fast, tmp_path, command
+):
     monkeypatch.chdir(tmp_path)
     for name, time in (("old", 1), ("new", 3), ("middle", 2)):
         shutil.copytree(run.out, tmp_path / "runs" / name)
@@ -309,7 +434,12 @@ def test_the_newest_run_is_the_default(capsys, monkeypatch, run, fast, tmp_path,
     assert said.err == f"Using the newest run: {Path('runs', 'new')}\n"
 
 
-COMMANDS = (("--resume",), ("sample", "--prompt", "fox", "--max-new-tokens", 2), ("report",), ("export",))
+COMMANDS = (
+    ("--resume",),
+    ("sample", "--prompt", "fox", "--max-new-tokens", 2),
+    ("report",),
+    ("export",),
+)
 
 
 @pytest.fixture
@@ -328,11 +458,20 @@ def fast(monkeypatch):
     monkeypatch.setattr(report, "PICTURES", ())
 
 
-WRITTEN = {"empty": "", "json list": '["a", [1]]\n', "json without keys": "{}\n", "json nested deeply": "[" * 100_000}
+WRITTEN = {
+    "empty": "",
+    "json list": '["a", [1]]\n',
+    "json without keys": "{}\n",
+    "json nested deeply": "[" * 100_000,
+}
 FILES = ("config.json", "metrics.jsonl", "samples.jsonl")
 DAMAGES = [*itertools.product(FILES, (*WRITTEN, "truncated", "a folder", "deleted"))]
 DAMAGES += [(place, "deleted") for place in ("checkpoints", "lock", "loss.png")]
-DAMAGES += [("checkpoints", "a file"), ("lock", "a folder"), ("report.html", "a folder")]
+DAMAGES += [
+    ("checkpoints", "a file"),
+    ("lock", "a folder"),
+    ("report.html", "a folder"),
+]
 
 
 @pytest.mark.parametrize(("place", "harm"), DAMAGES)
@@ -362,7 +501,15 @@ def test_a_damaged_file(fast, capfd, copy, tmp_path, place, harm):
 
 CONFIG_HARMS = {
     "settings": [None, 3, {}, {"steps": 4}],
-    "vocabulary": [None, 3, ["a"], "ab", {}, {"characters": ""}, {"characters": "\ud800"}],
+    "vocabulary": [
+        None,
+        3,
+        ["a"],
+        "ab",
+        {},
+        {"characters": ""},
+        {"characters": "\ud800"},
+    ],
     "model_version": [None, "2", True, 2.0, 5],
     "sentence": [None, 3, "?"],
 }
@@ -396,15 +543,34 @@ def test_a_damaged_configuration(copy, where):
             if (name, value) in FITTING:
                 run_folder.read_config(copy)
                 continue
-            with pytest.raises(UserError, match=r"config\.json is damaged|contains a run with model version"):
+            with pytest.raises(
+                UserError,
+                match=r"config\.json is damaged|contains a run with model version",
+            ):
                 run_folder.read_config(copy)
     for version in (1, 4):
-        (copy / "config.json").write_text(json.dumps(config | {"model_version": version}))
-        with pytest.raises(UserError, match=f"contains a run with model version {version}, .*train again"):
+        (copy / "config.json").write_text(
+            json.dumps(config | {"model_version": version})
+        )
+        with pytest.raises(
+            UserError,
+            match=f"contains a run with model version {version}, .*train again",
+        ):
             run_folder.read_config(copy)
 
 
 def test_damaged_lines_of_metrics(tmp_path):
-    for line in ("[]", "7", '"step"', "{}", '{"step": 1}', '{"loss": 1.5}', "\\ud800", '{"step": 3, "lo'):
-        (tmp_path / metrics.METRICS).write_text(line + '\n{"step": 1, "loss": 1.5, "seconds": 1.0}\n')
+    for line in (
+        "[]",
+        "7",
+        '"step"',
+        "{}",
+        '{"step": 1}',
+        '{"loss": 1.5}',
+        "\\ud800",
+        '{"step": 3, "lo',
+    ):
+        (tmp_path / metrics.METRICS).write_text(
+            line + '\n{"step": 1, "loss": 1.5, "seconds": 1.0}\n'
+        )
         assert metrics.read(tmp_path) == [{"step": 1, "loss": 1.5, "seconds": 1.0}]

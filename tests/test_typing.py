@@ -1,4 +1,6 @@
-"""Type checkers find a misspelt or ill-typed argument of every public function, and nothing in right uses."""
+"""Type checkers find a misspelt or ill-typed argument of every public function, and
+nothing in right uses.
+"""
 
 import os
 import re
@@ -125,13 +127,21 @@ follow_imports = skip
 
 
 def installed(folder):
-    """The interpreter of a new environment with an editable install of the package and all packages of this one."""
+    """The interpreter of a new environment with an editable install of the package and
+    all packages of this one.
+    """
     environment = folder / "environment"
     venv.create(environment, with_pip=False, symlinks=True)
-    site = Path(sysconfig.get_path("purelib", "venv", {"base": environment, "platbase": environment}))
+    site = Path(
+        sysconfig.get_path(
+            "purelib", "venv", {"base": environment, "platbase": environment}
+        )
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(Path(__file__).parent.parent)
-        with zipfile.ZipFile(folder / hatchling.build.build_editable(str(folder))) as archive:
+        with zipfile.ZipFile(
+            folder / hatchling.build.build_editable(str(folder))
+        ) as archive:
             archive.extractall(site)
     (site / "zzz_after_the_package.pth").write_text(sysconfig.get_path("purelib"))
     return environment / "bin" / "python"
@@ -144,13 +154,36 @@ def test_only_the_mistakes_are_reported(tmp_path):
     (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "mypy.ini").write_text(CONFIG)
     options = "--strict --config-file=mypy.ini --no-error-summary --follow-imports=silent --cache-dir=/dev/null"
-    options += " --disable-error-code=name-defined --ignore-missing-imports right.py wrong.py"
-    command = [sys.executable, "-m", "mypy", *options.split(), f"--python-executable={installed(tmp_path)}"]
-    environment = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    options += (
+        " --disable-error-code=name-defined --ignore-missing-imports right.py wrong.py"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        *options.split(),
+        f"--python-executable={installed(tmp_path)}",
+    ]
+    environment = {
+        name: text
+        for name, text in os.environ.items()
+        if name not in ("PYTHONPATH", "MYPYPATH")
+    }
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment,
+    )
     assert run.returncode in (0, 1), run.stderr
     errors = [line for line in run.stdout.splitlines() if ": error: " in line]
     assert [line for line in errors if line.startswith("right")] == []
-    mistakes = {n for n, line in enumerate(WRONG.splitlines(), 1) if re.match(r"[a-i]\d", line)}
+    mistakes = {
+        n for n, line in enumerate(WRONG.splitlines(), 1) if re.match(r"[a-i]\d", line)
+    }
     assert len(mistakes) == 40
-    assert {int(line.split(":")[1]) for line in errors if line.startswith("wrong")} == mistakes
+    assert {
+        int(line.split(":")[1]) for line in errors if line.startswith("wrong")
+    } == mistakes

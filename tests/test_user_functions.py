@@ -1,4 +1,6 @@
-"""Each call evaluates `score_mod` and `mask_mod` afresh, and compiles again only if they compute something else."""
+"""Each call evaluates `score_mod` and `mask_mod` afresh, and compiles again only if
+they compute something else.
+"""
 
 import functools
 import gc
@@ -19,17 +21,23 @@ rng = np.random.default_rng(0)
 ARRAYS = [np.float32(rng.standard_normal((1, T, N, 8))) for _ in range(3)]
 FIRST, SECOND = jnp.linspace(-1, 1, T), jnp.linspace(2, -2, T)
 BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-CORE_OF_BOTH = pytest.mark.parametrize("implementation", with_core(["xla", "blockwise"], "blockwise"))
+CORE_OF_BOTH = pytest.mark.parametrize(
+    "implementation", with_core(["xla", "blockwise"], "blockwise")
+)
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def attend(score_mod, implementation="xla", **arguments):
-    return dot_product_attention(*ARRAYS, score_mod=score_mod, implementation=implementation, **arguments)
+    return dot_product_attention(
+        *ARRAYS, score_mod=score_mod, implementation=implementation, **arguments
+    )
 
 
 def added(table, implementation="xla"):
     """The expected output of a score_mod that adds table[kv_idx], computed with a bias."""
-    return dot_product_attention(*ARRAYS, jnp.asarray(table)[None, None, :], implementation=implementation)
+    return dot_product_attention(
+        *ARRAYS, jnp.asarray(table)[None, None, :], implementation=implementation
+    )
 
 
 def close(got, want):
@@ -39,7 +47,9 @@ def close(got, want):
 def loss_of(score_mod, implementation="xla"):
     """A loss as a function of the query."""
     more = {"score_mod": score_mod, "implementation": implementation}
-    return lambda query: jnp.sin(dot_product_attention(query, *ARRAYS[1:], **more)).sum()
+    return lambda query: jnp.sin(
+        dot_product_attention(query, *ARRAYS[1:], **more)
+    ).sum()
 
 
 def jitted_helper(table):
@@ -49,7 +59,9 @@ def jitted_helper(table):
 
 def custom_jvp(table):
     helper = jax.custom_jvp(lambda score, kv_idx: score + table[kv_idx])
-    helper.defjvp(lambda primals, tangents: (helper(*primals), tangents[0] * table[primals[1]]))
+    helper.defjvp(
+        lambda primals, tangents: (helper(*primals), tangents[0] * table[primals[1]])
+    )
     return lambda score, b, h, q_idx, kv_idx: helper(score, kv_idx)
 
 
@@ -106,12 +118,25 @@ class Model:
 
 CAPTURING = {
     "closure": lambda table: lambda score, b, h, q_idx, kv_idx: score + table[kv_idx],
-    "default": lambda table: lambda score, b, h, q_idx, kv_idx, table=table: score + table[kv_idx],
+    "default": lambda table: (
+        lambda score, b, h, q_idx, kv_idx, table=table: score + table[kv_idx]
+    ),
     "method": lambda table: Model(table).score_mod,
     "object": Model,
-    "partial": lambda table: functools.partial(lambda s, b, h, q, k, *, table: s + table[k], table=table),
+    "partial": lambda table: functools.partial(
+        lambda s, b, h, q, k, *, table: s + table[k], table=table
+    ),
 }
-ADDING = {x.__name__: x for x in (jitted_helper, custom_jvp, custom_vjp, callback, helpers_of_several_modules)}
+ADDING = {
+    x.__name__: x
+    for x in (
+        jitted_helper,
+        custom_jvp,
+        custom_vjp,
+        callback,
+        helpers_of_several_modules,
+    )
+}
 
 
 @pytest.mark.parametrize("name", with_core([*ADDING, *CAPTURING], *[*ADDING][:4]))
@@ -135,7 +160,12 @@ def vjp_rule(factor):
 
 def rule_of_a_rule(factor):
     outer, inner = jax.custom_jvp(jnp.cos), jvp_rule(factor)
-    outer.defjvp(lambda primals, tangents: (outer(primals[0]), -tangents[0] * jnp.sin(inner(primals[0]))))
+    outer.defjvp(
+        lambda primals, tangents: (
+            outer(primals[0]),
+            -tangents[0] * jnp.sin(inner(primals[0])),
+        )
+    )
     return lambda score, *_: outer(score)
 
 
@@ -145,14 +175,20 @@ def rule_of_a_rule(factor):
     [*itertools.product((jvp_rule, vjp_rule, rule_of_a_rule), (False, True))],
 )
 def test_the_current_rule_of_a_custom_derivative_counts(make, same, implementation):
-    """If the same function's closure changes, neither its jaxpr nor its identity shows the change."""
+    """If the same function's closure changes, neither its jaxpr nor its identity shows
+    the change.
+    """
     query, numbers = ARRAYS[0], [1.0]
     kept = make(numbers)
 
     def derivative(number):
         numbers[0] = number
         gradient = jax.grad(loss_of(kept if same else make([number]), implementation))
-        return jax.jvp(gradient, (query,), (query,))[1] if make is rule_of_a_rule else gradient(query)
+        return (
+            jax.jvp(gradient, (query,), (query,))[1]
+            if make is rule_of_a_rule
+            else gradient(query)
+        )
 
     first, other = derivative(1.0), derivative(3.0)
     if make is rule_of_a_rule:
@@ -167,7 +203,10 @@ def test_a_custom_vjp_has_gradients_but_no_forward_mode(implementation):
     """Refused in a line that names the function, traced or not."""
     loss = loss_of(custom_vjp(FIRST), implementation)
     for change in (lambda f: f, jax.jit):
-        with pytest.raises(NotImplementedError, match=r"^score_mod .* must support forward mode.*custom_jvp") as error:
+        with pytest.raises(
+            NotImplementedError,
+            match=r"^score_mod .* must support forward mode.*custom_jvp",
+        ) as error:
             change(lambda x: jax.jvp(loss, (x,), (x,)))(ARRAYS[0])
         assert "\n" not in str(error.value)
     assert jnp.isfinite(jax.jit(jax.grad(loss))(ARRAYS[0])).all()
@@ -175,8 +214,16 @@ def test_a_custom_vjp_has_gradients_but_no_forward_mode(implementation):
 
 @CORE_OF_BOTH
 def test_current_values_of_closures_count(implementation):
-    """The same function objects, with rebound numbers, changed lists and NumPy arrays, and a rebound array."""
-    number, numbers, array, table, count = 0.5, [1.0], np.full(T, 0.25, np.float32), FIRST, 20
+    """The same function objects, with rebound numbers, changed lists and NumPy arrays,
+    and a rebound array.
+    """
+    number, numbers, array, table, count = (
+        0.5,
+        [1.0],
+        np.full(T, 0.25, np.float32),
+        FIRST,
+        20,
+    )
 
     @jax.jit
     def looked_up(kv_idx):
@@ -189,8 +236,13 @@ def test_current_values_of_closures_count(implementation):
         return kv_idx < count
 
     def check():
-        bias = jnp.where(np.arange(T) < count, (numbers[0] + array) * number * table, -jnp.inf)
-        close(attend(score_mod, implementation, mask=FunctionMask(mask_mod)), added(bias, implementation))
+        bias = jnp.where(
+            np.arange(T) < count, (numbers[0] + array) * number * table, -jnp.inf
+        )
+        close(
+            attend(score_mod, implementation, mask=FunctionMask(mask_mod)),
+            added(bias, implementation),
+        )
 
     check()
     number = -3.0
@@ -227,11 +279,19 @@ def test_a_key_of_jax_random_may_be_captured(implementation):
     key = jax.random.key(3)
 
     def noise(q_idx, kv_idx):
-        return jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, q_idx), kv_idx))
+        return jax.random.normal(
+            jax.random.fold_in(jax.random.fold_in(key, q_idx), kv_idx)
+        )
 
-    bias = jax.vmap(jax.vmap(noise))(*jnp.meshgrid(jnp.arange(T), jnp.arange(T), indexing="ij"))[None]
+    bias = jax.vmap(jax.vmap(noise))(
+        *jnp.meshgrid(jnp.arange(T), jnp.arange(T), indexing="ij")
+    )[None]
     mask = FunctionMask(lambda b, h, q_idx, kv_idx: noise(q_idx, kv_idx) > 0)
-    got = attend(lambda score, b, h, q_idx, kv_idx: score + noise(q_idx, kv_idx), implementation, mask=mask)
+    got = attend(
+        lambda score, b, h, q_idx, kv_idx: score + noise(q_idx, kv_idx),
+        implementation,
+        mask=mask,
+    )
     close(got, dot_product_attention(*ARRAYS, bias, bias > 0))
 
 
@@ -258,9 +318,14 @@ def test_a_new_mask_is_an_equal_argument_of_jit_until_a_captured_value_changes()
         return attend(None, mask=mask)
 
     def check(count):
-        mask = FunctionMask(lambda b, h, q, k: (abs(q - k) < window) & (jnp.asarray(table)[k] < 15))
+        mask = FunctionMask(
+            lambda b, h, q, k: (abs(q - k) < window) & (jnp.asarray(table)[k] < 15)
+        )
         distance = abs(np.arange(T)[:, None] - np.arange(T))
-        close(call(mask), dot_product_attention(*ARRAYS, mask=(distance < window) & (table < 15)))
+        close(
+            call(mask),
+            dot_product_attention(*ARRAYS, mask=(distance < window) & (table < 15)),
+        )
         assert traces == count
         return mask
 
@@ -278,14 +343,25 @@ def test_a_new_mask_is_an_equal_argument_of_jit_until_a_captured_value_changes()
 def test_equal_functions_and_other_arrays_compile_nothing(implementation):
     def call(slope, offset, scale):
         slope = jnp.float32(slope)
-        score_mod = lambda score, b, h, q_idx, kv_idx: score * slope + 0.25 * (q_idx - kv_idx).astype(score.dtype)  # noqa: E731
+        score_mod = lambda score, b, h, q_idx, kv_idx: (
+            score * slope + 0.25 * (q_idx - kv_idx).astype(score.dtype)
+        )  # noqa: E731
         mask = FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 != 1)
-        more = {"query_offset": offset, "scale": scale, "query_segment_ids": np.arange(T)[None] // offset}
+        more = {
+            "query_offset": offset,
+            "scale": scale,
+            "query_segment_ids": np.arange(T)[None] // offset,
+        }
         return attend(score_mod, implementation, mask=mask, **more)
 
     call(0.5, 7, 0.1)
     with nothing_is_compiled():
-        for slope, offset, scale in ((0.7, 7, 0.1), (0.5, 8, 0.1), (0.5, 1001, 0.3), (-1.5, 3, 2)):
+        for slope, offset, scale in (
+            (0.7, 7, 0.1),
+            (0.5, 8, 0.1),
+            (0.5, 1001, 0.3),
+            (-1.5, 3, 2),
+        ):
             call(slope, offset, scale)
 
 
@@ -308,13 +384,29 @@ def test_a_hundred_lambdas_leak_nothing():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda table: (lambda s, b, h, q, k: s * 2**-3) if table is FIRST else (lambda s, b, h, q, k: s * 0.125),
+        lambda table: (
+            (lambda s, b, h, q, k: s * 2**-3)
+            if table is FIRST
+            else (lambda s, b, h, q, k: s * 0.125)
+        ),
         lambda table: lambda s, b, h, q, k: jax.nn.relu(s),
         lambda table: lambda s, b, h, q, k: jax.nn.softplus(s),
-        lambda table: lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, x: x + table[i], s),
-        lambda table: lambda s, b, h, q, k: jax.lax.cond(q > k, lambda x: x * table[0], lambda x: x, s),
+        lambda table: (
+            lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, x: x + table[i], s)
+        ),
+        lambda table: (
+            lambda s, b, h, q, k: jax.lax.cond(
+                q > k, lambda x: x * table[0], lambda x: x, s
+            )
+        ),
     ],
-    ids=["numbers", "library function", "rule that calls its function", "loop", "branches"],
+    ids=[
+        "numbers",
+        "library function",
+        "rule that calls its function",
+        "loop",
+        "branches",
+    ],
 )
 def test_the_same_code_compiles_once(make):
     attend(make(FIRST))
@@ -359,29 +451,45 @@ def test_scores_masked_by_a_score_mod_have_safe_derivatives(transform, implement
         def loss(query, slopes):
             def score_mod(score, b, h, q_idx, kv_idx):
                 distance = of_distance(q_idx - kv_idx).astype(score.dtype)
-                return jnp.where(q_idx >= kv_idx, (score + jnp.log1p(distance)) * slopes[h], -jnp.inf)
+                return jnp.where(
+                    q_idx >= kv_idx, (score + jnp.log1p(distance)) * slopes[h], -jnp.inf
+                )
 
             return loss_of(score_mod, implementation)(query)
 
-        first = jax.jacfwd(loss, (0, 1)) if transform == "jacfwd" else jax.grad(loss, (0, 1))
+        first = (
+            jax.jacfwd(loss, (0, 1))
+            if transform == "jacfwd"
+            else jax.grad(loss, (0, 1))
+        )
         if transform != "grad of grad":
             return first(ARRAYS[0], slopes)
-        return jax.grad(lambda *x: sum(jnp.sin(y).sum() for y in first(*x)), (0, 1))(ARRAYS[0], slopes)
+        return jax.grad(lambda *x: sum(jnp.sin(y).sum() for y in first(*x)), (0, 1))(
+            ARRAYS[0], slopes
+        )
 
-    for got, want in zip(derivative(lambda x: x), derivative(lambda x: jnp.maximum(x, 0)), strict=True):
+    for got, want in zip(
+        derivative(lambda x: x), derivative(lambda x: jnp.maximum(x, 0)), strict=True
+    ):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
 @BOTH
 def test_each_head_gets_its_own_entry_of_an_array_by_batch_and_head(implementation):
-    """If all lookups are array[b, h, ...]; the array may be larger than the call, or also used as a whole."""
+    """If all lookups are array[b, h, ...]; the array may be larger than the call, or
+    also used as a whole.
+    """
     terms = jnp.asarray(rng.standard_normal((3, N, T)), jnp.float32)
 
     def loss(whole, terms):
         """With `whole`, also an entry of another batch entry."""
 
         def score_mod(score, b, h, q, k):
-            return score + terms[b, h, q] * terms[b, h, k] + (terms[1, 0, 0] if whole else 0)
+            return (
+                score
+                + terms[b, h, q] * terms[b, h, k]
+                + (terms[1, 0, 0] if whole else 0)
+            )
 
         return jnp.sin(attend(score_mod, implementation)).sum()
 
@@ -396,5 +504,7 @@ def test_each_head_gets_its_own_entry_of_an_array_by_batch_and_head(implementati
 def test_scores_have_32_bits_in_narrow_calls():
     dtypes = []
     arrays = (jnp.asarray(x, jnp.bfloat16) for x in ARRAYS)
-    dot_product_attention(*arrays, score_mod=lambda score, *_: dtypes.append(score.dtype) or score)
+    dot_product_attention(
+        *arrays, score_mod=lambda score, *_: dtypes.append(score.dtype) or score
+    )
     assert {*dtypes} == {jnp.dtype(jnp.float32)}

@@ -1,6 +1,8 @@
-"""PyTorch ports of the attentions whose weights flax_mha converts, including their faults.
+"""PyTorch ports of the attentions whose weights flax_mha converts, including their
+faults.
 
-Shapes are batch first. Every port keeps the whole [batch, heads, queries, keys] matrix of scores.
+Shapes are batch first. Every port keeps the whole [batch, heads, queries, keys] matrix
+of scores.
 """
 
 import math
@@ -9,9 +11,21 @@ import torch
 from torch import Tensor, nn
 
 
-def attend(query, key, value, head_dim: int, length: int | None = None, visible: Tensor | None = None) -> Tensor:
-    """Attention by heads of inputs [batch, length, heads * head_dim]; if given, `length` is that of all three."""
-    q, k, v = (x.view(len(x), length or x.shape[1], -1, head_dim).transpose(1, 2) for x in (query, key, value))
+def attend(
+    query,
+    key,
+    value,
+    head_dim: int,
+    length: int | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """Attention by heads of inputs [batch, length, heads * head_dim]; if given,
+    `length` is that of all three.
+    """
+    q, k, v = (
+        x.view(len(x), length or x.shape[1], -1, head_dim).transpose(1, 2)
+        for x in (query, key, value)
+    )
     scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
@@ -24,7 +38,9 @@ class NoteMHA(nn.Module):
     def __init__(self, d_model: int, num_heads: int) -> None:
         super().__init__()
         self.head_dim = d_model // num_heads
-        self.w_q, self.w_k, self.w_v, self.w_out = (nn.Linear(d_model, d_model) for _ in range(4))
+        self.w_q, self.w_k, self.w_v, self.w_out = (
+            nn.Linear(d_model, d_model) for _ in range(4)
+        )
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         inputs = self.w_q(query), self.w_k(key), self.w_v(value)
@@ -35,16 +51,27 @@ class BertSelfAttention(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
         self.head_dim = hidden_size // num_heads
-        self.query, self.key, self.value, self.dense = (nn.Linear(hidden_size, hidden_size) for _ in range(4))
+        self.query, self.key, self.value, self.dense = (
+            nn.Linear(hidden_size, hidden_size) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dense(attend(self.query(x), self.key(x), self.value(x), self.head_dim))
+        return self.dense(
+            attend(self.query(x), self.key(x), self.value(x), self.head_dim)
+        )
 
 
 class D2LMHA(nn.Module):
     """Queries, keys and values of three feature sizes, no biases."""
 
-    def __init__(self, key_size: int, query_size: int, value_size: int, num_hiddens: int, num_heads: int) -> None:
+    def __init__(
+        self,
+        key_size: int,
+        query_size: int,
+        value_size: int,
+        num_hiddens: int,
+        num_heads: int,
+    ) -> None:
         super().__init__()
         self.head_dim = num_hiddens // num_heads
         self.W_q = nn.Linear(query_size, num_hiddens, bias=False)
@@ -53,7 +80,9 @@ class D2LMHA(nn.Module):
         self.W_o = nn.Linear(num_hiddens, num_hiddens, bias=False)
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return self.W_o(attend(self.W_q(queries), self.W_k(keys), self.W_v(values), self.head_dim))
+        return self.W_o(
+            attend(self.W_q(queries), self.W_k(keys), self.W_v(values), self.head_dim)
+        )
 
 
 class MaskedSelfAttention(nn.Module):
@@ -62,8 +91,12 @@ class MaskedSelfAttention(nn.Module):
     def __init__(self, hidden_dim: int, head_num: int) -> None:
         super().__init__()
         self.head_dim = hidden_dim // head_num
-        self.q, self.k, self.v, self.out_proj = (nn.Linear(hidden_dim, hidden_dim) for _ in range(4))
+        self.q, self.k, self.v, self.out_proj = (
+            nn.Linear(hidden_dim, hidden_dim) for _ in range(4)
+        )
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         visible = None if attention_mask is None else attention_mask != 0
-        return self.out_proj(attend(self.q(x), self.k(x), self.v(x), self.head_dim, visible=visible))
+        return self.out_proj(
+            attend(self.q(x), self.k(x), self.v(x), self.head_dim, visible=visible)
+        )

@@ -1,7 +1,9 @@
-"""PyTorch ports of the rotary embeddings of many models, each from its definition: x is [batch, length, heads, size].
+"""PyTorch ports of the rotary embeddings of many models, each from its definition: x is
+[batch, length, heads, size].
 
-Frequencies are computed in float64 and rounded once; angles are float32 position times float32 frequency, rotated in
-float32, as the models do. (Some compute the frequencies in float32 too, which moves an angle by as much again.)
+Frequencies are computed in float64 and rounded once; angles are float32 position times
+float32 frequency, rotated in float32, as the models do. (Some compute the frequencies
+in float32 too, which moves an angle by as much again.)
 """
 
 import functools
@@ -21,10 +23,14 @@ def angles(positions: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def rotate_halves(x: Tensor, angle: Tensor, factor: float = 1.0) -> Tensor:
-    """As Llama: x cos + (the halves swapped, the second negated) sin, with both halves at the same angles."""
+    """As Llama: x cos + (the halves swapped, the second negated) sin, with both halves
+    at the same angles.
+    """
     angle = torch.cat([angle, angle], dim=-1)
     low, high = x.chunk(2, dim=-1)
-    return x * (angle.cos() * factor) + torch.cat([-high, low], dim=-1) * (angle.sin() * factor)
+    return x * (angle.cos() * factor) + torch.cat([-high, low], dim=-1) * (
+        angle.sin() * factor
+    )
 
 
 def rotate_every_two(x: Tensor, angle: Tensor) -> Tensor:
@@ -51,10 +57,14 @@ def llama_3_1(x: Tensor, positions: Tensor) -> Tensor:
         else:
             smooth = (length / wavelength - low) / (high - low)
             scaled.append((1 - smooth) * frequency / factor + smooth * frequency)
-    return rotate_halves(x, angles(positions, torch.tensor(scaled, dtype=torch.float64)))
+    return rotate_halves(
+        x, angles(positions, torch.tensor(scaled, dtype=torch.float64))
+    )
 
 
-def plain(base: float, rotate=rotate_halves, fraction: float = 1.0, divisor: float = 1.0):
+def plain(
+    base: float, rotate=rotate_halves, fraction: float = 1.0, divisor: float = 1.0
+):
     """A port that turns a part of each head, by angles that are divided."""
 
     def port(x: Tensor, positions: Tensor) -> Tensor:
@@ -76,38 +86,78 @@ glm_4 = plain(10_000.0, rotate_every_two, fraction=0.5)
 def gemma_4_global(x: Tensor, positions: Tensor, fraction: float = 0.25) -> Tensor:
     """The whole head has pairs, of which the first quarter rotates."""
     pairs = x.shape[-1] // 2
-    turning = 1_000_000.0 ** (-torch.arange(int(fraction * pairs), dtype=torch.float64) / pairs)
-    return rotate_halves(x, angles(positions, torch.cat([turning, torch.zeros(pairs - len(turning)).double()])))
+    turning = 1_000_000.0 ** (
+        -torch.arange(int(fraction * pairs), dtype=torch.float64) / pairs
+    )
+    return rotate_halves(
+        x,
+        angles(
+            positions, torch.cat([turning, torch.zeros(pairs - len(turning)).double()])
+        ),
+    )
 
 
-def yarn_frequencies(base: float, size: int, factor: float, length: int, truncate: bool, fast: float = 32.0) -> Tensor:
-    """Between the pairs that turn `fast` times and once in `length`, by index, they go from kept to divided."""
-    low, high = (size / 2 * math.log(length / (2 * math.pi * turns)) / math.log(base) for turns in (fast, 1.0))
+def yarn_frequencies(
+    base: float,
+    size: int,
+    factor: float,
+    length: int,
+    truncate: bool,
+    fast: float = 32.0,
+) -> Tensor:
+    """Between the pairs that turn `fast` times and once in `length`, by index, they go
+    from kept to divided.
+    """
+    low, high = (
+        size / 2 * math.log(length / (2 * math.pi * turns)) / math.log(base)
+        for turns in (fast, 1.0)
+    )
     if truncate:
         low, high = math.floor(low), math.ceil(high)
-    ramp = ((torch.arange(size // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(size // 2, dtype=torch.float64) - low) / (high - low)).clamp(
+        0, 1
+    )
     frequencies = default_frequencies(base, size)
     return frequencies / factor * ramp + frequencies * (1 - ramp)
 
 
 def qwen_3_yarn(x: Tensor, positions: Tensor) -> Tensor:
     """Its 32,768 positions made 131,072, as its model card says."""
-    angle = angles(positions, yarn_frequencies(1_000_000.0, x.shape[-1], 4.0, 32_768, truncate=True))
+    angle = angles(
+        positions,
+        yarn_frequencies(1_000_000.0, x.shape[-1], 4.0, 32_768, truncate=True),
+    )
     return rotate_halves(x, angle, 0.1 * math.log(4.0) + 1)
 
 
-KIMI_SCALING = {"type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0}
+KIMI_SCALING = {
+    "type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+}
 KIMI_SCALING |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
 
 
 def kimi_k2(x: Tensor, positions: Tensor) -> Tensor:
-    """Its 4,096 positions made 131,072: with equal turns, a pair is kept or divided; both of its mscales are 1."""
-    return rotate_every_two(x, angles(positions, yarn_frequencies(50_000.0, x.shape[-1], 32.0, 4096, True, fast=1.0)))
+    """Its 4,096 positions made 131,072: with equal turns, a pair is kept or divided;
+    both of its mscales are 1.
+    """
+    return rotate_every_two(
+        x,
+        angles(
+            positions,
+            yarn_frequencies(50_000.0, x.shape[-1], 32.0, 4096, True, fast=1.0),
+        ),
+    )
 
 
 def gpt_oss(x: Tensor, positions: Tensor) -> Tensor:
     """YaRN without rounding; cos and sin grow by 0.1 ln(32) + 1."""
-    angle = angles(positions, yarn_frequencies(150_000.0, x.shape[-1], 32.0, 4096, truncate=False))
+    angle = angles(
+        positions, yarn_frequencies(150_000.0, x.shape[-1], 32.0, 4096, truncate=False)
+    )
     concentration = 0.1 * math.log(32.0) + 1
     cos, sin = angle.cos() * concentration, angle.sin() * concentration
     first, second = x.chunk(2, dim=-1)
@@ -120,21 +170,35 @@ LONG_FACTORS = [1.05 + 0.03 * i**2 for i in range(48)]
 
 def phi_3(x: Tensor, positions: Tensor, factors: list[float]) -> Tensor:
     """LongRoPE: 4,096 positions became 131,072."""
-    frequencies = default_frequencies(10_000.0, x.shape[-1]) / torch.tensor(factors, dtype=torch.float64)
-    return rotate_halves(x, angles(positions, frequencies), math.sqrt(1 + math.log(32) / math.log(4096)))
+    frequencies = default_frequencies(10_000.0, x.shape[-1]) / torch.tensor(
+        factors, dtype=torch.float64
+    )
+    return rotate_halves(
+        x, angles(positions, frequencies), math.sqrt(1 + math.log(32) / math.log(4096))
+    )
 
 
-phi_3_short, phi_3_long = (functools.partial(phi_3, factors=factors) for factors in (SHORT_FACTORS, LONG_FACTORS))
+phi_3_short, phi_3_long = (
+    functools.partial(phi_3, factors=factors)
+    for factors in (SHORT_FACTORS, LONG_FACTORS)
+)
 
 
 def angles_of_coordinates(positions: Tensor, frequencies: Tensor) -> list[Tensor]:
-    """Of each coordinate [batch, length, 1, pairs], from positions [batch, length, coordinates]."""
+    """Of each coordinate [batch, length, 1, pairs], from positions [batch, length,
+    coordinates].
+    """
     return [angles(coordinate, frequencies) for coordinate in positions.unbind(-1)]
 
 
-def sections_in_a_row(positions: Tensor, frequencies: Tensor, sections: list[int]) -> Tensor:
+def sections_in_a_row(
+    positions: Tensor, frequencies: Tensor, sections: list[int]
+) -> Tensor:
     """Each coordinate rotates the pairs of its section, at their frequencies."""
-    parts = [angle.split(sections, dim=-1) for angle in angles_of_coordinates(positions, frequencies)]
+    parts = [
+        angle.split(sections, dim=-1)
+        for angle in angles_of_coordinates(positions, frequencies)
+    ]
     return torch.cat([parts[i][i] for i in range(len(sections))], dim=-1)
 
 
@@ -146,12 +210,20 @@ def qwen_2_vl(x: Tensor, positions: Tensor) -> Tensor:
 
 def qwen_2_vl_yarn(x: Tensor, positions: Tensor) -> Tensor:
     frequencies = yarn_frequencies(1_000_000.0, x.shape[-1], 4.0, 32_768, truncate=True)
-    return rotate_halves(x, sections_in_a_row(positions, frequencies, [16, 24, 24]), 0.1 * math.log(4.0) + 1)
+    return rotate_halves(
+        x,
+        sections_in_a_row(positions, frequencies, [16, 24, 24]),
+        0.1 * math.log(4.0) + 1,
+    )
 
 
 def qwen_3_vl(x: Tensor, positions: Tensor) -> Tensor:
-    """Of pairs 1 to 59, every third is turned by the row, and those after them by the column."""
-    frame, row, column = angles_of_coordinates(positions, default_frequencies(5_000_000.0, x.shape[-1]))
+    """Of pairs 1 to 59, every third is turned by the row, and those after them by the
+    column.
+    """
+    frame, row, column = angles_of_coordinates(
+        positions, default_frequencies(5_000_000.0, x.shape[-1])
+    )
     frame[..., 1:60:3] = row[..., 1:60:3]
     frame[..., 2:60:3] = column[..., 2:60:3]
     return rotate_halves(x, frame)
@@ -163,21 +235,29 @@ qwen_3_omni = qwen_3_vl
 def glm_4v(x: Tensor, positions: Tensor) -> Tensor:
     """Neighbours are a pair, in the first half of a head."""
     frequencies = default_frequencies(10_000.0, x.shape[-1] // 2)
-    return partially(rotate_every_two, x, sections_in_a_row(positions, frequencies, [8, 12, 12]))
+    return partially(
+        rotate_every_two, x, sections_in_a_row(positions, frequencies, [8, 12, 12])
+    )
 
 
 def qwen_2_vl_vision(x: Tensor, positions: Tensor) -> Tensor:
     """Rows and columns of patches: both have all frequencies of half a head."""
-    row, column = angles_of_coordinates(positions, default_frequencies(10_000.0, x.shape[-1] // 2))
+    row, column = angles_of_coordinates(
+        positions, default_frequencies(10_000.0, x.shape[-1] // 2)
+    )
     return rotate_halves(x, torch.cat([row, column], dim=-1))
 
 
 def llama_4_vision(x: Tensor, positions: Tensor) -> Tensor:
-    column, row = angles_of_coordinates(positions, default_frequencies(10_000.0, x.shape[-1] // 2))
+    column, row = angles_of_coordinates(
+        positions, default_frequencies(10_000.0, x.shape[-1] // 2)
+    )
     return rotate_every_two(x, torch.cat([column, row], dim=-1))
 
 
 def pixtral(x: Tensor, positions: Tensor) -> Tensor:
     """Rows have every second frequency of a head, and columns the others."""
-    row, column = angles_of_coordinates(positions, default_frequencies(10_000.0, x.shape[-1]))
+    row, column = angles_of_coordinates(
+        positions, default_frequencies(10_000.0, x.shape[-1])
+    )
     return rotate_halves(x, torch.cat([row[..., ::2], column[..., 1::2]], dim=-1))

@@ -1,8 +1,10 @@
-"""Checks attention functions against the equation in float64: `python benchmarks/conformance PACKAGE.FUNCTION`.
+"""Checks attention functions against the equation in float64: `python
+benchmarks/conformance PACKAGE.FUNCTION`.
 
-It lists which calls a function computes, which raise an error, which follow another convention, and which are wrong.
-The function may take any of the arguments of `flax_mha.dot_product_attention`. The reference and the table of cases are
-those of the tests.
+It lists which calls a function computes, which raise an error, which follow another
+convention, and which are wrong. The function may take any of the arguments of
+`flax_mha.dot_product_attention`. The reference and the table of cases are those of the
+tests.
 """
 
 import argparse
@@ -22,12 +24,19 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 from conformance.checks import CHECKS, Result, check  # noqa: E402
 from reference_cases import CASES  # noqa: E402
 
-SYMBOLS = {"computes": "yes", "refuses": "-", "other convention": "other", "wrong": "WRONG"}
+SYMBOLS = {
+    "computes": "yes",
+    "refuses": "-",
+    "other convention": "other",
+    "wrong": "WRONG",
+}
 CELLS = SYMBOLS | {"other convention": "*other*", "wrong": "**WRONG**"}  # in Markdown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns exit status 1 if a check found a wrong answer, else 0. Wrong arguments exit with 2."""
+    """Runs the command; returns exit status 1 if a check found a wrong answer, else 0.
+    Wrong arguments exit with 2.
+    """
     parser = argparse.ArgumentParser(
         prog="python benchmarks/conformance",
         description="Checks attention functions against the equation in float64: outputs, gradients, masked NaN, "
@@ -36,20 +45,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Exits with status 1 if any result is wrong.",
     )
     parser.add_argument(
-        "functions", nargs="+", metavar="PACKAGE.FUNCTION", help="for example jax.nn.dot_product_attention"
+        "functions",
+        nargs="+",
+        metavar="PACKAGE.FUNCTION",
+        help="for example jax.nn.dot_product_attention",
     )
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown page for the documentation")
+    parser.add_argument(
+        "--markdown",
+        action="store_true",
+        help="print a Markdown page for the documentation",
+    )
     given = parser.parse_args(arguments)
     functions = {name: _find(parser, name) for name in given.functions}
     columns = {name: list(_run(name, function)) for name, function in functions.items()}
     for name, results in columns.items():
         if all(result.kind == "refuses" for result in results if result.name in CASES):
-            detail = next((result.detail for result in results if result.name in CASES), "")
+            detail = next(
+                (result.detail for result in results if result.name in CASES), ""
+            )
             parser.error(
-                f"{name} must be an attention function, but every call raised an error; the first was: {detail}"
+                f"{name} must be an attention function, but every call raised an "
+                f"error; the first was: {detail}"
             )
     print("\n".join((_markdown if given.markdown else _text)(columns)))
-    return int(any(result.kind == "wrong" for results in columns.values() for result in results))
+    return int(
+        any(
+            result.kind == "wrong" for results in columns.values() for result in results
+        )
+    )
 
 
 def _find(parser: argparse.ArgumentParser, name: str) -> Callable[..., Any]:
@@ -58,7 +81,10 @@ def _find(parser: argparse.ArgumentParser, name: str) -> Callable[..., Any]:
     except (ImportError, AttributeError, ValueError) as error:
         parser.error(f"PACKAGE.FUNCTION must be importable, but got {name!r}: {error}")
     if not callable(found):
-        parser.error(f"PACKAGE.FUNCTION must be a function, but {name!r} is a {type(found).__name__}")
+        parser.error(
+            f"PACKAGE.FUNCTION must be a function, but {name!r} is a "
+            f"{type(found).__name__}"
+        )
     return found
 
 
@@ -66,7 +92,12 @@ def _run(name: str, function: Callable[..., Any]) -> Sequence[Result]:
     results = []
     for number, question in enumerate(CHECKS, 1):
         if sys.stderr.isatty():
-            print(f"\r\033[K{name} {number}/{len(CHECKS)} {question}", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r\033[K{name} {number}/{len(CHECKS)} {question}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
         results.append(check(function, question))
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
@@ -76,12 +107,18 @@ def _run(name: str, function: Callable[..., Any]) -> Sequence[Result]:
 def _versions(names: Sequence[str]) -> str:
     packages = dict.fromkeys(["jax", *(name.partition(".")[0] for name in names)])
     found = importlib.metadata.packages_distributions()
-    versions = (f"{name} {importlib.metadata.version(found[name][0])}" for name in packages if name in found)
+    versions = (
+        f"{name} {importlib.metadata.version(found[name][0])}"
+        for name in packages
+        if name in found
+    )
     return f"Python {platform.python_version()}, {', '.join(versions)}, on {jax.devices()[0].device_kind}"
 
 
 def _counts(results: Sequence[Result]) -> str:
-    return ", ".join(f"{kind} {sum(result.kind == kind for result in results)}" for kind in SYMBOLS)
+    return ", ".join(
+        f"{kind} {sum(result.kind == kind for result in results)}" for kind in SYMBOLS
+    )
 
 
 def _text(columns: dict[str, list[Result]]) -> list[str]:
@@ -89,23 +126,32 @@ def _text(columns: dict[str, list[Result]]) -> list[str]:
     width = max(map(len, CHECKS))
     for name, results in columns.items():
         lines += ["", f"{name}: {_counts(results)}"]
-        lines += [f"  {x.name:{width}}  {SYMBOLS[x.kind]:5}  {x.detail}".rstrip() for x in results]
+        lines += [
+            f"  {x.name:{width}}  {SYMBOLS[x.kind]:5}  {x.detail}".rstrip()
+            for x in results
+        ]
     return lines
 
 
 def _markdown(columns: dict[str, list[Result]]) -> list[str]:
     lines = ["# What attention functions compute", ""]
     lines += [
-        "Each row is a call. Its output and gradients are compared with a float64 reference that follows the rules in",
+        "Each row is a call. Its output and gradients are compared with a float64 "
+        "reference that follows the rules in",
         "[Semantics](semantics.md).",
         "",
         "- yes: correct up to rounding error.",
-        "- `-`: raises an error, in most cases because the function has no such argument.",
-        "- *other*: correct, but follows another convention. Queries whose keys are all masked return the mean of the",
-        "  values or NaN instead of 0, or the soft cap applies to the sum of score and bias.",
-        "- **WRONG**: wrong numbers, results affected by masked NaN, or no error for invalid input.",
+        "- `-`: raises an error, in most cases because the function has no such "
+        "argument.",
+        "- *other*: correct, but follows another convention. Queries whose keys are "
+        "all masked return the mean of the",
+        "  values or NaN instead of 0, or the soft cap applies to the sum of score "
+        "and bias.",
+        "- **WRONG**: wrong numbers, results affected by masked NaN, or no error for "
+        "invalid input.",
         "",
-        "This page is the output of the following command, which requires every package that it names:",
+        "This page is the output of the following command, which requires every "
+        "package that it names:",
         "",
         f"    python benchmarks/conformance --markdown {' '.join(columns)}",
         "",
@@ -116,11 +162,23 @@ def _markdown(columns: dict[str, list[Result]]) -> list[str]:
     ]
     for row in zip(*columns.values(), strict=True):
         lines.append(f"| {row[0].name} | {' | '.join(CELLS[x.kind] for x in row)} |")
-    lines.append("| *total* | " + " | ".join(_counts(results) for results in columns.values()) + " |")
+    lines.append(
+        "| *total* | "
+        + " | ".join(_counts(results) for results in columns.values())
+        + " |"
+    )
     for name, results in columns.items():
-        for kind, title in (("other convention", "Other conventions in"), ("wrong", "Wrong in")):
+        for kind, title in (
+            ("other convention", "Other conventions in"),
+            ("wrong", "Wrong in"),
+        ):
             if found := [x for x in results if x.kind == kind]:
-                lines += ["", f"## {title} `{name}`", "", *(f"- {x.name}: {x.detail}" for x in found)]
+                lines += [
+                    "",
+                    f"## {title} `{name}`",
+                    "",
+                    *(f"- {x.name}: {x.detail}" for x in found),
+                ]
     return lines
 
 

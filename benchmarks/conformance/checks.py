@@ -1,4 +1,6 @@
-"""The table of checks, `CHECKS`: each compares results of an attention function with the float64 reference."""
+"""The table of checks, `CHECKS`: each compares results of an attention function with
+the float64 reference.
+"""
 
 import functools
 import re
@@ -14,16 +16,21 @@ from reference_cases import CASES, LISTS, Case, H, N, S, T
 
 Attention = Callable[..., Any]
 Kind = Literal["computes", "refuses", "other convention", "wrong"]
-# Conventions of other packages, each with the arguments by which the reference follows it.
+# Conventions of other packages, each with the arguments by which the reference follows
+# it.
 CONVENTIONS: dict[str, dict[str, Any]] = {
-    "queries without visible keys return the mean of the values": {"masked_rows": "mean"},
+    "queries without visible keys return the mean of the values": {
+        "masked_rows": "mean"
+    },
     "queries without visible keys return the mean of the values, and padded queries 0": {
         "masked_rows": "mean, padding zeros"
     },
     "queries without visible keys return NaN": {"masked_rows": "nan"},
     "the soft cap applies to the sum of score and bias": {"cap_bias": True},
 }
-MARGIN = 64  # tolerance, times the dtype's epsilon and the largest entry: sums of 53 terms, in any order
+# Tolerance, times the dtype's epsilon and the largest entry: sums of 53 terms, in any
+# order.
+MARGIN = 64
 
 
 class Result(NamedTuple):
@@ -31,8 +38,9 @@ class Result(NamedTuple):
 
     Attributes:
       name: The name of the check.
-      kind: "computes" if output and gradients are right; "refuses" if the function raised an error; "other convention"
-        if they are right under one of `CONVENTIONS`; "wrong" otherwise.
+      kind: "computes" if output and gradients are right; "refuses" if the function
+        raised an error; "other convention" if they are right under one of
+        `CONVENTIONS`; "wrong" otherwise.
       detail: The convention, the difference, or the first line of the error.
     """
 
@@ -42,22 +50,31 @@ class Result(NamedTuple):
 
 
 class WrongAnswerError(Exception):
-    """Raised if a function's result differs from the reference, or if it accepts a call that it must refuse."""
+    """Raised if a function's result differs from the reference, or if it accepts a call
+    that it must refuse.
+    """
 
 
 class OtherConventionError(Exception):
-    """Raised if a function's result is right only under one of `CONVENTIONS`, not under this package's."""
+    """Raised if a function's result is right only under one of `CONVENTIONS`, not under
+    this package's.
+    """
 
 
 def check(function: Attention, name: str) -> Result:
-    """Runs the check with this name in `CHECKS` on a function, and returns the result; raises no error.
+    """Runs the check with this name in `CHECKS` on a function, and returns the result;
+    raises no error.
 
-    The function gets query [B..., T, N, H], key [B..., S, K, H], value [B..., S, K, Hv], and by their names some of the
-    other arguments of `flax_mha.dot_product_attention`.
+    The function gets query [B..., T, N, H], key [B..., S, K, H], value [B..., S, K,
+    Hv], and by their names some of the other arguments of
+    `flax_mha.dot_product_attention`.
     """
     try:
-        # Accelerators round float32 operands; CPUs do not, and lack "highest" for float16.
-        with jax.default_matmul_precision(None if jax.default_backend() == "cpu" else "highest"):
+        # Accelerators round float32 operands; CPUs do not, and lack "highest" for
+        # float16.
+        with jax.default_matmul_precision(
+            None if jax.default_backend() == "cpu" else "highest"
+        ):
             CHECKS[name](function)
     except OtherConventionError as other:
         return Result(name, "other convention", str(other))
@@ -65,13 +82,16 @@ def check(function: Attention, name: str) -> Result:
         return Result(name, "wrong", str(wrong))
     except Exception as error:  # whatever another package raises is a refusal
         line = next(iter(str(error).splitlines()), "")
-        line = re.sub(r"JitTracer\((\S+)\)|<?Traced<(\S+)>\S*", r"\1\2", line)[:160]  # abbreviates tracers
+        # Abbreviates tracers.
+        line = re.sub(r"JitTracer\((\S+)\)|<?Traced<(\S+)>\S*", r"\1\2", line)[:160]
         return Result(name, "refuses", f"{type(error).__name__}: {line}")
     return Result(name, "computes")
 
 
 def _compare_by_conventions(compare: Callable[..., None]) -> None:
-    """Calls `compare` under our convention, then under the others until one fits; else raises the closest error."""
+    """Calls `compare` under our convention, then under the others until one fits; else
+    raises the closest error.
+    """
     try:
         compare()
     except WrongAnswerError as error:
@@ -82,7 +102,8 @@ def _compare_by_conventions(compare: Callable[..., None]) -> None:
         try:
             compare(**arguments)
         except WrongAnswerError as error:
-            if "gradient" in str(error) and "gradient" not in str(closest):  # the output fits it
+            # The output fits it.
+            if "gradient" in str(error) and "gradient" not in str(closest):
                 closest = error
         else:
             raise OtherConventionError(convention)
@@ -94,28 +115,45 @@ def _compare(what: str, got: Any, want: Any, dtype: Any = np.float32) -> None:
     if got.shape != want.shape:
         raise WrongAnswerError(f"{what}: shape {got.shape} instead of {want.shape}")
     if got.dtype != dtype:
-        raise WrongAnswerError(f"{what}: dtype {got.dtype} instead of {np.dtype(dtype)}")
+        raise WrongAnswerError(
+            f"{what}: dtype {got.dtype} instead of {np.dtype(dtype)}"
+        )
     got = got.astype(np.float64)
     if not np.array_equal(np.isnan(got), np.isnan(want)):
         count = np.isnan(got).sum() - np.isnan(want).sum()
-        raise WrongAnswerError(f"{what}: {abs(count)} of {got.size} entries {'are NaN' if count > 0 else 'hide a NaN'}")
+        raise WrongAnswerError(
+            f"{what}: {abs(count)} of {got.size} entries "
+            f"{'are NaN' if count > 0 else 'hide a NaN'}"
+        )
     same = (got == want) | np.isnan(want)  # infinities, too
     with np.errstate(invalid="ignore"):
         difference = np.where(same, 0, np.abs(got - want)).max(initial=0)
     largest = np.abs(want[np.isfinite(want)]).max(initial=1.0)
     if not difference <= MARGIN * float(jnp.finfo(dtype).eps) * largest:
-        raise WrongAnswerError(f"{what}: off by {difference:.2g} (largest entry: {largest:.2g})")
+        raise WrongAnswerError(
+            f"{what}: off by {difference:.2g} (largest entry: {largest:.2g})"
+        )
 
 
 def _call(function: Attention, arrays: Mapping[str, Any], **arguments: Any) -> Any:
-    named = {name: x for name, x in arrays.items() if name not in ("query", "key", "value")}
-    return function(arrays["query"], arrays["key"], arrays["value"], **named, **arguments)
+    named = {
+        name: x for name, x in arrays.items() if name not in ("query", "key", "value")
+    }
+    return function(
+        arrays["query"], arrays["key"], arrays["value"], **named, **arguments
+    )
 
 
-def _compare_gradients(got: Mapping[str, Any], want: list, dtype: Any = np.float32, nan_fits: bool = False) -> None:
+def _compare_gradients(
+    got: Mapping[str, Any], want: list, dtype: Any = np.float32, nan_fits: bool = False
+) -> None:
     names = [name for name in ("query", "key", "value", "bias", "sinks") if name in got]
     for name, expected in zip(names, want, strict=True):
-        gradient = np.where(np.isnan(got[name]), expected, got[name]).astype(dtype) if nan_fits else got[name]
+        gradient = (
+            np.where(np.isnan(got[name]), expected, got[name]).astype(dtype)
+            if nan_fits
+            else got[name]
+        )
         _compare(f"gradient of {name}", gradient, expected, dtype)
 
 
@@ -127,35 +165,56 @@ def _compare_case(
     gradients: Mapping[str, Any],
     dtype: Any = np.float32,
 ) -> None:
-    """Compares a function's output and gradients with those of the reference for `arrays` and `cotangent`."""
+    """Compares a function's output and gradients with those of the reference for
+    `arrays` and `cotangent`.
+    """
 
     def compare(**convention: Any) -> None:
         want, want_gradients = _reference(case, arrays, cotangent, **convention)
         _compare("output", out, want, dtype)
         # A row of NaN makes gradients NaN, even if its cotangent is 0.
-        _compare_gradients(gradients, want_gradients, dtype, nan_fits=bool(np.isnan(want).any()))
+        _compare_gradients(
+            gradients, want_gradients, dtype, nan_fits=bool(np.isnan(want).any())
+        )
 
     _compare_by_conventions(compare)
 
 
-def _output_and_gradients(function: Attention, case: Case, arrays: Mapping[str, Any], cotangent: Any) -> tuple:
-    def both(arrays: Mapping[str, Any], traced: Mapping[str, Any]) -> tuple[Array, Mapping[str, Any]]:
-        out, pull = jax.vjp(lambda arrays: _call(function, arrays, **traced, **case.static), arrays)
+def _output_and_gradients(
+    function: Attention, case: Case, arrays: Mapping[str, Any], cotangent: Any
+) -> tuple:
+    def both(
+        arrays: Mapping[str, Any], traced: Mapping[str, Any]
+    ) -> tuple[Array, Mapping[str, Any]]:
+        out, pull = jax.vjp(
+            lambda arrays: _call(function, arrays, **traced, **case.static), arrays
+        )
         return out, pull(jnp.asarray(cotangent, out.dtype))[0]
 
-    return jax.jit(both)({name: jnp.asarray(x) for name, x in arrays.items()}, case.traced)
+    return jax.jit(both)(
+        {name: jnp.asarray(x) for name, x in arrays.items()}, case.traced
+    )
 
 
-def _reference(case: Case, arrays: Mapping[str, Any], cotangent: Any, **convention: Any) -> tuple[Any, list]:
+def _reference(
+    case: Case, arrays: Mapping[str, Any], cotangent: Any, **convention: Any
+) -> tuple[Any, list]:
     zero = np.zeros(case.output_shapes[1])
     arguments = {**arrays, **case.traced, **case.static, **convention}
-    (output, _), gradients = reference.attention(**arguments, cotangents=(cotangent, zero))
+    (output, _), gradients = reference.attention(
+        **arguments, cotangents=(cotangent, zero)
+    )
     return output, gradients
 
 
 def _check_case(case: Case, dtype: Any, function: Attention) -> None:
-    """Compares a function's output and gradients with the reference's, for inputs that are rounded to this dtype."""
-    arrays = {name: np.asarray(jnp.asarray(x, dtype)) for name, x in case.arrays(dtype=np.float64).items()}
+    """Compares a function's output and gradients with the reference's, for inputs that
+    are rounded to this dtype.
+    """
+    arrays = {
+        name: np.asarray(jnp.asarray(x, dtype))
+        for name, x in case.arrays(dtype=np.float64).items()
+    }
     cotangent = np.asarray(jnp.asarray(case.cotangents()[0], dtype))
     out, gradients = _output_and_gradients(function, case, arrays, cotangent)
     exact = {name: x.astype(np.float64) for name, x in arrays.items()}
@@ -171,7 +230,9 @@ def _check_lse(case: Case, function: Attention) -> None:
 
     got, pull = jax.vjp(jax.jit(lse), arrays)
     zero = np.zeros(case.output_shapes[0])
-    (_, want), gradients = reference.attention(**arrays, **case.static, cotangents=(zero, cotangents[1]))
+    (_, want), gradients = reference.attention(
+        **arrays, **case.static, cotangents=(zero, cotangents[1])
+    )
 
     def compare(masked_rows: str = "zeros", **_: Any) -> None:
         # The mean of the values comes from equal scores that are very low.
@@ -182,11 +243,17 @@ def _check_lse(case: Case, function: Attention) -> None:
     _compare_by_conventions(compare)
 
 
-def _check_hidden(number: float, places: Mapping[str, tuple], function: Attention) -> None:
-    """Checks that masked entries never affect results: writes `number`, NaN or infinity, to `places` in arrays."""
+def _check_hidden(
+    number: float, places: Mapping[str, tuple], function: Attention
+) -> None:
+    """Checks that masked entries never affect results: writes `number`, NaN or
+    infinity, to `places` in arrays.
+    """
     mask = np.ones((2, 1, T, S), bool)
     for name, (entry, place, *_) in places.items():
-        mask[(entry, 0, place) if name == "query" else (entry, 0, slice(None), place)] = False
+        mask[
+            (entry, 0, place) if name == "query" else (entry, 0, slice(None), place)
+        ] = False
     case = Case(traced={"mask": mask})
     arrays, cotangent = case.arrays(), case.cotangents()[0]
     damaged = {name: array.copy() for name, array in arrays.items()}
@@ -215,7 +282,8 @@ def _check_large_scores(function: Attention) -> None:
     out = jax.jit(_causal(function))(arrays)
     if not np.isfinite(out).all():
         raise WrongAnswerError("output: not finite")
-    if np.abs(out - want).max() > 0.01:  # float32 rounds scores in the thousands by about 1e-4
+    # float32 rounds scores in the thousands by about 1e-4.
+    if np.abs(out - want).max() > 0.01:
         raise WrongAnswerError(f"output: off by {np.abs(out - want).max():.2g}")
 
 
@@ -230,32 +298,61 @@ def _check_vmap(function: Attention) -> None:
     _compare("output", jax.jit(jax.vmap(_causal(function)))(arrays), want)
 
 
-def _slopes(exact: Callable[..., list], arrays: Mapping[str, Any], tangents: Mapping[str, Any]) -> list:
-    """Returns the derivative of each result of `exact(**arrays)` along tangents, by central differences in float64."""
+def _slopes(
+    exact: Callable[..., list], arrays: Mapping[str, Any], tangents: Mapping[str, Any]
+) -> list:
+    """Returns the derivative of each result of `exact(**arrays)` along tangents, by
+    central differences in float64.
+    """
     step = 1e-5
     ahead, behind = (
-        exact(**{name: x.astype(np.float64) + h * tangents[name] for name, x in arrays.items()}) for h in (step, -step)
+        exact(
+            **{
+                name: x.astype(np.float64) + h * tangents[name]
+                for name, x in arrays.items()
+            }
+        )
+        for h in (step, -step)
     )
     return [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
 
 
 def _check_jvp(function: Attention) -> None:
     arrays, tangents = Case().arrays(), Case().arrays(seed=3)
-    _, got = jax.jit(lambda a, t: jax.jvp(_causal(function), (a,), (t,)))(arrays, tangents)
-    want, _ = _slopes(functools.partial(reference.attention, is_causal=True), arrays, tangents)
+    _, got = jax.jit(lambda a, t: jax.jvp(_causal(function), (a,), (t,)))(
+        arrays, tangents
+    )
+    want, _ = _slopes(
+        functools.partial(reference.attention, is_causal=True), arrays, tangents
+    )
     _compare("tangent", got, want)
 
 
 def _check_hessian_product(function: Attention) -> None:
     case = Case(is_causal=True)
-    arrays, tangents, (cotangent, _) = case.arrays(), case.arrays(seed=3), case.cotangents()
+    arrays, tangents, (cotangent, _) = (
+        case.arrays(),
+        case.arrays(seed=3),
+        case.cotangents(),
+    )
     gradient = jax.grad(lambda arrays: jnp.vdot(_causal(function)(arrays), cotangent))
     _, got = jax.jit(lambda a, t: jax.jvp(gradient, (a,), (t,)))(arrays, tangents)
-    _compare_gradients(got, _slopes(lambda **moved: _reference(case, moved, cotangent)[1], arrays, tangents))
+    _compare_gradients(
+        got,
+        _slopes(
+            lambda **moved: _reference(case, moved, cotangent)[1], arrays, tangents
+        ),
+    )
 
 
-def _expect_error(shapes: Mapping[str, tuple[int, ...]], traced: Mapping[str, Any], function: Attention) -> None:
-    arrays = Case().arrays() | {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+def _expect_error(
+    shapes: Mapping[str, tuple[int, ...]],
+    traced: Mapping[str, Any],
+    function: Attention,
+) -> None:
+    arrays = Case().arrays() | {
+        name: np.ones(shape, np.float32) for name, shape in shapes.items()
+    }
     try:
         _call(function, arrays, **traced)
     except Exception:  # as it should
@@ -263,21 +360,40 @@ def _expect_error(shapes: Mapping[str, tuple[int, ...]], traced: Mapping[str, An
     raise WrongAnswerError("no error")
 
 
-_FLOATS = np.where(np.arange(S) < S // 2, 0.0, -1e9).astype(np.float32)[None, None, None]
+_FLOATS = np.where(np.arange(S) < S // 2, 0.0, -1e9).astype(np.float32)[
+    None, None, None
+]
 CHECKS: dict[str, Callable[[Attention], None]] = {
-    **{name: functools.partial(_check_case, case, np.float32) for name, case in (CASES | LISTS).items()},
-    "causal, log-sum-exp and its gradient": functools.partial(_check_lse, Case(is_causal=True)),
-    "log-sum-exp of queries without keys": functools.partial(_check_lse, Case(t=S, s=T, local_window_size=(2, 0))),
-    "NaN in a masked key": functools.partial(_check_hidden, np.nan, {"key": (0, 5, 2, 1)}),
-    "NaN in a masked value": functools.partial(_check_hidden, np.nan, {"value": (0, 5, 2, 1)}),
+    **{
+        name: functools.partial(_check_case, case, np.float32)
+        for name, case in (CASES | LISTS).items()
+    },
+    "causal, log-sum-exp and its gradient": functools.partial(
+        _check_lse, Case(is_causal=True)
+    ),
+    "log-sum-exp of queries without keys": functools.partial(
+        _check_lse, Case(t=S, s=T, local_window_size=(2, 0))
+    ),
+    "NaN in a masked key": functools.partial(
+        _check_hidden, np.nan, {"key": (0, 5, 2, 1)}
+    ),
+    "NaN in a masked value": functools.partial(
+        _check_hidden, np.nan, {"value": (0, 5, 2, 1)}
+    ),
     "infinity in masked keys and values": functools.partial(
         _check_hidden, np.inf, {"key": (0, 5, 2, 1), "value": (0, 5, 4, 0)}
     ),
-    "NaN in a query whose keys are all masked": functools.partial(_check_hidden, np.nan, {"query": (0, 7, 2, 1)}),
+    "NaN in a query whose keys are all masked": functools.partial(
+        _check_hidden, np.nan, {"query": (0, 7, 2, 1)}
+    ),
     "a visible NaN reaches only its rows": _check_visible_nan,
     "scores in the thousands": _check_large_scores,
-    "bfloat16, causal": functools.partial(_check_case, Case(is_causal=True, k=2), jnp.bfloat16),
-    "float16, causal": functools.partial(_check_case, Case(is_causal=True, k=2), np.float16),
+    "bfloat16, causal": functools.partial(
+        _check_case, Case(is_causal=True, k=2), jnp.bfloat16
+    ),
+    "float16, causal": functools.partial(
+        _check_case, Case(is_causal=True, k=2), np.float16
+    ),
     "float64, causal": _check_float64,
     "jax.vmap": _check_vmap,
     "forward mode (jax.jvp)": _check_jvp,
@@ -286,5 +402,7 @@ CHECKS: dict[str, Callable[[Attention], None]] = {
     "refuses 4 key heads for 6 query heads": functools.partial(
         _expect_error, {"key": (2, S, N - 2, H), "value": (2, S, N - 2, H)}, {}
     ),
-    "refuses keys of another size than queries": functools.partial(_expect_error, {"key": (2, S, N, H + 1)}, {}),
+    "refuses keys of another size than queries": functools.partial(
+        _expect_error, {"key": (2, S, N, H + 1)}, {}
+    ),
 }

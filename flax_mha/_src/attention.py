@@ -1,7 +1,9 @@
-"""`dot_product_attention`, and `explain_implementation`, which says how a call of it would be computed.
+"""`dot_product_attention`, and `explain_implementation`, which says how a call of it
+would be computed.
 
-`canonical` checks the arguments and returns a `Call`, which holds the arrays and the static options. `_src/run.py` then
-splits the call over devices, chooses an implementation, and computes it.
+`canonical` checks the arguments and returns a `Call`, which holds the arrays and the
+static options. `_src/run.py` then splits the call over devices, chooses an
+implementation, and computes it.
 """
 
 import inspect
@@ -11,7 +13,12 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha._src.call.arguments import Arguments, CallArguments, canonical, naming_siblings
+from flax_mha._src.call.arguments import (
+    Arguments,
+    CallArguments,
+    canonical,
+    naming_siblings,
+)
 from flax_mha._src.call.operands import NO_OFFSET, ScoreMod, Sharding
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.explanation import Explanation
@@ -86,88 +93,117 @@ def dot_product_attention(
     precision: lax.PrecisionLike = None,
     qkv_sharding: Sharding | None = None,
 ) -> Array | tuple[Array, ...]:
-    """Computes exact multi-head attention; memory grows linearly with the length of long sequences.
+    """Computes exact multi-head attention; memory grows linearly with the length of
+    long sequences.
 
-    For each head, with a softmax in float32 or higher over the visible (not masked) keys::
+    For each head, with a softmax in float32 or higher over the visible (not masked)
+    keys::
 
         out = dropout(softmax(score_mod(soft_cap(scale * query @ key.T)) + bias)) @ value
 
-    This is a superset of `jax.nn.dot_product_attention`: arguments with the same name have the same meaning. There are
-    three main differences, and :doc:`differences </differences>` lists them all. Queries whose keys are all masked
-    return 0 and have zero gradients. NaN and infinity in masked queries, keys and values do not affect any output or
-    gradient. The residual (log-sum-exp) is float32 (float64 for float64 inputs) and differentiable; in `jax.nn` it has
-    the query's dtype and no gradient.
+    This is a superset of `jax.nn.dot_product_attention`: arguments with the same name
+    have the same meaning. There are three main differences, and :doc:`differences
+    </differences>` lists them all. Queries whose keys are all masked return 0 and have
+    zero gradients. NaN and infinity in masked queries, keys and values do not affect
+    any output or gradient. The residual (log-sum-exp) is float32 (float64 for float64
+    inputs) and differentiable; in `jax.nn` it has the query's dtype and no gradient.
 
-    B is the batch (any number of axes), T the query length, S the key length, N the number of query heads, K the number
-    of key and value heads (N is a multiple of K: grouped-query attention), H the head size. Query i has the position
-    `query_offset + i` in its sequence, key j the position `key_value_offset + j`. Masks, windows, lengths, `score_mod`
-    and dropout depend on positions. A call on a slice of the queries and keys, with the right offsets, therefore
-    returns the same slice of the full result. Arrays [..., T, S] and segment ids are sliced like the queries and keys.
+    B is the batch (any number of axes), T the query length, S the key length, N the
+    number of query heads, K the number of key and value heads (N is a multiple of K:
+    grouped-query attention), H the head size. Query i has the position `query_offset +
+    i` in its sequence, key j the position `key_value_offset + j`. Masks, windows,
+    lengths, `score_mod` and dropout depend on positions. A call on a slice of the
+    queries and keys, with the right offsets, therefore returns the same slice of the
+    full result. Arrays [..., T, S] and segment ids are sliced like the queries and
+    keys.
 
     Args:
-      query: [B..., T, N, H]; float16, bfloat16, float32 or float64, the same for query, key and value.
+      query: [B..., T, N, H]; float16, bfloat16, float32 or float64, the same for query,
+        key and value.
       key: [B..., S, K, H].
       value: [B..., S, K, Hv]; Hv may differ from H.
-      bias: Added to the scores after `score_mod`; broadcasts to [B..., N, T, S]. -inf masks a score. The bias receives
-        a gradient, even if it is broadcast.
-      mask: bool, True attends; broadcasts to [B..., N, T, S]. Or a mask object such as `flax_mha.CausalMask()`, which
-        needs no T x S array.
+      bias: Added to the scores after `score_mod`; broadcasts to [B..., N, T, S]. -inf
+        masks a score. The bias receives a gradient, even if it is broadcast.
+      mask: bool, True attends; broadcasts to [B..., N, T, S]. Or a mask object such as
+        `flax_mha.CausalMask()`, which needs no T x S array.
       scale: Factor that multiplies query . key; None means 1 / sqrt(H).
       is_causal: Queries attend only to keys up to their own position.
-      query_seq_lengths: int [B...], at least 0. Queries at this position or later return 0. None uses all queries.
-      key_value_seq_lengths: int [B...], at least 0. Keys at this position or later are masked. None masks no key.
-      local_window_size: (left, right): a query at position p attends to the keys at positions p - left to p + right,
-        inclusive. An int sets both sides; None in the pair means no limit on that side. If `is_causal` is also set,
-        both masks apply.
-      query_offset: Position of the first query: an int, or ints [B...] or []. Positions and the distances between them
-        must be in the range of int32, which is checked unless the values are traced.
+      query_seq_lengths: int [B...], at least 0. Queries at this position or later
+        return 0. None uses all queries.
+      key_value_seq_lengths: int [B...], at least 0. Keys at this position or later are
+        masked. None masks no key.
+      local_window_size: (left, right): a query at position p attends to the keys at
+        positions p - left to p + right, inclusive. An int sets both sides; None in the
+        pair means no limit on that side. If `is_causal` is also set, both masks apply.
+      query_offset: Position of the first query: an int, or ints [B...] or []. Positions
+        and the distances between them must be in the range of int32, which is checked
+        unless the values are traced.
       key_value_offset: Position of the first key, in the same form as `query_offset`.
-      query_segment_ids: int [B..., T]; a query attends only to keys in the same segment.
+      query_segment_ids: int [B..., T]; a query attends only to keys in the same
+        segment.
       key_value_segment_ids: int [B..., S]; if T = S, you can pass only one of the two.
-      key_indices: int [B..., T, k], or [B..., T, K, k]: the keys that each query attends to, by their index in `key`;
-        -1 means no key, and repeated indices count once. Other masks also apply. Time and memory then grow with T * k
-        instead of T * S. Any other index outside the keys is an error or, if its value is traced, makes the output of
-        its query NaN.
-      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30. None means no cap.
-      sinks: Broadcasts to [B..., N]. One additional logit per head: exp(sink) is added to the softmax's denominator, as
-        for a key whose value is 0.
-      score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, a function of scalars as in PyTorch's FlexAttention.
-        `score` is scaled and capped (float32, or float64 for float64 inputs), `b` is the index of the batch entry
-        (flattened if there are several batch axes), `h` the index of the head, `q_idx` and `kv_idx` the positions of
-        query and key (int32). Captured arrays and numbers are read at every call. Inside your own `jit` they are read
-        while tracing, so pass values that change as arguments. Captured floating-point arrays receive gradients.
-        Returning -inf masks the score. An index `b`, `h`, `q_idx` or `kv_idx` beyond the end of a captured array is an
-        error if sizes are known while tracing. Not checked are computed indices, indices that the function compares
-        (`q_idx < 8`) and, with masks other than causal ones and windows, positions: JAX then uses the last entry.
-      dropout_rate: Fraction of the softmax's weights set to 0, in [0, 1); the others are scaled by 1 / (1 - rate).
-      dropout_rng: Key of `jax.random`; required if `dropout_rate > 0`. The dropped weights depend only on the key, the
-        batch entry, the head and the positions, so they are the same in every implementation.
+      key_indices: int [B..., T, k], or [B..., T, K, k]: the keys that each query
+        attends to, by their index in `key`; -1 means no key, and repeated indices count
+        once. Other masks also apply. Time and memory then grow with T * k instead of T
+        * S. Any other index outside the keys is an error or, if its value is traced,
+        makes the output of its query NaN.
+      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30.
+        None means no cap.
+      sinks: Broadcasts to [B..., N]. One additional logit per head: exp(sink) is added
+        to the softmax's denominator, as for a key whose value is 0.
+      score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, a function of scalars
+        as in PyTorch's FlexAttention. `score` is scaled and capped (float32, or float64
+        for float64 inputs), `b` is the index of the batch entry (flattened if there are
+        several batch axes), `h` the index of the head, `q_idx` and `kv_idx` the
+        positions of query and key (int32). Captured arrays and numbers are read at
+        every call. Inside your own `jit` they are read while tracing, so pass values
+        that change as arguments. Captured floating-point arrays receive gradients.
+        Returning -inf masks the score. An index `b`, `h`, `q_idx` or `kv_idx` beyond
+        the end of a captured array is an error if sizes are known while tracing. Not
+        checked are computed indices, indices that the function compares (`q_idx < 8`)
+        and, with masks other than causal ones and windows, positions: JAX then uses the
+        last entry.
+      dropout_rate: Fraction of the softmax's weights set to 0, in [0, 1); the others
+        are scaled by 1 / (1 - rate).
+      dropout_rng: Key of `jax.random`; required if `dropout_rate > 0`. The dropped
+        weights depend only on the key, the batch entry, the head and the positions, so
+        they are the same in every implementation.
       broadcast_dropout: Drop the same weights in every batch entry and head.
-      implementation: None selects the fastest one that supports the call; see `explain_implementation`. "xla" computes
-        all scores of a head at once or, for few queries, reads keys in place. "blockwise" computes the scores tile by
-        tile and skips fully masked tiles. "cudnn" (NVIDIA GPUs) and "splash" (TPUs) are fused kernels that support
-        fewer arguments. All have derivatives of every order, in forward and reverse mode.
+      implementation: None selects the fastest one that supports the call; see
+        `explain_implementation`. "xla" computes all scores of a head at once or, for
+        few queries, reads keys in place. "blockwise" computes the scores tile by tile
+        and skips fully masked tiles. "cudnn" (NVIDIA GPUs) and "splash" (TPUs) are
+        fused kernels that support fewer arguments. All have derivatives of every order,
+        in forward and reverse mode.
       return_residual: Also return the log-sum-exp of the scores.
-      return_max_score: Also return the largest visible score of each head, for example for QK-Clip.
-      precision: Precision of the matrix products; None means `jax.default_matmul_precision`.
-      qkv_sharding: How a mesh splits the batch axes and heads of query, key and value, for example
-        `jax.P("data", None, "model")`. If there are fewer key heads than devices, several devices hold the same heads.
-        Each device computes its part without communication. Only needed inside `jit` on a mesh with Auto axes: arrays
-        outside `jit`, and types with Explicit axes, contain their sharding. A `jax.P` refers to the mesh set by
-        `jax.set_mesh`; without a mesh, `jax.P()` means that nothing is split.
+      return_max_score: Also return the largest visible score of each head, for example
+        for QK-Clip.
+      precision: Precision of the matrix products; None means
+        `jax.default_matmul_precision`.
+      qkv_sharding: How a mesh splits the batch axes and heads of query, key and value,
+        for example `jax.P("data", None, "model")`. If there are fewer key heads than
+        devices, several devices hold the same heads. Each device computes its part
+        without communication. Only needed inside `jit` on a mesh with Auto axes: arrays
+        outside `jit`, and types with Explicit axes, contain their sharding. A `jax.P`
+        refers to the mesh set by `jax.set_mesh`; without a mesh, `jax.P()` means that
+        nothing is split.
 
     Returns:
-      [B..., T, N, Hv] in the dtype of `query`. With `return_residual`, also the log-sum-exp [B..., T, N], which is
-      differentiable, in float32, or float64 for float64 inputs; if all keys of a query are masked, it is the sink or,
-      without sinks, -inf. With `return_max_score`, the last result is each head's largest visible score, [B..., N], in
-      the dtype of the log-sum-exp. It ignores sinks and has no gradient. It is -inf if all scores are masked, and NaN
-      if the log-sum-exp of a query is NaN.
+      [B..., T, N, Hv] in the dtype of `query`. With `return_residual`, also the
+      log-sum-exp [B..., T, N], which is differentiable, in float32, or float64 for
+      float64 inputs; if all keys of a query are masked, it is the sink or, without
+      sinks, -inf. With `return_max_score`, the last result is each head's largest
+      visible score, [B..., N], in the dtype of the log-sum-exp. It ignores sinks and
+      has no gradient. It is -inf if all scores are masked, and NaN if the log-sum-exp
+      of a query is NaN.
 
     Raises:
-      ValueError: If arguments do not fit together, or if `score_mod` or a `mask_mod` looks up an entry outside an
-        array. The message names the argument, what is expected and what was given.
-      NotImplementedError: If a named implementation cannot compute this call (the message lists every reason), or if
-        `score_mod` or a `mask_mod` uses control flow or custom derivatives inside `jax.shard_map`.
+      ValueError: If arguments do not fit together, or if `score_mod` or a `mask_mod`
+        looks up an entry outside an array. The message names the argument, what is
+        expected and what was given.
+      NotImplementedError: If a named implementation cannot compute this call (the
+        message lists every reason), or if `score_mod` or a `mask_mod` uses control flow
+        or custom derivatives inside `jax.shard_map`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -178,13 +214,17 @@ def dot_product_attention(
       (2, 5, 8, 16)
 
     References:
-      Vaswani et al., Attention is all you need, arXiv:1706.03762; Ainslie et al., GQA, arXiv:2305.13245; Dao,
-      FlashAttention-2, arXiv:2307.08691.
+      Vaswani et al., Attention is all you need, arXiv:1706.03762; Ainslie et al., GQA,
+      arXiv:2305.13245; Dao, FlashAttention-2, arXiv:2307.08691.
     """
     arguments = dict(locals())
     del arguments["implementation"]
     output, lse, max_score = run(canonical(**arguments), implementation)
-    results: Any = (output, *([lse] if return_residual else []), *([] if max_score is None else [max_score]))
+    results: Any = (
+        output,
+        *([lse] if return_residual else []),
+        *([] if max_score is None else [max_score]),
+    )
     return results if len(results) > 1 else output
 
 
@@ -200,22 +240,27 @@ def explain_implementation(  # noqa: D417 - dot_product_attention describes the 
     platform: Platform | None = None,
     **arguments: Unpack[CallArguments],
 ) -> Explanation:
-    """Explains which implementation computes a call of `dot_product_attention`, and why the others do not.
+    """Explains which implementation computes a call of `dot_product_attention`, and why
+    the others do not.
 
-    All arguments but `platform` are those of `dot_product_attention`. The choice depends only on shapes, dtypes and
-    values known while tracing. So this also works under `jit`, and on `jax.ShapeDtypeStruct` in `jax.eval_shape`.
+    All arguments but `platform` are those of `dot_product_attention`. The choice
+    depends only on shapes, dtypes and values known while tracing. So this also works
+    under `jit`, and on `jax.ShapeDtypeStruct` in `jax.eval_shape`.
 
     Args:
-      platform: Explain the call for "cpu", "cuda" (or "gpu") or "tpu" instead of the device that would compute it. The
-        platform need not be available: "cuda" then assumes H100s, and nothing is compiled for them. cuDNN may still
-        reject the shapes, because it can check them only on a machine with a GPU.
+      platform: Explain the call for "cpu", "cuda" (or "gpu") or "tpu" instead of the
+        device that would compute it. The platform need not be available: "cuda" then
+        assumes H100s, and nothing is compiled for them. cuDNN may still reject the
+        shapes, because it can check them only on a machine with a GPU.
 
     Returns:
-      An `Explanation`: `chosen` is the implementation that computes the call, and `refusals` maps each
-      implementation to the reasons why it cannot, and what to change. `print` shows a table.
+      An `Explanation`: `chosen` is the implementation that computes the call, and
+      `refusals` maps each implementation to the reasons why it cannot, and what to
+      change. `print` shows a table.
 
     Raises:
-      ValueError: If `platform` is unknown, or where `dot_product_attention` raises a ValueError.
+      ValueError: If `platform` is unknown, or where `dot_product_attention` raises a
+        ValueError.
       NotImplementedError: Where `dot_product_attention` raises a NotImplementedError.
 
     Example:
@@ -228,7 +273,16 @@ def explain_implementation(  # noqa: D417 - dot_product_attention describes the 
       >>> explain_implementation(half, half, half, platform="tpu").chosen
       'splash'
     """
-    call = canonical(query, key, value, bias, mask, return_residual=return_residual, platform=platform, **arguments)
+    call = canonical(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        return_residual=return_residual,
+        platform=platform,
+        **arguments,
+    )
     return explain(call, implementation)
 
 

@@ -17,12 +17,15 @@ class Explanation(NamedTuple):
 
     Attributes:
       chosen: The implementation that computes the call.
-      refusals: For each implementation, the reasons why it cannot run, as "reason: remedy"; an empty list if it can
-        run.
-      on_cpu: If a kernel for GPUs or TPUs was chosen while JAX traces a program, the implementation that runs instead
-        if the program is compiled for a CPU; else None.
-      variant: The algorithm of the chosen implementation, in words; None if it has only one algorithm.
-      note: If the explanation is for a platform that this machine lacks, its assumptions about it, else None.
+      refusals: For each implementation, the reasons why it cannot run, as "reason:
+        remedy"; an empty list if it can run.
+      on_cpu: If a kernel for GPUs or TPUs was chosen while JAX traces a program, the
+        implementation that runs instead if the program is compiled for a CPU; else
+        None.
+      variant: The algorithm of the chosen implementation, in words; None if it has only
+        one algorithm.
+      note: If the explanation is for a platform that this machine lacks, its
+        assumptions about it, else None.
     """
 
     chosen: str
@@ -32,14 +35,24 @@ class Explanation(NamedTuple):
     note: str | None = None
 
     def __str__(self) -> str:
-        """Formats the table: for each implementation "chosen", "would run" or all reasons against it; then the note."""
+        """Formats the table: for each implementation "chosen", "would run" or all
+        reasons against it; then the note.
+        """
         lines: list[str] = []
         for name, reasons in self.refusals.items():
-            verdict = f"chosen{f', {self.variant}' if self.variant else ''}" if name == self.chosen else "would run"
+            verdict = (
+                f"chosen{f', {self.variant}' if self.variant else ''}"
+                if name == self.chosen
+                else "would run"
+            )
             verdict = "chosen if compiled for a CPU" if name == self.on_cpu else verdict
             rows = reasons or [verdict]
             for i, row in enumerate(rows):
                 start = f"{'' if i else name:<9}  {('' if i else 'no: ').ljust(4) if reasons else ''}"
                 indent = " " * (len(start) + 2)
-                lines += textwrap.wrap(start + row, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
-        return "\n".join(lines + ([] if self.note is None else textwrap.wrap(self.note, WIDTH)))
+                lines += textwrap.wrap(
+                    start + row, WIDTH, subsequent_indent=indent, break_on_hyphens=False
+                )
+        return "\n".join(
+            lines + ([] if self.note is None else textwrap.wrap(self.note, WIDTH))
+        )

@@ -1,21 +1,25 @@
 """The rule for NaN and infinity in queries, keys and values, the same in every engine.
 
-Masked keys must not affect the output, but a weight of 0 times NaN is NaN. So, if anything may be masked:
+Masked keys must not affect the output, but a weight of 0 times NaN is NaN. So, if
+anything may be masked:
 
-1. `guard` replaces keys and values that hold NaN or infinity by zeros before any product. Engines replace queries
-   (`Head.finite_query`), because a CPU can often read queries where they are, but not change them there. `NonFinite`
-   holds a *flag*, infinity, for each query and key that is replaced, and 0 for all others.
-2. An engine makes a row, the scores of one query, NaN if a flag is visible in it: it adds the flags (*poison*) to
-   visible scores, adds NaN to the largest score of the row, or, in `rows_of`, puts NaN back into the operands of a
-   product whose masked scores are overwritten.
-3. Rows that are NaN, and rows without visible keys, add zero to all gradients, so that these stay finite: by
-   `derivative_rows` if gradients are computed tile by tile, else in `math/softmax.py`.
+1. `guard` replaces keys and values that hold NaN or infinity by zeros before any
+   product. Engines replace queries (`Head.finite_query`), because a CPU can often read
+   queries where they are, but not change them there. `NonFinite` holds a *flag*,
+   infinity, for each query and key that is replaced, and 0 for all others.
+2. An engine makes a row, the scores of one query, NaN if a flag is visible in it: it
+   adds the flags (*poison*) to visible scores, adds NaN to the largest score of the
+   row, or, in `rows_of`, puts NaN back into the operands of a product whose masked
+   scores are overwritten.
+3. Rows that are NaN, and rows without visible keys, add zero to all gradients, so that
+   these stay finite: by `derivative_rows` if gradients are computed tile by tile, else
+   in `math/softmax.py`.
 
 If nothing can be masked, NaN propagates by itself, and none of this is done.
 
-If reading all keys and values first would take as long as the rest, the call runs unguarded first. Fused kernels
-(`engines/kernels/guarded.py`) and keys read in place (`engines/xla/in_place.py`) are computed again, guarded, if the
-output is not finite.
+If reading all keys and values first would take as long as the rest, the call runs
+unguarded first. Fused kernels (`engines/kernels/guarded.py`) and keys read in place
+(`engines/xla/in_place.py`) are computed again, guarded, if the output is not finite.
 """
 
 from typing import Any
@@ -29,102 +33,160 @@ from flax_mha._src.call.operands import Call, NonFinite, may_mask
 
 
 def guard(call: Call, plan: Any) -> Call:
-    """Replaces keys and values with NaN or infinity by zeros. `Operands.nonfinite` flags all such keys and queries.
+    """Replaces keys and values with NaN or infinity by zeros. `Operands.nonfinite`
+    flags all such keys and queries.
 
-    Returns the call unchanged if nothing can be masked, or if `plan.guard_first` is False: then the engine does it.
+    Returns the call unchanged if nothing can be masked, or if `plan.guard_first` is
+    False: then the engine does it.
     """
     operands, options = call
-    if not plan.guard_first or not may_mask(operands.mask, operands.bias, options.score_mod):
+    if not plan.guard_first or not may_mask(
+        operands.mask, operands.bias, options.score_mod
+    ):
         return call
-    scale = options.scale if operands.scale is None else operands.scale.astype(options.dtype)
+    scale = (
+        options.scale
+        if operands.scale is None
+        else operands.scale.astype(options.dtype)
+    )
     query: Array = operands.query
     if not isinstance(scale, float) or abs(scale) > 1:  # scaled queries may overflow
         query = query.astype(options.dtype) * scale
     of_queries = flag(query)
     key, value, of_keys = zero_keys(operands.key, operands.value)
-    nonfinite = NonFinite(of_queries.astype(options.dtype), of_keys.astype(options.dtype))
-    return call._replace(operands=operands._replace(key=key, value=value, nonfinite=nonfinite))
+    nonfinite = NonFinite(
+        of_queries.astype(options.dtype), of_keys.astype(options.dtype)
+    )
+    return call._replace(
+        operands=operands._replace(key=key, value=value, nonfinite=nonfinite)
+    )
 
 
 def flag(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:
-    """Returns infinity for each vector [F] that holds NaN or infinity, else 0, without a gradient."""
+    """Returns infinity for each vector [F] that holds NaN or infinity, else 0, without
+    a gradient.
+    """
     is_finite = lax.reduce_and(lax.is_finite(lax.stop_gradient(x)), (x.ndim - 1,))
     zeros = lax.full(is_finite.shape, 0, x.dtype)
     return lax.select(is_finite, zeros, lax.full_like(zeros, jnp.inf))
 
 
 def zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L F"]:
-    """Replaces each vector [F] by zeros if its entry in `flags` is infinity, as in the result of `flag`."""
-    # With this flag of JAX 0.12, the tangent of a function under `jax.checkpoint` has no transpose.
+    """Replaces each vector [F] by zeros if its entry in `flags` is infinity, as in the
+    result of `flag`.
+    """
+    # With this flag of JAX 0.12, the tangent of a function under `jax.checkpoint` has
+    # no transpose.
     if getattr(jax.config, "jax_remat3", False):
         return _zero(x, flags)
     return _zero_from_flags(x, flags)
 
 
 def _zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L F"]:
-    infinite = lax.broadcast_in_dim(lax.eq(flags, lax.full_like(flags, jnp.inf)), x.shape, tuple(range(flags.ndim)))
+    infinite = lax.broadcast_in_dim(
+        lax.eq(flags, lax.full_like(flags, jnp.inf)), x.shape, tuple(range(flags.ndim))
+    )
     return lax.select(infinite, lax.full_like(x, 0), x)
 
 
-_zero_from_flags = jax.checkpoint(_zero, prevent_cse=False)  # saves the flags for the backward pass, not `infinite`
+# Saves the flags for the backward pass, not `infinite`.
+_zero_from_flags = jax.checkpoint(_zero, prevent_cse=False)
 
 
 def zero_keys(
     key: Float[Array, "*B S K H"], value: Float[Array, "*B S K Hv"]
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"], Float[Array, "*B S K"]]:
-    """Replaces a key and its value by zeros if either is not finite; also returns the flags of the keys (`flag`)."""
+    """Replaces a key and its value by zeros if either is not finite; also returns the
+    flags of the keys (`flag`).
+    """
     flags = lax.max(flag(key), flag(value).astype(key.dtype))
     return zero(key, flags), zero(value, flags), flags
 
 
-def restore_nan(x: Float[Array, "n F"], flags: Float[Array, " n"]) -> Float[Array, "n F"]:
-    """Sets vectors whose flag is infinity to NaN. All their scores become NaN; callers must set masked ones to -inf."""
+def restore_nan(
+    x: Float[Array, "n F"], flags: Float[Array, " n"]
+) -> Float[Array, "n F"]:
+    """Sets vectors whose flag is infinity to NaN. All their scores become NaN; callers
+    must set masked ones to -inf.
+    """
     return x + jnp.expand_dims(flags * 0, -1).astype(x.dtype)
 
 
 def poison_of_scores(nonfinite: NonFinite) -> Float[Array, "T S"]:
-    """Returns a term to add to visible scores: infinity if the query or the key held NaN or infinity, else 0."""
+    """Returns a term to add to visible scores: infinity if the query or the key held
+    NaN or infinity, else 0.
+    """
     if nonfinite.key.ndim == 2:  # each query has keys of its own
         return nonfinite.query[:, None] + nonfinite.key
     shape = (*nonfinite.query.shape, *nonfinite.key.shape)
-    return lax.add(lax.broadcast_in_dim(nonfinite.query, shape, (0,)), lax.broadcast_in_dim(nonfinite.key, shape, (1,)))
+    return lax.add(
+        lax.broadcast_in_dim(nonfinite.query, shape, (0,)),
+        lax.broadcast_in_dim(nonfinite.key, shape, (1,)),
+    )
 
 
 def poison_of_rows(nonfinite: NonFinite, unmasked: bool) -> Float[Array, " T"]:
-    """Returns a term to add to the largest score of each row: NaN if its query held NaN or infinity, else 0.
+    """Returns a term to add to the largest score of each row: NaN if its query held NaN
+    or infinity, else 0.
 
-    If `unmasked`, every query attends to every key, so a single key with NaN or infinity makes all rows NaN.
+    If `unmasked`, every query attends to every key, so a single key with NaN or
+    infinity makes all rows NaN.
     """
     flags = nonfinite.query
     if unmasked:
-        flags = lax.max(flags, lax.broadcast(lax.reduce_max(nonfinite.key, (0,)), flags.shape))
+        flags = lax.max(
+            flags, lax.broadcast(lax.reduce_max(nonfinite.key, (0,)), flags.shape)
+        )
     return lax.mul(flags, lax.full_like(flags, 0))
 
 
-def poison_rows(largest: Float[Array, " t"], poison: Float[Array, " t"]) -> Float[Array, " t"]:
+def poison_rows(
+    largest: Float[Array, " t"], poison: Float[Array, " t"]
+) -> Float[Array, " t"]:
     """Adds `poison`, NaN or 0, to the largest score of each row that has a visible key."""
-    return lax.select(lax.gt(largest, lax.full_like(largest, -jnp.inf)), largest + poison, largest)
+    return lax.select(
+        lax.gt(largest, lax.full_like(largest, -jnp.inf)), largest + poison, largest
+    )
 
 
 def derivative_rows(
-    query: Float[Array, "*L T H"], result: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]], keys_are_finite: bool
-) -> tuple[Float[Array, "*L T H"], Float[Array, "*L T Hv"], Float[Array, "*L T"], Bool[Array, "*L T"]]:
-    """Returns query, output, log-sum-exp, and which rows have derivatives; the others then add 0 to all gradients.
+    query: Float[Array, "*L T H"],
+    result: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]],
+    keys_are_finite: bool,
+) -> tuple[
+    Float[Array, "*L T H"],
+    Float[Array, "*L T Hv"],
+    Float[Array, "*L T"],
+    Bool[Array, "*L T"],
+]:
+    """Returns query, output, log-sum-exp, and which rows have derivatives; the others
+    then add 0 to all gradients.
 
-    A row has none if its log-sum-exp, `result[1]`, is not finite: the row is NaN, or has no visible key and no sink.
-    The log-sum-exp becomes infinity, so that all weights are 0. Output and, if `keys_are_finite`, query become 0.
+    A row has none if its log-sum-exp, `result[1]`, is not finite: the row is NaN, or
+    has no visible key and no sink. The log-sum-exp becomes infinity, so that all
+    weights are 0. Output and, if `keys_are_finite`, query become 0.
     """
     output, lse = result
     finite = jnp.isfinite(lse)
-    output = jnp.where(finite[..., None], output, jnp.zeros_like(output)).astype(lse.dtype)
-    query = jnp.where(finite[..., None], query, jnp.zeros_like(query)) if keys_are_finite else query
+    output = jnp.where(finite[..., None], output, jnp.zeros_like(output)).astype(
+        lse.dtype
+    )
+    query = (
+        jnp.where(finite[..., None], query, jnp.zeros_like(query))
+        if keys_are_finite
+        else query
+    )
     return query, output, jnp.where(finite, lse, jnp.full_like(lse, jnp.inf)), finite
 
 
-def backward_weights(s: Float[Array, "..."], lse: Float[Array, "..."], may_be_nan: bool) -> Float[Array, "..."]:
-    """Computes the weights exp(s - lse) for derivatives; 0 where `derivative_rows` set `lse` to infinity.
+def backward_weights(
+    s: Float[Array, "..."], lse: Float[Array, "..."], may_be_nan: bool
+) -> Float[Array, "..."]:
+    """Computes the weights exp(s - lse) for derivatives; 0 where `derivative_rows` set
+    `lse` to infinity.
 
-    `may_be_nan`: whether scores in those rows may be NaN, which a bias or a `score_mod` can cause.
+    `may_be_nan`: whether scores in those rows may be NaN, which a bias or a `score_mod`
+    can cause.
     """
     s = jnp.where(lse == jnp.inf, jnp.full_like(s, -jnp.inf), s) if may_be_nan else s
     return jnp.exp(s - lse)

@@ -1,7 +1,8 @@
-"""Chooses how an engine computes a call: dense or in tiles, tile shapes, loops over heads, dtypes of products.
+"""Chooses how an engine computes a call: dense or in tiles, tile shapes, loops over
+heads, dtypes of products.
 
-These choices change results only by rounding. The numbers below were measured on CPUs; those for GPUs and TPUs were
-counted in compiled programs (`benchmarks/compiled.py`).
+These choices change results only by rounding. The numbers below were measured on CPUs;
+those for GPUs and TPUs were counted in compiled programs (`benchmarks/compiled.py`).
 """
 
 import functools
@@ -14,29 +15,48 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Options, may_mask
-from flax_mha._src.core.tracing import being_traced, cpu_features, is_key, multiplies_bfloat16, readable
+from flax_mha._src.core.tracing import (
+    being_traced,
+    cpu_features,
+    is_key,
+    multiplies_bfloat16,
+    readable,
+)
 from flax_mha._src.masks import Mask
 from flax_mha._src.masks.function import store_occupancy
 from flax_mha._src.math import tiling as tilings
 from flax_mha._src.math.head import mask_by_head, one_of
-from flax_mha._src.math.tiling import BlockMask, TileShape, Tiling, static_block_mask, tiles_of, tiling_of
+from flax_mha._src.math.tiling import (
+    BlockMask,
+    TileShape,
+    Tiling,
+    static_block_mask,
+    tiles_of,
+    tiling_of,
+)
 
-# The first two fields of a `Target`, `platform` and `may_be_split`, for one CPU and one TPU.
+# The first two fields of a `Target`, `platform` and `may_be_split`, for one CPU and one
+# TPU.
 ON_ONE_CPU, ON_ONE_TPU = ("cpu", False), ("tpu", False)
 
-# GPU: up to this many scores of all heads, 1 GiB of float32, are computed at once. Counted in bytes and launches, tiles
-# gain next to nothing then, even with a window: a tile launches some 25 kernels.
+# GPU: up to this many scores of all heads, 1 GiB of float32, are computed at once.
+# Counted in bytes and launches, tiles gain next to nothing then, even with a window: a
+# tile launches some 25 kernels.
 MAX_SCORES_GPU = 2**28
-# TPU: the heads that run together have at most this many scores in memory. Then a step over tiles stays in the fast
-# memory of a v5e: with eight times as many, it moves 2.2 GiB instead of 8 x 32 MiB.
+# TPU: the heads that run together have at most this many scores in memory. Then a step
+# over tiles stays in the fast memory of a v5e: with eight times as many, it moves 2.2
+# GiB instead of 8 x 32 MiB.
 MAX_SCORES_TPU = 64 * 512 * 512
 
-# CPU: up to this many scores of a head, T * S, dense attention is about as fast as tiles, and compiles faster. Up to
-# this many in a head or a tile, XLA compiles product, softmax and product into one kernel, which is fast ...
+# CPU: up to this many scores of a head, T * S, dense attention is about as fast as
+# tiles, and compiles faster. Up to this many in a head or a tile, XLA compiles product,
+# softmax and product into one kernel, which is fast ...
 MAX_SCORES_DENSE = 256 * 256
-MIN_SCORES_FUSED_IN_ALL = 512 * 1024  # ... if all heads have at least this many scores, 2 MiB in float32
-# Tile shapes to choose from: large enough for fast matrix products, small enough for the caches. The first is used for
-# masks that are not known while tracing, and on accelerators. Up to 704 keys, a tile of 2 MiB holds whole rows.
+# ... if all heads have at least this many scores, 2 MiB in float32.
+MIN_SCORES_FUSED_IN_ALL = 512 * 1024
+# Tile shapes to choose from: large enough for fast matrix products, small enough for
+# the caches. The first is used for masks that are not known while tracing, and on
+# accelerators. Up to 704 keys, a tile of 2 MiB holds whole rows.
 TILE_SHAPES = (
     TileShape(512, 512),
     TileShape(1024, 512, 2),
@@ -45,48 +65,71 @@ TILE_SHAPES = (
     TileShape(256, 512),
     TileShape(128, 128),
 )
-# The cost of a tile of n scores on a CPU, in units of one score of a large tile. XLA uses all cores for matrix products
-# of at least PARALLEL multiplications (n times the head size): such a tile costs n + STEP, a smaller one SERIAL * n. In
-# partial tiles, n is multiplied by MASKED.
+# The cost of a tile of n scores on a CPU, in units of one score of a large tile. XLA
+# uses all cores for matrix products of at least PARALLEL multiplications (n times the
+# head size): such a tile costs n + STEP, a smaller one SERIAL * n. In partial tiles, n
+# is multiplied by MASKED.
 PARALLEL, STEP, SERIAL = 2**23, 24 * 1024, 2
 MASKED = 1.15
-EXAMPLES = 4  # if a mask differs between heads, the costs are added up for this many heads
-# How many heads are vmapped, by the scores that a head holds in memory at a time: all batch entries and heads up to the
-# first number, the heads of one batch entry up to the second (and up to the third in all), else one head.
-MAX_SCORES_ALL_HEADS, MAX_SCORES_ONE_ENTRY, MAX_SCORES_ONE_ENTRY_IN_ALL = 128 * 128, 512 * 512, 8 * 512 * 512
+# If a mask differs between heads, the costs are added up for this many heads.
+EXAMPLES = 4
+# How many heads are vmapped, by the scores that a head holds in memory at a time: all
+# batch entries and heads up to the first number, the heads of one batch entry up to the
+# second (and up to the third in all), else one head.
+MAX_SCORES_ALL_HEADS, MAX_SCORES_ONE_ENTRY, MAX_SCORES_ONE_ENTRY_IN_ALL = (
+    128 * 128,
+    512 * 512,
+    8 * 512 * 512,
+)
 
-# CPU, reading keys in place: for at most this many queries over at least this many keys, and for caches.
+# CPU, reading keys in place: for at most this many queries over at least this many
+# keys, and for caches.
 MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
-# Limits of a block: its queries, the numbers in its keys and values of all heads, and its least and most keys.
+# Limits of a block: its queries, the numbers in its keys and values of all heads, and
+# its least and most keys.
 MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
 MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
-# Blocks are wider if products are in bfloat16, if the cache has 8 bits, or if most keys are visible. These limit such a
-# block: the bytes of its keys and values in the dtype of the products, and its scores of one batch entry.
+# Blocks are wider if products are in bfloat16, if the cache has 8 bits, or if most keys
+# are visible. These limit such a block: the bytes of its keys and values in the dtype
+# of the products, and its scores of one batch entry.
 MAX_BYTES_WIDE, MAX_SCORES_WIDE = 2 * 2**20, 64 * 1024
-# One block-diagonal product serves all heads (`in_place.py`) if K * T * N, a measure of its work, is at most the first.
-# All keys may be one block if K * T * N is at most the second, and B * T * N * S, the number of scores, the third.
+# One block-diagonal product serves all heads (`in_place.py`) if K * T * N, a measure of
+# its work, is at most the first. All keys may be one block if K * T * N is at most the
+# second, and B * T * N * S, the number of scores, the third.
 MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
-# Up to this many numbers in keys and values, 512 KiB in float32, all keys are one block however many are visible: a
-# step over such a cache compiles in half the time. If an output is not finite, the second pass holds a copy of them.
+# Up to this many numbers in keys and values, 512 KiB in float32, all keys are one block
+# however many are visible: a step over such a cache compiles in half the time. If an
+# output is not finite, the second pass holds a copy of them.
 MAX_NUMBERS_WHOLE = 128 * 1024
-MAX_WIDTH_ACCELERATOR = 4096  # most keys in a block on accelerators, which compute all batch entries together
+# Most keys in a block on accelerators, which compute all batch entries together.
+MAX_WIDTH_ACCELERATOR = 4096
 
 
 class KeyBlocks(NamedTuple):
-    """How attention that reads keys in place (`in_place.py`) loops over blocks of queries and keys."""
+    """How attention that reads keys in place (`in_place.py`) loops over blocks of
+    queries and keys.
+    """
 
     height: int  # queries in a block
     width: int  # keys in a block
-    sequential: bool  # whether batch entries run one after another, each over the blocks that it needs, or together
+    # Whether batch entries run one after another, each over the blocks that it needs,
+    # or together.
+    sequential: bool
     dtype: jnp.dtype  # of queries, keys and weights in matrix products
     block_diagonal: bool = False  # whether one matrix product serves all heads
-    wide: "KeyBlocks | None" = None  # the blocks to use if more than half of the keys are visible; None: always these
-    value_size: int | None = None  # if given, the first features of keys are the values, and have a scale of their own
+    # The blocks to use if more than half of the keys are visible; None: always these.
+    wide: "KeyBlocks | None" = None
+    # If given, the first features of keys are the values, and have a scale of their
+    # own.
+    value_size: int | None = None
     whole: bool = False  # whether one block holds the keys of all batch entries
-    unconditional: bool = False  # if `whole`: whether to read this block without asking whether a key is visible
+    # If `whole`: whether to read this block without asking whether a key is visible.
+    unconditional: bool = False
 
     def fitting(self, scores: int, numbers: int) -> "KeyBlocks":
-        """Returns the blocks to use for `scores` scores, and keys and values of `numbers` entries, after `jax.vmap`."""
+        """Returns the blocks to use for `scores` scores, and keys and values of
+        `numbers` entries, after `jax.vmap`.
+        """
         if self.wide is None or not self.wide.whole:
             return self
         if scores > MAX_SCORES_WHOLE:
@@ -95,22 +138,34 @@ class KeyBlocks(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How an engine computes a call. `Engine.plan` makes it once for a call; it is hashable, and never changes."""
+    """How an engine computes a call. `Engine.plan` makes it once for a call; it is
+    hashable, and never changes.
+    """
 
     dtype: jnp.dtype  # of the operands of matrix products
-    guard_first: bool = True  # whether `guard.guard` makes the operands finite before the engine gets them
-    # Number of leading axes [B..., K, G] over which `map_heads` loops; it vmaps the others. "blockwise" also loops over
-    # axes along which heads visit different tiles, unless this is None: arrays may be split between devices.
+    # Whether `guard.guard` makes the operands finite before the engine gets them.
+    guard_first: bool = True
+    # Number of leading axes [B..., K, G] over which `map_heads` loops; it vmaps the
+    # others. "blockwise" also loops over axes along which heads visit different tiles,
+    # unless this is None: arrays may be split between devices.
     looped_axes: int | None = 0
-    max_heads: int | None = None  # most heads that `map_heads` vmaps at a time; None sets no limit, as on CPUs and GPUs
-    fuses_rows: bool = False  # whether XLA's CPU backend compiles `rows_of` of a head or a tile to one kernel
-    tiling: Tiling | None = None  # the tiles of one head; None for engines without tiles
-    in_place: KeyBlocks | None = None  # the blocks that "xla" reads in place; None computes all scores at once
-    gathered: int | None = None  # queries whose keys "xla" gathers at a time, if queries list keys
+    # Most heads that `map_heads` vmaps at a time; None sets no limit, as on CPUs and
+    # GPUs.
+    max_heads: int | None = None
+    # Whether XLA's CPU backend compiles `rows_of` of a head or a tile to one kernel.
+    fuses_rows: bool = False
+    # The tiles of one head; None for engines without tiles.
+    tiling: Tiling | None = None
+    # The blocks that "xla" reads in place; None computes all scores at once.
+    in_place: KeyBlocks | None = None
+    # Queries whose keys "xla" gathers at a time, if queries list keys.
+    gathered: int | None = None
 
     @property
     def variant(self) -> str | None:
-        """The algorithm that the plan chooses for "xla", in words, for explanations; None if the plan has tiles."""
+        """The algorithm that the plan chooses for "xla", in words, for explanations;
+        None if the plan has tiles.
+        """
         if self.tiling is not None:
             return None
         if self.gathered is not None:
@@ -119,7 +174,9 @@ class Plan(NamedTuple):
 
 
 def plan_xla(call: Call) -> Plan:
-    """Plans a call for "xla", which gathers the keys in `key_indices`, reads keys in place, or computes all scores."""
+    """Plans a call for "xla", which gathers the keys in `key_indices`, reads keys in
+    place, or computes all scores.
+    """
     if call.operands.key_indices is not None:
         return _plan_gathered(call, call.operands.key_indices.shape[-1])
     blocks = blocks_in_place(call)
@@ -127,15 +184,24 @@ def plan_xla(call: Call) -> Plan:
         return Plan(blocks.dtype, guard_first=False, in_place=blocks)
     scores = math.prod(call.operands.lengths)
     looped, together = _loops(call, scores)
-    looped = 0 if _may_fuse(call, scores) else looped  # few scores need no loop over heads
-    return Plan(product_dtype(call, tiles=False), True, looped, together, _fuses_rows(call, scores))
+    # Few scores need no loop over heads.
+    looped = 0 if _may_fuse(call, scores) else looped
+    return Plan(
+        product_dtype(call, tiles=False),
+        True,
+        looped,
+        together,
+        _fuses_rows(call, scores),
+    )
 
 
 def _plan_gathered(call: Call, count: int) -> Plan:
-    """Plans a call in which each query lists `count` keys (`key_indices`): chooses how many queries form a block.
+    """Plans a call in which each query lists `count` keys (`key_indices`): chooses how
+    many queries form a block.
 
-    A block gathers about as many keys as the call has. Then memory is linear in the number of keys, and adding up the
-    gradients of keys from all blocks takes no longer than gathering the keys.
+    A block gathers about as many keys as the call has. Then memory is linear in the
+    number of keys, and adding up the gradients of keys from all blocks takes no longer
+    than gathering the keys.
     """
     (queries, keys), dtype = call.operands.lengths, product_dtype(call, tiles=False)
     if not call.options.has_known_sizes:
@@ -148,37 +214,56 @@ def _plan_gathered(call: Call, count: int) -> Plan:
 
 
 def plan_tiles(call: Call) -> tuple[Plan, Call]:
-    """Returns a plan in tiles, and the call with the tiles to visit and the occupancy of `mask_mod`s, if known now."""
+    """Returns a plan in tiles, and the call with the tiles to visit and the occupancy
+    of `mask_mod`s, if known now.
+    """
     call = with_occupancy(call)
-    tiling, blocks = choose_tiles(call, TILE_SHAPES if call.options.target.platform == "cpu" else TILE_SHAPES[:1])
+    tiling, blocks = choose_tiles(
+        call, TILE_SHAPES if call.options.target.platform == "cpu" else TILE_SHAPES[:1]
+    )
     scores = tiling.height * tiling.width
     fuses = _fuses_rows(call, scores, tiling.rows)
-    plan = Plan(product_dtype(call, tiles=True), True, *_loops(call, scores), fuses, tiling)
+    plan = Plan(
+        product_dtype(call, tiles=True), True, *_loops(call, scores), fuses, tiling
+    )
     return plan, call._replace(operands=call.operands._replace(tiles=blocks))
 
 
 def with_occupancy(call: Call) -> Call:
-    """Evaluates each `mask_mod` in the call's mask now, if its arrays are concrete, so that empty tiles are skipped.
+    """Evaluates each `mask_mod` in the call's mask now, if its arrays are concrete, so
+    that empty tiles are skipped.
 
-    The mask of the returned call holds, for each square of CELL x CELL scores, whether some or all of them are visible.
+    The mask of the returned call holds, for each square of CELL x CELL scores, whether
+    some or all of them are visible.
     """
     operands = call.operands
-    if operands.mask is None or not jax.tree.leaves(operands.mask) or not operands.offsets.are_known:
+    if (
+        operands.mask is None
+        or not jax.tree.leaves(operands.mask)
+        or not operands.offsets.are_known
+    ):
         return call  # a mask without arrays computes this by itself
-    mask = store_occupancy(operands.mask, operands.lengths, operands.offsets.numbers, tilings.CELL)
+    mask = store_occupancy(
+        operands.mask, operands.lengths, operands.offsets.numbers, tilings.CELL
+    )
     return call._replace(operands=operands._replace(mask=mask))
 
 
-def choose_tiles(call: Call, shapes: tuple[TileShape, ...]) -> tuple[Tiling, BlockMask | None]:
-    """Chooses the cheapest tiling with one of `shapes`; the first if mask or offsets are not known while tracing.
+def choose_tiles(
+    call: Call, shapes: tuple[TileShape, ...]
+) -> tuple[Tiling, BlockMask | None]:
+    """Chooses the cheapest tiling with one of `shapes`; the first if mask or offsets
+    are not known while tracing.
 
-    Also lists the tiles to visit if JAX is tracing and the mask holds concrete arrays. Otherwise the list is None, and
-    made later: at trace time if the mask holds no arrays (`block_mask_of_one`), else at run time
-    (`dynamic_block_mask`).
+    Also lists the tiles to visit if JAX is tracing and the mask holds concrete arrays.
+    Otherwise the list is None, and made later: at trace time if the mask holds no
+    arrays (`block_mask_of_one`), else at run time (`dynamic_block_mask`).
     """
     operands, axes = call.operands, call.operands.query.ndim - 1
     arrays = jax.tree.leaves(operands.mask)
-    known = not arrays or (all(map(readable, arrays)) and operands.query.size > 0 and being_traced())
+    known = not arrays or (
+        all(map(readable, arrays)) and operands.query.size > 0 and being_traced()
+    )
     if not operands.offsets.are_known or not known:
         return tiling_of(operands.lengths, shapes[0]), None
     context = operands.lengths, operands.offsets.numbers, shapes, product_size(call)
@@ -194,7 +279,9 @@ def choose_tiles(call: Call, shapes: tuple[TileShape, ...]) -> tuple[Tiling, Blo
 
 
 def product_size(call: Call) -> int:
-    """Returns the number of multiplications per score in a matrix product: the larger head size, H or Hv."""
+    """Returns the number of multiplications per score in a matrix product: the larger
+    head size, H or Hv.
+    """
     return max(call.operands.query.shape[-1], call.operands.value.shape[-1])
 
 
@@ -205,21 +292,28 @@ def _cheapest(
     shapes: Sequence[TileShape],
     head_size: int,
 ) -> Tiling:
-    """Returns the tiling that costs the least for the `masks` of some heads, with one of the tile `shapes`."""
+    """Returns the tiling that costs the least for the `masks` of some heads, with one
+    of the tile `shapes`.
+    """
     candidates, costs = [tiling_of(lengths, shape, fine=True) for shape in shapes], []
     with jax.ensure_compile_time_eval():
         for candidate in candidates:
-            costs.append(sum(_cost(candidate, mask, offsets, head_size) for mask in masks))
+            costs.append(
+                sum(_cost(candidate, mask, offsets, head_size) for mask in masks)
+            )
     return candidates[int(np.argmin(costs))]
 
 
-# Cached for masks without arrays: all layers of a model, and all traces of its training step, need the same tiling.
+# Cached for masks without arrays: all layers of a model, and all traces of its training
+# step, need the same tiling.
 @functools.lru_cache(maxsize=256)
 def _cheapest_of_one(mask: Mask | None, *context: Any) -> Tiling:
     return _cheapest((mask,), *context)
 
 
-def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_size: int) -> float:
+def _cost(
+    candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_size: int
+) -> float:
     _, part, full, some = tiles_of(candidate, mask, offsets)
     number = np.arange(part.shape[1])
     scores = (part[..., 1] - part[..., 0]) * candidate.width
@@ -229,12 +323,18 @@ def _cost(candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_s
 
 
 def is_memory_bound(call: Call) -> bool:
-    """Returns whether reading the keys takes most of the time, for example in decoding: then "xla" is the fastest."""
-    return (call.options.has_known_sizes and call.operands.query.shape[-3] == 1) or reads_in_place(call)
+    """Returns whether reading the keys takes most of the time, for example in decoding:
+    then "xla" is the fastest.
+    """
+    return (
+        call.options.has_known_sizes and call.operands.query.shape[-3] == 1
+    ) or reads_in_place(call)
 
 
 def prefers_dense(call: Call) -> bool:
-    """Returns whether "xla" is faster than "blockwise", or sizes are symbolic, which "blockwise" does not support."""
+    """Returns whether "xla" is faster than "blockwise", or sizes are symbolic, which
+    "blockwise" does not support.
+    """
     query, options = call.operands.query, call.options
     scores = math.prod(call.operands.lengths)
     if not options.has_known_sizes or scores <= MAX_SCORES_DENSE:
@@ -244,15 +344,21 @@ def prefers_dense(call: Call) -> bool:
 
 
 def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
-    """Returns whether XLA's CPU backend compiles `rows_of` to one fast kernel that writes no score to memory.
+    """Returns whether XLA's CPU backend compiles `rows_of` to one fast kernel that
+    writes no score to memory.
 
-    `scores` counts the scores of one tile, and `rows` the tiles of a head that run together. Dense attention computes a
-    head as one tile.
+    `scores` counts the scores of one tile, and `rows` the tiles of a head that run
+    together. Dense attention computes a head as one tile.
     """
     if not _may_fuse(call, scores):
         return False
     # Matrix products that use all cores are faster outside of that kernel.
-    in_all = math.prod(call.operands.query.shape[:-3]) * call.operands.query.shape[-2] * rows * scores
+    in_all = (
+        math.prod(call.operands.query.shape[:-3])
+        * call.operands.query.shape[-2]
+        * rows
+        * scores
+    )
     return in_all >= MIN_SCORES_FUSED_IN_ALL and scores * product_size(call) < PARALLEL
 
 
@@ -260,26 +366,47 @@ def _may_fuse(call: Call, scores: int) -> bool:
     operands, options = call
     plain = options.score_mod is None and operands.dropout_rng is None
     plain = plain and not (options.return_residual or options.return_max_score)
-    return call.options.has_known_sizes and plain and scores <= MAX_SCORES_DENSE and options.target[:2] == ON_ONE_CPU
+    return (
+        call.options.has_known_sizes
+        and plain
+        and scores <= MAX_SCORES_DENSE
+        and options.target[:2] == ON_ONE_CPU
+    )
 
 
 def reads_in_place(call: Call) -> bool:
-    """Returns whether "xla" reads keys and values [B..., S, K, H] where they are, instead of copying them head by head.
+    """Returns whether "xla" reads keys and values [B..., S, K, H] where they are,
+    instead of copying them head by head.
 
-    "xla" does so for a cache (`Options.cached`) if no implementation is named, and on a CPU for few queries, many keys.
+    "xla" does so for a cache (`Options.cached`) if no implementation is named, and on a
+    CPU for few queries, many keys.
     """
     operands, options = call
-    if not options.has_known_sizes or not all(x.size for x in operands[:3]) or operands.key_indices is not None:
+    if (
+        not options.has_known_sizes
+        or not all(x.size for x in operands[:3])
+        or operands.key_indices is not None
+    ):
         return False
-    if options.score_mod is not None and "custom_vjp_call" in options.score_mod.primitives:
-        return False  # `in_place.py` has a rule for jax.jvp, which cannot differentiate a custom_vjp
+    if (
+        options.score_mod is not None
+        and "custom_vjp_call" in options.score_mod.primitives
+    ):
+        # `in_place.py` has a rule for jax.jvp, which cannot differentiate a custom_vjp.
+        return False
     queries, keys = operands.lengths
-    few = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE and options.target.platform == "cpu"
+    few = (
+        queries <= MAX_QUERIES_IN_PLACE
+        and keys >= MIN_KEYS_IN_PLACE
+        and options.target.platform == "cpu"
+    )
     return few or options.cached
 
 
 def blocks_in_place(call: Call) -> KeyBlocks | None:
-    """Chooses the blocks of keys that are read in place; None if all scores are computed at once."""
+    """Chooses the blocks of keys that are read in place; None if all scores are
+    computed at once.
+    """
     if not reads_in_place(call):
         return None
     operands, options = call
@@ -288,39 +415,77 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
     height = min(queries, MAX_HEIGHT_IN_PLACE)
     blocks_of = functools.partial(KeyBlocks, height, value_size=options.value_size)
     if not on_cpu:
-        width = MAX_WIDTH_ACCELERATOR if operands.cache_scale is None else MAX_WIDTH_IN_PLACE  # 8 bits are converted
+        # 8 bits are converted.
+        width = (
+            MAX_WIDTH_ACCELERATOR
+            if operands.cache_scale is None
+            else MAX_WIDTH_IN_PLACE
+        )
         if options.target.platform != "gpu":
             return blocks_of(min(keys, width), False, options.dtype)
         blocks = blocks_of(min(keys, width), False, _dtype_in_place(call))
-        # Without a block-diagonal product, XLA transposes the whole cache; a GPU waits for the host at every condition.
+        # Without a block-diagonal product, XLA transposes the whole cache; a GPU waits
+        # for the host at every condition.
         is_joint = height * operands.query.shape[-2] <= MAX_JOINT_ROWS
-        return blocks._replace(block_diagonal=is_joint, whole=keys <= width, unconditional=keys <= width)
-    in_turn, has_8_bits = not options.target.may_be_split, operands.cache_scale is not None
+        return blocks._replace(
+            block_diagonal=is_joint, whole=keys <= width, unconditional=keys <= width
+        )
+    in_turn, has_8_bits = (
+        not options.target.may_be_split,
+        operands.cache_scale is not None,
+    )
     dtype = _dtype_in_place(call) if in_turn else options.dtype
     numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
-    widest = min(MAX_BYTES_WIDE // dtype.itemsize // numbers, MAX_SCORES_WIDE // (queries * operands.query.shape[-2]))
-    # Keys that are converted, or multiplied in fewer bits, take fewer and larger blocks.
+    widest = min(
+        MAX_BYTES_WIDE // dtype.itemsize // numbers,
+        MAX_SCORES_WIDE // (queries * operands.query.shape[-2]),
+    )
+    # Keys that are converted, or multiplied in fewer bits, take fewer and larger
+    # blocks.
     width = (2 if has_8_bits else 1) * MAX_NUMBERS_IN_PLACE // numbers
     width = widest if in_turn and (has_8_bits or dtype != options.dtype) else width
-    width = min(keys, max(MIN_WIDTH_IN_PLACE, min(width // 64 * 64, MAX_WIDTH_IN_PLACE)))
+    width = min(
+        keys, max(MIN_WIDTH_IN_PLACE, min(width // 64 * 64, MAX_WIDTH_IN_PLACE))
+    )
     if keys % width and not may_mask(operands.mask, operands.bias, options.score_mod):
         return None  # the last block would have to mask some of its keys
     if not in_turn:
         return blocks_of(width, False, dtype)
-    blocks = blocks_of(width, True, dtype, num_heads * height * operands.query.shape[-2] <= MAX_JOINT_ROWS)
+    blocks = blocks_of(
+        width,
+        True,
+        dtype,
+        num_heads * height * operands.query.shape[-2] <= MAX_JOINT_ROWS,
+    )
     return blocks._replace(wide=_wide_blocks(call, blocks, widest))
 
 
 def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None:
-    """Chooses larger blocks, of all keys or at most `widest`, to use if most keys are visible; None: use `blocks`."""
+    """Chooses larger blocks, of all keys or at most `widest`, to use if most keys are
+    visible; None: use `blocks`.
+    """
     operands, (queries, num_heads) = call.operands, call.operands.query.shape[-3:-1]
     keys, num_kv_heads = operands.key.shape[-3:-1]
-    scores, joint_rows = math.prod(operands.query.shape[:-1]) * keys, queries * num_heads * num_kv_heads
-    few = scores <= MAX_SCORES_WHOLE and joint_rows <= MAX_JOINT_ROWS_WHOLE and queries <= MAX_HEIGHT_IN_PLACE
-    if few and operands.key.dtype == blocks.dtype:  # keys of another dtype would all have to be converted at once
-        return blocks._replace(width=keys, sequential=False, block_diagonal=True, whole=True)
-    has_8_bits, entries = operands.cache_scale is not None, math.prod(operands.query.shape[:-3])
-    if has_8_bits and widest >= 2 * keys and entries > 1:  # one after the other, entries take 1.2 times as long
+    scores, joint_rows = (
+        math.prod(operands.query.shape[:-1]) * keys,
+        queries * num_heads * num_kv_heads,
+    )
+    few = (
+        scores <= MAX_SCORES_WHOLE
+        and joint_rows <= MAX_JOINT_ROWS_WHOLE
+        and queries <= MAX_HEIGHT_IN_PLACE
+    )
+    # Keys of another dtype would all have to be converted at once.
+    if few and operands.key.dtype == blocks.dtype:
+        return blocks._replace(
+            width=keys, sequential=False, block_diagonal=True, whole=True
+        )
+    has_8_bits, entries = (
+        operands.cache_scale is not None,
+        math.prod(operands.query.shape[:-3]),
+    )
+    # One after the other, entries take 1.2 times as long.
+    if has_8_bits and widest >= 2 * keys and entries > 1:
         width = max(MIN_WIDTH_IN_PLACE, widest // entries // 64 * 64)
         return blocks._replace(width=min(width, keys), sequential=False)
     width = min(widest, keys) // 64 * 64
@@ -329,50 +494,72 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
 
 
 def _dtype_in_place(call: Call) -> jnp.dtype:
-    """Chooses the dtype of matrix products with keys that are read in place on one CPU or on GPUs.
+    """Chooses the dtype of matrix products with keys that are read in place on one CPU
+    or on GPUs.
 
-    The dtype is bfloat16 if the device multiplies bfloat16, queries are bfloat16, and keys and values have bfloat16 or
-    8 bits. Products are then scaled instead of queries, so only weights are rounded. That makes the log-sum-exp less
-    exact. So if the call returns it, or asks for more precision than the default, the dtype is `options.dtype`.
+    The dtype is bfloat16 if the device multiplies bfloat16, queries are bfloat16, and
+    keys and values have bfloat16 or 8 bits. Products are then scaled instead of
+    queries, so only weights are rounded. That makes the log-sum-exp less exact. So if
+    the call returns it, or asks for more precision than the default, the dtype is
+    `options.dtype`.
     """
     operands, options = call
     is_narrow = {x.dtype for x in operands[:3]} == {jnp.dtype(jnp.bfloat16)}
-    is_narrow |= operands.query.dtype == jnp.bfloat16 and operands.cache_scale is not None
+    is_narrow |= (
+        operands.query.dtype == jnp.bfloat16 and operands.cache_scale is not None
+    )
     exact = options.return_residual or not _may_round(options)
-    is_fast = options.target.platform == "gpu" or multiplies_bfloat16(options.target.platform)
-    return operands.query.dtype if is_narrow and is_fast and not exact else options.dtype
+    is_fast = options.target.platform == "gpu" or multiplies_bfloat16(
+        options.target.platform
+    )
+    return (
+        operands.query.dtype if is_narrow and is_fast and not exact else options.dtype
+    )
 
 
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
-    """Chooses the dtype in which query, key, value and weights enter matrix products; sums are float32 at least.
+    """Chooses the dtype in which query, key, value and weights enter matrix products;
+    sums are float32 at least.
 
-    A query's dtype of 16 bits is kept if that makes products faster: on accelerators, unless gradients in float16 could
-    overflow, and for bfloat16 in large tiles on CPUs with a matrix unit (AMX). All other calls, and calls with more
-    precision than the default, use `options.dtype`. `tiles`: whether the call is computed tile by tile.
+    A query's dtype of 16 bits is kept if that makes products faster: on accelerators,
+    unless gradients in float16 could overflow, and for bfloat16 in large tiles on CPUs
+    with a matrix unit (AMX). All other calls, and calls with more precision than the
+    default, use `options.dtype`. `tiles`: whether the call is computed tile by tile.
     """
     operands, options = call
     dtype, wide = operands.query.dtype, options.dtype
     if dtype.itemsize > 2 or not _may_round(options):
         return wide
     if options.target.platform != "cpu":
-        # Gradients of float16 must not be rounded to it before the scale makes them smaller: they would overflow.
+        # Gradients of float16 must not be rounded to it before the scale makes them
+        # smaller: they would overflow.
         scales_first = not tiles or operands.scale is not None
         return wide if dtype == jnp.float16 and scales_first else dtype
-    # XLA fails when such a program runs with odd sizes and one head: "DotThunk ... BF16 x BF16 = F32".
-    whole_tiles = call.options.has_known_sizes and not any(x.shape[-3] % 128 for x in (operands.query, operands.key))
+    # XLA fails when such a program runs with odd sizes and one head: "DotThunk ... BF16
+    # x BF16 = F32".
+    whole_tiles = call.options.has_known_sizes and not any(
+        x.shape[-3] % 128 for x in (operands.query, operands.key)
+    )
     several_heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2] > 1
     plain = whole_tiles and several_heads and not options.target.may_be_split
-    return dtype if tiles and dtype == jnp.bfloat16 and plain and "amx_bf16" in cpu_features() else wide
+    return (
+        dtype
+        if tiles and dtype == jnp.bfloat16 and plain and "amx_bf16" in cpu_features()
+        else wide
+    )
 
 
 def _may_round(options: Options) -> bool:
-    """Returns whether operands of products may have 16 bits: neither the call nor JAX's config raises the precision."""
+    """Returns whether operands of products may have 16 bits: neither the call nor JAX's
+    config raises the precision.
+    """
     precisions = (options.precision, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
     return all(precision in DEFAULT_PRECISION for precision in precisions)
 
 
 def _loops(call: Call, scores: int) -> tuple[int | None, int | None]:
-    """Chooses `Plan.looped_axes` and `Plan.max_heads`, so that the scores computed together fit in fast memory.
+    """Chooses `Plan.looped_axes` and `Plan.max_heads`, so that the scores computed
+    together fit in fast memory.
 
     `scores` counts the scores of one head that are in memory at a time.
     """
@@ -380,9 +567,13 @@ def _loops(call: Call, scores: int) -> tuple[int | None, int | None]:
     if target == ON_ONE_TPU and call.options.has_known_sizes:
         return None, max(MAX_SCORES_TPU // max(scores, 1), 1)
     if target != ON_ONE_CPU or not call.options.has_known_sizes:
-        return None, None  # a GPU computes all heads together, and a mesh may split them
+        # A GPU computes all heads together, and a mesh may split them.
+        return None, None
     axes = query.ndim - 1
     if scores <= MAX_SCORES_ALL_HEADS:
         return 0, None
-    together = scores <= MAX_SCORES_ONE_ENTRY and query.shape[-2] * scores <= MAX_SCORES_ONE_ENTRY_IN_ALL
+    together = (
+        scores <= MAX_SCORES_ONE_ENTRY
+        and query.shape[-2] * scores <= MAX_SCORES_ONE_ENTRY_IN_ALL
+    )
     return axes - 2 if together else axes, None

@@ -8,8 +8,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def plot_mask(mask: Mask, queries: int, keys: int, axes: "Axes | None" = None) -> "Axes":
-    """Draws a mask for the first head of the first batch entry: a row per query, a column per key.
+def plot_mask(
+    mask: Mask, queries: int, keys: int, axes: "Axes | None" = None
+) -> "Axes":
+    """Draws a mask for the first head of the first batch entry: a row per query, a
+    column per key.
 
     Args:
       mask: A mask object.
@@ -31,9 +34,21 @@ def plot_mask(mask: Mask, queries: int, keys: int, axes: "Axes | None" = None) -
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("plot_mask requires matplotlib; run pip install matplotlib") from error
+        raise ModuleNotFoundError(
+            "plot_mask requires matplotlib; run pip install matplotlib"
+        ) from error
     seen = mask.picture(queries, keys)
-    axes = Figure(figsize=(5, 5), layout="constrained").subplots() if axes is None else axes
-    axes.imshow(seen, cmap="Greys", vmin=0, vmax=1.6, interpolation="nearest", aspect="equal")
-    axes.set(xlabel="key", ylabel="query", title=f"visible: {100 * seen.mean():.0f} % of {queries} x {keys}")
+    axes = (
+        Figure(figsize=(5, 5), layout="constrained").subplots()
+        if axes is None
+        else axes
+    )
+    axes.imshow(
+        seen, cmap="Greys", vmin=0, vmax=1.6, interpolation="nearest", aspect="equal"
+    )
+    axes.set(
+        xlabel="key",
+        ylabel="query",
+        title=f"visible: {100 * seen.mean():.0f} % of {queries} x {keys}",
+    )
     return axes

@@ -4,7 +4,8 @@
 2. `on_device` chooses an engine for the part of one device.
 3. `compute` plans the part, guards it, and lets the engine compute it.
 
-Only strategy="ring" differs: `distributed/ring.py` plans, guards and computes the part's steps, one per device.
+Only strategy="ring" differs: `distributed/ring.py` plans, guards and computes the
+part's steps, one per device.
 """
 
 import functools
@@ -43,7 +44,9 @@ CLASSES = {
 
 
 class _Engines(dict[str, Engine]):
-    """Engines by name. Each is imported when it is first looked up, because importing Pallas takes a second."""
+    """Engines by name. Each is imported when it is first looked up, because importing
+    Pallas takes a second.
+    """
 
     def __missing__(self, name: str) -> Engine:
         module, _, of_engine = f"flax_mha._src.engines.{CLASSES[name]}".rpartition(".")
@@ -52,16 +55,19 @@ class _Engines(dict[str, Engine]):
 
 
 ENGINES = _Engines()
-# Kernels that `implementation=None` chooses, by published speeds: this package has not been run on a GPU or a TPU.
+# Kernels that `implementation=None` chooses, by published speeds: this package has not
+# been run on a GPU or a TPU.
 PREFERRED = {"gpu": ("cudnn",), "tpu": ("splash",)}
-# The engine that computes the derivatives that kernels lack, and the steps of a ring unless another one is named.
+# The engine that computes the derivatives that kernels lack, and the steps of a ring
+# unless another one is named.
 PORTABLE = "blockwise"
 
 
 def run(call: Call, implementation: str | None) -> Result:
     """Computes a call by the engine named `implementation`; None chooses one.
 
-    If the call asks for largest scores, `Result.largest` is the largest score of each head [B..., N], not of each row.
+    If the call asks for largest scores, `Result.largest` is the largest score of each
+    head [B..., N], not of each row.
 
     Raises:
       ValueError: If no implementation has this name.
@@ -72,20 +78,27 @@ def run(call: Call, implementation: str | None) -> Result:
     if parts is None and is_linear_in_values(call.operands):
         return as_function_of_values(call, lambda call: run(call, implementation))
     if parts is None:
-        result = on_device(call if call.options.sharding is None else split.unsplit(call), implementation)
+        result = on_device(
+            call if call.options.sharding is None else split.unsplit(call),
+            implementation,
+        )
     elif call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:
         explain(call, implementation)  # raises the errors that computing it would raise
         result = split.empty_result(call, parts)
     else:
         on_mesh = split.run_on_mesh if being_traced() else _compiled_on_mesh
-        result = on_mesh(call.operands, call.options, parts, _run_part(implementation, parts.context))
+        result = on_mesh(
+            call.operands, call.options, parts, _run_part(implementation, parts.context)
+        )
     if result.largest is None:
         return result
     return result._replace(largest=_max_score(result.lse, result.largest))
 
 
 def on_device(call: Call, implementation: str | None = None) -> Result:
-    """Computes a call on one device by the engine named `implementation`; None chooses one."""
+    """Computes a call on one device by the engine named `implementation`; None chooses
+    one.
+    """
     name, elsewhere = implementation, None
     if name is None:
         name = choose(call)
@@ -97,7 +110,10 @@ def on_device(call: Call, implementation: str | None = None) -> Result:
         return compute(engine, call)
 
     def attend(operands: Operands, platform: str | None) -> Result:
-        kernel, portable = (functools.partial(_compute_with, call, x) for x in (engine, ENGINES[PORTABLE]))
+        kernel, portable = (
+            functools.partial(_compute_with, call, x)
+            for x in (engine, ENGINES[PORTABLE])
+        )
         return with_derivatives(kernel, portable, operands, platform)
 
     if elsewhere is None:
@@ -109,7 +125,12 @@ def on_device(call: Call, implementation: str | None = None) -> Result:
 
     platform = call.options.target.platform
     of_kernel = functools.partial(attend, platform=platform)
-    return Result(lower_for_platform(platform, lambda x: of_kernel(x).output, of_cpu, call.operands), None)
+    return Result(
+        lower_for_platform(
+            platform, lambda x: of_kernel(x).output, of_cpu, call.operands
+        ),
+        None,
+    )
 
 
 def _compute_with(call: Call, engine: Engine, operands: Operands) -> Result:
@@ -123,14 +144,18 @@ def compute(engine: Engine, call: Call) -> Result:
 
 
 @functools.partial(jit_products, static_argnames=("engine", "plan", "options"))
-def _compute(engine: Engine, plan: Plan, operands: Operands, options: Options) -> Result:
+def _compute(
+    engine: Engine, plan: Plan, operands: Operands, options: Options
+) -> Result:
     return engine.forward(plan, guard(Call(operands, options), plan))
 
 
 def choose(call: Call) -> str:
     """Returns the name of the engine that `implementation=None` selects on one device."""
     if plans.is_memory_bound(call) or call.operands.key_indices is not None:
-        return "xla"  # memory-bound: a fused kernel gains nothing; key_indices: no other engine supports them
+        # memory-bound: a fused kernel gains nothing; key_indices: no other engine
+        # supports them.
+        return "xla"
     for name in PREFERRED.get(call.options.target.platform, ()):
         if not refusals(name, call):
             return name
@@ -138,7 +163,8 @@ def choose(call: Call) -> str:
 
 
 def refusals(name: str, call: Call, in_ring: bool = False) -> list[str]:
-    """Lists why an engine cannot compute a call on one device, each reason with a remedy; empty if it can.
+    """Lists why an engine cannot compute a call on one device, each reason with a
+    remedy; empty if it can.
 
     `in_ring`: whether the call is a hop of strategy="ring".
     """
@@ -149,22 +175,26 @@ def refusals(name: str, call: Call, in_ring: bool = False) -> list[str]:
 def check_name(implementation: str | None) -> None:
     if implementation is not None and implementation not in NAMES:
         known = ", ".join(f'"{name}"' for name in NAMES)
-        raise ValueError(f"implementation must be {known} or None, but got {implementation!r}.")
+        raise ValueError(
+            f"implementation must be {known} or None, but got {implementation!r}."
+        )
 
 
 def _check_supported(implementation: str, reasons: list[str]) -> None:
     if reasons:
         raise NotImplementedError(
-            f'implementation="{implementation}" does not support this call: {"; ".join(reasons)}. Pass None to let the '
-            "library choose."
+            f'implementation="{implementation}" does not support this call: '
+            f"{'; '.join(reasons)}. Pass None to let the library choose."
         )
 
 
 def _on_cpu(call: Call, name: str) -> Call | None:
-    """Returns `call` with a CPU as its target, to run if the program that JAX traces is compiled for a CPU instead.
+    """Returns `call` with a CPU as its target, to run if the program that JAX traces is
+    compiled for a CPU instead.
 
-    None if that cannot happen, or does not matter: JAX does not trace, the engine `name` runs on CPUs, too, or the call
-    is only explained for another platform. See `lower_for_platform.py`.
+    None if that cannot happen, or does not matter: JAX does not trace, the engine
+    `name` runs on CPUs, too, or the call is only explained for another platform. See
+    `lower_for_platform.py`.
     """
     target = call.options.target
     if ENGINES[name].platform is None or target.assumed or not being_traced():
@@ -176,7 +206,8 @@ def _on_cpu(call: Call, name: str) -> Call | None:
 def _split_of(call: Call) -> split.Split | None:
     """Returns how a mesh splits a call; None if it does not.
 
-    `qkv_sharding` or `context_parallel` decides; without them, the types of the arrays or the devices that hold them.
+    `qkv_sharding` or `context_parallel` decides; without them, the types of the arrays
+    or the devices that hold them.
     """
     sharding, arrays = call.options.sharding, call.operands[:3]
     if isinstance(sharding, Context):
@@ -185,26 +216,41 @@ def _split_of(call: Call) -> split.Split | None:
         return split.by_caller(call, sharding)
     if any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in arrays):
         return split.by_types(call)
-    if not call.options.target.may_be_split or any(isinstance(x, jax.core.Tracer) for x in arrays):
+    if not call.options.target.may_be_split or any(
+        isinstance(x, jax.core.Tracer) for x in arrays
+    ):
         return None  # XLA's partitioner may split traced arrays
     return split.by_placement(call)
 
 
-@functools.lru_cache(maxsize=64)  # returns the same function again, so that `jit` does not compile again
-def _run_part(implementation: str | None, context: Context | None) -> Callable[[Call], Result]:
+# Returns the same function again, so that `jit` does not compile again.
+@functools.lru_cache(maxsize=64)
+def _run_part(
+    implementation: str | None, context: Context | None
+) -> Callable[[Call], Result]:
     if context is not None and context.strategy == "ring":
-        return functools.partial(_run_in_ring, context=context, implementation=implementation)
-    return _exchanging(context, functools.partial(on_device, implementation=implementation))
+        return functools.partial(
+            _run_in_ring, context=context, implementation=implementation
+        )
+    return _exchanging(
+        context, functools.partial(on_device, implementation=implementation)
+    )
 
 
 def _run_in_ring(call: Call, context: Context, implementation: str | None) -> Result:
     if implementation is not None:
-        _check_supported(implementation, refusals(implementation, ring.first_step(call, context), in_ring=True))
+        _check_supported(
+            implementation,
+            refusals(implementation, ring.first_step(call, context), in_ring=True),
+        )
     return ring.attention(call, context, ENGINES[implementation or PORTABLE])
 
 
-def _exchanging(context: Context | None, attend: Callable[[Call], Any]) -> Callable[[Call], Any]:
-    """Adds the communication of "ulysses" or "allgather" to `attend`, which computes a call on one device.
+def _exchanging(
+    context: Context | None, attend: Callable[[Call], Any]
+) -> Callable[[Call], Any]:
+    """Adds the communication of "ulysses" or "allgather" to `attend`, which computes a
+    call on one device.
 
     Without these strategies, returns `attend` unchanged.
     """
@@ -214,42 +260,79 @@ def _exchanging(context: Context | None, attend: Callable[[Call], Any]) -> Calla
     return functools.partial(strategy, context=context, attend=attend)
 
 
-_compiled_on_mesh = jit_products(split.run_on_mesh, static_argnames=("options", "parts", "run"))
+_compiled_on_mesh = jit_products(
+    split.run_on_mesh, static_argnames=("options", "parts", "run")
+)
 
 
 @jax.jit
-def _max_score(lse: Float[Array, "*B T N"], largest: Float[Array, "*B T N"]) -> Float[Array, "*B N"]:
-    """Computes each head's largest score from the rows' `largest`; NaN if a row's `lse` is NaN. Has no gradient."""
+def _max_score(
+    lse: Float[Array, "*B T N"], largest: Float[Array, "*B T N"]
+) -> Float[Array, "*B N"]:
+    """Computes each head's largest score from the rows' `largest`; NaN if a row's `lse`
+    is NaN. Has no gradient.
+    """
     lse, largest = lax.stop_gradient((lse, largest))
     largest = jnp.max(largest, axis=-2, initial=-jnp.inf)
     return jnp.where(jnp.isnan(lse).any(-2), jnp.nan, largest)  # `jnp.max` may lose NaN
 
 
 def explain(call: Call, implementation: str | None) -> Explanation:
-    """Explains which engine `run` would use on each device, or raises the error that `run` would raise."""
+    """Explains which engine `run` would use on each device, or raises the error that
+    `run` would raise.
+    """
     check_name(implementation)
     parts, target, found = _split_of(call), call.options.target, []
     if parts is None:
-        found.append(_explain_part(call if call.options.sharding is None else split.unsplit(call), implementation))
+        found.append(
+            _explain_part(
+                call if call.options.sharding is None else split.unsplit(call),
+                implementation,
+            )
+        )
     else:
 
         def explain_part(call: Call) -> Result:
             context = parts.context
             in_ring = context is not None and context.strategy == "ring"
-            call = ring.first_step(call, context) if context is not None and in_ring else call
+            call = (
+                ring.first_step(call, context)
+                if context is not None and in_ring
+                else call
+            )
             found.append(_explain_part(call, implementation, in_ring))
-            return Result(jnp.zeros((*call.operands.query.shape[:-1], call.operands.value.shape[-1])), None)
+            return Result(
+                jnp.zeros(
+                    (*call.operands.query.shape[:-1], call.operands.value.shape[-1])
+                ),
+                None,
+            )
 
         part = _exchanging(parts.context, explain_part)
-        jax.eval_shape(lambda operands: split.run_on_mesh(operands, call.options, parts, part), call.operands)
-    return found[0]._replace(note=ASSUMPTIONS[target.platform]) if target.assumed else found[0]
+        jax.eval_shape(
+            lambda operands: split.run_on_mesh(operands, call.options, parts, part),
+            call.operands,
+        )
+    return (
+        found[0]._replace(note=ASSUMPTIONS[target.platform])
+        if target.assumed
+        else found[0]
+    )
 
 
-def _explain_part(call: Call, implementation: str | None, in_ring: bool = False) -> Explanation:
+def _explain_part(
+    call: Call, implementation: str | None, in_ring: bool = False
+) -> Explanation:
     table = {name: refusals(name, call, in_ring) for name in NAMES}
     if implementation is not None:
         _check_supported(implementation, table[implementation])
     name = implementation or (PORTABLE if in_ring else choose(call))
     elsewhere = None if implementation or in_ring else _on_cpu(call, name)
-    variant = None if ENGINES[name].platform or in_ring else ENGINES[name].plan(call)[0].variant
-    return Explanation(name, table, None if elsewhere is None else choose(elsewhere), variant)
+    variant = (
+        None
+        if ENGINES[name].platform or in_ring
+        else ENGINES[name].plan(call)[0].variant
+    )
+    return Explanation(
+        name, table, None if elsewhere is None else choose(elsewhere), variant
+    )

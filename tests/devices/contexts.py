@@ -1,4 +1,6 @@
-"""Calls over sequences that are split over devices, and their comparison with one device."""
+"""Calls over sequences that are split over devices, and their comparison with one
+device.
+"""
 
 import functools
 import re
@@ -21,12 +23,24 @@ QKV = ("query", "key", "value")
 
 def mesh_of(axis_type=AxisType.Auto, **sizes):
     count = int(np.prod(list(sizes.values())))
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (axis_type,) * len(sizes), devices=jax.devices()[:count])
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        (axis_type,) * len(sizes),
+        devices=jax.devices()[:count],
+    )
 
 
 def arrays(num_kv_heads, length=T, keys=None, dtype=jnp.float32):
-    shapes = (B, length, N, H), (B, keys or length, num_kv_heads, H), (B, keys or length, num_kv_heads, H)
-    return {name: floats(i, *shape, dtype=dtype) for i, (name, shape) in enumerate(zip(QKV, shapes, strict=True))}
+    shapes = (
+        (B, length, N, H),
+        (B, keys or length, num_kv_heads, H),
+        (B, keys or length, num_kv_heads, H),
+    )
+    return {
+        name: floats(i, *shape, dtype=dtype)
+        for i, (name, shape) in enumerate(zip(QKV, shapes, strict=True))
+    }
 
 
 def plain(x, order):
@@ -34,15 +48,24 @@ def plain(x, order):
 
 
 def everything(x, order):
-    """All arguments that depend on batch entry, head or position, and all that have gradients."""
+    """All arguments that depend on batch entry, head or position, and all that have
+    gradients.
+    """
 
     def alibi(score, b, h, q_idx, kv_idx):
-        return score + x["slopes"][h] * (kv_idx - q_idx).astype(score.dtype) * 0.1 * (b + 1).astype(score.dtype)
+        return score + x["slopes"][h] * (kv_idx - q_idx).astype(score.dtype) * 0.1 * (
+            b + 1
+        ).astype(score.dtype)
 
-    segments = order(jnp.asarray(np.repeat([[0, 1, 1, 2], [0, 0, 1, 1]], T // 4, 1), jnp.int32), 1)
+    segments = order(
+        jnp.asarray(np.repeat([[0, 1, 1, 2], [0, 0, 1, 1]], T // 4, 1), jnp.int32), 1
+    )
     arguments = {name: x[name] for name in ("sinks", "scale")}
     arguments |= {"bias": order(order(x["bias"], 2), 3) + order(x["of_keys"], 3)}
-    arguments |= {"mask": FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx % (h + 2) != b), "score_mod": alibi}
+    arguments |= {
+        "mask": FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx % (h + 2) != b),
+        "score_mod": alibi,
+    }
     arguments |= {"is_causal": True, "local_window_size": (30, None)}
     arguments |= {"query_segment_ids": segments, "key_value_segment_ids": segments}
     arguments |= {"key_value_seq_lengths": jnp.asarray([T, T - 7], jnp.int32)}
@@ -50,10 +73,16 @@ def everything(x, order):
 
 
 def windows(x, order):
-    """Positions that do not begin at 0, a mask array, lengths and a window on both sides."""
+    """Positions that do not begin at 0, a mask array, lengths and a window on both
+    sides.
+    """
     shown = np.random.default_rng(0).random((1, N, T, 2 * T)) < 0.8
     return {
-        "mask": (CausalMask(3) | LocalMask(2, 9) | LengthMask(jnp.asarray([9, 30], jnp.int32)))
+        "mask": (
+            CausalMask(3)
+            | LocalMask(2, 9)
+            | LengthMask(jnp.asarray([9, 30], jnp.int32))
+        )
         & flax_mha.masks.ArrayMask(order(order(jnp.asarray(shown), 2), 3)),
         "query_offset": jnp.asarray([40, 11], jnp.int32),
         "key_value_offset": 5,
@@ -63,7 +92,11 @@ def windows(x, order):
     }
 
 
-EXTRA = {"bias": floats(1, B, 1, T, T), "of_keys": floats(2, T)[None, None, None], "sinks": floats(3, N)}
+EXTRA = {
+    "bias": floats(1, B, 1, T, T),
+    "of_keys": floats(2, T)[None, None, None],
+    "sinks": floats(3, N),
+}
 EXTRA |= {"slopes": floats(4, N), "scale": jnp.float32(0.3)}
 # Arguments, and the arrays that get gradients.
 CASES = {
@@ -78,11 +111,15 @@ def in_order(layout, devices):
     """Puts arrays [..., positions, ...] into the order of a layout, and back."""
     if layout == "contiguous":
         return (lambda x, axis: x), (lambda x: x)
-    return (lambda x, axis: to_zigzag(x, devices, axis)), (lambda x: from_zigzag(x, devices))
+    return (lambda x, axis: to_zigzag(x, devices, axis)), (
+        lambda x: from_zigzag(x, devices)
+    )
 
 
 def with_gradients(attention_fn, arguments, order=lambda x, axis: x):
-    """A function of arrays; the cotangent depends on the position, so that gradients depend on the order, too."""
+    """A function of arrays; the cotangent depends on the position, so that gradients
+    depend on the order, too.
+    """
 
     def attend(x):
         return attention_fn(x["query"], x["key"], x["value"], **arguments(x, order))
@@ -109,9 +146,15 @@ def compare(got, expected):
 
 
 def errors(attention_fn, x):
-    """The errors of a causal call's output and gradients, as parts of their largest values, and the largest lse."""
+    """The errors of a causal call's output and gradients, as parts of their largest
+    values, and the largest lse.
+    """
     shape = x["query"].shape
-    d_output = jnp.cos(jnp.arange(np.prod(shape), dtype=jnp.float32)).reshape(shape).astype(x["query"].dtype)
+    d_output = (
+        jnp.cos(jnp.arange(np.prod(shape), dtype=jnp.float32))
+        .reshape(shape)
+        .astype(x["query"].dtype)
+    )
 
     @jax.jit
     def run(x):
@@ -120,34 +163,61 @@ def errors(attention_fn, x):
 
     exact = [np.float64(x[name]) for name in QKV]
     cotangents = np.float64(d_output), np.zeros(shape[:-1])
-    (want, lse), gradients = reference.attention(*exact, is_causal=True, cotangents=cotangents)
+    (want, lse), gradients = reference.attention(
+        *exact, is_causal=True, cotangents=cotangents
+    )
     got = run(x)
     assert all(answer.dtype == d_output.dtype for answer in got)
     pairs = zip(got, (want, *gradients), strict=True)
-    return np.array([np.abs(np.float64(x) - truth).max() / np.abs(truth).max() for x, truth in pairs]), lse.max()
+    return np.array(
+        [
+            np.abs(np.float64(x) - truth).max() / np.abs(truth).max()
+            for x, truth in pairs
+        ]
+    ), lse.max()
 
 
 def compare_not_finite(one, other, x, sinks, lengths, window):
-    """Masked rows are 0 with gradients 0, and NaN only affects the rows that attend to it.
+    """Masked rows are 0 with gradients 0, and NaN only affects the rows that attend to
+    it.
 
     Returns the outputs for each of `sinks`.
     """
-    more = {"key_value_seq_lengths": jnp.asarray(lengths, jnp.int32), "local_window_size": (window, window)}
+    more = {
+        "key_value_seq_lengths": jnp.asarray(lengths, jnp.int32),
+        "local_window_size": (window, window),
+    }
 
     def run(attention_fn, x, sinks):
-        output, pull = jax.vjp(lambda x, sinks: attention_fn(**x, sinks=sinks, **more), x, sinks)
+        output, pull = jax.vjp(
+            lambda x, sinks: attention_fn(**x, sinks=sinks, **more), x, sinks
+        )
         return output, pull(jnp.isfinite(output).astype(output.dtype))
 
-    programs = [jax.jit(functools.partial(run, attention_fn)) for attention_fn in (one, other)]
+    programs = [
+        jax.jit(functools.partial(run, attention_fn)) for attention_fn in (one, other)
+    ]
     want, got = ([program(x, each) for each in sinks] for program in programs)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), got, want)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), got, want
+    )
     return [output for output, _ in want]
 
 
-def compare_derivatives(derivatives, attention_fn, case, layout, mesh, dtype=np.float64):
-    """Compares derivatives, by a function of `test_derivatives`, with those on one device."""
+def compare_derivatives(
+    derivatives, attention_fn, case, layout, mesh, dtype=np.float64
+):
+    """Compares derivatives, by a function of `test_derivatives`, with those on one
+    device.
+    """
     with jax.enable_x64(dtype == np.float64):
-        got = _derivatives(derivatives, attention_fn, case, dtype, *in_order(layout, mesh.shape["context"]))
+        got = _derivatives(
+            derivatives,
+            attention_fn,
+            case,
+            dtype,
+            *in_order(layout, mesh.shape["context"]),
+        )
         want = _derivatives_on_one_device(derivatives, case, dtype)
     close(got, want, {np.float64: 1e-9, np.float32: 1e-4}[dtype], at_least=1e-2)
 
@@ -165,7 +235,10 @@ def _derivatives(derivatives, attention_fn, case, dtype, order, back):
         output = attention_fn(x["query"], x["key"], x["value"], **arguments(x, order))
         return jnp.sin(output).sum(), (output,)
 
-    exact = {name: jnp.asarray(order(array, 1) if name in QKV else array, dtype) for name, array in x.items()}
+    exact = {
+        name: jnp.asarray(order(array, 1) if name in QKV else array, dtype)
+        for name, array in x.items()
+    }
     tangents = {name: jnp.cos(2 * array) for name, array in exact.items()}
     results = jax.jit(derivatives(loss))(exact, tangents)
 
@@ -178,14 +251,18 @@ def _derivatives(derivatives, attention_fn, case, dtype, order, back):
 
 
 def moved(text):
-    """How many operations of a program move arrays between devices, except sums of gradients."""
+    """How many operations of a program move arrays between devices, except sums of
+    gradients.
+    """
     kinds = ("collective-permute", "all-gather", "all-to-all")
     counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
     return {kind: count for kind, count in counts.items() if count}
 
 
 def placed(x, mesh, batch=None, heads=None):
-    """Queries, keys and values, and the arrays that belong to them, split over the mesh."""
+    """Queries, keys and values, and the arrays that belong to them, split over the
+    mesh.
+    """
     of_sequences = jax.P(batch, "context", heads)
     specs = dict.fromkeys(("query", "key", "value"), of_sequences)
     specs |= {"bias": jax.P(batch, None, "context"), "sinks": jax.P(heads)}
@@ -195,7 +272,9 @@ def placed(x, mesh, batch=None, heads=None):
 def on_devices(attention_fn, case, layout, mesh):
     """The compiled program, and its results in the order of one device."""
     (arguments, x), (order, back) = CASES[case], in_order(layout, mesh.shape["context"])
-    x = placed({name: order(x[name], 1) if name in QKV else x[name] for name in x}, mesh)
+    x = placed(
+        {name: order(x[name], 1) if name in QKV else x[name] for name in x}, mesh
+    )
     program = jax.jit(with_gradients(attention_fn, arguments, order)).lower(x).compile()
     output, gradients = jax.device_get(program(x))
     gradients |= {name: back(gradients[name]) for name in QKV}

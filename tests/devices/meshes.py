@@ -12,7 +12,9 @@ def mesh_of(kind, sizes=(2, 4)):
     """The axes "data" and "model", of the type that `kind` names."""
     axis_type = AxisType.Explicit if "explicit" in kind else AxisType.Auto
     devices = jax.devices()[: sizes[0] * sizes[1]]
-    return jax.make_mesh(sizes, ("data", "model"), axis_types=(axis_type,) * 2, devices=devices)
+    return jax.make_mesh(
+        sizes, ("data", "model"), axis_types=(axis_type,) * 2, devices=devices
+    )
 
 
 def floats(seed, *shape, dtype=jnp.float32):

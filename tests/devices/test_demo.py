@@ -18,10 +18,20 @@ from train_demo.update import compiled, first_state, make_update
 pytest_plugins = ["demo_fixtures"]
 pytestmark = pytest.mark.usefixtures("rules_of_users")
 STEPS, VOCABULARY = 20, 31
-SIZES = {"steps": STEPS, "batch_size": 32, "context_length": 16, "layers": 1, "heads": 4, "features": 32}
-SETTINGS, MUON = (Settings(optimizer=x, learning_rate=y, **SIZES) for x, y in (("adamw", 4e-3), ("muon", 0.03)))
-# A loss is a mean of so many float32 numbers. If they are equal, as before the first step, each addition may round in
-# the same direction.
+SIZES = {
+    "steps": STEPS,
+    "batch_size": 32,
+    "context_length": 16,
+    "layers": 1,
+    "heads": 4,
+    "features": 32,
+}
+SETTINGS, MUON = (
+    Settings(optimizer=x, learning_rate=y, **SIZES)
+    for x, y in (("adamw", 4e-3), ("muon", 0.03))
+)
+# A loss is a mean of so many float32 numbers. If they are equal, as before the first
+# step, each addition may round in the same direction.
 ROUNDING = SETTINGS.batch_size * SETTINGS.context_length * 2.0**-24
 TEXT = np.random.default_rng(0).integers(0, VOCABULARY, 2000).astype(np.int32)
 PACKED = TEXT.copy()
@@ -56,7 +66,9 @@ def seen(name, settings, packed):
         state = jax.tree.map(jnp.copy, initial_state(settings))  # for it is donated
         state = jax.device_put(state, shardings)
         text = mesh.put(over, PACKED if packed else TEXT)
-        update = compiled(make_update(structure, settings, layout, packed), over, shardings)
+        update = compiled(
+            make_update(structure, settings, layout, packed), over, shardings
+        )
         program = update.lower(state, np.int32(1), text).compile()
         held = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(state))
         losses = []
@@ -72,12 +84,19 @@ def reduced(hlo):
         shapes, found, _ = line.partition(" all-reduce(")
         if found:
             sizes = re.findall(r"\w\[([\d,]*)\]", shapes)
-            yield [int(np.prod([int(n) for n in size.split(",") if n])) for size in sizes]
+            yield [
+                int(np.prod([int(n) for n in size.split(",") if n])) for size in sizes
+            ]
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "packed"),
-    [("fsdp", SETTINGS, False), ("accumulate", SETTINGS, False), ("tensor", MUON, True), ("context", MUON, True)],
+    [
+        ("fsdp", SETTINGS, False),
+        ("accumulate", SETTINGS, False),
+        ("tensor", MUON, True),
+        ("context", MUON, True),
+    ],
 )
 def test_the_losses_of_one_device_at_every_step(name, settings, packed):
     one = seen("alone", settings, packed).losses
@@ -99,13 +118,20 @@ def test_fsdp_holds_an_eighth_and_sends_no_activations():
 def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path):
     state = initial_state(SETTINGS)
     fsdp, tensor, alone = (
-        mesh.make(LAYOUTS[name].sizes(number, SETTINGS)) for name, number in (("fsdp", 8), ("tensor", 8), ("alone", 1))
+        mesh.make(LAYOUTS[name].sizes(number, SETTINGS))
+        for name, number in (("fsdp", 8), ("tensor", 8), ("alone", 1))
     )
     with checkpoint.manager(tmp_path, writes=True) as checkpoints:
-        checkpoint.save(checkpoints, 1, jax.device_put(state, mesh.shardings(fsdp, state)))
+        checkpoint.save(
+            checkpoints, 1, jax.device_put(state, mesh.shardings(fsdp, state))
+        )
         for over in (fsdp, tensor, alone):
-            step, found = checkpoint.restore_newest(checkpoints, state, over=over, say=pytest.fail)
+            step, found = checkpoint.restore_newest(
+                checkpoints, state, over=over, say=pytest.fail
+            )
             assert step == 1
             jax.tree.map(np.testing.assert_array_equal, found, state)
             expected = mesh.shardings(over, state)
-            assert jax.tree.all(jax.tree.map(lambda leaf, at: leaf.sharding == at, found, expected))
+            assert jax.tree.all(
+                jax.tree.map(lambda leaf, at: leaf.sharding == at, found, expected)
+            )

@@ -1,4 +1,6 @@
-"""Lists of keys, and recipes with an entry for each batch entry and head, on meshes that split both."""
+"""Lists of keys, and recipes with an entry for each batch entry and head, on meshes
+that split both.
+"""
 
 import jax
 import numpy as np
@@ -16,12 +18,17 @@ def listed(*shape):
     return lambda sinks: {"key_indices": indices, "sinks": sinks}
 
 
-# Key heads, a function that makes the arguments of a call, and the array that it takes, with a gradient.
+# Key heads, a function that makes the arguments of a call, and the array that it takes,
+# with a gradient.
 CALLS = {
     "forgetting": (4, recipes.forgetting, jax.nn.log_sigmoid(floats(3, 2, 40, 8))),
     "relative terms": (4, recipes.relative_terms, floats(4, 2, 8, 40, 5)),
     "lists": (4, listed(2, 40, 3), floats(5, 2, 8)),
-    "lists of key heads that several devices share": (2, listed(2, 40, 2, 3), floats(5, 2, 8)),
+    "lists of key heads that several devices share": (
+        2,
+        listed(2, 40, 2, 3),
+        floats(5, 2, 8),
+    ),
 }
 
 
@@ -30,7 +37,9 @@ def arrays(kv_heads):
 
 
 def run(attend, make, *operands, **more):
-    return jax.jit(gradients, static_argnums=0)(lambda x, *arrays: attend(*arrays, **make(x), **more), *operands)
+    return jax.jit(gradients, static_argnums=0)(
+        lambda x, *arrays: attend(*arrays, **make(x), **more), *operands
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,14 +54,29 @@ def test_as_on_one_device(name, kind, implementation):
     kv_heads, make, learned = CALLS[name]
     want = run(dot_product_attention, make, learned, *arrays(kv_heads))
     mesh, spec = mesh_of(kind), jax.P("data", None, "model")
-    split = [put(x, mesh, *spec if x.shape[2] > 2 else ("data",)) for x in arrays(kv_heads)]
-    more = {"qkv_sharding": spec if kind == "auto" else None, "implementation": implementation}
+    split = [
+        put(x, mesh, *spec if x.shape[2] > 2 else ("data",)) for x in arrays(kv_heads)
+    ]
+    more = {
+        "qkv_sharding": spec if kind == "auto" else None,
+        "implementation": implementation,
+    }
     with jax.set_mesh(mesh):
-        close(run(dot_product_attention, make, put(learned, mesh, "data"), *split, **more), want)
+        close(
+            run(
+                dot_product_attention, make, put(learned, mesh, "data"), *split, **more
+            ),
+            want,
+        )
 
 
 @pytest.mark.parametrize("name", ["forgetting", "relative terms"])
 def test_sequences_may_be_split(name):
     kv_heads, make, learned = CALLS[name]
     split = context_parallel("context", mesh=mesh_of_one_axis(context=4))
-    close(*(run(attend, make, learned, *arrays(kv_heads)) for attend in (split, dot_product_attention)))
+    close(
+        *(
+            run(attend, make, learned, *arrays(kv_heads))
+            for attend in (split, dot_product_attention)
+        )
+    )

@@ -1,4 +1,6 @@
-"""`head_axis`: heads split over a mesh axis, from the projections to the sum of the output; caches split like them."""
+"""`head_axis`: heads split over a mesh axis, from the projections to the sum of the
+output; caches split like them.
+"""
 
 import functools
 import re
@@ -21,7 +23,13 @@ FEATURES, N = 16, 4
 OF_NNX = [core(N, "explicit, set_mesh"), (1, "auto, set_mesh")]
 OF_LINEN = [(N, "explicit"), (1, "explicit, set_mesh")]
 RING = (10, 0)
-OPTIONS = {"rope": RoPE(), "normalize_qk": Norm("rms"), "sinks": True, "gate": True, "dropout_rate": 0.1}
+OPTIONS = {
+    "rope": RoPE(),
+    "normalize_qk": Norm("rms"),
+    "sinks": True,
+    "gate": True,
+    "dropout_rate": 0.1,
+}
 
 
 def clip_keys(query, key, value):
@@ -45,19 +53,27 @@ def inputs(length=24):
 
 def collectives(text):
     names = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
-    return {name: number for name in names if (number := len(re.findall(rf" {name}(?:-start)?\(", text)))}
+    return {
+        name: number
+        for name in names
+        if (number := len(re.findall(rf" {name}(?:-start)?\(", text)))
+    }
 
 
 def nnx_layer(num_kv_heads, **options):
     options = OPTIONS | {"decode": False} | options
-    return flax_mha.MultiHeadAttention(N, FEATURES, num_kv_heads=num_kv_heads, rngs=nnx.Rngs(0), **options)
+    return flax_mha.MultiHeadAttention(
+        N, FEATURES, num_kv_heads=num_kv_heads, rngs=nnx.Rngs(0), **options
+    )
 
 
 def of_nnx(graph, state, x):
     """Output and gradients; with dropout."""
 
     def attend(state):
-        return nnx.merge(graph, state)(x, is_causal=True, deterministic=False, rngs=nnx.Rngs(dropout=1))
+        return nnx.merge(graph, state)(
+            x, is_causal=True, deterministic=False, rngs=nnx.Rngs(dropout=1)
+        )
 
     return gradients(attend, state)
 
@@ -69,14 +85,18 @@ def nnx_on_one_device(num_kv_heads):
 
 
 def linen_layer(num_kv_heads, **options):
-    return linen.MultiHeadDotProductAttention(N, num_kv_heads=num_kv_heads, deterministic=True, **OPTIONS | options)
+    return linen.MultiHeadDotProductAttention(
+        N, num_kv_heads=num_kv_heads, deterministic=True, **OPTIONS | options
+    )
 
 
 def of_linen(layer, variables, x):
     rngs = {"dropout": jax.random.key(1)}
 
     def attend(variables):
-        return layer.copy(deterministic=False).apply(variables, x, is_causal=True, rngs=rngs)
+        return layer.copy(deterministic=False).apply(
+            variables, x, is_causal=True, rngs=rngs
+        )
 
     return gradients(attend, variables)
 
@@ -86,14 +106,18 @@ def linen_on_one_device(num_kv_heads):
     """The variables, and what `of_linen` returns."""
     layer = linen_layer(num_kv_heads)
     variables = layer.init(jax.random.key(0), inputs())
-    return variables, jax.device_get(jax.jit(functools.partial(of_linen, layer))(variables, inputs()))
+    return variables, jax.device_get(
+        jax.jit(functools.partial(of_linen, layer))(variables, inputs())
+    )
 
 
 def check(function, state, mesh, kind, expected):
     """On the mesh the output is the same, after one sum in the forward pass."""
     x = put(inputs(), mesh, "data")
     with context(mesh, kind):
-        forward = jax.jit(lambda state, x: function(state, x)[0]).lower(state, x).compile()
+        forward = (
+            jax.jit(lambda state, x: function(state, x)[0]).lower(state, x).compile()
+        )
         answer = jax.jit(function)(state, x)
     close(answer, expected)
     assert collectives(forward.as_text()) == {"all-reduce": 1}
@@ -109,7 +133,13 @@ def test_nnx(num_kv_heads, kind):
     assert tuple(layer.value.kernel[...].sharding.spec) == (None, heads, None)
     assert tuple(layer.out.kernel[...].sharding.spec) == ("model", None, None)
     graph, state = nnx.split(layer)
-    check(functools.partial(of_nnx, graph), state, mesh, kind, nnx_on_one_device(num_kv_heads))
+    check(
+        functools.partial(of_nnx, graph),
+        state,
+        mesh,
+        kind,
+        nnx_on_one_device(num_kv_heads),
+    )
 
 
 @pytest.mark.parametrize(("num_kv_heads", "kind"), OF_LINEN)
@@ -125,23 +155,39 @@ def test_linen(num_kv_heads, kind):
     check(functools.partial(of_linen, layer), placed, mesh, kind, whole)
 
 
-@pytest.mark.parametrize(("num_kv_heads", "kind"), [(N, "auto, set_mesh"), (2, "explicit, set_mesh")])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "kind"), [(N, "auto, set_mesh"), (2, "explicit, set_mesh")]
+)
 def test_gates_and_norms_of_heads(num_kv_heads, kind):
     mesh, options = mesh_of(kind), OF_HEADS | {"dropout_rate": 0.0}
-    layers = [linen_layer(num_kv_heads, head_axis=axis, **options) for axis in (None, "model")]
+    layers = [
+        linen_layer(num_kv_heads, head_axis=axis, **options) for axis in (None, "model")
+    ]
     variables = layers[0].init(jax.random.key(0), inputs())
     with jax.set_mesh(mesh):
-        specs = nn.get_partition_spec(jax.jit(layers[1].init)(jax.random.key(0), inputs()))
+        specs = nn.get_partition_spec(
+            jax.jit(layers[1].init)(jax.random.key(0), inputs())
+        )
         split = nnx_layer(num_kv_heads, head_axis="model", **options)
     assert specs["params"]["gate"]["kernel"] == jax.P(None, "model")
     assert tuple(split.gate.kernel[...].sharding.spec) == (None, "model")
-    of_keys = "model" if num_kv_heads == N else None  # fewer key heads than devices are not split
-    for name, axis in (("query_ln", "model"), ("out_norm", "model"), ("key_ln", of_keys), ("value_ln", of_keys)):
+    # Fewer key heads than devices are not split.
+    of_keys = "model" if num_kv_heads == N else None
+    for name, axis in (
+        ("query_ln", "model"),
+        ("out_norm", "model"),
+        ("key_ln", of_keys),
+        ("value_ln", of_keys),
+    ):
         assert specs["params"][name]["scale"] == jax.P(axis, None), name
-        assert tuple(getattr(split, name).scale[...].sharding.spec) == (axis, None), name
+        assert tuple(getattr(split, name).scale[...].sharding.spec) == (axis, None), (
+            name
+        )
     placed = jax.tree.map(lambda x, spec: put(x, mesh, *spec), variables, specs)
     with context(mesh, kind):
-        answer = jax.jit(functools.partial(of_linen, layers[1]))(placed, put(inputs(), mesh, "data"))
+        answer = jax.jit(functools.partial(of_linen, layers[1]))(
+            placed, put(inputs(), mesh, "data")
+        )
     close(answer, jax.jit(functools.partial(of_linen, layers[0]))(variables, inputs()))
 
 
@@ -151,23 +197,36 @@ def plain_on_one_device():
     layer = linen_layer(N)
     variables = jax.jit(layer.init)(jax.random.key(0), inputs())
     nnx_output = jax.jit(functools.partial(nnx_layer(N), deterministic=True))(inputs())
-    return variables, jax.device_get((jax.jit(layer.apply)(variables, inputs()), nnx_output))
+    return variables, jax.device_get(
+        (jax.jit(layer.apply)(variables, inputs()), nnx_output)
+    )
 
 
 @pytest.mark.parametrize("kind", ["auto, set_mesh", "explicit, set_mesh"])
 def test_a_logical_axis_over_several_mesh_axes(kind):
     axis_type = AxisType.Explicit if "explicit" in kind else AxisType.Auto
-    mesh = jax.make_mesh((2, 2, 2), ("data", "row", "column"), axis_types=(axis_type,) * 3)
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("data", "row", "column"), axis_types=(axis_type,) * 3
+    )
     split = linen_layer(N, head_axis="heads")
     variables, expected = plain_on_one_device()
     with jax.set_mesh(mesh), nn.logical_axis_rules([("heads", ("row", "column"))]):
         boxed = jax.jit(split.init)(jax.random.key(0), inputs())
         layer = nnx_layer(N, head_axis="heads")
         logical = nn.get_partition_spec(boxed)
-        assert nn.logical_to_mesh(logical)["params"]["query"]["kernel"] == jax.P(None, ("row", "column"), None)
-        answers = jax.jit(split.apply)(boxed, inputs()), nnx.jit(lambda x: layer(x, deterministic=True))(inputs())
+        assert nn.logical_to_mesh(logical)["params"]["query"]["kernel"] == jax.P(
+            None, ("row", "column"), None
+        )
+        answers = (
+            jax.jit(split.apply)(boxed, inputs()),
+            nnx.jit(lambda x: layer(x, deterministic=True))(inputs()),
+        )
     assert logical["params"]["query"]["kernel"] == jax.P(None, "heads", None)
-    assert tuple(layer.query.kernel[...].sharding.spec) == (None, ("row", "column"), None)
+    assert tuple(layer.query.kernel[...].sharding.spec) == (
+        None,
+        ("row", "column"),
+        None,
+    )
     close((nn.unbox(boxed), *answers), (variables, *expected))
 
 
@@ -177,15 +236,32 @@ def test_without_a_mesh_there_is_only_metadata():
     assert layer.query.kernel.get_metadata("out_sharding") == (None, "model", None)
     expected = nnx_layer(N)(inputs(), deterministic=True)
     np.testing.assert_array_equal(layer(inputs(), deterministic=True), expected)
-    with pytest.raises(ValueError, match="head_axis must be None if metadata sets out_sharding"):
-        nnx_layer(N, head_axis="model", kernel_metadata={"out_sharding": ("model",), "eager_sharding": False})
+    with pytest.raises(
+        ValueError, match="head_axis must be None if metadata sets out_sharding"
+    ):
+        nnx_layer(
+            N,
+            head_axis="model",
+            kernel_metadata={"out_sharding": ("model",), "eager_sharding": False},
+        )
 
 
-@pytest.mark.parametrize(("num_kv_heads", "kind", "window"), [core(N, "explicit", RING), (1, "auto", None)])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "kind", "window"), [core(N, "explicit", RING), (1, "auto", None)]
+)
 def test_decoding(num_kv_heads, kind, window):
     """The cache stays split as it was made: over batch and heads."""
-    options = {"local_window_size": window, "decode": True, "dropout_rate": 0.0, "sinks": False}
-    whole = jax.jit(functools.partial(nnx_layer(num_kv_heads, **options | {"decode": False}), is_causal=True))
+    options = {
+        "local_window_size": window,
+        "decode": True,
+        "dropout_rate": 0.0,
+        "sinks": False,
+    }
+    whole = jax.jit(
+        functools.partial(
+            nnx_layer(num_kv_heads, **options | {"decode": False}), is_causal=True
+        )
+    )
     expected = whole(inputs(81))
     mesh = mesh_of(kind)
     spec = jax.P("data", None, "model" if num_kv_heads == N else None, None)
@@ -216,7 +292,13 @@ def test_decoding(num_kv_heads, kind, window):
         (N, N, "heads", r"head_axis must be an axis of the mesh \('data', 'model'\)"),
         (N, N, 3, "head_axis must be the name of a mesh axis"),
         (6, 6, "model", "the size of head_axis must divide num_heads"),
-        (12, 3, "model", "the number of key heads must divide 4, the number of devices on mesh axis 'model'"),
+        (
+            12,
+            3,
+            "model",
+            "the number of key heads must divide 4, the number of devices on mesh "
+            "axis 'model'",
+        ),
     ],
 )
 def test_bad_input(heads, kv_heads, head_axis, words):
@@ -227,12 +309,18 @@ def test_bad_input(heads, kv_heads, head_axis, words):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_shared_keys_and_values(kind):
-    """The heads of both layers and of the cache are split; the second layer only reads the cache."""
+    """The heads of both layers and of the cache are split; the second layer only reads
+    the cache.
+    """
 
     def pair():
         options, rngs = {"num_kv_heads": 2, "rope": RoPE(), "decode": True}, nnx.Rngs(0)
-        first = flax_mha.MultiHeadAttention(N, FEATURES, head_axis="model", rngs=rngs, **options)
-        second = flax_mha.MultiHeadAttention(N, FEATURES, head_axis="model", rngs=rngs, reuse_kv=True, **options)
+        first = flax_mha.MultiHeadAttention(
+            N, FEATURES, head_axis="model", rngs=rngs, **options
+        )
+        second = flax_mha.MultiHeadAttention(
+            N, FEATURES, head_axis="model", rngs=rngs, reuse_kv=True, **options
+        )
         first.init_cache((2, 9, FEATURES))
         return nnx.List([first, second])
 
@@ -243,7 +331,9 @@ def test_shared_keys_and_values(kind):
 
     def decode():
         layers, x = pair(), floats(0, 2, 9, FEATURES)
-        steps = [np.asarray(step(layers, x[:, i:j])) for i, j in ((0, 6), (6, 7), (7, 9))]
+        steps = [
+            np.asarray(step(layers, x[:, i:j])) for i, j in ((0, 6), (6, 7), (7, 9))
+        ]
         return np.concatenate(steps, axis=1), layers[0].cached_key.get_value().sharding
 
     expected, _ = decode()

@@ -11,7 +11,13 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha._src.cache.write import Kind, check_dtype, check_entries, entries_at, write_entries
+from flax_mha._src.cache.write import (
+    Kind,
+    check_dtype,
+    check_entries,
+    entries_at,
+    write_entries,
+)
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.core.eight_bits import dequantize_cache, is_quantized, quantize_cache
@@ -28,18 +34,23 @@ SPARE = 64
 class KVCache:
     """An immutable cache of keys and values in Flax's layout.
 
-    The token at position p is in slot p. With a `window`, the cache is a ring buffer of S slots: the token at position
-    p is in slot p mod S, and overwrites a token that no later query attends to. A ring never overflows.
+    The token at position p is in slot p. With a `window`, the cache is a ring buffer of
+    S slots: the token at position p is in slot p mod S, and overwrites a token that no
+    later query attends to. A ring never overflows.
 
     Attributes:
       key: [B..., S, K, H].
       value: [B..., S, K, Hv]; Hv = 0 with a `value_size`.
-      index: The number of tokens so far, int32: [] for all sequences, or [B...] (`per_row`). A negative number marks a
-        sequence that `truncate`, `keep` or `take` could not make under `jit`; its outputs are NaN.
-      window: How many positions before its own a query attends to; None if the cache is not a ring.
-      value_size: If given, the values are the first `value_size` features of the keys, and are not stored separately.
-      scale: Scales [B..., S, K, 2] of 8-bit keys and 8-bit values. With a `value_size`, the scales of the key features
-        after the first `value_size`, and of the values. None if keys and values have more than 8 bits.
+      index: The number of tokens so far, int32: [] for all sequences, or [B...]
+        (`per_row`). A negative number marks a sequence that `truncate`, `keep` or
+        `take` could not make under `jit`; its outputs are NaN.
+      window: How many positions before its own a query attends to; None if the cache is
+        not a ring.
+      value_size: If given, the values are the first `value_size` features of the keys,
+        and are not stored separately.
+      scale: Scales [B..., S, K, 2] of 8-bit keys and 8-bit values. With a `value_size`,
+        the scales of the key features after the first `value_size`, and of the values.
+        None if keys and values have more than 8 bits.
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,14 +92,19 @@ class KVCache:
           max_length: Number of tokens that the cache has room for.
           num_kv_heads: Number of key and value heads K.
           head_size: Head size H of keys, and of values unless `value_head_size` is set.
-          dtype: Dtype of keys and values: floating point, or `int8` or `float8_e4m3fn` with float32 scales for each
-            token and key head; see the attribute `scale`.
-          window: The `left` of `local_window_size`; None means no limit. If `max_length` is at least window + 1 + 64,
-            the cache is a ring of window + 1 + 64 slots.
-          per_row: True gives each sequence its own index, so that sequences may have different lengths.
-          sharding: How a mesh splits the batch axes and heads of keys and values [B..., S, K, H].
-          value_size: See the attribute; for multi-head latent attention. `update` then takes None as values.
-          value_head_size: Head size Hv of values; None means `head_size`. Ignored with a `value_size`.
+          dtype: Dtype of keys and values: floating point, or `int8` or `float8_e4m3fn`
+            with float32 scales for each token and key head; see the attribute `scale`.
+          window: The `left` of `local_window_size`; None means no limit. If
+            `max_length` is at least window + 1 + 64, the cache is a ring of window + 1
+            + 64 slots.
+          per_row: True gives each sequence its own index, so that sequences may have
+            different lengths.
+          sharding: How a mesh splits the batch axes and heads of keys and values [B...,
+            S, K, H].
+          value_size: See the attribute; for multi-head latent attention. `update` then
+            takes None as values.
+          value_head_size: Head size Hv of values; None means `head_size`. Ignored with
+            a `value_size`.
 
         Raises:
           ValueError: If an argument is out of range.
@@ -96,52 +112,96 @@ class KVCache:
         axes = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         for size in axes:
             int_at_least("batch", size, 0)
-        for name, size in (("max_length", max_length), ("num_kv_heads", num_kv_heads), ("head_size", head_size)):
+        for name, size in (
+            ("max_length", max_length),
+            ("num_kv_heads", num_kv_heads),
+            ("head_size", head_size),
+        ):
             int_at_least(name, size, 1)
-        value_head_size = int_at_least("value_head_size", head_size if value_head_size is None else value_head_size, 1)
+        value_head_size = int_at_least(
+            "value_head_size",
+            head_size if value_head_size is None else value_head_size,
+            1,
+        )
         check_dtype(dtype)
         validation.flag("per_row", per_row)
         if window is not None and (not is_int(window) or window < 0):
             raise ValueError(f"window must be an int >= 0 or None, but got {window!r}.")
-        if value_size is not None and (not is_int(value_size) or not 1 <= value_size <= head_size):
-            raise ValueError(f"value_size must be an int from 1 to head_size ({head_size}), but got {value_size!r}.")
+        if value_size is not None and (
+            not is_int(value_size) or not 1 <= value_size <= head_size
+        ):
+            raise ValueError(
+                f"value_size must be an int from 1 to head_size ({head_size}), but got "
+                f"{value_size!r}."
+            )
         slots = max_length if window is None else min(max_length, window + 1 + SPARE)
-        shape, sizes = (*axes, slots, num_kv_heads), (head_size, value_head_size)[: 2 if value_size is None else 1]
+        shape, sizes = (
+            (*axes, slots, num_kv_heads),
+            (head_size, value_head_size)[: 2 if value_size is None else 1],
+        )
         entries = [place(jnp.zeros((*shape, size), dtype), sharding) for size in sizes]
-        index = place(jnp.zeros(axes if per_row else (), jnp.int32), sharding, len(axes) if per_row else 0)
-        scale = [place(jnp.zeros((*shape, 2), jnp.float32), sharding)] if is_quantized(dtype) else []
+        index = place(
+            jnp.zeros(axes if per_row else (), jnp.int32),
+            sharding,
+            len(axes) if per_row else 0,
+        )
+        scale = (
+            [place(jnp.zeros((*shape, 2), jnp.float32), sharding)]
+            if is_quantized(dtype)
+            else []
+        )
         return cls.of_arrays(window, value_size, (*entries, index, *scale))
 
     @classmethod
-    def of_arrays(cls, window: int | None, value_size: int | None, arrays: Sequence[Array]) -> "KVCache":
-        """Makes a cache from arrays, ordered as in the property `arrays`; a ring if it has window + 1 + 64 slots."""
+    def of_arrays(
+        cls, window: int | None, value_size: int | None, arrays: Sequence[Array]
+    ) -> "KVCache":
+        """Makes a cache from arrays, ordered as in the property `arrays`; a ring if it
+        has window + 1 + 64 slots.
+        """
         key, *others = arrays
         value, index, *scale = others if value_size is None else (key[..., :0], *others)
         is_ring = window is not None and key.shape[-3] == window + 1 + SPARE
         return cls(key, value, index, window if is_ring else None, value_size, *scale)
 
-    def new_entries(self, key: ArrayLike, value: ArrayLike | None) -> tuple[Array, Array]:
-        """Checks keys and values of new tokens, and returns arrays; None as values becomes [B..., T, K, 0]."""
+    def new_entries(
+        self, key: ArrayLike, value: ArrayLike | None
+    ) -> tuple[Array, Array]:
+        """Checks keys and values of new tokens, and returns arrays; None as values
+        becomes [B..., T, K, 0].
+        """
         key = jnp.asarray(key)
         if value is not None and self.value_size is not None:
-            raise ValueError("value must be None if the values are part of the cached keys, but got an array.")
+            raise ValueError(
+                "value must be None if the values are part of the cached keys, but got "
+                "an array."
+            )
         value = key[..., :0] if self.value_size is not None else jnp.asarray(value)
         self.check_fits(key, value)
         return key, value
 
     def check_fits(self, key: Array, value: Array, number: int | None = None) -> None:
-        """Raises a ValueError unless new keys and values fit. With a `number` of tokens, dtypes may differ."""
-        given, expected = None if self.scale is None else self.scale.shape, (*self.key.shape[:-1], 2)
+        """Raises a ValueError unless new keys and values fit. With a `number` of
+        tokens, dtypes may differ.
+        """
+        given, expected = (
+            None if self.scale is None else self.scale.shape,
+            (*self.key.shape[:-1], 2),
+        )
         if given != (expected if self.key.dtype.itemsize == 1 else None):
             raise ValueError(
-                f"scale must have shape {expected} for 8-bit keys and values, and must be None for other dtypes, but "
-                f"got {given} for {self.key.dtype}; use KVCache.create(..., dtype=...)."
+                f"scale must have shape {expected} for 8-bit keys and values, and must "
+                f"be None for other dtypes, but got {given} for {self.key.dtype}; use "
+                "KVCache.create(..., dtype=...)."
             )
         any_dtype = number is not None or self.scale is not None
         for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
             check_entries(name, new, cached, number, any_dtype)
         if key.shape[-3] != value.shape[-3]:
-            raise ValueError(f"key and value must have the same length, but got {key.shape[-3]} and {value.shape[-3]}.")
+            raise ValueError(
+                f"key and value must have the same length, but got {key.shape[-3]} and "
+                f"{value.shape[-3]}."
+            )
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -160,24 +220,40 @@ class KVCache:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """The arrays of the cache: key, value (except with a `value_size`), index, and scale (if there is one)."""
+        """The arrays of the cache: key, value (except with a `value_size`), index, and
+        scale (if there is one).
+        """
         key, value, *scale = self._entries
         return key, *([value] if self.value_size is None else []), self.index, *scale
 
     @property
     def _entries(self) -> tuple[Array, ...]:
-        """The arrays with an entry for each slot: key, value and, for 8 bits, scale, [B..., S, K, _]."""
-        return (self.key, self.value) if self.scale is None else (self.key, self.value, self.scale)
+        """The arrays with an entry for each slot: key, value and, for 8 bits, scale,
+        [B..., S, K, _].
+        """
+        return (
+            (self.key, self.value)
+            if self.scale is None
+            else (self.key, self.value, self.scale)
+        )
 
     def _replace(self, entries: Sequence[Array], index: Array) -> "KVCache":
-        named: dict[str, Any] = dict(zip(("key", "value", "scale"), entries, strict=False))
+        named: dict[str, Any] = dict(
+            zip(("key", "value", "scale"), entries, strict=False)
+        )
         return dataclasses.replace(self, index=index, **named)
 
-    def floats(self, dtype: DTypeLike) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
-        """Returns the keys and values of all slots, dequantized if they have 8 bits, in this dtype."""
+    def floats(
+        self, dtype: DTypeLike
+    ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
+        """Returns the keys and values of all slots, dequantized if they have 8 bits, in
+        this dtype.
+        """
         if self.scale is None:
             return self.key.astype(dtype), self.value.astype(dtype)
-        key, value = dequantize_cache(self.key, self.value, self.scale, self.value_size, dtype)
+        key, value = dequantize_cache(
+            self.key, self.value, self.scale, self.value_size, dtype
+        )
         return key, value[..., : self.value.shape[-1]]
 
     def _tokens(self, number: int, lengths: ArrayLike | None) -> Int[Array, "..."]:
@@ -185,34 +261,52 @@ class KVCache:
             return jnp.full(self.index.shape, number, jnp.int32)
         if not self.is_per_row and self.batch:
             raise ValueError(
-                "lengths must be None if all sequences share one index, but got an array; create the cache with "
-                "per_row=True."
+                "lengths must be None if all sequences share one index, but got an "
+                "array; create the cache with per_row=True."
             )
         lengths = int32("lengths", lengths)
         if lengths.shape not in ((), self.batch):
-            raise ValueError(f"lengths must have shape [batch...] = {self.batch}, but got {lengths.shape}.")
+            raise ValueError(
+                f"lengths must have shape [batch...] = {self.batch}, but got "
+                f"{lengths.shape}."
+            )
         least, most = extremes(lengths)
         if not 0 <= least <= most <= number:
             raise ValueError(
-                f"lengths must be between 0 and {number} (the prompt length), but got values from {least} to {most}."
+                f"lengths must be between 0 and {number} (the prompt length), but got "
+                f"values from {least} to {most}."
             )
         return jnp.broadcast_to(lengths, self.index.shape)
 
-    def has_room(self, number: int = 1, lengths: ArrayLike | None = None) -> Bool[Array, "..."] | bool:
-        """Returns whether `number` more tokens fit: True or, under `jit`, a bool array shaped like the index.
+    def has_room(
+        self, number: int = 1, lengths: ArrayLike | None = None
+    ) -> Bool[Array, "..."] | bool:
+        """Returns whether `number` more tokens fit: True or, under `jit`, a bool array
+        shaped like the index.
 
         `lengths` has the same meaning as in `update`.
 
         Raises:
-          ValueError: If `update` would raise one; this includes a cache without room, unless its index is traced.
+          ValueError: If `update` would raise one; this includes a cache without room,
+            unless its index is traced.
         """
         return self._fit(number, lengths)[0]
 
-    def _fit(self, number: int, lengths: ArrayLike | None) -> tuple[Bool[Array, "..."] | bool, Int[Array, "..."]]:
-        """Returns the result of `has_room`, and how many of the new tokens are not padding, shaped like the index."""
-        if self.window is None and lengths is None and isinstance(number, int) and number > self.length:
+    def _fit(
+        self, number: int, lengths: ArrayLike | None
+    ) -> tuple[Bool[Array, "..."] | bool, Int[Array, "..."]]:
+        """Returns the result of `has_room`, and how many of the new tokens are not
+        padding, shaped like the index.
+        """
+        if (
+            self.window is None
+            and lengths is None
+            and isinstance(number, int)
+            and number > self.length
+        ):
             raise ValueError(
-                f"the cache is too short: got {number} new tokens for {self.length} slots; create a longer cache."
+                f"the cache is too short: got {number} new tokens for {self.length} "
+                "slots; create a longer cache."
             )
         tokens = self._tokens(number, lengths)
         end = self.index + tokens
@@ -224,115 +318,162 @@ class KVCache:
             return True, tokens
         self._check_complete()
         raise ValueError(
-            f"the cache is full: all {self.length} slots are in use; create a longer cache."
+            f"the cache is full: all {self.length} slots are in use; create a longer "
+            "cache."
             if number == 1
             else f"the cache is too short: the new tokens end at position {np.max(end)}, but there are only "
             f"{self.length} slots; create a longer cache."
         )
 
     def update(
-        self, key: Float[Array, "*B T K H"], value: Float[Array, "*B T K Hv"] | None, lengths: ArrayLike | None = None
+        self,
+        key: Float[Array, "*B T K H"],
+        value: Float[Array, "*B T K Hv"] | None,
+        lengths: ArrayLike | None = None,
     ) -> "KVCache":
         """Adds the keys and values of T tokens.
 
         Args:
-          key: Keys in the dtype of the cache, or in any real dtype if the cache has 8 bits.
-          value: Values, to which the same applies. None if the cache has a `value_size`.
-          lengths: int [B...]: number of tokens before the padding in each sequence; None means T. Requires `per_row`.
+          key: Keys in the dtype of the cache, or in any real dtype if the cache has 8
+            bits.
+          value: Values, to which the same applies. None if the cache has a
+            `value_size`.
+          lengths: int [B...]: number of tokens before the padding in each sequence;
+            None means T. Requires `per_row`.
 
         Returns:
-          A new cache. Under `jit`, a sequence without room for its tokens does not change.
+          A new cache. Under `jit`, a sequence without room for its tokens does not
+          change.
 
         Raises:
-          ValueError: If shapes, dtypes or lengths do not fit, or if there is no room and the index is not traced.
+          ValueError: If shapes, dtypes or lengths do not fit, or if there is no room
+            and the index is not traced.
         """
         return self.append(*self.new_entries(key, value), lengths)[0]
 
     def append(
         self, key: Array, value: Array, lengths: ArrayLike | None = None
     ) -> tuple["KVCache", Int[Array, "..."], Bool[Array, "..."] | bool]:
-        """Like `update` without checks of the arrays; returns (cache, number of tokens before padding, `has_room`)."""
+        """Like `update` without checks of the arrays; returns (cache, number of tokens
+        before padding, `has_room`).
+        """
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
-        kind, options = Kind(self.window is not None, lengths is None), (self.value_size, self.key.dtype)
-        entries: Any = (key, value) if self.scale is None else quantize_cache(key, value, *options)
+        kind, options = (
+            Kind(self.window is not None, lengths is None),
+            (self.value_size, self.key.dtype),
+        )
+        entries: Any = (
+            (key, value) if self.scale is None else quantize_cache(key, value, *options)
+        )
         written = write_entries(kind, self._entries, entries, self.index, added)
         return self._replace(written, self.index + added), tokens, room
 
     def truncate(self, index: ArrayLike) -> "KVCache":
-        """Keeps the first `index` tokens and removes the others, for speculative decoding; returns a new cache.
+        """Keeps the first `index` tokens and removes the others, for speculative
+        decoding; returns a new cache.
 
-        In a ring, a removed token may have replaced an earlier one, which is lost. Its slot then contains NaN until it
-        is written again; `jax_debug_nans` may stop there.
+        In a ring, a removed token may have replaced an earlier one, which is lost. Its
+        slot then contains NaN until it is written again; `jax_debug_nans` may stop
+        there.
 
         Args:
-          index: int, or [B...] for a cache with an index for each sequence: how many tokens to keep.
+          index: int, or [B...] for a cache with an index for each sequence: how many
+            tokens to keep.
 
         Raises:
-          ValueError: If there are fewer tokens, or if a ring has overwritten tokens that the next query attends to.
-            Under `jit`, such a sequence gets the index -1 instead, and its outputs are NaN.
+          ValueError: If there are fewer tokens, or if a ring has overwritten tokens
+            that the next query attends to. Under `jit`, such a sequence gets the index
+            -1 instead, and its outputs are NaN.
         """
         new, kept = self._for_each("index", index), jnp.zeros_like(self.index)
         if self.window is not None:
-            nothing_lost = (self.index <= self.length) | (new == 0)  # an empty cache lacks nothing
+            # An empty cache lacks nothing.
+            nothing_lost = (self.index <= self.length) | (new == 0)
             kept = jnp.where(nothing_lost, 0, self.index - self.length + self.window)
         fine = (new >= kept) & (new <= self.index) & (self.index >= 0)
         if readable(fine) and not np.all(fine):
             self._check_complete()
             least = np.max(kept)
             raise ValueError(
-                f"index must be between {least}{' (earlier tokens were overwritten)' * bool(least)} and "
-                f"{np.min(self.index)} (the number of tokens so far), but got values from {np.min(new)} to "
-                f"{np.max(new)}."
+                "index must be between "
+                f"{least}{' (earlier tokens were overwritten)' * bool(least)} and "
+                f"{np.min(self.index)} (the number of tokens so far), but got values "
+                f"from {np.min(new)} to {np.max(new)}."
             )
         changes: dict[str, Any] = {}
         if self.window is not None:
-            # The removed tokens overwrote these slots: a query that needs the old contents must get NaN, no stale keys.
+            # The removed tokens overwrote these slots: a query that needs the old
+            # contents must get NaN, no stale keys.
             first_lost = jnp.maximum(new, self.length)
-            lost = self.positions() >= (first_lost[..., None] if self.is_per_row else first_lost)
+            lost = self.positions() >= (
+                first_lost[..., None] if self.is_per_row else first_lost
+            )
             name, x = ("key", self.key) if self.scale is None else ("scale", self.scale)
             with jax.debug_nans(False):  # not an error
-                changes[name] = jnp.where(lost[..., None, None], jnp.asarray(jnp.nan, x.dtype), x)
-        return dataclasses.replace(self, **changes, index=jnp.where(fine, new, jnp.int32(-1)))
+                changes[name] = jnp.where(
+                    lost[..., None, None], jnp.asarray(jnp.nan, x.dtype), x
+                )
+        return dataclasses.replace(
+            self, **changes, index=jnp.where(fine, new, jnp.int32(-1))
+        )
 
     def take(self, rows: ArrayLike) -> "KVCache":
-        """Makes a cache of the selected sequences, to reorder beams or to continue one prompt in several ways.
+        """Makes a cache of the selected sequences, to reorder beams or to continue one
+        prompt in several ways.
 
         Args:
           rows: int [B']: indices along the first batch axis, which may repeat.
 
         Raises:
-          ValueError: If there is no batch axis, or if an index is out of range. Under `jit`, an index out of range
-            gives a sequence of NaN.
+          ValueError: If there is no batch axis, or if an index is out of range. Under
+            `jit`, an index out of range gives a sequence of NaN.
         """
         rows = int32("rows", rows)
         if not self.batch or rows.ndim != 1:
             raise ValueError(
-                f"rows must have shape [B'] (indices along the first batch axis), but got shape {rows.shape} for a "
-                f"cache with batch shape {self.batch}."
+                "rows must have shape [B'] (indices along the first batch axis), but "
+                f"got shape {rows.shape} for a cache with batch shape {self.batch}."
             )
         least, most = extremes(rows)
         if rows.size and readable(rows) and not 0 <= least <= most < self.batch[0]:
-            raise ValueError(f"rows must be between 0 and {self.batch[0] - 1}, but got values from {least} to {most}.")
-        rows = jnp.where(rows < 0, self.batch[0], rows)  # out of range, not counted from the end
+            raise ValueError(
+                f"rows must be between 0 and {self.batch[0] - 1}, but got values from "
+                f"{least} to {most}."
+            )
+        # Out of range, not counted from the end.
+        rows = jnp.where(rows < 0, self.batch[0], rows)
         index = take_entries(self.index, rows, -1) if self.is_per_row else self.index
-        # Sequences that do not exist become NaN. 8-bit numbers cannot be NaN, but their scale can.
-        entries = [take_entries(x, rows, 0 if is_quantized(x.dtype) else math.nan) for x in self._entries]
+        # Sequences that do not exist become NaN. 8-bit numbers cannot be NaN, but their
+        # scale can.
+        entries = [
+            take_entries(x, rows, 0 if is_quantized(x.dtype) else math.nan)
+            for x in self._entries
+        ]
         return self._replace(entries, index)
 
-    def keep(self, slots: ArrayLike, lengths: ArrayLike | None = None, index: ArrayLike | None = None) -> "KVCache":
-        """Moves one path of a drafted tree to consecutive slots, and removes the tree's other tokens.
+    def keep(
+        self,
+        slots: ArrayLike,
+        lengths: ArrayLike | None = None,
+        index: ArrayLike | None = None,
+    ) -> "KVCache":
+        """Moves one path of a drafted tree to consecutive slots, and removes the tree's
+        other tokens.
 
         Args:
-          slots: int [n], or [B..., n] for a cache with an index for each sequence: the slots of the path's tokens, from
-            the root on; they ascend, because parents come first (see `recipes.tree_causal`).
-          lengths: int, or [B...] for such a cache: use only this many of the slots, from the first; None means all.
-          index: int, or [B...] for such a cache: the number of tokens before the tree, which are kept; None means the
-            first of the slots.
+          slots: int [n], or [B..., n] for a cache with an index for each sequence: the
+            slots of the path's tokens, from the root on; they ascend, because parents
+            come first (see `recipes.tree_causal`).
+          lengths: int, or [B...] for such a cache: use only this many of the slots,
+            from the first; None means all.
+          index: int, or [B...] for such a cache: the number of tokens before the tree,
+            which are kept; None means the first of the slots.
 
         Raises:
-          ValueError: If the cache is a ring, or if the slots do not ascend from `index` to the number of tokens so far.
-            Under `jit`, such a sequence gets the index -1 instead, and its outputs are NaN.
+          ValueError: If the cache is a ring, or if the slots do not ascend from `index`
+            to the number of tokens so far. Under `jit`, such a sequence gets the index
+            -1 instead, and its outputs are NaN.
 
         Example:
           >>> import jax.numpy as jnp
@@ -345,46 +486,68 @@ class KVCache:
         """
         if self.window is not None:
             raise ValueError(
-                f"keep does not support ring caches, because the window of {self.window} positions would count every "
-                "branch of a tree; create the cache without a window."
+                "keep does not support ring caches, because the window of "
+                f"{self.window} positions would count every branch of a tree; create "
+                "the cache without a window."
             )
         slots = int32("slots", slots)
-        if slots.ndim != self.index.ndim + 1 or slots.shape[:-1] != self.index.shape or not slots.shape[-1]:
+        if (
+            slots.ndim != self.index.ndim + 1
+            or slots.shape[:-1] != self.index.shape
+            or not slots.shape[-1]
+        ):
             wanted = ", ".join(map(str, (*self.index.shape, "n")))
-            raise ValueError(f"slots must have shape ({wanted}) with n >= 1, but got {slots.shape}.")
+            raise ValueError(
+                f"slots must have shape ({wanted}) with n >= 1, but got {slots.shape}."
+            )
         number = slots.shape[-1]
         lengths = self._for_each("lengths", number if lengths is None else lengths)
         start = self._for_each("index", slots[..., 0] if index is None else index)
         steps = self.counted(number)
         in_order = jnp.diff(slots, axis=-1, prepend=start[..., None] - 1) > 0
-        fine = (in_order & (slots < self.index[..., None])) | (steps >= lengths[..., None])
-        fine = fine.all(-1) & (start >= 0) & (start <= self.index) & (lengths >= 0) & (lengths <= number)
+        fine = (in_order & (slots < self.index[..., None])) | (
+            steps >= lengths[..., None]
+        )
+        fine = (
+            fine.all(-1)
+            & (start >= 0)
+            & (start <= self.index)
+            & (lengths >= 0)
+            & (lengths <= number)
+        )
         if readable(fine) and not np.all(fine):
             self._check_complete()
             raise ValueError(
-                f"slots must be in ascending order, at least index ({np.asarray(start).tolist()}) and less than the "
-                f"number of tokens so far ({np.asarray(self.index).tolist()}), and lengths must be between "
-                f"0 and {number}, but got slots {np.asarray(slots).tolist()} and lengths "
-                f"{np.asarray(lengths).tolist()}."
+                "slots must be in ascending order, at least index "
+                f"({np.asarray(start).tolist()}) and less than the number of tokens so "
+                f"far ({np.asarray(self.index).tolist()}), and lengths must be between "
+                f"0 and {number}, but got slots {np.asarray(slots).tolist()} and "
+                f"lengths {np.asarray(lengths).tolist()}."
             )
-        moved = tuple(entries_at(x, jnp.clip(slots, 0, self.length - 1)) for x in self._entries)
+        moved = tuple(
+            entries_at(x, jnp.clip(slots, 0, self.length - 1)) for x in self._entries
+        )
         added = jnp.where(fine, lengths, 0)
-        written = write_entries(Kind(False, all_or_none=False), self._entries, moved, start, added)
+        written = write_entries(
+            Kind(False, all_or_none=False), self._entries, moved, start, added
+        )
         return self._replace(written, jnp.where(fine, start + lengths, jnp.int32(-1)))
 
     def _for_each(self, name: str, given: ArrayLike) -> Int[Array, "..."]:
         numbers = int32(name, given)
         if numbers.shape not in ((), self.index.shape):
             raise ValueError(
-                f"{name} must have the same shape as the cache's index, {self.index.shape}, but got {numbers.shape}."
+                f"{name} must have the same shape as the cache's index, "
+                f"{self.index.shape}, but got {numbers.shape}."
             )
         return jnp.broadcast_to(numbers, self.index.shape)
 
     def _check_complete(self) -> None:
         if np.any(np.asarray(self.index) < 0):
             raise ValueError(
-                "the ring cache no longer contains every token that a query attends to (a sequence's index is "
-                "negative): truncate removed more tokens than the ring has spare slots."
+                "the ring cache no longer contains every token that a query attends to "
+                "(a sequence's index is negative): truncate removed more tokens than "
+                "the ring has spare slots."
             )
 
     def positions(self) -> Int[Array, "*B S"]:
@@ -396,5 +559,9 @@ class KVCache:
         return jnp.broadcast_to(positions, (*self.batch, self.length))
 
     def counted(self, number: int) -> Int[Array, "... n"]:
-        """Returns [0, ..., `number` - 1] with leading axes of length 1, to broadcast with `index[..., None]`."""
-        return jnp.arange(number, dtype=jnp.int32).reshape((1,) * self.index.ndim + (number,))
+        """Returns [0, ..., `number` - 1] with leading axes of length 1, to broadcast
+        with `index[..., None]`.
+        """
+        return jnp.arange(number, dtype=jnp.int32).reshape(
+            (1,) * self.index.ndim + (number,)
+        )

@@ -1,4 +1,6 @@
-"""`SharedKV`: the keys and values of a module's call, for later layers that have no projections of their own."""
+"""`SharedKV`: the keys and values of a module's call, for later layers that have no
+projections of their own.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -10,7 +12,9 @@ from flax_mha._src.cache.kv_cache import KVCache
 
 
 class Appended(NamedTuple):
-    """The result of `KVCache.append`: new cache, number of tokens without padding, and whether there was room."""
+    """The result of `KVCache.append`: new cache, number of tokens without padding, and
+    whether there was room.
+    """
 
     cache: KVCache
     tokens: Int[Array, "..."]
@@ -20,16 +24,20 @@ class Appended(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SharedKV:
-    """The keys and values of one call of a module, which later layers attend to (Gemma 3n, Gemma 4).
+    """The keys and values of one call of a module, which later layers attend to (Gemma
+    3n, Gemma 4).
 
-    A module's call with `return_kv=True` returns it, and a module with `reuse_kv=True` takes it for the same tokens. It
-    is a pytree, so it may pass through `jit`, `remat` and `scan`, and gradients flow through it.
+    A module's call with `return_kv=True` returns it, and a module with `reuse_kv=True`
+    takes it for the same tokens. It is a pytree, so it may pass through `jit`, `remat`
+    and `scan`, and gradients flow through it.
 
     Attributes:
       key: Keys of the call's tokens after norm and rotation, [B..., T, K, H].
       value: Values after their norm, [B..., T, K, Hv].
-      cache: The cache before the call, with the keys of earlier tokens; None if the call did not use a cache.
-      appended: `appended.cache` has the call's tokens added, and is the cache to keep. None without a cache.
+      cache: The cache before the call, with the keys of earlier tokens; None if the
+        call did not use a cache.
+      appended: `appended.cache` has the call's tokens added, and is the cache to keep.
+        None without a cache.
       decode: Whether the call decoded.
       has_lengths: Whether the call had `lengths`.
 
@@ -51,18 +59,27 @@ class SharedKV:
     decode: bool = dataclasses.field(default=False, metadata={"static": True})
     has_lengths: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def check(self, shape: tuple[int, ...], value_size: int, decode: bool, has_lengths: bool) -> None:
-        """Raises a ValueError unless this fits a later call with these arguments; `shape` is that of its keys."""
+    def check(
+        self, shape: tuple[int, ...], value_size: int, decode: bool, has_lengths: bool
+    ) -> None:
+        """Raises a ValueError unless this fits a later call with these arguments;
+        `shape` is that of its keys.
+        """
         of_values = (*shape[:-1], value_size)
         if self.key.shape != shape or self.value.shape != of_values:
             raise ValueError(
-                f"kv must have keys of shape {shape} and values of shape {of_values}, but got {self.key.shape} and "
-                f"{self.value.shape}; pass kv from the same step, and from an earlier layer with the same number "
-                "of key heads and the same head sizes."
+                f"kv must have keys of shape {shape} and values of shape {of_values}, "
+                f"but got {self.key.shape} and {self.value.shape}; pass kv from the "
+                "same step, and from an earlier layer with the same number of key "
+                "heads and the same head sizes."
             )
-        for name, here, there in (("decode", decode, self.decode), ("lengths", has_lengths, self.has_lengths)):
+        for name, here, there in (
+            ("decode", decode, self.decode),
+            ("lengths", has_lengths, self.has_lengths),
+        ):
             if here != there:
                 raise ValueError(
-                    f"{name} must be passed when calling both layers or neither, but was passed only in "
+                    f"{name} must be passed when calling both layers or neither, but "
+                    "was passed only in "
                     f"{'this call' if here else 'the call that returned kv'}."
                 )

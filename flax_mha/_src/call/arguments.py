@@ -1,4 +1,6 @@
-"""Checks the arguments of `dot_product_attention`, with `core/validation.py`, and makes a `Call` of them."""
+"""Checks the arguments of `dot_product_attention`, with `core/validation.py`, and makes
+a `Call` of them.
+"""
 
 import functools
 import math
@@ -13,13 +15,36 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import NO_OFFSET, Call, Context, Operands, Options, ScoreMod, Sharding
+from flax_mha._src.call.operands import (
+    NO_OFFSET,
+    Call,
+    Context,
+    Operands,
+    Options,
+    ScoreMod,
+    Sharding,
+)
 from flax_mha._src.core import validation
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import Target, is_key, target_of
 from flax_mha._src.core.user_function import trace
-from flax_mha._src.core.validation import DTYPES, Shape, as_array, broadcastable, is_finite, is_int, number_in
-from flax_mha._src.masks import ArrayMask, CausalMask, LengthMask, LocalMask, Mask, SegmentMask
+from flax_mha._src.core.validation import (
+    DTYPES,
+    Shape,
+    as_array,
+    broadcastable,
+    is_finite,
+    is_int,
+    number_in,
+)
+from flax_mha._src.masks import (
+    ArrayMask,
+    CausalMask,
+    LengthMask,
+    LocalMask,
+    Mask,
+    SegmentMask,
+)
 from flax_mha._src.masks.base import merged, shows_future
 from flax_mha._src.masks.function import check_lookups
 
@@ -33,13 +58,21 @@ LARGEST_CAP = 1e30  # beyond it, score / cap is so small that float32 makes it 0
 
 
 def unexpected(function: str, name: str) -> TypeError:
-    """Returns Python's error for an unknown argument `name`. If only modules accept it, the error says what to use."""
-    fix = f"; only modules accept {name}; use {SIBLINGS[name]} instead" if name in SIBLINGS else ""
+    """Returns Python's error for an unknown argument `name`. If only modules accept it,
+    the error says what to use.
+    """
+    fix = (
+        f"; only modules accept {name}; use {SIBLINGS[name]} instead"
+        if name in SIBLINGS
+        else ""
+    )
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{fix}")
 
 
 def naming_siblings(function: F) -> F:
-    """Wraps an attention function: for an argument that only modules accept, the error says what to use instead."""
+    """Wraps an attention function: for an argument that only modules accept, the error
+    says what to use instead.
+    """
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -51,7 +84,9 @@ def naming_siblings(function: F) -> F:
 
 
 class CommonArguments(TypedDict, total=False):
-    """The keyword arguments that `dot_product_attention` shares with `cached_attention`."""
+    """The keyword arguments that `dot_product_attention` shares with
+    `cached_attention`.
+    """
 
     scale: float | ArrayLike | None
     local_window_size: int | tuple[int | None, int | None] | None
@@ -67,7 +102,9 @@ class CommonArguments(TypedDict, total=False):
 
 
 class Arguments(CommonArguments, total=False):
-    """The keyword-only arguments of `dot_product_attention` except `implementation` and the `return_` flags."""
+    """The keyword-only arguments of `dot_product_attention` except `implementation` and
+    the `return_` flags.
+    """
 
     is_causal: bool
     query_seq_lengths: ArrayLike | None
@@ -79,7 +116,9 @@ class Arguments(CommonArguments, total=False):
 
 
 class CallArguments(Arguments, total=False):
-    """All keyword arguments of `dot_product_attention` but `return_residual` and `implementation`."""
+    """All keyword arguments of `dot_product_attention` but `return_residual` and
+    `implementation`.
+    """
 
     return_max_score: bool
 
@@ -87,7 +126,9 @@ class CallArguments(Arguments, total=False):
 def check_inputs(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, any_dtypes: bool = False
 ) -> tuple[Array, Array, Array, Shape]:
-    """Converts query, key and value to arrays and checks them; also returns sizes. `any_dtypes`: dtypes may differ."""
+    """Converts query, key and value to arrays and checks them; also returns sizes.
+    `any_dtypes`: dtypes may differ.
+    """
     meaning = "[batch..., length, heads, head size]"
     query, key, value = (
         x if isinstance(x, jax.Array) else as_array(name, x, f"an array {meaning}")
@@ -97,7 +138,9 @@ def check_inputs(
     if not query.ndim == key.ndim == value.ndim:
         raise ValueError(f"query, key, value must have same rank, but got {shapes}.")
     if query.ndim < 3:
-        raise ValueError(f"query must have rank 3 or more ({meaning}), but got {shapes}.")
+        raise ValueError(
+            f"query must have rank 3 or more ({meaning}), but got {shapes}."
+        )
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         raise ValueError(f"query, key, value batch dims must match, but got {shapes}.")
     for name, x, y, axis in (
@@ -106,69 +149,111 @@ def check_inputs(
         ("key, value heads", key, value, -2),
     ):
         if x.shape[axis] != y.shape[axis]:
-            raise ValueError(f"{name} must match, but got {x.shape[axis]} and {y.shape[axis]} in {shapes}.")
+            raise ValueError(
+                f"{name} must match, but got {x.shape[axis]} and {y.shape[axis]} in "
+                f"{shapes}."
+            )
     num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
-            f"query heads must be a multiple of key/value heads, both at least 1, but got {num_heads} and "
-            f"{num_kv_heads} in {shapes}; the expected layout is {meaning}. To convert from PyTorch's [batch, heads, "
-            "length, head size], use jnp.swapaxes(x, -3, -2)."
+            "query heads must be a multiple of key/value heads, both at least 1, but "
+            f"got {num_heads} and {num_kv_heads} in {shapes}; the expected layout is "
+            f"{meaning}. To convert from PyTorch's [batch, heads, length, head size], "
+            "use jnp.swapaxes(x, -3, -2)."
         )
     if query.shape[-1] < 1:
         raise ValueError(f"query head size must be at least 1, but got {shapes}.")
     same_dtype = any_dtypes or query.dtype == key.dtype == value.dtype
     if not same_dtype or any(x.dtype.name not in DTYPES for x in (query, key, value)):
         raise ValueError(
-            f"query, key, value must have the same dtype, one of {', '.join(DTYPES)}, but got query "
-            f"{query.dtype}, key {key.dtype}, value {value.dtype}; use .astype."
+            f"query, key, value must have the same dtype, one of {', '.join(DTYPES)}, "
+            f"but got query {query.dtype}, key {key.dtype}, value {value.dtype}; use "
+            ".astype."
         )
-    sizes = (query.shape[-3], key.shape[-3], num_heads, num_kv_heads, query.shape[-1], value.shape[-1])
+    sizes = (
+        query.shape[-3],
+        key.shape[-3],
+        num_heads,
+        num_kv_heads,
+        query.shape[-1],
+        value.shape[-1],
+    )
     return query, key, value, Shape(query.shape[:-3], *sizes)
 
 
-def check_floats(name: str, value: ArrayLike | None, shape: tuple[int, ...], meaning: str) -> Array | None:
-    """Checks that bias or sinks are floats that broadcast to `shape`, whose axes `meaning` names in errors."""
+def check_floats(
+    name: str, value: ArrayLike | None, shape: tuple[int, ...], meaning: str
+) -> Array | None:
+    """Checks that bias or sinks are floats that broadcast to `shape`, whose axes
+    `meaning` names in errors.
+    """
     if value is None:
         return None
     array = as_array(name, value, "an array of floats")
     if array.dtype.name not in DTYPES:
-        fix = "; pass a boolean array as mask=" if array.dtype == bool and name == "bias" else ""
-        raise ValueError(f"{name} must have one of the dtypes {', '.join(DTYPES)}, but got {array.dtype}{fix}.")
+        fix = (
+            "; pass a boolean array as mask="
+            if array.dtype == bool and name == "bias"
+            else ""
+        )
+        raise ValueError(
+            f"{name} must have one of the dtypes {', '.join(DTYPES)}, but got "
+            f"{array.dtype}{fix}."
+        )
     return broadcastable(name, array, shape, meaning)
 
 
-def check_offsets(query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape) -> Offsets:
-    """Checks the positions of the first query and key: all positions and distances must fit in int32."""
+def check_offsets(
+    query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape
+) -> Offsets:
+    """Checks the positions of the first query and key: all positions and distances must
+    fit in int32.
+    """
     offsets, ends = [], []
     for name, value, length in (
         ("query_offset", query_offset, shape.query_length),
         ("key_value_offset", key_offset, shape.key_length),
     ):
         if value is None:
-            raise ValueError(f"{name} must be an integer or an array of integers, but got None; omit it to use 0.")
-        offset: Any = int(value) if is_int(value) else validation.per_sequence(name, value, shape)
-        least, most = (offset, offset) if isinstance(offset, int) else validation.extremes(offset)
+            raise ValueError(
+                f"{name} must be an integer or an array of integers, but got None; "
+                "omit it to use 0."
+            )
+        offset: Any = (
+            int(value) if is_int(value) else validation.per_sequence(name, value, shape)
+        )
+        least, most = (
+            (offset, offset) if isinstance(offset, int) else validation.extremes(offset)
+        )
         last = most + max(length, 1) - 1 if isinstance(length, int) else most
         if least < validation.SMALLEST or last > validation.LARGEST:
-            raise ValueError(f"{name} must keep positions within the int32 range, but they run from {least} to {last}.")
+            raise ValueError(
+                f"{name} must keep positions within the int32 range, but they run from "
+                f"{least} to {last}."
+            )
         offsets.append(offset)
         ends.append((least, last))
     (q_first, q_last), (k_first, k_last) = ends
     if max(q_last - k_first, k_last - q_first) > validation.LARGEST:
         raise ValueError(
-            "query_offset and key_value_offset must keep distances within the int32 range, but queries are at "
-            f"positions {q_first} to {q_last} and keys at {k_first} to {k_last}."
+            "query_offset and key_value_offset must keep distances within the int32 "
+            f"range, but queries are at positions {q_first} to {q_last} and keys at "
+            f"{k_first} to {k_last}."
         )
     return Offsets.of(*offsets)
 
 
 def check_window(size: Any) -> tuple[int | None, int | None] | None:
-    """Checks a window size; returns how far a query attends (before itself, after itself), or None if both are None."""
+    """Checks a window size; returns how far a query attends (before itself, after
+    itself), or None if both are None.
+    """
     pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
-    if len(pair) != 2 or not all(side is None or (is_int(side) and side >= 0) for side in pair):
+    if len(pair) != 2 or not all(
+        side is None or (is_int(side) and side >= 0) for side in pair
+    ):
         raise ValueError(
-            "local_window_size must be an int >= 0, or a pair (left, right) with entries >= 0 or None, but got "
-            f"{size!r}."
+            "local_window_size must be an int >= 0, or a pair (left, right) with "
+            f"entries >= 0 or None, but got {size!r}."
         )
     return None if pair == (None, None) else pair
 
@@ -176,20 +261,24 @@ def check_window(size: Any) -> tuple[int | None, int | None] | None:
 def check_is_causal(is_causal: Any, mask: Any) -> bool:
     """Returns `is_causal`, which is True if it is None, as while decoding.
 
-    Raises a ValueError if the call is causal, but the mask is made to show later tokens, as `CausalMask() | mask` is.
+    Raises a ValueError if the call is causal, but the mask is made to show later
+    tokens, as `CausalMask() | mask` is.
     """
     given = is_causal
     is_causal = given is None or _flag("is_causal", given)
     if is_causal and isinstance(mask, Mask) and shows_future(mask):
         raise ValueError(
-            "is_causal must be False if mask shows later tokens, as CausalMask() | mask does, because a causal call "
-            f"would hide them, but got {given}; pass is_causal=False (while decoding, None means True)."
+            "is_causal must be False if mask shows later tokens, as CausalMask() | "
+            f"mask does, because a causal call would hide them, but got {given}; pass "
+            "is_causal=False (while decoding, None means True)."
         )
     return is_causal
 
 
 def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
-    """Checks a scale; returns (1.0, array) for a JAX array, else (number, None). A `value` of None is 1 / sqrt(H)."""
+    """Checks a scale; returns (1.0, array) for a JAX array, else (number, None). A
+    `value` of None is 1 / sqrt(H).
+    """
     if value is None:
         return 1 / math.sqrt(shape.head_size), None
     value = validation.unwrapped(value)
@@ -201,18 +290,24 @@ def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
             raise ValueError(f"scale must fit in float32, but got {value!r}.")
         return float(number), None
     if value.shape or value.dtype.name not in DTYPES:
-        raise ValueError(f"scale must be a scalar, but got an array of shape {value.shape} and dtype {value.dtype}.")
+        raise ValueError(
+            f"scale must be a scalar, but got an array of shape {value.shape} and "
+            f"dtype {value.dtype}."
+        )
     return 1.0, value
 
 
 def check_precision(value: Any) -> Any:
-    """Checks that `jax.lax.dot_general` accepts `value` as its precision, and returns it in a hashable form."""
+    """Checks that `jax.lax.dot_general` accepts `value` as its precision, and returns
+    it in a hashable form.
+    """
     value = tuple(value) if isinstance(value, list) else value
     try:
         _dot_with(value)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f'precision must be None, "default", "high", "highest" or a jax.lax.Precision, but got {value!r}.'
+            'precision must be None, "default", "high", "highest" or a '
+            f"jax.lax.Precision, but got {value!r}."
         ) from error
     return value
 
@@ -228,10 +323,13 @@ def check_soft_cap(value: float | None) -> float | None:
         return None
     value = number_in(value)
     if not is_finite(value) or value <= 0:
-        raise ValueError(f"logits_soft_cap must be a concrete finite number > 0, but got {value!r}.")
+        raise ValueError(
+            f"logits_soft_cap must be a concrete finite number > 0, but got {value!r}."
+        )
     if value > LARGEST_CAP:
         raise ValueError(
-            f"logits_soft_cap must be at most {LARGEST_CAP:g}, but got {value!r}; pass None to disable the cap."
+            f"logits_soft_cap must be at most {LARGEST_CAP:g}, but got {value!r}; pass "
+            "None to disable the cap."
         )
     return float(value)
 
@@ -239,49 +337,81 @@ def check_soft_cap(value: float | None) -> float | None:
 def check_dropout_rate(rate: float) -> float:
     rate = number_in(rate)
     if not is_finite(rate) or not 0 <= rate < 1:
-        raise ValueError(f"dropout_rate must be a concrete number in [0, 1), but got {rate!r}.")
+        raise ValueError(
+            f"dropout_rate must be a concrete number in [0, 1), but got {rate!r}."
+        )
     return float(rate)
 
 
 def check_dropout(rate: float, rng: Any) -> float:
-    """Checks the dropout rate and, if it is above 0, the random key `rng`; returns the rate."""
+    """Checks the dropout rate and, if it is above 0, the random key `rng`; returns the
+    rate.
+    """
     rate = check_dropout_rate(rate)
     if rate == 0:
         return rate
     if rng is None:
         raise ValueError(
-            "dropout_rng must be a key if dropout_rate > 0, but got None; pass a key such as jax.random.key(0)."
+            "dropout_rng must be a key if dropout_rate > 0, but got None; pass a key "
+            "such as jax.random.key(0)."
         )
     is_array = isinstance(rng, jax.Array | np.ndarray)
     raw_shape = _raw_key_shape(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
     is_typed = is_array and is_key(rng) and not rng.shape
-    if not is_typed and not (is_array and rng.dtype == jnp.uint32 and rng.shape == raw_shape):
-        got = f"an array of shape {rng.shape} and dtype {rng.dtype}" if hasattr(rng, "shape") else repr(rng)
+    if not is_typed and not (
+        is_array and rng.dtype == jnp.uint32 and rng.shape == raw_shape
+    ):
+        got = (
+            f"an array of shape {rng.shape} and dtype {rng.dtype}"
+            if hasattr(rng, "shape")
+            else repr(rng)
+        )
         raise ValueError(
-            f"dropout_rng must be a single key from jax.random.key, or a raw uint32 key of shape {raw_shape}, but got "
-            f"{got}."
+            "dropout_rng must be a single key from jax.random.key, or a raw uint32 key "
+            f"of shape {raw_shape}, but got {got}."
         )
     return rate
 
 
 @functools.cache
 def _raw_key_shape(implementation: str) -> tuple[int, ...]:
-    """Returns the shape of a raw key of the random number generator `implementation`, such as "threefry2x32"."""
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).shape
+    """Returns the shape of a raw key of the random number generator `implementation`,
+    such as "threefry2x32".
+    """
+    return jax.eval_shape(
+        lambda: jax.random.key_data(jax.random.key(0, impl=implementation))
+    ).shape
 
 
 def check_sharding(value: Any, rank: int) -> Any:
-    if value is not None and not isinstance(value, NamedSharding | PartitionSpec | Context):
-        raise ValueError(f"qkv_sharding must be a jax.P or a NamedSharding for the query, but got {value!r}.")
-    spec: Any = () if value is None or isinstance(value, Context) else getattr(value, "spec", value)
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
+    if value is not None and not isinstance(
+        value, NamedSharding | PartitionSpec | Context
+    ):
+        raise ValueError(
+            "qkv_sharding must be a jax.P or a NamedSharding for the query, but got "
+            f"{value!r}."
+        )
+    spec: Any = (
+        ()
+        if value is None or isinstance(value, Context)
+        else getattr(value, "spec", value)
+    )
+    entries = [
+        entry if isinstance(entry, tuple) else (entry,)
+        for entry in spec
+        if entry is not None
+    ]
     names = [name for entry in entries for name in entry]
     if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
         raise ValueError(
-            f"qkv_sharding must contain only mesh axis names or None, with no name repeated, but got {spec}."
+            "qkv_sharding must contain only mesh axis names or None, with no name "
+            f"repeated, but got {spec}."
         )
     if len(spec) > rank:
-        raise ValueError(f"qkv_sharding must have at most {rank} entries, one per axis of the query, but got {spec}.")
+        raise ValueError(
+            f"qkv_sharding must have at most {rank} entries, one per axis of the "
+            f"query, but got {spec}."
+        )
     return value
 
 
@@ -296,9 +426,11 @@ def canonical(
     platform: str | None = None,
     **arguments: Unpack[CallArguments],
 ) -> Call:
-    """Checks the arguments of `dot_product_attention`, combines all masks into one, and makes a `Call`.
+    """Checks the arguments of `dot_product_attention`, combines all masks into one, and
+    makes a `Call`.
 
-    To explain the call for another platform, pass its name as `platform`; None means the one that computes the call.
+    To explain the call for another platform, pass its name as `platform`; None means
+    the one that computes the call.
     """
     if unknown := arguments.keys() - CallArguments.__optional_keys__:
         raise unexpected("dot_product_attention", min(unknown))
@@ -310,42 +442,65 @@ def canonical(
     key_offset = arguments.get("key_value_offset", NO_OFFSET)
     is_whole = query_offset is NO_OFFSET and key_offset is NO_OFFSET
     offsets = Offsets() if is_whole else check_offsets(query_offset, key_offset, shape)
-    query_ids, key_ids = arguments.get("query_segment_ids"), arguments.get("key_value_segment_ids")
+    query_ids, key_ids = (
+        arguments.get("query_segment_ids"),
+        arguments.get("key_value_segment_ids"),
+    )
     has_segments = query_ids is not None or key_ids is not None
     masks = [
         CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
         None if window is None else LocalMask(*window),
         _length_mask(arguments, shape, is_whole),
-        SegmentMask(*validation.segment_ids(query_ids, key_ids, shape)) if has_segments else None,
+        SegmentMask(*validation.segment_ids(query_ids, key_ids, shape))
+        if has_segments
+        else None,
         given_mask(mask, shape),
     ]
     indices = validation.key_indices(arguments.get("key_indices"), shape)
-    return with_keys(scoring, key, value, shape, bias, masks, offsets, key_indices=indices)
+    return with_keys(
+        scoring, key, value, shape, bias, masks, offsets, key_indices=indices
+    )
 
 
 def check_scoring(
-    query: Array, shape: Shape, arguments: CallArguments, target: Target, return_residual: bool = False
+    query: Array,
+    shape: Shape,
+    arguments: CallArguments,
+    target: Target,
+    return_residual: bool = False,
 ) -> Call:
-    """Returns a call without keys, for `with_keys`; checks arguments that need no keys, and traces `score_mod`."""
+    """Returns a call without keys, for `with_keys`; checks arguments that need no keys,
+    and traces `score_mod`.
+    """
     number, scale_array = check_scale(arguments.get("scale"), shape)
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
     score_mod = arguments.get("score_mod")
-    function, captured, constants = (None, [], []) if score_mod is None else trace("score_mod", score_mod, dtype)
+    function, captured, constants = (
+        (None, [], []) if score_mod is None else trace("score_mod", score_mod, dtype)
+    )
     dropout_rng = arguments.get("dropout_rng")
-    rate = check_dropout(arguments["dropout_rate"], dropout_rng) if "dropout_rate" in arguments else 0.0
+    rate = (
+        check_dropout(arguments["dropout_rate"], dropout_rng)
+        if "dropout_rate" in arguments
+        else 0.0
+    )
     options = Options(
         scale=number,
         soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
         score_mod=function,
         dropout_rate=rate,
-        broadcast_dropout=_flag("broadcast_dropout", arguments.get("broadcast_dropout", False)),
+        broadcast_dropout=_flag(
+            "broadcast_dropout", arguments.get("broadcast_dropout", False)
+        ),
         return_residual=_flag("return_residual", return_residual),
         precision=check_precision(arguments.get("precision")),
         target=target,
         sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
         has_known_sizes=False,  # set with the keys
         dtype=dtype,
-        return_max_score=_flag("return_max_score", arguments.get("return_max_score", False)),
+        return_max_score=_flag(
+            "return_max_score", arguments.get("return_max_score", False)
+        ),
     )
     missing: Any = None
     operands = Operands(
@@ -353,7 +508,12 @@ def check_scoring(
         key=missing,
         value=missing,
         bias=None,
-        sinks=check_floats("sinks", arguments.get("sinks"), (*shape.batch, shape.num_heads), "[batch..., heads]"),
+        sinks=check_floats(
+            "sinks",
+            arguments.get("sinks"),
+            (*shape.batch, shape.num_heads),
+            "[batch..., heads]",
+        ),
         mask=None,
         captured=captured,
         constants=constants,
@@ -375,12 +535,16 @@ def with_keys(
     cache_scale: Array | None = None,
     key_indices: Array | None = None,
 ) -> Call:
-    """Returns a call from `check_scoring` with keys, values, bias and one merged mask; checks bias and functions."""
+    """Returns a call from `check_scoring` with keys, values, bias and one merged mask;
+    checks bias and functions.
+    """
     present = [mask for mask in masks if mask is not None]
     operands = scoring.operands._replace(
         key=key,
         value=value,
-        bias=check_floats("bias", bias, shape.scores, "[batch..., heads, queries, keys]"),
+        bias=check_floats(
+            "bias", bias, shape.scores, "[batch..., heads, queries, keys]"
+        ),
         mask=merged(present),
         offsets=offsets,
         cache_scale=cache_scale,
@@ -388,7 +552,8 @@ def with_keys(
     )
     is_known = all(isinstance(n, int) for x in operands[:3] for n in x.shape)
     options = scoring.options._replace(has_known_sizes=is_known)
-    if options.score_mod is not None or jax.tree.leaves(operands.mask):  # masks without arrays call no function
+    # Masks without arrays call no function.
+    if options.score_mod is not None or jax.tree.leaves(operands.mask):
         check_lookups(shape, options.score_mod, present, offsets, operands.lengths)
     return Call(operands, options)
 
@@ -398,16 +563,34 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _length_mask(arguments: CallArguments, shape: Shape, is_whole: bool) -> Mask | None:
-    query_lengths, key_lengths = arguments.get("query_seq_lengths"), arguments.get("key_value_seq_lengths")
+    query_lengths, key_lengths = (
+        arguments.get("query_seq_lengths"),
+        arguments.get("key_value_seq_lengths"),
+    )
     if query_lengths is None and key_lengths is None:
         return None
-    # With an offset, the arrays are a slice of longer sequences, to which the lengths refer.
-    queries = validation.lengths("query_seq_lengths", query_lengths, shape, shape.query_length if is_whole else None)
-    keys = validation.lengths("key_value_seq_lengths", key_lengths, shape, shape.key_length if is_whole else None)
+    # With an offset, the arrays are a slice of longer sequences, to which the lengths
+    # refer.
+    queries = validation.lengths(
+        "query_seq_lengths",
+        query_lengths,
+        shape,
+        shape.query_length if is_whole else None,
+    )
+    keys = validation.lengths(
+        "key_value_seq_lengths",
+        key_lengths,
+        shape,
+        shape.key_length if is_whole else None,
+    )
     return LengthMask(keys, queries)
 
 
 def given_mask(mask: ArrayLike | Mask | None, shape: Shape) -> Mask | None:
     if mask is None:
         return None
-    return mask.canonical(shape) if isinstance(mask, Mask) else ArrayMask(validation.mask(mask, shape))
+    return (
+        mask.canonical(shape)
+        if isinstance(mask, Mask)
+        else ArrayMask(validation.mask(mask, shape))
+    )

@@ -1,4 +1,6 @@
-"""A call of attention as a value: its checked arguments as arrays (`Operands`) and static `Options`."""
+"""A call of attention as a value: its checked arguments as arrays (`Operands`) and
+static `Options`.
+"""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -18,15 +20,21 @@ from flax_mha._src.masks.base import axes_of
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
 
-def may_mask(mask: Mask | None, bias: Array | None, score_mod: TracedFunction | None) -> bool:
-    """Returns whether a score may be masked: by the mask, by a bias of -inf, or by a `score_mod` that returns -inf."""
+def may_mask(
+    mask: Mask | None, bias: Array | None, score_mod: TracedFunction | None
+) -> bool:
+    """Returns whether a score may be masked: by the mask, by a bias of -inf, or by a
+    `score_mod` that returns -inf.
+    """
     return mask is not None or bias is not None or score_mod is not None
 
 
 class _NoOffset(int):
-    """The type of `NO_OFFSET`, the default offset: a 0 which means that the arrays hold whole sequences.
+    """The type of `NO_OFFSET`, the default offset: a 0 which means that the arrays hold
+    whole sequences.
 
-    If a caller passes an offset, even 0, the arrays may hold slices of longer sequences, to which lengths then refer.
+    If a caller passes an offset, even 0, the arrays may hold slices of longer
+    sequences, to which lengths then refer.
     """
 
 
@@ -38,7 +46,9 @@ Layout = Literal["contiguous", "zigzag"]
 
 
 class Context(NamedTuple):
-    """The arguments of `context_parallel`: the mesh axes that split sequence, batch and heads, and the strategy."""
+    """The arguments of `context_parallel`: the mesh axes that split sequence, batch and
+    heads, and the strategy.
+    """
 
     axis: str
     strategy: Strategy
@@ -48,9 +58,11 @@ class Context(NamedTuple):
     mesh: Mesh | AbstractMesh | None
 
     def with_sharding(self, sharding: Any, rank: int) -> "Context":
-        """Returns `self` with mesh, batch axes and head axis of the query's `sharding`; ValueError if the two disagree.
+        """Returns `self` with mesh, batch axes and head axis of the query's `sharding`;
+        ValueError if the two disagree.
 
-        `rank` is the query's number of axes. `sharding` is a PartitionSpec or NamedSharding, or None to add nothing.
+        `rank` is the query's number of axes. `sharding` is a PartitionSpec or
+        NamedSharding, or None to add nothing.
         """
         if sharding is None or rank < 3:  # a query of rank < 3 is refused later
             return self
@@ -61,11 +73,14 @@ class Context(NamedTuple):
             head_axis=heads or self.head_axis,
             mesh=getattr(sharding, "mesh", None) or self.mesh,
         )
-        agrees = all(new == old for new, old in zip(both, self, strict=True) if old is not None)
+        agrees = all(
+            new == old for new, old in zip(both, self, strict=True) if old is not None
+        )
         if not agrees or size or any(batch[1:]) or length not in (None, self.axis):
             raise ValueError(
-                f"qkv_sharding and context_parallel must use the same mesh axes for the first batch axis, the sequence "
-                f"and the heads, but got {spec} and {tuple(self)}; specify them in only one of the two."
+                "qkv_sharding and context_parallel must use the same mesh axes for the "
+                f"first batch axis, the sequence and the heads, but got {spec} and "
+                f"{tuple(self)}; specify them in only one of the two."
             )
         return both
 
@@ -74,15 +89,19 @@ Sharding = PartitionSpec | NamedSharding | Context
 
 
 class IdsAndSeeds(NamedTuple):
-    """Indices of batch entries and heads for `score_mod`, and random words for dropout; each None if not needed."""
+    """Indices of batch entries and heads for `score_mod`, and random words for dropout;
+    each None if not needed.
+    """
 
     batch: Int[Array, "*B"] | None  # indices of the batch entries (flattened)
     head: Int[Array, " N"] | None  # indices of the query heads
-    dropout_seed: UInt32[Array, "*B N 2"] | None  # two random words for each head, or for all heads
+    # Two random words for each head, or for all heads.
+    dropout_seed: UInt32[Array, "*B N 2"] | None
 
 
 class NonFinite(NamedTuple):
-    """Flags from `guard.py`: infinity for each query or key that held NaN or infinity, else 0.
+    """Flags from `guard.py`: infinity for each query or key that held NaN or infinity,
+    else 0.
 
     A key is also flagged if its value held NaN or infinity.
     """
@@ -92,7 +111,9 @@ class NonFinite(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The checked arrays of a call, in the caller's layout; None for each array that the call does not have."""
+    """The checked arrays of a call, in the caller's layout; None for each array that
+    the call does not have.
+    """
 
     query: Float[Array, "*B T N H"]
     key: Float[Array, "*B S K H"]
@@ -105,12 +126,17 @@ class Operands(NamedTuple):
     offsets: Offsets  # positions of the first query and the first key
     scale: Array | None  # factor of query . key if it is an array, else None
     dropout_rng: Array | None
-    ids_and_seeds: IdsAndSeeds | None = None  # of these heads, if the operands are a slice of a larger call
-    cache_scale: Float[Array, "*B S K 2"] | None = None  # scales of keys and values in 8 bits; see `KVCache.scale`
-    # Indices of the keys that each query attends to; -1 means no key, repeated indices count once. None: all keys.
+    # Of these heads, if the operands are a slice of a larger call.
+    ids_and_seeds: IdsAndSeeds | None = None
+    # Scales of keys and values in 8 bits; see `KVCache.scale`.
+    cache_scale: Float[Array, "*B S K 2"] | None = None
+    # Indices of the keys that each query attends to; -1 means no key, repeated indices
+    # count once. None: all keys.
     key_indices: Int[Array, "*B T #K k"] | None = None
-    nonfinite: NonFinite | None = None  # made by `guard`; None before it, or if nothing is masked
-    tiles: Any = None  # the tiles to visit (`BlockMask`), if they are known before the call is computed
+    # Made by `guard`; None before it, or if nothing is masked.
+    nonfinite: NonFinite | None = None
+    # The tiles to visit (`BlockMask`), if they are known before the call is computed.
+    tiles: Any = None
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -119,11 +145,15 @@ class Operands(NamedTuple):
 
     @property
     def groups(self) -> tuple[int, int]:
-        """The number of key heads K, and the number of query heads that share a key head, G = N / K."""
+        """The number of key heads K, and the number of query heads that share a key
+        head, G = N / K.
+        """
         return self.key.shape[-2], self.query.shape[-2] // self.key.shape[-2]
 
     def axis_names(self) -> list[str]:
-        """Lists the axis names of each array, such as "B T N H" (see `masks/base.py`), in pytree order."""
+        """Lists the axis names of each array, such as "B T N H" (see `masks/base.py`),
+        in pytree order.
+        """
         named = [
             (self.query, "B T N H"),
             (self.key, "B S K H"),
@@ -153,13 +183,17 @@ class Options(NamedTuple):
     return_residual: bool
     precision: lax.PrecisionLike
     target: Target  # the devices that the call is compiled for
-    sharding: Sharding | None  # the caller's `qkv_sharding`, or the arguments of `context_parallel`
+    # The caller's `qkv_sharding`, or the arguments of `context_parallel`.
+    sharding: Sharding | None
     has_known_sizes: bool  # whether all sizes are numbers, not symbols of `jax.export`
     dtype: jnp.dtype  # of softmax and sums: float32, or float64 for float64 inputs
     cached: bool = False  # whether keys and values are a cache, which is read in place
-    ring: bool = False  # whether the cache is a ring; the key offset is then the position of the newest key
+    # Whether the cache is a ring; the key offset is then the position of the newest
+    # key.
+    ring: bool = False
     return_max_score: bool = False
-    value_size: int | None = None  # `KVCache.value_size` of a cache in 8 bits, which is read in place
+    # `KVCache.value_size` of a cache in 8 bits, which is read in place.
+    value_size: int | None = None
 
 
 class Call(NamedTuple):
@@ -170,15 +204,20 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of a call: output, log-sum-exp and largest scores, in the caller's layout."""
+    """The result of a call: output, log-sum-exp and largest scores, in the caller's
+    layout.
+    """
 
     output: Float[Array, "*B T N Hv"]
-    lse: Float[Array, "*B T N"] | None  # the log-sum-exp of the scores; None if a kernel does not return it
-    # The largest visible score of each row, or of each head [B..., N] once `run` has returned it; None unless
-    # `return_max_score` asks for it.
+    # The log-sum-exp of the scores; None if a kernel does not return it.
+    lse: Float[Array, "*B T N"] | None
+    # The largest visible score of each row, or of each head [B..., N] once `run` has
+    # returned it; None unless `return_max_score` asks for it.
     largest: Float[Array, "*B T N"] | Float[Array, "*B N"] | None = None
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Returns the dtype of softmax and sums for inputs of `dtype`: float64 for float64, else float32."""
+    """Returns the dtype of softmax and sums for inputs of `dtype`: float64 for float64,
+    else float32.
+    """
     return jnp.dtype("float64" if dtype == jnp.float64 else "float32")

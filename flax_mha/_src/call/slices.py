@@ -1,4 +1,6 @@
-"""Slices the arrays of a call along its sequences: the queries and keys of a ring's step, or a block of queries."""
+"""Slices the arrays of a call along its sequences: the queries and keys of a ring's
+step, or a block of queries.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,30 +15,45 @@ from flax_mha._src.core.tile import Scalar
 
 
 class SequenceAxes(NamedTuple):
-    """Which axes of an array have an entry for each query or key, and whether it travels with the keys in a ring."""
+    """Which axes of an array have an entry for each query or key, and whether it
+    travels with the keys in a ring.
+    """
 
     queries: int | None  # number of the axis with an entry for each query, or None
     keys: int | None  # number of the axis with an entry for each key, or None
-    travels: bool  # whether the array is split over devices like keys and values, and so travels with them in a ring
+    # Whether the array is split over devices like keys and values, and so travels with
+    # them in a ring.
+    travels: bool
 
 
 def sequence_axes(operands: Operands) -> list[SequenceAxes]:
-    """Finds the axes of queries and keys in each array of `operands`, in the order of `jax.tree.leaves`."""
+    """Finds the axes of queries and keys in each array of `operands`, in the order of
+    `jax.tree.leaves`.
+    """
     batch = ["B"] * (operands.query.ndim - 3)
     found = []
     for x, axes in zip(jax.tree.leaves(operands), operands.axis_names(), strict=True):
-        names = [axis for name in axes.split() for axis in (batch if name == "B" else [name])]
+        names = [
+            axis for name in axes.split() for axis in (batch if name == "B" else [name])
+        ]
         # An axis "T|1" or "S|1" of length 1 is broadcast.
-        numbers = {name[0]: i for i, name in enumerate(names) if not name.endswith("|1") or x.shape[i] != 1}
-        found.append(SequenceAxes(numbers.get("T"), numbers.get("S"), travels_with_keys(names)))
+        numbers = {
+            name[0]: i
+            for i, name in enumerate(names)
+            if not name.endswith("|1") or x.shape[i] != 1
+        }
+        found.append(
+            SequenceAxes(numbers.get("T"), numbers.get("S"), travels_with_keys(names))
+        )
     return found
 
 
 def travels_with_keys(names: Sequence[str]) -> bool:
-    """Returns whether an array is split over devices by its keys, so that it travels with the keys around a ring.
+    """Returns whether an array is split over devices by its keys, so that it travels
+    with the keys around a ring.
 
-    `names` are the names of its axes, as in `Operands.axis_names`. If it also has an axis of queries, it is split along
-    that axis instead.
+    `names` are the names of its axes, as in `Operands.axis_names`. If it also has an
+    axis of queries, it is split along that axis instead.
     """
     return "S" in names and not {"T", "T|1"} & set(names)
 
@@ -47,26 +64,38 @@ def slice_call(
     keys: tuple[Scalar, Scalar, int] | None,
     positions: tuple[Scalar, Scalar],
 ) -> Operands:
-    """Slices one device's operands to a range of queries and a range of keys, and moves the offsets.
+    """Slices one device's operands to a range of queries and a range of keys, and moves
+    the offsets.
 
-    `queries` is (first query, number of queries). `keys` is (first key in arrays that travel around the ring, first key
-    in all other arrays, number of keys); None keeps all keys. In the ring, arrays that travel hold one device's keys,
-    and the others hold all keys. `positions` is (increase of the query offset, increase of the key offset).
+    `queries` is (first query, number of queries). `keys` is (first key in arrays that
+    travel around the ring, first key in all other arrays, number of keys); None keeps
+    all keys. In the ring, arrays that travel hold one device's keys, and the others
+    hold all keys. `positions` is (increase of the query offset, increase of the key
+    offset).
     """
-    first_held, first_of_all, width = (0, 0, operands.lengths[1]) if keys is None else keys
+    first_held, first_of_all, width = (
+        (0, 0, operands.lengths[1]) if keys is None else keys
+    )
 
     def cut(x: Array, axes: SequenceAxes) -> Array:
         first_key = first_held if axes.travels else first_of_all
-        for axis, first, length in ((axes.queries, *queries), (axes.keys, first_key, width)):
+        for axis, first, length in (
+            (axes.queries, *queries),
+            (axes.keys, first_key, width),
+        ):
             if axis is not None and x.shape[axis] != length:
                 x = lax.dynamic_slice_in_dim(x, first, length, axis)
         return x
 
     shape = (1,) * (operands.query.ndim - 3)
-    offsets = operands.offsets.moved(*(jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in positions))
+    offsets = operands.offsets.moved(
+        *(jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in positions)
+    )
     return map_arrays(cut, operands)._replace(offsets=offsets)
 
 
-def map_arrays(change: Callable[[Array, SequenceAxes], Array], operands: Operands) -> Operands:
+def map_arrays(
+    change: Callable[[Array, SequenceAxes], Array], operands: Operands
+) -> Operands:
     leaves, structure = jax.tree.flatten(operands)
     return jax.tree.unflatten(structure, map(change, leaves, sequence_axes(operands)))

@@ -1,1 +1,3 @@
-"""Weights and configs of PyTorch and Hugging Face; `flax_mha.convert` lists what users import."""
+"""Weights and configs of PyTorch and Hugging Face; `flax_mha.convert` lists what users
+import.
+"""

@@ -1,4 +1,6 @@
-"""`describe`: turns the attention of one layer in a Hugging Face config into arguments of a module."""
+"""`describe`: turns the attention of one layer in a Hugging Face config into arguments
+of a module.
+"""
 
 import dataclasses
 import functools
@@ -9,7 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from flax_mha._src.convert.families import FAMILIES, Family
-from flax_mha._src.convert.layer_rules import CHUNKED, FULL, SLIDING, Values, entry, of_layer, reuses_keys
+from flax_mha._src.convert.layer_rules import (
+    CHUNKED,
+    FULL,
+    SLIDING,
+    Values,
+    entry,
+    of_layer,
+    reuses_keys,
+)
 from flax_mha._src.convert.layouts import MODEL_TYPE
 from flax_mha._src.convert.process_heads import ClipHeads, ScaleValues
 from flax_mha._src.convert.read_config import ALIASES, LAYERS, Config, read_config
@@ -23,7 +33,8 @@ from flax_mha._src.modules.options import LATENT_SIZES
 from flax_mha._src.recipes.scores import alibi
 from flax_mha._src.rope import RoPE
 
-# Config keys that `describe` refuses if they are set; the model type, empty for all; and the reason.
+# Config keys that `describe` refuses if they are set; the model type, empty for all;
+# and the reason.
 UNSUPPORTED = (
     ("use_bidirectional_attention", "", "sliding windows must be one-sided"),
     ("alibi", "falcon", "it adds ALiBi before scaling the scores"),
@@ -33,34 +44,43 @@ UNSUPPORTED = (
 )
 
 
-def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | None = None) -> dict[str, Any]:
-    """Returns the `MultiHeadAttention` arguments for one layer of a Hugging Face model, except `rngs` and `decode`.
+def describe(
+    config: Mapping[str, Any], layer: int = 0, *, max_length: int | None = None
+) -> dict[str, Any]:
+    """Returns the `MultiHeadAttention` arguments for one layer of a Hugging Face model,
+    except `rngs` and `decode`.
 
-    The arguments are `num_heads`, `in_features`, `qkv_features`, `out_features`, `num_kv_heads`, `use_bias`, `rope`,
-    `scale`, `local_window_size`, `logits_soft_cap`, `sinks`, `gate`, `normalize_qk`, and `kernel_metadata`, which
-    `load_torch` uses to identify the model. Some models also need an `attention_fn` that changes scores by position
-    (ALiBi, the temperature of Llama 4), `out_norm` (BitNet), `value_dim` (MiMo-V2), or `process_heads`: `ClipHeads`
-    (OLMo) or `ScaleValues` (MiMo-V2). Gemma 3n and 4 also need `value_norm`, `share_kv` and `reuse_kv`: a layer with
-    `reuse_kv=True` takes the `kv` of the last layer that has `reuse_kv=False` and the same `local_window_size`. For
-    Gemma 4's assistants, it is a layer of the target model, and `positions` is the position after the target's last
-    token. Modules for `flax.linen` take all arguments except `in_features` and `kernel_metadata`. For latent attention
-    (DeepSeek's `kv_lora_rank`), the arguments are for `MultiHeadLatentAttention`, which is only for `flax.nnx`.
+    The arguments are `num_heads`, `in_features`, `qkv_features`, `out_features`,
+    `num_kv_heads`, `use_bias`, `rope`, `scale`, `local_window_size`, `logits_soft_cap`,
+    `sinks`, `gate`, `normalize_qk`, and `kernel_metadata`, which `load_torch` uses to
+    identify the model. Some models also need an `attention_fn` that changes scores by
+    position (ALiBi, the temperature of Llama 4), `out_norm` (BitNet), `value_dim`
+    (MiMo-V2), or `process_heads`: `ClipHeads` (OLMo) or `ScaleValues` (MiMo-V2). Gemma
+    3n and 4 also need `value_norm`, `share_kv` and `reuse_kv`: a layer with
+    `reuse_kv=True` takes the `kv` of the last layer that has `reuse_kv=False` and the
+    same `local_window_size`. For Gemma 4's assistants, it is a layer of the target
+    model, and `positions` is the position after the target's last token. Modules for
+    `flax.linen` take all arguments except `in_features` and `kernel_metadata`. For
+    latent attention (DeepSeek's `kv_lora_rank`), the arguments are for
+    `MultiHeadLatentAttention`, which is only for `flax.nnx`.
 
-    Calls need two more arguments, which `from_hf` sets: `is_causal=True` in decoders, and in every layer of T5,
-    for the bias table of the first layer, `score_mod=recipes.t5_bias(table)["score_mod"]`.
+    Calls need two more arguments, which `from_hf` sets: `is_causal=True` in decoders,
+    and in every layer of T5, for the bias table of the first layer,
+    `score_mod=recipes.t5_bias(table)["score_mod"]`.
 
     Args:
-      config: The dict of a `config.json`, or `config.to_dict()`. For a multimodal model, its `text_config` is used; for
-        CLIP and SigLIP, pass `config["text_config"]` or `config["vision_config"]`, and for BLT the config of one of its
-        four transformers.
-      layer: The index of the layer, from 0; windows and rotary positions may differ between layers. Layer i of
-        LongCat-Flash has two attentions, 2 i and 2 i + 1.
-      max_length: The length of the longest sequence, prompt plus generated tokens; only needed for LongRoPE, see
-        `RoPE.from_config`.
+      config: The dict of a `config.json`, or `config.to_dict()`. For a multimodal
+        model, its `text_config` is used; for CLIP and SigLIP, pass
+        `config["text_config"]` or `config["vision_config"]`, and for BLT the config of
+        one of its four transformers.
+      layer: The index of the layer, from 0; windows and rotary positions may differ
+        between layers. Layer i of LongCat-Flash has two attentions, 2 i and 2 i + 1.
+      max_length: The length of the longest sequence, prompt plus generated tokens; only
+        needed for LongRoPE, see `RoPE.from_config`.
 
     Raises:
-      ValueError: If `config` is not a dict, if the model is unknown or not supported by the module, if a size is
-        missing, or if the layer has no attention.
+      ValueError: If `config` is not a dict, if the model is unknown or not supported by
+        the module, if a size is missing, or if the layer has no attention.
 
     Example:
       >>> from flax_mha import convert
@@ -72,7 +92,9 @@ def describe(config: Mapping[str, Any], layer: int = 0, *, max_length: int | Non
     return describe_layer(read_config(config), layer, max_length)
 
 
-def describe_layer(config: Config, layer: int, max_length: int | None) -> dict[str, Any]:
+def describe_layer(
+    config: Config, layer: int, max_length: int | None
+) -> dict[str, Any]:
     """Returns what `describe` returns, for a config that was read."""
     family = config.family
     check_described(config)
@@ -83,21 +105,35 @@ def describe_layer(config: Config, layer: int, max_length: int | None) -> dict[s
 
     rope = None
     if "rope_theta" in family.keys and family.rotates(values, layer, layer_type):
-        rope = RoPE(**rope_arguments(config, SLIDING if layer_type == SLIDING else FULL, max_length))
+        rope = RoPE(
+            **rope_arguments(
+                config, SLIDING if layer_type == SLIDING else FULL, max_length
+            )
+        )
         if values.get("layer_rope_theta"):
-            rope = dataclasses.replace(rope, base=entry(values, "layer_rope_theta", layer))
+            rope = dataclasses.replace(
+                rope, base=entry(values, "layer_rope_theta", layer)
+            )
 
-    described = (_latent_sizes(values) | _indexer(values)) if family.latent else _sizes(values)
+    described = (
+        (_latent_sizes(values) | _indexer(values)) if family.latent else _sizes(values)
+    )
     described["use_bias"] = _use_bias(family, values)
     described["rope"] = rope
     described["kernel_metadata"] = {MODEL_TYPE: config.model_type}
     if family.latent:
-        options = {"gate": _gate(family, values), "sinks": family.sinks, "query_residual": family.query_residual}
+        options = {
+            "gate": _gate(family, values),
+            "sinks": family.sinks,
+            "query_residual": family.query_residual,
+        }
         described |= {name: option for name, option in options.items() if option}
     else:
         head_size = described["qkv_features"] // described["num_heads"]
         described["scale"] = family.scale or _scale(values, layer, head_size)
-        described["local_window_size"] = _window(values) if layer_type == SLIDING else None
+        described["local_window_size"] = (
+            _window(values) if layer_type == SLIDING else None
+        )
         described["logits_soft_cap"] = values.get("attn_logit_softcapping")
         described["sinks"] = family.sinks in (True, layer_type)
         described["gate"] = _gate(family, values)
@@ -124,18 +160,22 @@ def describe_layer(config: Config, layer: int, max_length: int | None) -> dict[s
     return described
 
 
-# Checks ---------------------------------------------------------------------------------------------------------------
+# Checks -------------------------------------------------------------------------------
 
 
 def check_described(config: Config) -> None:
     """Raises a ValueError if the family is unknown or refused."""
     if config.model_type not in FAMILIES:
         raise ValueError(
-            f"model_type must be one of those in docs/families.md, but got {config.model_type!r}; if the module can "
-            "compute this attention, pass its arguments explicitly."
+            "model_type must be one of those in docs/families.md, but got "
+            f"{config.model_type!r}; if the module can compute this attention, pass "
+            "its arguments explicitly."
         )
     if config.family.refused:
-        raise ValueError(f"model_type {config.model_type!r} is not supported: {config.family.refused}.")
+        raise ValueError(
+            f"model_type {config.model_type!r} is not supported: "
+            f"{config.family.refused}."
+        )
 
 
 def _check_layer(layer: Any, values: Values) -> None:
@@ -147,30 +187,45 @@ def _check_layer(layer: Any, values: Values) -> None:
     # An encoder and a decoder have their own numbers of layers.
     name = max(numbers, key=lambda name: numbers[name])
     if not is_int(layer) or not 0 <= layer < numbers[name]:
-        raise ValueError(f"layer must be an integer >= 0 and < {name} ({numbers[name]}), but got {layer!r}.")
+        raise ValueError(
+            f"layer must be an integer >= 0 and < {name} ({numbers[name]}), but got "
+            f"{layer!r}."
+        )
 
 
 def _check_options(family: Family, values: Values) -> None:
     """Raises a ValueError for a value of the config that the module does not support."""
     model_type = values["model_type"]
-    reasons = {key: reason for key, name, reason in UNSUPPORTED if name in ("", model_type)}
+    reasons = {
+        key: reason for key, name, reason in UNSUPPORTED if name in ("", model_type)
+    }
     reasons["position_embedding_type"] = _position_reason(family, values)
     if values.get("attention_type") == "block_sparse":
-        reasons["attention_type"] = "queries attend to randomly chosen blocks; set 'original_full'"
+        reasons["attention_type"] = (
+            "queries attend to randomly chosen blocks; set 'original_full'"
+        )
     for key, reason in reasons.items():
         # With "vision", only tokens of images attend to later ones.
         if reason and values.get(key) and values[key] != "vision":
-            raise ValueError(f"{key}={values[key]!r} in config is not supported: {reason}.")
+            raise ValueError(
+                f"{key}={values[key]!r} in config is not supported: {reason}."
+            )
     if model_type == "gpt_bigcode" and not values["multi_query"]:
-        raise ValueError("config must have multi_query=True, but got False, which stacks weights in a different order.")
+        raise ValueError(
+            "config must have multi_query=True, but got False, which stacks weights in "
+            "a different order."
+        )
     if family.alibi and not values.get("alibi", True):
-        raise ValueError("attn_config must have alibi=True, but got False; Transformers adds ALiBi regardless.")
+        raise ValueError(
+            "attn_config must have alibi=True, but got False; Transformers adds ALiBi "
+            "regardless."
+        )
     names = ("encoder_attention_heads", "decoder_attention_heads")
     numbers = {values[name] for name in names if name in values}
     if len(numbers) > 1:
         raise ValueError(
-            f"{' and '.join(names)} must be equal, but they differ; set both to the value for the part (encoder or "
-            "decoder) that you want."
+            f"{' and '.join(names)} must be equal, but they differ; set both to the "
+            "value for the part (encoder or decoder) that you want."
         )
 
 
@@ -190,36 +245,42 @@ def _position_reason(family: Family, values: Values) -> str:
     if str(kind).startswith("relative"):
         return "it adds relative positions to the scores; set 'absolute', and pass the positions as bias in every call"
     return (
-        f"Transformers ignores it for model_type {values['model_type']!r}; remove it if the weights are for the "
-        "positions that Transformers uses"
+        f"Transformers ignores it for model_type {values['model_type']!r}; remove it "
+        "if the weights are for the positions that Transformers uses"
     )
 
 
 def _layer_type(family: Family, values: Values, layer: int) -> str:
-    """Returns the type of the layer, such as `FULL` or `SLIDING`; raises a ValueError if it has no self-attention."""
+    """Returns the type of the layer, such as `FULL` or `SLIDING`; raises a ValueError
+    if it has no self-attention.
+    """
     layer_type = family.layer_type(values, layer)
     is_chunked = layer_type == CHUNKED and "attention_chunk_size" in values
     if layer_type not in (FULL, SLIDING) and not is_chunked:
         raise ValueError(
-            f"layer must have type {FULL} or {SLIDING}, but layer {layer} of {values['model_type']} has type "
-            f"{layer_type!r}."
+            f"layer must have type {FULL} or {SLIDING}, but layer {layer} of "
+            f"{values['model_type']} has type {layer_type!r}."
         )
     return layer_type
 
 
-# Sizes ----------------------------------------------------------------------------------------------------------------
+# Sizes --------------------------------------------------------------------------------
 
 
 def _size(values: Values, name: str) -> int:
     found = values.get(name)
     if found is None:
         names = " or ".join((name, *ALIASES[name]))
-        raise ValueError(f"config must set {names} to a positive integer, but got None.")
+        raise ValueError(
+            f"config must set {names} to a positive integer, but got None."
+        )
     return found
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    """Returns the arguments of the module that are sizes: `num_heads`, `num_kv_heads` and numbers of features."""
+    """Returns the arguments of the module that are sizes: `num_heads`, `num_kv_heads`
+    and numbers of features.
+    """
     heads = _size(values, "num_attention_heads")
     hidden = _size(values, "hidden_size")
     features = hidden
@@ -229,7 +290,8 @@ def _sizes(values: Values) -> dict[str, Any]:
     head_size = values.get("head_dim") or features // heads
     if head_size < 1:
         raise ValueError(
-            f"hidden_size must be at least num_attention_heads ({heads}) if head_dim is not given, but got {hidden}."
+            f"hidden_size must be at least num_attention_heads ({heads}) if head_dim "
+            f"is not given, but got {hidden}."
         )
     return {
         "num_heads": heads,
@@ -252,57 +314,76 @@ def _kv_heads(values: Values, heads: int) -> int:
     if number is None:
         return heads
     if heads % number:
-        raise ValueError(f"{name} must divide num_attention_heads ({heads}), but got {number}.")
+        raise ValueError(
+            f"{name} must divide num_attention_heads ({heads}), but got {number}."
+        )
     return number
 
 
 def _latent_sizes(values: Values) -> dict[str, Any]:
-    """Returns the arguments of `MultiHeadLatentAttention` that are sizes; raises a ValueError if one is wrong."""
+    """Returns the arguments of `MultiHeadLatentAttention` that are sizes; raises a
+    ValueError if one is wrong.
+    """
     heads = values.get("num_attention_heads")
     hidden = values.get("hidden_size")
     if values.get("v_head_dim") is None and heads and hidden:
         values = values | {"v_head_dim": hidden // heads}
     for name in ("num_attention_heads", "hidden_size", *LATENT_SIZES):
         if not values.get(name):
-            raise ValueError(f"{name} in config must be a positive integer, but got {values.get(name)!r}.")
+            raise ValueError(
+                f"{name} in config must be a positive integer, but got "
+                f"{values.get(name)!r}."
+            )
     rotary = values["qk_rope_head_dim"]
     size = values["qk_nope_head_dim"] + rotary
     if values.get("num_key_value_heads") not in (None, heads):
         number = values["num_key_value_heads"]
-        raise ValueError(f"num_key_value_heads in config must equal num_attention_heads = {heads}, but got {number!r}.")
+        raise ValueError(
+            f"num_key_value_heads in config must equal num_attention_heads = {heads}, "
+            f"but got {number!r}."
+        )
     if values.get("qk_head_dim") not in (None, size):
         raise ValueError(
-            f"qk_head_dim in config must equal qk_nope_head_dim + qk_rope_head_dim = {size}, but got "
-            f"{values['qk_head_dim']!r}."
+            "qk_head_dim in config must equal qk_nope_head_dim + qk_rope_head_dim = "
+            f"{size}, but got {values['qk_head_dim']!r}."
         )
     # In some configs, the fraction is of the whole head; in others, of its rotary part.
     fraction = _rotary_parameters(values).get("partial_rotary_factor") or 1.0
     if rotary not in (round(fraction * rotary), round(fraction * size)):
         raise ValueError(
-            f"partial_rotary_factor must match {rotary} rotary features out of {size}, but got {fraction!r}."
+            f"partial_rotary_factor must match {rotary} rotary features out of {size}, "
+            f"but got {fraction!r}."
         )
     sizes = {name: values[name] for name in (*LATENT_SIZES, "q_lora_rank")}
     return {"num_heads": heads, "in_features": hidden} | sizes
 
 
 def _indexer(values: Values) -> dict[str, Indexer]:
-    """Returns the argument `indexer` of `MultiHeadLatentAttention`; {} if the model has no indexer."""
+    """Returns the argument `indexer` of `MultiHeadLatentAttention`; {} if the model has
+    no indexer.
+    """
     if "index_n_heads" not in values:
         return {}
-    if values["q_lora_rank"] is None or values["index_head_dim"] < values["qk_rope_head_dim"]:
+    if (
+        values["q_lora_rank"] is None
+        or values["index_head_dim"] < values["qk_rope_head_dim"]
+    ):
         raise ValueError(
-            "config must set q_lora_rank, and index_head_dim to at least qk_rope_head_dim, but got "
-            f"{values['q_lora_rank']!r}, {values['index_head_dim']} and {values['qk_rope_head_dim']}."
+            "config must set q_lora_rank, and index_head_dim to at least "
+            f"qk_rope_head_dim, but got {values['q_lora_rank']!r}, "
+            f"{values['index_head_dim']} and {values['qk_rope_head_dim']}."
         )
     names = ("index_n_heads", "index_head_dim", "index_topk", "indexer_rope_interleave")
     indexer = Indexer(*(values[name] for name in names))
     if values.get("indexer_rope_last"):
         # HY 4 also has another epsilon.
-        indexer = dataclasses.replace(indexer, rotary_last=True, norm_epsilon=_epsilon(values))
+        indexer = dataclasses.replace(
+            indexer, rotary_last=True, norm_epsilon=_epsilon(values)
+        )
     return {"indexer": indexer}
 
 
-# Options --------------------------------------------------------------------------------------------------------------
+# Options ------------------------------------------------------------------------------
 
 
 def _use_bias(family: Family, values: Values) -> bool:
@@ -329,29 +410,36 @@ def _scale(values: Values, layer: int, head_size: int) -> float | None:
 
 
 def _window(values: Values) -> tuple[int, None] | None:
-    """Returns `local_window_size` (left, None), or None; `sliding_window` in a config also counts the token itself.
+    """Returns `local_window_size` (left, None), or None; `sliding_window` in a config
+    also counts the token itself.
 
-    As in Transformers, the window limits the past only: `is_causal` hides later tokens, except those of the same image.
+    As in Transformers, the window limits the past only: `is_causal` hides later tokens,
+    except those of the same image.
     """
     width = values.get("sliding_window")
     if width is None or not values.get("use_sliding_window", True):
         return None
     if width < 1:
         raise ValueError(
-            f"sliding_window must be a positive integer, but got {width!r}; set it to null for a model without windows."
+            f"sliding_window must be a positive integer, but got {width!r}; set it to "
+            "null for a model without windows."
         )
     return width - 1, None
 
 
 def _gate(family: Family, values: Values) -> bool | Gate:
-    """Returns the argument `gate`: False if the config switches it off, True for the default."""
+    """Returns the argument `gate`: False if the config switches it off, True for the
+    default.
+    """
     kind = values.get(family.gate_key, True)
     if family.gate is None or not kind:
         return False
     gate = family.gate
     if isinstance(kind, str):
         # Laguna says for what there is a gate.
-        gate = dataclasses.replace(gate, per="head" if kind == "per-head" else "feature")
+        gate = dataclasses.replace(
+            gate, per="head" if kind == "per-head" else "feature"
+        )
     return True if gate == Gate() else gate
 
 
@@ -360,7 +448,9 @@ def _epsilon(values: Values) -> float:
 
 
 def _norms(family: Family, values: Values, rope: RoPE | None) -> dict[str, Any]:
-    """Returns the arguments that describe norms of queries, keys and the attention's output."""
+    """Returns the arguments that describe norms of queries, keys and the attention's
+    output.
+    """
     epsilon = _epsilon(values)
     norm = family.norm if values.get(family.norm_key, True) else None
     if norm is not None and norm.after_rope and rope is None:
@@ -370,12 +460,18 @@ def _norms(family: Family, values: Values, rope: RoPE | None) -> dict[str, Any]:
     if norm is not None:
         found["normalize_qk"] = dataclasses.replace(norm, epsilon=epsilon)
     if family.out_norm:
-        found["out_norm"] = Norm("rms", scale="heads", over="all_heads", epsilon=epsilon)
+        found["out_norm"] = Norm(
+            "rms", scale="heads", over="all_heads", epsilon=epsilon
+        )
     return found
 
 
-def _sharing(family: Family, values: Values, layer: int, layer_type: str) -> dict[str, Any]:
-    """Returns the arguments of models whose layers share keys and values, and normalize values."""
+def _sharing(
+    family: Family, values: Values, layer: int, layer_type: str
+) -> dict[str, Any]:
+    """Returns the arguments of models whose layers share keys and values, and normalize
+    values.
+    """
     reuses = family.borrows_kv or reuses_keys(values, layer, family.layer_type)
     if reuses:
         return {"value_norm": None, "share_kv": False, "reuse_kv": True}
@@ -384,12 +480,14 @@ def _sharing(family: Family, values: Values, layer: int, layer_type: str) -> dic
     return {"value_norm": norm, "share_kv": shares, "reuse_kv": False}
 
 
-# Functions of positions -----------------------------------------------------------------------------------------------
+# Functions of positions ---------------------------------------------------------------
 
 
 @functools.cache
 def attention_with(**arguments: Any) -> Any:
-    """Returns `attention_fn` with these arguments preset; equal arguments give one object, so `jit` reuses code."""
+    """Returns `attention_fn` with these arguments preset; equal arguments give one
+    object, so `jit` reuses code.
+    """
     return functools.partial(attention_fn, **arguments)
 
 
@@ -397,34 +495,48 @@ def _rotary_parameters(values: Values) -> Values:
     return values.get("rope_scaling") or values.get("rope_parameters") or {}
 
 
-def _score_mod(family: Family, values: Values, num_heads: int, rope: RoPE | None) -> Callable[..., Array] | None:
-    """Returns a `score_mod` that depends on positions: ALiBi, or a temperature; None if the model has neither."""
+def _score_mod(
+    family: Family, values: Values, num_heads: int, rope: RoPE | None
+) -> Callable[..., Array] | None:
+    """Returns a `score_mod` that depends on positions: ALiBi, or a temperature; None if
+    the model has neither.
+    """
     if family.alibi:
         return alibi(num_heads)["score_mod"]
     if values.get("attn_temperature_tuning") and rope is None:
         # Llama 4, in layers without RoPE.
-        return _temperature(float(values["attn_scale"]), float(values["floor_scale"]), 1.0)
+        return _temperature(
+            float(values["attn_scale"]), float(values["floor_scale"]), 1.0
+        )
     parameters = _rotary_parameters(values)
     beta = parameters.get("llama_4_scaling_beta")
     if not beta:
         return None
     # Ministral 3 and Mistral 4.
     if "llama_4_scaling_beta" not in family.keys.get("rope_parameters", {}):
-        raise ValueError(f"config must not set llama_4_scaling_beta={beta!r}: this model type does not use it.")
+        raise ValueError(
+            f"config must not set llama_4_scaling_beta={beta!r}: this model type does "
+            "not use it."
+        )
     original, longest = "original_max_position_embeddings", "max_position_embeddings"
     length = parameters.get(original) or values.get(longest)
     if length is None:
         raise ValueError(
-            f"config must contain {original} or {longest} if it sets llama_4_scaling_beta, but has neither."
+            f"config must contain {original} or {longest} if it sets "
+            "llama_4_scaling_beta, but has neither."
         )
     return _temperature(float(beta), float(length), 0.0)
 
 
 @functools.cache
 def _temperature(factor: float, length: float, first: float) -> Callable[..., Array]:
-    """Returns a `score_mod`, Llama 4's temperature: score * (1 + factor log(1 + floor((q_idx + first) / length)))."""
+    """Returns a `score_mod`, Llama 4's temperature: score * (1 + factor log(1 +
+    floor((q_idx + first) / length))).
+    """
 
-    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+    def score_mod(
+        score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array
+    ) -> Array:
         count = jnp.floor((q_idx.astype(jnp.float32) + first) / length)
         return score * (1 + factor * jnp.log1p(count)).astype(score.dtype)
 
@@ -433,5 +545,7 @@ def _temperature(factor: float, length: float, first: float) -> Callable[..., Ar
 
 @functools.cache
 def _chunk_mask(size: int) -> FunctionMask:
-    """Returns a mask that lets queries attend to the keys in their own chunk of `size` positions."""
+    """Returns a mask that lets queries attend to the keys in their own chunk of `size`
+    positions.
+    """
     return FunctionMask(lambda b, h, q_idx, kv_idx: q_idx // size == kv_idx // size)

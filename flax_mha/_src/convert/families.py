@@ -1,50 +1,76 @@
-"""The table of Hugging Face's model families: for each `model_type`, its attention and the defaults of its config.
+"""The table of Hugging Face's model families: for each `model_type`, its attention and
+the defaults of its config.
 
-Model types with the same attention share a `Family`. tests/hf_families.py compares every one with the models of
-Transformers.
+Model types with the same attention share a `Family`. tests/hf_families.py compares
+every one with the models of Transformers.
 """
 
 from typing import Any, Literal, NamedTuple
 
 from flax_mha._src.convert import defaults, layer_rules
-from flax_mha._src.convert.layer_rules import FULL, cycle, first_of, full, last_of, listed, sliding
+from flax_mha._src.convert.layer_rules import (
+    FULL,
+    cycle,
+    first_of,
+    full,
+    last_of,
+    listed,
+    sliding,
+)
 from flax_mha._src.modules.layers import Gate, Norm
 
 
 class Family(NamedTuple):
-    """Describes the attention of a Hugging Face model type: everything that its config does not say.
+    """Describes the attention of a Hugging Face model type: everything that its config
+    does not say.
 
-    `keys` maps the keys that its config may have, in addition to `COMMON` in config.py, to their defaults in
-    Transformers. Keys that only other families have are not read. A family rotates queries and keys if its `keys`
-    contain `rope_theta`.
+    `keys` maps the keys that its config may have, in addition to `COMMON` in config.py,
+    to their defaults in Transformers. Keys that only other families have are not read.
+    A family rotates queries and keys if its `keys` contain `rope_theta`.
     """
 
     keys: layer_rules.Values
-    bias: str | bool = False  # whether projections have biases; or config keys, any of which adds them
-    norm: Norm | None = None  # of queries and keys; its epsilon is the `rms_norm_eps` of the config
-    norm_key: str = ""  # the config key that switches the norms on; empty if they are always on
-    norm_scale: Literal["weight", "1 + weight", "none"] = "weight"  # what multiplies normalized queries and keys
+    # Whether projections have biases; or config keys, any of which adds them.
+    bias: str | bool = False
+    # Of queries and keys; its epsilon is the `rms_norm_eps` of the config.
+    norm: Norm | None = None
+    # The config key that switches the norms on; empty if they are always on.
+    norm_key: str = ""
+    # What multiplies normalized queries and keys.
+    norm_scale: Literal["weight", "1 + weight", "none"] = "weight"
     sinks: bool | str = False  # or the type of the layers that have them
-    gate: Gate | None = None  # a function of the input multiplies the attention's output
-    gate_key: str = ""  # the config key that switches the gate on or names its kind; empty if it is always on
-    out_norm: bool = False  # the heads of a token are normalized before the output projection
-    unscaled_fraction: bool = False  # a fraction outside of rope parameters is only for rope_type "default" (MiMo-V2)
-    latent: bool = False  # keys and values are projections of one latent vector per token
+    # A function of the input multiplies the attention's output.
+    gate: Gate | None = None
+    # The config key that switches the gate on or names its kind; empty if it is always
+    # on.
+    gate_key: str = ""
+    # The heads of a token are normalized before the output projection.
+    out_norm: bool = False
+    # A fraction outside of rope parameters is only for rope_type "default" (MiMo-V2).
+    unscaled_fraction: bool = False
+    # Keys and values are projections of one latent vector per token.
+    latent: bool = False
     query_residual: bool = False  # of the module of latent attention
     scaled_latents: bool = False  # latents are scaled to the size of the input
     attentions: int = 1  # in each layer, which then count as layers
-    scale: float | None = None  # the factor of query . key, if it does not depend on sizes
-    value_norm: bool = False  # values are normalized, and layers may share keys and values
+    # The factor of query . key, if it does not depend on sizes.
+    scale: float | None = None
+    # Values are normalized, and layers may share keys and values.
+    value_norm: bool = False
     borrows_kv: bool = False  # all layers use keys and values of another model
     alibi: bool = False
     layer_type: layer_rules.LayerType = full
     rotates: layer_rules.Rotates = layer_rules.all_rotate
-    causal: str | bool | None = True  # or the config key of this boolean; None: causal only in decoders
-    refused: str = ""  # why `describe` refuses the family; `RoPE.from_config` still reads its keys
+    # Or the config key of this boolean; None: causal only in decoders.
+    causal: str | bool | None = True
+    # Why `describe` refuses the family; `RoPE.from_config` still reads its keys.
+    refused: str = ""
 
 
 def like(family: Family, keys: layer_rules.Values, **fields: Any) -> Family:
-    """Returns a copy of a family with these keys added or their defaults replaced, and with these fields replaced."""
+    """Returns a copy of a family with these keys added or their defaults replaced, and
+    with these fields replaced.
+    """
     return family._replace(keys=family.keys | keys, **fields)
 
 
@@ -63,27 +89,67 @@ LLAMA = Family(defaults.BIAS, "attention_bias")
 BERT = Family({"is_decoder": False}, True, causal="is_decoder")
 BART = Family({}, True, causal=None)
 ENCODER = Family({}, True, causal=False)
-MISTRAL = Family(defaults.ROPE | {"num_key_value_heads": 8, "sliding_window": None}, layer_type=sliding)
+MISTRAL = Family(
+    defaults.ROPE | {"num_key_value_heads": 8, "sliding_window": None},
+    layer_type=sliding,
+)
 QWEN_2 = Family(defaults.QWEN, True, layer_type=layer_rules.upper_slide)
 QWEN_3 = like(QWEN_2, {"head_dim": 128}, bias="attention_bias", norm=RMS)
-QWEN_3_VL = like(LLAMA, {"rope_theta": 5e5, "mrope_section": (24, 20, 20), "mrope_interleaved": True}, norm=RMS)
+QWEN_3_VL = like(
+    LLAMA,
+    {"rope_theta": 5e5, "mrope_section": (24, 20, 20), "mrope_interleaved": True},
+    norm=RMS,
+)
 OLMO_2 = like(LLAMA, {"rms_norm_eps": 1e-5}, norm=RMS_OF_ALL_HEADS)
-EXAONE_4 = Family(defaults.EXAONE, norm=RMS, layer_type=last_of(4), rotates=layer_rules.sliding_or_all_rotate)
+EXAONE_4 = Family(
+    defaults.EXAONE,
+    norm=RMS,
+    layer_type=last_of(4),
+    rotates=layer_rules.sliding_or_all_rotate,
+)
 GRANITE = like(LLAMA, {"attention_multiplier": 1.0})
 SWA: layer_rules.Values = {"sliding_window": 128, "layer_rope_theta": None}
-GRANITE_SWA = like(GRANITE, SWA, sinks=True, layer_type=first_of(4), rotates=layer_rules.with_theta_rotate)
-LATENT = Family(defaults.LATENTS | {"rope_interleave": True}, "attention_bias", latent=True)
-DEEPSEEK_2 = Family(defaults.LATENTS | {"rope_pairs": True}, "attention_bias", latent=True)
-GEMMA_3N = like(LLAMA, defaults.GEMMA_3N, norm=RMS, value_norm=True, scale=1.0, layer_type=last_of(5, ""))
-GEMMA_4 = GEMMA_3N._replace(keys=defaults.GEMMA_4, layer_type=layer_rules.last_full(last_of(6, "")))
-QWEN_3_NEXT = like(
-    LLAMA, defaults.QWEN_NEXT, norm=RMS, norm_scale="1 + weight", gate=GATE, layer_type=layer_rules.rest_linear
+GRANITE_SWA = like(
+    GRANITE,
+    SWA,
+    sinks=True,
+    layer_type=first_of(4),
+    rotates=layer_rules.with_theta_rotate,
 )
-ROTATED_WINDOWS = like(LLAMA, defaults.HEADS_4, norm=RMS, rotates=layer_rules.sliding_rotate)
+LATENT = Family(
+    defaults.LATENTS | {"rope_interleave": True}, "attention_bias", latent=True
+)
+DEEPSEEK_2 = Family(
+    defaults.LATENTS | {"rope_pairs": True}, "attention_bias", latent=True
+)
+GEMMA_3N = like(
+    LLAMA,
+    defaults.GEMMA_3N,
+    norm=RMS,
+    value_norm=True,
+    scale=1.0,
+    layer_type=last_of(5, ""),
+)
+GEMMA_4 = GEMMA_3N._replace(
+    keys=defaults.GEMMA_4, layer_type=layer_rules.last_full(last_of(6, ""))
+)
+QWEN_3_NEXT = like(
+    LLAMA,
+    defaults.QWEN_NEXT,
+    norm=RMS,
+    norm_scale="1 + weight",
+    gate=GATE,
+    layer_type=layer_rules.rest_linear,
+)
+ROTATED_WINDOWS = like(
+    LLAMA, defaults.HEADS_4, norm=RMS, rotates=layer_rules.sliding_rotate
+)
 UNSCALED = like(LLAMA, {}, norm=RMS_AFTER_ROPE, norm_scale="none")
 PHI = Family(defaults.PHI, True, Norm("layer", bias=True), "qk_layernorm")
 BLT = Family({"rope_theta": 5e5, "rope_pairs": True})
-CONVOLVED = Family({}, refused="its keys and values pass through convolutions over tokens")
+CONVOLVED = Family(
+    {}, refused="its keys and values pass through convolutions over tokens"
+)
 MORE = "needs more than the module's options"
 ONLY_ROPE = "only its rotary positions are supported"
 
@@ -98,58 +164,115 @@ FAMILIES: dict[str, Family] = {
     "granitemoe_swa": GRANITE_SWA,
     "seed_oss": like(LLAMA, defaults.SEED, bias="attention_bias attention_out_bias"),
     "nemotron": like(LLAMA, defaults.HALF),
-    "solar_open": like(LLAMA, defaults.MILLION | defaults.HEADS_8 | {"partial_rotary_factor": 1.0}),
+    "solar_open": like(
+        LLAMA, defaults.MILLION | defaults.HEADS_8 | {"partial_rotary_factor": 1.0}
+    ),
     "falcon_h1": like(LLAMA, {"key_multiplier": 1.0, "num_key_value_heads": 8}),
     "mllama_text_model": Family(defaults.CROSS, layer_type=layer_rules.cross_listed),
     "moshi": Family(defaults.ROPE),
     "cwm": Family(defaults.CWM | {"num_key_value_heads": 8}, layer_type=first_of(4)),
     "mistral": like(MISTRAL, {"sliding_window": 4096}),
     "ministral": like(MISTRAL, {"sliding_window": 4096}, layer_type=listed(sliding)),
-    "ministral3": like(MISTRAL, {"rope_parameters": defaults.MINISTRAL, "head_dim": 128}),
+    "ministral3": like(
+        MISTRAL, {"rope_parameters": defaults.MINISTRAL, "head_dim": 128}
+    ),
     "mixtral": like(MISTRAL, defaults.MILLION),
-    "phimoe": like(MISTRAL, defaults.MILLION | {"attention_bias": False}, bias="attention_bias"),
-    "starcoder2": like(MISTRAL, {"num_key_value_heads": 2, "use_bias": True}, bias="use_bias"),
+    "phimoe": like(
+        MISTRAL, defaults.MILLION | {"attention_bias": False}, bias="attention_bias"
+    ),
+    "starcoder2": like(
+        MISTRAL, {"num_key_value_heads": 2, "use_bias": True}, bias="use_bias"
+    ),
     "minimax": like(
-        MISTRAL, defaults.MILLION, layer_type=layer_rules.windowed(listed(cycle("", FULL, "linear_attention")))
+        MISTRAL,
+        defaults.MILLION,
+        layer_type=layer_rules.windowed(listed(cycle("", FULL, "linear_attention"))),
     ),
     "phi3": Family(defaults.WHOLE, layer_type=sliding),
-    "phi4_multimodal": Family(defaults.WHOLE | {"num_key_value_heads": 8}, layer_type=sliding),
+    "phi4_multimodal": Family(
+        defaults.WHOLE | {"num_key_value_heads": 8}, layer_type=sliding
+    ),
     "qwen2": QWEN_2,
     "qwen2_moe": like(
-        QWEN_2, {"qkv_bias": True, "num_key_value_heads": 16}, bias="qkv_bias", layer_type=layer_rules.lower_even_slide
+        QWEN_2,
+        {"qkv_bias": True, "num_key_value_heads": 16},
+        bias="qkv_bias",
+        layer_type=layer_rules.lower_even_slide,
     ),
     "qwen3": QWEN_3,
-    "qwen3_moe": like(QWEN_3, {"head_dim": None, "num_key_value_heads": 4}, layer_type=sliding),
+    "qwen3_moe": like(
+        QWEN_3, {"head_dim": None, "num_key_value_heads": 4}, layer_type=sliding
+    ),
     **alike("qwen2_vl_text qwen2_5_vl_text", like(QWEN_2, defaults.QWEN_2_VL)),
     "qwen3_vl_text": like(QWEN_3_VL, {"num_key_value_heads": 32, "head_dim": 128}),
     "qwen3_vl_moe_text": like(QWEN_3_VL, {"num_key_value_heads": 16, "head_dim": None}),
-    "dots1": Family(defaults.DOTS, "attention_bias", RMS, layer_type=layer_rules.upper_slide),
+    "dots1": Family(
+        defaults.DOTS, "attention_bias", RMS, layer_type=layer_rules.upper_slide
+    ),
     **alike("apertus apertus1p5_text", Family(defaults.APERTUS, "attention_bias", RMS)),
-    "hy_v3": like(LLAMA, defaults.HEADS_8 | {"rope_theta": 11_158_840.0, "rms_norm_eps": 1e-5}, norm=RMS),
+    "hy_v3": like(
+        LLAMA,
+        defaults.HEADS_8 | {"rope_theta": 11_158_840.0, "rms_norm_eps": 1e-5},
+        norm=RMS,
+    ),
     "mellum": like(LLAMA, defaults.MELLUM, norm=RMS, layer_type=listed(full)),
     **alike("exaone4 exaone_moe", EXAONE_4),
     "kolibri1": like(
-        EXAONE_4, defaults.HEADS_4 | {"sliding_window": 513, "rms_norm_eps": 1e-6}, layer_type=last_of(5, "")
+        EXAONE_4,
+        defaults.HEADS_4 | {"sliding_window": 513, "rms_norm_eps": 1e-6},
+        layer_type=last_of(5, ""),
     ),
-    "flint": like(ROTATED_WINDOWS, {"sliding_window": 513}, sinks=True, layer_type=layer_rules.flint),
-    **alike("lfm2 lfm2_moe", Family(defaults.LFM, norm=RMS, layer_type=listed(layer_rules.indices("full_attn_idxs")))),
+    "flint": like(
+        ROTATED_WINDOWS,
+        {"sliding_window": 513},
+        sinks=True,
+        layer_type=layer_rules.flint,
+    ),
+    **alike(
+        "lfm2 lfm2_moe",
+        Family(
+            defaults.LFM,
+            norm=RMS,
+            layer_type=listed(layer_rules.indices("full_attn_idxs")),
+        ),
+    ),
     "nanochat": like(UNSCALED, {"rope_reversed": True}),
-    **alike("hunyuan_v1_dense hunyuan_v1_moe", like(LLAMA, {"rms_norm_eps": 1e-5}, norm=RMS_AFTER_ROPE)),
+    **alike(
+        "hunyuan_v1_dense hunyuan_v1_moe",
+        like(LLAMA, {"rms_norm_eps": 1e-5}, norm=RMS_AFTER_ROPE),
+    ),
     "gemma": Family(defaults.GEMMA, "attention_bias"),
     **alike(
-        "gemma2 vaultgemma", like(LLAMA, defaults.GEMMA_2 | {"attn_logit_softcapping": 50.0}, layer_type=last_of(2))
+        "gemma2 vaultgemma",
+        like(
+            LLAMA,
+            defaults.GEMMA_2 | {"attn_logit_softcapping": 50.0},
+            layer_type=last_of(2),
+        ),
     ),
-    "gemma3_text": Family(defaults.GEMMA_3, "attention_bias", RMS, norm_scale="1 + weight", layer_type=last_of(6)),
+    "gemma3_text": Family(
+        defaults.GEMMA_3,
+        "attention_bias",
+        RMS,
+        norm_scale="1 + weight",
+        layer_type=last_of(6),
+    ),
     "gemma3n_text": GEMMA_3N,
     "gemma4_text": GEMMA_4,
-    "gemma4_unified_text": like(GEMMA_4, {"sliding_window": 1024, "use_bidirectional_attention": "vision"}),
-    "gpt_oss": Family(defaults.GPT_OSS, "attention_bias", sinks=True, layer_type=last_of(2)),
+    "gemma4_unified_text": like(
+        GEMMA_4, {"sliding_window": 1024, "use_bidirectional_attention": "vision"}
+    ),
+    "gpt_oss": Family(
+        defaults.GPT_OSS, "attention_bias", sinks=True, layer_type=last_of(2)
+    ),
     "olmo": like(LLAMA, {"clip_qkv": None}),
     "olmoe": like(OLMO_2, {"clip_qkv": None}),
     "olmo2": OLMO_2,
     "flex_olmo": like(OLMO_2, {"rope_theta": 5e5, "rms_norm_eps": 1e-6}),
     "olmo3": like(
-        OLMO_2, {"rope_theta": 5e5, "rope_local_base_freq": 5e5, "sliding_window": 4096}, layer_type=last_of(4)
+        OLMO_2,
+        {"rope_theta": 5e5, "rope_local_base_freq": 5e5, "sliding_window": 4096},
+        layer_type=last_of(4),
     ),
     "olmo_hybrid": like(
         OLMO_2,
@@ -157,30 +280,60 @@ FAMILIES: dict[str, Family] = {
         layer_type=listed(cycle("", *["linear_attention"] * 3, FULL)),
         rotates=layer_rules.given_theta_rotates,
     ),
-    "minimax_m2": Family(defaults.MINIMAX | {"rotary_dim": None}, norm=RMS_OF_ALL_HEADS),
+    "minimax_m2": Family(
+        defaults.MINIMAX | {"rotary_dim": None}, norm=RMS_OF_ALL_HEADS
+    ),
     "minimax_m3_vl_text": Family(
-        defaults.MINIMAX | {"num_key_value_heads": 4}, norm=RMS, norm_scale="1 + weight", layer_type=listed(full)
+        defaults.MINIMAX | {"num_key_value_heads": 4},
+        norm=RMS,
+        norm_scale="1 + weight",
+        layer_type=listed(full),
     ),
     "glm4_moe": like(LLAMA, defaults.GLM_MOE, norm=RMS, norm_key="use_qk_norm"),
-    "sarvam_moe": Family(defaults.SARVAM, "attention_bias use_qkv_bias", RMS, "use_qk_norm"),
+    "sarvam_moe": Family(
+        defaults.SARVAM, "attention_bias use_qkv_bias", RMS, "use_qk_norm"
+    ),
     **alike("glm glm4", Family(defaults.GLM, "attention_bias")),
     "glm4v_text": Family(defaults.GLM_4V, True),
     "helium": Family(
-        defaults.PAIRS | {"rope_theta": 100_000.0, "head_dim": 128, "num_key_value_heads": 20}, "attention_bias"
+        defaults.PAIRS
+        | {"rope_theta": 100_000.0, "head_dim": 128, "num_key_value_heads": 20},
+        "attention_bias",
     ),
-    "ernie4_5": Family(defaults.ERNIE | {"num_key_value_heads": 2, "head_dim": 128}, "use_bias"),
+    "ernie4_5": Family(
+        defaults.ERNIE | {"num_key_value_heads": 2, "head_dim": 128}, "use_bias"
+    ),
     "ernie4_5_moe": Family(defaults.ERNIE | {"num_key_value_heads": 4}, "use_bias"),
     "cohere": Family(
-        defaults.COHERE | {"use_qk_norm": False}, "attention_bias", Norm("layer", scale="heads"), "use_qk_norm"
+        defaults.COHERE | {"use_qk_norm": False},
+        "attention_bias",
+        Norm("layer", scale="heads"),
+        "use_qk_norm",
     ),
-    "cohere2": Family(defaults.COHERE_2, "attention_bias", layer_type=last_of(4), rotates=layer_rules.sliding_rotate),
+    "cohere2": Family(
+        defaults.COHERE_2,
+        "attention_bias",
+        layer_type=last_of(4),
+        rotates=layer_rules.sliding_rotate,
+    ),
     "cohere2_moe": like(
-        LLAMA, defaults.COHERE_MOE, layer_type=layer_rules.cohere_moe, rotates=layer_rules.cohere_moe_rotates
+        LLAMA,
+        defaults.COHERE_MOE,
+        layer_type=layer_rules.cohere_moe,
+        rotates=layer_rules.cohere_moe_rotates,
     ),
     "cohere_compass_text": like(
-        LLAMA, defaults.COHERE_2 | {"rope_pairs": False}, layer_type=listed(full), rotates=layer_rules.given_rotate
+        LLAMA,
+        defaults.COHERE_2 | {"rope_pairs": False},
+        layer_type=listed(full),
+        rotates=layer_rules.given_rotate,
     ),
-    "smollm3": like(LLAMA, defaults.SMOLLM, layer_type=layer_rules.unrotated_slide, rotates=layer_rules.listed_rotate),
+    "smollm3": like(
+        LLAMA,
+        defaults.SMOLLM,
+        layer_type=layer_rules.unrotated_slide,
+        rotates=layer_rules.listed_rotate,
+    ),
     "llama4_text": like(
         UNSCALED,
         defaults.LLAMA_4,
@@ -196,11 +349,18 @@ FAMILIES: dict[str, Family] = {
     **alike("gptj codegen", Family(defaults.PAIRS | {"rotary_dim": 64})),
     "dbrx": Family(defaults.ROPE | {"clip_qkv": None, "num_key_value_heads": 1}),
     "falcon": Family(defaults.FALCON, "bias"),
-    "modernbert-decoder": like(LLAMA, defaults.MODERNBERT, layer_type=first_of(3, "global_attn_every_n_layers")),
+    "modernbert-decoder": like(
+        LLAMA, defaults.MODERNBERT, layer_type=first_of(3, "global_attn_every_n_layers")
+    ),
     # With a gate.
     **alike("qwen3_next qwen3_5_moe_text", QWEN_3_NEXT),
     "qwen3_5_text": like(QWEN_3_NEXT, {"num_key_value_heads": 4}),
-    "afmoe": like(ROTATED_WINDOWS, defaults.AFMOE, gate=GATE, layer_type=last_of(4, "global_attn_every_n_layers")),
+    "afmoe": like(
+        ROTATED_WINDOWS,
+        defaults.AFMOE,
+        gate=GATE,
+        layer_type=last_of(4, "global_attn_every_n_layers"),
+    ),
     "laguna": like(
         LLAMA,
         defaults.LAGUNA,
@@ -210,21 +370,44 @@ FAMILIES: dict[str, Family] = {
         layer_type=listed(full),
     ),
     "lfm3": like(
-        LLAMA, defaults.LFM_3, norm=RMS, gate=HEAD_GATE, gate_key="use_attention_gate", layer_type=layer_rules.lfm3
+        LLAMA,
+        defaults.LFM_3,
+        norm=RMS,
+        gate=HEAD_GATE,
+        gate_key="use_attention_gate",
+        layer_type=layer_rules.lfm3,
     ),
-    "hrm_text": Family(defaults.BIAS | {"head_dim": 128, "num_layers_per_stack": None}, "attention_bias", gate=GATE),
+    "hrm_text": Family(
+        defaults.BIAS | {"head_dim": 128, "num_layers_per_stack": None},
+        "attention_bias",
+        gate=GATE,
+    ),
     # With a norm before the output projection.
-    "bitnet": like(LLAMA, {"rope_theta": 5e5, "num_key_value_heads": 5, "rms_norm_eps": 1e-5}, out_norm=True),
+    "bitnet": like(
+        LLAMA,
+        {"rope_theta": 5e5, "num_key_value_heads": 5, "rms_norm_eps": 1e-5},
+        out_norm=True,
+    ),
     # With values of another head size.
     "mimo_v2_flash": like(
-        LLAMA, defaults.MIMO, sinks=layer_rules.SLIDING, unscaled_fraction=True, layer_type=layer_rules.mimo
+        LLAMA,
+        defaults.MIMO,
+        sinks=layer_rules.SLIDING,
+        unscaled_fraction=True,
+        layer_type=layer_rules.mimo,
     ),
     # With several transformers, or without keys of their own.
     "blt_global_transformer": BLT,
     "blt_local_encoder": like(BLT, {"sliding_window": None}, layer_type=sliding),
-    "blt_local_decoder": like(BLT, {"sliding_window": ""}, layer_type=layer_rules.blt_decoder),
-    "blt_patcher": like(BLT, {"rope_theta": 10_000.0, "sliding_window": 512}, layer_type=sliding),
-    **alike("gemma4_assistant gemma4_unified_assistant", GEMMA_4._replace(borrows_kv=True)),
+    "blt_local_decoder": like(
+        BLT, {"sliding_window": ""}, layer_type=layer_rules.blt_decoder
+    ),
+    "blt_patcher": like(
+        BLT, {"rope_theta": 10_000.0, "sliding_window": 512}, layer_type=sliding
+    ),
+    **alike(
+        "gemma4_assistant gemma4_unified_assistant", GEMMA_4._replace(borrows_kv=True)
+    ),
     # Latent attention.
     **alike("deepseek_v3 kimi_k2 youtu axk1", LATENT),
     "sarvam_mla": like(LATENT, {"q_lora_rank": None}),
@@ -233,27 +416,52 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": like(LATENT, defaults.GLM_5, layer_type=layer_rules.own_indexer),
     "axk2": like(LATENT, defaults.AXK_2, gate=GATE, query_residual=True),
     "hy_v4": Family(
-        defaults.HY_4, "attention_bias", latent=True, gate=GATE, sinks=True, layer_type=layer_rules.own_indexer
+        defaults.HY_4,
+        "attention_bias",
+        latent=True,
+        gate=GATE,
+        sinks=True,
+        layer_type=layer_rules.own_indexer,
     ),
-    "glm4_moe_lite": like(LATENT, {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}),
+    "glm4_moe_lite": like(
+        LATENT, {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
+    ),
     "minicpm3": Family(defaults.MINICPM, "attention_bias", latent=True),
     "mistral4": like(
         LATENT,
-        {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "rope_parameters": defaults.MISTRAL_4},
+        {
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "rope_parameters": defaults.MISTRAL_4,
+        },
     ),
-    "kimi_linear": Family(defaults.KIMI_LINEAR, "attention_bias", latent=True, layer_type=layer_rules.kimi_linear),
+    "kimi_linear": Family(
+        defaults.KIMI_LINEAR,
+        "attention_bias",
+        latent=True,
+        layer_type=layer_rules.kimi_linear,
+    ),
     # Without rotary positions.
     "mpt": Family({"alibi": True, "clip_qkv": None, "softmax_scale": None}, alibi=True),
     "bloom": Family({"n_embed": None}, True, alibi=True),
-    **alike("gpt2 gpt-sw3", Family({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}, True)),
+    **alike(
+        "gpt2 gpt-sw3",
+        Family(
+            {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}, True
+        ),
+    ),
     "gpt_bigcode": Family({"scale_attn_weights": True, "multi_query": True}, True),
-    "gpt_neo": Family(defaults.GPT_NEO, True, scale=1.0, layer_type=layer_rules.gpt_neo),
+    "gpt_neo": Family(
+        defaults.GPT_NEO, True, scale=1.0, layer_type=layer_rules.gpt_neo
+    ),
     "opt": Family({"enable_bias": True}, "enable_bias"),
     **alike("openai-gpt ctrl xglm biogpt git", Family({}, True)),
     "xlm": Family({"causal": False}, True, causal="causal"),
     **alike("musicgen_decoder musicgen_melody_decoder", Family({})),
     "jamba": Family(
-        {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4}, layer_type=layer_rules.periodic
+        {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4},
+        layer_type=layer_rules.periodic,
     ),
     "nemotron_h": Family(defaults.NEMOTRON_H, layer_type=layer_rules.nemotron_h),
     "zamba": Family(defaults.ZAMBA_1, layer_type=layer_rules.zamba),
@@ -269,9 +477,17 @@ FAMILIES: dict[str, Family] = {
         layer_type=layer_rules.no_attention,
         rotates=layer_rules.if_key("position_embedding_type", "rope"),
     ),
-    "lara_mini": like(ROTATED_WINDOWS, {"sliding_window": 512}, layer_type=listed(cycle("", *defaults.LARA_MINI))),
+    "lara_mini": like(
+        ROTATED_WINDOWS,
+        {"sliding_window": 512},
+        layer_type=listed(cycle("", *defaults.LARA_MINI)),
+    ),
     "recurrent_gemma": Family(
-        defaults.HALF | {"sliding_window": 2048, "block_types": ("recurrent", "recurrent", "attention")},
+        defaults.HALF
+        | {
+            "sliding_window": 2048,
+            "block_types": ("recurrent", "recurrent", "attention"),
+        },
         True,
         layer_type=layer_rules.windowed(cycle("block_types")),
     ),
@@ -282,16 +498,28 @@ FAMILIES: dict[str, Family] = {
     ),
     # Encoders, and decoders that are made from them.
     "t5": Family({"head_dim": 64}, scale=1.0, causal=None),
-    **alike("bert bert-generation camembert data2vec-text electra ernie megatron-bert rembert roberta", BERT),
+    **alike(
+        "bert bert-generation camembert data2vec-text electra ernie megatron-bert "
+        "rembert roberta",
+        BERT,
+    ),
     **alike("roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod", BERT),
     "roformer": like(BERT, defaults.ROPE | {"rope_pairs": True, "rotary_value": False}),
-    "big_bird": like(BERT, {"use_bias": True, "attention_type": "block_sparse"}, bias="use_bias"),
-    **alike("bart blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr whisper", BART),
+    "big_bird": like(
+        BERT, {"use_bias": True, "attention_type": "block_sparse"}, bias="use_bias"
+    ),
+    **alike(
+        "bart blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr "
+        "whisper",
+        BART,
+    ),
     "bigbird_pegasus": Family({"use_bias": False}, "use_bias", causal=None),
     **alike("vit dinov2 distilbert wav2vec2 clip siglip clip_vision_model", ENCODER),
     **alike("siglip_text_model siglip_vision_model", ENCODER),
     "clip_text_model": Family({}, True),
-    "longcat_flash": like(DEEPSEEK_2, {"rope_theta": 1e7}, scaled_latents=True, attentions=2),
+    "longcat_flash": like(
+        DEEPSEEK_2, {"rope_theta": 1e7}, scaled_latents=True, attentions=2
+    ),
     "bailing_hybrid": like(
         DEEPSEEK_2,
         {"rope_theta": 6e6, "q_lora_rank": None, "full_attention_interval": 6},
@@ -300,31 +528,63 @@ FAMILIES: dict[str, Family] = {
     ),
     # Families that the module cannot compute.
     "diffllama": Family(
-        defaults.ROPE, refused=f"it subtracts two softmaxes, which {MORE}; compute them with recipes.differential"
+        defaults.ROPE,
+        refused=f"it subtracts two softmaxes, which {MORE}; compute them with recipes.differential",
     ),
-    "doge": Family(defaults.ROPE, refused=f"its scores depend on the values, which {MORE}"),
+    "doge": Family(
+        defaults.ROPE, refused=f"its scores depend on the values, which {MORE}"
+    ),
     **alike(
-        "qwen4_exp qwen4_exp_text", Family(defaults.ROPE, refused=f"its indexer chooses blocks of keys, which {MORE}")
+        "qwen4_exp qwen4_exp_text",
+        Family(
+            defaults.ROPE, refused=f"its indexer chooses blocks of keys, which {MORE}"
+        ),
     ),
-    "dory": Family({}, refused=f"its norms and gates have squared factors, which {MORE}"),
+    "dory": Family(
+        {}, refused=f"its norms and gates have squared factors, which {MORE}"
+    ),
     "beam": Family({}, refused=f"its queries grow with their position, which {MORE}"),
     **alike(
         "dots3_note dots3_note_text",
-        Family({"rope_interleave": True}, refused=f"its latents have a norm of the rotary key, which {MORE}"),
+        Family(
+            {"rope_interleave": True},
+            refused=f"its latents have a norm of the rotary key, which {MORE}",
+        ),
     ),
-    "deepseek_v4": Family(defaults.INTERLEAVE, refused="its queries also attend to weighted means of keys"),
-    **alike("mamba mamba2 falcon_mamba rwkv xlstm", Family({}, refused="it is recurrent and has no softmax over keys")),
-    "xlnet": Family({}, refused="its scores have products of distance embeddings and shifted queries"),
-    "prophetnet": Family({}, refused="its layers compute several streams, with a bias that depends on queries"),
+    "deepseek_v4": Family(
+        defaults.INTERLEAVE, refused="its queries also attend to weighted means of keys"
+    ),
+    **alike(
+        "mamba mamba2 falcon_mamba rwkv xlstm",
+        Family({}, refused="it is recurrent and has no softmax over keys"),
+    ),
+    "xlnet": Family(
+        {},
+        refused="its scores have products of distance embeddings and shifted queries",
+    ),
+    "prophetnet": Family(
+        {},
+        refused="its layers compute several streams, with a bias that depends on queries",
+    ),
     **alike("inkling_text inkling2_text inkling2_loop_text", CONVOLVED),
     "blt": Family(
-        defaults.ROPE, refused='it has four transformers; pass the config of one, such as config["global_config"]'
+        defaults.ROPE,
+        refused='it has four transformers; pass the config of one, such as config["global_config"]',
     ),
-    "cpmant": Family({}, refused="its scores have learned biases by segment and distance, and it adds a prompt"),
-    "jetmoe": Family(defaults.ROPE, refused="it routes queries and outputs through experts"),
+    "cpmant": Family(
+        {},
+        refused="its scores have learned biases by segment and distance, and it adds a prompt",
+    ),
+    "jetmoe": Family(
+        defaults.ROPE, refused="it routes queries and outputs through experts"
+    ),
     "reformer": Family({}, refused="hashes determine which keys are visible"),
-    "zaya": Family(defaults.ROPE, refused="its queries, keys and values pass through convolutions"),
+    "zaya": Family(
+        defaults.ROPE, refused="its queries, keys and values pass through convolutions"
+    ),
     # Families whose configs are only read for rotary positions.
     "modernbert": Family(defaults.MODERNBERT, refused=ONLY_ROPE),
-    "moonshine": Family(defaults.PAIRS | {"partial_rotary_factor": 0.9}, refused=ONLY_ROPE),
+    "moonshine": Family(
+        defaults.PAIRS | {"partial_rotary_factor": 0.9}, refused=ONLY_ROPE
+    ),
 }

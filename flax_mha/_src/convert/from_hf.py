@@ -1,4 +1,6 @@
-"""`from_hf`: makes the attention of one layer of a Hugging Face model, from the model's config and weights."""
+"""`from_hf`: makes the attention of one layer of a Hugging Face model, from the model's
+config and weights.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -9,10 +11,19 @@ from flax import nnx
 from flax.typing import Dtype
 
 from flax_mha._src.attention import Implementation
-from flax_mha._src.convert.describe import attention_with, check_described, describe_layer
+from flax_mha._src.convert.describe import (
+    attention_with,
+    check_described,
+    describe_layer,
+)
 from flax_mha._src.convert.load import load_torch
 from flax_mha._src.convert.read_config import Config, of_part, read_config
-from flax_mha._src.convert.state_dict import T5_TABLE, layer_prefix, to_numpy, with_shared
+from flax_mha._src.convert.state_dict import (
+    T5_TABLE,
+    layer_prefix,
+    to_numpy,
+    with_shared,
+)
 from flax_mha._src.modules.attention_fn import attention_fn
 from flax_mha._src.nnx.latent import MultiHeadLatentAttention
 from flax_mha._src.nnx.multi_head import MultiHeadAttention
@@ -32,37 +43,45 @@ def from_hf(
     implementation: Implementation | None = None,
     head_axis: str | None = None,
 ) -> MultiHeadAttention | MultiHeadLatentAttention:
-    """Creates an nnx module with the weights of one self-attention layer of a Hugging Face model.
+    """Creates an nnx module with the weights of one self-attention layer of a Hugging
+    Face model.
 
-    The module is `MultiHeadAttention(**describe(config, layer))`, or `MultiHeadLatentAttention` for models with latents
-    such as DeepSeek, with weights loaded by `load_torch`. Its `attention_fn` sets the arguments that every call needs:
+    The module is `MultiHeadAttention(**describe(config, layer))`, or
+    `MultiHeadLatentAttention` for models with latents such as DeepSeek, with weights
+    loaded by `load_torch`. Its `attention_fn` sets the arguments that every call needs:
     `is_causal=True` in decoders, and the bias of T5.
 
-    Prompts of models with images need one more argument, in training and in decoding, because not all of their tokens
-    are causal. PaliGemma: `**recipes.prefix_lm(n)`, where n counts the tokens of the image and of the prompt. Gemma 3
-    and 4: `**recipes.image_spans(ids)`, where ids number the images. Both override the preset `is_causal=True`.
+    Prompts of models with images need one more argument, in training and in decoding,
+    because not all of their tokens are causal. PaliGemma: `**recipes.prefix_lm(n)`,
+    where n counts the tokens of the image and of the prompt. Gemma 3 and 4:
+    `**recipes.image_spans(ids)`, where ids number the images. Both override the preset
+    `is_causal=True`.
 
-    A `mask` or `score_mod` of a call replaces the preset one: the chunks of Llama 4, ALiBi, the bias of T5. Pass
-    `lengths` for padding. To add a mask, combine both: `mask=layer.attention_fn.keywords["mask"] & mask`.
+    A `mask` or `score_mod` of a call replaces the preset one: the chunks of Llama 4,
+    ALiBi, the bias of T5. Pass `lengths` for padding. To add a mask, combine both:
+    `mask=layer.attention_fn.keywords["mask"] & mask`.
 
     Args:
       config: The dict of a `config.json`, or `config.to_dict()`; see `describe`.
-      state_dict: PyTorch tensors, or numpy or JAX arrays (`safetensors.flax.load_file`): of the whole model, of one of
-        its parts, or only of this attention.
+      state_dict: PyTorch tensors, or numpy or JAX arrays
+        (`safetensors.flax.load_file`): of the whole model, of one of its parts, or only
+        of this attention.
       layer: The index of the layer, from 0.
-      prefix: The start of the keys in `state_dict` for a part of the model, such as `"model.language_model."`,
-        `"encoder."` or `"model.L_module."`, or for the attention itself. If several parts fit, the decoder is used;
-        image and audio encoders are never used without a prefix.
+      prefix: The start of the keys in `state_dict` for a part of the model, such as
+        `"model.language_model."`, `"encoder."` or `"model.L_module."`, or for the
+        attention itself. If several parts fit, the decoder is used; image and audio
+        encoders are never used without a prefix.
       max_length: The length of the longest sequence; see `describe`.
       dtype: Dtype of the computation; None infers it from inputs and parameters.
       param_dtype: Dtype of the parameters.
       decode: True makes calls decode; `init_cache` creates the cache.
-      implementation: Name of the attention implementation; None lets the library choose.
+      implementation: Name of the attention implementation; None lets the library
+        choose.
       head_axis: Split the heads over this mesh axis; see `MultiHeadAttention`.
 
     Raises:
-      ValueError: If `describe` refuses the config, if the layer has no attention, if several attentions in `state_dict`
-        fit, or if weights do not fit the config.
+      ValueError: If `describe` refuses the config, if the layer has no attention, if
+        several attentions in `state_dict` fit, or if weights do not fit the config.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -80,9 +99,13 @@ def from_hf(
         # Layers that use other layers' keys or values fit a layout only with these.
         sizes = describe_layer(read, layer, max_length)
         if sizes["share_kv"] or sizes["reuse_kv"]:
-            state_dict = with_shared(state_dict, sizes["num_heads"], sizes["num_kv_heads"])
+            state_dict = with_shared(
+                state_dict, sizes["num_heads"], sizes["num_kv_heads"]
+            )
     prefix = layer_prefix(state_dict, layer, prefix, read.family.attentions)
-    is_decoder = "decoder" in prefix or ("encoder" not in prefix and bool(read.values.get("is_decoder")))
+    is_decoder = "decoder" in prefix or (
+        "encoder" not in prefix and bool(read.values.get("is_decoder"))
+    )
     read = of_part(read, is_decoder)
     arguments = describe_layer(read, layer, max_length)
     arguments["attention_fn"] = _attention_fn(read, arguments, state_dict, is_decoder)
@@ -99,7 +122,9 @@ def from_hf(
         kernel_init=nnx.initializers.zeros_init(),
         rngs=nnx.Rngs(0),
     )
-    weights = {key: value for key, value in state_dict.items() if not key.endswith(T5_TABLE)}
+    weights = {
+        key: value for key, value in state_dict.items() if not key.endswith(T5_TABLE)
+    }
     load_torch(module, weights, prefix)
     return module
 
@@ -111,14 +136,25 @@ def _is_causal(config: Config, is_decoder: bool) -> bool:
     return bool(is_decoder if causal is None else causal)
 
 
-def _attention_fn(config: Config, arguments: Mapping[str, Any], state_dict: Mapping[str, Any], is_decoder: bool) -> Any:
-    """Returns the `attention_fn` of a layer, a partial that sets what each call needs: causality, T5's bias, ALiBi."""
+def _attention_fn(
+    config: Config,
+    arguments: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
+    is_decoder: bool,
+) -> Any:
+    """Returns the `attention_fn` of a layer, a partial that sets what each call needs:
+    causality, T5's bias, ALiBi.
+    """
     is_causal = _is_causal(config, is_decoder)
     if not config.values.get("is_causal", True):
-        raise ValueError("config must not set is_causal=False; use describe for a layer that attends to all keys.")
+        raise ValueError(
+            "config must not set is_causal=False; use describe for a layer that "
+            "attends to all keys."
+        )
     if not is_causal and arguments.get("local_window_size") is not None:
         raise ValueError(
-            "config must use causal attention if it sets a window, because sliding windows must be one-sided."
+            "config must use causal attention if it sets a window, because sliding "
+            "windows must be one-sided."
         )
     presets: dict[str, Any] = {}
     if is_causal:
@@ -130,5 +166,7 @@ def _attention_fn(config: Config, arguments: Mapping[str, Any], state_dict: Mapp
             table = jnp.asarray(to_numpy(key, state_dict[key]))
             length = config.values.get("relative_attention_max_distance", 128)
             bias = t5_bias(table, length, bidirectional=not is_causal)
-            return functools.partial(attention_fn, **presets | {"score_mod": bias["score_mod"]})
+            return functools.partial(
+                attention_fn, **presets | {"score_mod": bias["score_mod"]}
+            )
     return attention_with(**presets) if presets else attention_fn

@@ -1,4 +1,6 @@
-"""Converts the weights of latent attention (DeepSeek), which have the same names in Flax."""
+"""Converts the weights of latent attention (DeepSeek), which have the same names in
+Flax.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -9,8 +11,9 @@ from flax_mha._src.convert.layouts import LATENT_KEYS
 from flax_mha._src.convert.shapes import Arrays, find_sizes
 from flax_mha._src.convert.state_dict import leaves_of, to_numpy
 
-# Letters of the axes of each parameter in Flax: D input and O output features; N heads with E features in queries, V in
-# values and F in `kv_b_proj`; C features of the latent, A with the rotary key; R of compressed queries.
+# Letters of the axes of each parameter in Flax: D input and O output features; N heads
+# with E features in queries, V in values and F in `kv_b_proj`; C features of the
+# latent, A with the rotary key; R of compressed queries.
 AXES = {
     "q_proj/kernel": "DNE",
     "q_a_proj/kernel": "DR",
@@ -35,15 +38,21 @@ INDEX = {
     "indexer/k_norm/bias": "X",
 }
 AXES |= INDEX
-QUERIES = ({"q_proj/kernel"}, {"q_a_proj/kernel", "q_a_layernorm/scale", "q_b_proj/kernel"})
-# The keys of gates: with a number for each head (Ling 3), for each feature (HY 4), and stacked with queries (A.X K2).
+QUERIES = (
+    {"q_proj/kernel"},
+    {"q_a_proj/kernel", "q_a_layernorm/scale", "q_b_proj/kernel"},
+)
+# The keys of gates: with a number for each head (Ling 3), for each feature (HY 4), and
+# stacked with queries (A.X K2).
 HEAD_GATE = "g_proj.weight"
 GATE = "gate_proj.weight"
 STACKED = "q_gate_proj.weight"
 
 
 def key_of(path: str) -> str:
-    """Returns the key in a state_dict, such as `q_proj.weight`, of the parameter with Flax's path `q_proj/kernel`."""
+    """Returns the key in a state_dict, such as `q_proj.weight`, of the parameter with
+    Flax's path `q_proj/kernel`.
+    """
     *names, leaf = path.split("/")
     if not names:
         return leaf
@@ -54,17 +63,28 @@ PATHS = {key_of(path): path for path in AXES}
 
 
 def is_latent(keys: Collection[str]) -> bool:
-    """Returns True if the keys of a state_dict include `LATENT_KEYS`, so that they belong to latent attention."""
+    """Returns True if the keys of a state_dict include `LATENT_KEYS`, so that they
+    belong to latent attention.
+    """
     return {*LATENT_KEYS} <= {*keys}
 
 
 def read_latent(entries: Mapping[str, Any], prefix: str, num_heads: int) -> Arrays:
-    """Converts one attention's entries of a state_dict to arrays in Flax's shapes, by path; `prefix` is for errors."""
-    entries = {key: value for key, value in entries.items() if not key.startswith("rotary_emb.")}
+    """Converts one attention's entries of a state_dict to arrays in Flax's shapes, by
+    path; `prefix` is for errors.
+    """
+    entries = {
+        key: value
+        for key, value in entries.items()
+        if not key.startswith("rotary_emb.")
+    }
     has_head_gate = HEAD_GATE in entries
     gates = [key for key in (HEAD_GATE, GATE, STACKED) if key in entries]
     if len(gates) > 1:
-        raise ValueError(f"state_dict must contain the weights of one gate, but got {' and '.join(gates)}.")
+        raise ValueError(
+            "state_dict must contain the weights of one gate, but got "
+            f"{' and '.join(gates)}."
+        )
     for key in (HEAD_GATE, GATE):
         if key in entries:
             entries["gate.weight"] = entries.pop(key)
@@ -87,7 +107,9 @@ def read_latent(entries: Mapping[str, Any], prefix: str, num_heads: int) -> Arra
 
 
 def _check_keys(entries: Mapping[str, Any]) -> None:
-    """Raises a ValueError unless the keys are those of one latent attention, with a complete indexer or none."""
+    """Raises a ValueError unless the keys are those of one latent attention, with a
+    complete indexer or none.
+    """
     allowed = {*PATHS}
     index_keys = {key_of(path) for path in INDEX}
     if not index_keys <= {*entries}:
@@ -95,15 +117,17 @@ def _check_keys(entries: Mapping[str, Any]) -> None:
     extra = sorted({*entries} - allowed)
     if extra:
         raise ValueError(
-            "state_dict must contain only the weights of a latent attention layer, but also has "
-            f"{', '.join(extra[:6])}."
+            "state_dict must contain only the weights of a latent attention layer, but "
+            f"also has {', '.join(extra[:6])}."
         )
-    queries = {PATHS[key] for key in entries if key.startswith("q_") and key.endswith("weight")}
+    queries = {
+        PATHS[key] for key in entries if key.startswith("q_") and key.endswith("weight")
+    }
     if queries not in QUERIES:
         names = sorted(path.split("/")[0] for path in queries)
         raise ValueError(
-            "state_dict must contain q_proj, or q_a_proj, q_a_layernorm and q_b_proj, but got "
-            f"{', '.join(names) or 'none'}."
+            "state_dict must contain q_proj, or q_a_proj, q_a_layernorm and q_b_proj, "
+            f"but got {', '.join(names) or 'none'}."
         )
 
 
@@ -113,23 +137,33 @@ def _index_heads(entries: Mapping[str, Any]) -> int:
 
 
 def _unstack(array: np.ndarray, out: Any, num_heads: int) -> Arrays:
-    """Cuts the rows of each head, which are those of its queries and of its gate, as many as its values have."""
+    """Cuts the rows of each head, which are those of its queries and of its gate, as
+    many as its values have.
+    """
     array = np.atleast_2d(array)
     out_shape = np.shape(out)
     size = out_shape[-1] // num_heads if out_shape else 0
     rows, rest = divmod(len(array), num_heads)
     if rest or rows <= size:
         raise ValueError(
-            f"num_heads must split the {len(array)} features of {STACKED} into queries and gates of {size}, but got "
-            f"{num_heads}; use num_heads from the model's config."
+            f"num_heads must split the {len(array)} features of {STACKED} into queries "
+            f"and gates of {size}, but got {num_heads}; use num_heads from the model's "
+            "config."
         )
     features = array.shape[-1]
-    query, gate = np.split(array.reshape(num_heads, rows, features), [rows - size], axis=1)
-    return {"q_b_proj.weight": query.reshape(-1, features), "gate.weight": gate.reshape(-1, features)}
+    query, gate = np.split(
+        array.reshape(num_heads, rows, features), [rows - size], axis=1
+    )
+    return {
+        "q_b_proj.weight": query.reshape(-1, features),
+        "gate.weight": gate.reshape(-1, features),
+    }
 
 
 def axes_of(arrays: Arrays) -> dict[str, str]:
-    """Returns the axes of each parameter, as in `AXES`, some of which depend on the module's options."""
+    """Returns the axes of each parameter, as in `AXES`, some of which depend on the
+    module's options.
+    """
     axes = dict(AXES)
     gate = arrays.get("gate/kernel")
     query = arrays.get("q_b_proj/kernel")
@@ -137,7 +171,8 @@ def axes_of(arrays: Arrays) -> dict[str, str]:
     if gate is not None and gate.ndim == 2:
         axes["gate/kernel"] = "DN"
     if query is not None and norm is not None and len(query) == 2 * len(norm):
-        # `query_residual` doubles the features that queries and gate are projected from.
+        # `query_residual` doubles the features that queries and gate are projected
+        # from.
         axes["q_b_proj/kernel"] = "PNE"
         axes["gate/kernel"] = f"P{axes['gate/kernel'][1:]}"
     return axes
@@ -149,7 +184,9 @@ def scaled(arrays: Arrays, exponent: float) -> Arrays:
     result = dict(arrays)
     for path in ("q_a_layernorm/scale", "kv_a_layernorm/scale"):
         if path in arrays:
-            scale = arrays[path].astype(np.promote_types(arrays[path].dtype, np.float32))
+            scale = arrays[path].astype(
+                np.promote_types(arrays[path].dtype, np.float32)
+            )
             result[path] = scale * scale.dtype.type((features / len(scale)) ** exponent)
     return result
 
@@ -163,27 +200,33 @@ def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
     size, rest = divmod(array.shape[axis], heads)
     if rest:
         raise ValueError(
-            f"num_heads must divide the {array.shape[axis]} features of {path}, but got {heads}; use num_heads from "
-            "the model's config."
+            f"num_heads must divide the {array.shape[axis]} features of {path}, but "
+            f"got {heads}; use num_heads from the model's config."
         )
     return array.reshape(*array.shape[:axis], heads, size, *array.shape[axis + 1 :])
 
 
 def latent_to_torch(params: Mapping[str, Any], is_scaled: bool = False) -> Arrays:
-    """Converts the parameters of latent attention to a state_dict, the inverse of `read_latent`."""
+    """Converts the parameters of latent attention to a state_dict, the inverse of
+    `read_latent`.
+    """
     leaves = leaves_of(params)
     missing = {PATHS[key] for key in LATENT_KEYS} - {*leaves}
     extra = {*leaves} - {*AXES}
     if missing or extra:
         raise ValueError(
-            f"params must be the parameters of one attention layer; missing {sorted(missing)}, extra {sorted(extra)}"
+            "params must be the parameters of one attention layer; missing "
+            f"{sorted(missing)}, extra {sorted(extra)}"
         )
     arrays = {path: to_numpy(path, leaf) for path, leaf in leaves.items()}
     if is_scaled:
         arrays = scaled(arrays, -0.5)
     axes = axes_of(arrays)
     num_heads = find_sizes(arrays, axes)["N"]
-    found = {key_of(path): _flatten_heads(axes[path], array).T.copy() for path, array in arrays.items()}
+    found = {
+        key_of(path): _flatten_heads(axes[path], array).T.copy()
+        for path, array in arrays.items()
+    }
     if "gate.weight" not in found:
         return found
 
@@ -194,7 +237,10 @@ def latent_to_torch(params: Mapping[str, Any], is_scaled: bool = False) -> Array
     if of_gate == "DNV":
         return found | {GATE: gate}
     if of_gate == "PN":
-        raise ValueError('params must not have query_residual=True with gate=Gate("head"): no PyTorch layout holds it.')
+        raise ValueError(
+            'params must not have query_residual=True with gate=Gate("head"): no '
+            "PyTorch layout holds it."
+        )
     features = gate.shape[-1]
     query = found.pop("q_b_proj.weight").reshape(num_heads, -1, features)
     both = np.concatenate([query, gate.reshape(num_heads, -1, features)], axis=1)
@@ -202,7 +248,9 @@ def latent_to_torch(params: Mapping[str, Any], is_scaled: bool = False) -> Array
 
 
 def _axis_of_heads(axes: str) -> int:
-    """Returns the index of the axis of heads, which PyTorch merges with the next axis; -1 if it merges none."""
+    """Returns the index of the axis of heads, which PyTorch merges with the next axis;
+    -1 if it merges none.
+    """
     if "IX" in axes:
         return axes.index("IX")
     if "N" in axes[:-1]:

@@ -1,4 +1,6 @@
-"""`load_torch`: loads the weights of a PyTorch attention into an nnx module, and checks that the two fit."""
+"""`load_torch`: loads the weights of a PyTorch attention into an nnx module, and checks
+that the two fit.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -29,7 +31,8 @@ from flax_mha._src.nnx.latent import MultiHeadLatentAttention
 OVER_ALL_HEADS = 'Norm("rms", scale="heads", over="all_heads")'
 # Problems that an error lists.
 SHOWN = 8
-# Layers of Gemma 2 and later have this key next to the attention; only Gemma 2 has no norm of queries.
+# Layers of Gemma 2 and later have this key next to the attention; only Gemma 2 has no
+# norm of queries.
 GEMMA = "pre_feedforward_layernorm.weight"
 
 
@@ -41,33 +44,43 @@ def load_torch(
     qk_norm_offset: float | None = None,
     check_options: bool = True,
 ) -> None:
-    """Loads the `state_dict` of a PyTorch attention into an nnx module; the module changes only if everything fits.
+    """Loads the `state_dict` of a PyTorch attention into an nnx module; the module
+    changes only if everything fits.
 
-    Weights are rounded to the dtype of the module's parameters, and placed on the same devices. (For Gemma 3, whose
-    norms multiply by 1 + weight, keep `param_dtype` at float32.) If only some projections have biases (Qwen 2,
-    Whisper), the module's other biases become zeros.
+    Weights are rounded to the dtype of the module's parameters, and placed on the same
+    devices. (For Gemma 3, whose norms multiply by 1 + weight, keep `param_dtype` at
+    float32.) If only some projections have biases (Qwen 2, Whisper), the module's other
+    biases become zeros.
 
-    The arguments of the module must also match the model: a Llama layer without rotary positions runs, but is wrong.
-    `describe` returns the arguments of a config. For a module made without it, this function checks the arguments that
-    the keys show: `rope`, `scale`, `normalize_qk`, `sinks`. Keys do not show windows, the epsilon of norms, or which
-    features rotary positions pair, and do not distinguish RoFormer from BERT, or nanoGPT from a GPT-BigCode with
-    `multi_query=False`, which stacks its weights in another order. Weights for 12 heads of 64 features also fit 8 heads
-    of 96, but give another output. The number of heads is checked only if the layer has norms of queries and keys,
-    sinks, the buffer `rotary_emb.inv_freq` of older files, or T5's bias table.
+    The arguments of the module must also match the model: a Llama layer without rotary
+    positions runs, but is wrong. `describe` returns the arguments of a config. For a
+    module made without it, this function checks the arguments that the keys show:
+    `rope`, `scale`, `normalize_qk`, `sinks`. Keys do not show windows, the epsilon of
+    norms, or which features rotary positions pair, and do not distinguish RoFormer from
+    BERT, or nanoGPT from a GPT-BigCode with `multi_query=False`, which stacks its
+    weights in another order. Weights for 12 heads of 64 features also fit 8 heads of
+    96, but give another output. The number of heads is checked only if the layer has
+    norms of queries and keys, sinks, the buffer `rotary_emb.inv_freq` of older files,
+    or T5's bias table.
 
     Args:
-      module: `flax_mha.MultiHeadAttention`, or Flax's; `flax_mha.MultiHeadLatentAttention` for DeepSeek's weights.
-      state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention or a whole model.
-      prefix: The start of the attention's keys in `state_dict`, such as `"model.layers.0.self_attn."`.
-      qk_norm_offset: The number that the model adds to the weights of its query and key norms: 1.0 for Gemma 3, 0.0
-        for other models. None means the offset of the model if the module was created with `describe`, and is an error
-        for any other module with such norms.
-      check_options: If False, load the weights even if the module lacks an argument that models with this layout need,
-        such as `rope`.
+      module: `flax_mha.MultiHeadAttention`, or Flax's;
+        `flax_mha.MultiHeadLatentAttention` for DeepSeek's weights.
+      state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one
+        attention or a whole model.
+      prefix: The start of the attention's keys in `state_dict`, such as
+        `"model.layers.0.self_attn."`.
+      qk_norm_offset: The number that the model adds to the weights of its query and key
+        norms: 1.0 for Gemma 3, 0.0 for other models. None means the offset of the model
+        if the module was created with `describe`, and is an error for any other module
+        with such norms.
+      check_options: If False, load the weights even if the module lacks an argument
+        that models with this layout need, such as `rope`.
 
     Raises:
-      ValueError: If the keys fit no layout, if a shape, bias or dtype does not fit the module, if weights are
-        quantized or hold no values, or if the module lacks an argument.
+      ValueError: If the keys fit no layout, if a shape, bias or dtype does not fit the
+        module, if weights are quantized or hold no values, or if the module lacks an
+        argument.
 
     Example:
       >>> import numpy as np
@@ -85,8 +98,8 @@ def load_torch(
         return
     if not isinstance(module, nnx.MultiHeadAttention):
         raise ValueError(
-            f"module must be an nnx.MultiHeadAttention, but got {type(module).__name__}; for flax.linen, use "
-            "from_torch."
+            "module must be an nnx.MultiHeadAttention, but got "
+            f"{type(module).__name__}; for flax.linen, use from_torch."
         )
     family = family_of(module.query.kernel)
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
@@ -94,33 +107,52 @@ def load_torch(
     reuses_kv = getattr(module, "reuse_kv", False)
     if uses_other_values:
         state_dict = with_shared(state_dict, module.num_heads, module.num_kv_heads)
-    layout, arrays = read(state_dict, module.num_heads, module.num_kv_heads, prefix, offset)
+    layout, arrays = read(
+        state_dict, module.num_heads, module.num_kv_heads, prefix, offset
+    )
     if layout == LATENT:
-        raise ValueError("module must be a MultiHeadLatentAttention for latent weights, but got a MultiHeadAttention.")
+        raise ValueError(
+            "module must be a MultiHeadLatentAttention for latent weights, but got a "
+            "MultiHeadAttention."
+        )
 
-    # Add what the model does not store, and leave out what the module takes from other layers.
+    # Add what the model does not store, and leave out what the module takes from other
+    # layers.
     variables = _variables(module, (*TORCH_AXES, *OTHER_AXES))
     if family.norm_scale == "none":
-        arrays |= {path: np.ones(variables[path].shape, np.float32) for path in NORMS if path in variables}
+        arrays |= {
+            path: np.ones(variables[path].shape, np.float32)
+            for path in NORMS
+            if path in variables
+        }
     if "query/bias" in variables:
         arrays = fill_with_zeros(arrays)
     if reuses_kv:
         arrays = _without(arrays, ("key/", "value/", "key_ln/"))
-    elif uses_other_values and np.array_equal(arrays["key/kernel"], arrays["value/kernel"]):
+    elif uses_other_values and np.array_equal(
+        arrays["key/kernel"], arrays["value/kernel"]
+    ):
         arrays = _without(arrays, ("value/",))
 
     problems = _mismatches(variables, arrays)
     is_described = module.query.kernel.get_metadata().get(MODEL_TYPE)
     if not problems and check_options and not is_described:
         problems = _wrong_heads(module, layout, state_dict, prefix)
-        problems += _wrong_options(module, layout, arrays, state_dict, prefix, qk_norm_offset)
+        problems += _wrong_options(
+            module, layout, arrays, state_dict, prefix, qk_norm_offset
+        )
         if problems:
-            problems.append("convert.describe(config, layer) returns these arguments for the models that it supports")
+            problems.append(
+                "convert.describe(config, layer) returns these arguments for the "
+                "models that it supports"
+            )
     _fill(variables, arrays, problems, layout)
 
 
 def _without(arrays: Arrays, prefixes: tuple[str, ...]) -> Arrays:
-    return {path: array for path, array in arrays.items() if not path.startswith(prefixes)}
+    return {
+        path: array for path, array in arrays.items() if not path.startswith(prefixes)
+    }
 
 
 def _load_latent(
@@ -132,11 +164,15 @@ def _load_latent(
 ) -> None:
     """Implements `load_torch` for a module of latent attention."""
     if qk_norm_offset is not None:
-        raise ValueError(f"qk_norm_offset must be None for latent attention, but got {qk_norm_offset!r}.")
+        raise ValueError(
+            "qk_norm_offset must be None for latent attention, but got "
+            f"{qk_norm_offset!r}."
+        )
     layout, arrays = read(state_dict, module.num_heads, module.num_heads, prefix, 0.0)
     if layout != LATENT:
         raise ValueError(
-            f"module must be a MultiHeadAttention for layout {layout!r}, but got a MultiHeadLatentAttention."
+            f"module must be a MultiHeadAttention for layout {layout!r}, but got a "
+            "MultiHeadLatentAttention."
         )
     if family_of(module.kv_b_proj.kernel).scaled_latents:
         arrays = scaled(arrays, 0.5)
@@ -153,12 +189,18 @@ def _load_latent(
             problems.append(problem)
     is_described = module.kv_b_proj.kernel.get_metadata().get(MODEL_TYPE)
     if check_options and module.rope is None and not is_described:
-        problems.append("rope is None: these models use rope; pass check_options=False if this layer does not")
+        problems.append(
+            "rope is None: these models use rope; pass check_options=False if this "
+            "layer does not"
+        )
     _fill(variables, arrays, problems, layout)
 
 
-def _latent_option(path: str, variables: Mapping[str, nnx.Variable], arrays: Arrays) -> str:
-    """Returns the option with which a module of latent attention has the parameter if, and only if, `arrays` do.
+def _latent_option(
+    path: str, variables: Mapping[str, nnx.Variable], arrays: Arrays
+) -> str:
+    """Returns the option with which a module of latent attention has the parameter if,
+    and only if, `arrays` do.
 
     Returns an empty string if both have the parameter, or if no option helps.
     """
@@ -166,7 +208,11 @@ def _latent_option(path: str, variables: Mapping[str, nnx.Variable], arrays: Arr
         return ""
     is_needed = path in arrays
     if path.startswith("indexer/"):
-        return "the indexer that convert.describe(config) returns" if is_needed else "indexer=None"
+        return (
+            "the indexer that convert.describe(config) returns"
+            if is_needed
+            else "indexer=None"
+        )
     if path.endswith("/bias"):
         # Weights of a model have all biases or none, which is what the option makes.
         has_others = any(name.endswith("/bias") for name in arrays)
@@ -187,7 +233,9 @@ def _latent_option(path: str, variables: Mapping[str, nnx.Variable], arrays: Arr
 
 
 def _variables(module: Any, paths: Iterable[str]) -> dict[str, nnx.Variable]:
-    """Returns the module's variables by path, such as `query/kernel`, for those of these paths that it has."""
+    """Returns the module's variables by path, such as `query/kernel`, for those of
+    these paths that it has.
+    """
     found: dict[str, nnx.Variable] = {}
     for path in paths:
         part = module
@@ -199,7 +247,9 @@ def _variables(module: Any, paths: Iterable[str]) -> dict[str, nnx.Variable]:
 
 
 def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[str]:
-    """Returns a message for each parameter that does not fit its array, or is missing in the module or `arrays`."""
+    """Returns a message for each parameter that does not fit its array, or is missing
+    in the module or `arrays`.
+    """
     problems = []
     for path in (*TORCH_AXES, *OTHER_AXES):
         if path not in variables and path not in arrays:
@@ -214,7 +264,9 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
             continue
         array = arrays[path]
         if path not in variables:
-            problems.append(f"{name} is missing from the module; create it with {option}={on}")
+            problems.append(
+                f"{name} is missing from the module; create it with {option}={on}"
+            )
             continue
         variable = variables[path]
         if variable.shape != array.shape:
@@ -222,13 +274,21 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
             if path in NORMS:
                 problem += f"; use {option}={on}"
             problems.append(problem)
-        elif np.iscomplexobj(array) and not jnp.issubdtype(variable.dtype, jnp.complexfloating):
-            problems.append(f"{name} must have dtype {variable.dtype}, but got {array.dtype}")
+        elif np.iscomplexobj(array) and not jnp.issubdtype(
+            variable.dtype, jnp.complexfloating
+        ):
+            problems.append(
+                f"{name} must have dtype {variable.dtype}, but got {array.dtype}"
+            )
     return problems
 
 
-def _option(path: str, variables: Mapping[str, nnx.Variable], arrays: Arrays) -> tuple[str, str, str]:
-    """Returns the option of a module that makes a parameter, and its values with and without the parameter."""
+def _option(
+    path: str, variables: Mapping[str, nnx.Variable], arrays: Arrays
+) -> tuple[str, str, str]:
+    """Returns the option of a module that makes a parameter, and its values with and
+    without the parameter.
+    """
     ndim = np.ndim(arrays.get(path, ()))
     if path.startswith("value/") and "value/kernel" not in variables:
         return "share_kv", "False", "True"
@@ -247,8 +307,12 @@ def _option(path: str, variables: Mapping[str, nnx.Variable], arrays: Arrays) ->
     return "", "", ""
 
 
-def _wrong_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-    """Returns a message for each array, such as T5's bias table, whose shape implies other heads than `module` has."""
+def _wrong_heads(
+    module: Any, layout: LayoutName, state_dict: Mapping[str, Any], prefix: str
+) -> list[str]:
+    """Returns a message for each array, such as T5's bias table, whose shape implies
+    other heads than `module` has.
+    """
     problems = []
     rope = getattr(module, "rope", None)
     _, entries = attention_entries(state_dict, prefix)
@@ -258,15 +322,19 @@ def _wrong_heads(module: Any, layout: LayoutName, state_dict: Mapping[str, Any],
         rotated = rope.rotated_size(module.head_dim)
         if rotated != expected:
             problems.append(
-                f"num_heads is {module.num_heads}, and rope rotates {rotated} of each head's {module.head_dim} "
-                f"features, but rotary_emb.inv_freq is for {expected}"
+                f"num_heads is {module.num_heads}, and rope rotates {rotated} of each "
+                f"head's {module.head_dim} features, but rotary_emb.inv_freq is for "
+                f"{expected}"
             )
     if layout == "hf_t5":
         table = next((key for key in state_dict if key.endswith(T5_TABLE)), None)
         if table is not None:
             heads = np.shape(state_dict[table])[-1]  # [buckets, heads]
             if heads != module.num_heads:
-                problems.append(f"num_heads must be {heads} to match {table}, but got {module.num_heads}")
+                problems.append(
+                    f"num_heads must be {heads} to match {table}, but got "
+                    f"{module.num_heads}"
+                )
     return problems
 
 
@@ -278,62 +346,93 @@ def _wrong_options(
     prefix: str,
     qk_norm_offset: float | None,
 ) -> list[str]:
-    """Returns a message for each option, such as `rope`, that models of this layout have and the module lacks."""
+    """Returns a message for each option, such as `rope`, that models of this layout
+    have and the module lacks.
+    """
     layout = LAYOUTS[name]
     rest = "pass check_options=False if this layer has none"
     problems = []
     # Flax's own modules lack these options.
     scale = getattr(module, "scale", None)
     if layout.rotary and getattr(module, "rope", None) is None:
-        problems.append(f"rope is None: {layout.rotary} use it; pass rope=RoPE.from_config(config), or {rest}")
+        problems.append(
+            f"rope is None: {layout.rotary} use it; pass "
+            f"rope=RoPE.from_config(config), or {rest}"
+        )
     if layout.scale is not None and scale != layout.scale:
-        problems.append(f"scale must be {layout.scale}, but got {scale}: these models do not scale the scores")
+        problems.append(
+            f"scale must be {layout.scale}, but got {scale}: these models do not scale "
+            "the scores"
+        )
 
     has_norms = NORMS[0] in arrays
     beside = prefix.rstrip(".").rpartition(".")[0]
     if not has_norms:
         is_gemma_2 = f"{beside}.{GEMMA}" in state_dict
         if is_gemma_2 and getattr(module, "logits_soft_cap", None) is None:
-            problems.append(f"logits_soft_cap is None: Gemma 2 caps its logits at 50.0; {rest}")
+            problems.append(
+                f"logits_soft_cap is None: Gemma 2 caps its logits at 50.0; {rest}"
+            )
         return problems
     if NORM_BIASES[0] in arrays:
         return problems
     spans_all_heads = arrays[NORMS[0]].ndim > 1
     if not isinstance(module.query_ln, nnx.RMSNorm):
-        problems.append('normalize_qk must be Norm("rms"): these norms do not subtract the mean')
+        problems.append(
+            'normalize_qk must be Norm("rms"): these norms do not subtract the mean'
+        )
     elif spans_all_heads:
         is_right = module.query_ln.reduction_axes == (-2, -1)
         if not is_right or getattr(module, "norms_after_rope", False):
-            problems.append(f"normalize_qk must be {OVER_ALL_HEADS}: these norms span all heads")
+            problems.append(
+                f"normalize_qk must be {OVER_ALL_HEADS}: these norms span all heads"
+            )
     if qk_norm_offset is None and not spans_all_heads:
         problems.append(
-            "qk_norm_offset is None: pass 1.0 for Gemma 3, which multiplies by 1 + weight, or 0.0 for Qwen 3"
+            "qk_norm_offset is None: pass 1.0 for Gemma 3, which multiplies by 1 + "
+            "weight, or 0.0 for Qwen 3"
         )
     return problems
 
 
-def _fill(variables: Mapping[str, nnx.Variable], arrays: Arrays, problems: list[str], layout: LayoutName) -> None:
-    """Sets variables to the arrays of the same paths or, given `problems`, raises a ValueError that lists them."""
+def _fill(
+    variables: Mapping[str, nnx.Variable],
+    arrays: Arrays,
+    problems: list[str],
+    layout: LayoutName,
+) -> None:
+    """Sets variables to the arrays of the same paths or, given `problems`, raises a
+    ValueError that lists them.
+    """
     if problems:
         lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
         if len(problems) > SHOWN:
             lines += f"\n  and {len(problems) - SHOWN} more"
-        raise ValueError(f"module must match the layer in state_dict, which has layout {layout!r}:{lines}")
+        raise ValueError(
+            "module must match the layer in state_dict, which has layout "
+            f"{layout!r}:{lines}"
+        )
     # All are checked before the first is set.
-    values = {path: _place(path, arrays[path], variable) for path, variable in variables.items()}
+    values = {
+        path: _place(path, arrays[path], variable)
+        for path, variable in variables.items()
+    }
     for path, variable in variables.items():
         variable.set_value(values[path])
 
 
 def _place(path: str, array: np.ndarray, variable: nnx.Variable) -> Any:
-    """Returns the array in the dtype and on the devices of the variable; raises a ValueError if numbers overflow."""
+    """Returns the array in the dtype and on the devices of the variable; raises a
+    ValueError if numbers overflow.
+    """
     with np.errstate(over="ignore"):
         cast = array.astype(variable.dtype)
     if not np.array_equal(np.isfinite(cast), np.isfinite(array)):
         largest = np.abs(array[np.isfinite(array)]).max()
         raise ValueError(
-            f"{path.replace('/', '.')} must fit in {variable.dtype}, but contains values up to {largest:.3g}; create "
-            "the module with a different param_dtype."
+            f"{path.replace('/', '.')} must fit in {variable.dtype}, but contains "
+            f"values up to {largest:.3g}; create the module with a different "
+            "param_dtype."
         )
     value = variable.get_value()
     sharding = None

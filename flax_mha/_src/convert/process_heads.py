@@ -1,4 +1,6 @@
-"""What `describe` returns as `process_heads`: values that compare equal, can be pickled, and are called with heads."""
+"""What `describe` returns as `process_heads`: values that compare equal, can be
+pickled, and are called with heads.
+"""
 
 import dataclasses
 
@@ -12,7 +14,8 @@ LARGEST = 1e30  # float32 holds its square root and its inverse
 
 @dataclasses.dataclass(frozen=True)
 class ClipHeads:
-    """Clips queries, keys and values to [-limit, limit], in their own dtype (DBRX, MPT, OLMo, OLMoE).
+    """Clips queries, keys and values to [-limit, limit], in their own dtype (DBRX, MPT,
+    OLMo, OLMoE).
 
     Pass it to a module as `process_heads`, or as `process_heads` of a call.
 
@@ -39,8 +42,13 @@ class ClipHeads:
         object.__setattr__(self, "limit", number)
 
     def __call__(
-        self, query: Float[Array, "*B T N H"], key: Float[Array, "*B T K H"], value: Float[Array, "*B T K Hv"]
-    ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T K H"], Float[Array, "*B T K Hv"]]:
+        self,
+        query: Float[Array, "*B T N H"],
+        key: Float[Array, "*B T K H"],
+        value: Float[Array, "*B T K Hv"],
+    ) -> tuple[
+        Float[Array, "*B T N H"], Float[Array, "*B T K H"], Float[Array, "*B T K Hv"]
+    ]:
         """Returns the clipped arrays; NaN stays NaN."""
         return self._clip(query), self._clip(key), self._clip(value)
 
@@ -50,7 +58,8 @@ class ClipHeads:
 
 @dataclasses.dataclass(frozen=True)
 class ScaleValues:
-    """Multiplies values by a factor, in their own dtype (MiMo-V2); queries and keys stay.
+    """Multiplies values by a factor, in their own dtype (MiMo-V2); queries and keys
+    stay.
 
     Pass it to a module as `process_heads`, or as `process_heads` of a call.
 
@@ -75,8 +84,13 @@ class ScaleValues:
         object.__setattr__(self, "factor", number)
 
     def __call__(
-        self, query: Float[Array, "*B T N H"], key: Float[Array, "*B T K H"], value: Float[Array, "*B T K Hv"]
-    ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T K H"], Float[Array, "*B T K Hv"]]:
+        self,
+        query: Float[Array, "*B T N H"],
+        key: Float[Array, "*B T K H"],
+        value: Float[Array, "*B T K Hv"],
+    ) -> tuple[
+        Float[Array, "*B T N H"], Float[Array, "*B T K H"], Float[Array, "*B T K Hv"]
+    ]:
         """Returns queries, keys and the scaled values."""
         return query, key, value * self.factor
 
@@ -84,5 +98,8 @@ class ScaleValues:
 def _positive(name: str, number: object) -> float:
     """Returns a number as a Python float, which never changes the dtype of arrays."""
     if not is_finite(number) or not 0 < number <= LARGEST:
-        raise ValueError(f"{name} must be a finite number > 0, at most {LARGEST:g}, but got {number!r}.")
+        raise ValueError(
+            f"{name} must be a finite number > 0, at most {LARGEST:g}, but got "
+            f"{number!r}."
+        )
     return float(number)

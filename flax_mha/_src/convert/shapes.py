@@ -1,4 +1,6 @@
-"""Cuts and joins stacked weights, adds and drops biases of zeros, and checks shapes against heads and layouts."""
+"""Cuts and joins stacked weights, adds and drops biases of zeros, and checks shapes
+against heads and layouts.
+"""
 
 from collections.abc import Collection, Mapping
 
@@ -10,22 +12,33 @@ from flax_mha._src.convert.layouts import ALL, PATHS, SIZES, TORCH_AXES, Layout
 Arrays = dict[str, np.ndarray]
 
 
-def cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int) -> list[np.ndarray]:
-    """Cuts the array under one key into the weights [out, in] or biases [out] that `layout.stacks[key]` names."""
+def cut(
+    layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int
+) -> list[np.ndarray]:
+    """Cuts the array under one key into the weights [out, in] or biases [out] that
+    `layout.stacks[key]` names.
+    """
     if layout.transposed:
         array = array.T
     paths = layout.stacks[key]
     if len(paths) == 1:
         return [array]
-    counts = [heads if path.startswith(("query", "gate")) else kv_heads for path in paths]
+    counts = [
+        heads if path.startswith(("query", "gate")) else kv_heads for path in paths
+    ]
     groups = layout.groups or min(counts)
     rows = len(array)
     features = array.shape[1:]
     if rows % sum(counts) or any(count % groups for count in counts):
-        into = "query, key and value heads" if layout.is_stacked else "query and gate heads"
+        into = (
+            "query, key and value heads"
+            if layout.is_stacked
+            else "query and gate heads"
+        )
         raise ValueError(
-            f"num_heads and num_kv_heads must split the {rows} features of {key} into {into} of equal size, but got "
-            f"{heads} and {kv_heads}; use the values from the model's config."
+            f"num_heads and num_kv_heads must split the {rows} features of {key} into "
+            f"{into} of equal size, but got {heads} and {kv_heads}; use the values "
+            "from the model's config."
         )
     size = rows // sum(counts)
     in_groups = array.reshape(groups, -1, size, *features)
@@ -34,8 +47,12 @@ def cut(layout: Layout, key: str, array: np.ndarray, heads: int, kv_heads: int) 
     return [part.reshape(-1, *features) for part in parts]
 
 
-def join(layout: Layout, paths: list[str], found: Arrays, sizes: Mapping[str, int]) -> np.ndarray:
-    """Stacks the arrays in `found` with these Flax paths into a new array in C order; the inverse of `cut`."""
+def join(
+    layout: Layout, paths: list[str], found: Arrays, sizes: Mapping[str, int]
+) -> np.ndarray:
+    """Stacks the arrays in `found` with these Flax paths into a new array in C order;
+    the inverse of `cut`.
+    """
     groups = 1
     if len(paths) > 1:
         groups = layout.groups or sizes["K" if layout.is_stacked else "N"]
@@ -55,7 +72,9 @@ def torch_axes(has_head_gate: bool) -> dict[str, str]:
     return dict(TORCH_AXES)
 
 
-def flax_axes(has_head_gate: bool, norms_of_all_heads: Collection[str]) -> dict[str, str]:
+def flax_axes(
+    has_head_gate: bool, norms_of_all_heads: Collection[str]
+) -> dict[str, str]:
     """Returns the axes of each parameter in Flax."""
     axes = layouts.FLAX_AXES | layouts.OTHER_AXES
     for path, letters in layouts.NORMS_OF_ALL_HEADS.items():
@@ -67,7 +86,9 @@ def flax_axes(has_head_gate: bool, norms_of_all_heads: Collection[str]) -> dict[
 
 
 def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
-    """Returns the size of each letter in `axes`, which names the axes of each array; refuses arrays that disagree."""
+    """Returns the size of each letter in `axes`, which names the axes of each array;
+    refuses arrays that disagree.
+    """
     sizes: dict[str, int] = {}
     for path, array in arrays.items():
         letters = axes[path]
@@ -77,31 +98,44 @@ def find_sizes(arrays: Arrays, axes: Mapping[str, str]) -> dict[str, int]:
             fits = fits and sizes.setdefault(letter, size) == size
         if not fits:
             shape = ", ".join(map(str, expected))
-            raise ValueError(f"{path} must have shape ({shape}) to match the other arrays, but got {array.shape}")
+            raise ValueError(
+                f"{path} must have shape ({shape}) to match the other arrays, but got "
+                f"{array.shape}"
+            )
     return sizes
 
 
 def head_sizes(sizes: Mapping[str, int], heads: int, kv_heads: int) -> dict[str, int]:
-    """Returns heads N and K, and their sizes H and U; raises a ValueError unless they fit the features in `sizes`."""
+    """Returns heads N and K, and their sizes H and U; raises a ValueError unless they
+    fit the features in `sizes`.
+    """
     qk = f"{sizes['A']} query and {sizes['B']} key features"
     values = f"the {sizes['C']} input features of the output projection, and {sizes['W']} value features,"
     found = {"N": heads, "K": kv_heads}
-    for letter, of_heads, of_kv_heads, what in (("H", "A", "B", qk), ("U", "C", "W", values)):
+    for letter, of_heads, of_kv_heads, what in (
+        ("H", "A", "B", qk),
+        ("U", "C", "W", values),
+    ):
         size, rest = divmod(sizes[of_heads], heads)
         if rest or size * kv_heads != sizes[of_kv_heads]:
             raise ValueError(
-                f"num_heads and num_kv_heads must split {what} into heads of equal size, but got {heads} and "
-                f"{kv_heads}; use the values from the model's config."
+                f"num_heads and num_kv_heads must split {what} into heads of equal "
+                f"size, but got {heads} and {kv_heads}; use the values from the "
+                "model's config."
             )
         found[letter] = size
     return found
 
 
 def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
-    """Returns why the layout cannot hold the arrays, or an empty string; `sizes` maps letters of axes to sizes."""
+    """Returns why the layout cannot hold the arrays, or an empty string; `sizes` maps
+    letters of axes to sizes.
+    """
     biased = tuple(name for name in ALL if f"{name}/bias" in arrays)
     if biased not in layout.biased:
-        choices = " or on ".join(", ".join(choice) or "none" for choice in layout.biased)
+        choices = " or on ".join(
+            ", ".join(choice) or "none" for choice in layout.biased
+        )
         return f"it requires biases on {choices} (got {', '.join(biased) or 'none'})"
 
     # Which arrays there are.
@@ -123,10 +157,13 @@ def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
             return f"the arrays stacked in {key} must have the same dtype, but have dtypes {', '.join(sorted(dtypes))}"
     if not layout.value_sizes and (sizes["A"], sizes["B"]) != (sizes["C"], sizes["W"]):
         return (
-            f"its values must have the head size of its queries, but got query out {sizes['A']}, key out {sizes['B']}, "
-            f"value out {sizes['W']}, out in {sizes['C']}"
+            "its values must have the head size of its queries, but got query out "
+            f"{sizes['A']}, key out {sizes['B']}, value out {sizes['W']}, out in "
+            f"{sizes['C']}"
         )
-    if layout.groups > 1 and any(sizes.get(letter, 0) % layout.groups for letter in "NK"):
+    if layout.groups > 1 and any(
+        sizes.get(letter, 0) % layout.groups for letter in "NK"
+    ):
         return f"num_heads and num_kv_heads must be multiples of {layout.groups}, but got {sizes['N']} and {sizes['K']}"
     equal = [(layout.equal, "feature sizes must be equal")]
     if layout.is_stacked:
@@ -151,12 +188,18 @@ def fill_with_zeros(arrays: Arrays) -> Arrays:
 
 
 def drop_zeros(layout: Layout, arrays: Arrays) -> Arrays:
-    """Leaves out biases that are zero, if models of this layout may lack them; else returns all arrays."""
+    """Leaves out biases that are zero, if models of this layout may lack them; else
+    returns all arrays.
+    """
     biased = {name for name in ALL if f"{name}/bias" in arrays}
     for choice in layout.biased:
         dropped = {f"{name}/bias" for name in biased - {*choice}}
         if "gate/bias" in arrays and (not layout.gate_bias or "query/bias" in dropped):
             dropped.add("gate/bias")
-        if biased.issuperset(choice) and not any(arrays[path].any() for path in dropped):
-            return {path: array for path, array in arrays.items() if path not in dropped}
+        if biased.issuperset(choice) and not any(
+            arrays[path].any() for path in dropped
+        ):
+            return {
+                path: array for path, array in arrays.items() if path not in dropped
+            }
     return dict(arrays)

@@ -1,4 +1,6 @@
-"""Reads a `state_dict`: finds attention layers, recognizes their layout, and turns tensors into numpy arrays."""
+"""Reads a `state_dict`: finds attention layers, recognizes their layout, and turns
+tensors into numpy arrays.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,9 +11,25 @@ import numpy as np
 
 from flax_mha._src.convert.layouts import LATENT_KEYS, LAYOUTS, Layout, LayoutName
 
-# Ends of the keys of quantized weights: bitsandbytes, GPTQ and AWQ, compressed-tensors and FP8, PyTorch.
-QUANTIZED: tuple[str, ...] = ("SCB", "absmax", "quant_map", "weight_format", "qweight", "qzeros", "g_idx")
-QUANTIZED += ("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "_packed_params", "zero_point")
+# Ends of the keys of quantized weights: bitsandbytes, GPTQ and AWQ, compressed-tensors
+# and FP8, PyTorch.
+QUANTIZED: tuple[str, ...] = (
+    "SCB",
+    "absmax",
+    "quant_map",
+    "weight_format",
+    "qweight",
+    "qzeros",
+    "g_idx",
+)
+QUANTIZED += (
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_zero_point",
+    "_packed_params",
+    "zero_point",
+)
 FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 T5_TABLE = "relative_attention_bias.weight"
 # Attentions that are not the self-attention of a text model's layers.
@@ -20,41 +38,60 @@ SHOWN = 6  # keys or layers in an error
 
 
 def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]]:
-    """Returns the prefix, ending in a dot, and the entries of the keys that start with it, without the prefix."""
+    """Returns the prefix, ending in a dot, and the entries of the keys that start with
+    it, without the prefix.
+    """
     if not isinstance(state_dict, Mapping):
         fix = "pass a dict of names to tensors"
         if hasattr(state_dict, "state_dict"):
             fix = "pass module.state_dict()"
-        raise ValueError(f"state_dict must map names to tensors, but got a {type(state_dict).__name__}; {fix}.")
+        raise ValueError(
+            "state_dict must map names to tensors, but got a "
+            f"{type(state_dict).__name__}; {fix}."
+        )
     if not isinstance(prefix, str):
-        raise ValueError(f"prefix must be a str such as 'layers.0.self_attn.', but got {prefix!r}.")
+        raise ValueError(
+            f"prefix must be a str such as 'layers.0.self_attn.', but got {prefix!r}."
+        )
     for key, value in state_dict.items():
         if not isinstance(key, str):
-            raise ValueError(f"state_dict must have keys of type str, but got {key!r}; pass module.state_dict().")
+            raise ValueError(
+                f"state_dict must have keys of type str, but got {key!r}; pass "
+                "module.state_dict()."
+            )
         if isinstance(value, Mapping):
             raise ValueError(
-                f"state_dict must map names to tensors, but {key!r} is a dict; pass state_dict[{key!r}] if it "
-                "contains the tensors."
+                f"state_dict must map names to tensors, but {key!r} is a dict; pass "
+                f"state_dict[{key!r}] if it contains the tensors."
             )
     if prefix and not prefix.endswith("."):
         prefix += "."
-    entries = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+    entries = {
+        key.removeprefix(prefix): value
+        for key, value in state_dict.items()
+        if key.startswith(prefix)
+    }
     if prefix and not entries:
         found = f" Its keys: {_list_names([*state_dict])}."
         layers = attention_layers(state_dict)
         if layers:
             found = _list_layers(layers)
-        raise ValueError(f"prefix must match the start of at least one key, but no key starts with {prefix!r}.{found}")
+        raise ValueError(
+            "prefix must match the start of at least one key, but no key starts with "
+            f"{prefix!r}.{found}"
+        )
     return prefix, entries
 
 
 def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
-    """Returns the name of the layout with these keys; if none fits, raises a ValueError that lists the layers found."""
+    """Returns the name of the layout with these keys; if none fits, raises a ValueError
+    that lists the layers found.
+    """
     added = sorted({"bias_k", "bias_v"} & {*entries})
     if added:
         raise ValueError(
-            f"state_dict must not contain {', '.join(added)}, because Flax has no add_bias_kv; retrain with "
-            "add_bias_kv=False."
+            f"state_dict must not contain {', '.join(added)}, because Flax has no "
+            "add_bias_kv; retrain with add_bias_kv=False."
         )
     layers = attention_layers(entries)
     if not layers:
@@ -65,37 +102,50 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
         return max(fits, key=lambda name: _fit(LAYOUTS[name], entries))
     if T5_TABLE in entries and differences["hf_t5"] == ([T5_TABLE], []):
         raise ValueError(
-            f"state_dict must contain only the attention weights, but got {T5_TABLE}, which T5 adds to the scores in "
-            "every layer; remove it and pass it to every call, as score_mod=recipes.t5_bias(table)['score_mod'] or "
-            "bias=."
+            f"state_dict must contain only the attention weights, but got {T5_TABLE}, "
+            "which T5 adds to the scores in every layer; remove it and pass it to "
+            "every call, as score_mod=recipes.t5_bias(table)['score_mod'] or bias=."
         )
     if layers:
-        raise ValueError(f"prefix must select one attention layer, but got {prefix!r}.{_list_layers(layers, prefix)}")
+        raise ValueError(
+            "prefix must select one attention layer, but got "
+            f"{prefix!r}.{_list_layers(layers, prefix)}"
+        )
     hint = ""
-    nearest = min(differences, key=lambda name: [len(names) for names in differences[name]])
+    nearest = min(
+        differences, key=lambda name: [len(names) for names in differences[name]]
+    )
     extra, missing = differences[nearest]
     if len(extra) < len(entries) or not missing:
         hint = f" The closest is {nearest}: missing {_list_names(missing)}, extra {_list_names(extra)}."
     if any("lora_" in key for key in entries):
         hint += " Merge adapters first (merge_and_unload)."
     raise ValueError(
-        f"state_dict must have exactly the keys of a supported layout, but got {_list_names(sorted(entries))}.{hint}\n"
-        f"Layouts: {', '.join(LAYOUTS)}; for their keys, see flax_mha.convert.LAYOUTS."
+        "state_dict must have exactly the keys of a supported layout, but got "
+        f"{_list_names(sorted(entries))}.{hint}\nLayouts: {', '.join(LAYOUTS)}; for "
+        "their keys, see flax_mha.convert.LAYOUTS."
     )
 
 
 def check_not_quantized(entries: Mapping[str, Any]) -> None:
-    """Raises a ValueError if a key shows that the weights of one attention are quantized."""
-    quantized = [key for key in entries if key.endswith(QUANTIZED) or ".quant_state." in key]
+    """Raises a ValueError if a key shows that the weights of one attention are
+    quantized.
+    """
+    quantized = [
+        key for key in entries if key.endswith(QUANTIZED) or ".quant_state." in key
+    ]
     if quantized:
         raise ValueError(
-            f"state_dict must contain floating point weights, but some are quantized ({_list_names(quantized)}); "
-            "dequantize the model first (model.dequantize() in Transformers), or load the original weights."
+            "state_dict must contain floating point weights, but some are quantized "
+            f"({_list_names(quantized)}); dequantize the model first "
+            "(model.dequantize() in Transformers), or load the original weights."
         )
 
 
 def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """Ranks layouts that have the same keys: returns whether orientation, gate and biases fit `layout`."""
+    """Ranks layouts that have the same keys: returns whether orientation, gate and
+    biases fit `layout`.
+    """
     key = layout.key_of("query/kernel")
     shape = tuple(getattr(entries[key], "shape", ()))
     out_shape = tuple(getattr(entries[layout.key_of("out/kernel")], "shape", ()))
@@ -110,19 +160,28 @@ def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool, bool]:
 
 
 def attention_layers(keys: Iterable[str]) -> list[str]:
-    """Returns the prefixes of all attention layers among these keys, in the order of the keys."""
+    """Returns the prefixes of all attention layers among these keys, in the order of
+    the keys.
+    """
     keys = list(keys)
     known = {*keys}
     # A dict keeps the order.
     found: dict[str, None] = {}
-    needed = [*(layout.difference(())[1] for layout in LAYOUTS.values()), [*LATENT_KEYS]]
+    needed = [
+        *(layout.difference(())[1] for layout in LAYOUTS.values()),
+        [*LATENT_KEYS],
+    ]
     first = tuple({names[0] for names in needed})
     for key in keys:
         if not key.endswith(first):
             continue
         for names in needed:
             prefix = key.removesuffix(names[0])
-            if prefix != key and prefix.endswith(".") and known.issuperset(prefix + name for name in names):
+            if (
+                prefix != key
+                and prefix.endswith(".")
+                and known.issuperset(prefix + name for name in names)
+            ):
                 found[prefix] = None
 
     def is_inner(layer: str) -> bool:
@@ -132,7 +191,8 @@ def attention_layers(keys: Iterable[str]) -> list[str]:
 
 
 def layer_prefix(state_dict: Any, layer: int, prefix: str, attentions: int = 1) -> str:
-    """Returns the prefix of the self-attention of a layer, or the given prefix if no key names that layer.
+    """Returns the prefix of the self-attention of a layer, or the given prefix if no
+    key names that layer.
 
     If layers have several `attentions`, each counts as a layer.
     """
@@ -147,15 +207,20 @@ def layer_prefix(state_dict: Any, layer: int, prefix: str, attentions: int = 1) 
     found = [name for name in found if "decoder." in name] or found
     if len(found) > 1:
         raise ValueError(
-            f"prefix must select one attention in layer {layer}, but got {prefix!r}.{_list_layers(found, prefix)}"
+            f"prefix must select one attention in layer {layer}, but got "
+            f"{prefix!r}.{_list_layers(found, prefix)}"
         )
     return prefix + "".join(found)
 
 
-def with_shared(state_dict: Mapping[str, Any], num_heads: int, num_kv_heads: int) -> dict[str, Any]:
-    """Adds key and value weights to layers of Gemma 3n and 4 that lack them, so that these layers fit a layout.
+def with_shared(
+    state_dict: Mapping[str, Any], num_heads: int, num_kv_heads: int
+) -> dict[str, Any]:
+    """Adds key and value weights to layers of Gemma 3n and 4 that lack them, so that
+    these layers fit a layout.
 
-    Missing values are copies of the keys. Missing keys are placeholders of the right shape, cut from the queries.
+    Missing values are copies of the keys. Missing keys are placeholders of the right
+    shape, cut from the queries.
     """
     added: dict[str, Any] = {}
     for name in state_dict:
@@ -184,10 +249,15 @@ def leaves_of(params: Any, path: str = "") -> dict[str, Any]:
 
 
 def to_numpy(name: str, value: Any) -> np.ndarray:
-    """Returns a tensor or array as numpy, bit for bit; raises a ValueError unless it holds floating point numbers."""
+    """Returns a tensor or array as numpy, bit for bit; raises a ValueError unless it
+    holds floating point numbers.
+    """
     if hasattr(value, "detach"):
         if getattr(value, "is_meta", False):
-            raise ValueError(f"{name} has no values, because it is on the meta device; load the checkpoint first.")
+            raise ValueError(
+                f"{name} has no values, because it is on the meta device; load the "
+                "checkpoint first."
+            )
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype in FLOATS:
             value = _read_tensor(name, value, dtype)
@@ -201,7 +271,8 @@ def to_numpy(name: str, value: Any) -> np.ndarray:
         raise ValueError(f"{name} must be a tensor or an array, but got {value!r}.")
     if dtype not in FLOATS:
         raise ValueError(
-            f"{name} must be floating point, but got {dtype}; dequantize the model first, or load the original weights."
+            f"{name} must be floating point, but got {dtype}; dequantize the model "
+            "first, or load the original weights."
         )
     return value
 
@@ -211,12 +282,19 @@ def _read_tensor(name: str, tensor: Any, dtype: str) -> np.ndarray:
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
         if dtype == "bfloat16":
             # PyTorch cannot turn it into numpy: pass its bits as int16.
-            return tensor.contiguous().view(tensor.short().dtype).numpy().view(ml_dtypes.bfloat16)
+            return (
+                tensor.contiguous()
+                .view(tensor.short().dtype)
+                .numpy()
+                .view(ml_dtypes.bfloat16)
+            )
         return tensor.numpy()
     except (TypeError, RuntimeError) as error:
         # It is sparse, or not yet initialized.
         kind = f"{type(tensor).__name__} of layout {tensor.layout}"
-        raise ValueError(f"{name} must be a dense tensor with values, but got a {kind}.") from error
+        raise ValueError(
+            f"{name} must be a dense tensor with values, but got a {kind}."
+        ) from error
 
 
 def _list_names(names: list[str]) -> str:
@@ -227,7 +305,9 @@ def _list_names(names: list[str]) -> str:
 
 
 def _list_layers(layers: list[str], prefix: str = "") -> str:
-    """Lists prefixes of layers for an error; prefixes that differ only in numbers share a line."""
+    """Lists prefixes of layers for an error; prefixes that differ only in numbers share
+    a line.
+    """
     alike: dict[str, list[str]] = {}
     for layer in layers:
         alike.setdefault(re.sub(r"\d+", "*", layer), []).append(prefix + layer)

@@ -1,4 +1,6 @@
-"""`from_torch` and `to_torch`: convert attention weights from PyTorch to Flax's parameters and back, in numpy."""
+"""`from_torch` and `to_torch`: convert attention weights from PyTorch to Flax's
+parameters and back, in numpy.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +22,13 @@ from flax_mha._src.convert.layouts import (
     LayoutName,
 )
 from flax_mha._src.convert.shapes import Arrays
-from flax_mha._src.convert.state_dict import attention_entries, check_not_quantized, leaves_of, recognize, to_numpy
+from flax_mha._src.convert.state_dict import (
+    attention_entries,
+    check_not_quantized,
+    leaves_of,
+    recognize,
+    to_numpy,
+)
 from flax_mha._src.core.validation import is_int
 
 
@@ -33,34 +41,43 @@ def from_torch(
     qk_norm_offset: float = 0.0,
     fill_biases: bool = False,
 ) -> dict[str, Any]:
-    """Converts the `state_dict` of a PyTorch attention to Flax parameters, for `flax.linen` or `nnx.update`.
+    """Converts the `state_dict` of a PyTorch attention to Flax parameters, for
+    `flax.linen` or `nnx.update`.
 
-    Kernels are `weight.T`, cut into heads. Rotary positions, windows, soft caps and scales are not in the weights, but
-    in a config (see `describe`). LongCat-Flash stores the norms of its latents without a factor that it multiplies them
-    by: take the parameters of the module that `from_hf` returns.
+    Kernels are `weight.T`, cut into heads. Rotary positions, windows, soft caps and
+    scales are not in the weights, but in a config (see `describe`). LongCat-Flash
+    stores the norms of its latents without a factor that it multiplies them by: take
+    the parameters of the module that `from_hf` returns.
 
     Args:
-      state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one attention or a whole model.
-      num_heads: Number of query heads N, from the model's config: most weights also fit a wrong number.
-      num_kv_heads: Number of key and value heads K, a divisor of `num_heads`; None means N.
-      prefix: The start of the attention's keys in `state_dict`, such as `"model.layers.0.self_attn."`. The rest of the
-        keys determines the layout.
-      qk_norm_offset: The number that the model adds to the weights of its query and key norms: 1.0 for Gemma 3, which
-        stores w and multiplies by 1 + w, and 0.0 for other models. The keys do not show it.
-      fill_biases: If some projections have a bias (Qwen 2, Whisper), add zero biases to the others, as required by
-        modules with `use_bias`.
+      state_dict: PyTorch tensors on any device, or numpy or JAX arrays: of one
+        attention or a whole model.
+      num_heads: Number of query heads N, from the model's config: most weights also fit
+        a wrong number.
+      num_kv_heads: Number of key and value heads K, a divisor of `num_heads`; None
+        means N.
+      prefix: The start of the attention's keys in `state_dict`, such as
+        `"model.layers.0.self_attn."`. The rest of the keys determines the layout.
+      qk_norm_offset: The number that the model adds to the weights of its query and key
+        norms: 1.0 for Gemma 3, which stores w and multiplies by 1 + w, and 0.0 for
+        other models. The keys do not show it.
+      fill_biases: If some projections have a bias (Qwen 2, Whisper), add zero biases to
+        the others, as required by modules with `use_bias`.
 
     Returns:
-      A dict of dicts. `query`, `key` and `value` have a `kernel` (in, heads, head size) and a `bias` (heads, head
-      size); `out` has a `kernel` (heads, head size, out) and a `bias` (out,); `query_ln` and `key_ln` have a `scale`
-      (head size,), or (heads, head size) if a norm spans all heads (OLMo 2); `sinks` is an array (heads,); `gate` is
-      like `query`, or has a `kernel` (in, heads); `out_norm` has a `scale` (heads, head size). Biases, norms, sinks and
-      gate are included if `state_dict` has them. Arrays are new and keep their dtypes, except norms with an offset,
-      which become at least float32, as in the models.
+      A dict of dicts. `query`, `key` and `value` have a `kernel` (in, heads, head size)
+      and a `bias` (heads, head size); `out` has a `kernel` (heads, head size, out) and
+      a `bias` (out,); `query_ln` and `key_ln` have a `scale` (head size,), or (heads,
+      head size) if a norm spans all heads (OLMo 2); `sinks` is an array (heads,);
+      `gate` is like `query`, or has a `kernel` (in, heads); `out_norm` has a `scale`
+      (heads, head size). Biases, norms, sinks and gate are included if `state_dict` has
+      them. Arrays are new and keep their dtypes, except norms with an offset, which
+      become at least float32, as in the models.
 
     Raises:
-      ValueError: If the keys fit no layout (the message lists the attention layers found, if any), if there is a
-        `bias_k` or `bias_v`, if shapes and heads disagree, or if weights are quantized or hold no values.
+      ValueError: If the keys fit no layout (the message lists the attention layers
+        found, if any), if there is a `bias_k` or `bias_v`, if shapes and heads
+        disagree, or if weights are quantized or hold no values.
 
     Example:
       >>> import numpy as np
@@ -80,36 +97,48 @@ def from_torch(
     return traverse_util.unflatten_dict(arrays, sep="/")
 
 
-def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float | None = None) -> Arrays:
-    """Converts Flax attention parameters to the `state_dict` of a PyTorch module, the inverse of `from_torch`.
+def to_torch(
+    params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float | None = None
+) -> Arrays:
+    """Converts Flax attention parameters to the `state_dict` of a PyTorch module, the
+    inverse of `from_torch`.
 
-    To load it, call
-    `module.load_state_dict({key: torch.from_numpy(array) for key, array in to_torch(params, layout).items()})`, for
-    `hf_bert` with `strict=False`. PyTorch does not accept bfloat16 from numpy: pass `array.astype("float32")`, which is
-    exact.
+    To load it, call `module.load_state_dict({key: torch.from_numpy(array) for key,
+    array in to_torch(params, layout).items()})`, for `hf_bert` with `strict=False`.
+    PyTorch does not accept bfloat16 from numpy: pass `array.astype("float32")`, which
+    is exact.
 
     Args:
-      params: An nnx module, its `nnx.state(module, nnx.Param)`, or nested dicts as returned by `from_torch` or used by
-        linen modules; leaves are numpy or JAX arrays.
-      layout: A `LayoutName`. Biases of projections that have none in this layout must be zeros, and are left out.
-      qk_norm_offset: The number that was added to the weights of the norms. None means the offset of the model if
-        `params` come from an nnx module created with `describe`, else 0.0. With 1.0, the returned weights are rounded,
-        because 1 + w was stored in float32: small weights by up to 2^-24.
+      params: An nnx module, its `nnx.state(module, nnx.Param)`, or nested dicts as
+        returned by `from_torch` or used by linen modules; leaves are numpy or JAX
+        arrays.
+      layout: A `LayoutName`. Biases of projections that have none in this layout must
+        be zeros, and are left out.
+      qk_norm_offset: The number that was added to the weights of the norms. None means
+        the offset of the model if `params` come from an nnx module created with
+        `describe`, else 0.0. With 1.0, the returned weights are rounded, because 1 + w
+        was stored in float32: small weights by up to 2^-24.
 
     Returns:
       New arrays in C order with unchanged dtypes.
 
     Raises:
-      ValueError: If there is no such layout, or if `params` are not the parameters of an attention that fits it.
+      ValueError: If there is no such layout, or if `params` are not the parameters of
+        an attention that fits it.
     """
     names = (*LAYOUTS, LATENT)
     if not isinstance(layout, str) or layout not in names:
-        raise ValueError(f"layout must be one of {', '.join(names)}, but got {layout!r}")
+        raise ValueError(
+            f"layout must be one of {', '.join(names)}, but got {layout!r}"
+        )
     if isinstance(params, nnx.Module):
         params = nnx.state(params, nnx.Param)
     is_latent_module = isinstance(params, Mapping) and "kv_b_proj" in params
     if is_latent_module != (layout == LATENT):
-        raise ValueError(f"layout must be {LATENT!r} if and only if the attention is latent, but got {layout!r}")
+        raise ValueError(
+            f"layout must be {LATENT!r} if and only if the attention is latent, but "
+            f"got {layout!r}"
+        )
     if layout == LATENT:
         family = family_of(params["kv_b_proj"]["kernel"])
         return latent_to_torch(params, family.scaled_latents)
@@ -130,7 +159,8 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
     if reason:
         fit = _fitting_layouts(given, sizes)
         raise ValueError(
-            f"layout {layout!r} does not fit params: {reason}; layouts that fit: {', '.join(fit) or 'none'}"
+            f"layout {layout!r} does not fit params: {reason}; layouts that fit: "
+            f"{', '.join(fit) or 'none'}"
         )
 
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
@@ -140,7 +170,9 @@ def to_torch(params: Any, layout: LayoutName = "torch", *, qk_norm_offset: float
         if path in axes:
             # PyTorch merges heads and their features, and has outputs first.
             array = array.reshape([sizes[letter] for letter in reversed(axes[path])]).T
-        elif path == "out_norm/scale" or ("_ln/" in path and family.norm != NORM_OF_EACH_HEAD):
+        elif path == "out_norm/scale" or (
+            "_ln/" in path and family.norm != NORM_OF_EACH_HEAD
+        ):
             array = array.ravel()
         if offset and path in NORMS:
             array = array - array.dtype.type(offset)
@@ -162,7 +194,9 @@ def _fitting_layouts(given: Arrays, sizes: Mapping[str, int]) -> list[str]:
 
 
 def family_of(kernel: Any) -> Family:
-    """Returns the model family that `describe` wrote into a kernel's metadata; an empty one if there is none."""
+    """Returns the model family that `describe` wrote into a kernel's metadata; an empty
+    one if there is none.
+    """
     metadata: Mapping[str, Any] = {}
     if hasattr(kernel, "get_metadata"):  # an nnx.Variable
         metadata = kernel.get_metadata()
@@ -175,13 +209,22 @@ def norm_offset(family: Family) -> float:
 
 
 def read(
-    state_dict: Any, num_heads: int, num_kv_heads: int, prefix: str, qk_norm_offset: float
+    state_dict: Any,
+    num_heads: int,
+    num_kv_heads: int,
+    prefix: str,
+    qk_norm_offset: float,
 ) -> tuple[LayoutName, Arrays]:
-    """Returns the layout of an attention in a state_dict, and its arrays in Flax's shapes, by paths like `out/bias`."""
-    are_positive = all(is_int(number) and number > 0 for number in (num_heads, num_kv_heads))
+    """Returns the layout of an attention in a state_dict, and its arrays in Flax's
+    shapes, by paths like `out/bias`.
+    """
+    are_positive = all(
+        is_int(number) and number > 0 for number in (num_heads, num_kv_heads)
+    )
     if not are_positive or num_heads % num_kv_heads:
         raise ValueError(
-            f"num_heads must be a positive multiple of num_kv_heads, but got {num_heads!r} and {num_kv_heads!r}."
+            "num_heads must be a positive multiple of num_kv_heads, but got "
+            f"{num_heads!r} and {num_kv_heads!r}."
         )
     prefix, entries = attention_entries(state_dict, prefix)
     if is_latent(entries):
@@ -201,18 +244,22 @@ def read(
     out = arrays["out/kernel"]
     if layout.is_stacked and out.ndim == 2 and num_queries != out.shape[1]:
         raise ValueError(
-            f"num_heads and num_kv_heads must split the stacked weights into {out.shape[1]} query features (the input "
-            f"size of the output projection), but {num_heads} and {num_kv_heads} give {num_queries}; use the values "
+            "num_heads and num_kv_heads must split the stacked weights into "
+            f"{out.shape[1]} query features (the input size of the output projection), "
+            f"but {num_heads} and {num_kv_heads} give {num_queries}; use the values "
             "from the model's config."
         )
     gate_features = len(arrays.get("gate/kernel", ()))
     has_head_gate = gate_features == num_heads != out.shape[-1]
     axes = shapes.torch_axes(has_head_gate)
-    sizes = shapes.find_sizes({path: arrays[path] for path in axes if path in arrays}, axes)
+    sizes = shapes.find_sizes(
+        {path: arrays[path] for path in axes if path in arrays}, axes
+    )
     reason = shapes.misfit(layout, arrays, sizes)
     if reason:
         raise ValueError(
-            f"state_dict has the keys of layout {name!r}, but {reason}; check that it is complete and unmodified."
+            f"state_dict has the keys of layout {name!r}, but {reason}; check that it "
+            "is complete and unmodified."
         )
 
     sizes |= shapes.head_sizes(sizes, num_heads, num_kv_heads)
@@ -220,7 +267,9 @@ def read(
     norm_size = np.size(arrays.get(NORMS[0], ()))
     spans_all_heads = norm_size == sizes["A"] != sizes["H"]
     axes = shapes.flax_axes(has_head_gate, NORMS if spans_all_heads else ())
-    converted = {path: _to_flax(path, array, axes[path], sizes) for path, array in arrays.items()}
+    converted = {
+        path: _to_flax(path, array, axes[path], sizes) for path, array in arrays.items()
+    }
     if qk_norm_offset:
         for path in {*NORMS} & {*converted}:
             dtype = np.promote_types(converted[path].dtype, np.float32)
@@ -228,29 +277,39 @@ def read(
     return name, converted
 
 
-def _to_flax(path: str, array: np.ndarray, axes: str, sizes: Mapping[str, int]) -> np.ndarray:
+def _to_flax(
+    path: str, array: np.ndarray, axes: str, sizes: Mapping[str, int]
+) -> np.ndarray:
     """Returns a new array in Flax's shape, which `axes` names."""
     shape = tuple(sizes[letter] for letter in axes)
     if path not in OTHER_AXES:
         return array.T.reshape(shape).copy()
     if array.shape not in (shape, (np.prod(shape),)):
         raise ValueError(
-            f"{path} must have shape ({np.prod(shape)},) for {sizes['N']} and {sizes['K']} heads, but got "
-            f"{array.shape}."
+            f"{path} must have shape ({np.prod(shape)},) for {sizes['N']} and "
+            f"{sizes['K']} heads, but got {array.shape}."
         )
     return array.reshape(shape).copy()
 
 
 def _flatten(params: Any) -> Arrays:
-    """Returns the arrays of one attention's parameters, by path; raises a ValueError for any other parameters."""
+    """Returns the arrays of one attention's parameters, by path; raises a ValueError
+    for any other parameters.
+    """
     if not isinstance(params, Mapping):
-        raise ValueError(f"params must be a module, its nnx.State or a dict of its parameters, but got {params!r:.80}")
+        raise ValueError(
+            "params must be a module, its nnx.State or a dict of its parameters, but "
+            f"got {params!r:.80}"
+        )
     known = (*TORCH_AXES, *OTHER_AXES)
     leaves = leaves_of(params)
     layers = {path.split("/")[0] for path in known}
     for name in leaves:
         if name in layers and name not in known:
-            raise ValueError(f"params[{name!r}] must be a dict of arrays, but got {params[name]!r:.80}")
+            raise ValueError(
+                f"params[{name!r}] must be a dict of arrays, but got "
+                f"{params[name]!r:.80}"
+            )
     extra: set[str] = set()
     for path in leaves:
         if path not in known:
@@ -260,6 +319,7 @@ def _flatten(params: Any) -> Arrays:
     missing = sorted({*KERNELS} - {*leaves})
     if extra or missing:
         raise ValueError(
-            f"params must be the parameters of one attention layer; missing {missing}, extra {sorted(extra)}"
+            f"params must be the parameters of one attention layer; missing {missing}, "
+            f"extra {sorted(extra)}"
         )
     return {path: to_numpy(path, leaves[path]) for path in known if path in leaves}

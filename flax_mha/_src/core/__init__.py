@@ -1,1 +1,3 @@
-"""Basics that all other folders use: checks of values, positions and tiles, tracing, user functions."""
+"""Basics that all other folders use: checks of values, positions and tiles, tracing,
+user functions.
+"""

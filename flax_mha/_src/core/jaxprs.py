@@ -1,7 +1,8 @@
 """Programs that JAX has traced (jaxprs): how to read, shorten and evaluate them.
 
-JAX changes the classes of its jaxprs from time to time, so only this file uses them. Elsewhere, a jaxpr with its
-constants is a `Program`, and one that takes all its arrays as arguments is a `Body`.
+JAX changes the classes of its jaxprs from time to time, so only this file uses them.
+Elsewhere, a jaxpr with its constants is a `Program`, and one that takes all its arrays
+as arguments is a `Body`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,9 @@ def as_function(program: Program) -> Callable[..., list[Array]]:
 
 
 def with_outputs(program: Program, wanted: Sequence[bool]) -> Program:
-    """Reduces a program to the outputs that `wanted` marks, and the equations that these need."""
+    """Reduces a program to the outputs that `wanted` marks, and the equations that
+    these need.
+    """
     body, _ = partial_eval.dce_jaxpr(program.jaxpr, list(wanted), instantiate=True)
     return ClosedJaxpr(body, program.consts)
 
@@ -35,7 +38,8 @@ def captured_variables(program: Program) -> list[Any]:
 
 
 def open_program(program: Program, captured: Sequence[Any] | None = None) -> Body:
-    """Turns the constants of a program into its first inputs, in the order of their variables in `captured`.
+    """Turns the constants of a program into its first inputs, in the order of their
+    variables in `captured`.
 
     `captured` is an order of `captured_variables(program)`; None keeps theirs.
     """
@@ -55,7 +59,9 @@ def is_literal(atom: Any) -> bool:
 
 
 def is_linearized(x: Any) -> bool:
-    """Returns whether JAX is tracing a function of the array `x` to transpose it, or to evaluate it in part."""
+    """Returns whether JAX is tracing a function of the array `x` to transpose it, or to
+    evaluate it in part.
+    """
     return isinstance(x, partial_eval.JaxprTracer)
 
 
@@ -68,16 +74,20 @@ def equations(jaxpr: Body | Program) -> Iterator[Any]:
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """Iterates over an equation's jaxprs: branches, loop bodies, functions with custom derivatives."""
+    """Iterates over an equation's jaxprs: branches, loop bodies, functions with custom
+    derivatives.
+    """
     for parameter in equation.params.values():
         several = isinstance(parameter, tuple | list)
         yield from filter(is_jaxpr, parameter if several else (parameter,))
 
 
 def custom_call(equation: Any) -> tuple[str, Body] | None:
-    """Returns the name and the jaxpr of a function with custom derivatives that an equation calls, otherwise None.
+    """Returns the name and the jaxpr of a function with custom derivatives that an
+    equation calls, otherwise None.
 
-    The name is "custom_jvp_call" or "custom_vjp_call", also with JAX's flags jax_custom_jvp3 and jax_custom_vjp3.
+    The name is "custom_jvp_call" or "custom_vjp_call", also with JAX's flags
+    jax_custom_jvp3 and jax_custom_vjp3.
     """
     name = equation.primitive.name
     if name in ("custom_jvp_call", "custom_vjp_call"):
@@ -93,23 +103,28 @@ def custom_call(equation: Any) -> tuple[str, Body] | None:
 def evaluate(body: Body, values: Sequence[Array]) -> list[Array]:
     """Evaluates the jaxpr of a user's function.
 
-    In `jax.shard_map`, it casts the operands of each equation by `varying_alike`, and refuses control flow.
+    In `jax.shard_map`, it casts the operands of each equation by `varying_alike`, and
+    refuses control flow.
     """
     if not any(map(varies_over_devices, values)):
         return jaxpr_as_fun(ClosedJaxpr(body, ()))(*values)
     known = dict(zip(body.invars, values, strict=True))
 
     def read(atoms: Sequence[Any]) -> list[Array]:
-        return varying_alike([jnp.asarray(x.val) if is_literal(x) else known[x] for x in atoms])
+        return varying_alike(
+            [jnp.asarray(x.val) if is_literal(x) else known[x] for x in atoms]
+        )
 
     for equation in body.eqns:
         if any(True for _ in inner_jaxprs(equation)):
             raise NotImplementedError(
-                "score_mod and mask_mod must not use control flow or custom derivatives inside jax.shard_map, but "
-                f"got {equation.primitive.name}; use jnp.where, or jax.shard_map(..., check_vma=False)."
+                "score_mod and mask_mod must not use control flow or custom "
+                f"derivatives inside jax.shard_map, but got {equation.primitive.name}; "
+                "use jnp.where, or jax.shard_map(..., check_vma=False)."
             )
         results = read(equation.invars)
-        if equation.primitive.name not in ("pvary", "pcast"):  # these cast captured arrays
+        # These cast captured arrays.
+        if equation.primitive.name not in ("pvary", "pcast"):
             results = equation.primitive.bind(*results, **equation.params)
         results = results if isinstance(results, list | tuple) else [results]
         known.update(zip(equation.outvars, results, strict=True))

@@ -1,9 +1,12 @@
-"""Whether a tool has replaced JAX's matrix products, as quantization libraries do while they run a model.
+"""Whether a tool has replaced JAX's matrix products, as quantization libraries do while
+they run a model.
 
-qwix replaces `jax.lax.dot_general`, `jax.numpy.einsum` and others, some by another function under the same name, some
-by other code in the same function. What the replacement computes depends on the module that calls it, and it may add
-parameters to that module. `jax.jit` does not compare the functions that a function calls. So a program that it keeps
-must not be traced while they are replaced, nor run instead of them.
+qwix replaces `jax.lax.dot_general`, `jax.numpy.einsum` and others, some by another
+function under the same name, some by other code in the same function. What the
+replacement computes depends on the module that calls it, and it may add parameters to
+that module. `jax.jit` does not compare the functions that a function calls. So a
+program that it keeps must not be traced while they are replaced, nor run instead of
+them.
 """
 
 import functools
@@ -20,11 +23,21 @@ from flax_mha._src.core.tracing import being_traced
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_of_lax = ("batch_matmul", "conv_general_dilated", "dot", "dot_general", "ragged_dot", "ragged_dot_general")
+_of_lax = (
+    "batch_matmul",
+    "conv_general_dilated",
+    "dot",
+    "dot_general",
+    "ragged_dot",
+    "ragged_dot_general",
+)
 _of_numpy = ("dot", "einsum", "inner", "matmul", "tensordot", "vdot")
-_PLACES = [(vars(lax), name) for name in _of_lax] + [(vars(jnp), name) for name in _of_numpy]
+_PLACES = [(vars(lax), name) for name in _of_lax] + [
+    (vars(jnp), name) for name in _of_numpy
+]
 _PLACES = [(module, name) for module, name in _PLACES if name in module]
-# What these names stood for when this file was imported, and the code of those that are Python functions.
+# What these names stood for when this file was imported, and the code of those that are
+# Python functions.
 _PRODUCTS = [module[name] for module, name in _PLACES]
 _IN_PYTHON = [product for product in _PRODUCTS if hasattr(product, "__code__")]
 _get_code = attrgetter("__code__")
@@ -32,14 +45,20 @@ _CODES = [_get_code(product) for product in _IN_PYTHON]
 
 
 def products_are_replaced() -> bool:
-    """Returns whether a tool has replaced a matrix product or convolution of `jax.lax` or `jax.numpy`."""
+    """Returns whether a tool has replaced a matrix product or convolution of `jax.lax`
+    or `jax.numpy`.
+    """
     have_same_code = all(map(is_, map(_get_code, _IN_PYTHON), _CODES))
-    names_same_products = all(map(is_, [module[name] for module, name in _PLACES], _PRODUCTS))
+    names_same_products = all(
+        map(is_, [module[name] for module, name in _PLACES], _PRODUCTS)
+    )
     return not (have_same_code and names_same_products)
 
 
 def jit_products(function: Callable[P, T], **options: Any) -> Callable[P, T]:
-    """Returns `jax.jit(function, **options)`, but traces `function` in every call while `products_are_replaced`."""
+    """Returns `jax.jit(function, **options)`, but traces `function` in every call while
+    `products_are_replaced`.
+    """
     compiled = jax.jit(function, **options)
 
     @functools.wraps(function)
@@ -48,7 +67,8 @@ def jit_products(function: Callable[P, T], **options: Any) -> Callable[P, T]:
             return compiled(*arguments, **keywords)
         if being_traced():
             return function(*arguments, **keywords)
-        # JAX forgets the program of a function that is gone. It would keep the loops of one that it does not compile.
+        # JAX forgets the program of a function that is gone. It would keep the loops of
+        # one that it does not compile.
         once = functools.partial(function)
         return jax.jit(once, **options)(*arguments, **keywords)
 

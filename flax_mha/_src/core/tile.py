@@ -1,8 +1,10 @@
-"""The geometry of tiles, rectangles of the T x S scores of one head, and the grid that they form.
+"""The geometry of tiles, rectangles of the T x S scores of one head, and the grid that
+they form.
 
-Row i of the scores belongs to query i, column j to key j. Rows and columns are indices into the arrays of a call. A
-*position* is an index into the sequence: query i has position `offsets[0] + i`, and key j `offsets[1] + j`. Masks,
-`score_mod` and dropout use positions; arrays are cut by rows and columns.
+Row i of the scores belongs to query i, column j to key j. Rows and columns are indices
+into the arrays of a call. A *position* is an index into the sequence: query i has
+position `offsets[0] + i`, and key j `offsets[1] + j`. Masks, `score_mod` and dropout
+use positions; arrays are cut by rows and columns.
 """
 
 import dataclasses
@@ -23,15 +25,22 @@ IntMatrix = Int[Array, "rows columns"] | np.ndarray
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Offsets:
-    """The positions of the first query and the first key: each a static int, or an int32 array [B...]."""
+    """The positions of the first query and the first key: each a static int, or an
+    int32 array [B...].
+    """
 
     query_array: Any = None  # position of the first query if it is an array, else None
     key_array: Any = None  # position of the first key if it is an array, else None
-    numbers: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})  # the ints; 0 for an array
+    # The ints; 0 for an array.
+    numbers: tuple[int, int] = dataclasses.field(
+        default=(0, 0), metadata={"static": True}
+    )
 
     @classmethod
     def of(cls, query: Any, key: Any) -> "Offsets":
-        query_array, key_array = (None if isinstance(x, int) else x for x in (query, key))
+        query_array, key_array = (
+            None if isinstance(x, int) else x for x in (query, key)
+        )
         numbers = query if query_array is None else 0, key if key_array is None else 0
         return cls(query_array, key_array, numbers)
 
@@ -39,7 +48,9 @@ class Offsets:
     def values(self) -> tuple[Any, Any]:
         """Positions of the first query and the first key, as ints or arrays."""
         query, key = self.query_array, self.key_array
-        return self.numbers[0] if query is None else query, self.numbers[1] if key is None else key
+        return self.numbers[0] if query is None else query, self.numbers[
+            1
+        ] if key is None else key
 
     @property
     def are_known(self) -> bool:
@@ -47,25 +58,32 @@ class Offsets:
         return self.query_array is None and self.key_array is None
 
     def moved(self, query: Any, key: Any) -> "Offsets":
-        """Returns the offsets of a slice that begins `query` queries and `key` keys later."""
+        """Returns the offsets of a slice that begins `query` queries and `key` keys
+        later.
+        """
         first_query, first_key = self.values
         return Offsets.of(first_query + query, first_key + key)
 
 
 class Tile(NamedTuple):
-    """A rectangle of the scores of one head; its methods return positions and the parts of arrays that belong to it."""
+    """A rectangle of the scores of one head; its methods return positions and the parts
+    of arrays that belong to it.
+    """
 
     row: Scalar  # its first row
     column: Scalar  # its first column
     shape: tuple[int, int]  # number of its rows (t) and columns (s)
     offsets: tuple[Scalar, Scalar] = (0, 0)  # positions of query 0 and of key 0
-    # T and S if the tile may reach beyond them, into padding. Padding gets the position of the last query or key, so
-    # that users' functions are only called for positions that exist.
+    # T and S if the tile may reach beyond them, into padding. Padding gets the position
+    # of the last query or key, so that users' functions are only called for positions
+    # that exist.
     lengths: tuple[int, int] | None = None
-    # Number S of slots of a ring cache: the key at position p is in column p mod S, and slots that were never written
-    # have negative positions. `offsets` then holds the position of the newest key, not of key 0.
+    # Number S of slots of a ring cache: the key at position p is in column p mod S, and
+    # slots that were never written have negative positions. `offsets` then holds the
+    # position of the newest key, not of key 0.
     ring: int | None = None
-    # The key of each score if every query lists its own keys; -1 means no key. Columns are then places in these lists.
+    # The key of each score if every query lists its own keys; -1 means no key. Columns
+    # are then places in these lists.
     indices: Int[Array, "t s"] | None = None
 
     @property
@@ -92,67 +110,111 @@ class Tile(NamedTuple):
         return self.offsets[1] - (self.offsets[1] - columns) % self.ring
 
     def _within(self, indices: Array, axis: int) -> Array:
-        return indices if self.lengths is None else jnp.minimum(indices, jnp.int32(max(self.lengths[axis] - 1, 0)))
+        return (
+            indices
+            if self.lengths is None
+            else jnp.minimum(indices, jnp.int32(max(self.lengths[axis] - 1, 0)))
+        )
 
     def cut(self, x: Array | np.ndarray) -> Array:
-        """Returns the tile's part of `x` [T | 1, S | 1]; an axis of length 1 is kept, to be broadcast."""
+        """Returns the tile's part of `x` [T | 1, S | 1]; an axis of length 1 is kept,
+        to be broadcast.
+        """
         if x.shape[0] != 1:
-            x = lax.dynamic_slice_in_dim(x, self.row, self.shape[0], 0, allow_negative_indices=False)
+            x = lax.dynamic_slice_in_dim(
+                x, self.row, self.shape[0], 0, allow_negative_indices=False
+            )
         if self.indices is not None and x.shape[1] != 1:
-            return jnp.take_along_axis(jnp.asarray(x), self.columns, axis=1, mode="clip")
+            return jnp.take_along_axis(
+                jnp.asarray(x), self.columns, axis=1, mode="clip"
+            )
         return jnp.asarray(x) if x.shape[1] == 1 else self.cut_columns(x, 1)
 
     def cut_queries(self, x: Array | np.ndarray) -> Array:
-        """Returns the entries of `x` [T] for the tile's queries, in the shape of `query_positions`."""
+        """Returns the entries of `x` [T] for the tile's queries, in the shape of
+        `query_positions`.
+        """
         return self.cut(x[:, None])
 
     def cut_keys(self, x: Array | np.ndarray) -> Array:
-        """Returns the entries of `x` [S] for the tile's keys, in the shape of `key_positions`."""
+        """Returns the entries of `x` [S] for the tile's keys, in the shape of
+        `key_positions`.
+        """
         return self.cut(x[None, :])
 
-    def map_positions(self, function: Callable[..., Array], *scores: Float[Array, "t s"]) -> Array:
-        """Calls `function(*scores, query position, key position)` for each score of the tile, with scalars (`vmap`)."""
+    def map_positions(
+        self, function: Callable[..., Array], *scores: Float[Array, "t s"]
+    ) -> Array:
+        """Calls `function(*scores, query position, key position)` for each score of the
+        tile, with scalars (`vmap`).
+        """
         if self.indices is not None:
             positions = jnp.broadcast_arrays(self.query_positions, self.key_positions)
             return jax.vmap(jax.vmap(function))(*scores, *positions)
         by_score = [0] * len(scores)
-        by_row = jax.vmap(jax.vmap(function, (*by_score, None, 0)), (*by_score, 0, None))
+        by_row = jax.vmap(
+            jax.vmap(function, (*by_score, None, 0)), (*by_score, 0, None)
+        )
         return by_row(*scores, self.query_positions[:, 0], self.key_positions[0])
 
     def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
-        """Returns the entries of `x` for the tile's keys; `axis` is the axis of `x` with an entry for each key."""
-        return lax.dynamic_slice_in_dim(x, self.column, self.shape[1], axis, allow_negative_indices=False)
+        """Returns the entries of `x` for the tile's keys; `axis` is the axis of `x`
+        with an entry for each key.
+        """
+        return lax.dynamic_slice_in_dim(
+            x, self.column, self.shape[1], axis, allow_negative_indices=False
+        )
 
     def add(self, x: Array, part: Array) -> Array:
         """Returns `x` with `part` added to the entries that `cut(x)` would return."""
-        place = (0 if size == 1 else first for size, first in zip(x.shape, (self.row, self.column), strict=True))
+        place = (
+            0 if size == 1 else first
+            for size, first in zip(x.shape, (self.row, self.column), strict=True)
+        )
         start = tuple(jnp.asarray(first, jnp.int32) for first in place)
-        part = part + lax.dynamic_slice(x, start, part.shape, allow_negative_indices=False)
+        part = part + lax.dynamic_slice(
+            x, start, part.shape, allow_negative_indices=False
+        )
         return lax.dynamic_update_slice(x, part, start, allow_negative_indices=False)
 
 
 class Grid(NamedTuple):
-    """The scores of one head cut into tiles of one shape; the last tiles may reach beyond T and S, into padding."""
+    """The scores of one head cut into tiles of one shape; the last tiles may reach
+    beyond T and S, into padding.
+    """
 
     counts: tuple[int, int]  # rows and columns of tiles
     tile_shape: tuple[int, int]  # rows and columns of a tile
     offsets: tuple[Scalar, Scalar] = (0, 0)  # positions of query 0 and of key 0
-    lengths: tuple[int, int] | None = None  # T and S if tiles reach beyond them, else None
+    # T and S if tiles reach beyond them, else None.
+    lengths: tuple[int, int] | None = None
 
     def bounds(self, axis: int, positions: bool = False) -> tuple[IntMatrix, IntMatrix]:
-        """Returns each tile's first and last row, [n, 1], if `axis` is 0, or first and last column, [1, n], if it is 1.
+        """Returns each tile's first and last row, [n, 1], if `axis` is 0, or first and
+        last column, [1, n], if it is 1.
 
         With `positions`, returns the positions of these queries or keys instead.
         """
         size = self.tile_shape[axis]
-        first = np.expand_dims(np.arange(self.counts[axis], dtype=np.int32) * np.int32(size), 1 - axis)
+        first = np.expand_dims(
+            np.arange(self.counts[axis], dtype=np.int32) * np.int32(size), 1 - axis
+        )
         last = first + np.int32(size - 1)
         if self.lengths is not None:
             end = np.int32(max(self.lengths[axis] - 1, 0))
             first, last = np.minimum(first, end), np.minimum(last, end)
-        return (first + self.offsets[axis], last + self.offsets[axis]) if positions else (first, last)
+        return (
+            (first + self.offsets[axis], last + self.offsets[axis])
+            if positions
+            else (first, last)
+        )
 
     def distance_bounds(self) -> tuple[IntMatrix, IntMatrix]:
-        """Returns, for each tile, the least and the greatest difference of key position minus query position."""
-        (q_first, q_last), (k_first, k_last) = self.bounds(0, positions=True), self.bounds(1, positions=True)
+        """Returns, for each tile, the least and the greatest difference of key position
+        minus query position.
+        """
+        (q_first, q_last), (k_first, k_last) = (
+            self.bounds(0, positions=True),
+            self.bounds(1, positions=True),
+        )
         return k_first - q_last, k_last - q_first

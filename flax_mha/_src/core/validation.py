@@ -1,7 +1,9 @@
-"""Checks that masks and calls share: each function checks one argument and returns it in one standard form.
+"""Checks that masks and calls share: each function checks one argument and returns it
+in one standard form.
 
-Every error names the argument, the expected value, the given value and a fix. Traced values are not checked.
-Lengths, positions and ids of any integer dtype become int32, never with a silent change of their meaning.
+Every error names the argument, the expected value, the given value and a fix. Traced
+values are not checked. Lengths, positions and ids of any integer dtype become int32,
+never with a silent change of their meaning.
 """
 
 import math
@@ -17,7 +19,8 @@ from jaxtyping import Array, Bool
 from flax_mha._src.core.tracing import being_traced, readable
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-# The range of int32, the dtype of positions and their differences. A larger window or length limits nothing.
+# The range of int32, the dtype of positions and their differences. A larger window or
+# length limits nothing.
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)
 
 
@@ -34,87 +37,134 @@ class Shape(NamedTuple):
 
     @property
     def scores(self) -> tuple[int, ...]:
-        """The shape of all scores, [B..., N, T, S], to which bias and mask must broadcast."""
+        """The shape of all scores, [B..., N, T, S], to which bias and mask must
+        broadcast.
+        """
         return (*self.batch, self.num_heads, self.query_length, self.key_length)
 
-    def indices(self, by_batch: bool, by_head: bool) -> tuple[Array | np.ndarray, np.ndarray]:
-        """Returns indices of batch entries, [B...], counted over all batch axes, and indices of heads, [N].
+    def indices(
+        self, by_batch: bool, by_head: bool
+    ) -> tuple[Array | np.ndarray, np.ndarray]:
+        """Returns indices of batch entries, [B...], counted over all batch axes, and
+        indices of heads, [N].
 
-        Without `by_batch` or `by_head`, these indices are a single 0, with axes of length 1.
+        Without `by_batch` or `by_head`, these indices are a single 0, with axes of
+        length 1.
         """
         batch = self.batch if by_batch else (1,) * len(self.batch)
         count = math.prod(batch)
-        entries = np.arange(count, dtype=np.int32) if isinstance(count, int) else jnp.arange(count, dtype=jnp.int32)
-        return entries.reshape(batch), np.arange(self.num_heads if by_head else 1, dtype=np.int32)
+        entries = (
+            np.arange(count, dtype=np.int32)
+            if isinstance(count, int)
+            else jnp.arange(count, dtype=jnp.int32)
+        )
+        return entries.reshape(batch), np.arange(
+            self.num_heads if by_head else 1, dtype=np.int32
+        )
 
 
 def mask(value: ArrayLike | None, shape: Shape) -> Array:
-    array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
+    array = as_array(
+        "mask", value, "a boolean array or a mask object such as CausalMask()"
+    )
     if array.dtype != bool:
         raise ValueError(
-            f"mask must be bool (True means attend), but got {array.dtype}; use mask.astype(bool) if it contains 0 and "
-            "1, or pass it as bias= to add it to the scores."
+            f"mask must be bool (True means attend), but got {array.dtype}; use "
+            "mask.astype(bool) if it contains 0 and 1, or pass it as bias= to add it "
+            "to the scores."
         )
-    return broadcastable("mask", array, shape.scores, "[batch..., heads, queries, keys]", _mask_fix(array, shape))
+    return broadcastable(
+        "mask",
+        array,
+        shape.scores,
+        "[batch..., heads, queries, keys]",
+        _mask_fix(array, shape),
+    )
 
 
 def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
-    """Converts a mask that Flax accepts, booleans or the numbers 0 and 1, to a boolean array.
+    """Converts a mask that Flax accepts, booleans or the numbers 0 and 1, to a boolean
+    array.
 
-    Other numbers raise a ValueError: most likely they are an additive mask of 0 and -inf, with the opposite meaning.
-    Traced numbers cannot be checked. For them, the second result is an array that is True if any is not 0 or 1: pass it
-    to `nan_if`. Otherwise it is None.
+    Other numbers raise a ValueError: most likely they are an additive mask of 0 and
+    -inf, with the opposite meaning. Traced numbers cannot be checked. For them, the
+    second result is an array that is True if any is not 0 or 1: pass it to `nan_if`.
+    Otherwise it is None.
     """
-    array = as_array("mask", value, "a boolean array or a mask object such as CausalMask()")
+    array = as_array(
+        "mask", value, "a boolean array or a mask object such as CausalMask()"
+    )
     if array.dtype == bool:
         return array, None
     if not readable(array):
         return array.astype(bool), ((array != 0) & (array != 1)).any()
     if len(others := np.setdiff1d(array, (0, 1))):
         raise ValueError(
-            f"mask must be bool, or contain only 0 and 1 (1 means attend), but got {array.dtype} containing "
-            f"{others[0]}; pass it as bias= to add it to the scores."
+            "mask must be bool, or contain only 0 and 1 (1 means attend), but got "
+            f"{array.dtype} containing {others[0]}; pass it as bias= to add it to the "
+            "scores."
         )
     return array.astype(bool), None
 
 
 def nan_if(flag: Bool[Array, ""] | None, x: Array) -> Array:
-    """Returns `x`, or NaN in all its entries if `flag` is True; a `flag` of None counts as False."""
+    """Returns `x`, or NaN in all its entries if `flag` is True; a `flag` of None counts
+    as False.
+    """
     return x if flag is None else jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
 
 
 def _mask_fix(array: Array, shape: Shape) -> str:
-    """Returns advice to add axes if the mask has shape [B..., S] or [B..., T | 1, S | 1], else ""."""
+    """Returns advice to add axes if the mask has shape [B..., S] or [B..., T | 1, S |
+    1], else "".
+    """
     rank, keys = len(shape.batch), shape.key_length
     first, sizes = "..." if rank > 1 else ":", array.shape[rank:]
     if not rank or array.shape[:rank] != shape.batch:
         return ""
     if sizes == (keys,):
         return f"; use mask[{first}, None, None, :]"
-    fits = len(sizes) == 2 and sizes[0] in (1, shape.query_length) and sizes[1] in (1, keys)
+    fits = (
+        len(sizes) == 2
+        and sizes[0] in (1, shape.query_length)
+        and sizes[1] in (1, keys)
+    )
     return f"; use mask[{first}, None, :, :]" if fits else ""
 
 
 def per_sequence(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
-    """Checks an argument of one integer per sequence, or one for all; returns int32 that broadcasts to [B...]."""
+    """Checks an argument of one integer per sequence, or one for all; returns int32
+    that broadcasts to [B...].
+    """
     if value is None:
         return None
     array = int32(name, value)
-    if not shape.batch and array.shape == (1,):  # the shape in jax.nn for inputs without a batch axis
+    # The shape in jax.nn for inputs without a batch axis.
+    if not shape.batch and array.shape == (1,):
         array = array[0]
     return broadcastable(name, array, shape.batch, "[batch...]")
 
 
-def lengths(name: str, value: ArrayLike | None, shape: Shape, most: int | None = None) -> Array | None:
-    """Checks an argument of one length per sequence, or one for all, from 0 to `most` (None: no limit)."""
+def lengths(
+    name: str, value: ArrayLike | None, shape: Shape, most: int | None = None
+) -> Array | None:
+    """Checks an argument of one length per sequence, or one for all, from 0 to `most`
+    (None: no limit).
+    """
     array = per_sequence(name, value, shape)
     if array is None:
         return None
     least, greatest = extremes(array)
     if least < 0:
-        raise ValueError(f"{name} must be at least 0, but got {least}; use 0 for an all-padding sequence.")
+        raise ValueError(
+            f"{name} must be at least 0, but got {least}; use 0 for an all-padding "
+            "sequence."
+        )
     if isinstance(most, int) and greatest > most:
-        raise ValueError(f"{name} must be at most {most}, the length of the array, but got {greatest}.")
+        raise ValueError(
+            f"{name} must be at most {most}, the length of the array, but got "
+            f"{greatest}."
+        )
     return array
 
 
@@ -124,47 +174,72 @@ def segment_ids(
     shape: Shape,
     names: tuple[str, str] = ("query_segment_ids", "key_value_segment_ids"),
 ) -> tuple[Array, Array]:
-    """Checks the segment ids of queries [B..., T] and keys [B..., S]; `names` are the names of the arguments in errors.
+    """Checks the segment ids of queries [B..., T] and keys [B..., S]; `names` are the
+    names of the arguments in errors.
 
     If one of them is None, the other is used for both, which requires T = S.
     """
     if query_ids is None and key_ids is None:
-        raise ValueError("SegmentMask(query_ids, key_value_ids) requires integer arrays, but got None.")
+        raise ValueError(
+            "SegmentMask(query_ids, key_value_ids) requires integer arrays, but got "
+            "None."
+        )
     lengths, checked = (shape.query_length, shape.key_length), []
     if (query_ids is None or key_ids is None) and lengths[0] != lengths[1]:
         missing = names[0] if query_ids is None else names[1]
         raise ValueError(
-            f"{missing} must also be passed if queries and keys differ in length ({lengths[0]} and {lengths[1]}), but "
-            "got None."
+            f"{missing} must also be passed if queries and keys differ in length "
+            f"({lengths[0]} and {lengths[1]}), but got None."
         )
-    for name, given, partner, length in zip(names, (query_ids, key_ids), (key_ids, query_ids), lengths, strict=True):
+    for name, given, partner, length in zip(
+        names, (query_ids, key_ids), (key_ids, query_ids), lengths, strict=True
+    ):
         ids = ids_int32(name, partner if given is None else given)
         if ids.ndim == 0 or ids.shape[-1] != length:
-            raise ValueError(f"{name} must have shape [batch..., {length}], one id per position, but got {ids.shape}.")
-        checked.append(broadcastable(name, ids, (*shape.batch, length), "[batch..., length]"))
+            raise ValueError(
+                f"{name} must have shape [batch..., {length}], one id per position, "
+                f"but got {ids.shape}."
+            )
+        checked.append(
+            broadcastable(name, ids, (*shape.batch, length), "[batch..., length]")
+        )
     dtype = jnp.promote_types(checked[0].dtype, checked[1].dtype)
     return checked[0].astype(dtype), checked[1].astype(dtype)
 
 
 def key_indices(value: ArrayLike | None, shape: Shape) -> Array | None:
-    """Checks the keys that each query lists, [B..., T, k] or [B..., T, K, k]; adds the axis of key heads if missing."""
+    """Checks the keys that each query lists, [B..., T, k] or [B..., T, K, k]; adds the
+    axis of key heads if missing.
+    """
     if value is None:
         return None
-    indices, keys, each = int32("key_indices", value), shape.key_length, (*shape.batch, shape.query_length)
+    indices, keys, each = (
+        int32("key_indices", value),
+        shape.key_length,
+        (*shape.batch, shape.query_length),
+    )
     if indices.ndim == len(each) + 1:
         indices = indices[..., None, :]
-    if indices.ndim != len(each) + 2 or indices.shape[:-2] != each or indices.shape[-2] not in (1, shape.num_kv_heads):
+    if (
+        indices.ndim != len(each) + 2
+        or indices.shape[:-2] != each
+        or indices.shape[-2] not in (1, shape.num_kv_heads)
+    ):
         raise ValueError(
-            "key_indices must have shape [batch..., queries, k] or [batch..., queries, key heads, k] (here, "
-            f"{each} or {(*each, shape.num_kv_heads)} followed by k), but got {np.shape(value)}."
+            "key_indices must have shape [batch..., queries, k] or [batch..., queries, "
+            f"key heads, k] (here, {each} or {(*each, shape.num_kv_heads)} followed by "
+            f"k), but got {np.shape(value)}."
         )
     if not indices.shape[-1]:
-        raise ValueError("key_indices must list at least 1 key per query, but got 0; use -1 for no key.")
+        raise ValueError(
+            "key_indices must list at least 1 key per query, but got 0; use -1 for no "
+            "key."
+        )
     least, greatest = extremes(indices)
     if least < -1 or (isinstance(keys, int) and greatest >= max(keys, 1)):
         raise ValueError(
-            f"key_indices must be from 0 to {keys - 1}, the last key, or -1 for none, but got values from {least} to "
-            f"{greatest}; replace others by -1."
+            f"key_indices must be from 0 to {keys - 1}, the last key, or -1 for none, "
+            f"but got values from {least} to {greatest}; replace others by -1."
         )
     return indices
 
@@ -177,8 +252,8 @@ def flag(name: str, value: bool) -> bool:
         if name == "is_causal":
             fix = "; pass mask=flax_mha.CausalMask() instead"
         raise ValueError(
-            f"{name} must be a concrete True or False, but got a traced value{fix}. flax.linen's nn.remat traces "
-            "keyword arguments."
+            f"{name} must be a concrete True or False, but got a traced value{fix}. "
+            "flax.linen's nn.remat traces keyword arguments."
         )
     raise ValueError(f"{name} must be True or False, but got {value!r}.")
 
@@ -192,23 +267,34 @@ def as_array(name: str, value: Any, expected: str) -> Array:
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be {expected}, but got {type(value).__name__}.") from error
+        raise ValueError(
+            f"{name} must be {expected}, but got {type(value).__name__}."
+        ) from error
 
 
-def broadcastable(name: str, array: Any, shape: tuple[int, ...], meaning: str, fix: str = "") -> Array:
-    """Checks that an array broadcasts to `shape`, and adds missing leading axes, of length 1.
+def broadcastable(
+    name: str, array: Any, shape: tuple[int, ...], meaning: str, fix: str = ""
+) -> Array:
+    """Checks that an array broadcasts to `shape`, and adds missing leading axes, of
+    length 1.
 
-    For errors, `name` is the argument, `meaning` names the axes of `shape`, and `fix` is advice.
+    For errors, `name` is the argument, `meaning` names the axes of `shape`, and `fix`
+    is advice.
     """
     fits = array.ndim <= len(shape) and all(
-        n in (1, size) for n, size in zip(reversed(array.shape), reversed(shape), strict=False)
+        n in (1, size)
+        for n, size in zip(reversed(array.shape), reversed(shape), strict=False)
     )
     if not fits:
-        raise ValueError(f"{name} must broadcast to {meaning} = {shape}, but got shape {array.shape}{fix}.")
+        raise ValueError(
+            f"{name} must broadcast to {meaning} = {shape}, but got shape "
+            f"{array.shape}{fix}."
+        )
     if array.ndim == len(shape):
         return array
     if readable(array) and being_traced():
-        array = np.asarray(array)  # reshaping a JAX array while tracing would hide its values
+        # Reshaping a JAX array while tracing would hide its values.
+        array = np.asarray(array)
     return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
 
 
@@ -218,54 +304,87 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 def int_at_least(name: str, value: object, least: int) -> int:
-    """Returns `value` as an int; raises a ValueError if it is not an integer of Python or NumPy, or below `least`."""
+    """Returns `value` as an int; raises a ValueError if it is not an integer of Python
+    or NumPy, or below `least`.
+    """
     if not is_int(value) or value < least:
         raise ValueError(f"{name} must be an int >= {least}, but got {value!r}.")
     return int(value)
 
 
 def epsilon(name: str, value: Any) -> None:
-    """Raises a ValueError unless `value`, which a norm adds to a variance, is a finite number above 0."""
+    """Raises a ValueError unless `value`, which a norm adds to a variance, is a finite
+    number above 0.
+    """
     if not is_finite(number_in(value)) or value <= 0:
         raise ValueError(f"{name} must be a finite number > 0, but got {value!r}.")
 
 
 def unwrapped(value: Any) -> Any:
-    """Returns the array inside a variable of `flax.nnx` (or any object with `__jax_array__`), else `value` itself."""
+    """Returns the array inside a variable of `flax.nnx` (or any object with
+    `__jax_array__`), else `value` itself.
+    """
     if isinstance(value, jax.Array | type) or not hasattr(value, "__jax_array__"):
         return value
     return value.__jax_array__()
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """Returns whether `value` is a finite real number of Python or NumPy that fits in float64, but not a bool."""
+    """Returns whether `value` is a finite real number of Python or NumPy that fits in
+    float64, but not a bool.
+    """
     try:
-        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            isinstance(value, numbers.Real)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+        )
     except OverflowError:  # an integer beyond float64
         return False
 
 
 def number_in(value: Any) -> Any:
-    """Converts a 0-d array whose value can be read to a Python number; returns anything else unchanged."""
+    """Converts a 0-d array whose value can be read to a Python number; returns anything
+    else unchanged.
+    """
     array = unwrapped(value)
-    if not isinstance(array, jax.Array | np.ndarray) or array.ndim or not readable(array):
+    if (
+        not isinstance(array, jax.Array | np.ndarray)
+        or array.ndim
+        or not readable(array)
+    ):
         return value
-    return array.item() if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number) else value
+    return (
+        array.item()
+        if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)
+        else value
+    )
 
 
 def integers(name: str, value: Any) -> Any:
-    """Converts integers to an array: in NumPy if their values can be read, because JAX would cut 64 bits to 32."""
+    """Converts integers to an array: in NumPy if their values can be read, because JAX
+    would cut 64 bits to 32.
+    """
     value = unwrapped(value)
     is_int32 = isinstance(value, jax.Array) and value.dtype == jnp.int32
     try:
-        array = value if is_int32 or isinstance(value, jax.core.Tracer) or not readable(value) else np.asarray(value)
+        array = (
+            value
+            if is_int32 or isinstance(value, jax.core.Tracer) or not readable(value)
+            else np.asarray(value)
+        )
     except jax.errors.TracerArrayConversionError:  # a list that holds traced numbers
         array = jnp.asarray(value)
     except ValueError as error:
-        raise ValueError(f"{name} must be an integer array, but got {value!r}, whose rows differ in length.") from error
+        raise ValueError(
+            f"{name} must be an integer array, but got {value!r}, whose rows differ in "
+            "length."
+        ) from error
     if not jnp.issubdtype(array.dtype, jnp.integer):
         got = array.dtype if array.dtype != object else repr(value)
-        raise ValueError(f"{name} must have an integer dtype, but got {got}; use .astype(jnp.int32).")
+        raise ValueError(
+            f"{name} must have an integer dtype, but got {got}; use .astype(jnp.int32)."
+        )
     return array
 
 
@@ -279,7 +398,8 @@ def int32(name: str, value: Any) -> Array:
 
 
 def ids_int32(name: str, value: Any) -> Array:
-    """Converts ids to int32, so that different ids stay different; raises a ValueError if they are out of range.
+    """Converts ids to int32, so that different ids stay different; raises a ValueError
+    if they are out of range.
 
     Traced ids cannot be checked: 64-bit ids keep their dtype, and uint32 wraps around.
     """
@@ -289,14 +409,16 @@ def ids_int32(name: str, value: Any) -> Array:
         return array if np.dtype(array.dtype).itemsize > 4 else array.astype(np.int32)
     if array.size and not SMALLEST <= int(array.min()) <= int(array.max()) <= LARGEST:
         raise ValueError(
-            f"{name} must be in the int32 range, but got values from {array.min()} to {array.max()}; renumber them "
-            "with np.unique(ids, return_inverse=True)."
+            f"{name} must be in the int32 range, but got values from {array.min()} to "
+            f"{array.max()}; renumber them with np.unique(ids, return_inverse=True)."
         )
     return array.astype(np.int32)
 
 
 def extremes(array: Array) -> tuple[int, int]:
-    """Returns the least and the greatest entry of an array; (0, 0) if it is empty or its values cannot be read."""
+    """Returns the least and the greatest entry of an array; (0, 0) if it is empty or
+    its values cannot be read.
+    """
     if not readable(array) or not array.size:
         return 0, 0
     known = np.asarray(array)

@@ -1,10 +1,13 @@
-"""How a mesh splits a call: along batch axes and heads, and along the sequence with `context_parallel`.
+"""How a mesh splits a call: along batch axes and heads, and along the sequence with
+`context_parallel`.
 
-A split is known if the caller gives it (`qkv_sharding`, `context_parallel`), if the types of the arrays contain it (on
-a mesh with Explicit axes), or if the arrays are concrete. Otherwise, XLA's partitioner splits the call. `run_on_mesh`
-computes each device's part inside `jax.shard_map`, as a call of its own, by any engine, fused kernels too. The parts
-need no communication unless the sequence is split; `ring.py` and `exchange.py` are the strategies for that case. They
-cut the sequence into equal *chunks*: each device holds one or, with the layout "zigzag", two.
+A split is known if the caller gives it (`qkv_sharding`, `context_parallel`), if the
+types of the arrays contain it (on a mesh with Explicit axes), or if the arrays are
+concrete. Otherwise, XLA's partitioner splits the call. `run_on_mesh` computes each
+device's part inside `jax.shard_map`, as a call of its own, by any engine, fused kernels
+too. The parts need no communication unless the sequence is split; `ring.py` and
+`exchange.py` are the strategies for that case. They cut the sequence into equal
+*chunks*: each device holds one or, with the layout "zigzag", two.
 """
 
 import math
@@ -19,7 +22,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import Axes, Call, Context, Layout, Operands, Options, Result, Sharding
+from flax_mha._src.call.operands import (
+    Axes,
+    Call,
+    Context,
+    Layout,
+    Operands,
+    Options,
+    Result,
+    Sharding,
+)
 from flax_mha._src.call.slices import SequenceAxes, map_arrays, travels_with_keys
 from flax_mha._src.core.validation import int_at_least
 from flax_mha._src.math.head import ids_and_seeds
@@ -27,21 +39,31 @@ from flax_mha._src.math.head import ids_and_seeds
 
 def mesh_axes(mesh: Any, *kinds: AxisType) -> list[str]:
     """Lists the names of the mesh axes whose type is one of `kinds`."""
-    return [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind in kinds]
+    return [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind in kinds
+    ]
 
 
 def names_of(axes: Axes) -> tuple[str, ...]:
-    """Converts one entry of a PartitionSpec to a tuple of mesh axes: None to (), "x" to ("x",)."""
+    """Converts one entry of a PartitionSpec to a tuple of mesh axes: None to (), "x" to
+    ("x",).
+    """
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def number_of_parts(mesh: Any, axes: Axes) -> int:
-    """Returns into how many parts the mesh axes `axes` split an axis of an array: the product of their sizes."""
+    """Returns into how many parts the mesh axes `axes` split an axis of an array: the
+    product of their sizes.
+    """
     return math.prod(mesh.shape[name] for name in names_of(axes))
 
 
 def is_explicit(x: Any) -> bool:
-    """Returns whether an array is on a mesh with Explicit axes, so that its type shows how it is split."""
+    """Returns whether an array is on a mesh with Explicit axes, so that its type shows
+    how it is split.
+    """
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
@@ -52,78 +74,121 @@ def pad_spec(spec: Iterable[Any], rank: int) -> tuple[Any, ...]:
 
 
 def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
-    """Returns the mesh axes that split the key heads, if `axes` split the query heads into `parts`.
+    """Returns the mesh axes that split the key heads, if `axes` split the query heads
+    into `parts`.
 
-    Returns None if there are fewer key heads than parts: then every device holds all key heads. Raises a ValueError if
-    neither number divides the other.
+    Returns None if there are fewer key heads than parts: then every device holds all
+    key heads. Raises a ValueError if neither number divides the other.
     """
     if num_kv_heads % parts and parts % num_kv_heads:
         raise ValueError(
-            f"the number of key heads must divide {parts}, the number of devices on mesh axis {axes!r}, or be a "
-            f"multiple of it, but got {num_kv_heads}; use a different mesh axis, or None."
+            f"the number of key heads must divide {parts}, the number of devices on "
+            f"mesh axis {axes!r}, or be a multiple of it, but got {num_kv_heads}; use "
+            "a different mesh axis, or None."
         )
     return None if num_kv_heads % parts else axes
 
 
 class Split(NamedTuple):
-    """How a mesh splits a call: the mesh axes that split its batch axes, its heads and its sequence."""
+    """How a mesh splits a call: the mesh axes that split its batch axes, its heads and
+    its sequence.
+    """
 
     mesh: Mesh | AbstractMesh
-    manual: frozenset[str]  # the mesh axes of the `jax.shard_map` in which the parts are computed
+    # The mesh axes of the `jax.shard_map` in which the parts are computed.
+    manual: frozenset[str]
     batch: tuple[Axes, ...]  # the mesh axes that split each batch axis
     heads: Axes  # the mesh axes that split the query heads
-    key_heads: Axes  # the mesh axes that split the key heads; None if every device holds all of them
-    context: Context | None = None  # the arguments of `context_parallel`; None if the sequence is not split
+    # The mesh axes that split the key heads; None if every device holds all of them.
+    key_heads: Axes
+    # The arguments of `context_parallel`; None if the sequence is not split.
+    context: Context | None = None
 
     def spec(self, x: Any, axes: str) -> PartitionSpec:
-        """Returns the PartitionSpec of an array from the names of its axes, such as "B T N H" (`masks/base.py`)."""
-        by_name = {"B": self.batch, "N": (self.heads,), "K": (self.key_heads,), **self._sequences(axes.split())}
+        """Returns the PartitionSpec of an array from the names of its axes, such as "B
+        T N H" (`masks/base.py`).
+        """
+        by_name = {
+            "B": self.batch,
+            "N": (self.heads,),
+            "K": (self.key_heads,),
+            **self._sequences(axes.split()),
+        }
         each = [part for name in axes.split() for part in by_name.get(name, (None,))]
-        return PartitionSpec(*(None if n == 1 else part for n, part in zip(x.shape, each, strict=False)))
+        return PartitionSpec(
+            *(None if n == 1 else part for n, part in zip(x.shape, each, strict=False))
+        )
 
     def _sequences(self, names: list[str]) -> dict[str, tuple[Axes]]:
-        """Returns how `context_parallel` splits an array with axes `names`, such as {"T": ("x",)} for mesh axis "x"."""
+        """Returns how `context_parallel` splits an array with axes `names`, such as
+        {"T": ("x",)} for mesh axis "x".
+        """
         if self.context is None:
             return {}
         axis, strategy = self.context.axis, self.context.strategy
         if "H" in names:  # query, key and value
             return {"T": (axis,), "S": (axis,)}
-        if strategy == "ulysses":  # each device computes some of the heads, over all positions
+        # Each device computes some of the heads, over all positions.
+        if strategy == "ulysses":
             return {"N": ((*names_of(self.heads), axis),)}
         queries: dict[str, tuple[Axes]] = {"T": (axis,), "T|1": (axis,)}
-        return queries | ({"S": (axis,)} if strategy == "ring" and travels_with_keys(names) else {})
+        return queries | (
+            {"S": (axis,)} if strategy == "ring" and travels_with_keys(names) else {}
+        )
 
     @property
     def output_spec(self) -> PartitionSpec:
         """The PartitionSpec of output [B..., T, N, Hv] and log-sum-exp [B..., T, N]."""
-        return PartitionSpec(*self.batch, None if self.context is None else self.context.axis, self.heads)
+        return PartitionSpec(
+            *self.batch, None if self.context is None else self.context.axis, self.heads
+        )
 
     def reshard(self, x: Any, spec: PartitionSpec) -> Any:
-        """Reshards an array if the mesh has Explicit axes; on other meshes XLA's partitioner does it."""
-        return jax.reshard(x, NamedSharding(self.mesh, spec)) if AxisType.Explicit in self.mesh.axis_types else x
+        """Reshards an array if the mesh has Explicit axes; on other meshes XLA's
+        partitioner does it.
+        """
+        return (
+            jax.reshard(x, NamedSharding(self.mesh, spec))
+            if AxisType.Explicit in self.mesh.axis_types
+            else x
+        )
 
     def shard_map(
-        self, function: Callable[..., Any], arrays: Sequence[Any], axes: Sequence[str], out_spec: PartitionSpec
+        self,
+        function: Callable[..., Any],
+        arrays: Sequence[Any],
+        axes: Sequence[str],
+        out_spec: PartitionSpec,
     ) -> Any:
-        """Calls `function` on each device, in `jax.shard_map`, with the device's parts of `arrays`; joins the results.
+        """Calls `function` on each device, in `jax.shard_map`, with the device's parts
+        of `arrays`; joins the results.
 
-        `axes` has the axis names of each array (see `spec`); `out_spec` is the PartitionSpec of the result.
+        `axes` has the axis names of each array (see `spec`); `out_spec` is the
+        PartitionSpec of the result.
         """
-        specs = tuple(self.spec(x, names) for x, names in zip(arrays, axes, strict=True))
+        specs = tuple(
+            self.spec(x, names) for x, names in zip(arrays, axes, strict=True)
+        )
         everything = self.manual == frozenset(self.mesh.axis_names)
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=specs,
             out_specs=out_spec,
-            axis_names=frozenset() if everything else self.manual,  # no name: all axes but those of `jax.vmap`
-            check_vma=False,  # outputs of kernels do not declare the axes over which they vary
+            # No name: all axes but those of `jax.vmap`.
+            axis_names=frozenset() if everything else self.manual,
+            # Outputs of kernels do not declare the axes over which they vary.
+            check_vma=False,
         )
-        return mapped(*(self.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)))
+        return mapped(
+            *(self.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True))
+        )
 
 
 def by_types(call: Call) -> Split:
-    """Returns the split that the types of query, key and value show; at least one is on a mesh with Explicit axes."""
+    """Returns the split that the types of query, key and value show; at least one is on
+    a mesh with Explicit axes.
+    """
     arrays = call.operands[:3]
     mesh = next(jax.typeof(x).sharding.mesh for x in arrays if is_explicit(x))
     specs = [jax.typeof(x).sharding.spec for x in arrays]
@@ -131,51 +196,87 @@ def by_types(call: Call) -> Split:
 
 
 def by_caller(call: Call, sharding: Any) -> Split | None:
-    """Returns the split by `sharding`, the argument `qkv_sharding`; None if it names no axes and there is no mesh."""
-    mesh, spec = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()), getattr(sharding, "spec", sharding)
-    known = _known_axes("qkv_sharding", mesh, [name for axes in spec for name in names_of(axes)], "a NamedSharding")
+    """Returns the split by `sharding`, the argument `qkv_sharding`; None if it names no
+    axes and there is no mesh.
+    """
+    mesh, spec = (
+        getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()),
+        getattr(sharding, "spec", sharding),
+    )
+    known = _known_axes(
+        "qkv_sharding",
+        mesh,
+        [name for axes in spec for name in names_of(axes)],
+        "a NamedSharding",
+    )
     return _split(mesh, known, [spec], call, "qkv_sharding") if known else None
 
 
 def by_placement(call: Call) -> Split | None:
-    """Returns the split of concrete query, key and value, by the devices that hold them.
+    """Returns the split of concrete query, key and value, by the devices that hold
+    them.
 
-    None if they share no mesh, the mesh has one device, or they are split in a way that attention does not support.
+    None if they share no mesh, the mesh has one device, or they are split in a way that
+    attention does not support.
     """
     shardings: list[Any] = [x.sharding for x in call.operands[:3]]
-    if not all(isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings):
+    if not all(
+        isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings
+    ):
         return None
     mesh = shardings[0].mesh
     try:
-        return _split(mesh, mesh.axis_names, [x.spec for x in shardings], call, "they") if mesh.size > 1 else None
+        return (
+            _split(mesh, mesh.axis_names, [x.spec for x in shardings], call, "they")
+            if mesh.size > 1
+            else None
+        )
     except ValueError:
         return None
 
 
 def by_context(call: Call, context: Context) -> Split:
-    """Returns the split by `context_parallel`. Batch or heads are split as in the query if `context` names no axes."""
+    """Returns the split by `context_parallel`. Batch or heads are split as in the query
+    if `context` names no axes.
+    """
     mesh, spec = _mesh_and_spec(call, context)
     batch = [context.batch_axes or spec[0], *spec[1:-3]] if len(spec) > 3 else []
     heads = context.head_axis or spec[-2]
-    named = [context.axis, *(name for axes in (*batch, heads) for name in names_of(axes))]
+    named = [
+        context.axis,
+        *(name for axes in (*batch, heads) for name in names_of(axes)),
+    ]
     known = _known_axes("context_parallel", mesh, named, "mesh=")
     if len(set(named)) < len(named):
-        raise ValueError(f"axis, batch_axes and head_axis must be different mesh axes, but got {tuple(named)}.")
+        raise ValueError(
+            "axis, batch_axes and head_axis must be different mesh axes, but got "
+            f"{tuple(named)}."
+        )
     if context.batch_axes and not batch:
-        raise ValueError(f"batch_axes must be None if there is no batch axis, but got {context.batch_axes!r}.")
-    split = _split(mesh, known, [PartitionSpec(*batch, None, heads)], call, "context_parallel")
+        raise ValueError(
+            "batch_axes must be None if there is no batch axis, but got "
+            f"{context.batch_axes!r}."
+        )
+    split = _split(
+        mesh, known, [PartitionSpec(*batch, None, heads)], call, "context_parallel"
+    )
     _check_sequences(call, context, split)
     return split._replace(context=context)
 
 
 def _known_axes(argument: str, mesh: Any, named: Sequence[str], fix: str) -> list[str]:
-    """Returns the mesh axes that may split arrays; raises a ValueError if `named`, the user's axes, contains others.
+    """Returns the mesh axes that may split arrays; raises a ValueError if `named`, the
+    user's axes, contains others.
 
     The error names the user's `argument`; if no mesh is set, it advises to pass `fix`.
     """
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
     if unknown := set(named) - set(known):
-        have = f"the mesh has {tuple(known)}" if known else f"no mesh is set; use jax.set_mesh, or {fix}"
+        have = (
+            f"the mesh has {tuple(known)}"
+            if known
+            else f"no mesh is set; use jax.set_mesh, or {fix}"
+        )
         if unknown & set(mesh_axes(mesh, AxisType.Manual)):
             have = "this axis is already Manual: call it outside jax.shard_map"
         got = ", ".join(map(repr, sorted(unknown)))
@@ -184,24 +285,44 @@ def _known_axes(argument: str, mesh: Any, named: Sequence[str], fix: str) -> lis
 
 
 def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
-    """Returns the mesh to use and, for each axis of the query, the mesh axes that split it (None: none, or unknown)."""
+    """Returns the mesh to use and, for each axis of the query, the mesh axes that split
+    it (None: none, or unknown).
+    """
     query: Any = call.operands.query
     is_traced = isinstance(query, jax.core.Tracer)
-    known: Any = jax.typeof(query).sharding if is_explicit(query) else None if is_traced else query.sharding
-    around, is_named = jax.sharding.get_abstract_mesh(), isinstance(known, NamedSharding)
+    known: Any = (
+        jax.typeof(query).sharding
+        if is_explicit(query)
+        else None
+        if is_traced
+        else query.sharding
+    )
+    around, is_named = (
+        jax.sharding.get_abstract_mesh(),
+        isinstance(known, NamedSharding),
+    )
     mesh: Any = context.mesh or (known.mesh if is_named and around.empty else around)
-    spec = known.spec if is_named and known.mesh.abstract_mesh == mesh.abstract_mesh else ()
+    spec = (
+        known.spec
+        if is_named and known.mesh.abstract_mesh == mesh.abstract_mesh
+        else ()
+    )
     return mesh, pad_spec(spec, query.ndim)
 
 
 def _check_sequences(call: Call, context: Context, split: Split) -> None:
-    """Raises a ValueError if `context_parallel` does not support a call, or its devices cannot split it evenly."""
+    """Raises a ValueError if `context_parallel` does not support a call, or its devices
+    cannot split it evenly.
+    """
     if call.options.cached:
-        raise ValueError("context_parallel does not support decoding, but got a cache; decode without it.")
+        raise ValueError(
+            "context_parallel does not support decoding, but got a cache; decode "
+            "without it."
+        )
     if call.operands.key_indices is not None:
         raise ValueError(
-            "context_parallel does not support key_indices, whose keys may be on any device; split batch axes and "
-            "heads with qkv_sharding instead."
+            "context_parallel does not support key_indices, whose keys may be on any "
+            "device; split batch axes and heads with qkv_sharding instead."
         )
     (query, key), axis = call.operands[:2], context.axis
     devices, is_zigzag = number_of_parts(split.mesh, axis), context.layout == "zigzag"
@@ -210,19 +331,26 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
         if not isinstance(length, int) or length % parts:
             twice = ' (two chunks per device with layout="zigzag")' if is_zigzag else ""
             raise ValueError(
-                f"the number of {name} must be a multiple of {parts}{twice} for the {devices} devices on mesh axis "
-                f"{axis!r}, but got {length}; pad them, and mask the padding with lengths."
+                f"the number of {name} must be a multiple of {parts}{twice} for the "
+                f"{devices} devices on mesh axis {axis!r}, but got {length}; pad them, "
+                "and mask the padding with lengths."
             )
     num_kv_heads = key.shape[-2] // number_of_parts(split.mesh, split.key_heads)
-    if context.strategy == "ulysses" and (num_kv_heads % devices or split.key_heads != split.heads):
+    if context.strategy == "ulysses" and (
+        num_kv_heads % devices or split.key_heads != split.heads
+    ):
         raise ValueError(
-            f"the number of key heads per device must be a multiple of {devices}, the number of devices on mesh axis "
-            f'{axis!r}, with strategy="ulysses", but got {num_kv_heads}; use "ring" or "allgather".'
+            f"the number of key heads per device must be a multiple of {devices}, the "
+            f'number of devices on mesh axis {axis!r}, with strategy="ulysses", but '
+            f'got {num_kv_heads}; use "ring" or "allgather".'
         )
 
 
-def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, source: str) -> Split:
-    """Makes a `Split` from three `specs` (of query, key, value) or one for all; raises a ValueError if they do not fit.
+def _split(
+    mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, source: str
+) -> Split:
+    """Makes a `Split` from three `specs` (of query, key, value) or one for all; raises
+    a ValueError if they do not fit.
 
     `manual` becomes `Split.manual`. Errors say that `source` gave the specs.
     """
@@ -232,37 +360,48 @@ def _split(mesh: Any, manual: Iterable[str], specs: Sequence[Any], call: Call, s
     got = ", ".join(map(str, specs))
     if given[-1]:
         raise ValueError(
-            f"the head size (the last axis of query, key and value) cannot be split, but got {got} from {source}; "
-            "split batch axes and heads, or use jax.reshard."
+            "the head size (the last axis of query, key and value) cannot be split, "
+            f"but got {got} from {source}; split batch axes and heads, or use "
+            "jax.reshard."
         )
     if any(len(x) > 1 for x in given) or given[-3]:
         raise ValueError(
-            f"query, key and value must be split the same way, over batch axes and heads, but got {got} from {source}; "
-            "use jax.reshard, or context_parallel to split sequences."
+            "query, key and value must be split the same way, over batch axes and "
+            f"heads, but got {got} from {source}; use jax.reshard, or context_parallel "
+            "to split sequences."
         )
     *batch, _, heads, _ = (next(iter(x), None) for x in given)
-    names = [*(f"the size of batch axis {axis}" for axis in range(len(batch))), "the number of query heads"]
-    for name, size, axes in zip(names, (*query.shape[:-3], query.shape[-2]), (*batch, heads), strict=True):
+    names = [
+        *(f"the size of batch axis {axis}" for axis in range(len(batch))),
+        "the number of query heads",
+    ]
+    for name, size, axes in zip(
+        names, (*query.shape[:-3], query.shape[-2]), (*batch, heads), strict=True
+    ):
         parts = number_of_parts(mesh, axes)
         if isinstance(size, int) and size % parts:
             raise ValueError(
-                f"{name} must be a multiple of {parts}, the number of devices on mesh axis {axes!r}, but got {size}; "
-                "use a different mesh axis, or None."
+                f"{name} must be a multiple of {parts}, the number of devices on mesh "
+                f"axis {axes!r}, but got {size}; use a different mesh axis, or None."
             )
     key_heads = axes_of_key_heads(heads, number_of_parts(mesh, heads), key.shape[-2])
     return Split(mesh, frozenset(manual), tuple(batch), heads, key_heads)
 
 
 def place(x: Array, sharding: Sharding | None, num_axes: int | None = None) -> Array:
-    """Places an array on a mesh by `sharding`; returns the array unchanged if `sharding` is None.
+    """Places an array on a mesh by `sharding`; returns the array unchanged if
+    `sharding` is None.
 
-    `num_axes`: how many entries of the PartitionSpec to use, if the array has fewer axes than entries; None uses all.
+    `num_axes`: how many entries of the PartitionSpec to use, if the array has fewer
+    axes than entries; None uses all.
     """
     if sharding is None:
         return x
     mesh: Any = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
     if mesh.empty:
-        raise ValueError(f"sharding must be a NamedSharding if no mesh is set, but got {sharding}.")
+        raise ValueError(
+            f"sharding must be a NamedSharding if no mesh is set, but got {sharding}."
+        )
     spec: Any = getattr(sharding, "spec", sharding)
     target = NamedSharding(mesh, PartitionSpec(*spec[:num_axes]))
     if AxisType.Explicit in mesh.axis_types:
@@ -271,21 +410,30 @@ def place(x: Array, sharding: Sharding | None, num_axes: int | None = None) -> A
 
 
 def take_entries(x: ArrayLike, indices: Array, missing: float) -> Array:
-    """Returns `x[indices]` along the first axis, with `missing` in the entries whose index is out of range.
+    """Returns `x[indices]` along the first axis, with `missing` in the entries whose
+    index is out of range.
 
-    On a mesh with Explicit axes, the result is split like `x`, but the first axis only if it still splits evenly.
+    On a mesh with Explicit axes, the result is split like `x`, but the first axis only
+    if it still splits evenly.
     """
     x, target = jnp.asarray(x), None
     if is_explicit(x):
         sharding = jax.typeof(x).sharding
         first, *others = pad_spec(sharding.spec, x.ndim)
         parts = number_of_parts(sharding.mesh, first)
-        target = NamedSharding(sharding.mesh, PartitionSpec(None if indices.size % parts else first, *others))
+        target = NamedSharding(
+            sharding.mesh,
+            PartitionSpec(None if indices.size % parts else first, *others),
+        )
     return x.at[indices].get(mode="fill", fill_value=missing, out_sharding=target)
 
 
-def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callable[[Call], Any]) -> Any:
-    """Calls `run(call)` on each device with its part of a call, split by `parts`; returns the whole call's result."""
+def run_on_mesh(
+    operands: Operands, options: Options, parts: Split, run: Callable[[Call], Any]
+) -> Any:
+    """Calls `run(call)` on each device with its part of a call, split by `parts`;
+    returns the whole call's result.
+    """
     operands = operands._replace(ids_and_seeds=ids_and_seeds(operands, options))
     leaves, structure = jax.tree.flatten(operands)
 
@@ -299,11 +447,16 @@ def run_on_mesh(operands: Operands, options: Options, parts: Split, run: Callabl
 def unsplit(call: Call) -> Call:
     """Returns the call with options which say that all of its arrays are on one device."""
     options = call.options
-    return call._replace(options=options._replace(sharding=None, target=options.target._replace(may_be_split=False)))
+    return call._replace(
+        options=options._replace(
+            sharding=None, target=options.target._replace(may_be_split=False)
+        )
+    )
 
 
 def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
-    """If key heads are not split, reduces `part` to the one key head that the query heads on this device use.
+    """If key heads are not split, reduces `part` to the one key head that the query
+    heads on this device use.
 
     `part` holds the operands on this device, and `whole` those of the whole call.
     """
@@ -312,7 +465,9 @@ def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
     group_size = whole.query.shape[-2] // whole.key.shape[-2]
     first = lax.axis_index(parts.heads) * part.query.shape[-2] // group_size
     arrays = part.key, part.value, part.cache_scale
-    key, value, scale = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, 1, axis=-2), arrays)
+    key, value, scale = jax.tree.map(
+        lambda x: lax.dynamic_slice_in_dim(x, first, 1, axis=-2), arrays
+    )
     indices = part.key_indices
     if indices is not None and indices.shape[-2] > 1:
         indices = lax.dynamic_slice_in_dim(indices, first, 1, axis=-2)
@@ -320,43 +475,62 @@ def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
 
 
 def empty_result(call: Call, parts: Split) -> Result:
-    """Returns the empty result of a call, not by `shard_map`: XLA may fail to compile gradients of empty parts."""
+    """Returns the empty result of a call, not by `shard_map`: XLA may fail to compile
+    gradients of empty parts.
+    """
     query, value = call.operands.query, call.operands.value
-    lse = query.sum(-1)  # no constant, so that the results are on the devices of the query
+    # No constant, so that the results are on the devices of the query.
+    lse = query.sum(-1)
     output = jnp.broadcast_to(lse[..., None], (*lse.shape, value.shape[-1]))
     output, lse = (parts.reshard(x, parts.output_spec) for x in (output, lse))
     lse = lse.astype(call.options.dtype)
     return Result(output, lse, lse if call.options.return_max_score else None)
 
 
-def reorder_keys(operands: Operands, order: np.ndarray, and_queries: bool = False) -> Operands:
-    """Applies `reorder_chunks` along the axes of keys in all arrays of a call and, with `and_queries`, of queries."""
+def reorder_keys(
+    operands: Operands, order: np.ndarray, and_queries: bool = False
+) -> Operands:
+    """Applies `reorder_chunks` along the axes of keys in all arrays of a call and, with
+    `and_queries`, of queries.
+    """
 
     def change(x: Array, axes: SequenceAxes) -> Array:
         x = x if axes.keys is None else reorder_chunks(x, order, axes.keys)
-        return x if axes.queries is None or not and_queries else reorder_chunks(x, order, axes.queries)
+        return (
+            x
+            if axes.queries is None or not and_queries
+            else reorder_chunks(x, order, axes.queries)
+        )
 
     return map_arrays(change, operands)
 
 
 def reorder_chunks(x: Any, order: np.ndarray, axis: int) -> Any:
-    """Cuts an array into `len(order)` equal chunks, and joins them again so that chunk `order[i]` is the i-th."""
+    """Cuts an array into `len(order)` equal chunks, and joins them again so that chunk
+    `order[i]` is the i-th.
+    """
     library = np if isinstance(x, np.ndarray) else jnp
     chunks = library.split(x, len(order), axis)
     return library.concatenate([chunks[i] for i in order], axis)
 
 
 def chunk_order(layout: Layout, devices: int) -> np.ndarray:
-    """Lists the sequence's chunks in the order in which devices hold them: [0, 3, 1, 2] for "zigzag" on 2 devices."""
+    """Lists the sequence's chunks in the order in which devices hold them: [0, 3, 1, 2]
+    for "zigzag" on 2 devices.
+    """
     ranks = np.arange(int_at_least("devices", devices, 1), dtype=np.int32)
     if layout == "contiguous":
         return ranks
-    return np.stack([chunk_of(ranks, number, devices) for number in range(2)], 1).ravel()
+    return np.stack(
+        [chunk_of(ranks, number, devices) for number in range(2)], 1
+    ).ravel()
 
 
 def chunk_of(rank: Any, number: Any, devices: int) -> Any:
-    """Returns which chunk of the sequence device `rank` holds as its first (`number` 0) or second (`number` 1) chunk.
+    """Returns which chunk of the sequence device `rank` holds as its first (`number` 0)
+    or second (`number` 1) chunk.
 
-    Only layout "zigzag" has second chunks. There, device 0 holds the first and the last chunk of the sequence.
+    Only layout "zigzag" has second chunks. There, device 0 holds the first and the last
+    chunk of the sequence.
     """
     return rank + number * (2 * devices - 1 - 2 * rank)

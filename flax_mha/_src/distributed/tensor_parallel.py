@@ -1,4 +1,5 @@
-"""Tensor parallelism: each device holds the parameters of some heads; the output projection sums over the devices.
+"""Tensor parallelism: each device holds the parameters of some heads; the output
+projection sums over the devices.
 
 Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
 """
@@ -14,23 +15,33 @@ from flax.core import spmd
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from flax_mha._src.distributed.split import axes_of_key_heads, is_explicit, names_of, number_of_parts, pad_spec
+from flax_mha._src.distributed.split import (
+    axes_of_key_heads,
+    is_explicit,
+    names_of,
+    number_of_parts,
+    pad_spec,
+)
 
 Names = tuple[str | None, ...]
 
 
-def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[str, Names]:
-    """Returns names for the axes of each parameter, for Flax's metadata: `head_axis` for heads, None for all others.
+def parameter_names(
+    head_axis: str, num_heads: int, num_kv_heads: int
+) -> dict[str, Names]:
+    """Returns names for the axes of each parameter, for Flax's metadata: `head_axis`
+    for heads, None for all others.
 
-    The entries "query" and "key" (for keys and values) name the axes of kernels [features, heads, H]; a bias lacks the
-    first axis. "key" also names the last axes of a cache [B..., S, K, H]. With fewer key heads than devices, all names
-    in "key" are None.
+    The entries "query" and "key" (for keys and values) name the axes of kernels
+    [features, heads, H]; a bias lacks the first axis. "key" also names the last axes of
+    a cache [B..., S, K, H]. With fewer key heads than devices, all names in "key" are
+    None.
     """
     parts = _size(head_axis)
     if num_heads % parts:
         raise ValueError(
-            f"the size of head_axis must divide num_heads ({num_heads}), but {head_axis!r} has {parts} devices; "
-            "use a different mesh axis."
+            f"the size of head_axis must divide num_heads ({num_heads}), but "
+            f"{head_axis!r} has {parts} devices; use a different mesh axis."
         )
     kv_axis = axes_of_key_heads(head_axis, parts, num_kv_heads)
     return {
@@ -44,12 +55,22 @@ def parameter_names(head_axis: str, num_heads: int, num_kv_heads: int) -> dict[s
 
 
 def mesh_axis(head_axis: str) -> Any:
-    """Translates a logical axis to mesh axes by Flax's current rules; returns `head_axis` itself if it has no rule."""
-    return next((mesh for logical, mesh in spmd.get_logical_axis_rules() if logical == head_axis), head_axis)
+    """Translates a logical axis to mesh axes by Flax's current rules; returns
+    `head_axis` itself if it has no rule.
+    """
+    return next(
+        (
+            mesh
+            for logical, mesh in spmd.get_logical_axis_rules()
+            if logical == head_axis
+        ),
+        head_axis,
+    )
 
 
 def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..., Any]:
-    """Wraps an initializer of Flax linen so that it returns the parameter in a box with the names of its axes.
+    """Wraps an initializer of Flax linen so that it returns the parameter in a box with
+    the names of its axes.
 
     The names are mesh axes or, if Flax has a rule for `head_axis`, logical axes.
     """
@@ -58,7 +79,9 @@ def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..
 
 
 class _Unboxing:
-    """A mixin whose `unbox` shards the parameter, unless it is a flat kernel that `DenseGeneral` will reshape."""
+    """A mixin whose `unbox` shards the parameter, unless it is a flat kernel that
+    `DenseGeneral` will reshape.
+    """
 
     value: Any
     names: Names
@@ -66,7 +89,10 @@ class _Unboxing:
     def unbox(self, apply_constraint: bool = True) -> Any:
         placed = apply_constraint and np.ndim(self.value) == len(self.names)
         if placed and AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-            return jax.reshard(self.value, PartitionSpec(*(name and mesh_axis(name) for name in self.names)))
+            return jax.reshard(
+                self.value,
+                PartitionSpec(*(name and mesh_axis(name) for name in self.names)),
+            )
         return super().unbox(placed)  # type: ignore[misc]
 
 
@@ -81,24 +107,35 @@ class LogicalBox(_Unboxing, nn.LogicallyPartitioned):
 
 
 def _size(head_axis: str) -> int:
-    """Counts the devices along `head_axis`, a mesh axis or a logical axis with a rule in Flax; 1 without a mesh."""
+    """Counts the devices along `head_axis`, a mesh axis or a logical axis with a rule
+    in Flax; 1 without a mesh.
+    """
     axes, mesh = mesh_axis(head_axis), jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return 1
     if not set(names_of(axes)) <= set(mesh.shape):
         raise ValueError(
-            f"head_axis must be an axis of the mesh {tuple(mesh.axis_names)}, or a logical axis with a rule, but got "
-            f"{head_axis!r}; set rules with flax.linen.logical_axis_rules."
+            f"head_axis must be an axis of the mesh {tuple(mesh.axis_names)}, or a "
+            f"logical axis with a rule, but got {head_axis!r}; set rules with "
+            "flax.linen.logical_axis_rules."
         )
     return number_of_parts(mesh, axes)
 
 
-def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: Any) -> NamedSharding:
-    """Returns the `out_sharding` that a `lax.dot_general` over split axes needs; other axes stay split as they are."""
+def sharding_of_product(
+    lhs: Array, rhs: Array, dimension_numbers: Any
+) -> NamedSharding:
+    """Returns the `out_sharding` that a `lax.dot_general` over split axes needs; other
+    axes stay split as they are.
+    """
     (lhs_sums, rhs_sums), (lhs_batch, rhs_batch) = dimension_numbers
     left, right = (pad_spec(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
     batch = [left[axis] for axis in lhs_batch]
-    rows = [part for axis, part in enumerate(left) if axis not in (*lhs_sums, *lhs_batch)]
-    columns = [part for axis, part in enumerate(right) if axis not in (*rhs_sums, *rhs_batch)]
+    rows = [
+        part for axis, part in enumerate(left) if axis not in (*lhs_sums, *lhs_batch)
+    ]
+    columns = [
+        part for axis, part in enumerate(right) if axis not in (*rhs_sums, *rhs_batch)
+    ]
     mesh = jax.typeof(lhs if is_explicit(lhs) else rhs).sharding.mesh
     return NamedSharding(mesh, PartitionSpec(*batch, *rows, *columns))

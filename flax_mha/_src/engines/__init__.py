@@ -1,1 +1,3 @@
-"""The engines: implementations of attention. Most compute one head, and `math/head.py` maps them over all heads."""
+"""The engines: implementations of attention. Most compute one head, and `math/head.py`
+maps them over all heads.
+"""

@@ -1,4 +1,6 @@
-"""Mask objects, which compute masks from positions; only `ArrayMask` stores T x S values."""
+"""Mask objects, which compute masks from positions; only `ArrayMask` stores T x S
+values.
+"""
 
 from flax_mha._src.masks.arrays import ArrayMask as ArrayMask
 from flax_mha._src.masks.arrays import LengthMask as LengthMask

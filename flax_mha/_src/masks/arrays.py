@@ -16,7 +16,8 @@ from flax_mha._src.masks.base import Mask, Occupancy
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LengthMask(Mask):
-    """Hides key positions >= `key_value_lengths` and query positions >= `query_lengths`: int [B...] or None (no limit).
+    """Hides key positions >= `key_value_lengths` and query positions >=
+    `query_lengths`: int [B...] or None (no limit).
 
     Example:
       >>> from flax_mha import LengthMask
@@ -24,8 +25,12 @@ class LengthMask(Mask):
       array([[ True,  True,  True, False, False]])
     """
 
-    key_value_lengths: int | Int[Array, "..."] | None = dataclasses.field(metadata={"axes": "B"})
-    query_lengths: int | Int[Array, "..."] | None = dataclasses.field(default=None, metadata={"axes": "B"})
+    key_value_lengths: int | Int[Array, "..."] | None = dataclasses.field(
+        metadata={"axes": "B"}
+    )
+    query_lengths: int | Int[Array, "..."] | None = dataclasses.field(
+        default=None, metadata={"axes": "B"}
+    )
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         visible = jnp.ones((1, 1), bool)
@@ -53,7 +58,8 @@ class LengthMask(Mask):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class SegmentMask(Mask):
-    """Lets queries attend to keys with the same segment id; the ids are int [B..., T] and [B..., S].
+    """Lets queries attend to keys with the same segment id; the ids are int [B..., T]
+    and [B..., S].
 
     Example:
       >>> import jax.numpy as jnp
@@ -75,17 +81,30 @@ class SegmentMask(Mask):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        return (0, *np.shape(self.query_ids))[-1], (0, *np.shape(self.key_value_ids))[-1]
+        return (0, *np.shape(self.query_ids))[-1], (0, *np.shape(self.key_value_ids))[
+            -1
+        ]
 
     def canonical(self, shape: Shape) -> Mask:
-        return SegmentMask(*validation.segment_ids(self.query_ids, self.key_value_ids, shape))
+        return SegmentMask(
+            *validation.segment_ids(self.query_ids, self.key_value_ids, shape)
+        )
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """A tile may be visible if the ranges (min to max) of its query and key ids overlap, even if all ids differ."""
+        """A tile may be visible if the ranges (min to max) of its query and key ids
+        overlap, even if all ids differ.
+        """
         q_ids = self.query_ids.reshape(grid.counts[0], 1, grid.tile_shape[0])
         k_ids = self.key_value_ids.reshape(1, grid.counts[1], grid.tile_shape[1])
-        q_low, q_high, k_low, k_high = q_ids.min(-1), q_ids.max(-1), k_ids.min(-1), k_ids.max(-1)
-        return Occupancy((q_low <= k_high) & (k_low <= q_high), (q_low == k_high) & (k_low == q_high))
+        q_low, q_high, k_low, k_high = (
+            q_ids.min(-1),
+            q_ids.max(-1),
+            k_ids.min(-1),
+            k_ids.max(-1),
+        )
+        return Occupancy(
+            (q_low <= k_high) & (k_low <= q_high), (q_low == k_high) & (k_low == q_high)
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -93,7 +112,8 @@ class SegmentMask(Mask):
 class ArrayMask(Mask):
     """Wraps a boolean array (True attends), so that it combines with other masks.
 
-    The array broadcasts to [B..., N, T, S]. All other masks need less than T x S values.
+    The array broadcasts to [B..., N, T, S]. All other masks need less than T x S
+    values.
 
     Example:
       >>> import jax.numpy as jnp
@@ -106,7 +126,9 @@ class ArrayMask(Mask):
       ███·
     """
 
-    visible: Bool[Array, "... T S"] = dataclasses.field(metadata={"axes": "B N T|1 S|1"})
+    visible: Bool[Array, "... T S"] = dataclasses.field(
+        metadata={"axes": "B N T|1 S|1"}
+    )
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return tile.cut(self.visible)

@@ -1,14 +1,17 @@
 """The base class of masks, windows, and masks combined by `&`, `|` and `~`.
 
-A score is visible if its query attends to its key; a mask hides all others. `tile` computes which scores of one tile, a
-rectangle of the T x S scores of one head, are visible. `occupancy` classifies all tiles of a grid: tiles without
-visible scores are skipped, and tiles without hidden scores need no masking.
+A score is visible if its query attends to its key; a mask hides all others. `tile`
+computes which scores of one tile, a rectangle of the T x S scores of one head, are
+visible. `occupancy` classifies all tiles of a grid: tiles without visible scores are
+skipped, and tiles without hidden scores need no masking.
 
-Masks are pytrees: numbers such as the width of a window are static, arrays are leaves. The metadata of an array's field
-names its axes, for example "B N T|1 S|1": all batch axes, heads, queries and keys. "B", "N", "T|1" and "S|1" may have
-length 1. An array with the empty name "" has any shape, and is the same for all heads. Users pass arrays of any shapes
-that broadcast to these axes. `canonical` checks them against the sizes of a call, and adds missing axes. `tile` and
-`occupancy` run on a mask for one head, whose arrays have lost the axes "B" and "N".
+Masks are pytrees: numbers such as the width of a window are static, arrays are leaves.
+The metadata of an array's field names its axes, for example "B N T|1 S|1": all batch
+axes, heads, queries and keys. "B", "N", "T|1" and "S|1" may have length 1. An array
+with the empty name "" has any shape, and is the same for all heads. Users pass arrays
+of any shapes that broadcast to these axes. `canonical` checks them against the sizes of
+a call, and adds missing axes. `tile` and `occupancy` run on a mask for one head, whose
+arrays have lost the axes "B" and "N".
 """
 
 import dataclasses
@@ -27,51 +30,74 @@ from flax_mha._src.core.tile import BoolMatrix, Grid, Tile
 from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.validation import LARGEST, SMALLEST, Shape, is_int
 
-Window = tuple[int | None, int | None]  # (left, right): how far a query attends before and after itself; None: no limit
+# (left, right): how far a query attends before and after itself; None: no limit.
+Window = tuple[int | None, int | None]
 
 
 class Occupancy(NamedTuple):
-    """For each tile of a grid, whether some scores may be visible, and whether all are; broadcasts to `Grid.counts`."""
+    """For each tile of a grid, whether some scores may be visible, and whether all are;
+    broadcasts to `Grid.counts`.
+    """
 
     any_visible: BoolMatrix
     all_visible: BoolMatrix
 
 
 def part_axes(axes: str) -> list[str]:
-    """Lists the axes that an array has left when it is cut to one head: ["T", "S"] for axes "B N T S"."""
+    """Lists the axes that an array has left when it is cut to one head: ["T", "S"] for
+    axes "B N T S".
+    """
     return [name for name in axes.split() if name not in "BN"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mask:
-    """The base class of masks. Combine masks with `&`, `|` and `~`, and draw a mask with `print`.
+    """The base class of masks. Combine masks with `&`, `|` and `~`, and draw a mask
+    with `print`.
 
-    Masks are equal if their types and values are equal. Traced arrays are equal only if they are the same object.
+    Masks are equal if their types and values are equal. Traced arrays are equal only if
+    they are the same object.
     """
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.metadata.get("axes") and type(value) is list:  # JAX would treat each number as a leaf
-                is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value))
-                object.__setattr__(self, field.name, (jnp if is_traced else np).asarray(value))
+            # JAX would treat each number as a leaf.
+            if field.metadata.get("axes") and type(value) is list:
+                is_traced = any(
+                    isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)
+                )
+                object.__setattr__(
+                    self, field.name, (jnp if is_traced else np).asarray(value)
+                )
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        """Computes which scores of the tile are visible, for one head; broadcasts to the tile's shape."""
+        """Computes which scores of the tile are visible, for one head; broadcasts to
+        the tile's shape.
+        """
         raise NotImplementedError
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Classifies all tiles of a grid. This default is right for every mask: no tile is skipped or left unmasked."""
+        """Classifies all tiles of a grid. This default is right for every mask: no tile
+        is skipped or left unmasked.
+        """
         return Occupancy(np.ones(grid.counts, bool), np.zeros(grid.counts, bool))
 
     def canonical(self, shape: Shape) -> "Mask":
-        """Returns the mask for a call with sizes `shape`: checks its arrays and adds missing axes with length 1."""
+        """Returns the mask for a call with sizes `shape`: checks its arrays and adds
+        missing axes with length 1.
+        """
         return self
 
     def map_arrays(self, change: Callable[[Array, str], Array]) -> "Mask":
-        """Returns the mask with each array replaced by `change(array, axes)`; `axes` names its axes, such as "B T"."""
+        """Returns the mask with each array replaced by `change(array, axes)`; `axes`
+        names its axes, such as "B T".
+        """
         changed = {
-            field.name: jax.tree.map(lambda x, axes=field.metadata["axes"]: change(x, axes), getattr(self, field.name))
+            field.name: jax.tree.map(
+                lambda x, axes=field.metadata["axes"]: change(x, axes),
+                getattr(self, field.name),
+            )
             for field in dataclasses.fields(self)
             if "axes" in field.metadata
         }
@@ -79,19 +105,31 @@ class Mask:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """T and S, the lengths of the mask's arrays along queries and keys; 0 if no array has such an axis."""
+        """T and S, the lengths of the mask's arrays along queries and keys; 0 if no
+        array has such an axis.
+        """
         return 0, 0
 
     @property
     def window(self) -> Window | None:
-        """(left, right) if the mask is a window or an `&` of windows, equal to `LocalMask(left, right)`; else None."""
+        """(left, right) if the mask is a window or an `&` of windows, equal to
+        `LocalMask(left, right)`; else None.
+        """
         return None
 
     def picture(self, queries: int, keys: int) -> Bool[np.ndarray, "queries keys"]:
-        """Returns the mask of the first head and batch entry as an array, for the first `queries` and `keys`."""
+        """Returns the mask of the first head and batch entry as an array, for the first
+        `queries` and `keys`.
+        """
         lengths = max(queries, self.lengths[0]), max(keys, self.lengths[1])
-        first = self.map_arrays(_first_head).canonical(Shape((), *lengths, 1, 1, 1, 1)).map_arrays(_first_head)
-        return np.broadcast_to(first.tile(Tile(0, 0, lengths)), lengths)[:queries, :keys]
+        first = (
+            self.map_arrays(_first_head)
+            .canonical(Shape((), *lengths, 1, 1, 1, 1))
+            .map_arrays(_first_head)
+        )
+        return np.broadcast_to(first.tile(Tile(0, 0, lengths)), lengths)[
+            :queries, :keys
+        ]
 
     def __str__(self) -> str:
         """Draws the mask: a row per query, a column per key."""
@@ -101,7 +139,10 @@ class Mask:
             characters.encode(sys.stdout.encoding or "utf-8")
         except (LookupError, UnicodeEncodeError):
             characters = ".#"
-        return "\n".join("".join(characters[bool(seen)] for seen in row) for row in self.picture(queries, keys))
+        return "\n".join(
+            "".join(characters[bool(seen)] for seen in row)
+            for row in self.picture(queries, keys)
+        )
 
     def __and__(self, other: "Mask") -> "Mask":
         return And(self, _operand("&", other))
@@ -112,7 +153,8 @@ class Mask:
     def __invert__(self) -> "Mask":
         return Not(self)
 
-    __array_ufunc__ = None  # so that `array & mask` calls `__rand__` if the array is NumPy's
+    # So that `array & mask` calls `__rand__` if the array is NumPy's.
+    __array_ufunc__ = None
 
     def __rand__(self, other: object) -> "Mask":
         return And(_operand("&", other), self)
@@ -122,13 +164,17 @@ class Mask:
 
     def __bool__(self) -> bool:
         raise ValueError(
-            "masks must be combined with &, | and ~, but got `and`, `or`, `not` or `if`, which require a single bool."
+            "masks must be combined with &, | and ~, but got `and`, `or`, `not` or "
+            "`if`, which require a single bool."
         )
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        (mine, structure), (others, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
+        (mine, structure), (others, other_structure) = (
+            jax.tree.flatten(self),
+            jax.tree.flatten(other),
+        )
         return bool(structure == other_structure) and all(map(_equal, mine, others))  # type: ignore[operator]
 
     def __hash__(self) -> int:
@@ -137,14 +183,24 @@ class Mask:
 
 
 def axes_of(mask: Mask | None) -> list[str]:
-    """Lists the axis names, such as "B T", of each array in the mask, in the order of `jax.tree.leaves(mask)`."""
-    return [] if mask is None else jax.tree.leaves(mask.map_arrays(lambda _, axes: axes))  # type: ignore[arg-type, return-value]
+    """Lists the axis names, such as "B T", of each array in the mask, in the order of
+    `jax.tree.leaves(mask)`.
+    """
+    return (
+        [] if mask is None else jax.tree.leaves(mask.map_arrays(lambda _, axes: axes))
+    )  # type: ignore[arg-type, return-value]
 
 
 def _first_head(x: Array, axes: str) -> Array:
-    """Returns the part of a mask's array for the first batch entry and head; `axes` names its axes ("B N T S")."""
+    """Returns the part of a mask's array for the first batch entry and head; `axes`
+    names its axes ("B N T S").
+    """
     rank = len(part_axes(axes))
-    return x if not axes or np.ndim(x) <= rank else x.reshape(-1, *x.shape[x.ndim - rank :])[0]
+    return (
+        x
+        if not axes or np.ndim(x) <= rank
+        else x.reshape(-1, *x.shape[x.ndim - rank :])[0]
+    )
 
 
 def _operand(operator: str, other: object) -> Mask:
@@ -159,7 +215,11 @@ def _operand(operator: str, other: object) -> Mask:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return a is b or (readable(a) and readable(b) and bool(np.array_equal(np.asarray(a), np.asarray(b))))
+    return a is b or (
+        readable(a)
+        and readable(b)
+        and bool(np.array_equal(np.asarray(a), np.asarray(b)))
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -194,7 +254,13 @@ class _Pair(_Combined):
         return type(self).operator(self.left.tile(tile), self.right.tile(tile))
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        return Occupancy(*map(type(self).operator, self.left.occupancy(grid), self.right.occupancy(grid)))
+        return Occupancy(
+            *map(
+                type(self).operator,
+                self.left.occupancy(grid),
+                self.right.occupancy(grid),
+            )
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -209,12 +275,17 @@ class And(_Pair):
         windows = [part.window for part in self.parts if part.window is not None]
         if len(windows) < len(self.parts):
             return None
-        left, right = (min((x for x in side if x is not None), default=None) for side in zip(*windows, strict=True))
+        left, right = (
+            min((x for x in side if x is not None), default=None)
+            for side in zip(*windows, strict=True)
+        )
         return left, right
 
 
 def conjuncts(mask: Mask | None) -> list[Mask]:
-    """Splits a mask at `&`: returns [a, b, c] for `a & b & c`, [mask] without `&`, and an empty list for None."""
+    """Splits a mask at `&`: returns [a, b, c] for `a & b & c`, [mask] without `&`, and
+    an empty list for None.
+    """
     if isinstance(mask, And):
         return [*conjuncts(mask.left), *conjuncts(mask.right)]
     return [] if mask is None else [mask]
@@ -223,7 +294,9 @@ def conjuncts(mask: Mask | None) -> list[Mask]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Or(_Pair):
-    """Lets queries attend to the keys that at least one of two masks leaves visible: `left | right`."""
+    """Lets queries attend to the keys that at least one of two masks leaves visible:
+    `left | right`.
+    """
 
     operator = operator.or_
 
@@ -234,8 +307,12 @@ def merged(masks: Sequence[Mask | None]) -> Mask | None:
     return functools.reduce(operator.and_, present) if present else None
 
 
-def visible_at(mask: Mask | None, shape: Shape, offsets: tuple[Array, Array]) -> Bool[Array, "*B 1 T S"]:
-    """Evaluates a mask whose arrays have at most one entry for each sequence, as `offsets` do."""
+def visible_at(
+    mask: Mask | None, shape: Shape, offsets: tuple[Array, Array]
+) -> Bool[Array, "*B 1 T S"]:
+    """Evaluates a mask whose arrays have at most one entry for each sequence, as
+    `offsets` do.
+    """
     lengths = shape.query_length, shape.key_length
     if mask is None:
         return jnp.ones((*shape.batch, 1, *lengths), bool)
@@ -253,10 +330,12 @@ def visible_at(mask: Mask | None, shape: Shape, offsets: tuple[Array, Array]) ->
 
 
 def shows_future(mask: Mask) -> bool:
-    """Returns whether a mask certainly is meant to show keys after the query: it widens `CausalMask()` by `|`.
+    """Returns whether a mask certainly is meant to show keys after the query: it widens
+    `CausalMask()` by `|`.
 
-    A causal call would make such a mask pointless. Masks that a causal call narrows do not count, such as windows to
-    both sides, or `LocalMask(8, 0) | mask`, where `mask` shows more of the past.
+    A causal call would make such a mask pointless. Masks that a causal call narrows do
+    not count, such as windows to both sides, or `LocalMask(8, 0) | mask`, where `mask`
+    shows more of the past.
     """
     if isinstance(mask, And):
         return any(map(shows_future, mask.parts)) and not hides_future(mask)
@@ -280,7 +359,9 @@ def hides_future(mask: Mask) -> bool:
         return any(map(hides_future, mask.parts))
     if isinstance(mask, Or):
         return all(map(hides_future, mask.parts))
-    return mask.window is not None and mask.window[1] is not None and mask.window[1] <= 0
+    return (
+        mask.window is not None and mask.window[1] is not None and mask.window[1] <= 0
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -300,7 +381,9 @@ class Not(_Combined):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Window(Mask):
-    """The base class of `LocalMask` and `CausalMask`: visible keys form a range of positions around the query."""
+    """The base class of `LocalMask` and `CausalMask`: visible keys form a range of
+    positions around the query.
+    """
 
     @property
     def window(self) -> Window:
@@ -319,23 +402,29 @@ class _Window(Mask):
         (left, right), (least, greatest) = self.window, grid.distance_bounds()
         first = SMALLEST if left is None else _int32(-left)
         last = LARGEST if right is None else _int32(right)
-        return Occupancy((greatest >= first) & (least <= last), (least >= first) & (greatest <= last))
+        return Occupancy(
+            (greatest >= first) & (least <= last), (least >= first) & (greatest <= last)
+        )
 
 
 def _int32(distance: int) -> int:
-    """Clips a window's bound to int32. The window stays the same, because distances between positions fit in int32."""
+    """Clips a window's bound to int32. The window stays the same, because distances
+    between positions fit in int32.
+    """
     return int(min(max(distance, SMALLEST), LARGEST))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalMask(_Window):
-    """Lets queries attend to keys from `left` positions before to `right` positions after their own, inclusive.
+    """Lets queries attend to keys from `left` positions before to `right` positions
+    after their own, inclusive.
 
     None means no limit on that side.
 
     Raises:
-      ValueError: If `left` or `right` is neither an integer nor None, or if the window is empty: left + right < 0.
+      ValueError: If `left` or `right` is neither an integer nor None, or if the window
+        is empty: left + right < 0.
 
     Example:
       >>> from flax_mha import LocalMask
@@ -356,11 +445,18 @@ class LocalMask(_Window):
     def __post_init__(self) -> None:
         sides = (self.left, self.right)
         if not all(side is None or type(side) is int or is_int(side) for side in sides):
-            raise ValueError(f"LocalMask(left, right) requires integers or None, but got {sides}.")
-        if self.left is not None and self.right is not None and self.left + self.right < 0:
             raise ValueError(
-                f"LocalMask(left, right) requires left + right >= 0, but {sides} is an empty window; left counts "
-                "backward, so pass a positive left to include keys before the query."
+                f"LocalMask(left, right) requires integers or None, but got {sides}."
+            )
+        if (
+            self.left is not None
+            and self.right is not None
+            and self.left + self.right < 0
+        ):
+            raise ValueError(
+                f"LocalMask(left, right) requires left + right >= 0, but {sides} is an "
+                "empty window; left counts backward, so pass a positive left to "
+                "include keys before the query."
             )
 
     @property
@@ -389,7 +485,8 @@ class CausalMask(_Window):
     def __post_init__(self) -> None:
         if type(self.offset) is not int and not is_int(self.offset):
             raise ValueError(
-                f"CausalMask(offset) requires an integer, but got {self.offset!r}; pass an array as query_offset=."
+                f"CausalMask(offset) requires an integer, but got {self.offset!r}; "
+                "pass an array as query_offset=."
             )
 
     @property
@@ -400,7 +497,9 @@ class CausalMask(_Window):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrittenMask(Mask):
-    """Hides slots of a ring cache that were never written: keys whose position is negative."""
+    """Hides slots of a ring cache that were never written: keys whose position is
+    negative.
+    """
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return tile.key_positions >= 0

@@ -1,4 +1,6 @@
-"""`FunctionMask`, a mask given by a Python function of positions, and checks that its lookups are within arrays."""
+"""`FunctionMask`, a mask given by a Python function of positions, and checks that its
+lookups are within arrays.
+"""
 
 import dataclasses
 import functools
@@ -22,18 +24,23 @@ from flax_mha._src.masks.base import LocalMask, Mask, Occupancy, Window, conjunc
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionMask(Mask):
-    """Lets queries attend to keys for which `mask_mod(b, h, q_idx, kv_idx)` is True, as in PyTorch's FlexAttention.
+    """Lets queries attend to keys for which `mask_mod(b, h, q_idx, kv_idx)` is True, as
+    in PyTorch's FlexAttention.
 
-    The arguments of `mask_mod` are int32 scalars: the index of the batch entry (flattened if there are several batch
-    axes), the index of the head, the position of the query (including `query_offset`) and the position of the key
-    (including `key_value_offset`). `mask_mod` may capture arrays and numbers; their values are read at every call of
-    the attention. Inside your own `jit`, they are read while tracing.
+    The arguments of `mask_mod` are int32 scalars: the index of the batch entry
+    (flattened if there are several batch axes), the index of the head, the position of
+    the query (including `query_offset`) and the position of the key (including
+    `key_value_offset`). `mask_mod` may capture arrays and numbers; their values are
+    read at every call of the attention. Inside your own `jit`, they are read while
+    tracing.
 
-    To find the tiles that can be skipped, `mask_mod` is evaluated at all positions: once, if the captured arrays are
-    known while tracing and the offsets are numbers, otherwise in every call.
+    To find the tiles that can be skipped, `mask_mod` is evaluated at all positions:
+    once, if the captured arrays are known while tracing and the offsets are numbers,
+    otherwise in every call.
 
-    Two function masks are equal if their functions compute the same from equal captured values, so creating the mask
-    again does not make `jax.jit` retrace. Lookups in captured arrays are checked; see `dot_product_attention`.
+    Two function masks are equal if their functions compute the same from equal captured
+    values, so creating the mask again does not make `jax.jit` retrace. Lookups in
+    captured arrays are checked; see `dot_product_attention`.
 
     Example:
       >>> from flax_mha import CausalMask, FunctionMask
@@ -56,7 +63,9 @@ class FunctionMask(Mask):
         return TracedMask(captured, batch, head, function)
 
     def tree_flatten(self) -> tuple[tuple, "_Comparable"]:
-        """Returns no arrays: `jax.jit` treats captured values as constants, as in any function that it traces."""
+        """Returns no arrays: `jax.jit` treats captured values as constants, as in any
+        function that it traces.
+        """
         return (), _Comparable.of(self.mask_mod)
 
     @classmethod
@@ -66,15 +75,21 @@ class FunctionMask(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class _Comparable:
-    """A `mask_mod` that `jax.jit` can compare: two are equal if their traces and captured values are equal."""
+    """A `mask_mod` that `jax.jit` can compare: two are equal if their traces and
+    captured values are equal.
+    """
 
-    mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(compare=False)
+    mask_mod: Callable[[Array, Array, Array, Array], Array] = dataclasses.field(
+        compare=False
+    )
     # Never read; keeps alive the objects whose `id` is in `key`.
     traced: Trace | None = dataclasses.field(compare=False, repr=False)
     key: tuple = dataclasses.field(repr=False)
 
     @classmethod
-    def of(cls, mask_mod: Callable[[Array, Array, Array, Array], Array]) -> "_Comparable":
+    def of(
+        cls, mask_mod: Callable[[Array, Array, Array, Array], Array]
+    ) -> "_Comparable":
         """Traces `mask_mod`; a function that cannot be traced is compared by identity."""
         try:
             traced = trace("mask_mod", mask_mod)
@@ -83,12 +98,16 @@ class _Comparable:
         return cls(mask_mod, traced, (traced.function, *map(_key, traced.constants)))
 
     def __reduce__(self) -> tuple:
-        """Copies and pickles only the function, and traces it again: a jaxpr can be neither copied nor pickled."""
+        """Copies and pickles only the function, and traces it again: a jaxpr can be
+        neither copied nor pickled.
+        """
         return _Comparable.of, (self.mask_mod,)
 
 
 def _key(array: Array) -> tuple:
-    """Returns what `_Comparable` compares of a captured array: its values or, if it is traced, its identity."""
+    """Returns what `_Comparable` compares of a captured array: its values or, if it is
+    traced, its identity.
+    """
     if isinstance(array, jax.core.Tracer):
         return (id(array),)
     values = np.asarray(jax.random.key_data(array) if is_key(array) else array)
@@ -98,37 +117,58 @@ def _key(array: Array) -> tuple:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedMask(Mask):
-    """What `FunctionMask.canonical` returns: the traced function, and the arrays and indices to call it with."""
+    """What `FunctionMask.canonical` returns: the traced function, and the arrays and
+    indices to call it with.
+    """
 
     captured: list[Array] = dataclasses.field(metadata={"axes": ""})
     # Indices of batch entries and of heads; None means 0.
-    batch: Int[Array, "..."] | np.ndarray | None = dataclasses.field(metadata={"axes": "B"})
-    head: Int[Array, "..."] | np.ndarray | None = dataclasses.field(metadata={"axes": "N"})
+    batch: Int[Array, "..."] | np.ndarray | None = dataclasses.field(
+        metadata={"axes": "B"}
+    )
+    head: Int[Array, "..."] | np.ndarray | None = dataclasses.field(
+        metadata={"axes": "N"}
+    )
     function: TracedFunction = dataclasses.field(metadata={"static": True})
-    # Occupancy of squares with `cell` rows and columns, if the function was evaluated before the call.
-    known: Occupancy | None = dataclasses.field(default=None, metadata={"axes": "B N rows columns"})
-    # The same as static bytes and a shape, if the function captures nothing and is the same for all heads.
+    # Occupancy of squares with `cell` rows and columns, if the function was evaluated
+    # before the call.
+    known: Occupancy | None = dataclasses.field(
+        default=None, metadata={"axes": "B N rows columns"}
+    )
+    # The same as static bytes and a shape, if the function captures nothing and is the
+    # same for all heads.
     known_bytes: tuple[bytes, bytes, tuple[int, int]] | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
     cell: int = dataclasses.field(default=0, metadata={"static": True})
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        batch, head = (jnp.asarray(0 if x is None else x, jnp.int32) for x in (self.batch, self.head))
+        batch, head = (
+            jnp.asarray(0 if x is None else x, jnp.int32)
+            for x in (self.batch, self.head)
+        )
         one = functools.partial(self.function, self.captured, batch, head)
         return tile.map_positions(one)
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        """Uses the result that `store_occupancy` stored; without one, evaluates one row of tiles at a time."""
+        """Uses the result that `store_occupancy` stored; without one, evaluates one row
+        of tiles at a time.
+        """
         if self.known_bytes is not None:
             *known, shape = self.known_bytes
-            return _coarser(Occupancy(*(np.frombuffer(x, bool).reshape(shape) for x in known)), self.cell, grid)
+            return _coarser(
+                Occupancy(*(np.frombuffer(x, bool).reshape(shape) for x in known)),
+                self.cell,
+                grid,
+            )
         if self.known is not None:
             return _coarser(self.known, self.cell, grid)
         (rows, columns), (height, width) = grid.counts, grid.tile_shape
 
         def row(i: Int[Array, ""]) -> tuple[Array, Array]:
-            whole = Tile(i * height, 0, (height, columns * width), grid.offsets, grid.lengths)
+            whole = Tile(
+                i * height, 0, (height, columns * width), grid.offsets, grid.lengths
+            )
             visible = self.tile(whole).reshape(height, columns, width)
             return visible.any((0, 2)), visible.all((0, 2))
 
@@ -136,8 +176,14 @@ class TracedMask(Mask):
 
 
 def functions_of(mask: Any) -> list[TracedMask]:
-    """Lists the `TracedMask`s, which call users' functions, in a pytree of masks that `Mask.canonical` returned."""
-    return [part for part in jax.tree.leaves(mask, is_leaf=_calls_function) if _calls_function(part)]
+    """Lists the `TracedMask`s, which call users' functions, in a pytree of masks that
+    `Mask.canonical` returned.
+    """
+    return [
+        part
+        for part in jax.tree.leaves(mask, is_leaf=_calls_function)
+        if _calls_function(part)
+    ]
 
 
 def check_lookups(
@@ -147,88 +193,134 @@ def check_lookups(
     offsets: Offsets,
     lengths: tuple[int, int],
 ) -> None:
-    """Raises a ValueError if a user's function does not fit the call, or looks up an entry outside a captured array.
+    """Raises a ValueError if a user's function does not fit the call, or looks up an
+    entry outside a captured array.
 
-    `masks` are all masks of the call, and `lengths` are T and S. `q_idx` and `kv_idx` are checked only at visible
-    positions, and only if `with_windows` returns the window in which keys are visible.
+    `masks` are all masks of the call, and `lengths` are T and S. `q_idx` and `kv_idx`
+    are checked only at visible positions, and only if `with_windows` returns the window
+    in which keys are visible.
     """
     sizes = {"b": math.prod(shape.batch), "h": shape.num_heads}
-    last = {name: size - 1 if isinstance(size, int) and size else None for name, size in sizes.items()}
+    last = {
+        name: size - 1 if isinstance(size, int) and size else None
+        for name, size in sizes.items()
+    }
     for function, window in with_windows(masks, score_mod):
-        query, key = (None, None) if window is None else _last_visible(offsets, lengths, window)
+        query, key = (
+            (None, None) if window is None else _last_visible(offsets, lengths, window)
+        )
         function.check({**last, "q_idx": query, "kv_idx": key})
 
 
 def with_windows(
     masks: Sequence[Mask | None], score_mod: TracedFunction | None
 ) -> list[tuple[TracedFunction, Window | None]]:
-    """Pairs each user function, those in `masks` and then `score_mod`, with the window in which to check its lookups.
+    """Pairs each user function, those in `masks` and then `score_mod`, with the window
+    in which to check its lookups.
 
-    The window (left, right) is the intersection of all causal masks and windows. It is None if there is another mask,
-    because that may hide lookups beyond an array; masks made of this function, causal masks and windows do not count.
+    The window (left, right) is the intersection of all causal masks and windows. It is
+    None if there is another mask, because that may hide lookups beyond an array; masks
+    made of this function, causal masks and windows do not count.
     """
-    functions = [*(part.function for part in functions_of(masks)), *([] if score_mod is None else [score_mod])]
+    functions = [
+        *(part.function for part in functions_of(masks)),
+        *([] if score_mod is None else [score_mod]),
+    ]
     return [(function, _window_beside(masks, function)) for function in functions]
 
 
-def _window_beside(masks: Sequence[Mask | None], function: TracedFunction) -> Window | None:
+def _window_beside(
+    masks: Sequence[Mask | None], function: TracedFunction
+) -> Window | None:
     window: Mask = LocalMask(None, None)
     for part in (part for mask in masks for part in conjuncts(mask)):
-        others = map_functions(lambda x: LocalMask(None, None) if x.function == function else x, part)
+        others = map_functions(
+            lambda x: LocalMask(None, None) if x.function == function else x, part
+        )
         if part.window is not None:
             window &= part
-        elif function not in [x.function for x in functions_of(part)] or jax.tree.leaves(others):
+        elif function not in [
+            x.function for x in functions_of(part)
+        ] or jax.tree.leaves(others):
             return None
     return window.window
 
 
-def _last_visible(offsets: Offsets, lengths: tuple[int, int], window: Window) -> tuple[int | None, int | None]:
-    """Returns the position of the last query with a key in its window (left, right), and of the last key in a window.
+def _last_visible(
+    offsets: Offsets, lengths: tuple[int, int], window: Window
+) -> tuple[int | None, int | None]:
+    """Returns the position of the last query with a key in its window (left, right),
+    and of the last key in a window.
 
-    With one offset for each sequence, these are the largest in the batch. A position is None if offsets or lengths that
-    determine it are not known while tracing, or if no query has a key in its window.
+    With one offset for each sequence, these are the largest in the batch. A position is
+    None if offsets or lengths that determine it are not known while tracing, or if no
+    query has a key in its window.
     """
-    queries, keys = (_span(offset, length) for offset, length in zip(offsets.values, lengths, strict=True))
+    queries, keys = (
+        _span(offset, length)
+        for offset, length in zip(offsets.values, lengths, strict=True)
+    )
     if window == (None, None):
         return tuple(None if x is None else int(x[1].max()) for x in (queries, keys))  # type: ignore[return-value]
     if queries is None or keys is None:
         return None, None
-    left, right = (2 * LARGEST + 1 if side is None else side for side in window)  # all distances, if not limited
-    last_query, last_key = np.minimum(queries[1], keys[1] + left), np.minimum(keys[1], queries[1] + right)
+    # All distances, if not limited.
+    left, right = (2 * LARGEST + 1 if side is None else side for side in window)
+    last_query, last_key = (
+        np.minimum(queries[1], keys[1] + left),
+        np.minimum(keys[1], queries[1] + right),
+    )
     seen = np.maximum(queries[0], keys[0] - right) <= last_query
     if left + right < 0 or not seen.any():
         return None, None
-    return int(np.where(seen, last_query, -LARGEST).max()), int(np.where(seen, last_key, -LARGEST).max())
+    return int(np.where(seen, last_query, -LARGEST).max()), int(
+        np.where(seen, last_key, -LARGEST).max()
+    )
 
 
 def _span(offset: int | Array, length: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the first and last position of sequences that begin at `offset`; None if they are unknown or empty."""
-    if not isinstance(length, int) or not length or not (isinstance(offset, int) or readable(offset)):
+    """Returns the first and last position of sequences that begin at `offset`; None if
+    they are unknown or empty.
+    """
+    if (
+        not isinstance(length, int)
+        or not length
+        or not (isinstance(offset, int) or readable(offset))
+    ):
         return None
     first = np.asarray(offset, np.int64)
     return first, first + length - 1
 
 
 def map_functions(change: Callable[[TracedMask], Mask], mask: Any) -> Any:
-    """Replaces each `TracedMask`, which calls a user's function, in the pytree `mask` by `change(traced_mask)`."""
-    return jax.tree.map(lambda x: change(x) if _calls_function(x) else x, mask, is_leaf=_calls_function)
+    """Replaces each `TracedMask`, which calls a user's function, in the pytree `mask`
+    by `change(traced_mask)`.
+    """
+    return jax.tree.map(
+        lambda x: change(x) if _calls_function(x) else x, mask, is_leaf=_calls_function
+    )
 
 
 def _calls_function(part: Any) -> bool:
     return isinstance(part, TracedMask)
 
 
-def store_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int) -> Mask | None:
-    """Evaluates the user's functions in a mask before the call is computed, to find the tiles that it can skip.
+def store_occupancy(
+    mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int
+) -> Mask | None:
+    """Evaluates the user's functions in a mask before the call is computed, to find the
+    tiles that it can skip.
 
-    Returns the mask. Each `TracedMask` in it stores the occupancy of squares of `cell` x `cell` scores, if it has no
-    callback and its arrays are concrete. `lengths` are T and S, `offsets` the positions of the first query and key.
+    Returns the mask. Each `TracedMask` in it stores the occupancy of squares of `cell`
+    x `cell` scores, if it has no callback and its arrays are concrete. `lengths` are T
+    and S, `offsets` the positions of the first query and key.
     """
     counts = max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell))
     grid = Grid(counts, (cell, cell), offsets, lengths)
 
     def with_known(mask: TracedMask) -> TracedMask:
-        if mask.batch is None or mask.head is None:  # already evaluated by `_static_mask`
+        # Already evaluated by `_static_mask`.
+        if mask.batch is None or mask.head is None:
             return mask
         calls_python = any("callback" in name for name in mask.function.primitives)
         if calls_python or not all(map(readable, (*mask.captured, mask.batch))):
@@ -237,46 +329,75 @@ def store_occupancy(mask: Mask | None, lengths: tuple[int, int], offsets: tuple[
         if not mask.captured and batch.size == 1:
             return _static_mask(mask.function, grid)
         heads = dataclasses.replace(mask, batch=batch.ravel(), head=head.ravel())
-        known = Occupancy(*(x.reshape(*batch.shape, *counts) for x in _evaluated(heads, grid)))
+        known = Occupancy(
+            *(x.reshape(*batch.shape, *counts) for x in _evaluated(heads, grid))
+        )
         return dataclasses.replace(mask, known=known, cell=cell)
 
     return map_functions(with_known, mask)
 
 
 def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
-    """Computes the occupancy of the tiles of `grid` from `known`, that of squares of `cell` x `cell` scores."""
+    """Computes the occupancy of the tiles of `grid` from `known`, that of squares of
+    `cell` x `cell` scores.
+    """
     some: BoolMatrix
     full: BoolMatrix
     some, full = known
     for axis in (0, 1):
-        first, last = (np.minimum(x.ravel() // cell, some.shape[axis] - 1) for x in grid.bounds(axis))
-        places = np.minimum(first[:, None] + np.arange((last - first).max() + 1), last[:, None])
+        first, last = (
+            np.minimum(x.ravel() // cell, some.shape[axis] - 1)
+            for x in grid.bounds(axis)
+        )
+        places = np.minimum(
+            first[:, None] + np.arange((last - first).max() + 1), last[:, None]
+        )
         before = (slice(None),) * axis
-        some, full = some[(*before, places)].any(axis + 1), full[(*before, places)].all(axis + 1)  # type: ignore[assignment]
+        some, full = (
+            some[(*before, places)].any(axis + 1),
+            full[(*before, places)].all(axis + 1),
+        )  # type: ignore[assignment]
     return Occupancy(some, full)
 
 
 @functools.lru_cache(maxsize=64)
 def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
-    """Makes the mask of a function that captures no arrays, with its occupancy for `grid` as static `known_bytes`."""
+    """Makes the mask of a function that captures no arrays, with its occupancy for
+    `grid` as static `known_bytes`.
+    """
     head = np.zeros(1, np.int32)
     some, full = _evaluated(TracedMask([], head, head, function), grid)
     known = some.tobytes(), full.tobytes(), grid.counts
-    return TracedMask([], None, None, function, known_bytes=known, cell=grid.tile_shape[0])
+    return TracedMask(
+        [], None, None, function, known_bytes=known, cell=grid.tile_shape[0]
+    )
 
 
 def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
-    """Calls `_occupancies` at once, even while JAX traces the caller, and returns the results as NumPy arrays."""
+    """Calls `_occupancies` at once, even while JAX traces the caller, and returns the
+    results as NumPy arrays.
+    """
     with jax.ensure_compile_time_eval():
-        offsets = jnp.asarray(grid.offsets[0], jnp.int32), jnp.asarray(grid.offsets[1], jnp.int32)
-        return Occupancy(*map(np.asarray, _occupancies(heads, offsets, grid._replace(offsets=(0, 0)))))
+        offsets = (
+            jnp.asarray(grid.offsets[0], jnp.int32),
+            jnp.asarray(grid.offsets[1], jnp.int32),
+        )
+        return Occupancy(
+            *map(
+                np.asarray, _occupancies(heads, offsets, grid._replace(offsets=(0, 0)))
+            )
+        )
 
 
 @functools.partial(jax.jit, static_argnames="grid")
-def _occupancies(heads: TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid) -> Occupancy:
-    """Computes the occupancy [heads, rows, columns] of all heads, one by one; `heads` holds arrays of their indices.
+def _occupancies(
+    heads: TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid
+) -> Occupancy:
+    """Computes the occupancy [heads, rows, columns] of all heads, one by one; `heads`
+    holds arrays of their indices.
 
-    `offsets` are arrays that replace the static `grid.offsets`, so that other offsets do not compile again.
+    `offsets` are arrays that replace the static `grid.offsets`, so that other offsets
+    do not compile again.
     """
 
     def one(head: tuple[Array, Array]) -> Occupancy:

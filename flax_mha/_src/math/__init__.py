@@ -1,1 +1,3 @@
-"""The math that engines share: layout of heads, scores, online softmax, tiles, sums over tiles, derivatives."""
+"""The math that engines share: layout of heads, scores, online softmax, tiles, sums
+over tiles, derivatives.
+"""

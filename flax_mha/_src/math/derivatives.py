@@ -1,10 +1,13 @@
-"""Functions with handwritten rules for both forward and reverse mode, and so with derivatives of every order.
+"""Functions with handwritten rules for both forward and reverse mode, and so with
+derivatives of every order.
 
-The tangent of attention is a linear function of its inputs' tangents, and the transpose of that function is the
-backward pass of FlashAttention. `jax.custom_vjp` takes only the transpose, so it has no forward mode. `jax.custom_jvp`
-takes only the tangent, and loses its rule in a loop that is differentiated in reverse mode.
-`jax.custom_derivatives.linear_call` takes both, but supports neither `jax.vmap` nor derivatives with respect to
-arguments in which the function is not linear. The JAX primitive in this file supports all of them.
+The tangent of attention is a linear function of its inputs' tangents, and the transpose
+of that function is the backward pass of FlashAttention. `jax.custom_vjp` takes only the
+transpose, so it has no forward mode. `jax.custom_jvp` takes only the tangent, and loses
+its rule in a loop that is differentiated in reverse mode.
+`jax.custom_derivatives.linear_call` takes both, but supports neither `jax.vmap` nor
+derivatives with respect to arguments in which the function is not linear. The JAX
+primitive in this file supports all of them.
 """
 
 import dataclasses
@@ -21,36 +24,46 @@ from flax_mha._src.call.operands import Call, Operands, Result
 from flax_mha._src.core.jaxprs import Program, as_function, is_linearized
 from flax_mha._src.core.products import products_are_replaced
 
-# For every `jax.vmap` around a call, the innermost first: the size of its axis, and which arguments it maps.
+# For every `jax.vmap` around a call, the innermost first: the size of its axis, and
+# which arguments it maps.
 Levels = tuple[tuple[int, tuple[bool, ...]], ...]
 Tangents = Mapping[int, Array]  # the tangents of some arguments, by argument number
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Function:
-    """A function of arrays as one JAX operation, with rules to differentiate, transpose and `vmap` it."""
+    """A function of arrays as one JAX operation, with rules to differentiate, transpose
+    and `vmap` it.
+    """
 
-    outputs: Sequence[Any]  # arrays, or structures, with the shapes and dtypes of the outputs
+    # Arrays, or structures, with the shapes and dtypes of the outputs.
+    outputs: Sequence[Any]
     # `evaluate(*arguments)` computes the outputs; it need not be differentiable.
     evaluate: Callable[..., Sequence[Array]]
-    # `jvp(arguments, tangents)` computes the outputs and their tangents (None for zero) from some arguments' tangents.
+    # `jvp(arguments, tangents)` computes the outputs and their tangents (None for zero)
+    # from some arguments' tangents.
     jvp: Callable[[Sequence[Any], Tangents], Any]
-    # `transpose(residuals, cotangents)` maps the outputs' cotangents to cotangents of the linear arguments; `residuals`
-    # are all arguments before the linear ones.
+    # `transpose(residuals, cotangents)` maps the outputs' cotangents to cotangents of
+    # the linear arguments; `residuals` are all arguments before the linear ones.
     transpose: Callable[[Sequence[Any], Sequence[Array]], Sequence[Array]] | None = None
-    # The function is jointly linear in the argument with this number and all that follow; None: not linear.
+    # The function is jointly linear in the argument with this number and all that
+    # follow; None: not linear.
     first_linear: int | None = None
-    # `evaluate`, traced, if JAX must find operations in it that depend on their devices.
+    # `evaluate`, traced, if JAX must find operations in it that depend on their
+    # devices.
     program: Program | None = None
 
     def __call__(self, *arguments: Array) -> list[Array]:
         arguments = tuple(map(jnp.asarray, arguments))
         function = self
         if products_are_replaced():
-            # Inside `jit`, JAX calls `evaluate` when it compiles the program; the tool may be gone by then.
+            # Inside `jit`, JAX calls `evaluate` when it compiles the program; the tool
+            # may be gone by then.
             traced = jax.make_jaxpr(self.evaluate)(*arguments)
             function = dataclasses.replace(self, evaluate=as_function(traced))
-        return _function.bind(*arguments, function=function, levels=(), jaxpr=self.program)
+        return _function.bind(
+            *arguments, function=function, levels=(), jaxpr=self.program
+        )
 
 
 def linear_function(
@@ -61,16 +74,24 @@ def linear_function(
     portable: Callable[..., Sequence[Array]] | None = None,
     program: Program | None = None,
 ) -> Function:
-    """Makes a `Function` that is linear in `arguments[first:]` jointly: its tangent is the function of their tangents.
+    """Makes a `Function` that is linear in `arguments[first:]` jointly: its tangent is
+    the function of their tangents.
 
-    If an earlier argument has a tangent, JAX differentiates `portable` instead, which computes the same; None means
-    `evaluate` itself. The other parameters are fields of `Function`.
+    If an earlier argument has a tangent, JAX differentiates `portable` instead, which
+    computes the same; None means `evaluate` itself. The other parameters are fields of
+    `Function`.
     """
 
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
         if min(tangents) < first:
-            return function(*arguments), differentiate(portable or evaluate, arguments, tangents)
-        linear = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments) if i >= first]
+            return function(*arguments), differentiate(
+                portable or evaluate, arguments, tangents
+            )
+        linear = [
+            tangents.get(i, jnp.zeros_like(x))
+            for i, x in enumerate(arguments)
+            if i >= first
+        ]
         return function(*arguments), function(*arguments[:first], *linear)
 
     function = Function(outputs, evaluate, jvp, transpose, first, program)
@@ -78,16 +99,20 @@ def linear_function(
 
 
 def is_linear_in_values(operands: Operands) -> bool:
-    """Returns whether `jax.linear_transpose` traces a call of which only the values vary; it is linear in these."""
+    """Returns whether `jax.linear_transpose` traces a call of which only the values
+    vary; it is linear in these.
+    """
     if not is_linearized(operands.value):
         return False
     return sum(map(is_linearized, jax.tree.leaves(operands))) == 1
 
 
 def as_function_of_values(call: Call, run: Callable[[Call], Result]) -> Result:
-    """Computes `run(call)` as one operation that is linear in the values, for `jax.linear_transpose`.
+    """Computes `run(call)` as one operation that is linear in the values, for
+    `jax.linear_transpose`.
 
-    JAX cannot transpose the operations inside `run`, because the search for NaN in the values is not linear.
+    JAX cannot transpose the operations inside `run`, because the search for NaN in the
+    values is not linear.
     """
     value = call.operands.value
     leaves, structure = jax.tree.flatten(call.operands)
@@ -96,23 +121,40 @@ def as_function_of_values(call: Call, run: Callable[[Call], Result]) -> Result:
 
     def attend(*leaves: Array) -> Result:
         *others, value = leaves
-        operands = jax.tree.unflatten(structure, [*others[:place], value, *others[place:]])
+        operands = jax.tree.unflatten(
+            structure, [*others[:place], value, *others[place:]]
+        )
         return run(call._replace(operands=operands))
 
-    def transpose(others: Sequence[Array], cotangents: Sequence[Array]) -> Sequence[Array]:
-        _, pull = jax.vjp(lambda value: attend(*others, value).output, jnp.zeros(value.shape, value.dtype))
+    def transpose(
+        others: Sequence[Array], cotangents: Sequence[Array]
+    ) -> Sequence[Array]:
+        _, pull = jax.vjp(
+            lambda value: attend(*others, value).output,
+            jnp.zeros(value.shape, value.dtype),
+        )
         return pull(cotangents[0])
 
     # Log-sum-exp and largest scores do not depend on the values.
     needs_others = call.options.return_residual or call.options.return_max_score
-    of_scores = attend(*others, jnp.zeros(value.shape, value.dtype)) if needs_others else Result(value, None)
-    output = jax.eval_shape(attend, *others, jax.ShapeDtypeStruct(value.shape, value.dtype)).output
-    function = linear_function([output], lambda *leaves: [attend(*leaves).output], transpose, len(others))
+    of_scores = (
+        attend(*others, jnp.zeros(value.shape, value.dtype))
+        if needs_others
+        else Result(value, None)
+    )
+    output = jax.eval_shape(
+        attend, *others, jax.ShapeDtypeStruct(value.shape, value.dtype)
+    ).output
+    function = linear_function(
+        [output], lambda *leaves: [attend(*leaves).output], transpose, len(others)
+    )
     return of_scores._replace(output=function(*others, value)[0])
 
 
 def reverse_only(x: Array, error: str) -> Array:
-    """Returns `x`, but only reverse mode can differentiate it: forward mode raises a NotImplementedError (`error`)."""
+    """Returns `x`, but only reverse mode can differentiate it: forward mode raises a
+    NotImplementedError (`error`).
+    """
 
     def refuse(*_: Array) -> Sequence[Array]:
         raise NotImplementedError(error)
@@ -125,17 +167,27 @@ def reverse_only(x: Array, error: str) -> Array:
     return Function(like, lambda *x: x, jvp)(x)[0]
 
 
-def differentiate(function: Callable, arguments: Sequence[Any], tangents: Tangents) -> Sequence[Array]:
-    """Computes the tangents of the outputs of `function(*arguments)`; `tangents` maps argument numbers to tangents."""
+def differentiate(
+    function: Callable, arguments: Sequence[Any], tangents: Tangents
+) -> Sequence[Array]:
+    """Computes the tangents of the outputs of `function(*arguments)`; `tangents` maps
+    argument numbers to tangents.
+    """
 
     def of_some(*some: Array) -> list[Array]:
         return list(function(*replace_at(arguments, tangents, some)))
 
-    return jax.jvp(of_some, tuple(arguments[i] for i in tangents), tuple(tangents.values()))[1]
+    return jax.jvp(
+        of_some, tuple(arguments[i] for i in tangents), tuple(tangents.values())
+    )[1]
 
 
-def replace_at(leaves: Sequence[Array], places: Iterable[int], some: Sequence[Array]) -> list[Array]:
-    """Returns a copy of the list `leaves` with the entries at the indices `places` replaced by the arrays `some`."""
+def replace_at(
+    leaves: Sequence[Array], places: Iterable[int], some: Sequence[Array]
+) -> list[Array]:
+    """Returns a copy of the list `leaves` with the entries at the indices `places`
+    replaced by the arrays `some`.
+    """
     replaced = dict(zip(places, some, strict=True))
     return [replaced.get(i, x) for i, x in enumerate(leaves)]
 
@@ -151,7 +203,9 @@ def _map(function: Callable, flags_of_levels: Sequence[Sequence[bool]]) -> Calla
 
 
 @_function.def_impl
-def _evaluate(*arguments: Any, function: Function, levels: Levels, jaxpr: Any) -> list[Array]:
+def _evaluate(
+    *arguments: Any, function: Function, levels: Levels, jaxpr: Any
+) -> list[Array]:
     return list(_map(function.evaluate, [flags for _, flags in levels])(*arguments))
 
 
@@ -159,30 +213,49 @@ mlir.register_lowering(_function, mlir.lower_fun(_evaluate, multiple_results=Tru
 
 
 @_function.def_abstract_eval
-def _types(*arguments: Any, function: Function, levels: Levels, jaxpr: Any) -> list[Any]:
+def _types(
+    *arguments: Any, function: Function, levels: Levels, jaxpr: Any
+) -> list[Any]:
     like = next(x for x in arguments if jnp.issubdtype(x.dtype, jnp.floating))
     sizes, types = tuple(size for size, _ in reversed(levels)), []
     for x in function.outputs:
         shape = (*sizes, *x.shape)
         sharding = like.sharding.update(spec=jax.P(*(None,) * len(shape)))
-        types.append(like.update(shape=shape, dtype=x.dtype, weak_type=False, sharding=sharding))
+        types.append(
+            like.update(shape=shape, dtype=x.dtype, weak_type=False, sharding=sharding)
+        )
     return types
 
 
 def _batch(
-    arguments: Sequence[Any], axes: Sequence[int | None], *, function: Function, levels: Levels, jaxpr: Any
+    arguments: Sequence[Any],
+    axes: Sequence[int | None],
+    *,
+    function: Function,
+    levels: Levels,
+    jaxpr: Any,
 ) -> tuple[list[Array], list[int]]:
-    size = next(x.shape[axis] for x, axis in zip(arguments, axes, strict=True) if axis is not None)
-    first_linear = len(arguments) if function.first_linear is None else function.first_linear
+    size = next(
+        x.shape[axis]
+        for x, axis in zip(arguments, axes, strict=True)
+        if axis is not None
+    )
+    first_linear = (
+        len(arguments) if function.first_linear is None else function.first_linear
+    )
     mapped, flags = [], []
     for i, (x, axis) in enumerate(zip(arguments, axes, strict=True)):
         if axis is not None:
             x = jnp.moveaxis(x, axis, 0)
-        elif i >= first_linear:  # `_transpose` returns a cotangent for each mapped call; the broadcast sums them
+        # `_transpose` returns a cotangent for each mapped call; the broadcast sums
+        # them.
+        elif i >= first_linear:
             x = jnp.broadcast_to(x, (size, *x.shape))
         mapped.append(x)
         flags.append(axis is not None or i >= first_linear)
-    outputs = _function.bind(*mapped, function=function, levels=(*levels, (size, tuple(flags))), jaxpr=jaxpr)
+    outputs = _function.bind(
+        *mapped, function=function, levels=(*levels, (size, tuple(flags))), jaxpr=jaxpr
+    )
     return outputs, [0] * len(outputs)
 
 
@@ -190,42 +263,67 @@ batching.primitive_batchers[_function] = _batch
 
 
 def _jvp(
-    arguments: Sequence[Any], tangents: Sequence[Any], *, function: Function, levels: Levels, jaxpr: Any
+    arguments: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    function: Function,
+    levels: Levels,
+    jaxpr: Any,
 ) -> tuple[list[Array], list[Any]]:
     count = len(arguments)
-    places = [i for i, x in enumerate(tangents) if not (isinstance(x, ad.Zero) or x.dtype == jax.dtypes.float0)]
+    places = [
+        i
+        for i, x in enumerate(tangents)
+        if not (isinstance(x, ad.Zero) or x.dtype == jax.dtypes.float0)
+    ]
     if not places:
-        outputs = _function.bind(*arguments, function=function, levels=levels, jaxpr=jaxpr)
+        outputs = _function.bind(
+            *arguments, function=function, levels=levels, jaxpr=jaxpr
+        )
         return outputs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outputs]
 
     def jvp(*both: Any) -> tuple[list[Array], list[Array]]:
-        outputs, tangents = function.jvp(both[:count], dict(zip(places, both[count:], strict=True)))
+        outputs, tangents = function.jvp(
+            both[:count], dict(zip(places, both[count:], strict=True))
+        )
         return list(outputs), list(tangents)
 
     mapped = _map(jvp, [(*flags, *(flags[i] for i in places)) for _, flags in levels])
     outputs, d_outputs = mapped(*arguments, *(tangents[i] for i in places))
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outputs]
-    return outputs, [zero if x is None else x for x, zero in zip(d_outputs, zeros, strict=True)]
+    return outputs, [
+        zero if x is None else x for x, zero in zip(d_outputs, zeros, strict=True)
+    ]
 
 
 ad.primitive_jvps[_function] = _jvp
 
 
-def _transpose(cotangents: Sequence[Any], *arguments: Any, function: Function, levels: Levels, jaxpr: Any) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[Any],
+    *arguments: Any,
+    function: Function,
+    levels: Levels,
+    jaxpr: Any,
+) -> list[Any]:
     first, transpose = function.first_linear, function.transpose
     if first is None or transpose is None:
         raise NotImplementedError(
-            "jax.linear_transpose supports attention only as a function of value, and not if jax.jit or jax.vmap "
-            "wraps that function; use jax.vjp."
+            "jax.linear_transpose supports attention only as a function of value, and "
+            "not if jax.jit or jax.vmap wraps that function; use jax.vjp."
         )
 
     def pull(*both: Any) -> list[Array]:
         return list(transpose(both[:first], both[first:]))
 
     flags = [(*flags[:first], *(True for _ in cotangents)) for _, flags in levels]
-    linear = _map(pull, flags)(*arguments[:first], *map(ad.instantiate_zeros, cotangents))
+    linear = _map(pull, flags)(
+        *arguments[:first], *map(ad.instantiate_zeros, cotangents)
+    )
     wanted = map(ad.is_undefined_primal, arguments[first:])
-    return [None] * first + [x if mine else None for x, mine in zip(linear, wanted, strict=True)]
+    return [None] * first + [
+        x if mine else None for x, mine in zip(linear, wanted, strict=True)
+    ]
 
 
 ad.primitive_transposes[_function] = _transpose

@@ -1,8 +1,10 @@
-"""Converts a call to the layout of one head, and maps functions of one head over batch and heads (`map_heads`).
+"""Converts a call to the layout of one head, and maps functions of one head over batch
+and heads (`map_heads`).
 
-The math is written for one head. In the *layout of one head*, batch and heads come first in every array: [B..., K | 1,
-G | 1, array of one head]. B are the batch axes, K counts key heads, and G = N / K counts the query heads that share a
-key head (head n has key head n // G). Along an axis of length 1, all heads share one entry.
+The math is written for one head. In the *layout of one head*, batch and heads come
+first in every array: [B..., K | 1, G | 1, array of one head]. B are the batch axes, K
+counts key heads, and G = N / K counts the query heads that share a key head (head n has
+key head n // G). Along an axis of length 1, all heads share one entry.
 """
 
 import dataclasses
@@ -19,7 +21,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import Call, IdsAndSeeds, NonFinite, Operands, Options, Result
+from flax_mha._src.call.operands import (
+    Call,
+    IdsAndSeeds,
+    NonFinite,
+    Operands,
+    Options,
+    Result,
+)
 from flax_mha._src.core.tile import Offsets, Tile
 from flax_mha._src.core.tracing import T, being_traced
 from flax_mha._src.masks import Mask
@@ -29,7 +38,9 @@ AnyArray = TypeVar("AnyArray", Array, np.ndarray)
 
 
 class Listed(NamedTuple):
-    """The lists of keys of t consecutive queries, for calls in which each query lists its keys (`key_indices`)."""
+    """The lists of keys of t consecutive queries, for calls in which each query lists
+    its keys (`key_indices`).
+    """
 
     first: Int[Array, ""]  # number of the first of these queries
     indices: Int[Array, "t k"]  # indices of keys; -1 means no key
@@ -38,35 +49,51 @@ class Listed(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The arrays and the score rule of one head or, with leading axes [B..., K, G], of all heads."""
+    """The arrays and the score rule of one head or, with leading axes [B..., K, G], of
+    all heads.
+    """
 
     query: Float[Array, "... T H"]  # scaled, or to be scaled by `rule.scale`
     key: Float[Array, "... S H"]
     value: Float[Array, "... S Hv"]
     inputs: ScoreInputs
     rule: ScoreRule
-    nonfinite: NonFinite | None  # flags of queries and keys that were not finite; None if nothing can be masked
-    listed: Listed | None = None  # if given, each query has its own keys and values [T, k, H]; else all share keys
+    # Flags of queries and keys that were not finite; None if nothing can be masked.
+    nonfinite: NonFinite | None
+    # If given, each query has its own keys and values [T, k, H]; else all share keys.
+    listed: Listed | None = None
 
     @property
     def finite_query(self) -> Float[Array, "... T H"]:
         """The queries, with zeros in place of those that hold NaN or infinity."""
-        return self.query if self.nonfinite is None else guard.zero(self.query, self.nonfinite.query)
+        return (
+            self.query
+            if self.nonfinite is None
+            else guard.zero(self.query, self.nonfinite.query)
+        )
 
     @property
     def whole(self) -> Tile:
         """The tile that holds all scores of the head."""
         shape = (self.query.shape[0], self.key.shape[-2])
         first, indices = (0, None) if self.listed is None else self.listed
-        return Tile(first, 0, shape, self.rule.offsets.values, ring=self.rule.ring, indices=indices)
+        return Tile(
+            first,
+            0,
+            shape,
+            self.rule.offsets.values,
+            ring=self.rule.ring,
+            indices=indices,
+        )
 
 
 def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> Head:
     """Returns the arrays of a call as a `Head` with axes [B..., K, G, ...].
 
-    `dtype` is the dtype of operands of matrix products. Query, key and value are converted to it or, for an engine that
-    rounds them to `dtype` itself, to `stored`. The scale multiplies the queries. But if it is a number, and queries are
-    rounded to a narrower `dtype`, it multiplies the products, as `rule.scale`.
+    `dtype` is the dtype of operands of matrix products. Query, key and value are
+    converted to it or, for an engine that rounds them to `dtype` itself, to `stored`.
+    The scale multiplies the queries. But if it is a number, and queries are rounded to
+    a narrower `dtype`, it multiplies the products, as `rule.scale`.
     """
     operands, options = call
     inputs, rule = scores_of(operands, options)
@@ -74,21 +101,28 @@ def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> H
     stored = dtype if stored is None else stored
     query = operands.query.astype(rule.dtype)
     if operands.scale is not None:
-        query = query if nonfinite is None else guard.zero(query, nonfinite.query)  # for the gradient of the scale
+        # For the gradient of the scale.
+        query = query if nonfinite is None else guard.zero(query, nonfinite.query)
         query = query * operands.scale.astype(rule.dtype)
     elif dtype == rule.dtype:
         query = query * options.scale
     else:  # scaling before the product would round the query
         rule = dataclasses.replace(rule, scale=options.scale)
     queries = split_heads(query.astype(stored), groups)
-    keys, values = (split_heads(x.astype(stored), (groups[0], 1)) for x in operands[1:3])
+    keys, values = (
+        split_heads(x.astype(stored), (groups[0], 1)) for x in operands[1:3]
+    )
     if nonfinite is not None:
-        nonfinite = NonFinite(vectors_by_head(nonfinite.query, groups), vectors_by_head(nonfinite.key, (groups[0], 1)))
+        nonfinite = NonFinite(
+            vectors_by_head(nonfinite.query, groups),
+            vectors_by_head(nonfinite.key, (groups[0], 1)),
+        )
     return Head(queries, keys, values, inputs, rule, nonfinite)
 
 
 def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreRule]:
-    """Collects everything except query and key that a call's scores depend on, in the layout of one head.
+    """Collects everything except query and key that a call's scores depend on, in the
+    layout of one head.
 
     Returns the arrays that get gradients, and a rule that holds everything else.
     """
@@ -98,13 +132,17 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
     mask = operands.mask
     inputs = ScoreInputs(
         bias=None if operands.bias is None else convert(operands.bias, "B N T S"),
-        sink=None if operands.sinks is None else convert(operands.sinks, "B N").astype(options.dtype),
+        sink=None
+        if operands.sinks is None
+        else convert(operands.sinks, "B N").astype(options.dtype),
         captured=_captured_by_head(operands, options, convert),
     )
     ids = zip(ids_and_seeds(operands, options), ("B", "N", "B N words"), strict=True)
     batch, head, seed = (None if x is None else convert(x, axes) for x, axes in ids)
     rule = ScoreRule(
-        mask=mask.map_arrays(convert) if mask is not None and jax.tree.leaves(mask) else mask,
+        mask=mask.map_arrays(convert)
+        if mask is not None and jax.tree.leaves(mask)
+        else mask,
         offsets=jax.tree.map(lambda x: convert(x, "B"), operands.offsets),
         dropout_seed=seed,
         batch=batch,
@@ -122,28 +160,39 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
     return inputs, rule
 
 
-def _captured_by_head(operands: Operands, options: Options, convert: Callable[[Array, str], Array]) -> list[Array]:
-    """Splits a captured array by head if `score_mod` indexes it only as array[b, h, ...]; heads share the others.
+def _captured_by_head(
+    operands: Operands, options: Options, convert: Callable[[Array, str], Array]
+) -> list[Array]:
+    """Splits a captured array by head if `score_mod` indexes it only as array[b, h,
+    ...]; heads share the others.
 
-    Every tile adds to the gradients of its head's captured arrays, so small arrays save time. A head's entry has the
-    shape [1, 1, ...]. `score_mod` still works, because JAX clamps the indices b and h to 0.
+    Every tile adds to the gradients of its head's captured arrays, so small arrays save
+    time. A head's entry has the shape [1, 1, ...]. `score_mod` still works, because JAX
+    clamps the indices b and h to 0.
     """
     batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
     ids, arrays = operands.ids_and_seeds, list(operands.captured)
     for i, x in enumerate(arrays):
-        is_entry = options.score_mod is not None and options.score_mod.entries_of_heads[i]
-        if is_entry and ids is not None and ids.batch is not None:  # a slice of a larger call
+        is_entry = (
+            options.score_mod is not None and options.score_mod.entries_of_heads[i]
+        )
+        # A slice of a larger call.
+        if is_entry and ids is not None and ids.batch is not None:
             x = x[ids.batch.reshape(-1, 1), ids.head]
         is_entry = is_entry and x.shape[:2] == (math.prod(batch), num_heads)
         shape = (*batch, num_heads, 1, 1, *x.shape[2:])
-        arrays[i] = convert(x.reshape(shape), "B N 1 1 ...") if is_entry else convert(x, "")
+        arrays[i] = (
+            convert(x.reshape(shape), "B N 1 1 ...") if is_entry else convert(x, "")
+        )
     return arrays
 
 
 def ids_and_seeds(operands: Operands, options: Options) -> IdsAndSeeds:
-    """Makes the indices b and h that `score_mod` gets, and two random words for each head, which seed its dropout.
+    """Makes the indices b and h that `score_mod` gets, and two random words for each
+    head, which seed its dropout.
 
-    If the operands are a slice of a larger call, returns the indices and seeds that were made for the slice.
+    If the operands are a slice of a larger call, returns the indices and seeds that
+    were made for the slice.
     """
     if operands.ids_and_seeds is not None:
         return operands.ids_and_seeds
@@ -153,16 +202,23 @@ def ids_and_seeds(operands: Operands, options: Options) -> IdsAndSeeds:
         entry = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
         head = jnp.arange(num_heads, dtype=jnp.int32)
     if operands.dropout_rng is not None:
-        shape = (1,) * (len(batch) + 1) if options.broadcast_dropout else (*batch, num_heads)
+        shape = (
+            (1,) * (len(batch) + 1)
+            if options.broadcast_dropout
+            else (*batch, num_heads)
+        )
         seed = jax.random.bits(operands.dropout_rng, (*shape, 2), jnp.uint32)
     return IdsAndSeeds(entry, head, seed)
 
 
-def by_head(x: AnyArray, axes: str, batch_rank: int, groups: tuple[int, int]) -> AnyArray:
-    """Converts an array to the layout of one head; batch and head axes that it lacks get length 1.
+def by_head(
+    x: AnyArray, axes: str, batch_rank: int, groups: tuple[int, int]
+) -> AnyArray:
+    """Converts an array to the layout of one head; batch and head axes that it lacks
+    get length 1.
 
-    `axes` names the array's axes, for example "B N T S" (see `masks/base.py`); `batch_rank` is the number of batch
-    axes, and `groups` is (K, G).
+    `axes` names the array's axes, for example "B N T S" (see `masks/base.py`);
+    `batch_rank` is the number of batch axes, and `groups` is (K, G).
     """
     names = axes.split()
     batch = batch_rank if "B" in names else 0
@@ -172,69 +228,108 @@ def by_head(x: AnyArray, axes: str, batch_rank: int, groups: tuple[int, int]) ->
 
 
 def mask_by_head(mask: Mask, batch_rank: int, groups: tuple[int, int]) -> Mask:
-    return mask.map_arrays(functools.partial(by_head, batch_rank=batch_rank, groups=groups))
+    return mask.map_arrays(
+        functools.partial(by_head, batch_rank=batch_rank, groups=groups)
+    )
 
 
-def split_heads(x: Float[Array, "*B L N F"], groups: tuple[int, int]) -> Float[Array, "*B K G L F"]:
-    """Converts vectors to the layout of one head; `groups` is (K, G) for queries, and (K, 1) for keys and values."""
+def split_heads(
+    x: Float[Array, "*B L N F"], groups: tuple[int, int]
+) -> Float[Array, "*B K G L F"]:
+    """Converts vectors to the layout of one head; `groups` is (K, G) for queries, and
+    (K, 1) for keys and values.
+    """
     x = jnp.moveaxis(x, -2, -3)
     return x.reshape(*x.shape[:-3], *groups, *x.shape[-2:])
 
 
-def vectors_by_head(x: Float[Array, "*B L N"], groups: tuple[int, int]) -> Float[Array, "*B K G L"]:
-    """Converts an array with one number for each position and head to the layout of one head; see `split_heads`."""
+def vectors_by_head(
+    x: Float[Array, "*B L N"], groups: tuple[int, int]
+) -> Float[Array, "*B K G L"]:
+    """Converts an array with one number for each position and head to the layout of one
+    head; see `split_heads`.
+    """
     rank = x.ndim - 2
     x = lax.transpose(x, (*range(rank), rank + 1, rank))
     return lax.reshape(x, (*x.shape[:rank], *groups, x.shape[-1]))
 
 
 def to_caller(
-    results: tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"], Float[Array, "*B K G T"] | None],
+    results: tuple[
+        Float[Array, "*B K G T Hv"],
+        Float[Array, "*B K G T"],
+        Float[Array, "*B K G T"] | None,
+    ],
     dtype: DTypeLike,
 ) -> Result:
-    """Converts results from the layout of one head to the caller's layout [B..., T, N], and the output to `dtype`."""
+    """Converts results from the layout of one head to the caller's layout [B..., T, N],
+    and the output to `dtype`.
+    """
     output, lse, largest = results
     output, lse = join_heads(output).astype(dtype), join_heads(lse[..., None])[..., 0]
-    return Result(output, lse, None if largest is None else join_heads(largest[..., None])[..., 0])
+    return Result(
+        output, lse, None if largest is None else join_heads(largest[..., None])[..., 0]
+    )
 
 
 def from_caller(
     result: Result, groups: tuple[int, int]
 ) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
-    """Converts output and log-sum-exp to the layout of one head, in the log-sum-exp's dtype; `groups` is (K, G)."""
+    """Converts output and log-sum-exp to the layout of one head, in the log-sum-exp's
+    dtype; `groups` is (K, G).
+    """
     lse: Any = result.lse
-    return split_heads(result.output.astype(lse.dtype), groups), vectors_by_head(lse, groups)
+    return split_heads(result.output.astype(lse.dtype), groups), vectors_by_head(
+        lse, groups
+    )
 
 
 def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
-    """Inverts `split_heads`: converts vectors from the layout of one head to the caller's layout."""
+    """Inverts `split_heads`: converts vectors from the layout of one head to the
+    caller's layout.
+    """
     x = x.reshape(*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:])
     return jnp.moveaxis(x, -3, -2)
 
 
 def map_heads(
-    one_head: Callable[[Any], Any], operands: Any, axes: int, looped_axes: int = 0, max_heads: int | None = None
+    one_head: Callable[[Any], Any],
+    operands: Any,
+    axes: int,
+    looped_axes: int = 0,
+    max_heads: int | None = None,
 ) -> Any:
-    """Maps `one_head` over batch entries and heads, the first `axes` axes of every array.
+    """Maps `one_head` over batch entries and heads, the first `axes` axes of every
+    array.
 
-    Each of these axes has its full size or 1. Along an axis of length 1, all heads share one entry: it is never
-    repeated, and its gradient is the sum over these heads. The first `looped_axes` axes are looped over (`lax.map`),
-    the others are vmapped. Every result begins with the same axes.
+    Each of these axes has its full size or 1. Along an axis of length 1, all heads
+    share one entry: it is never repeated, and its gradient is the sum over these heads.
+    The first `looped_axes` axes are looped over (`lax.map`), the others are vmapped.
+    Every result begins with the same axes.
 
-    If `one_head` has loops with matrix products, and a tool has replaced these (`products_are_replaced`), pass all axes
-    as `looped_axes`: to vmap a loop, JAX calls `lax.dot_general` with the operands inside the tool's own products.
+    If `one_head` has loops with matrix products, and a tool has replaced these
+    (`products_are_replaced`), pass all axes as `looped_axes`: to vmap a loop, JAX calls
+    `lax.dot_general` with the operands inside the tool's own products.
 
     Args:
       one_head: A function of a pytree of arrays.
       operands: Pytree of arrays [axes..., part of one head].
       axes: The number of leading axes to map over.
       looped_axes: How many of these to loop over.
-      max_heads: The most heads to vmap at a time; if there are more, a loop runs over parts of them. None: no limit.
+      max_heads: The most heads to vmap at a time; if there are more, a loop runs over
+        parts of them. None: no limit.
     """
     leaves, tree = jax.tree.flatten(operands)
-    is_mapped = [[leaf.shape[axis] != 1 for leaf in leaves] for axis in range(axes)]  # by axis and array
-    sizes = [next((leaf.shape[axis] for leaf in leaves if leaf.shape[axis] != 1), 1) for axis in range(axes)]
-    mapped = [_squeezed(x, tuple(axis for axis in range(axes) if x.shape[axis] == 1)) for x in leaves]
+    # By axis and array.
+    is_mapped = [[leaf.shape[axis] != 1 for leaf in leaves] for axis in range(axes)]
+    sizes = [
+        next((leaf.shape[axis] for leaf in leaves if leaf.shape[axis] != 1), 1)
+        for axis in range(axes)
+    ]
+    mapped = [
+        _squeezed(x, tuple(axis for axis in range(axes) if x.shape[axis] == 1))
+        for x in leaves
+    ]
 
     def run(leaves: list) -> Any:
         return one_head(jax.tree.unflatten(tree, leaves))
@@ -243,7 +338,13 @@ def map_heads(
         if not any(is_mapped[axis]):
             continue
         inner = math.prod(sizes[axis + 1 :])
-        group = 1 if axis < looped_axes else sizes[axis] if max_heads is None else max_heads // max(inner, 1)
+        group = (
+            1
+            if axis < looped_axes
+            else sizes[axis]
+            if max_heads is None
+            else max_heads // max(inner, 1)
+        )
         if group < sizes[axis]:
             group = next(n for n in range(max(group, 1), 0, -1) if sizes[axis] % n == 0)
         if axis >= looped_axes and group >= sizes[axis]:
@@ -254,26 +355,40 @@ def map_heads(
     return jax.tree.map(lambda x: lax.expand_dims(x, unit), run(mapped))
 
 
-def _loop(run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves: list) -> Any:
-    """Maps `run` over the first axis of leaves marked in `is_mapped`, in a loop that vmaps `group` entries at once."""
+def _loop(
+    run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves: list
+) -> Any:
+    """Maps `run` over the first axis of leaves marked in `is_mapped`, in a loop that
+    vmaps `group` entries at once.
+    """
 
     def entry(mapped: list) -> Any:
         following = iter(mapped)
-        return run([next(following) if flag else leaf for leaf, flag in zip(leaves, is_mapped, strict=True)])
+        return run(
+            [
+                next(following) if flag else leaf
+                for leaf, flag in zip(leaves, is_mapped, strict=True)
+            ]
+        )
 
     mapped = [leaf for leaf, flag in zip(leaves, is_mapped, strict=True) if flag]
     return lax.map(entry, mapped, batch_size=None if group == 1 else group)
 
 
-def by_blocks(block: Callable[[Int[Array, ""]], T], queries: int, height: int, axis: int) -> T:
-    """Calls `block` for one block of queries at a time, to save memory; joins results along their query axis, `axis`.
+def by_blocks(
+    block: Callable[[Int[Array, ""]], T], queries: int, height: int, axis: int
+) -> T:
+    """Calls `block` for one block of queries at a time, to save memory; joins results
+    along their query axis, `axis`.
 
-    `block(first)` returns results of `height` queries from number `first` on, or of all `queries` if these are fewer.
+    `block(first)` returns results of `height` queries from number `first` on, or of all
+    `queries` if these are fewer.
     """
     if queries <= height:
         return block(jnp.int32(0))
     count = -(-queries // height)
-    # The last block ends at the last query, so it may compute some queries of the block before it again.
+    # The last block ends at the last query, so it may compute some queries of the block
+    # before it again.
     firsts = jnp.minimum(jnp.arange(count, dtype=jnp.int32) * height, queries - height)
     results = lax.map(jax.checkpoint(block, prevent_cse=False), firsts)
 
@@ -287,8 +402,15 @@ def by_blocks(block: Callable[[Int[Array, ""]], T], queries: int, height: int, a
 
 
 def one_of(operands: Any, place: tuple[int, ...]) -> Any:
-    """Returns one head's arrays of the pytree `operands`; `place` holds the head's index along each leading axis."""
-    return jax.tree.map(lambda x: x[tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))], operands)
+    """Returns one head's arrays of the pytree `operands`; `place` holds the head's
+    index along each leading axis.
+    """
+    return jax.tree.map(
+        lambda x: x[
+            tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))
+        ],
+        operands,
+    )
 
 
 def _squeezed(x: Array | np.ndarray, axes: tuple[int, ...]) -> Array | np.ndarray:
@@ -296,21 +418,31 @@ def _squeezed(x: Array | np.ndarray, axes: tuple[int, ...]) -> Array | np.ndarra
 
 
 def numbers_as_arrays(call: Call) -> Call:
-    """Converts the scale and nonzero offsets to arrays, so that a call with other values does not compile again.
+    """Converts the scale and nonzero offsets to arrays, so that a call with other
+    values does not compile again.
 
-    Inside a caller's `jit` they stay Python numbers: that program is compiled anyway, and constants make it faster.
-    Offsets of 0 always stay numbers, so that the tiles to visit can be computed at trace time.
+    Inside a caller's `jit` they stay Python numbers: that program is compiled anyway,
+    and constants make it faster. Offsets of 0 always stay numbers, so that the tiles to
+    visit can be computed at trace time.
     """
     if being_traced():
         return call
     operands, options = call
     offsets = Offsets.of(
-        *(jnp.asarray(x, jnp.int32) if isinstance(x, int) and x else x for x in operands.offsets.values)
+        *(
+            jnp.asarray(x, jnp.int32) if isinstance(x, int) and x else x
+            for x in operands.offsets.values
+        )
     )
     scale: Any = operands.scale
     if scale is None:
-        # A NumPy array, because creating a JAX array takes a large part of the time of a small call.
+        # A NumPy array, because creating a JAX array takes a large part of the time of
+        # a small call.
         scale = np.asarray(options.scale, options.dtype)
     rank = operands.query.ndim - 3
-    offsets = jax.tree.map(lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape), offsets)
-    return Call(operands._replace(offsets=offsets, scale=scale), options._replace(scale=1.0))
+    offsets = jax.tree.map(
+        lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape), offsets
+    )
+    return Call(
+        operands._replace(offsets=offsets, scale=scale), options._replace(scale=1.0)
+    )

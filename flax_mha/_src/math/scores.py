@@ -1,4 +1,6 @@
-"""`ScoreRule` turns products query . key into scores, for a tile: a rectangle of the T x S scores of one head."""
+"""`ScoreRule` turns products query . key into scores, for a tile: a rectangle of the T
+x S scores of one head.
+"""
 
 import dataclasses
 import functools
@@ -23,14 +25,18 @@ from flax_mha._src.math.threefry import random_words
 
 
 class ScoreInputs(NamedTuple):
-    """The arrays other than query and key that affect a head's weights and get gradients."""
+    """The arrays other than query and key that affect a head's weights and get
+    gradients.
+    """
 
     bias: Float[Array, "... T S"] | None
     sink: Float[Array, "..."] | None
     captured: list[Array]
 
     def cut(self, tile: Tile) -> "ScoreInputs":
-        """Returns the inputs with the bias of one tile, in float32 or float64, in which gradients are then summed."""
+        """Returns the inputs with the bias of one tile, in float32 or float64, in which
+        gradients are then summed.
+        """
         bias = self.bias
         if bias is not None:
             bias = tile.cut(bias).astype(accumulation_dtype(bias.dtype))
@@ -40,37 +46,53 @@ class ScoreInputs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScoreRule:
-    """How a head turns products of queries and keys into scores: scale, soft cap, `score_mod`, bias, mask; and dropout.
+    """How a head turns products of queries and keys into scores: scale, soft cap,
+    `score_mod`, bias, mask; and dropout.
 
-    Its arrays, and the arrays of its mask, have leading axes for batch and heads until `map_heads` has mapped them.
+    Its arrays, and the arrays of its mask, have leading axes for batch and heads until
+    `map_heads` has mapped them.
     """
 
     mask: Mask | None  # None masks nothing, as in tiles that are visible throughout
     offsets: Offsets  # positions of the first query and the first key
-    dropout_seed: UInt32[Array, "... 2"] | None  # two random words, or None without dropout
-    batch: Int[Array, "..."] | None  # index of the batch entry (flattened), for `score_mod`
+    # Two random words, or None without dropout.
+    dropout_seed: UInt32[Array, "... 2"] | None
+    # Index of the batch entry (flattened), for `score_mod`.
+    batch: Int[Array, "..."] | None
     head: Int[Array, "..."] | None  # index of the head, for `score_mod`
     constants: list[Array]  # arrays that `score_mod` captures and that get no gradient
-    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})  # of scores and sums, float32 or float64
-    soft_cap: float | None = dataclasses.field(metadata={"static": True})  # c in c * tanh(s / c)
+    # Of scores and sums, float32 or float64.
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    # C in c * tanh(s / c).
+    soft_cap: float | None = dataclasses.field(metadata={"static": True})
     score_mod: TracedFunction | None = dataclasses.field(metadata={"static": True})
-    dropout_rate: float = dataclasses.field(metadata={"static": True})  # fraction of the weights that are dropped
-    precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})  # of matrix products
-    scale: float = dataclasses.field(default=1.0, metadata={"static": True})  # of the products; 1 if queries are scaled
-    ring: int | None = dataclasses.field(default=None, metadata={"static": True})  # slots of a ring cache, see `Tile`
-    returns_max: bool = dataclasses.field(default=False, metadata={"static": True})  # whether to return largest scores
+    # Fraction of the weights that are dropped.
+    dropout_rate: float = dataclasses.field(metadata={"static": True})
+    # Of matrix products.
+    precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})
+    # Of the products; 1 if queries are scaled.
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    # Slots of a ring cache, see `Tile`.
+    ring: int | None = dataclasses.field(default=None, metadata={"static": True})
+    # Whether to return largest scores.
+    returns_max: bool = dataclasses.field(default=False, metadata={"static": True})
     # Whether dropout and softmax take the form that XLA's GPU compiler fuses.
     on_gpu: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def masks_scores(self, inputs: ScoreInputs) -> bool:
         return may_mask(self.mask, inputs.bias, self.score_mod)
 
-    def products(self, query: Float[Array, "t H"], key: Float[Array, "s H"]) -> Float[Array, "t s"]:
+    def products(
+        self, query: Float[Array, "t H"], key: Float[Array, "s H"]
+    ) -> Float[Array, "t s"]:
         products = self.dot(query, key, transpose_b=True)
         return products if self.scale == 1.0 else products * self.scale
 
-    def dot(self, a: Float[Array, "m k"], b: Array, *, transpose_b: bool = False) -> Array:
-        """Computes a @ b, or a @ b.T, from operands in the narrower of their dtypes, summed in float32 at least.
+    def dot(
+        self, a: Float[Array, "m k"], b: Array, *, transpose_b: bool = False
+    ) -> Array:
+        """Computes a @ b, or a @ b.T, from operands in the narrower of their dtypes,
+        summed in float32 at least.
 
         If `b` has three axes, each row of `a` is multiplied by its own matrix.
         """
@@ -93,21 +115,32 @@ class ScoreRule:
         tile: Tile,
         nonfinite: NonFinite | None,
     ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
-        """Computes a tile's scores, and a number for each row, NaN or 0, to add to the row's largest score.
+        """Computes a tile's scores, and a number for each row, NaN or 0, to add to the
+        row's largest score.
 
-        The numbers are None without `nonfinite`, the flags of the tile's queries and keys that held NaN or infinity
-        (`guard.py`). `inputs` belong to the whole head.
+        The numbers are None without `nonfinite`, the flags of the tile's queries and
+        keys that held NaN or infinity (`guard.py`). `inputs` belong to the whole head.
         """
         products, poison, row_poison = self.products(query, key), None, None
         if nonfinite is not None:
-            # If possible, flags change the row maximum, not the scores: XLA's CPU can then fuse it with the product.
+            # If possible, flags change the row maximum, not the scores: XLA's CPU can
+            # then fuse it with the product.
             masks = self.masks_scores(inputs)
-            poison, row_poison = nonfinite.key[None] if masks else None, guard.poison_of_rows(nonfinite, not masks)
+            poison, row_poison = (
+                nonfinite.key[None] if masks else None,
+                guard.poison_of_rows(nonfinite, not masks),
+            )
         return self.tile(products, inputs.cut(tile), tile, poison), row_poison
 
-    def weigh(self, weights: Float[Array, "t s"], value: Float[Array, "s Hv"], tile: Tile) -> Float[Array, "t Hv"]:
-        """Drops some of a tile's weights (dropout), and returns their product with the values."""
-        return self.dot(times(weights, self.dropout_multiplier(tile, weights.dtype)), value)
+    def weigh(
+        self, weights: Float[Array, "t s"], value: Float[Array, "s Hv"], tile: Tile
+    ) -> Float[Array, "t Hv"]:
+        """Drops some of a tile's weights (dropout), and returns their product with the
+        values.
+        """
+        return self.dot(
+            times(weights, self.dropout_multiplier(tile, weights.dtype)), value
+        )
 
     def tile(
         self,
@@ -117,17 +150,23 @@ class ScoreRule:
         poison: Float[Array, "#t #s"] | None = None,
         fused: bool = False,
     ) -> Float[Array, "t s"]:
-        """Computes the scores of one tile, -inf where masked, from products of scaled queries and keys.
+        """Computes the scores of one tile, -inf where masked, from products of scaled
+        queries and keys.
 
-        `inputs` are already cut to the tile (`ScoreInputs.cut`). `poison`, infinity or 0, is added to visible scores
-        (`guard.py`). With `fused`, XLA's CPU backend can fuse the mask with the matrix product before it and the
-        softmax after it; then no masked product may be NaN, and nothing may be differentiated.
+        `inputs` are already cut to the tile (`ScoreInputs.cut`). `poison`, infinity or
+        0, is added to visible scores (`guard.py`). With `fused`, XLA's CPU backend can
+        fuse the mask with the matrix product before it and the softmax after it; then
+        no masked product may be NaN, and nothing may be differentiated.
         """
         visible = None if self.mask is None else self.mask.tile(tile)
         if inputs.bias is not None:
             visible = _both(visible, inputs.bias != -jnp.inf)
         fused = fused and self.score_mod is None
-        if visible is not None and not fused and (self.soft_cap is not None or self.score_mod is not None):
+        if (
+            visible is not None
+            and not fused
+            and (self.soft_cap is not None or self.score_mod is not None)
+        ):
             products = _zero_masked(products, visible)
         scores = self._cap(products)
         if self.score_mod is not None:
@@ -139,17 +178,24 @@ class ScoreRule:
         scores = scores if poison is None else scores + poison
         if visible is None:
             return scores
-        if fused:  # XLA's CPU fuses a minimum with the product before it, not a selection
-            return jnp.minimum(scores, jnp.where(visible, jnp.inf, -jnp.inf).astype(scores.dtype))
+        # XLA's CPU fuses a minimum with the product before it, not a selection.
+        if fused:
+            return jnp.minimum(
+                scores, jnp.where(visible, jnp.inf, -jnp.inf).astype(scores.dtype)
+            )
         return jnp.where(visible, scores, -jnp.inf)
 
-    def _apply_score_mod(self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile) -> Float[Array, "t s"]:
+    def _apply_score_mod(
+        self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
+    ) -> Float[Array, "t s"]:
         return tile.map_positions(self._one_score(inputs.captured), scores)
 
     def differentiable_tile(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> Float[Array, "t s"]:
-        """Computes the scores of `tile`, but masked scores add 0 to gradients, even if `score_mod` would add NaN."""
+        """Computes the scores of `tile`, but masked scores add 0 to gradients, even if
+        `score_mod` would add NaN.
+        """
         if self.score_mod is None or not products.size:
             return self.tile(products, inputs, tile)
         visible = self.tile(*lax.stop_gradient((products, inputs)), tile) != -jnp.inf
@@ -158,105 +204,192 @@ class ScoreRule:
     def tile_vjp(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
     ) -> tuple[Float[Array, "t s"], Callable[[Array], tuple[Array, ScoreInputs]]]:
-        """Returns a tile's scores, and a function from their cotangents to those of (`products`, `inputs`)."""
+        """Returns a tile's scores, and a function from their cotangents to those of
+        (`products`, `inputs`).
+        """
         if self.score_mod is None:
             return jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
         scores = self.tile(products, inputs, tile)
         visible = scores != -jnp.inf
-        return scores, jax.vjp(lambda x, p: self._scores_where(visible, x, p, tile), products, inputs)[1]
+        return scores, jax.vjp(
+            lambda x, p: self._scores_where(visible, x, p, tile), products, inputs
+        )[1]
 
     def _scores_where(
-        self, visible: Bool[Array, "t s"], products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
+        self,
+        visible: Bool[Array, "t s"],
+        products: Float[Array, "t s"],
+        inputs: ScoreInputs,
+        tile: Tile,
     ) -> Float[Array, "t s"]:
-        """Computes the scores of `tile` for differentiation, given which are `visible`; requires a `score_mod`.
+        """Computes the scores of `tile` for differentiation, given which are `visible`;
+        requires a `score_mod`.
 
-        The derivative of a captured array is a sum over all scores. A masked score contributes 0 times the derivative
-        of `score_mod`, which is NaN if the function has no derivative there, such as log1p(q_idx - kv_idx) for a key
-        after the query. So a masked score gets the positions of a visible score, whose derivative is in the sum anyway.
+        The derivative of a captured array is a sum over all scores. A masked score
+        contributes 0 times the derivative of `score_mod`, which is NaN if the function
+        has no derivative there, such as log1p(q_idx - kv_idx) for a key after the
+        query. So a masked score gets the positions of a visible score, whose derivative
+        is in the sum anyway.
         """
         if not inputs.captured:
-            scores = self._apply_score_mod(self._cap(_zero_masked(products, visible)), inputs, tile)
+            scores = self._apply_score_mod(
+                self._cap(_zero_masked(products, visible)), inputs, tile
+            )
         else:
-            row = jnp.argmax(visible.any(axis=1))  # XLA's CPU is slow at an argmax over the whole tile
+            # XLA's CPU is slow at an argmax over the whole tile.
+            row = jnp.argmax(visible.any(axis=1))
             column = jnp.argmax(visible[row])
-            rows = jnp.where(visible, tile.query_positions, tile.query_positions[row, 0])
+            rows = jnp.where(
+                visible, tile.query_positions, tile.query_positions[row, 0]
+            )
             key_positions = jnp.broadcast_to(tile.key_positions, visible.shape)
             columns = jnp.where(visible, key_positions, key_positions[row, column])
-            products = jnp.where(visible, products, lax.stop_gradient(products[row, column]))
-            captured = [jnp.where(visible[row, column], x, lax.stop_gradient(x)) for x in inputs.captured]
-            scores = jax.vmap(jax.vmap(self._one_score(captured)))(self._cap(products), rows, columns)
+            products = jnp.where(
+                visible, products, lax.stop_gradient(products[row, column])
+            )
+            captured = [
+                jnp.where(visible[row, column], x, lax.stop_gradient(x))
+                for x in inputs.captured
+            ]
+            scores = jax.vmap(jax.vmap(self._one_score(captured)))(
+                self._cap(products), rows, columns
+            )
         if inputs.bias is not None:
-            scores = scores + jnp.where(visible, inputs.bias, jnp.zeros_like(inputs.bias)).astype(scores.dtype)
+            scores = scores + jnp.where(
+                visible, inputs.bias, jnp.zeros_like(inputs.bias)
+            ).astype(scores.dtype)
         return jnp.where(visible, scores, -jnp.inf)
 
     def _cap(self, products: Float[Array, "t s"]) -> Float[Array, "t s"]:
-        return products if self.soft_cap is None else self.soft_cap * jnp.tanh(products / self.soft_cap)
+        return (
+            products
+            if self.soft_cap is None
+            else self.soft_cap * jnp.tanh(products / self.soft_cap)
+        )
 
-    def _one_score(self, captured: list[Array]) -> Callable[[Array, Array, Array], Array]:
-        """Returns `score_mod` as a function of (score, query position, key position) for this head's b and h."""
+    def _one_score(
+        self, captured: list[Array]
+    ) -> Callable[[Array, Array, Array], Array]:
+        """Returns `score_mod` as a function of (score, query position, key position)
+        for this head's b and h.
+        """
         error, mod = self.forward_mode_error, self.score_mod
         marked = functools.partial(reverse_only, error=error) if error else lambda x: x
         arrays = [*map(marked, captured), *self.constants]
-        return lambda score, row, column: mod(arrays, marked(score), self.batch, self.head, row, column)  # type: ignore[misc, arg-type]
+        return lambda score, row, column: mod(
+            arrays, marked(score), self.batch, self.head, row, column
+        )  # type: ignore[misc, arg-type]
 
     @property
     def forward_mode_error(self) -> str | None:
-        """The error message if `score_mod` cannot be differentiated in forward mode, else None."""
+        """The error message if `score_mod` cannot be differentiated in forward mode,
+        else None.
+        """
         if self.score_mod is None or "custom_vjp_call" not in self.score_mod.primitives:
             return None
         return (
-            f"{self.score_mod.name} must support forward mode for jax.jvp, jax.linearize and jax.hessian, but it calls "
-            "a function with a jax.custom_vjp; use a jax.custom_jvp instead."
+            f"{self.score_mod.name} must support forward mode for jax.jvp, "
+            "jax.linearize and jax.hessian, but it calls a function with a "
+            "jax.custom_vjp; use a jax.custom_jvp instead."
         )
 
-    def dropout_multiplier(self, tile: Tile, dtype: DTypeLike = jnp.float32) -> Float[Array, "t s"] | None:
-        """Computes the factors by which dropout multiplies the weights of a tile; None without dropout.
+    def dropout_multiplier(
+        self, tile: Tile, dtype: DTypeLike = jnp.float32
+    ) -> Float[Array, "t s"] | None:
+        """Computes the factors by which dropout multiplies the weights of a tile; None
+        without dropout.
 
-        The factors depend only on seed and positions. Threefry maps a counter, (query position // 2, key position),
-        to two random words: the first for the query at the even position, the second for the query at the odd position.
+        The factors depend only on seed and positions. Threefry maps a counter, (query
+        position // 2, key position), to two random words: the first for the query at
+        the even position, the second for the query at the odd position.
         """
         if self.on_gpu or tile.indices is not None:
             return self._dropout_by_query(tile, dtype)
-        return None if self.dropout_seed is None else self._factors(self._words_by_pairs(tile), dtype)
+        return (
+            None
+            if self.dropout_seed is None
+            else self._factors(self._words_by_pairs(tile), dtype)
+        )
 
-    def _dropout_by_query(self, tile: Tile, dtype: DTypeLike) -> Float[Array, "t s"] | None:
-        """Computes `dropout_multiplier` by one hash per score. It uses only one of the two words, but fuses on GPUs."""
+    def _dropout_by_query(
+        self, tile: Tile, dtype: DTypeLike
+    ) -> Float[Array, "t s"] | None:
+        """Computes `dropout_multiplier` by one hash per score. It uses only one of the
+        two words, but fuses on GPUs.
+        """
         if self.dropout_seed is None:
             return None
-        rows, columns = (jnp.broadcast_to(x, tile.shape) for x in (tile.query_positions, tile.key_positions))
-        first, second = (lax.bitcast_convert_type(word, jnp.int32) for word in self.dropout_seed)
-        even, odd = random_words((first, second), (lax.shift_right_arithmetic(rows, jnp.int32(1)), columns))
-        return self._factors(lax.bitcast_convert_type(jnp.where((rows & 1) == 1, odd, even), jnp.uint32), dtype)
+        rows, columns = (
+            jnp.broadcast_to(x, tile.shape)
+            for x in (tile.query_positions, tile.key_positions)
+        )
+        first, second = (
+            lax.bitcast_convert_type(word, jnp.int32) for word in self.dropout_seed
+        )
+        even, odd = random_words(
+            (first, second), (lax.shift_right_arithmetic(rows, jnp.int32(1)), columns)
+        )
+        return self._factors(
+            lax.bitcast_convert_type(jnp.where((rows & 1) == 1, odd, even), jnp.uint32),
+            dtype,
+        )
 
-    def _factors(self, words: UInt32[Array, "t s"], dtype: DTypeLike) -> Float[Array, "t s"]:
+    def _factors(
+        self, words: UInt32[Array, "t s"], dtype: DTypeLike
+    ) -> Float[Array, "t s"]:
         dropped = words < np.uint32(min(round(self.dropout_rate * 2**32), 2**32 - 1))
-        return jnp.where(dropped, jnp.zeros((), dtype), jnp.asarray(1 / (1 - self.dropout_rate), dtype))
+        return jnp.where(
+            dropped,
+            jnp.zeros((), dtype),
+            jnp.asarray(1 / (1 - self.dropout_rate), dtype),
+        )
 
     def _words_by_pairs(self, tile: Tile) -> UInt32[Array, "t s"]:
-        """Computes a tile's random words from half as many Threefry counters: one serves two queries, 2n and 2n + 1."""
+        """Computes a tile's random words from half as many Threefry counters: one
+        serves two queries, 2n and 2n + 1.
+        """
         (height, width), (query_offset, _) = tile.shape, tile.offsets
         first = jnp.asarray(tile.row + query_offset, jnp.int32)
-        # If the offset is a number, tiles begin at even rows. (`in_place.py` begins at odd ones, but only over a cache,
-        # whose offsets are arrays.) So only an odd offset can separate the two queries of a counter.
+        # If the offset is a number, tiles begin at even rows. (`in_place.py` begins at
+        # odd ones, but only over a cache, whose offsets are arrays.) So only an odd
+        # offset can separate the two queries of a counter.
         is_even = isinstance(query_offset, int) and query_offset % 2 == 0
         pairs = -(-height // 2) if is_even else height // 2 + 1
-        pair = lax.shift_right_arithmetic(first, jnp.int32(1)) + lax.broadcasted_iota(jnp.int32, (pairs, width), 0)
+        pair = lax.shift_right_arithmetic(first, jnp.int32(1)) + lax.broadcasted_iota(
+            jnp.int32, (pairs, width), 0
+        )
         column = jnp.broadcast_to(tile.key_positions, (pairs, width))
         counters = jnp.concatenate([pair.ravel(), column.ravel()]).astype(jnp.uint32)
         words = jax.extend.random.threefry_2x32(self.dropout_seed, counters)
-        words = jnp.moveaxis(words.reshape(2, pairs, width), 0, 1).reshape(2 * pairs, width)
-        return words[:height] if is_even else lax.dynamic_slice_in_dim(words, first & 1, height, 0)
+        words = jnp.moveaxis(words.reshape(2, pairs, width), 0, 1).reshape(
+            2 * pairs, width
+        )
+        return (
+            words[:height]
+            if is_even
+            else lax.dynamic_slice_in_dim(words, first & 1, height, 0)
+        )
 
 
-def times(weights: Float[Array, "t s"], dropout: Float[Array, "t s"] | None) -> Float[Array, "t s"]:
-    """Multiplies weights by `ScoreRule.dropout_multiplier`, or returns them unchanged without dropout."""
+def times(
+    weights: Float[Array, "t s"], dropout: Float[Array, "t s"] | None
+) -> Float[Array, "t s"]:
+    """Multiplies weights by `ScoreRule.dropout_multiplier`, or returns them unchanged
+    without dropout.
+    """
     return weights if dropout is None else weights * dropout
 
 
-def _zero_masked(products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]) -> Float[Array, "t s"]:
-    """Replaces masked products by 0, because infinite products could make derivatives NaN."""
+def _zero_masked(
+    products: Float[Array, "t s"], visible: Bool[Array, "#t #s"]
+) -> Float[Array, "t s"]:
+    """Replaces masked products by 0, because infinite products could make derivatives
+    NaN.
+    """
     return jnp.where(visible, products, jnp.zeros_like(products))
 
 
-def _both(a: Bool[Array, "#t #s"] | None, b: Bool[Array, "#t #s"]) -> Bool[Array, "#t #s"]:
+def _both(
+    a: Bool[Array, "#t #s"] | None, b: Bool[Array, "#t #s"]
+) -> Bool[Array, "#t #s"]:
     return b if a is None else a & b

@@ -1,6 +1,8 @@
-"""The softmax of one head: of all scores at once, and online, of scores that arrive in blocks (`OnlineSoftmax`).
+"""The softmax of one head: of all scores at once, and online, of scores that arrive in
+blocks (`OnlineSoftmax`).
 
-softmax(Q K^T + bias) V with scaled queries, Vaswani et al., Attention is all you need, arXiv:1706.03762, equation 1.
+softmax(Q K^T + bias) V with scaled queries, Vaswani et al., Attention is all you need,
+arXiv:1706.03762, equation 1.
 """
 
 import dataclasses
@@ -21,32 +23,48 @@ from flax_mha._src.core.tile import Tile
 from flax_mha._src.math.head import Head
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
 
-# Output, log-sum-exp and, with `return_max_score`, the largest score of each row (the scores of one query).
-ResultsOfHead = tuple[Float[Array, "t Hv"], Float[Array, " t"], Float[Array, " t"] | None]
+# Output, log-sum-exp and, with `return_max_score`, the largest score of each row (the
+# scores of one query).
+ResultsOfHead = tuple[
+    Float[Array, "t Hv"], Float[Array, " t"], Float[Array, " t"] | None
+]
 
-# Names for policies of `jax.checkpoint`: gradients need the inputs, the output and the log-sum-exp. Gradients
-# of `_differentiable` also need the products of queries and keys, "attention_scores".
+# Names for policies of `jax.checkpoint`: gradients need the inputs, the output and the
+# log-sum-exp. Gradients of `_differentiable` also need the products of queries and
+# keys, "attention_scores".
 RESIDUALS = ("attention_output", "attention_lse")
 
 
 def name_residuals(
     output: Float[Array, "..."], lse: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Returns output and log-sum-exp with the names `RESIDUALS`, by which policies of `jax.checkpoint` find them."""
+    """Returns output and log-sum-exp with the names `RESIDUALS`, by which policies of
+    `jax.checkpoint` find them.
+    """
     return checkpoint_name(output, RESIDUALS[0]), checkpoint_name(lse, RESIDUALS[1])
 
 
 def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
-    """Computes output, log-sum-exp and largest scores (None if not requested) of one head.
+    """Computes output, log-sum-exp and largest scores (None if not requested) of one
+    head.
 
-    A query without visible keys has output 0, log-sum-exp -inf (its sink, if there is one) and largest score -inf.
-    Forward and reverse mode work to every order. With `fuse_rows`, XLA's CPU compiles the forward pass to one kernel.
+    A query without visible keys has output 0, log-sum-exp -inf (its sink, if there is
+    one) and largest score -inf. Forward and reverse mode work to every order. With
+    `fuse_rows`, XLA's CPU compiles the forward pass to one kernel.
     """
-    # The custom JVP rule below cannot be vmapped over an axis of size 0, nor differentiate functions with a custom_vjp,
-    # such as the quantized products of qwix.
-    reverse_only = head.rule.score_mod is not None and "custom_vjp_call" in head.rule.score_mod.primitives
+    # The custom JVP rule below cannot be vmapped over an axis of size 0, nor
+    # differentiate functions with a custom_vjp, such as the quantized products of qwix.
+    reverse_only = (
+        head.rule.score_mod is not None
+        and "custom_vjp_call" in head.rule.score_mod.primitives
+    )
     reverse_only = reverse_only or products_are_replaced()
-    if not head.rule.masks_scores(head.inputs) or reverse_only or not head.query.size or not head.key.size:
+    if (
+        not head.rule.masks_scores(head.inputs)
+        or reverse_only
+        or not head.query.size
+        or not head.key.size
+    ):
         return _differentiable(head, fuse_rows)
     return _head(fuse_rows, head)
 
@@ -57,40 +75,67 @@ def _head(fuse_rows: bool, head: Head) -> ResultsOfHead:
 
 
 @_head.defjvp
-def _head_jvp(fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]) -> tuple[ResultsOfHead, ResultsOfHead]:
-    [head], [tangent] = primals, tangents  # arrays in `rule` and `nonfinite` have no gradient
+def _head_jvp(
+    fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]
+) -> tuple[ResultsOfHead, ResultsOfHead]:
+    # Arrays in `rule` and `nonfinite` have no gradient.
+    [head], [tangent] = primals, tangents
 
-    def differentiable(query: Array, key: Array, value: Array, inputs: ScoreInputs) -> ResultsOfHead:
-        return _differentiable(dataclasses.replace(head, query=query, key=key, value=value, inputs=inputs))
+    def differentiable(
+        query: Array, key: Array, value: Array, inputs: ScoreInputs
+    ) -> ResultsOfHead:
+        return _differentiable(
+            dataclasses.replace(head, query=query, key=key, value=value, inputs=inputs)
+        )
 
     primal, of_tangents = ((x.query, x.key, x.value, x.inputs) for x in (head, tangent))
     return jax.jvp(differentiable, primal, of_tangents)
 
 
 def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
-    """Computes the results of queries whose visible keys are all in one tile; callers must define the derivatives.
+    """Computes the results of queries whose visible keys are all in one tile; callers
+    must define the derivatives.
 
-    `head` holds the tile's part of all arrays. With `fuse`, XLA's CPU backend compiles this to one kernel, which writes
-    no score to memory. Then a masked product of finite numbers may make its row NaN if it overflows.
+    `head` holds the tile's part of all arrays. With `fuse`, XLA's CPU backend compiles
+    this to one kernel, which writes no score to memory. Then a masked product of finite
+    numbers may make its row NaN if it overflows.
     """
-    query, key, rule, nonfinite, poison = head.query, head.key, head.rule, head.nonfinite, None
+    query, key, rule, nonfinite, poison = (
+        head.query,
+        head.key,
+        head.rule,
+        head.nonfinite,
+        None,
+    )
     if nonfinite is not None and (fuse or rule.score_mod is not None):
         query, poison = head.finite_query, guard.poison_of_scores(nonfinite)
-    elif nonfinite is not None:  # cheaper: put NaN back, because masked scores are replaced anyway
-        query, key = guard.restore_nan(query, nonfinite.query), guard.restore_nan(key, nonfinite.key)
+    # Cheaper: put NaN back, because masked scores are replaced anyway.
+    elif nonfinite is not None:
+        query, key = (
+            guard.restore_nan(query, nonfinite.query),
+            guard.restore_nan(key, nonfinite.key),
+        )
     s = rule.tile(rule.products(query, key), head.inputs, tile, poison, fuse)
     return _softmax(s, head.value, head.inputs, rule, tile, fuse)
 
 
 def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
-    """Computes `dense_head` by operations that JAX can differentiate; the gradient of rows that are NaN is 0."""
+    """Computes `dense_head` by operations that JAX can differentiate; the gradient of
+    rows that are NaN is 0.
+    """
     rule, whole = head.rule, head.whole
-    products = checkpoint_name(rule.products(head.finite_query, head.key), "attention_scores")
+    products = checkpoint_name(
+        rule.products(head.finite_query, head.key), "attention_scores"
+    )
     s = rule.differentiable_tile(products, head.inputs, whole)
     if head.nonfinite is None:
         return _softmax(s, head.value, head.inputs, rule, whole, fuse)
     fixed = lax.stop_gradient(s)
-    is_nan = ~jnp.all((fixed == -jnp.inf) | (fixed + guard.poison_of_scores(head.nonfinite) < jnp.inf), axis=1)
+    is_nan = ~jnp.all(
+        (fixed == -jnp.inf)
+        | (fixed + guard.poison_of_scores(head.nonfinite) < jnp.inf),
+        axis=1,
+    )
     s = jnp.where(is_nan[:, None], jnp.zeros_like(s), s)
     output, lse, largest = _softmax(s, head.value, head.inputs, rule, whole)
     output = jnp.where(is_nan[:, None], jnp.full_like(output, jnp.nan), output)
@@ -99,9 +144,11 @@ def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
 
 @jax.custom_jvp
 def _raise_masked(s: Float[Array, "t s"]) -> Float[Array, "t s"]:
-    """Replaces scores of -inf by the lowest finite number, so that differences of scores are never NaN.
+    """Replaces scores of -inf by the lowest finite number, so that differences of
+    scores are never NaN.
 
-    The weights of masked scores are still 0, and so are their gradients. So tangents pass through unchanged.
+    The weights of masked scores are still 0, and so are their gradients. So tangents
+    pass through unchanged.
     """
     return jnp.where(s == -jnp.inf, jnp.finfo(s.dtype).min, s)
 
@@ -117,50 +164,72 @@ def _softmax(
     tile: Tile,
     fused: bool = False,
 ) -> ResultsOfHead:
-    """Computes output, log-sum-exp and largest scores from scores and values; for `fused` see `ScoreRule.tile`."""
+    """Computes output, log-sum-exp and largest scores from scores and values; for
+    `fused` see `ScoreRule.tile`.
+    """
     lowest = jnp.finfo(s.dtype).min
-    # Masked scores may be replaced by the lowest number, unless a bias or `score_mod` may give it to visible scores.
-    replaced = s.size > 0 and not (fused or rule.on_gpu or inputs.bias is not None or rule.score_mod is not None)
+    # Masked scores may be replaced by the lowest number, unless a bias or `score_mod`
+    # may give it to visible scores.
+    replaced = s.size > 0 and not (
+        fused or rule.on_gpu or inputs.bias is not None or rule.score_mod is not None
+    )
     s = _raise_masked(s) if replaced else s
-    # Subtracting the largest score changes no result and no gradient; it keeps exp in range.
-    largest = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=None if replaced else -jnp.inf))
+    # Subtracting the largest score changes no result and no gradient; it keeps exp in
+    # range.
+    largest = lax.stop_gradient(
+        jnp.max(s, axis=1, keepdims=True, initial=None if replaced else -jnp.inf)
+    )
     of_rows = None
     if rule.returns_max:
-        of_rows = (jnp.where(largest <= lowest, -jnp.inf, largest) if replaced else largest)[:, 0]
+        of_rows = (
+            jnp.where(largest <= lowest, -jnp.inf, largest) if replaced else largest
+        )[:, 0]
     if inputs.sink is not None:
         largest = jnp.maximum(largest, lax.stop_gradient(inputs.sink))
-    # XLA's CPU computes difference and exp faster if no other operation is between them and the maximum.
+    # XLA's CPU computes difference and exp faster if no other operation is between them
+    # and the maximum.
     shift = largest if replaced else jnp.maximum(largest, lowest)
     e = jnp.exp(s - shift)
     total = jnp.sum(e, axis=1, keepdims=True)
     if inputs.sink is not None:
         total = total + jnp.exp(inputs.sink - shift)
     if rule.on_gpu:
-        # XLA makes one kernel of a softmax that is divided by its sum before the product with the values. Where a
-        # weight is 0, its gradient may be infinite (large values), and must not reach the gradient of the sum.
+        # XLA makes one kernel of a softmax that is divided by its sum before the
+        # product with the values. Where a weight is 0, its gradient may be infinite
+        # (large values), and must not reach the gradient of the sum.
         e = jnp.where(e == 0, 0, e / jnp.maximum(total, 0.5))
     products, total = name_residuals(rule.weigh(e, value, tile), total)
     if not replaced:
-        divisor = jnp.maximum(total, 0.5)  # the total is 0 if no key is visible, else at least 1
+        # The total is 0 if no key is visible, else at least 1.
+        divisor = jnp.maximum(total, 0.5)
         output = products if rule.on_gpu else products / divisor
         return output, (jnp.log(divisor) + largest)[:, 0], of_rows
-    # A row without visible keys has equal weights. XLA's maximum of a row of NaN may be -inf, but the row's sum is NaN.
+    # A row without visible keys has equal weights. XLA's maximum of a row of NaN may be
+    # -inf, but the row's sum is NaN.
     is_masked = (largest <= lowest) & ~jnp.isnan(total)
     output = jnp.where(is_masked, 0, products) / jnp.where(is_masked, 1, total)
-    return output, jnp.where(is_masked, -jnp.inf, jnp.log(total) + largest)[:, 0], of_rows
+    return (
+        output,
+        jnp.where(is_masked, -jnp.inf, jnp.log(total) + largest)[:, 0],
+        of_rows,
+    )
 
 
 class OnlineSoftmax(NamedTuple):
-    """The softmax of each row over the keys so far, which arrive in blocks; `finish` returns the results.
+    """The softmax of each row over the keys so far, which arrive in blocks; `finish`
+    returns the results.
 
-    A *row* is the scores of one query. Milakov and Gimelshein, Online normalizer calculation for softmax,
-    arXiv:1805.02867; the output as in FlashAttention, arXiv:2205.14135, section 3.1.
+    A *row* is the scores of one query. Milakov and Gimelshein, Online normalizer
+    calculation for softmax, arXiv:1805.02867; the output as in FlashAttention,
+    arXiv:2205.14135, section 3.1.
     """
 
     running_max: Float[Array, " t"]  # the largest score, the sink included
     running_sum: Float[Array, " t"]  # the sum of exp(score - running_max)
-    output: Float[Array, "t Hv"]  # the sum of exp(score - running_max) * value; `finish` divides it by the sum
-    largest: Float[Array, " t"] | None = None  # the largest score without the sink, if `return_max_score` needs it
+    # The sum of exp(score - running_max) * value; `finish` divides it by the sum.
+    output: Float[Array, "t Hv"]
+    # The largest score without the sink, if `return_max_score` needs it.
+    largest: Float[Array, " t"] | None = None
 
     @classmethod
     def start(
@@ -171,10 +240,12 @@ class OnlineSoftmax(NamedTuple):
         dtype: DTypeLike,
         keeps_largest: bool = False,
     ) -> "OnlineSoftmax":
-        """Returns the state before the first key. A sink is a score that counts in the sum but has no value.
+        """Returns the state before the first key. A sink is a score that counts in the
+        sum but has no value.
 
-        `rows` is the number of rows, or the shape [*L, t] of the rows of many heads; `features` is Hv. With
-        `keeps_largest` the state also has the largest score without the sink.
+        `rows` is the number of rows, or the shape [*L, t] of the rows of many heads;
+        `features` is Hv. With `keeps_largest` the state also has the largest score
+        without the sink.
         """
         shape = (rows,) if isinstance(rows, int) else rows
         output = jnp.zeros((*shape, features), dtype)
@@ -184,7 +255,9 @@ class OnlineSoftmax(NamedTuple):
             return cls(lowest, jnp.zeros(shape, dtype), output, largest)
         running_max = jnp.full(shape, lax.expand_dims(sink, (sink.ndim,)), dtype)
         has_sink = running_max != -jnp.inf
-        running_sum = jnp.where(has_sink, jnp.ones_like(running_max), jnp.zeros_like(running_max))
+        running_sum = jnp.where(
+            has_sink, jnp.ones_like(running_max), jnp.zeros_like(running_max)
+        )
         return cls(running_max, running_sum, output, largest)
 
     def rescale(
@@ -193,7 +266,8 @@ class OnlineSoftmax(NamedTuple):
         row_poison: Float[Array, " t"] | None = None,
         dtype: DTypeLike | None = None,
     ) -> tuple["OnlineSoftmax", Float[Array, "t s"]]:
-        """Adds a block of keys to maximum and sum; returns the state, and the weights by which to add values.
+        """Adds a block of keys to maximum and sum; returns the state, and the weights
+        by which to add values.
 
         With the running maximum m' and sum l of the keys before these::
 
@@ -201,20 +275,27 @@ class OnlineSoftmax(NamedTuple):
 
         Args:
           scores: Scores s of a block of keys, -inf where masked.
-          row_poison: NaN for rows whose result must be NaN if any of these keys is visible, else 0; None means 0.
-          dtype: Dtype to which weights are rounded, also in the sum; None keeps the dtype of the scores.
+          row_poison: NaN for rows whose result must be NaN if any of these keys is
+            visible, else 0; None means 0.
+          dtype: Dtype to which weights are rounded, also in the sum; None keeps the
+            dtype of the scores.
         """
         largest_now = jnp.max(scores, axis=1)
         if row_poison is not None:
             largest_now = guard.poison_rows(largest_now, row_poison)
         running_max = lax.max(self.running_max, largest_now)
-        # A row without a visible key so far has the maximum -inf. Replace it: -inf - -inf would be NaN.
-        shift = lax.max(running_max, lax.full_like(running_max, jnp.finfo(running_max.dtype).min))
+        # A row without a visible key so far has the maximum -inf. Replace it: -inf -
+        # -inf would be NaN.
+        shift = lax.max(
+            running_max, lax.full_like(running_max, jnp.finfo(running_max.dtype).min)
+        )
         weights = lax.exp(scores - lax.expand_dims(shift, (1,)))
         if dtype is not None:
             weights = weights.astype(dtype)
         decay = lax.exp(lax.sub(self.running_max, shift))
-        running_sum = self.running_sum * decay + jnp.sum(weights, axis=1, dtype=running_max.dtype)
+        running_sum = self.running_sum * decay + jnp.sum(
+            weights, axis=1, dtype=running_max.dtype
+        )
         largest = None if self.largest is None else lax.max(self.largest, largest_now)
         output = self.output * lax.expand_dims(decay, (1,))
         return OnlineSoftmax(running_max, running_sum, output, largest), weights
@@ -225,16 +306,26 @@ class OnlineSoftmax(NamedTuple):
         weigh: Callable[[Array], Array],
         row_poison: Float[Array, " t"] | None = None,
     ) -> "OnlineSoftmax":
-        """Adds a block of keys; `weigh(weights)` returns the weighted sums [t, Hv] of the block's values."""
+        """Adds a block of keys; `weigh(weights)` returns the weighted sums [t, Hv] of
+        the block's values.
+        """
         state, weights = self.rescale(scores, row_poison)
         return state._replace(output=state.output + weigh(weights))
 
-    def finish(self) -> tuple[Float[Array, "*L t Hv"], Float[Array, "*L t"], Float[Array, "*L t"] | None]:
-        """Converts the last state to output, log-sum-exp and largest score (None if the state has none).
+    def finish(
+        self,
+    ) -> tuple[
+        Float[Array, "*L t Hv"], Float[Array, "*L t"], Float[Array, "*L t"] | None
+    ]:
+        """Converts the last state to output, log-sum-exp and largest score (None if the
+        state has none).
 
-        A row without visible keys has output 0, log-sum-exp -inf (its sink, if there is one) and largest score -inf.
+        A row without visible keys has output 0, log-sum-exp -inf (its sink, if there is
+        one) and largest score -inf.
         """
         total = self.running_sum
-        total = lax.select(lax.eq(total, lax.full_like(total, 0)), lax.full_like(total, 1), total)
+        total = lax.select(
+            lax.eq(total, lax.full_like(total, 0)), lax.full_like(total, 1), total
+        )
         output = self.output / lax.expand_dims(total, (total.ndim,))
         return output, lax.log(total) + self.running_max, self.largest

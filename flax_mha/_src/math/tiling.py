@@ -1,9 +1,11 @@
-"""Cuts the scores of one head into tiles, and lists the tiles to visit in a *block mask*, like FlexAttention.
+"""Cuts the scores of one head into tiles, and lists the tiles to visit in a *block
+mask*, like FlexAttention.
 
-A tile is *full* if all of its scores are visible, *partial* if some are, else empty: its *occupancy*. Each row of tiles
-(tiles with the same queries) visits full tiles first, without a mask, then partial tiles, and no empty ones. If the
-mask is known while tracing, the block mask holds NumPy arrays, and a tile may be cut to the rows that it needs.
-Otherwise the block mask is computed at run time, and bounds loops.
+A tile is *full* if all of its scores are visible, *partial* if some are, else empty:
+its *occupancy*. Each row of tiles (tiles with the same queries) visits full tiles
+first, without a mask, then partial tiles, and no empty ones. If the mask is known while
+tracing, the block mask holds NumPy arrays, and a tile may be cut to the rows that it
+needs. Otherwise the block mask is computed at run time, and bounds loops.
 """
 
 import dataclasses
@@ -23,12 +25,15 @@ from flax_mha._src.masks import Mask, Occupancy
 from flax_mha._src.masks.base import part_axes
 from flax_mha._src.math.scores import ScoreRule
 
-# Size of the squares whose occupancy is computed if the mask is known while tracing; a tile may begin at each of them.
+# Size of the squares whose occupancy is computed if the mask is known while tracing; a
+# tile may begin at each of them.
 CELL = 128
 
 
 class TileShape(NamedTuple):
-    """The largest shape of a tile, and the number of bands into which its rows are cut; see `Tiling`."""
+    """The largest shape of a tile, and the number of bands into which its rows are cut;
+    see `Tiling`.
+    """
 
     height: int
     width: int
@@ -38,10 +43,11 @@ class TileShape(NamedTuple):
 class Tiling(NamedTuple):
     """The scores of one head cut into rows of tiles.
 
-    A tile has `height` rows and `width` columns. The columns are divided into cells, and a tile may begin at any cell.
-    The rows of a tile are divided into bands, and only the bands that it needs are computed. Example: with a height of
-    1024, a width of 512 and 2 bands, a causal mask has two tiles on the diagonal of each row of tiles: the first needs
-    all 1024 rows, the second only its lower band of 512 rows.
+    A tile has `height` rows and `width` columns. The columns are divided into cells,
+    and a tile may begin at any cell. The rows of a tile are divided into bands, and
+    only the bands that it needs are computed. Example: with a height of 1024, a width
+    of 512 and 2 bands, a causal mask has two tiles on the diagonal of each row of
+    tiles: the first needs all 1024 rows, the second only its lower band of 512 rows.
     """
 
     lengths: tuple[int, int]  # T and S, before padding
@@ -67,31 +73,49 @@ class Tiling(NamedTuple):
         return self.height // self.bands
 
     def grid(self, offsets: tuple[Scalar, Scalar]) -> Grid:
-        """Returns the grid of rectangles, each one band high and one cell wide, for which `occupancy` is computed."""
-        counts, shape = (self.rows * self.bands, self.cells), (self.band_height, self.cell_width)
+        """Returns the grid of rectangles, each one band high and one cell wide, for
+        which `occupancy` is computed.
+        """
+        counts, shape = (
+            (self.rows * self.bands, self.cells),
+            (self.band_height, self.cell_width),
+        )
         return Grid(counts, shape, offsets, self.inside)
 
-    def tile(self, row: Scalar, column: Scalar, shape: tuple[int, int], offsets: tuple[Scalar, Scalar]) -> Tile:
+    def tile(
+        self,
+        row: Scalar,
+        column: Scalar,
+        shape: tuple[int, int],
+        offsets: tuple[Scalar, Scalar],
+    ) -> Tile:
         return Tile(row, column, shape, offsets, self.inside)
 
 
-def tiling_of(lengths: tuple[int, int], largest: TileShape, fine: bool = False) -> Tiling:
-    """Makes a tiling of T x S (`lengths`) with the fewest tiles no larger than `largest`, and with the least padding.
+def tiling_of(
+    lengths: tuple[int, int], largest: TileShape, fine: bool = False
+) -> Tiling:
+    """Makes a tiling of T x S (`lengths`) with the fewest tiles no larger than
+    `largest`, and with the least padding.
 
-    With `fine`, tiles are divided into bands and cells (see `Tiling`), which needs a mask that is known while tracing.
+    With `fine`, tiles are divided into bands and cells (see `Tiling`), which needs a
+    mask that is known while tracing.
     """
     bands = largest.bands if fine else 1
     rows, height = _cut_up(lengths[0], largest.height, bands)
     columns, width = _cut_up(lengths[1], largest.width, 1)
-    parts = next(n for n in range(max(width // CELL, 1) if fine else 1, 0, -1) if width % n == 0)
+    parts = next(
+        n for n in range(max(width // CELL, 1) if fine else 1, 0, -1) if width % n == 0
+    )
     return Tiling(lengths, rows, height, width, bands, columns * parts, width // parts)
 
 
 def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
-    """Cuts `length` into the fewest equal pieces of at most `largest`; returns their number and their size.
+    """Cuts `length` into the fewest equal pieces of at most `largest`; returns their
+    number and their size.
 
-    The size is a multiple of 16 * `bands`, so the last piece may need padding. But if one piece is enough and `bands`
-    is 1, the size is `length`.
+    The size is a multiple of 16 * `bands`, so the last piece may need padding. But if
+    one piece is enough and `bands` is 1, the size is `length`.
     """
     count = max(-(-length // largest), 1)
     multiple = 16 * bands if count > 1 or bands > 1 else 1
@@ -99,8 +123,12 @@ def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
     return max(-(-length // size), 1), size
 
 
-def occupancy(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> Occupancy:
-    """Computes whether any, and whether all, scores are visible in each rectangle of `tiling.grid`."""
+def occupancy(
+    tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]
+) -> Occupancy:
+    """Computes whether any, and whether all, scores are visible in each rectangle of
+    `tiling.grid`.
+    """
     grid, mask = tiling.grid(offsets), padded_mask(mask, tiling)
     everything = np.ones(grid.counts, bool)
     some, full = (everything, everything) if mask is None else mask.occupancy(grid)
@@ -112,13 +140,19 @@ def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
     if tiling.inside is None:
         return mask
     inside = InsideMask(*tiling.lengths)
-    return inside if mask is None else mask.map_arrays(lambda x, axes: _padded(x, axes, tiling.shape)) & inside
+    return (
+        inside
+        if mask is None
+        else mask.map_arrays(lambda x, axes: _padded(x, axes, tiling.shape)) & inside
+    )
 
 
 def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
-    """Pads an array of one head's mask to the lengths `shape` of its axes T and S, by repeating its last entries.
+    """Pads an array of one head's mask to the lengths `shape` of its axes T and S, by
+    repeating its last entries.
 
-    `axes` names the array's axes, as in `masks/base.py`; "T|1" and "S|1" of length 1 stay as they are.
+    `axes` names the array's axes, as in `masks/base.py`; "T|1" and "S|1" of length 1
+    stay as they are.
     """
     sizes = {"T": shape[0], "S": shape[1]}
     widths = [
@@ -133,7 +167,9 @@ def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class InsideMask(Mask):
-    """A mask that hides padding: the first `queries` rows and `keys` columns are visible."""
+    """A mask that hides padding: the first `queries` rows and `keys` columns are
+    visible.
+    """
 
     queries: int = dataclasses.field(metadata={"static": True})
     keys: int = dataclasses.field(metadata={"static": True})
@@ -149,26 +185,42 @@ class InsideMask(Mask):
         return Occupancy(some, full)
 
 
-def _join_cells(some: np.ndarray, full: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Converts `some` and `full` [rows, bands, cells], whether any and all scores are visible, from cells to tiles.
+def _join_cells(
+    some: np.ndarray, full: np.ndarray, tiling: Tiling
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Converts `some` and `full` [rows, bands, cells], whether any and all scores are
+    visible, from cells to tiles.
 
-    Returns both arrays for tiles [rows, bands, tiles], and the first cell of each tile [rows, tiles].
+    Returns both arrays for tiles [rows, bands, tiles], and the first cell of each tile
+    [rows, tiles].
     """
     cells_of_tile = tiling.width // tiling.cell_width
     start = _starts(np.asarray(some.any(1)), cells_of_tile)
-    cells = np.minimum(start[:, None, :, None] + np.arange(cells_of_tile), tiling.cells - 1)
-    row, band = np.arange(tiling.rows)[:, None, None, None], np.arange(tiling.bands)[None, :, None, None]
+    cells = np.minimum(
+        start[:, None, :, None] + np.arange(cells_of_tile), tiling.cells - 1
+    )
+    row, band = (
+        np.arange(tiling.rows)[:, None, None, None],
+        np.arange(tiling.bands)[None, :, None, None],
+    )
     is_tile = (start < tiling.cells)[:, None]
-    return some[row, band, cells].any(-1) & is_tile, full[row, band, cells].all(-1) & is_tile, start
+    return (
+        some[row, band, cells].any(-1) & is_tile,
+        full[row, band, cells].all(-1) & is_tile,
+        start,
+    )
 
 
 def _starts(some: np.ndarray, width: int) -> np.ndarray:
-    """Chooses where tiles, `width` cells wide, begin, so that they cover all True cells of `some` [rows, cells].
+    """Chooses where tiles, `width` cells wide, begin, so that they cover all True cells
+    of `some` [rows, cells].
 
-    Each tile begins at the next True cell, if that takes fewer tiles than beginning at multiples of `width`.
+    Each tile begins at the next True cell, if that takes fewer tiles than beginning at
+    multiples of `width`.
 
     Returns:
-      The first cell of each tile [rows, tiles]; an entry equal to the number of cells means no tile.
+      The first cell of each tile [rows, tiles]; an entry equal to the number of cells
+      means no tile.
     """
     rows, cells = some.shape
     aligned = some.reshape(rows, -1, width).any(2)
@@ -179,7 +231,8 @@ def _starts(some: np.ndarray, width: int) -> np.ndarray:
     greedy, place = np.full_like(starts, cells), np.zeros(rows, int)
     for step in range(starts.shape[1]):
         start = following[np.arange(rows), place]
-        fits = np.minimum(start, cells - width)  # at the end a tile begins earlier, if there is room
+        # At the end a tile begins earlier, if there is room.
+        fits = np.minimum(start, cells - width)
         greedy[:, step] = np.where(start < cells, np.maximum(fits, place), cells)
         place = np.minimum(greedy[:, step] + width, cells)
         if (place == cells).all():
@@ -198,116 +251,207 @@ class TileBand(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """One head's tiles to visit in each row of tiles: full, then partial; entries after `num_tiles` are arbitrary."""
+    """One head's tiles to visit in each row of tiles: full, then partial; entries after
+    `num_tiles` are arbitrary.
+    """
 
     column: IntMatrix  # first column of each tile [rows, tiles]
-    band: Any  # first row, and one past the last, to compute [rows, tiles, 2]; None if not known while tracing
-    num_full: Int[Array, " rows"] | np.ndarray  # number of tiles that are visible throughout
-    num_tiles: Int[Array, " rows"] | np.ndarray  # number of full tiles, and partial ones, which must be masked
+    # First row, and one past the last, to compute [rows, tiles, 2]; None if not known
+    # while tracing.
+    band: Any
+    # Number of tiles that are visible throughout.
+    num_full: Int[Array, " rows"] | np.ndarray
+    # Number of full tiles, and partial ones, which must be masked.
+    num_tiles: Int[Array, " rows"] | np.ndarray
 
 
-def tiles_of(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> RowTiles:
-    """Lists the tiles to visit for one head, in NumPy arrays if its mask is known while tracing."""
+def tiles_of(
+    tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]
+) -> RowTiles:
+    """Lists the tiles to visit for one head, in NumPy arrays if its mask is known while
+    tracing.
+    """
     xp: Any
-    some, full = (x.reshape(tiling.rows, tiling.bands, tiling.cells) for x in occupancy(tiling, mask, offsets))
-    if isinstance(some, jax.core.Tracer):  # then `tiling` was made without `fine`: tiles are cells
-        start, xp = np.broadcast_to(np.arange(tiling.cells), (tiling.rows, tiling.cells)), jnp
+    some, full = (
+        x.reshape(tiling.rows, tiling.bands, tiling.cells)
+        for x in occupancy(tiling, mask, offsets)
+    )
+    # Then `tiling` was made without `fine`: tiles are cells.
+    if isinstance(some, jax.core.Tracer):
+        start, xp = (
+            np.broadcast_to(np.arange(tiling.cells), (tiling.rows, tiling.cells)),
+            jnp,
+        )
     else:
-        (some, full, start), xp = _join_cells(np.asarray(some), np.asarray(full), tiling), np
+        (some, full, start), xp = (
+            _join_cells(np.asarray(some), np.asarray(full), tiling),
+            np,
+        )
     is_full, is_visible = (some & full).all(1), some.any(1)
-    rank = 2 - is_full.astype(np.int32) - is_visible.astype(np.int32)  # full 0, partial 1, empty 2
+    # Full 0, partial 1, empty 2.
+    rank = 2 - is_full.astype(np.int32) - is_visible.astype(np.int32)
     order = xp.argsort(rank, axis=1, stable=True)
-    column = xp.take_along_axis(xp.asarray(start.astype(np.int32) * np.int32(tiling.cell_width)), order, 1)
+    column = xp.take_along_axis(
+        xp.asarray(start.astype(np.int32) * np.int32(tiling.cell_width)), order, 1
+    )
     num_full, num_tiles = (x.sum(1, dtype=np.int32) for x in (is_full, is_visible))
     if xp is jnp:
         return RowTiles(column, None, num_full, num_tiles)
     count = max(int(num_tiles.max(initial=0)), 1)
-    column = np.where(np.arange(column.shape[1]) < num_tiles[:, None], column, 0)[:, :count]
+    column = np.where(np.arange(column.shape[1]) < num_tiles[:, None], column, 0)[
+        :, :count
+    ]
     first, end = some.argmax(1), tiling.bands - some[:, ::-1].argmax(1)
-    band = np.stack([np.take_along_axis(x, order[:, :count], 1) for x in (first, end)], -1) * tiling.band_height
+    band = (
+        np.stack([np.take_along_axis(x, order[:, :count], 1) for x in (first, end)], -1)
+        * tiling.band_height
+    )
     return RowTiles(column, band, num_full, num_tiles)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockMask:
-    """The tiles that each row of tiles visits, in order: full tiles, then partial ones, which must be masked."""
+    """The tiles that each row of tiles visits, in order: full tiles, then partial ones,
+    which must be masked.
+    """
 
     column: Int[Array, "... rows tiles"] | np.ndarray  # first column of each tile
-    # Index of each tile's band in `full_bands`, or in `partial_bands` for partial tiles.
+    # Index of each tile's band in `full_bands`, or in `partial_bands` for partial
+    # tiles.
     band: Int[Array, "... rows tiles"] | np.ndarray
     num_full: Int[Array, "... rows"] | np.ndarray  # number of full tiles in each row
-    num_tiles: Int[Array, "... rows"] | np.ndarray  # number of full and partial tiles in each row
-    # The distinct bands of full tiles; empty if it is known while tracing that no tile is full.
+    # Number of full and partial tiles in each row.
+    num_tiles: Int[Array, "... rows"] | np.ndarray
+    # The distinct bands of full tiles; empty if it is known while tracing that no tile
+    # is full.
     full_bands: tuple[TileBand, ...] = dataclasses.field(metadata={"static": True})
     # The distinct bands of partial tiles; empty if it is known that no tile is partial.
     partial_bands: tuple[TileBand, ...] = dataclasses.field(metadata={"static": True})
-    # True if it is known while tracing that every row has one tile, and that these are all full or all partial.
+    # True if it is known while tracing that every row has one tile, and that these are
+    # all full or all partial.
     single: bool = dataclasses.field(metadata={"static": True})
 
 
-def static_block_mask(tiling: Tiling, masks: Sequence[Mask | None], offsets: tuple[int, int]) -> BlockMask:
-    """Makes the block mask [heads, ...] of heads whose masks are all known while tracing."""
+def static_block_mask(
+    tiling: Tiling, masks: Sequence[Mask | None], offsets: tuple[int, int]
+) -> BlockMask:
+    """Makes the block mask [heads, ...] of heads whose masks are all known while
+    tracing.
+    """
     with jax.ensure_compile_time_eval():
         heads = [tiles_of(tiling, mask, offsets) for mask in masks]
     count = max(head.column.shape[1] for head in heads)
-    column = np.stack([np.pad(head.column, [(0, 0), (0, count - head.column.shape[1])]) for head in heads])
-    part = np.stack([np.pad(head.band, [(0, 0), (0, count - head.column.shape[1]), (0, 0)]) for head in heads])
-    full, some = np.stack([head.num_full for head in heads]), np.stack([head.num_tiles for head in heads])
-    # With at most one tile per row, rows without a tile and full tiles among partial ones are treated as partial.
+    column = np.stack(
+        [
+            np.pad(head.column, [(0, 0), (0, count - head.column.shape[1])])
+            for head in heads
+        ]
+    )
+    part = np.stack(
+        [
+            np.pad(head.band, [(0, 0), (0, count - head.column.shape[1]), (0, 0)])
+            for head in heads
+        ]
+    )
+    full, some = (
+        np.stack([head.num_full for head in heads]),
+        np.stack([head.num_tiles for head in heads]),
+    )
+    # With at most one tile per row, rows without a tile and full tiles among partial
+    # ones are treated as partial.
     if count == 1 and some.any():
-        whole, chosen, ones = (TileBand(0, tiling.height),), np.zeros_like(column), np.ones_like(full)
+        whole, chosen, ones = (
+            (TileBand(0, tiling.height),),
+            np.zeros_like(column),
+            np.ones_like(full),
+        )
         if full.all():
             return BlockMask(column, chosen, ones, ones, whole, (), single=True)
-        return BlockMask(column, chosen, np.zeros_like(full), ones, (), whole, single=True)
+        return BlockMask(
+            column, chosen, np.zeros_like(full), ones, (), whole, single=True
+        )
     number = np.arange(count)
-    is_full, is_partial = number < full[..., None], (number >= full[..., None]) & (number < some[..., None])
+    is_full, is_partial = (
+        number < full[..., None],
+        (number >= full[..., None]) & (number < some[..., None]),
+    )
     full_bands, partial_bands = (
-        tuple(sorted({TileBand(*p) for p in part[mine].tolist()})) for mine in (is_full, is_partial)
+        tuple(sorted({TileBand(*p) for p in part[mine].tolist()}))
+        for mine in (is_full, is_partial)
     )
     chosen = np.zeros(part.shape[:-1], np.int32)
     for mine, parts in ((is_full, full_bands), (is_partial, partial_bands)):
         for index, one in enumerate(parts):
             chosen[mine & (part == one).all(-1)] = index
-    return BlockMask(column, chosen, full, some, full_bands, partial_bands, single=False)
+    return BlockMask(
+        column, chosen, full, some, full_bands, partial_bands, single=False
+    )
 
 
-def dynamic_block_mask(tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]) -> BlockMask:
-    """Makes the block mask of one head as part of the program, for a mask or offsets known only at run time."""
+def dynamic_block_mask(
+    tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]
+) -> BlockMask:
+    """Makes the block mask of one head as part of the program, for a mask or offsets
+    known only at run time.
+    """
     column, _, num_full, num_tiles = tiles_of(tiling, mask, offsets)
     whole = (TileBand(0, tiling.height),)
-    return BlockMask(column, jnp.zeros_like(column), num_full, num_tiles, whole, whole, single=False)
+    return BlockMask(
+        column, jnp.zeros_like(column), num_full, num_tiles, whole, whole, single=False
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def block_mask_of_one(tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]) -> BlockMask:
-    """Makes and caches the block mask [1, ...] of a mask without arrays, which is the same for all heads."""
+def block_mask_of_one(
+    tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]
+) -> BlockMask:
+    """Makes and caches the block mask [1, ...] of a mask without arrays, which is the
+    same for all heads.
+    """
     return static_block_mask(tiling, (mask,), offsets)
 
 
-# How a tile's part is cut out of an array. "queries": the rows [t, F] of [T, F]; "queries transposed": the same rows as
-# [F, t]. "keys": the columns [s, F] of [S, F]; "keys transposed": the columns [F, s] of [F, S]. "scores": the tile
-# itself, of [T | 1, S | 1]. "whole": all of it.
-Kind = Literal["queries", "queries transposed", "keys", "keys transposed", "scores", "whole"]
+# How a tile's part is cut out of an array. "queries": the rows [t, F] of [T, F];
+# "queries transposed": the same rows as [F, t]. "keys": the columns [s, F] of [S, F];
+# "keys transposed": the columns [F, s] of [F, S]. "scores": the tile itself, of [T | 1,
+# S | 1]. "whole": all of it.
+Kind = Literal[
+    "queries", "queries transposed", "keys", "keys transposed", "scores", "whole"
+]
 
 
 class TileVisit(NamedTuple):
-    """A tile, or some bands of one, to compute; `first` is the offset of its first query within the row of tiles."""
+    """A tile, or some bands of one, to compute; `first` is the offset of its first
+    query within the row of tiles.
+    """
 
     first: int
     tile: Tile
 
     def rows(self, x: Array, axis: int = 0) -> Array:
-        """Returns the tile's part of `x`, whose `axis` has an entry for each query of the row of tiles."""
+        """Returns the tile's part of `x`, whose `axis` has an entry for each query of
+        the row of tiles.
+        """
         height = self.tile.shape[0]
-        return x if x.shape[axis] == height else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
+        return (
+            x
+            if x.shape[axis] == height
+            else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
+        )
 
     def put_rows(self, x: Array, part: Array, axis: int = 0) -> Array:
         """Returns `x` with `part` in place of the entries that `rows(x, axis)` returns."""
-        return part if x.shape == part.shape else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
+        return (
+            part
+            if x.shape == part.shape
+            else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
+        )
 
     def cut(self, kind: Kind, x: Array) -> Array:
-        """Returns the tile's part of the argument `x`; for "queries", `x` holds only the tile's row of tiles."""
+        """Returns the tile's part of the argument `x`; for "queries", `x` holds only
+        the tile's row of tiles.
+        """
         axis = int(kind.endswith("transposed"))
         if kind.startswith("queries"):
             return self.rows(x, axis)
@@ -316,13 +460,17 @@ class TileVisit(NamedTuple):
         return self.tile.cut(x) if kind == "scores" else x
 
     def add(self, kind: Kind, x: Array, part: Array) -> Array:
-        """Adds the tile's `part` to the sum `x` from `Argument.start`; for "queries", `x` holds one row of tiles."""
+        """Adds the tile's `part` to the sum `x` from `Argument.start`; for "queries",
+        `x` holds one row of tiles.
+        """
         part, axis = part.astype(x.dtype), int(kind.endswith("transposed"))
         if kind.startswith("queries"):
             return self.put_rows(x, self.rows(x, axis) + part, axis)
         if kind.startswith("keys"):
             part = part if axis else part.T
-            return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(x, part)
+            return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(
+                x, part
+            )
         return self.tile.add(x, part) if kind == "scores" else x + part
 
 
@@ -334,14 +482,19 @@ def over_keys(
     step: Callable[[TileVisit, ScoreRule, T], T],
     state: T,
 ) -> T:
-    """Runs `state = step(visit, rule, state)` for each tile to visit in row `i` of tiles; returns the last state.
+    """Runs `state = step(visit, rule, state)` for each tile to visit in row `i` of
+    tiles; returns the last state.
 
-    `blocks` is the block mask of the row. For full tiles, `step` gets the rule without its mask.
+    `blocks` is the block mask of the row. For full tiles, `step` gets the rule without
+    its mask.
     """
     mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
 
     def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:
-        row, shape = i * tiling.height + band.first, (band.end - band.first, tiling.width)
+        row, shape = (
+            i * tiling.height + band.first,
+            (band.end - band.first, tiling.width),
+        )
         tile = tiling.tile(row, element(blocks.column, n), shape, rule.offsets.values)
         return step(TileVisit(band.first, tile), rule, state)
 
@@ -351,24 +504,39 @@ def over_keys(
     ):
         if not bands:
             continue
-        visits = [functools.partial(visit, band, dataclasses.replace(rule, mask=mask_of_tile)) for band in bands]
-        one = visits[0] if len(visits) == 1 else functools.partial(_visit_band, blocks.band, visits)
-        state = one(0, state) if blocks.single else lax.fori_loop(first, end, one, state)
+        visits = [
+            functools.partial(visit, band, dataclasses.replace(rule, mask=mask_of_tile))
+            for band in bands
+        ]
+        one = (
+            visits[0]
+            if len(visits) == 1
+            else functools.partial(_visit_band, blocks.band, visits)
+        )
+        state = (
+            one(0, state) if blocks.single else lax.fori_loop(first, end, one, state)
+        )
     return state
 
 
-def _visit_band(band: Any, visits: Sequence[Callable[[Scalar, T], T]], n: Scalar, state: T) -> T:
+def _visit_band(
+    band: Any, visits: Sequence[Callable[[Scalar, T], T]], n: Scalar, state: T
+) -> T:
     return lax.switch(element(band, n), visits, n, state)
 
 
 def element(x: Any, place: Scalar) -> Int[Array, ""]:
-    """Reads x[place] from a vector, without the operations that JAX adds for negative indices."""
+    """Reads x[place] from a vector, without the operations that JAX adds for negative
+    indices.
+    """
     first = [jnp.asarray(place, jnp.int32)]
     return lax.dynamic_slice(x, first, (1,), allow_negative_indices=False).reshape(())
 
 
 def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
-    """Returns the inputs of a scan over rows of tiles: each row's number, block mask and part of `arrays` [T, ...]."""
+    """Returns the inputs of a scan over rows of tiles: each row's number, block mask
+    and part of `arrays` [T, ...].
+    """
     shape = (tiling.rows, tiling.height)
     parts = (None if x is None else x.reshape(*shape, *x.shape[1:]) for x in arrays)
     return jnp.arange(tiling.rows, dtype=jnp.int32), blocks, *parts

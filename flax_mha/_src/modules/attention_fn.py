@@ -1,7 +1,8 @@
-"""`attention_fn`: `dot_product_attention` with the signature that the modules of `flax.nnx` and `flax.linen` call.
+"""`attention_fn`: `dot_product_attention` with the signature that the modules of
+`flax.nnx` and `flax.linen` call.
 
-If possible, the modules of this package skip the function and use its attribute `core`, a `CoreAttention`, which
-computes a call or a decoding step directly, or explains it.
+If possible, the modules of this package skip the function and use its attribute `core`,
+a `CoreAttention`, which computes a call or a decoding step directly, or explains it.
 """
 
 import dataclasses
@@ -21,12 +22,30 @@ from jaxtyping import Array, Float
 
 from flax_mha._src import run
 from flax_mha._src.attention import Implementation, ScoreMod, dot_product_attention
-from flax_mha._src.cache.cached_attention import Visibility, check_cache, in_order, nan_without, over_cache
+from flax_mha._src.cache.cached_attention import (
+    Visibility,
+    check_cache,
+    in_order,
+    nan_without,
+    over_cache,
+)
 from flax_mha._src.cache.kv_cache import KVCache
 from flax_mha._src.cache.latent import Latent
 from flax_mha._src.cache.shared import Appended
-from flax_mha._src.call.arguments import Arguments, canonical, check_sharding, naming_siblings
-from flax_mha._src.call.operands import NO_OFFSET, Call, Context, Result, Sharding, accumulation_dtype
+from flax_mha._src.call.arguments import (
+    Arguments,
+    canonical,
+    check_sharding,
+    naming_siblings,
+)
+from flax_mha._src.call.operands import (
+    NO_OFFSET,
+    Call,
+    Context,
+    Result,
+    Sharding,
+    accumulation_dtype,
+)
 from flax_mha._src.core import validation
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.explanation import Explanation
@@ -35,62 +54,99 @@ from flax_mha._src.masks.base import merged, visible_at
 
 # Arguments of `attention_fn` that are arguments of `dot_product_attention`.
 CORE = Arguments.__optional_keys__ | {"bias", "mask", "implementation"}
-# Arguments that Flax's attention functions lack, except for `implementation`. (`is_causal` becomes a mask.)
-EXTRA = Arguments.__optional_keys__ - inspect.signature(linen_attention).parameters.keys() - {"is_causal"}
-# A call with an argument that is not in DIRECT, such as `module`, which sows weights, calls the attention function.
+# Arguments that Flax's attention functions lack, except for `implementation`.
+# (`is_causal` becomes a mask.)
+EXTRA = (
+    Arguments.__optional_keys__
+    - inspect.signature(linen_attention).parameters.keys()
+    - {"is_causal"}
+)
+# A call with an argument that is not in DIRECT, such as `module`, which sows weights,
+# calls the attention function.
 DIRECT = CORE | {"deterministic", "dtype", "force_fp32_for_softmax"}
-EINSUMS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")  # for Flax's own function
+# For Flax's own function.
+EINSUMS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")
 P = ParamSpec("P")
 Heads = tuple[Array, Array, Array]  # query, key and value
 
 
 @dataclasses.dataclass(frozen=True)
 class CoreAttention:
-    """The attribute `core` of an attention function of this package; modules use it instead of calling the function."""
+    """The attribute `core` of an attention function of this package; modules use it
+    instead of calling the function.
+    """
 
-    function: Callable[..., Array]  # the function itself, to recognize wrappers that copy its attributes
+    # The function itself, to recognize wrappers that copy its attributes.
+    function: Callable[..., Array]
     names: frozenset[str]  # of the function's arguments
     context: Context | None = None  # how the function splits sequences over devices
-    # Computes a call, or explains it. The engine is chosen if the implementation is None.
+    # Computes a call, or explains it. The engine is chosen if the implementation is
+    # None.
     run: Callable[[Call, Implementation | None], Result] = run.run
-    preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # set by `functools.partial`s of the function
-    platform: str | None = None  # the platform to explain calls for; None: the one that computes them
+    # Set by `functools.partial`s of the function.
+    preset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # The platform to explain calls for; None: the one that computes them.
+    platform: str | None = None
 
-    def with_preset(self, arguments: Mapping[str, Any], without: Sequence[str]) -> dict[str, Any]:
-        """Returns a module's `arguments`; where they are None, `preset` counts, except for the names in `without`."""
+    def with_preset(
+        self, arguments: Mapping[str, Any], without: Sequence[str]
+    ) -> dict[str, Any]:
+        """Returns a module's `arguments`; where they are None, `preset` counts, except
+        for the names in `without`.
+        """
         unknown = min(self.preset.keys() - self.names, default=None)
         if unknown is not None:
             raise TypeError(
-                f"flax_mha.attention_fn() got an unexpected keyword argument {unknown!r} from functools.partial"
+                "flax_mha.attention_fn() got an unexpected keyword argument "
+                f"{unknown!r} from functools.partial"
             )
         preset = {name: x for name, x in self.preset.items() if name not in without}
-        given = {name: x for name, x in arguments.items() if x is not None or name not in preset}
+        given = {
+            name: x
+            for name, x in arguments.items()
+            if x is not None or name not in preset
+        }
         return preset | given
 
     def computes(self, arrays: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
-        """Returns whether `run` can compute a call: all arguments are in `DIRECT`, or None, and no array is complex.
+        """Returns whether `run` can compute a call: all arguments are in `DIRECT`, or
+        None, and no array is complex.
 
         If not, modules call the attention function instead.
         """
         given = {name for name, x in arguments.items() if x is not None}
         return given <= DIRECT and not any(map(jnp.iscomplexobj, arrays))
 
-    def call_of(self, query: Array, key: Array, value: Array, **arguments: Any) -> tuple[Call, Implementation | None]:
-        """Converts arguments of `attention_fn` to those of `run`; drops the ones that `run` lacks, such as `module`."""
+    def call_of(
+        self, query: Array, key: Array, value: Array, **arguments: Any
+    ) -> tuple[Call, Implementation | None]:
+        """Converts arguments of `attention_fn` to those of `run`; drops the ones that
+        `run` lacks, such as `module`.
+        """
         promote_dtype = arguments.get("promote_dtype") or dtypes.promote_dtype
-        query, key, value = promote_dtype((query, key, value), dtype=arguments.get("dtype"))
+        query, key, value = promote_dtype(
+            (query, key, value), dtype=arguments.get("dtype")
+        )
         known = _core_arguments(arguments)
         implementation = known.pop("implementation", None)
         if self.context is not None:
             sharding = check_sharding(known.get("qkv_sharding"), query.ndim)
             known["qkv_sharding"] = self.context.with_sharding(sharding, query.ndim)
-        return canonical(query, key, value, platform=self.platform, **known), implementation
+        return canonical(
+            query, key, value, platform=self.platform, **known
+        ), implementation
 
 
 def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Selects the arguments of `attention_fn` that `dot_product_attention` takes, too; adds `return_max_score`."""
+    """Selects the arguments of `attention_fn` that `dot_product_attention` takes, too;
+    adds `return_max_score`.
+    """
     dropout = ("dropout_rate", "dropout_rng") if arguments.get("deterministic") else ()
-    known = {name: x for name, x in arguments.items() if name in CORE and name not in dropout and x is not None}
+    known = {
+        name: x
+        for name, x in arguments.items()
+        if name in CORE and name not in dropout and x is not None
+    }
     return known | {"return_max_score": arguments.get("max_score_module") is not None}
 
 
@@ -131,29 +187,35 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     qkv_sharding: Sharding | None = None,
     max_score_module: Any = None,
 ) -> Array:
-    """Computes `flax_mha.dot_product_attention` with the signature that Flax's modules expect of an `attention_fn`.
+    """Computes `flax_mha.dot_product_attention` with the signature that Flax's modules
+    expect of an `attention_fn`.
 
     Arguments that are not listed here are the same as in `dot_product_attention`.
 
     Args:
-      mask: A mask object, or an array that broadcasts to [B..., N, T, S]: bool, or the numbers 0 and 1, as from Flax's
-        `make_causal_mask`. Other numbers are an error or, if they are traced, make the output NaN.
+      mask: A mask object, or an array that broadcasts to [B..., N, T, S]: bool, or the
+        numbers 0 and 1, as from Flax's `make_causal_mask`. Other numbers are an error
+        or, if they are traced, make the output NaN.
       deterministic: True disables dropout.
-      dtype: Dtype of the computation; None infers it from query, key and value, which are promoted to it.
-      module: The module that sows the softmax's weights [B..., N, T, S], before dropout, as `attention_weights`; None
-        sows none.
+      dtype: Dtype of the computation; None infers it from query, key and value, which
+        are promoted to it.
+      module: The module that sows the softmax's weights [B..., N, T, S], before
+        dropout, as `attention_weights`; None sows none.
       promote_dtype: Function that promotes (query, key, value); None uses Flax's.
-      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always computed in float32 or higher.
-      einsum_dot_general: Function that computes the matrix products. If this or one of the next two is given, Flax
-        linen's own `dot_product_attention` is called.
-      qk_attn_weights_einsum: Einsum (such as a quantized one) of query and key; must be given with the next argument.
+      force_fp32_for_softmax: Sow float32 weights; the softmax itself is always computed
+        in float32 or higher.
+      einsum_dot_general: Function that computes the matrix products. If this or one of
+        the next two is given, Flax linen's own `dot_product_attention` is called.
+      qk_attn_weights_einsum: Einsum (such as a quantized one) of query and key; must be
+        given with the next argument.
       attn_weights_value_einsum: Einsum of attention weights and value.
-      max_score_module: The module that sows the largest visible score of each head [B..., N] as
-        `attention_max_score`; None sows none.
+      max_score_module: The module that sows the largest visible score of each head
+        [B..., N] as `attention_max_score`; None sows none.
 
     Raises:
-      ValueError: As in `dot_product_attention`, and if complex inputs or custom einsums, which use Flax's own function,
-        are combined with arguments that Flax's function does not support.
+      ValueError: As in `dot_product_attention`, and if complex inputs or custom
+        einsums, which use Flax's own function, are combined with arguments that Flax's
+        function does not support.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -163,23 +225,51 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
       (1, 3, 8)
     """
     given = dict(locals())
-    query, key, value = (promote_dtype or dtypes.promote_dtype)((query, key, value), dtype=dtype)
-    is_no_mask = None  # whether a mask of traced numbers holds numbers other than 0 and 1
+    query, key, value = (promote_dtype or dtypes.promote_dtype)(
+        (query, key, value), dtype=dtype
+    )
+    # Whether a mask of traced numbers holds numbers other than 0 and 1.
+    is_no_mask = None
     if not isinstance(mask, Mask | None):
         mask, is_no_mask = validation.mask_of_numbers(mask)
     extra = {name: x for name, x in given.items() if name in EXTRA}
     dropout: dict[str, Any] = {"broadcast_dropout": broadcast_dropout}
-    dropout |= {} if deterministic else {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
+    dropout |= (
+        {}
+        if deterministic
+        else {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
+    )
     if jnp.iscomplexobj(query) or any(given[name] for name in EINSUMS):
-        extra = {"implementation": implementation} | extra | {"max_score_module": max_score_module}
-        flax_arguments = {name: given[name] for name in ("module", "force_fp32_for_softmax", "precision", *EINSUMS)}
-        output = _flax_attention(query, key, value, bias, mask, is_causal, extra, **dropout, **flax_arguments)
+        extra = (
+            {"implementation": implementation}
+            | extra
+            | {"max_score_module": max_score_module}
+        )
+        flax_arguments = {
+            name: given[name]
+            for name in ("module", "force_fp32_for_softmax", "precision", *EINSUMS)
+        }
+        output = _flax_attention(
+            query, key, value, bias, mask, is_causal, extra, **dropout, **flax_arguments
+        )
         return validation.nan_if(is_no_mask, output)
-    scored: dict[str, Any] = {"bias": bias, "mask": mask, "is_causal": is_causal, "precision": precision, **extra}
+    scored: dict[str, Any] = {
+        "bias": bias,
+        "mask": mask,
+        "is_causal": is_causal,
+        "precision": precision,
+        **extra,
+    }
     if module is not None:
         weights = _weights(query, key, **scored)
-        sow(module, "attention_weights", weights if force_fp32_for_softmax else weights.astype(query.dtype))
-    attend = functools.partial(dot_product_attention, implementation=implementation, **scored, **dropout)
+        sow(
+            module,
+            "attention_weights",
+            weights if force_fp32_for_softmax else weights.astype(query.dtype),
+        )
+    attend = functools.partial(
+        dot_product_attention, implementation=implementation, **scored, **dropout
+    )
     if max_score_module is None:
         output = attend(query, key, value)
     else:
@@ -194,63 +284,108 @@ attention_fn.core = CoreAttention(  # type: ignore[attr-defined]
 
 
 def sow(module: Any, name: str, x: Array) -> None:
-    """Sows an array, such as attention weights, in a module of nnx or linen, like Flax's modules."""
-    module.sow(nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", name, x)
+    """Sows an array, such as attention weights, in a module of nnx or linen, like
+    Flax's modules.
+    """
+    module.sow(
+        nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", name, x
+    )
 
 
 def _flax_attention(
-    query: Array, key: Array, value: Array, bias: Any, mask: Any, is_causal: bool, extra: dict, **arguments: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Any,
+    mask: Any,
+    is_causal: bool,
+    extra: dict,
+    **arguments: Any,
 ) -> Array:
-    """Computes Flax's own attention; raises a ValueError for a mask object, or if `extra` has any but None and 0."""
+    """Computes Flax's own attention; raises a ValueError for a mask object, or if
+    `extra` has any but None and 0.
+    """
     extra["mask"] = mask if isinstance(mask, Mask) else None
-    given = [name for name, x in extra.items() if x is not None and not (isinstance(x, int) and x == 0)]
+    given = [
+        name
+        for name, x in extra.items()
+        if x is not None and not (isinstance(x, int) and x == 0)
+    ]
     if given:
         raise ValueError(
-            f"complex inputs and quantized einsums use Flax's own attention, which does not support "
-            f"{', '.join(given)}; omit those arguments, or use real inputs without a custom einsum."
+            "complex inputs and quantized einsums use Flax's own attention, which does "
+            f"not support {', '.join(given)}; omit those arguments, or use real inputs "
+            "without a custom einsum."
         )
     if is_causal:
-        causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)[(None,) * (query.ndim - 2)]
+        causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)[
+            (None,) * (query.ndim - 2)
+        ]
         mask = causal if mask is None else mask & causal
-    key, value = (jnp.repeat(x, query.shape[-2] // x.shape[-2], axis=-2) for x in (key, value))
+    key, value = (
+        jnp.repeat(x, query.shape[-2] // x.shape[-2], axis=-2) for x in (key, value)
+    )
     return linen_attention(query, key, value, bias, mask, **arguments)
 
 
-def _weights(query: Array, key: Array, bias: Array | None = None, **arguments: Any) -> Float[Array, "*B N T S"]:
-    """Computes the softmax's weights, before dropout, in float32, or in float64 for float64 inputs.
+def _weights(
+    query: Array, key: Array, bias: Array | None = None, **arguments: Any
+) -> Float[Array, "*B N T S"]:
+    """Computes the softmax's weights, before dropout, in float32, or in float64 for
+    float64 inputs.
 
-    The weights are 0 for queries whose keys are all masked, and NaN if the output is NaN. They are computed as the
-    gradient of the log-sum-exp with respect to the bias, so that the engine itself computes and masks the scores.
+    The weights are 0 for queries whose keys are all masked, and NaN if the output is
+    NaN. They are computed as the gradient of the log-sum-exp with respect to the bias,
+    so that the engine itself computes and masks the scores.
     """
     batch, (length, heads, _) = query.shape[:-3], query.shape[-3:]
     dtype = accumulation_dtype(query.dtype)
     bias = jnp.zeros((), dtype) if bias is None else jnp.asarray(bias).astype(dtype)
 
     def total(bias: Array) -> tuple[Array, Array]:
-        _, lse = dot_product_attention(query, key, key, bias, implementation="xla", return_residual=True, **arguments)
+        _, lse = dot_product_attention(
+            query,
+            key,
+            key,
+            bias,
+            implementation="xla",
+            return_residual=True,
+            **arguments,
+        )
         return jnp.sum(lse), lse
 
-    weights, lse = jax.grad(total, has_aux=True)(jnp.broadcast_to(bias, (*batch, heads, length, key.shape[-3])))
-    is_nan = jnp.isnan(jnp.swapaxes(lse, -1, -2))[..., None]  # such rows have no derivative
-    return jnp.where(is_nan, jnp.nan, weights)  # no array of NaN, at which `jax_debug_nans` would stop
+    weights, lse = jax.grad(total, has_aux=True)(
+        jnp.broadcast_to(bias, (*batch, heads, length, key.shape[-3]))
+    )
+    # Such rows have no derivative.
+    is_nan = jnp.isnan(jnp.swapaxes(lse, -1, -2))[..., None]
+    # No array of NaN, at which `jax_debug_nans` would stop.
+    return jnp.where(is_nan, jnp.nan, weights)
 
 
 def core_of(attention_fn: Callable[..., Array]) -> CoreAttention | None:
-    """Returns the `CoreAttention` of an attention function, or None if the function is not of this package.
+    """Returns the `CoreAttention` of an attention function, or None if the function is
+    not of this package.
 
     Keywords of `functools.partial`s around the function become its `preset`.
     """
     function: Any = attention_fn
     preset: dict[str, Any] = {}
     # No subclasses, whose calls may do more.
-    while type(function) in (functools.partial, jax.tree_util.Partial) and not function.args:
+    while (
+        type(function) in (functools.partial, jax.tree_util.Partial)
+        and not function.args
+    ):
         function, preset = function.func, function.keywords | preset
-        inner = getattr(function, "fun", None)  # a jax.tree_util.Partial of a functools.partial
+        # A jax.tree_util.Partial of a functools.partial.
+        inner = getattr(function, "fun", None)
         function = inner if type(inner) is functools.partial else function
     core = getattr(function, "core", None)
     if not isinstance(core, CoreAttention) or core.function is not function:
         return None
-    return dataclasses.replace(core, preset={**core.preset, **preset}) if preset else core
+    return (
+        dataclasses.replace(core, preset={**core.preset, **preset}) if preset else core
+    )
 
 
 def decode(
@@ -264,26 +399,32 @@ def decode(
     arguments: dict[str, Any],
     top_k: int = 0,
 ) -> tuple[Float[Array, "*B T N Hv"], Appended]:
-    """Adds new keys and values to a cache, unless `appended` has them already, and computes attention over the cache.
+    """Adds new keys and values to a cache, unless `appended` has them already, and
+    computes attention over the cache.
 
-    `core` computes the attention or, if it cannot, `attention_fn`. `latent` is None unless keys and cache hold latents.
-    For `top_k`, see `over_cache`. Returns the output and the cache with the new tokens.
+    `core` computes the attention or, if it cannot, `attention_fn`. `latent` is None
+    unless keys and cache hold latents. For `top_k`, see `over_cache`. Returns the
+    output and the cache with the new tokens.
     """
     if core is not None and core.context is not None:
         raise ValueError(
-            "decode must be False with context_parallel, which cannot split a cache along the sequence, but got "
-            "True; decode with attention_fn=flax_mha.attention_fn."
+            "decode must be False with context_parallel, which cannot split a cache "
+            "along the sequence, but got True; decode with "
+            "attention_fn=flax_mha.attention_fn."
         )
     for name in arguments:
         if core is not None and name.startswith(("query_", "key_value_")):
             raise ValueError(
-                f"attention_fn must not set {name} while decoding, because the cache tracks positions; remove it "
-                "from the functools.partial, and pass lengths in the call."
+                f"attention_fn must not set {name} while decoding, because the cache "
+                "tracks positions; remove it from the functools.partial, and pass "
+                "lengths in the call."
             )
     query, key, value = heads
     if cache.scale is None:
         key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
-    appended = Appended(*cache.append(key, value, lengths)) if appended is None else appended
+    appended = (
+        Appended(*cache.append(key, value, lengths)) if appended is None else appended
+    )
     if core is None or not core.computes((query,), arguments):
         function = attention_fn if core is None else core.function
         output = _decode_by(
@@ -298,8 +439,14 @@ def decode(
         )
         return output, appended
     (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
-    known = _core_arguments(arguments) | {"lengths": lengths, "latent": latent, "platform": core.platform}
-    output, *_ = over_cache(core.run, query, key, value, cache, top_k=top_k, appended=appended, **known)
+    known = _core_arguments(arguments) | {
+        "lengths": lengths,
+        "latent": latent,
+        "platform": core.platform,
+    }
+    output, *_ = over_cache(
+        core.run, query, key, value, cache, top_k=top_k, appended=appended, **known
+    )
     return output, appended
 
 
@@ -316,16 +463,19 @@ def _decode_by(
     local_window_size: Any = None,
     **arguments: Any,
 ) -> Float[Array, "*B T N Hv"]:
-    """Computes a decoding step by calling any attention function with all cached keys, all values, and a mask.
+    """Computes a decoding step by calling any attention function with all cached keys,
+    all values, and a mask.
 
-    `is_ours` says whether the function is of this package, and so accepts mask objects and offsets.
+    `is_ours` says whether the function is of this package, and so accepts mask objects
+    and offsets.
     """
     query, key, value = heads
     window = check_cache(cache, arguments.get("bias"), mask, local_window_size)
     if cache.window is not None and "key_indices" in arguments:
         raise ValueError(
-            "key_indices must be None over a ring cache if another function than flax_mha's computes attention, or if "
-            "weights are sown, but got an array; use a cache without a window."
+            "key_indices must be None over a ring cache if another function than "
+            "flax_mha's computes attention, or if weights are sown, but got an array; "
+            "use a cache without a window."
         )
     new, tokens, room = appended
     index = jnp.maximum(cache.index, 0)
@@ -336,68 +486,107 @@ def _decode_by(
         keys, values = latent.expand(keys)
     visibility = Visibility.of(is_causal, window, mask, query.shape[-3], is_padded)
     ends, is_ring = index + tokens, cache.window is not None
-    sizes = (query.shape[-3], keys.shape[-3], query.shape[-2], *keys.shape[-2:], values.shape[-1])
+    sizes = (
+        query.shape[-3],
+        keys.shape[-3],
+        query.shape[-2],
+        *keys.shape[-2:],
+        values.shape[-1],
+    )
     shape = validation.Shape(cache.batch, *sizes)
     is_object = isinstance(mask, Mask)
-    is_ours = is_ours and not jnp.iscomplexobj(query) and not any(map(arguments.get, EINSUMS))
+    is_ours = (
+        is_ours and not jnp.iscomplexobj(query) and not any(map(arguments.get, EINSUMS))
+    )
     if is_ours or is_object or "score_mod" in arguments:
         arguments |= {"query_offset": index, "key_value_offset": first}
     if is_ours or is_object:
         visible: Any = merged(visibility.masks(mask, shape, ends, is_ring))
     else:
-        visible = visible_at(merged(visibility.masks(None, shape, ends, is_ring)), shape, (index, first))
+        visible = visible_at(
+            merged(visibility.masks(None, shape, ends, is_ring)), shape, (index, first)
+        )
         visible = visible if mask is None else visible & validation.mask(mask, shape)
-    return nan_without(room, function(query, keys, values, mask=visible, **arguments), cache.batch)
+    return nan_without(
+        room, function(query, keys, values, mask=visible, **arguments), cache.batch
+    )
 
 
 class ExplainedAttention:
-    """An `attention_fn` that only explains: it adds an explanation of each call to a list, and returns zeros."""
+    """An `attention_fn` that only explains: it adds an explanation of each call to a
+    list, and returns zeros.
+    """
 
     def __init__(self, given: Callable[..., Array], platform: Platform | None):
         core = core_of(given)
         if core is None:
-            raise ValueError(f"only attention_fn=flax_mha.attention_fn can be explained, but got {given!r}.")
-        self.core = dataclasses.replace(core, function=self, run=self._explain, platform=platform)
+            raise ValueError(
+                "only attention_fn=flax_mha.attention_fn can be explained, but got "
+                f"{given!r}."
+            )
+        self.core = dataclasses.replace(
+            core, function=self, run=self._explain, platform=platform
+        )
         self.explanations: list[Explanation] = []
 
-    def __call__(self, query: Array, key: Array, value: Array, **arguments: Any) -> Array:
-        """Records the explanation of a call, and returns zeros; ignores arguments like `module`."""
+    def __call__(
+        self, query: Array, key: Array, value: Array, **arguments: Any
+    ) -> Array:
+        """Records the explanation of a call, and returns zeros; ignores arguments like
+        `module`.
+        """
         return self.core.run(*self.core.call_of(query, key, value, **arguments)).output
 
     def _explain(self, call: Call, implementation: Implementation | None) -> Result:
         self.explanations.append(run.explain(call, implementation))
         query, value = call.operands.query, call.operands.value
-        return Result(jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), None)
+        return Result(
+            jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), None
+        )
 
 
 class Explain(Protocol[P]):
-    """The type of a module's method `explain`: the arguments `P` of its call, and `platform`."""
+    """The type of a module's method `explain`: the arguments `P` of its call, and
+    `platform`.
+    """
 
     @overload
     def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> Explanation: ...
     @overload
-    def __call__(self, *arguments: Any, platform: Platform | None, **keywords: Any) -> Explanation: ...
+    def __call__(
+        self, *arguments: Any, platform: Platform | None, **keywords: Any
+    ) -> Explanation: ...
 
 
 def explaining(call: Callable[Concatenate[Any, P], Array]) -> Explain[P]:
     """Makes the method `explain` of a module class, given its `__call__`.
 
-    `explain` takes the same arguments, and also `platform`; it returns `self._explained(platform, *arguments)`.
+    `explain` takes the same arguments, and also `platform`; it returns
+    `self._explained(platform, *arguments)`.
     """
 
-    def explain(self: Any, *arguments: Any, platform: Platform | None = None, **keywords: Any) -> Explanation:
-        """Explains which implementation computes a call with these arguments, and why the others do not.
+    def explain(
+        self: Any, *arguments: Any, platform: Platform | None = None, **keywords: Any
+    ) -> Explanation:
+        """Explains which implementation computes a call with these arguments, and why
+        the others do not.
 
-        Pass the arguments of the call. With `platform`, the call is explained for "cpu", "cuda" or "tpu", even if there
-        is no such device; see `flax_mha.explain_implementation`. Nothing is computed, and the module does not change. A
-        decoding call is explained for the current cache or, under `jit`, for an empty cache.
+        Pass the arguments of the call. With `platform`, the call is explained for
+        "cpu", "cuda" or "tpu", even if there is no such device; see
+        `flax_mha.explain_implementation`. Nothing is computed, and the module does not
+        change. A decoding call is explained for the current cache or, under `jit`, for
+        an empty cache.
 
         Raises:
-          ValueError, NotImplementedError: If the call would raise it under `jit`; ValueError also if `attention_fn` is
-            not `flax_mha.attention_fn`, or if the platform is unknown.
+          ValueError, NotImplementedError: If the call would raise it under `jit`;
+            ValueError also if `attention_fn` is not `flax_mha.attention_fn`, or if the
+            platform is unknown.
         """
         return self._explained(platform, *arguments, **keywords)
 
-    parameters = [*inspect.signature(call).parameters.values(), inspect.signature(explain).parameters["platform"]]
+    parameters = [
+        *inspect.signature(call).parameters.values(),
+        inspect.signature(explain).parameters["platform"],
+    ]
     explain.__signature__ = inspect.Signature(parameters, return_annotation=Explanation)  # type: ignore[attr-defined]
     return explain  # type: ignore[return-value]

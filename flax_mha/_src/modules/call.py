@@ -1,4 +1,5 @@
-"""`call_module`: the call of every module, as a formula; a `FlaxModule` holds what differs between the two APIs.
+"""`call_module`: the call of every module, as a formula; a `FlaxModule` holds what
+differs between the two APIs.
 
 out(norm(gate * attention(rotate(process_heads(norm(project(x)))))))
 """
@@ -41,11 +42,14 @@ OPTIONS = ("implementation", "scale", "local_window_size", "logits_soft_cap")
 
 
 class FlaxModule(NamedTuple):
-    """What `call_module` needs of a module of nnx or linen: layers, parameters, cache, arguments of the attention."""
+    """What `call_module` needs of a module of nnx or linen: layers, parameters, cache,
+    arguments of the attention.
+    """
 
     module: Any  # has the options
     query: Layer  # projects inputs [B..., T, D] to queries [B..., T, N, H]
-    # Projects inputs to keys; with `latent`, to the one key [latent, rotary key] of all heads.
+    # Projects inputs to keys; with `latent`, to the one key [latent, rotary key] of all
+    # heads.
     key: Layer | None
     out: Layer  # projects the attention's output [B..., T, N, Hv] back to features
     sinks: Array | None  # [N]
@@ -53,8 +57,10 @@ class FlaxModule(NamedTuple):
     cache: Callable[[Array, Array], Arrays | None]
     # Sets the cache to new arrays or, if the flag is True, to keys, values and lengths.
     write: Callable[[Arrays, bool], None]
-    arguments: dict[str, Any]  # arguments of the attention function as Flax's module passes them
-    # Projects inputs to values; None with `latent`, or if values are the projected keys.
+    # Arguments of the attention function as Flax's module passes them.
+    arguments: dict[str, Any]
+    # Projects inputs to values; None with `latent`, or if values are the projected
+    # keys.
     value: Layer | None = None
     query_norm: Layer | None = None
     key_norm: Layer | None = None
@@ -64,10 +70,12 @@ class FlaxModule(NamedTuple):
     gate: Layer | None = None  # projects inputs to the gate, before its activation
     gating: Gate | None = None  # how the gate changes the output
     out_norm: Layer | None = None  # of the gated output [B..., T, N, Hv]
-    latent: Latent | None = None  # computes keys and values of heads from the latents that `key` returns
+    # Computes keys and values of heads from the latents that `key` returns.
+    latent: Latent | None = None
     stored: Arrays | None = None  # keys, values and lengths that a call stored
     indexer: IndexLayers | None = None  # chooses the keys that queries attend to
-    # Numbers of features of queries, and of keys and values; None if the projections check them.
+    # Numbers of features of queries, and of keys and values; None if the projections
+    # check them.
     features: tuple[int, int] | None = None
 
 
@@ -126,7 +134,9 @@ def call_module(layer: FlaxModule, call: Given) -> Any:
     if layer.norms_after_rope:
         heads = normalize(layer, source, heads)
 
-    arguments, is_no_mask = attention_arguments(layer, core, call, source, per_sequence, heads, cache)
+    arguments, is_no_mask = attention_arguments(
+        layer, core, call, source, per_sequence, heads, cache
+    )
     top_k, index_cache = choose_keys(layer, core, call, inputs[0], cache, arguments)
     output, appended = attend(layer, core, call, heads, cache, arguments, top_k)
     output = validation.nan_if(is_no_mask, output)
@@ -155,18 +165,20 @@ def check(layer: FlaxModule, call: Given) -> KeySource:
 
 
 def _check_sharing(layer: FlaxModule, call: Given) -> None:
-    """Raises a ValueError if only one of `reuse_kv` and `kv` is set, or if cross-attention reuses or returns keys."""
+    """Raises a ValueError if only one of `reuse_kv` and `kv` is set, or if
+    cross-attention reuses or returns keys.
+    """
     validation.flag("return_kv", call.return_kv)
     reuses = layer.module.reuse_kv
     if reuses and not isinstance(call.kv, SharedKV):
         raise ValueError(
-            "kv must be the SharedKV that the call of an earlier layer returns with return_kv=True if reuse_kv=True, "
-            f"but got {type(call.kv).__name__}."
+            "kv must be the SharedKV that the call of an earlier layer returns with "
+            f"return_kv=True if reuse_kv=True, but got {type(call.kv).__name__}."
         )
     if not reuses and call.kv is not None:
         raise ValueError(
-            f"kv must be None if reuse_kv=False, but got {type(call.kv).__name__}; create the module with "
-            "reuse_kv=True."
+            f"kv must be None if reuse_kv=False, but got {type(call.kv).__name__}; "
+            "create the module with reuse_kv=True."
         )
     if not reuses and not call.return_kv:
         return
@@ -175,17 +187,23 @@ def _check_sharing(layer: FlaxModule, call: Given) -> None:
     if has_other_inputs or call.store_keys or layer.stored is not None:
         name = "reuse_kv=True" if reuses else "return_kv=True"
         raise ValueError(
-            f"{name} requires self-attention, but got other inputs or stored keys; leave out inputs_k, inputs_v and "
-            "store_keys."
+            f"{name} requires self-attention, but got other inputs or stored keys; "
+            "leave out inputs_k, inputs_v and store_keys."
         )
 
 
 def _source_of_keys(layer: FlaxModule, call: Given) -> KeySource:
     stores = validation.flag("store_keys", call.store_keys)
     if stores and not call.decode:
-        raise ValueError("store_keys=True requires decode=True; pass decode=True, or leave store_keys out.")
+        raise ValueError(
+            "store_keys=True requires decode=True; pass decode=True, or leave "
+            "store_keys out."
+        )
     if stores and call.inputs_k is None:
-        raise ValueError("store_keys=True requires inputs_k, but got None; store_keys is for cross-attention.")
+        raise ValueError(
+            "store_keys=True requires inputs_k, but got None; store_keys is for "
+            "cross-attention."
+        )
     if call.kv is not None:
         return "shared"
     if not call.decode:
@@ -194,11 +212,15 @@ def _source_of_keys(layer: FlaxModule, call: Given) -> KeySource:
         return "to store"
     if layer.stored is None:
         return "cache"
-    given = [name for name in ("inputs_k", "inputs_v", "lengths") if getattr(call, name) is not None]
+    given = [
+        name
+        for name in ("inputs_k", "inputs_v", "lengths")
+        if getattr(call, name) is not None
+    ]
     if given:
         raise ValueError(
-            f"{' and '.join(given)} must be None if keys are already stored, but got an array; pass store_keys=True "
-            "to replace them."
+            f"{' and '.join(given)} must be None if keys are already stored, but got "
+            "an array; pass store_keys=True to replace them."
         )
     return "stored"
 
@@ -210,17 +232,28 @@ def _check_process_heads(layer: FlaxModule, call: Given, source: KeySource) -> N
     if function is None:
         return
     if not callable(function):
-        raise ValueError(f"process_heads must be a function of (query, key, value) or None, but got {function!r}.")
-    if source in ("to store", "stored", "shared"):
-        names = {"shared": "an earlier layer (kv)", "stored": "an earlier call", "to store": "store_keys=True"}
         raise ValueError(
-            "process_heads must be None if keys are used by several calls or layers, because it returns queries, keys "
-            f"and values together, but got keys from {names[source]}; leave process_heads out."
+            "process_heads must be a function of (query, key, value) or None, but got "
+            f"{function!r}."
+        )
+    if source in ("to store", "stored", "shared"):
+        names = {
+            "shared": "an earlier layer (kv)",
+            "stored": "an earlier call",
+            "to store": "store_keys=True",
+        }
+        raise ValueError(
+            "process_heads must be None if keys are used by several calls or layers, "
+            "because it returns queries, keys and values together, but got keys from "
+            f"{names[source]}; leave process_heads out."
         )
 
 
-def inputs_of(layer: FlaxModule, call: Given, source: KeySource) -> tuple[tuple[Array, Array, Array], dict[str, Any]]:
-    """Returns the inputs of queries, keys and values, 0 at padding, and the arguments that name lengths and segments.
+def inputs_of(
+    layer: FlaxModule, call: Given, source: KeySource
+) -> tuple[tuple[Array, Array, Array], dict[str, Any]]:
+    """Returns the inputs of queries, keys and values, 0 at padding, and the arguments
+    that name lengths and segments.
 
     A cache gets its lengths as an argument of its own.
     """
@@ -229,7 +262,12 @@ def inputs_of(layer: FlaxModule, call: Given, source: KeySource) -> tuple[tuple[
         return inputs, {}
     is_cached = source == "cache" or (call.kv is not None and call.kv.cache is not None)
     return sequences.per_sequence_arguments(
-        inputs, call.segment_ids, call.lengths, _attends_to_itself(call, source), call.decode, is_cached
+        inputs,
+        call.segment_ids,
+        call.lengths,
+        _attends_to_itself(call, source),
+        call.decode,
+        is_cached,
     )
 
 
@@ -237,26 +275,31 @@ def _attends_to_itself(call: Given, source: KeySource) -> bool:
     return source in ("cache", "shared") or (source == "inputs" and not call.is_cross)
 
 
-def _check_inputs(layer: FlaxModule, call: Given, source: KeySource) -> tuple[Array, Array, Array]:
+def _check_inputs(
+    layer: FlaxModule, call: Given, source: KeySource
+) -> tuple[Array, Array, Array]:
     inputs_q, inputs_k, inputs_v = call.inputs_q, call.inputs_k, call.inputs_v
     if inputs_k is None and inputs_v is not None:
         raise ValueError(
-            "`inputs_k` cannot be None if `inputs_v` is not None. To have both be the same value, pass it as "
-            "`inputs_k` and leave `inputs_v` None."
+            "`inputs_k` cannot be None if `inputs_v` is not None. To have both be the "
+            "same value, pass it as `inputs_k` and leave `inputs_v` None."
         )
     inputs_k = inputs_q if inputs_k is None else inputs_k
     inputs_v = inputs_k if inputs_v is None else inputs_v
-    values_are_keys = layer.value is None and layer.latent is None and source != "shared"
+    values_are_keys = (
+        layer.value is None and layer.latent is None and source != "shared"
+    )
     if values_are_keys and inputs_v is not inputs_k:
         raise ValueError(
-            "inputs_v must be None with share_kv=True, because values are projections of inputs_k, but got an array; "
-            "leave inputs_v out."
+            "inputs_v must be None with share_kv=True, because values are projections "
+            "of inputs_k, but got an array; leave inputs_v out."
         )
     inputs = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
     shapes = ", ".join(f"{name} {x.shape}" for name, x in inputs.items())
     if not inputs_q.ndim == inputs_k.ndim == inputs_v.ndim >= 2:
         raise ValueError(
-            f"inputs must have the same rank, at least 2 ([batch..., length, features]), but got {shapes}."
+            "inputs must have the same rank, at least 2 ([batch..., length, "
+            f"features]), but got {shapes}."
         )
     if not inputs_q.shape[:-2] == inputs_k.shape[:-2] == inputs_v.shape[:-2]:
         raise ValueError(f"inputs' batch dims must match, but got {shapes}.")
@@ -268,21 +311,30 @@ def _check_inputs(layer: FlaxModule, call: Given, source: KeySource) -> tuple[Ar
         for name, x in inputs.items():
             if x.shape[-1] != expected[name]:
                 raise ValueError(
-                    f"Incompatible input dimension, got {x.shape[-1]} but module expects {expected[name]} ({name} "
-                    f"{x.shape})."
+                    f"Incompatible input dimension, got {x.shape[-1]} but module "
+                    f"expects {expected[name]} ({name} {x.shape})."
                 )
     return inputs_q, inputs_k, inputs_v
 
 
-def project(layer: FlaxModule, call: Given, source: KeySource, inputs: tuple[Array, Array, Array]) -> Heads:
-    """Returns query, key and value; values are normalized already, because shared values are keys without a norm."""
+def project(
+    layer: FlaxModule,
+    call: Given,
+    source: KeySource,
+    inputs: tuple[Array, Array, Array],
+) -> Heads:
+    """Returns query, key and value; values are normalized already, because shared
+    values are keys without a norm.
+    """
     inputs_q, inputs_k, inputs_v = inputs
     query = layer.query(inputs_q)
     if source == "stored":
         key, value, _ = layer.stored  # type: ignore[misc]
         return query, key, value
     if call.kv is not None:
-        num_kv_heads = getattr(layer.module, "num_kv_heads", None) or layer.module.num_heads
+        num_kv_heads = (
+            getattr(layer.module, "num_kv_heads", None) or layer.module.num_heads
+        )
         value_size = layer.module.value_dim or query.shape[-1]
         shape = (*query.shape[:-2], num_kv_heads, query.shape[-1])
         call.kv.check(shape, value_size, call.decode, call.has_lengths)
@@ -297,7 +349,9 @@ def project(layer: FlaxModule, call: Given, source: KeySource, inputs: tuple[Arr
 
 
 def normalize(layer: FlaxModule, source: KeySource, heads: Heads) -> Heads:
-    """Normalizes queries and keys; stored and shared keys were normalized by an earlier call."""
+    """Normalizes queries and keys; stored and shared keys were normalized by an earlier
+    call.
+    """
     query, key, value = heads
     if layer.query_norm is not None:
         query = layer.query_norm(query)
@@ -317,11 +371,17 @@ def process(layer: FlaxModule, call: Given, heads: Heads) -> Heads:
             "process_heads must return three arrays (query, key, value), but got "
             f"{_described(processed)}; return all three, changed or not."
         )
-    for name, x, before in zip(("query", "key", "value"), processed, heads, strict=True):
-        if not hasattr(x, "shape") or (x.shape, x.dtype) != (before.shape, before.dtype):
+    for name, x, before in zip(
+        ("query", "key", "value"), processed, heads, strict=True
+    ):
+        if not hasattr(x, "shape") or (x.shape, x.dtype) != (
+            before.shape,
+            before.dtype,
+        ):
             raise ValueError(
-                f"process_heads must return the {name} with shape {before.shape} and dtype {before.dtype}, but got "
-                f"{_described(x)}; use .astype if only the dtype differs."
+                f"process_heads must return the {name} with shape {before.shape} and "
+                f"dtype {before.dtype}, but got {_described(x)}; use .astype if only "
+                "the dtype differs."
             )
     query, key, value = processed
     return query, key, value
@@ -333,8 +393,12 @@ def _described(x: Any) -> str:
     return f"{len(x)} of them" if isinstance(x, tuple | list) else type(x).__name__
 
 
-def cache_of(layer: FlaxModule, call: Given, source: KeySource, heads: Heads) -> KVCache | None:
-    """Returns the cache after checking that it fits the heads; None without one, or if this call creates it."""
+def cache_of(
+    layer: FlaxModule, call: Given, source: KeySource, heads: Heads
+) -> KVCache | None:
+    """Returns the cache after checking that it fits the heads; None without one, or if
+    this call creates it.
+    """
     if call.kv is not None:
         return call.kv.cache
     if source != "cache":
@@ -346,9 +410,11 @@ def cache_of(layer: FlaxModule, call: Given, source: KeySource, heads: Heads) ->
     queries, keys = query.shape[-3], key.shape[-3]
     if call.is_cross and not queries == keys == 1:
         raise ValueError(
-            "Autoregressive cache shape error: while decoding, inputs_k must be inputs_q or contain one token, because "
-            f"its tokens are added to the cache, but got a separate array of {keys} tokens for {queries} queries; for "
-            "cross-attention, pass store_keys=True in the first call, or decode=False in every call."
+            "Autoregressive cache shape error: while decoding, inputs_k must be "
+            "inputs_q or contain one token, because its tokens are added to the cache, "
+            f"but got a separate array of {keys} tokens for {queries} queries; for "
+            "cross-attention, pass store_keys=True in the first call, or decode=False "
+            "in every call."
         )
     value_size = None if layer.latent is None else layer.latent.size
     cache = KVCache.of_arrays(reach(layer.module.local_window_size), value_size, arrays)
@@ -357,13 +423,23 @@ def cache_of(layer: FlaxModule, call: Given, source: KeySource, heads: Heads) ->
 
 
 def reach(local_window_size: Any) -> int | None:
-    """Returns how many earlier positions a query attends to with this `local_window_size`; None means all."""
+    """Returns how many earlier positions a query attends to with this
+    `local_window_size`; None means all.
+    """
     window = check_window(local_window_size)
     return None if window is None else window[0]
 
 
-def rotate(layer: FlaxModule, call: Given, source: KeySource, heads: Heads, cache: KVCache | None) -> Heads:
-    """Rotates queries and keys by their positions; stored and shared keys are rotated already."""
+def rotate(
+    layer: FlaxModule,
+    call: Given,
+    source: KeySource,
+    heads: Heads,
+    cache: KVCache | None,
+) -> Heads:
+    """Rotates queries and keys by their positions; stored and shared keys are rotated
+    already.
+    """
     rope = layer.module.rope
     if rope is None and call.positions is None:
         return heads
@@ -391,32 +467,42 @@ def attention_arguments(
     heads: Heads,
     cache: KVCache | None,
 ) -> tuple[dict[str, Any], Bool[Array, ""] | None]:
-    """Returns the arguments of the attention function: from Flax, the module's options, the call, and a partial.
+    """Returns the arguments of the attention function: from Flax, the module's options,
+    the call, and a partial.
 
-    Also returns a flag for `nan_if`: whether a mask of traced numbers holds any but 0 and 1; None for other masks.
+    Also returns a flag for `nan_if`: whether a mask of traced numbers holds any but 0
+    and 1; None for other masks.
     """
     query, key, _ = heads
     is_causal = _is_causal(core, call)
     ours = {name: getattr(layer.module, name) for name in OPTIONS}
     ours |= {"sinks": layer.sinks, "mask": call.mask, "bias": call.bias}
     ours |= {"score_mod": call.score_mod, "key_indices": call.key_indices}
-    ours |= {"qkv_sharding": _attention_sharding(layer.module, core, call.qkv_sharding, query)}
+    ours |= {
+        "qkv_sharding": _attention_sharding(
+            layer.module, core, call.qkv_sharding, query
+        )
+    }
     ours |= {"max_score_module": layer.module if call.sow_max_score else None}
     ours |= per_sequence
-    lengths = layer.stored[2] if layer.stored is not None and source == "stored" else None
+    lengths = (
+        layer.stored[2] if layer.stored is not None and source == "stored" else None
+    )
     takes_lengths = core is not None and core.context is None
     if takes_lengths and lengths is not None:
         ours["key_value_seq_lengths"] = lengths
     if source not in ("stored", "to store"):  # those queries have no known positions
         ours["is_causal"] = is_causal
-    # Arguments of None are left out, so that a function with only Flax's signature also works.
+    # Arguments of None are left out, so that a function with only Flax's signature also
+    # works.
     arguments = layer.arguments | {name: x for name, x in ours.items() if x is not None}
     if core is None:
         check_takes_mask(layer.module.attention_fn, arguments.get("mask"))
     else:
         arguments = core.with_preset(arguments, without=("is_causal",))
     if cache is not None:
-        arguments["is_causal"] = is_causal  # None is not the same as Flax's default of False
+        # None is not the same as Flax's default of False.
+        arguments["is_causal"] = is_causal
     elif call.is_causal is None and is_causal:
         check_is_causal(is_causal, arguments.get("mask"))
 
@@ -431,29 +517,40 @@ def attention_arguments(
 
 
 def _is_causal(core: CoreAttention | None, call: Given) -> bool | None:
-    """Returns `is_causal` of the call or, if that is None, of a `functools.partial` around the attention function."""
+    """Returns `is_causal` of the call or, if that is None, of a `functools.partial`
+    around the attention function.
+    """
     if call.is_causal is None and core is not None:
         return core.preset.get("is_causal")
     return call.is_causal
 
 
-def _attention_sharding(module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array) -> Any:
-    """Returns the `qkv_sharding` of the call or of a `functools.partial`, otherwise one that splits heads.
+def _attention_sharding(
+    module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array
+) -> Any:
+    """Returns the `qkv_sharding` of the call or of a `functools.partial`, otherwise one
+    that splits heads.
 
-    Heads are split over `head_axis`, but only on a mesh of Auto axes, and only if no other axis may split the batch;
-    otherwise returns None.
+    Heads are split over `head_axis`, but only on a mesh of Auto axes, and only if no
+    other axis may split the batch; otherwise returns None.
     """
     if module.head_axis is None:
         return qkv_sharding
     if qkv_sharding is None and core is not None:
         qkv_sharding = core.preset.get("qkv_sharding")
     mesh = jax.sharding.get_abstract_mesh()
-    if qkv_sharding is not None or mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+    if (
+        qkv_sharding is not None
+        or mesh.empty
+        or set(mesh.axis_types) != {AxisType.Auto}
+    ):
         return qkv_sharding
     named = names_of(tensor_parallel.mesh_axis(module.head_axis))
     # `context_parallel` knows which axes split the batch.
     names_batch = core is not None and core.context is not None
-    splits_nothing_else = all(name in named or size == 1 for name, size in mesh.shape.items())
+    splits_nothing_else = all(
+        name in named or size == 1 for name, size in mesh.shape.items()
+    )
     if not names_batch and not splits_nothing_else:
         return None
     batch_and_length = (None,) * (query.ndim - 2)
@@ -470,27 +567,34 @@ def choose_keys(
 ) -> tuple[int, KVCache | None]:
     """Lets the indexer choose `key_indices`, which it adds to `arguments`.
 
-    Returns its `top_k`, 0 without an indexer or if a user chose, and the cache of its keys.
+    Returns its `top_k`, 0 without an indexer or if a user chose, and the cache of its
+    keys.
     """
     layers = layer.indexer
     if layers is None:
         return 0, None
     if core is None:
-        raise ValueError("With an indexer, attention_fn must be flax_mha.attention_fn, but got another function.")
+        raise ValueError(
+            "With an indexer, attention_fn must be flax_mha.attention_fn, but got "
+            "another function."
+        )
     query, key, weights = layers.project(inputs)
     start = 0 if cache is None else jnp.maximum(cache.index, 0)
     rope = layer.module.rope
     if rope is not None:
         rotated_size = layer.module.qk_rope_head_dim
         options = layers.indexer
-        # Rotates `rotated_size` features: the last ones, or the first ones of the whole head.
+        # Rotates `rotated_size` features: the last ones, or the first ones of the whole
+        # head.
         fraction = rope.fraction
         if not options.rotary_last:
             fraction = rope.fraction * rotated_size / options.head_dim
         query, key = sequences.rotate(
             query,
             key,
-            dataclasses.replace(rope, interleaved=options.interleaved, fraction=fraction),
+            dataclasses.replace(
+                rope, interleaved=options.interleaved, fraction=fraction
+            ),
             call.positions,
             self_attention=True,
             start=start,
@@ -501,7 +605,9 @@ def choose_keys(
     index_cache = layers.cached(key, cache) if call.decode else None
     sow_to = layer.arguments.get("module")
     projected = (query, key, weights)
-    lists, index_cache = choose(layers.indexer, projected, index_cache, call.lengths, arguments, sow_to)
+    lists, index_cache = choose(
+        layers.indexer, projected, index_cache, call.lengths, arguments, sow_to
+    )
     if lists is not None:
         arguments["key_indices"] = lists
     top_k = layers.indexer.top_k if call.key_indices is None else 0
@@ -519,13 +625,24 @@ def attend(
 ) -> tuple[Float[Array, "*B T N Hv"], Appended | None]:
     """Computes the attention of projected heads, over the cache if there is one.
 
-    `core` is None if the module's `attention_fn` is not from this package. `top_k` is the indexer's; 0 without one, or
-    if a user chose the keys. Returns the output, and the cache with the new keys and values (None without a cache).
+    `core` is None if the module's `attention_fn` is not from this package. `top_k` is
+    the indexer's; 0 without one, or if a user chose the keys. Returns the output, and
+    the cache with the new keys and values (None without a cache).
     """
     attention_fn = layer.module.attention_fn
     if cache is not None:
         appended = None if call.kv is None else call.kv.appended
-        return decode(attention_fn, core, heads, cache, call.lengths, layer.latent, appended, arguments, top_k)
+        return decode(
+            attention_fn,
+            core,
+            heads,
+            cache,
+            call.lengths,
+            layer.latent,
+            appended,
+            arguments,
+            top_k,
+        )
     query, key, value = heads
     if layer.latent is not None:
         key, value = layer.latent.expand(key)
@@ -537,7 +654,9 @@ def attend(
     return core.run(made, implementation).output, None
 
 
-def gate_and_normalize(layer: FlaxModule, x: Float[Array, "*B T N Hv"], inputs_q: Array) -> Float[Array, "*B T N Hv"]:
+def gate_and_normalize(
+    layer: FlaxModule, x: Float[Array, "*B T N Hv"], inputs_q: Array
+) -> Float[Array, "*B T N Hv"]:
     if layer.gate is not None and layer.gating is not None:
         x = layer.gating.apply(x, layer.gate(inputs_q))
     if layer.out_norm is not None:

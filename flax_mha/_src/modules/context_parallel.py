@@ -1,7 +1,8 @@
-"""`context_parallel`: attention over a sequence that is split over the devices of a mesh axis.
+"""`context_parallel`: attention over a sequence that is split over the devices of a
+mesh axis.
 
-Each device holds a part of the tokens. All other layers of a transformer compute each token by itself, so they need no
-change; see `docs/devices.md`.
+Each device holds a part of the tokens. All other layers of a transformer compute each
+token by itself, so they need no change; see `docs/devices.md`.
 """
 
 import dataclasses
@@ -30,34 +31,43 @@ def context_parallel(
     head_axis: Axes = None,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Callable[..., Array]:
-    """Makes an `attention_fn` for modules whose sequences are split over the devices of a mesh axis.
+    """Makes an `attention_fn` for modules whose sequences are split over the devices of
+    a mesh axis.
 
-    The function takes the arguments of `flax_mha.attention_fn`, with the shapes of whole sequences, and returns the
-    same result: masks, windows, lengths, `score_mod` and dropout refer to positions in the whole sequence.
+    The function takes the arguments of `flax_mha.attention_fn`, with the shapes of
+    whole sequences, and returns the same result: masks, windows, lengths, `score_mod`
+    and dropout refer to positions in the whole sequence.
 
     Args:
-      axis: The mesh axis that splits queries, keys and values along their lengths T and S. Its size N must divide both.
-      strategy: What the devices exchange.
-        "ring": keys and values move from device to device while each device computes attention over them. Memory per
-        device depends only on T / N. Uses "blockwise" attention.
-        "ulysses": an all-to-all before and after gives each device all positions of one N-th of its heads. Works with
-        any implementation, including fused kernels. Each device must hold a multiple of N key heads.
-        "allgather": each device gathers all keys and values for its queries. Good for short sequences or few key heads.
-      layout: Which tokens a device holds. "contiguous": T / N consecutive tokens. "zigzag": two chunks of T / (2 N)
-        tokens, on device r the r-th from the front and the r-th from the back, which balances the work under a causal
-        mask. With "zigzag", all arrays along T and S must be in this order: see `to_zigzag`, and `zigzag_positions` for
-        rotary embeddings.
-      batch_axes: The mesh axes that split the first batch axis. None uses the query's sharding, if its type contains it
-        (on a mesh with Explicit axes) or the query is not traced; otherwise the batch is not split.
-      head_axis: The mesh axis that splits the heads. None means the module's `head_axis`, or the query's sharding.
+      axis: The mesh axis that splits queries, keys and values along their lengths T and
+        S. Its size N must divide both.
+      strategy: What the devices exchange. "ring": keys and values move from device to
+        device while each device computes attention over them. Memory per device depends
+        only on T / N. Uses "blockwise" attention. "ulysses": an all-to-all before and
+        after gives each device all positions of one N-th of its heads. Works with any
+        implementation, including fused kernels. Each device must hold a multiple of N
+        key heads. "allgather": each device gathers all keys and values for its queries.
+        Good for short sequences or few key heads.
+      layout: Which tokens a device holds. "contiguous": T / N consecutive tokens.
+        "zigzag": two chunks of T / (2 N) tokens, on device r the r-th from the front
+        and the r-th from the back, which balances the work under a causal mask. With
+        "zigzag", all arrays along T and S must be in this order: see `to_zigzag`, and
+        `zigzag_positions` for rotary embeddings.
+      batch_axes: The mesh axes that split the first batch axis. None uses the query's
+        sharding, if its type contains it (on a mesh with Explicit axes) or the query is
+        not traced; otherwise the batch is not split.
+      head_axis: The mesh axis that splits the heads. None means the module's
+        `head_axis`, or the query's sharding.
       mesh: The mesh. None means the mesh set by `jax.set_mesh`, or the query's mesh.
 
     Returns:
-      A function with the signature of `flax_mha.attention_fn`; equal arguments make equal functions.
+      A function with the signature of `flax_mha.attention_fn`; equal arguments make
+      equal functions.
 
     Raises:
-      ValueError: If an argument is invalid. When the function is called: if the mesh has no such axis, if lengths or
-        heads cannot be split, or if the call needs all tokens on one device (decoding, sown weights, Flax's einsums).
+      ValueError: If an argument is invalid. When the function is called: if the mesh
+        has no such axis, if lengths or heads cannot be split, or if the call needs all
+        tokens on one device (decoding, sown weights, Flax's einsums).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -69,43 +79,82 @@ def context_parallel(
       (2, 8, 4, 16)
 
     References:
-      Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
+      Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed Ulysses,
+      arXiv:2309.14509.
     """
-    for name, given, known in (("strategy", strategy, get_args(Strategy)), ("layout", layout, get_args(Layout))):
+    for name, given, known in (
+        ("strategy", strategy, get_args(Strategy)),
+        ("layout", layout, get_args(Layout)),
+    ):
         if given not in known:
-            raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, but got {given!r}.")
+            raise ValueError(
+                f"{name} must be {' or '.join(map(repr, known))}, but got {given!r}."
+            )
     if not isinstance(axis, str):
-        raise ValueError(f"axis must be the name of a single mesh axis, but got {axis!r}.")
+        raise ValueError(
+            f"axis must be the name of a single mesh axis, but got {axis!r}."
+        )
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh or None, but got {mesh!r}.")
-    batch_axes, head_axis = _names("batch_axes", batch_axes), _names("head_axis", head_axis)
-    return _ContextAttention(Context(axis, strategy, layout, batch_axes, head_axis, mesh))
+    batch_axes, head_axis = (
+        _names("batch_axes", batch_axes),
+        _names("head_axis", head_axis),
+    )
+    return _ContextAttention(
+        Context(axis, strategy, layout, batch_axes, head_axis, mesh)
+    )
 
 
 def _names(name: str, axes: Any) -> Axes:
-    """Checks the mesh axes that were passed as argument `name`; returns one name, a tuple of several, or None."""
-    names = tuple(axes) if isinstance(axes, tuple | list) else () if axes is None else (axes,)
+    """Checks the mesh axes that were passed as argument `name`; returns one name, a
+    tuple of several, or None.
+    """
+    names = (
+        tuple(axes)
+        if isinstance(axes, tuple | list)
+        else ()
+        if axes is None
+        else (axes,)
+    )
     if not all(isinstance(x, str) for x in names):
-        raise ValueError(f"{name} must be the name of a mesh axis, a tuple of names or None, but got {axes!r}.")
+        raise ValueError(
+            f"{name} must be the name of a mesh axis, a tuple of names or None, but "
+            f"got {axes!r}."
+        )
     return names[0] or None if len(names) == 1 else names or None
 
 
 @dataclasses.dataclass(frozen=True)
 class _ContextAttention:
-    """The function that `context_parallel` returns. A dataclass, because `jit` compiles once for equal functions."""
+    """The function that `context_parallel` returns. A dataclass, because `jit` compiles
+    once for equal functions.
+    """
 
     context: Context
 
-    core: CoreAttention = dataclasses.field(init=False, repr=False, compare=False)  # called by modules
+    # Called by modules.
+    core: CoreAttention = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        core = dataclasses.replace(attention_fn.core, function=self, context=self.context)  # type: ignore[attr-defined]
+        core = dataclasses.replace(
+            attention_fn.core, function=self, context=self.context
+        )  # type: ignore[attr-defined]
         object.__setattr__(self, "core", core)
 
-    def __call__(self, query: Array, *others: Any, qkv_sharding: Sharding | None = None, **arguments: Any) -> Array:
-        """Calls `attention_fn`, split by `self.context`; `qkv_sharding` may add the mesh and its other axes."""
+    def __call__(
+        self,
+        query: Array,
+        *others: Any,
+        qkv_sharding: Sharding | None = None,
+        **arguments: Any,
+    ) -> Array:
+        """Calls `attention_fn`, split by `self.context`; `qkv_sharding` may add the
+        mesh and its other axes.
+        """
         _check_splittable(query, arguments)
-        sharding = self.context.with_sharding(check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query))
+        sharding = self.context.with_sharding(
+            check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query)
+        )
         return attention_fn(query, *others, qkv_sharding=sharding, **arguments)
 
 
@@ -118,21 +167,33 @@ _ContextAttention.__call__.__signature__ = _SIGNATURE.replace(  # type: ignore[a
 
 
 def _check_splittable(query: Array, arguments: dict[str, Any]) -> None:
-    """Raises a ValueError if the call is complex, or if an argument (such as a custom einsum) needs whole sequences."""
-    given = [name for name, x in arguments.items() if x is not None and (name == "module" or "einsum" in name)]
+    """Raises a ValueError if the call is complex, or if an argument (such as a custom
+    einsum) needs whole sequences.
+    """
+    given = [
+        name
+        for name, x in arguments.items()
+        if x is not None and (name == "module" or "einsum" in name)
+    ]
     if given or jnp.iscomplexobj(query):
-        got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}" if given else f"a query of {query.dtype}"
+        got = (
+            f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}"
+            if given
+            else f"a query of {query.dtype}"
+        )
         raise ValueError(
-            f"context_parallel does not support complex inputs, custom einsums or sow_weights, but got {got}, which "
-            "needs whole sequences on one device; use flax_mha.attention_fn."
+            "context_parallel does not support complex inputs, custom einsums or "
+            f"sow_weights, but got {got}, which needs whole sequences on one device; "
+            "use flax_mha.attention_fn."
         )
 
 
 def zigzag_positions(length: int, devices: int) -> np.ndarray:
     """Returns the position of each token in "zigzag" order: int32 [length].
 
-    Token i in zigzag order is token `zigzag_positions(...)[i]` of the original sequence. If tokens are in zigzag order,
-    pass this array as `positions` to modules with rotary embeddings.
+    Token i in zigzag order is token `zigzag_positions(...)[i]` of the original
+    sequence. If tokens are in zigzag order, pass this array as `positions` to modules
+    with rotary embeddings.
 
     Args:
       length: Number of tokens.
@@ -149,7 +210,8 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
 
 
 def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """Reorders `x` along its sequence axis, `axis`, for `context_parallel(..., layout="zigzag")`.
+    """Reorders `x` along its sequence axis, `axis`, for `context_parallel(...,
+    layout="zigzag")`.
 
     `devices` is the size of the mesh axis that splits the sequence.
 
@@ -167,7 +229,8 @@ def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
 
 
 def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """Restores the original order of an array that `to_zigzag` has reordered, given the same `devices` and `axis`.
+    """Restores the original order of an array that `to_zigzag` has reordered, given the
+    same `devices` and `axis`.
 
     Raises:
       ValueError: As in `to_zigzag`.
@@ -178,11 +241,13 @@ def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
 def _with_chunks(x: ArrayLike, order: np.ndarray, axis: int) -> Any:
     array: Any = x if hasattr(x, "shape") else np.asarray(x)
     if not is_int(axis) or not -array.ndim <= axis < array.ndim:
-        raise ValueError(f"axis must be an axis of x, but got {axis!r} for shape {array.shape}.")
+        raise ValueError(
+            f"axis must be an axis of x, but got {axis!r} for shape {array.shape}."
+        )
     length = array.shape[axis]
     if length % len(order):
         raise ValueError(
-            f"the length of axis {axis} must be a multiple of {len(order)} (two chunks per device), but got {length}; "
-            "pad x."
+            f"the length of axis {axis} must be a multiple of {len(order)} (two chunks "
+            f"per device), but got {length}; pad x."
         )
     return reorder_chunks(array, order, axis)

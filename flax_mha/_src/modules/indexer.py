@@ -1,4 +1,6 @@
-"""`Indexer`: chooses a few keys for each query of latent attention, as in DeepSeek V3.2's sparse attention."""
+"""`Indexer`: chooses a few keys for each query of latent attention, as in DeepSeek
+V3.2's sparse attention.
+"""
 
 import dataclasses
 import functools
@@ -25,36 +27,54 @@ from flax_mha._src.math.scores import ScoreInputs, ScoreRule
 from flax_mha._src.modules.attention_fn import sow
 
 Layer = Callable[[Array], Array]
-Choice = tuple[Float[Array, "*B T k"], Int[Array, "*B T k"]]  # index scores, and keys; -inf and -1 for none
+# Index scores, and keys; -inf and -1 for none.
+Choice = tuple[Float[Array, "*B T k"], Int[Array, "*B T k"]]
 MAX_SCORES = 2**23  # index scores of heads that are in memory at a time
 # Arguments of attention that mask keys; masked keys are never chosen.
-HIDING: tuple[str, ...] = ("mask", "is_causal", "local_window_size", "query_seq_lengths", "key_value_seq_lengths")
-HIDING += ("query_segment_ids", "key_value_segment_ids", "query_offset", "key_value_offset")
+HIDING: tuple[str, ...] = (
+    "mask",
+    "is_causal",
+    "local_window_size",
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+)
+HIDING += (
+    "query_segment_ids",
+    "key_value_segment_ids",
+    "query_offset",
+    "key_value_offset",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Indexer:
-    """The lightning indexer of DeepSeek V3.2: each query attends to the `top_k` keys with the largest index scores.
+    """The lightning indexer of DeepSeek V3.2: each query attends to the `top_k` keys
+    with the largest index scores.
 
     Separate, small heads j compute the index score of key s for query t:
 
         I[t, s] = sum_j w[t, j] relu(q[t, j] . k[s]) / sqrt(num_heads * head_dim)
 
-    The queries q are projections of the compressed queries, and the weights w are projections of the input. All heads
-    share the keys k, which are a LayerNorm of a projection of the input. The first `qk_rope_head_dim` features of
-    queries and keys are rotated; with `rotary_last`, the last. Of keys with equal scores, the earlier one is chosen.
-    Masked keys are never chosen; `bias` and `score_mod` do not affect the choice. Masks must be the same for all heads;
-    a `FunctionMask` is called for head 0.
+    The queries q are projections of the compressed queries, and the weights w are
+    projections of the input. All heads share the keys k, which are a LayerNorm of a
+    projection of the input. The first `qk_rope_head_dim` features of queries and keys
+    are rotated; with `rotary_last`, the last. Of keys with equal scores, the earlier
+    one is chosen. Masked keys are never chosen; `bias` and `score_mod` do not affect
+    the choice. Masks must be the same for all heads; a `FunctionMask` is called for
+    head 0.
 
-    Pass it to `MultiHeadLatentAttention(indexer=)`. The parameters are `wq_b` [q_lora_rank, num_heads, head_dim], `wk`
-    [in, head_dim], `k_norm` and `weights_proj` [in, num_heads], under `indexer`.
+    Pass it to `MultiHeadLatentAttention(indexer=)`. The parameters are `wq_b`
+    [q_lora_rank, num_heads, head_dim], `wk` [in, head_dim], `k_norm` and `weights_proj`
+    [in, num_heads], under `indexer`.
 
     Args:
       num_heads: Number of index heads (`index_n_heads` in configs).
       head_dim: Features of each index head; at least `qk_rope_head_dim`.
       top_k: Number of keys that each query attends to (`index_topk`).
-      interleaved: How the rotation pairs features: False in DeepSeek V3.2, True in GLM 5.
-      rotary_last: Rotate the last features of queries and keys instead of the first (HY 4).
+      interleaved: How the rotation pairs features: False in DeepSeek V3.2, True in GLM
+        5.
+      rotary_last: Rotate the last features of queries and keys instead of the first (HY
+        4).
       norm_epsilon: Added to the variance in `k_norm`.
 
     Raises:
@@ -96,29 +116,49 @@ class IndexLayers(NamedTuple):
     query: Layer  # projects inputs [B..., T, D] to index queries [B..., T, N, H]
     key: Layer  # to index keys [B..., T, H]
     weights: Layer  # to weights of heads [B..., T, N]
-    cache: Callable[[Array], tuple[Array, ...] | None]  # returns cached index keys and scales, given new index keys
+    # Returns cached index keys and scales, given new index keys.
+    cache: Callable[[Array], tuple[Array, ...] | None]
     write: Callable[[tuple[Array, ...]], None]  # sets them to new arrays
 
     def project(self, inputs: Float[Array, "*B T D"]) -> tuple[Array, Array, Array]:
-        """Projects inputs to index queries, index keys [B..., T, 1, H] and scaled weights; inputs get no gradient."""
+        """Projects inputs to index queries, index keys [B..., T, 1, H] and scaled
+        weights; inputs get no gradient.
+        """
         inputs = lax.stop_gradient(inputs)
         factor = (self.indexer.num_heads * self.indexer.head_dim) ** -0.5
-        query, key, weights = self.query(inputs), self.key(inputs)[..., None, :], self.weights(inputs)
-        return query, key.astype(query.dtype), weights.astype(accumulation_dtype(weights.dtype)) * factor
+        query, key, weights = (
+            self.query(inputs),
+            self.key(inputs)[..., None, :],
+            self.weights(inputs),
+        )
+        return (
+            query,
+            key.astype(query.dtype),
+            weights.astype(accumulation_dtype(weights.dtype)) * factor,
+        )
 
     def cached(self, key: Array, cache: KVCache | None) -> KVCache | None:
-        """Returns the cache of index keys, to which `key` is not added yet; None if the attention has no `cache`."""
+        """Returns the cache of index keys, to which `key` is not added yet; None if the
+        attention has no `cache`.
+        """
         arrays = self.cache(key)
         if cache is None:
             return None
         if arrays is None:
-            raise ValueError("the cache must have index keys (cached_index_key) for the indexer; create a new cache.")
-        made = KVCache.of_arrays(cache.window, key.shape[-1], (arrays[0], cache.index, *arrays[1:]))
+            raise ValueError(
+                "the cache must have index keys (cached_index_key) for the indexer; "
+                "create a new cache."
+            )
+        made = KVCache.of_arrays(
+            cache.window, key.shape[-1], (arrays[0], cache.index, *arrays[1:])
+        )
         made.check_fits(key, key[..., :0], key.shape[-3])
         return made
 
     def store(self, cache: KVCache) -> None:
-        """Sets the module's cached index keys and scales to those of `cache`, in the order that `cached` reads."""
+        """Sets the module's cached index keys and scales to those of `cache`, in the
+        order that `cached` reads.
+        """
         arrays = (cache.key, cache.scale)
         self.write(tuple(x for x in arrays if x is not None))
 
@@ -131,16 +171,21 @@ def choose(
     arguments: Mapping[str, Any],
     sow_to: Any = None,
 ) -> tuple[Int[Array, "*B T k"] | None, KVCache | None]:
-    """Returns the positions of the chosen keys, and the cache with the new index keys (None without a `cache`).
+    """Returns the positions of the chosen keys, and the cache with the new index keys
+    (None without a `cache`).
 
-    `projected` are index queries, keys and weights; `lengths` and `arguments` are those of attention. If `arguments`
-    has `key_indices`, they are returned. Otherwise, None is returned as positions if there are at most `top_k` keys:
-    queries attend to all. `sow_to` is the module that sows index scores and positions; None sows none.
+    `projected` are index queries, keys and weights; `lengths` and `arguments` are those
+    of attention. If `arguments` has `key_indices`, they are returned. Otherwise, None
+    is returned as positions if there are at most `top_k` keys: queries attend to all.
+    `sow_to` is the module that sows index scores and positions; None sows none.
     """
     query, key, weights = projected
     number: Any = key.shape[-3] if cache is None else cache.length
     if not isinstance(number, int):
-        raise ValueError(f"the number of keys must be static with an indexer, but got {number}; export a fixed length.")
+        raise ValueError(
+            f"the number of keys must be static with an indexer, but got {number}; "
+            "export a fixed length."
+        )
     has_all = number <= indexer.top_k
     added = None
     if cache is not None:
@@ -150,10 +195,20 @@ def choose(
     if (has_all or given is not None) and sow_to is None:
         return given, new
     _check_mask(arguments.get("mask"))
-    hiding = {name: arguments[name] for name in HIDING if arguments.get(name) is not None}
+    hiding = {
+        name: arguments[name] for name in HIDING if arguments.get(name) is not None
+    }
     if cache is None or added is None:
-        call = canonical(query[..., :1, :], key, key[..., :0], precision=arguments.get("precision"), **hiding)
-        scores, positions = _choose(call, query, weights, min(indexer.top_k, key.shape[-3]))
+        call = canonical(
+            query[..., :1, :],
+            key,
+            key[..., :0],
+            precision=arguments.get("precision"),
+            **hiding,
+        )
+        scores, positions = _choose(
+            call, query, weights, min(indexer.top_k, key.shape[-3])
+        )
     else:
         step = _step(query, key, cache, added, lengths is not None, arguments)
         scores, positions = _choose_cached(step, query, weights, indexer.top_k)
@@ -164,48 +219,92 @@ def choose(
 
 
 def _check_mask(mask: Any) -> None:
-    if mask is not None and not isinstance(mask, Mask) and jnp.ndim(mask) > 2 and jnp.shape(mask)[-3] > 1:
+    if (
+        mask is not None
+        and not isinstance(mask, Mask)
+        and jnp.ndim(mask) > 2
+        and jnp.shape(mask)[-3] > 1
+    ):
         raise ValueError(
-            "mask must be the same for all heads with an indexer, which chooses keys for all of them, but got shape "
-            f"{jnp.shape(mask)}; pass a mask [batch..., 1, queries, keys]."
+            "mask must be the same for all heads with an indexer, which chooses keys "
+            f"for all of them, but got shape {jnp.shape(mask)}; pass a mask [batch..., "
+            "1, queries, keys]."
         )
 
 
-def _step(query: Array, key: Array, cache: KVCache, added: tuple, padded: bool, arguments: Mapping[str, Any]) -> Step:
-    """Makes a `Step` for a single head whose keys are the index keys; `added` is what `cache.append` returned."""
-    query, key, value, shape = check_inputs(query[..., :1, :], key, key[..., :0], any_dtypes=True)
+def _step(
+    query: Array,
+    key: Array,
+    cache: KVCache,
+    added: tuple,
+    padded: bool,
+    arguments: Mapping[str, Any],
+) -> Step:
+    """Makes a `Step` for a single head whose keys are the index keys; `added` is what
+    `cache.append` returned.
+    """
+    query, key, value, shape = check_inputs(
+        query[..., :1, :], key, key[..., :0], any_dtypes=True
+    )
     mask = arguments.get("mask")
     window = check_cache(cache, None, mask, arguments.get("local_window_size"))
     target = target_of((query, cache.key))
-    scoring = check_scoring(query, shape, {"precision": arguments.get("precision")}, target)
+    scoring = check_scoring(
+        query, shape, {"precision": arguments.get("precision")}, target
+    )
     new, tokens, _ = added
-    visibility = Visibility.of(arguments.get("is_causal"), window, mask, shape.query_length, padded)
+    visibility = Visibility.of(
+        arguments.get("is_causal"), window, mask, shape.query_length, padded
+    )
     return Step(scoring, shape, key, value, cache, new, tokens, None, mask, visibility)
 
 
 def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choice:
-    """Chooses among cached and new keys; if the cache is empty (a prompt), only among new keys."""
+    """Chooses among cached and new keys; if the cache is empty (a prompt), only among
+    new keys.
+    """
     cache = step.cache
-    count = min(top_k, cache.length if cache.window is None else cache.length + step.shape.query_length)
+    count = min(
+        top_k,
+        cache.length
+        if cache.window is None
+        else cache.length + step.shape.query_length,
+    )
 
     def compute(is_empty: bool) -> Choice:
         call = step.call(is_empty, False)
-        scores, indices = _choose(call, query, weights, min(count, call.operands.lengths[1]))
+        scores, indices = _choose(
+            call, query, weights, min(count, call.operands.lengths[1])
+        )
         first = call.operands.offsets.values[1]
         first = first if isinstance(first, int) else first[..., None, None]
         rest = [(0, 0)] * (scores.ndim - 1) + [(0, count - scores.shape[-1])]
         scores = jnp.pad(scores, rest, constant_values=-jnp.inf)
-        positions = jnp.pad(jnp.where(indices < 0, -1, indices + first), rest, constant_values=-1)
+        positions = jnp.pad(
+            jnp.where(indices < 0, -1, indices + first), rest, constant_values=-1
+        )
         return varying_alike((scores, positions))
 
     return step.by_emptiness(compute)
 
 
-def _choose(call: Call, query: Float[Array, "*B T N H"], weights: Float[Array, "*B T N"], count: int) -> Choice:
-    """Chooses `count` keys for each query, one block of queries at a time; `call` holds the index keys and masks."""
+def _choose(
+    call: Call,
+    query: Float[Array, "*B T N H"],
+    weights: Float[Array, "*B T N"],
+    count: int,
+) -> Choice:
+    """Chooses `count` keys for each query, one block of queries at a time; `call` holds
+    the index keys and masks.
+    """
     if is_explicit(query):
         return _on_mesh(call, query, weights, count)
-    (queries, keys), rank, height, together = call.operands.lengths, query.ndim - 3, query.shape[-3], None
+    (queries, keys), rank, height, together = (
+        call.operands.lengths,
+        query.ndim - 3,
+        query.shape[-3],
+        None,
+    )
     if call.options.has_known_sizes:
         each = max(query.shape[-2] * keys, 1)
         height = min(queries, max(1, MAX_SCORES // each))
@@ -213,25 +312,48 @@ def _choose(call: Call, query: Float[Array, "*B T N H"], weights: Float[Array, "
 
     def block(first: Int[Array, ""]) -> Choice:
         operands = slice_call(call.operands, (first, height), None, (first, 0))
-        part = [lax.dynamic_slice_in_dim(x, first, height, rank) for x in (query, weights)]
-        by_entry = [lax.expand_dims(x, (rank, rank + 1)) for x in (*part, operands.key[..., 0, :])]
+        part = [
+            lax.dynamic_slice_in_dim(x, first, height, rank) for x in (query, weights)
+        ]
+        by_entry = [
+            lax.expand_dims(x, (rank, rank + 1))
+            for x in (*part, operands.key[..., 0, :])
+        ]
         entries = varying_alike((*by_entry, *scores_of(operands, call.options)))
-        chosen = map_heads(functools.partial(_one_entry, count), entries, rank + 2, max_heads=together)
+        chosen = map_heads(
+            functools.partial(_one_entry, count), entries, rank + 2, max_heads=together
+        )
         return jax.tree.map(lambda x: lax.squeeze(x, (rank, rank + 1)), chosen)
 
     return by_blocks(block, queries, height, rank)
 
 
-def _one_entry(count: int, entry: tuple[Array, Array, Array, ScoreInputs, ScoreRule]) -> Choice:
-    """Chooses the keys of each query of one batch entry, given queries [t, N, H], weights [t, N] and keys [S, H].
+def _one_entry(
+    count: int, entry: tuple[Array, Array, Array, ScoreInputs, ScoreRule]
+) -> Choice:
+    """Chooses the keys of each query of one batch entry, given queries [t, N, H],
+    weights [t, N] and keys [S, H].
 
     A visible key with NaN is always chosen, so that the output is NaN.
     """
     *arrays, inputs, rule = entry
-    query, weights, key = (jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in arrays)
+    query, weights, key = (
+        jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in arrays
+    )
     contract = ((2,), (1,)), ((), ())
-    products = lax.dot_general(query, key, contract, precision=rule.precision, preferred_element_type=rule.dtype)
-    scores = jnp.einsum("tns,tn->ts", jax.nn.relu(products), weights.astype(rule.dtype), precision=rule.precision)
+    products = lax.dot_general(
+        query,
+        key,
+        contract,
+        precision=rule.precision,
+        preferred_element_type=rule.dtype,
+    )
+    scores = jnp.einsum(
+        "tns,tn->ts",
+        jax.nn.relu(products),
+        weights.astype(rule.dtype),
+        precision=rule.precision,
+    )
     scores = jnp.where(jnp.isfinite(arrays[2]).all(-1)[None], scores, jnp.inf)
     tile = Tile(0, 0, (query.shape[0], key.shape[0]), rule.offsets.values)
     scores, indices = lax.top_k(rule.tile(scores, inputs, tile), count)
@@ -239,7 +361,9 @@ def _one_entry(count: int, entry: tuple[Array, Array, Array, ScoreInputs, ScoreR
 
 
 def _on_mesh(call: Call, query: Array, weights: Array, count: int) -> Choice:
-    """Chooses keys on a mesh with Explicit axes; each device chooses for the batch entries that it holds."""
+    """Chooses keys on a mesh with Explicit axes; each device chooses for the batch
+    entries that it holds.
+    """
     parts = by_types(call)
     leaves, structure = jax.tree.flatten(call.operands)
 

@@ -1,4 +1,6 @@
-"""`Norm` and `Gate`: values that describe layers of a module, so that modules of both APIs make the same ones."""
+"""`Norm` and `Gate`: values that describe layers of a module, so that modules of both
+APIs make the same ones.
+"""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -16,18 +18,19 @@ from flax_mha._src.core import validation
 class Norm:
     """A norm of queries, keys, values, or of the attention's output, before `out`.
 
-    Pass it to a module as `normalize_qk`, `value_norm` or `out_norm`. For features x with the mean m and the variance
-    v, the norms are::
+    Pass it to a module as `normalize_qk`, `value_norm` or `out_norm`. For features x
+    with the mean m and the variance v, the norms are::
 
         "rms":    x / sqrt(m(x^2) + epsilon) * scale
         "layer":  (x - m) / sqrt(v + epsilon) * scale + bias
 
     Args:
       kind: "rms" (RMSNorm) or "layer" (LayerNorm).
-      scale: The learned scale: "head_dim" has one number per feature of a head [H], which all heads share; "heads" has
-        its own for each head [heads, H]; None means no scale.
-      over: "head" normalizes each head of a token separately, "all_heads" all heads of a token together, which
-        requires a `scale` of "heads" or None.
+      scale: The learned scale: "head_dim" has one number per feature of a head [H],
+        which all heads share; "heads" has its own for each head [heads, H]; None means
+        no scale.
+      over: "head" normalizes each head of a token separately, "all_heads" all heads of
+        a token together, which requires a `scale` of "heads" or None.
       bias: Add a learned bias [H]; only with `kind="layer"` and `scale="head_dim"`.
       epsilon: Added to the mean square or the variance.
       after_rope: Normalize after the rotation; only in `normalize_qk`.
@@ -46,8 +49,8 @@ class Norm:
       >>> flax_mha.MultiHeadAttention(8, 64, normalize_qk=olmo, rngs=nnx.Rngs(0)).query_ln.scale.shape
       (8, 8)
 
-    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467; Ba et al., Layer Normalization,
-    arXiv:1607.06450.
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467;
+    Ba et al., Layer Normalization, arXiv:1607.06450.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -67,12 +70,13 @@ class Norm:
         validation.epsilon("epsilon", self.epsilon)
         if self.over == "all_heads" and self.scale == "head_dim":
             raise ValueError(
-                'scale must be "heads" or None with over="all_heads", but got "head_dim"; pass scale="heads".'
+                'scale must be "heads" or None with over="all_heads", but got '
+                '"head_dim"; pass scale="heads".'
             )
         if self.bias and (self.kind != "layer" or self.scale != "head_dim"):
             raise ValueError(
-                f'bias must be False unless kind is "layer" and scale is "head_dim", but got {self.kind!r} and '
-                f"{self.scale!r}; pass bias=False."
+                'bias must be False unless kind is "layer" and scale is "head_dim", '
+                f"but got {self.kind!r} and {self.scale!r}; pass bias=False."
             )
 
     @property
@@ -88,13 +92,16 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """A gate of the attention's output: each head's output times f(another projection of the input), before `out`.
+    """A gate of the attention's output: each head's output times f(another projection
+    of the input), before `out`.
 
     Args:
-      per: "feature" has a number for each feature of each head (Qwen3-Next): the projection `gate` has parameters with
-        the shapes of `query`, or of `value` if `value_dim` differs. "head" has a number for each head (Laguna): the
-        kernel of `gate` is [in, heads], its bias [heads].
-      activation: The function f, "sigmoid" or "softplus" (Laguna), which is computed in float32 or higher.
+      per: "feature" has a number for each feature of each head (Qwen3-Next): the
+        projection `gate` has parameters with the shapes of `query`, or of `value` if
+        `value_dim` differs. "head" has a number for each head (Laguna): the kernel of
+        `gate` is [in, heads], its bias [heads].
+      activation: The function f, "sigmoid" or "softplus" (Laguna), which is computed in
+        float32 or higher.
 
     Raises:
       ValueError: If an argument has another value.
@@ -121,12 +128,15 @@ class Gate:
         """Returns the shape of a token's gate."""
         return (num_heads,) if self.per == "head" else (num_heads, value_size)
 
-    def apply(self, x: Float[Array, "*B T N Hv"], projected: Float[Array, "..."]) -> Float[Array, "*B T N Hv"]:
+    def apply(
+        self, x: Float[Array, "*B T N Hv"], projected: Float[Array, "..."]
+    ) -> Float[Array, "*B T N Hv"]:
         """Returns x * f(projected)."""
         if self.per == "head":
             projected = projected[..., None]
         gate = ACTIVATIONS[self.activation](projected)
-        # Outputs at padding are 0, and must stay 0 even if inputs there, and so the gate, are NaN or infinite.
+        # Outputs at padding are 0, and must stay 0 even if inputs there, and so the
+        # gate, are NaN or infinite.
         gate = jnp.where((x == 0) & ~jnp.isfinite(gate), 0, gate)
         return x * gate.astype(x.dtype)
 
@@ -135,7 +145,10 @@ def _softplus(x: Array) -> Array:
     return jax.nn.softplus(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
 
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"sigmoid": jax.nn.sigmoid, "softplus": _softplus}
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "sigmoid": jax.nn.sigmoid,
+    "softplus": _softplus,
+}
 # What to pass instead of a name.
 NORMS_BY_NAME = {
     "layer_norm": 'Norm("layer")',
@@ -151,7 +164,9 @@ GATES_BY_NAME = {"elementwise": "True", "head": 'Gate("head")'}
 
 
 def norm_of(name: str, given: Any) -> Norm | None:
-    """Returns the norm that the option `name` of a module sets, or None; True is Flax's LayerNorm (`normalize_qk`)."""
+    """Returns the norm that the option `name` of a module sets, or None; True is Flax's
+    LayerNorm (`normalize_qk`).
+    """
     allows_flags = name == "normalize_qk"
     if given is None and not allows_flags:
         return None
@@ -160,13 +175,22 @@ def norm_of(name: str, given: Any) -> Norm | None:
     if allows_flags and given is True:
         return Norm("layer")
     if not isinstance(given, Norm):
-        expected = "True, False or a flax_mha.Norm" if allows_flags else "a flax_mha.Norm or None"
+        expected = (
+            "True, False or a flax_mha.Norm"
+            if allows_flags
+            else "a flax_mha.Norm or None"
+        )
         fix = NORMS_BY_NAME.get(given, "") if isinstance(given, str) else ""
         if name == "out_norm" and given == "rms_norm":
             fix = NORMS_BY_NAME["rms_norm_all_heads"]
-        raise ValueError(f"{name} must be {expected}, but got {given!r}{fix and f'; pass {fix}'}.")
+        raise ValueError(
+            f"{name} must be {expected}, but got {given!r}{fix and f'; pass {fix}'}."
+        )
     if given.after_rope and not allows_flags:
-        raise ValueError(f"{name} must have after_rope=False, because only normalize_qk rotates, but got {given}.")
+        raise ValueError(
+            f"{name} must have after_rope=False, because only normalize_qk rotates, "
+            f"but got {given}."
+        )
     return given
 
 
@@ -176,13 +200,22 @@ def gate_of(given: Any) -> Gate | None:
         return given
     if not isinstance(given, bool | np.bool_):
         fix = GATES_BY_NAME.get(given, "") if isinstance(given, str) else ""
-        raise ValueError(f"gate must be True, False or a flax_mha.Gate, but got {given!r}{fix and f'; pass {fix}'}.")
+        raise ValueError(
+            "gate must be True, False or a flax_mha.Gate, but got "
+            f"{given!r}{fix and f'; pass {fix}'}."
+        )
     return Gate() if given else None
 
 
-def check_choice(name: str, given: Any, choices: Collection[str], others: str = "") -> None:
-    """Raises a ValueError unless `given` is one of the strings `choices`; `others` names what else is allowed."""
+def check_choice(
+    name: str, given: Any, choices: Collection[str], others: str = ""
+) -> None:
+    """Raises a ValueError unless `given` is one of the strings `choices`; `others`
+    names what else is allowed.
+    """
     if isinstance(given, str) and given in choices:
         return
     names = " or ".join(f'"{choice}"' for choice in choices)
-    raise ValueError(f"{name} must be {others and f'{others}, '}{names}, but got {given!r}.")
+    raise ValueError(
+        f"{name} must be {others and f'{others}, '}{names}, but got {given!r}."
+    )

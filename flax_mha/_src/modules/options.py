@@ -5,7 +5,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from flax_mha._src.call.arguments import check_dropout_rate, check_scale, check_soft_cap, check_window
+from flax_mha._src.call.arguments import (
+    check_dropout_rate,
+    check_scale,
+    check_soft_cap,
+    check_window,
+)
 from flax_mha._src.core import validation
 from flax_mha._src.core.validation import int_at_least, is_int
 from flax_mha._src.modules.indexer import Indexer
@@ -17,9 +22,13 @@ LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_
 
 
 def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
-    """Raises a ValueError unless a module's constructor arguments are valid; `qkv_features`: N times the head size."""
+    """Raises a ValueError unless a module's constructor arguments are valid;
+    `qkv_features`: N times the head size.
+    """
     num_heads, num_kv_heads = options["num_heads"], options.get("num_kv_heads")
-    _check_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features)
+    _check_heads(
+        num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features
+    )
     check_dropout_rate(options["dropout_rate"])
     check_name(options["implementation"])
     check_window(options["local_window_size"])
@@ -27,11 +36,15 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
     validation.flag("sinks", options["sinks"])
     for name in ("share_kv", "reuse_kv"):
         validation.flag(name, options.get(name, False))
-    for name, off in (("value_norm", None), ("share_kv", False), ("process_heads", None)):
+    for name, off in (
+        ("value_norm", None),
+        ("share_kv", False),
+        ("process_heads", None),
+    ):
         if options.get("reuse_kv") and options[name]:
             raise ValueError(
-                f"{name} must be {off} with reuse_kv=True, because keys and values come from an earlier layer, but got "
-                f"{options[name]}."
+                f"{name} must be {off} with reuse_kv=True, because keys and values "
+                f"come from an earlier layer, but got {options[name]}."
             )
     check_scale(options["scale"], validation.Shape((), 1, 1, 1, 1, 1, 1))
     norm_of("normalize_qk", options.get("normalize_qk", False))
@@ -40,91 +53,140 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
     gate_of(options["gate"])
     process_heads = options.get("process_heads")
     if process_heads is not None and not callable(process_heads):
-        raise ValueError(f"process_heads must be a function of (query, key, value) or None, but got {process_heads!r}.")
+        raise ValueError(
+            "process_heads must be a function of (query, key, value) or None, but got "
+            f"{process_heads!r}."
+        )
     check_features(value_dim=options.get("value_dim"))
     if options.get("share_kv") and options.get("value_dim") is not None:
         raise ValueError(
-            f"value_dim must be None with share_kv=True, whose values are keys, but got {options['value_dim']}."
+            "value_dim must be None with share_kv=True, whose values are keys, but got "
+            f"{options['value_dim']}."
         )
     head_axis, rope = options["head_axis"], options["rope"]
     if head_axis is not None and not isinstance(head_axis, str):
-        raise ValueError(f"head_axis must be the name of a mesh axis or logical axis, but got {head_axis!r}.")
+        raise ValueError(
+            "head_axis must be the name of a mesh axis or logical axis, but got "
+            f"{head_axis!r}."
+        )
     if rope is not None:
         if not isinstance(rope, RoPE):
-            raise ValueError(f"rope must be a flax_mha.rope.RoPE or None, but got {rope!r}.")
+            raise ValueError(
+                f"rope must be a flax_mha.rope.RoPE or None, but got {rope!r}."
+            )
         rope.rotated_size(qkv_features // num_heads)
 
 
 def check_latent(options: Mapping[str, Any]) -> None:
-    """Raises a ValueError unless the constructor arguments of a module with latent attention are valid."""
+    """Raises a ValueError unless the constructor arguments of a module with latent
+    attention are valid.
+    """
     for name in ("num_heads", *LATENT_SIZES, "q_lora_rank"):
         size, optional = options[name], name == "q_lora_rank"
         if (not is_int(size) or size < 1) and (size is not None or not optional):
-            raise ValueError(f"{name} must be an int >= 1{' or None' * optional}, but got {size!r}.")
+            raise ValueError(
+                f"{name} must be an int >= 1{' or None' * optional}, but got {size!r}."
+            )
     validation.epsilon("norm_epsilon", options["norm_epsilon"])
     validation.flag("query_residual", options["query_residual"])
     if options["query_residual"] and options["q_lora_rank"] is None:
-        raise ValueError("q_lora_rank must be an int with query_residual=True, which is for compressed queries.")
+        raise ValueError(
+            "q_lora_rank must be an int with query_residual=True, which is for "
+            "compressed queries."
+        )
     if (indexer := options["indexer"]) is not None:
         _check_indexer(indexer, options)
-    check_options(options, options["num_heads"] * options["qk_rope_head_dim"])  # the features that `rope` is for
+    # The features that `rope` is for.
+    check_options(options, options["num_heads"] * options["qk_rope_head_dim"])
 
 
 def _check_indexer(indexer: Any, options: Mapping[str, Any]) -> None:
     if not isinstance(indexer, Indexer):
-        raise ValueError(f"indexer must be a flax_mha.Indexer or None, but got {indexer!r}.")
+        raise ValueError(
+            f"indexer must be a flax_mha.Indexer or None, but got {indexer!r}."
+        )
     if options["q_lora_rank"] is None:
-        raise ValueError("q_lora_rank must be an int with an indexer, whose queries use it, but got None.")
+        raise ValueError(
+            "q_lora_rank must be an int with an indexer, whose queries use it, but got "
+            "None."
+        )
     if options["rope"] is not None and indexer.head_dim < options["qk_rope_head_dim"]:
         raise ValueError(
-            f"head_dim of the indexer must be at least qk_rope_head_dim ({options['qk_rope_head_dim']}), but got "
-            f"{indexer.head_dim}."
+            "head_dim of the indexer must be at least qk_rope_head_dim "
+            f"({options['qk_rope_head_dim']}), but got {indexer.head_dim}."
         )
 
 
 def yarn_scale(module: Any) -> dict[str, float]:
-    """Returns {"scale": scale} if the module's YaRN (`mscale_all_dim`) changes the scale of scores, else {}."""
+    """Returns {"scale": scale} if the module's YaRN (`mscale_all_dim`) changes the
+    scale of scores, else {}.
+    """
     scaling = module.rope.scaling if isinstance(module.rope, RoPE) else None
     if not isinstance(scaling, YaRN) or not scaling.mscale_all_dim:
         return {}
     factor = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1
-    return {"scale": factor**2 / math.sqrt(module.qk_nope_head_dim + module.qk_rope_head_dim)}
+    return {
+        "scale": factor**2
+        / math.sqrt(module.qk_nope_head_dim + module.qk_rope_head_dim)
+    }
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
-    for name, number in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("qkv_features", qkv_features)):
+    for name, number in (
+        ("num_heads", num_heads),
+        ("num_kv_heads", num_kv_heads),
+        ("qkv_features", qkv_features),
+    ):
         if not is_int(number):
             raise ValueError(f"{name} must be an int, but got {number!r}.")
     if num_heads < 1 or num_kv_heads < 1:
-        raise ValueError(f"num_heads and num_kv_heads must be at least 1, but got {num_heads} and {num_kv_heads}.")
+        raise ValueError(
+            f"num_heads and num_kv_heads must be at least 1, but got {num_heads} and "
+            f"{num_kv_heads}."
+        )
     if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads ({num_heads}) must be divisible by num_kv_heads ({num_kv_heads}).")
+        raise ValueError(
+            f"num_heads ({num_heads}) must be divisible by num_kv_heads "
+            f"({num_kv_heads})."
+        )
     if qkv_features < 1 or qkv_features % num_heads:
         raise ValueError(
-            f"Memory dimension ({qkv_features}) must be divisible by 'num_heads' heads ({num_heads}); choose "
-            "qkv_features to be a multiple of num_heads."
+            f"Memory dimension ({qkv_features}) must be divisible by 'num_heads' heads "
+            f"({num_heads}); choose qkv_features to be a multiple of num_heads."
         )
 
 
 def check_features(**sizes: Any) -> None:
-    """Raises a ValueError unless each keyword, such as `value_dim=64`, is an integer >= 1 or None."""
+    """Raises a ValueError unless each keyword, such as `value_dim=64`, is an integer >=
+    1 or None.
+    """
     for name, size in sizes.items():
         if size is not None:
             int_at_least(name, size, 1)
 
 
 def check_has_features(**inputs: Any) -> None:
-    """Raises a ValueError if an array, such as `inputs_q=x`, has a last axis of size 0; the error uses the keyword."""
+    """Raises a ValueError if an array, such as `inputs_q=x`, has a last axis of size 0;
+    the error uses the keyword.
+    """
     for name, x in inputs.items():
         if x is not None and x.ndim and x.shape[-1] < 1:
-            raise ValueError(f"{name} must have at least one feature on its last axis, but got shape {x.shape}.")
+            raise ValueError(
+                f"{name} must have at least one feature on its last axis, but got "
+                f"shape {x.shape}."
+            )
 
 
 def check_rngs(rngs: Any, *kinds: type) -> None:
-    """Raises a ValueError unless a module's argument `rngs` is None or has one of the types `kinds`."""
+    """Raises a ValueError unless a module's argument `rngs` is None or has one of the
+    types `kinds`.
+    """
     if rngs is not None and not isinstance(rngs, kinds):
         names = " or ".join(f"nnx.{kind.__name__}" for kind in kinds)
-        raise ValueError(f"rngs must be {names}, but got {type(rngs).__name__}; pass a key as nnx.Rngs(key).")
+        raise ValueError(
+            f"rngs must be {names}, but got {type(rngs).__name__}; pass a key as "
+            "nnx.Rngs(key)."
+        )
 
 
 # Arguments that constructors no longer have, and what to pass instead.
@@ -140,14 +202,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def naming_replacements(constructor: F) -> F:
-    """Wraps a constructor: for an argument that it does not have, the error says what to pass instead."""
+    """Wraps a constructor: for an argument that it does not have, the error says what
+    to pass instead.
+    """
 
     @functools.wraps(constructor)
     def construct(*arguments: Any, **keywords: Any) -> Any:
         removed = min(REPLACEMENTS.keys() & keywords.keys(), default=None)
         if removed is not None:
             raise TypeError(
-                f"MultiHeadAttention() got an unexpected keyword argument {removed!r}; {REPLACEMENTS[removed]} instead"
+                f"MultiHeadAttention() got an unexpected keyword argument {removed!r}; "
+                f"{REPLACEMENTS[removed]} instead"
             )
         return constructor(*arguments, **keywords)
 

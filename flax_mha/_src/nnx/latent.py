@@ -1,4 +1,6 @@
-"""`MultiHeadLatentAttention` for `flax.nnx`: DeepSeek's parameters, and the attention of this package."""
+"""`MultiHeadLatentAttention` for `flax.nnx`: DeepSeek's parameters, and the attention
+of this package.
+"""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -26,59 +28,95 @@ from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module
 from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.indexer import Indexer, IndexLayers
 from flax_mha._src.modules.layers import Gate, gate_of
-from flax_mha._src.modules.options import check_features, check_latent, check_rngs, yarn_scale
+from flax_mha._src.modules.options import (
+    check_features,
+    check_latent,
+    check_rngs,
+    yarn_scale,
+)
 from flax_mha._src.nnx.module import AttentionModule
 from flax_mha._src.nnx.multi_head import NO_METADATA, OF_LINEAR
 from flax_mha._src.rope import RoPE
 
 
 def _only_multiplies(layer: Any) -> bool:
-    """Returns whether a layer is as this module makes it: its call is a product of the last axis with its kernel.
+    """Returns whether a layer is as this module makes it: its call is a product of the
+    last axis with its kernel.
 
-    False for a wrapper (LoRA, quantization), a subclass, a bias, and a product of the user's.
+    False for a wrapper (LoRA, quantization), a subclass, a bias, and a product of the
+    user's.
     """
     if type(layer) is not nnx.LinearGeneral:
         return False
     has_own_product = layer.dot_general is dot_general and layer.dot_general_cls is None
-    has_own_dtypes = layer.promote_dtype is dtypes.promote_dtype and layer.preferred_element_type is None
+    has_own_dtypes = (
+        layer.promote_dtype is dtypes.promote_dtype
+        and layer.preferred_element_type is None
+    )
     contracts_last_axis = layer.axis == (-1,) and not layer.batch_axis
-    return has_own_product and has_own_dtypes and contracts_last_axis and layer.bias is None
+    return (
+        has_own_product
+        and has_own_dtypes
+        and contracts_last_axis
+        and layer.bias is None
+    )
 
 
 class IndexerLayers(nnx.Module):
-    """The projections and the norm of an `Indexer`, which chooses the keys that each query attends to.
+    """The projections and the norm of an `Indexer`, which chooses the keys that each
+    query attends to.
 
-    The inputs have `features` features. The compressed queries have `q_rank` features (`q_lora_rank` of the attention).
+    The inputs have `features` features. The compressed queries have `q_rank` features
+    (`q_lora_rank` of the attention).
     """
 
     def __init__(
-        self, config: Indexer, features: int, q_rank: int, linear: Any, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
+        self,
+        config: Indexer,
+        features: int,
+        q_rank: int,
+        linear: Any,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: nnx.Rngs,
     ) -> None:
         self.config = config
         self.wq_b = linear(q_rank, (config.num_heads, config.head_dim), use_bias=False)
         self.wk = linear(features, config.head_dim, use_bias=False)
-        options: Any = {"dtype": dtype, "param_dtype": param_dtype, "use_fast_variance": False, "rngs": rngs}
-        self.k_norm = nnx.LayerNorm(config.head_dim, epsilon=config.norm_epsilon, **options)
+        options: Any = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "use_fast_variance": False,
+            "rngs": rngs,
+        }
+        self.k_norm = nnx.LayerNorm(
+            config.head_dim, epsilon=config.norm_epsilon, **options
+        )
         self.weights_proj = linear(features, config.num_heads, use_bias=False)
 
 
 class MultiHeadLatentAttention(AttentionModule):
     """Multi-head latent attention, as in DeepSeek-V2, DeepSeek-V3 and Kimi K2.
 
-    The keys and values of all heads are projections of one latent vector per token with `kv_lora_rank` features. All
-    heads share the rotary part of the key, which has `qk_rope_head_dim` features. A call that does not decode computes
-    keys and values for all heads. A decoding call caches only latents and rotary keys, `kv_lora_rank +
-    qk_rope_head_dim` numbers per token, and projects the queries to latents instead, except for a prompt of more than
-    16 tokens in an empty cache. The results are the same up to rounding.
+    The keys and values of all heads are projections of one latent vector per token with
+    `kv_lora_rank` features. All heads share the rotary part of the key, which has
+    `qk_rope_head_dim` features. A call that does not decode computes keys and values
+    for all heads. A decoding call caches only latents and rotary keys, `kv_lora_rank +
+    qk_rope_head_dim` numbers per token, and projects the queries to latents instead,
+    except for a prompt of more than 16 tokens in an empty cache. The results are the
+    same up to rounding.
 
-    If `kv_b_proj` is replaced by another layer (LoRA, quantization), or has a bias or a `dot_general` of its own, a
-    decoding call instead computes keys and values for all tokens in the cache by calling the layer. This takes more
-    time and memory, which merging LoRA into the kernel avoids.
+    If `kv_b_proj` is replaced by another layer (LoRA, quantization), or has a bias or a
+    `dot_general` of its own, a decoding call instead computes keys and values for all
+    tokens in the cache by calling the layer. This takes more time and memory, which
+    merging LoRA into the kernel avoids.
 
-    The parameters are named as in DeepSeek's files: `q_proj` [in, heads, size] or, with `q_lora_rank`, `q_a_proj` [in,
-    q_lora_rank], `q_a_layernorm` and `q_b_proj` [q_lora_rank, heads, size]; `kv_a_proj_with_mqa` [in, kv_lora_rank +
-    qk_rope_head_dim], `kv_a_layernorm`, `kv_b_proj` [kv_lora_rank, heads, qk_nope_head_dim + v_head_dim], `o_proj`
-    [heads, v_head_dim, out]. The `size` features of a query head are qk_nope_head_dim, then qk_rope_head_dim rotary.
+    The parameters are named as in DeepSeek's files: `q_proj` [in, heads, size] or, with
+    `q_lora_rank`, `q_a_proj` [in, q_lora_rank], `q_a_layernorm` and `q_b_proj`
+    [q_lora_rank, heads, size]; `kv_a_proj_with_mqa` [in, kv_lora_rank +
+    qk_rope_head_dim], `kv_a_layernorm`, `kv_b_proj` [kv_lora_rank, heads,
+    qk_nope_head_dim + v_head_dim], `o_proj` [heads, v_head_dim, out]. The `size`
+    features of a query head are qk_nope_head_dim, then qk_rope_head_dim rotary.
 
     All other arguments are the same as in `MultiHeadAttention`.
 
@@ -88,23 +126,31 @@ class MultiHeadLatentAttention(AttentionModule):
       out_features: Features of the output; None means `in_features`.
       kv_lora_rank: Features of the latent.
       qk_nope_head_dim: Non-rotary features of each head's query and key.
-      qk_rope_head_dim: Rotary features of each head's query, and of the key that all heads share.
+      qk_rope_head_dim: Rotary features of each head's query, and of the key that all
+        heads share.
       v_head_dim: Features of each head's value.
-      q_lora_rank: Features of the compressed queries, which are then projected to heads; None projects the input
-        directly.
-      use_bias: Add biases to `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj` (`attention_bias` in configs).
+      q_lora_rank: Features of the compressed queries, which are then projected to
+        heads; None projects the input directly.
+      use_bias: Add biases to `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj`
+        (`attention_bias` in configs).
       norm_epsilon: Added to the variance in the norms.
       kernel_metadata: Metadata of all kernels, for example `{"out_sharding": ...}`.
-      scale: Factor that multiplies query . key; None means 1 / sqrt(qk_nope_head_dim + qk_rope_head_dim), times
-        (0.1 mscale_all_dim ln(factor) + 1)^2 if `rope` has a `YaRN` with `mscale_all_dim`, as in DeepSeek.
-      rope: Rotary position embeddings for the rotary features; None means none. DeepSeek's are interleaved.
-      head_axis: Split the heads over this mesh axis (tensor parallelism). Every device holds the whole cache, which has
-        only one key head, and all projections that have no axis of heads.
-      indexer: Chooses the keys that each query attends to (DeepSeek V3.2, GLM 5); requires `q_lora_rank`. The cache
-        then also holds one index key per token. See `flax_mha.Indexer`.
-      gate: As in `MultiHeadAttention` (HY 4; `Gate("head")`: Ling 3). The gate has no bias.
-      query_residual: Use the compressed queries both after and before their norm, concatenated to 2 * q_lora_rank
-        features, as the input of `q_b_proj` and `gate` (A.X K2).
+      scale: Factor that multiplies query . key; None means 1 / sqrt(qk_nope_head_dim +
+        qk_rope_head_dim), times (0.1 mscale_all_dim ln(factor) + 1)^2 if `rope` has a
+        `YaRN` with `mscale_all_dim`, as in DeepSeek.
+      rope: Rotary position embeddings for the rotary features; None means none.
+        DeepSeek's are interleaved.
+      head_axis: Split the heads over this mesh axis (tensor parallelism). Every device
+        holds the whole cache, which has only one key head, and all projections that
+        have no axis of heads.
+      indexer: Chooses the keys that each query attends to (DeepSeek V3.2, GLM 5);
+        requires `q_lora_rank`. The cache then also holds one index key per token. See
+        `flax_mha.Indexer`.
+      gate: As in `MultiHeadAttention` (HY 4; `Gate("head")`: Ling 3). The gate has no
+        bias.
+      query_residual: Use the compressed queries both after and before their norm,
+        concatenated to 2 * q_lora_rank features, as the input of `q_b_proj` and `gate`
+        (A.X K2).
 
     Raises:
       ValueError: If an argument is out of range.
@@ -166,50 +212,106 @@ class MultiHeadLatentAttention(AttentionModule):
         check_features(in_features=in_features, out_features=out_features)
         check_latent(given)
         check_rngs(rngs, nnx.Rngs)
-        dropout_rate, logits_soft_cap = check_dropout_rate(dropout_rate), check_soft_cap(logits_soft_cap)
-        self.num_heads, self.in_features, self.in_kv_features = num_heads, in_features, in_features
-        self.kv_lora_rank, self.q_lora_rank, self.v_head_dim = kv_lora_rank, q_lora_rank, v_head_dim
-        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+        dropout_rate, logits_soft_cap = (
+            check_dropout_rate(dropout_rate),
+            check_soft_cap(logits_soft_cap),
+        )
+        self.num_heads, self.in_features, self.in_kv_features = (
+            num_heads,
+            in_features,
+            in_features,
+        )
+        self.kv_lora_rank, self.q_lora_rank, self.v_head_dim = (
+            kv_lora_rank,
+            q_lora_rank,
+            v_head_dim,
+        )
+        self.qk_nope_head_dim, self.qk_rope_head_dim = (
+            qk_nope_head_dim,
+            qk_rope_head_dim,
+        )
         self.out_features = in_features if out_features is None else out_features
         self.dtype, self.param_dtype, self.precision = dtype, param_dtype, precision
         self.dropout_rate, self.broadcast_dropout = dropout_rate, broadcast_dropout
         self.deterministic, self.decode = deterministic, decode
-        self.norm_epsilon, self.attention_fn, self.implementation = norm_epsilon, attention_fn, implementation
-        self.scale, self.local_window_size, self.logits_soft_cap = scale, local_window_size, logits_soft_cap
+        self.norm_epsilon, self.attention_fn, self.implementation = (
+            norm_epsilon,
+            attention_fn,
+            implementation,
+        )
+        self.scale, self.local_window_size, self.logits_soft_cap = (
+            scale,
+            local_window_size,
+            logits_soft_cap,
+        )
         self.rope, self.head_axis = rope, head_axis
         self.query_residual = query_residual
         self.gating = gate_of(gate)
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
         options = {name: given[name] for name in OF_LINEAR}
-        linear = functools.partial(nnx.LinearGeneral, dot_general=dot_general, **options)
-        norm = functools.partial(nnx.RMSNorm, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        linear = functools.partial(
+            nnx.LinearGeneral, dot_general=dot_general, **options
+        )
+        norm = functools.partial(
+            nnx.RMSNorm,
+            epsilon=norm_epsilon,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
         self._add_layers(linear, norm, use_bias, out_kernel_init or kernel_init)
-        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if sinks else nnx.data(None)
+        self.sinks = (
+            nnx.Param(jnp.zeros(num_heads, param_dtype)) if sinks else nnx.data(None)
+        )
         self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
         self.cached_lengths = self.cached_scale = nnx.data(None)
         self.cached_index_key = self.cached_index_scale = nnx.data(None)
         self.indexer: Any = nnx.data(None)
         if indexer is not None and q_lora_rank is not None:
-            self.indexer = IndexerLayers(indexer, in_features, q_lora_rank, linear, dtype, param_dtype, rngs)
+            self.indexer = IndexerLayers(
+                indexer, in_features, q_lora_rank, linear, dtype, param_dtype, rngs
+            )
         if head_axis is not None:
-            of_heads = ((self._query_name, "query"), ("kv_b_proj", "key"), ("o_proj", "out"))
-            gate_axes = "head_gate" if self.gating is not None and self.gating.per == "head" else "query"
+            of_heads = (
+                (self._query_name, "query"),
+                ("kv_b_proj", "key"),
+                ("o_proj", "out"),
+            )
+            gate_axes = (
+                "head_gate"
+                if self.gating is not None and self.gating.per == "head"
+                else "query"
+            )
             self._split_heads(num_heads, (*of_heads, ("gate", gate_axes)))
 
-    def _add_layers(self, linear: Any, norm: Any, use_bias: bool, out_kernel_init: Initializer) -> None:
+    def _add_layers(
+        self, linear: Any, norm: Any, use_bias: bool, out_kernel_init: Initializer
+    ) -> None:
         in_of_heads = self.in_features
         self.q_a_proj: Any = nnx.data(None)
         self.q_a_layernorm: Any = nnx.data(None)
         if self.q_lora_rank is not None:
-            self.q_a_proj = linear(self.in_features, self.q_lora_rank, use_bias=use_bias)
-            self.q_a_layernorm, in_of_heads = norm(self.q_lora_rank), self.q_lora_rank * (1 + self.query_residual)
+            self.q_a_proj = linear(
+                self.in_features, self.q_lora_rank, use_bias=use_bias
+            )
+            self.q_a_layernorm, in_of_heads = (
+                norm(self.q_lora_rank),
+                self.q_lora_rank * (1 + self.query_residual),
+            )
         query_head = (self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
         setattr(self, self._query_name, linear(in_of_heads, query_head, use_bias=False))
-        self.kv_a_proj_with_mqa = linear(self.in_features, self.kv_lora_rank + self.qk_rope_head_dim, use_bias=use_bias)
+        self.kv_a_proj_with_mqa = linear(
+            self.in_features,
+            self.kv_lora_rank + self.qk_rope_head_dim,
+            use_bias=use_bias,
+        )
         self.kv_a_layernorm = norm(self.kv_lora_rank)
         both = (self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         self.kv_b_proj = linear(self.kv_lora_rank, both, use_bias=False)
-        of_heads, options = (self.num_heads, self.v_head_dim), {"use_bias": use_bias, "kernel_init": out_kernel_init}
+        of_heads, options = (
+            (self.num_heads, self.v_head_dim),
+            {"use_bias": use_bias, "kernel_init": out_kernel_init},
+        )
         self.o_proj = linear(of_heads, self.out_features, axis=(-2, -1), **options)
         self.gate: Any = nnx.data(None)
         if self.gating is not None:
@@ -236,7 +338,9 @@ class MultiHeadLatentAttention(AttentionModule):
         sow_max_score: bool = False,
         key_indices: Int[Array, "..."] | None = None,
     ) -> Float[Array, "*B T Dout"]:
-        """Computes latent attention; for the arguments, see `flax_mha.MultiHeadAttention.__call__`."""
+        """Computes latent attention; for the arguments, see
+        `flax_mha.MultiHeadAttention.__call__`.
+        """
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         parts = FlaxModule(
             module=self,
@@ -248,44 +352,62 @@ class MultiHeadLatentAttention(AttentionModule):
                 self.kv_lora_rank,
             ),
             latent=self._latent(),
-            out=self.o_proj if out_sharding is None else functools.partial(self.o_proj, out_sharding=out_sharding),
+            out=self.o_proj
+            if out_sharding is None
+            else functools.partial(self.o_proj, out_sharding=out_sharding),
             sinks=None if self.sinks is None else self.sinks[...],
             cache=self._cache,
             write=self._write,
-            arguments=self._flax_arguments(deterministic, rngs, sow_weights) | yarn_scale(self),
+            arguments=self._flax_arguments(deterministic, rngs, sow_weights)
+            | yarn_scale(self),
             indexer=self._index_layers(),
             gate=None if self.gate is None else self._gate,
             gating=self.gating,
             features=(self.in_features, self.in_features),
         )
-        return call_module(parts, Given(**given, decode=self._first_given("decode", decode)))
+        return call_module(
+            parts, Given(**given, decode=self._first_given("decode", decode))
+        )
 
     explain = explaining(__call__)
 
     def _latent(self) -> Latent:
         layer = self.kv_b_proj
-        latent = Latent(size=self.kv_lora_rank, key_size=self.qk_nope_head_dim, layer=layer)
+        latent = Latent(
+            size=self.kv_lora_rank, key_size=self.qk_nope_head_dim, layer=layer
+        )
         if not _only_multiplies(layer) or products_are_replaced():
             return latent
         kernel = layer.kernel[...]
-        shape = self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim
-        # A restored kernel may be a NumPy array; a quantized one is an object of its library.
+        shape = (
+            self.kv_lora_rank,
+            self.num_heads,
+            self.qk_nope_head_dim + self.v_head_dim,
+        )
+        # A restored kernel may be a NumPy array; a quantized one is an object of its
+        # library.
         if not isinstance(kernel, jax.Array | np.ndarray) or kernel.shape != shape:
             return latent
-        return latent._replace(kernel=jnp.asarray(kernel), dtype=layer.dtype, precision=layer.precision)
+        return latent._replace(
+            kernel=jnp.asarray(kernel), dtype=layer.dtype, precision=layer.precision
+        )
 
     @property
     def _query_name(self) -> str:
         return "q_proj" if self.q_lora_rank is None else "q_b_proj"
 
     def _query(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T N H"]:
-        return getattr(self, self._query_name)(x if self.q_lora_rank is None else self._query_features(x))
+        return getattr(self, self._query_name)(
+            x if self.q_lora_rank is None else self._query_features(x)
+        )
 
     def _gate(self, x: Float[Array, "*B T D"]) -> Float[Array, "..."]:
         return self.gate(self._query_features(x) if self.query_residual else x)
 
     def _query_features(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T R"]:
-        """Compresses inputs to the features that `q_b_proj` (with `query_residual`, also `gate`) projects to heads."""
+        """Compresses inputs to the features that `q_b_proj` (with `query_residual`,
+        also `gate`) projects to heads.
+        """
         if not self.query_residual:
             return self._compressed_query(x)
         compressed = self.q_a_proj(x)

@@ -23,13 +23,20 @@ from flax_mha._src.modules.call import Arrays, reach
 from flax_mha._src.modules.options import check_rngs
 
 # Attributes with norms, and the key in `parameter_names` for the heads of their scales.
-NORMS = (("query_ln", "query"), ("key_ln", "key"), ("value_ln", "key"), ("out_norm", "query"))
+NORMS = (
+    ("query_ln", "query"),
+    ("key_ln", "key"),
+    ("value_ln", "key"),
+    ("out_norm", "query"),
+)
 
 
 class _ConstructorSignature:
-    """A descriptor for `__signature__`: the class gets its constructor's signature, which Flax's metaclass hides.
+    """A descriptor for `__signature__`: the class gets its constructor's signature,
+    which Flax's metaclass hides.
 
-    Instances have no such attribute, so that `inspect.signature(module)` returns the signature of `__call__`.
+    Instances have no such attribute, so that `inspect.signature(module)` returns the
+    signature of `__call__`.
     """
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
@@ -40,10 +47,13 @@ class _ConstructorSignature:
 
 
 class AttentionModule(nnx.Module):
-    """The base class of both attention modules: manages the cache, dropout, tensor parallelism and `explain`."""
+    """The base class of both attention modules: manages the cache, dropout, tensor
+    parallelism and `explain`.
+    """
 
     __signature__ = _ConstructorSignature()
-    reuse_kv: bool = False  # whether calls take their keys and values from an earlier layer
+    # Whether calls take their keys and values from an earlier layer.
+    reuse_kv: bool = False
 
     cached_key: Any
     cached_value: Any
@@ -53,13 +63,18 @@ class AttentionModule(nnx.Module):
     cached_index_key: Any
     cached_index_scale: Any
 
-    def _explained(self: Any, platform: Platform | None, *inputs: Any, **arguments: Any) -> Explanation:
-        """Explains which implementation a call uses; traces a copy, so that this module's state does not change."""
+    def _explained(
+        self: Any, platform: Platform | None, *inputs: Any, **arguments: Any
+    ) -> Explanation:
+        """Explains which implementation a call uses; traces a copy, so that this
+        module's state does not change.
+        """
         graph, state = nnx.split(self)
         explained = ExplainedAttention(self.attention_fn, platform)
 
         def call() -> Array:
-            # New variables with the same arrays, which are not traced: the choice may depend on the cache's index.
+            # New variables with the same arrays, which are not traced: the choice may
+            # depend on the cache's index.
             module = nnx.merge(graph, jax.tree.map(lambda array: array, state))
             module.attention_fn = explained
             return module(*inputs, **arguments)
@@ -67,20 +82,30 @@ class AttentionModule(nnx.Module):
         jax.eval_shape(call)
         return explained.explanations[0]
 
-    def _split_heads(self: Any, num_kv_heads: int, layers: Iterable[tuple[str, str]]) -> None:
-        """Splits parameters over `head_axis`; `layers` has pairs (attribute, its key in `parameter_names`)."""
-        names = tensor_parallel.parameter_names(self.head_axis, self.num_heads, num_kv_heads)
+    def _split_heads(
+        self: Any, num_kv_heads: int, layers: Iterable[tuple[str, str]]
+    ) -> None:
+        """Splits parameters over `head_axis`; `layers` has pairs (attribute, its key in
+        `parameter_names`).
+        """
+        names = tensor_parallel.parameter_names(
+            self.head_axis, self.num_heads, num_kv_heads
+        )
         for attribute, name in layers:
             layer = getattr(self, attribute)
             if layer is not None:
                 layer.kernel = _split(layer.kernel, names[name])
             if layer is not None and layer.bias is not None:
-                layer.bias = _split(layer.bias, names["out_bias"] if name == "out" else names[name][1:])
+                layer.bias = _split(
+                    layer.bias, names["out_bias"] if name == "out" else names[name][1:]
+                )
         if self.sinks is not None:
             self.sinks = _split(self.sinks, names["sinks"])
         for attribute, heads in NORMS:
             norm: Any = getattr(self, attribute, None)
-            has_scale_of_heads = norm is not None and norm.scale is not None and norm.scale.ndim > 1
+            has_scale_of_heads = (
+                norm is not None and norm.scale is not None and norm.scale.ndim > 1
+            )
             if has_scale_of_heads:
                 norm.scale = _split(norm.scale, names[heads][1:])
 
@@ -92,42 +117,58 @@ class AttentionModule(nnx.Module):
         per_row: bool = False,
         sharding: Sharding | None = None,
     ) -> None:
-        """Creates an empty cache for decoding; does nothing in a module with `reuse_kv`, which needs none.
+        """Creates an empty cache for decoding; does nothing in a module with
+        `reuse_kv`, which needs none.
 
-        With a `local_window_size` and a large enough S, the cache is a ring buffer, which never overflows; see
-        `flax_mha.cache.KVCache.create`.
+        With a `local_window_size` and a large enough S, the cache is a ring buffer,
+        which never overflows; see `flax_mha.cache.KVCache.create`.
 
         Args:
-          input_shape: [B..., S, D]: the inputs of all calls concatenated; the cache has room for S tokens.
-          dtype: Dtype of the cached keys and values; None means the module's `dtype`, or else its `param_dtype`. `int8`
-            and `float8_e4m3fn` use half the memory of bfloat16; see `flax_mha.cache.KVCache.create`.
-          per_row: True gives each sequence its own index, which `lengths` require; `cache_index` is then [B...].
-          sharding: How a mesh splits the batch axes and heads of cached keys and values [B..., S, K, H]; None splits
-            the heads along `head_axis`.
+          input_shape: [B..., S, D]: the inputs of all calls concatenated; the cache has
+            room for S tokens.
+          dtype: Dtype of the cached keys and values; None means the module's `dtype`,
+            or else its `param_dtype`. `int8` and `float8_e4m3fn` use half the memory of
+            bfloat16; see `flax_mha.cache.KVCache.create`.
+          per_row: True gives each sequence its own index, which `lengths` require;
+            `cache_index` is then [B...].
+          sharding: How a mesh splits the batch axes and heads of cached keys and values
+            [B..., S, K, H]; None splits the heads along `head_axis`.
 
         Raises:
-          ValueError: If a size is missing, negative or does not fit the module, or if a cache cannot hold the dtype.
+          ValueError: If a size is missing, negative or does not fit the module, or if a
+            cache cannot hold the dtype.
         """
         if self.reuse_kv:
             return
         if dtype is None:
             dtype = self.dtype if self.dtype is not None else self.param_dtype
         if len(input_shape) < 2:
-            raise ValueError(f"input_shape must be (batch..., length, features), but got {tuple(input_shape)}.")
+            raise ValueError(
+                "input_shape must be (batch..., length, features), but got "
+                f"{tuple(input_shape)}."
+            )
         *batch, length, features = input_shape
         if features not in (self.in_features, self.in_kv_features):
             raise ValueError(
-                f"input_shape must be (batch..., length, {self.in_features}), the shape of the inputs, but got "
-                f"{tuple(input_shape)}; the module sets the number of heads and the head size."
+                f"input_shape must be (batch..., length, {self.in_features}), the "
+                f"shape of the inputs, but got {tuple(input_shape)}; the module sets "
+                "the number of heads and the head size."
             )
         heads, size, value_size, value_dim = self._cached_heads()
         window = reach(self.local_window_size)
         names: tuple[str | None, ...] | None = None
         if self.head_axis is not None and sharding is None:
-            split = tensor_parallel.parameter_names(self.head_axis, self.num_heads, heads)["key"]
-            names = (*(None,) * len(batch), *(split if value_size is None else (None,) * len(split)))
+            split = tensor_parallel.parameter_names(
+                self.head_axis, self.num_heads, heads
+            )["key"]
+            names = (
+                *(None,) * len(batch),
+                *(split if value_size is None else (None,) * len(split)),
+            )
         create = functools.partial(KVCache.create, batch, length)
-        cache = create(heads, size, dtype, window, per_row, sharding, value_size, value_dim)
+        cache = create(
+            heads, size, dtype, window, per_row, sharding, value_size, value_dim
+        )
 
         def variable(x: Array | None) -> Any:
             if x is None:
@@ -139,10 +180,15 @@ class AttentionModule(nnx.Module):
         self.cache_index, self.cached_lengths = nnx.Cache(cache.index), nnx.data(None)
         if (size := self._index_size()) is not None:
             index = create(1, size, dtype, window, per_row, sharding, size)
-            self.cached_index_key, self.cached_index_scale = variable(index.key), variable(index.scale)
+            self.cached_index_key, self.cached_index_scale = (
+                variable(index.key),
+                variable(index.scale),
+            )
 
     def _index_size(self: Any) -> int | None:
-        """Returns the head size of the indexer's keys; None in a module without an indexer."""
+        """Returns the head size of the indexer's keys; None in a module without an
+        indexer.
+        """
         return None
 
     def set_view(
@@ -153,21 +199,30 @@ class AttentionModule(nnx.Module):
         max_length: int | None = None,
         per_row: bool = False,
     ) -> None:
-        """Sets `deterministic` and `decode`, and creates a cache if its size is given; `nnx.view` calls this.
+        """Sets `deterministic` and `decode`, and creates a cache if its size is given;
+        `nnx.view` calls this.
 
         Args:
           deterministic: True disables dropout; None leaves the setting unchanged.
           decode: True makes calls decode; None leaves the setting unchanged.
-          batch_size: Size of the batch axis of a new cache, or sizes of several; requires `max_length`.
-          max_length: Number of tokens that the new cache has room for; requires `batch_size`.
+          batch_size: Size of the batch axis of a new cache, or sizes of several;
+            requires `max_length`.
+          max_length: Number of tokens that the new cache has room for; requires
+            `batch_size`.
           per_row: True gives each sequence its own index; see `init_cache`.
 
         Raises:
-          TypeError: If only one of `batch_size` and `max_length` is given, or if decoding starts without a cache.
+          TypeError: If only one of `batch_size` and `max_length` is given, or if
+            decoding starts without a cache.
         """
-        self.deterministic = self.deterministic if deterministic is None else deterministic
+        self.deterministic = (
+            self.deterministic if deterministic is None else deterministic
+        )
         self.decode = self.decode if decode is None else decode
-        for name, size, partner in (("batch_size", batch_size, max_length), ("max_length", max_length, batch_size)):
+        for name, size, partner in (
+            ("batch_size", batch_size, max_length),
+            ("max_length", max_length, batch_size),
+        ):
             lacks_cache = self.cached_key is None and not self.reuse_kv
             if size is None and (partner is not None or (decode and lacks_cache)):
                 raise TypeError(f"'{name}' must be provided when initializing cache.")
@@ -178,13 +233,20 @@ class AttentionModule(nnx.Module):
     if not TYPE_CHECKING:  # a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            # Python's TypeErrors about a call's arguments print `__qualname__` or, without it, the whole module.
+            # Python's TypeErrors about a call's arguments print `__qualname__` or,
+            # without it, the whole module.
             if name == "__qualname__":
                 return type(self).__qualname__
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}",
+                name=name,
+                obj=self,
+            )
 
     def _cache(self: Any, *_: Array) -> Arrays:
-        """Returns the arrays of the cache, ordered as in `KVCache.arrays`; raises a ValueError without a cache."""
+        """Returns the arrays of the cache, ordered as in `KVCache.arrays`; raises a
+        ValueError without a cache.
+        """
         if self.cached_key is None or self.cache_index is None:
             raise ValueError(
                 "Autoregressive cache not initialized, call ``init_cache`` first: "
@@ -197,26 +259,48 @@ class AttentionModule(nnx.Module):
 
     def _write(self: Any, arrays: Arrays, stored: bool) -> None:
         if stored:
-            self.cached_key, self.cached_value, self.cached_lengths = map(nnx.Cache, arrays)
+            self.cached_key, self.cached_value, self.cached_lengths = map(
+                nnx.Cache, arrays
+            )
             self.cache_index = self.cached_scale = None
             return
         for variable, array in zip(self._variables(), arrays, strict=True):
             _own(variable)[...] = array
 
     def _variables(self: Any) -> list[Any]:
-        variables = self.cached_key, self.cached_value, self.cache_index, self.cached_scale
+        variables = (
+            self.cached_key,
+            self.cached_value,
+            self.cache_index,
+            self.cached_scale,
+        )
         return [variable for variable in variables if variable is not None]
 
     def _cached_index(self: Any, *_: Array) -> Arrays | None:
-        """Returns the indexer's cached keys, and their scales if they have 8 bits; None without such a cache."""
-        return _read([x for x in (self.cached_index_key, self.cached_index_scale) if x is not None]) or None
+        """Returns the indexer's cached keys, and their scales if they have 8 bits; None
+        without such a cache.
+        """
+        return (
+            _read(
+                [
+                    x
+                    for x in (self.cached_index_key, self.cached_index_scale)
+                    if x is not None
+                ]
+            )
+            or None
+        )
 
     def _write_index(self: Any, arrays: Arrays) -> None:
-        for variable, array in zip((self.cached_index_key, self.cached_index_scale), arrays, strict=False):
+        for variable, array in zip(
+            (self.cached_index_key, self.cached_index_scale), arrays, strict=False
+        ):
             _own(variable)[...] = array
 
     def _first_given(self: Any, name: str, argument: bool | None) -> bool:
-        """Returns the argument of the call or, if that is None, the module's attribute `name`; one must not be None."""
+        """Returns the argument of the call or, if that is None, the module's attribute
+        `name`; one must not be None.
+        """
         return first_from(
             argument,
             getattr(self, name),
@@ -225,18 +309,25 @@ class AttentionModule(nnx.Module):
         )
 
     def _flax_arguments(
-        self: Any, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None, sow_weights: bool
+        self: Any,
+        deterministic: bool | None,
+        rngs: nnx.Rngs | nnx.RngStream | None,
+        sow_weights: bool,
     ) -> dict[str, Any]:
-        """Returns the arguments that Flax's module passes to its attention function; with dropout, draws a key."""
+        """Returns the arguments that Flax's module passes to its attention function;
+        with dropout, draws a key.
+        """
         if rngs is not None:
             check_rngs(rngs, nnx.Rngs, nnx.RngStream)
         dropout_rng = None
-        if self.dropout_rate != 0.0 and not self._first_given("deterministic", deterministic):
+        if self.dropout_rate != 0.0 and not self._first_given(
+            "deterministic", deterministic
+        ):
             rngs = self.rngs if rngs is None else rngs
             if rngs is None:
                 raise ValueError(
-                    f"'rngs' must be provided to __call__ method if {type(self).__name__} instance is defined with "
-                    "keep_rngs=False."
+                    "'rngs' must be provided to __call__ method if "
+                    f"{type(self).__name__} instance is defined with keep_rngs=False."
                 )
             stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
             _own(stream.count)
@@ -259,7 +350,8 @@ def _read(variables: Sequence[Any]) -> Arrays:
 
 
 def _own(variable: nnx.Variable) -> nnx.Variable:
-    """Returns the variable; if it holds a NumPy array, as a restored one may, replaces it by a JAX array.
+    """Returns the variable; if it holds a NumPy array, as a restored one may, replaces
+    it by a JAX array.
 
     Flax would write into the NumPy array, which belongs to the caller.
     """
@@ -269,11 +361,20 @@ def _own(variable: nnx.Variable) -> nnx.Variable:
 
 
 def _split(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
-    """Returns a copy of the variable with the metadata `out_sharding=names`, which splits it over these mesh axes."""
-    metadata = {name: x for name, x in variable.get_metadata().items() if name != "eager_sharding"}
+    """Returns a copy of the variable with the metadata `out_sharding=names`, which
+    splits it over these mesh axes.
+    """
+    metadata = {
+        name: x
+        for name, x in variable.get_metadata().items()
+        if name != "eager_sharding"
+    }
     if "out_sharding" in metadata:
         raise ValueError(
-            f"head_axis must be None if metadata sets out_sharding, but got out_sharding={metadata['out_sharding']}."
+            "head_axis must be None if metadata sets out_sharding, but got "
+            f"out_sharding={metadata['out_sharding']}."
         )
     eager = False if jax.sharding.get_abstract_mesh().empty else None
-    return type(variable)(variable[...], eager_sharding=eager, **metadata | {"out_sharding": names})
+    return type(variable)(
+        variable[...], eager_sharding=eager, **metadata | {"out_sharding": names}
+    )

@@ -1,4 +1,6 @@
-"""`MultiHeadAttention` for `flax.nnx`: Flax's module with the attention of this package."""
+"""`MultiHeadAttention` for `flax.nnx`: Flax's module with the attention of this
+package.
+"""
 
 import functools
 import inspect
@@ -19,93 +21,138 @@ from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.masks import Mask
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.attention_fn import explaining
-from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, ProcessHeads, call_module
+from flax_mha._src.modules.call import (
+    PASSED_ON,
+    FlaxModule,
+    Given,
+    ProcessHeads,
+    call_module,
+)
 from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.layers import Gate, Norm, gate_of, norm_of
-from flax_mha._src.modules.options import check_features, check_options, check_rngs, naming_replacements
+from flax_mha._src.modules.options import (
+    check_features,
+    check_options,
+    check_rngs,
+    naming_replacements,
+)
 from flax_mha._src.nnx.module import AttentionModule
 from flax_mha._src.rope import RoPE
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 # Arguments of the constructor that are arguments of `nnx.LinearGeneral`.
-OF_LINEAR = ("dtype", "param_dtype", "precision", "kernel_init", "bias_init", "kernel_metadata", "rngs")
+OF_LINEAR = (
+    "dtype",
+    "param_dtype",
+    "precision",
+    "kernel_init",
+    "bias_init",
+    "kernel_metadata",
+    "rngs",
+)
 # Layers, and the names of their axes for `AttentionModule._split_heads`.
 OF_HEADS = (("query", "query"), ("key", "key"), ("value", "key"), ("out", "out"))
-FLAX_ARGUMENTS = tuple(inspect.signature(nnx.MultiHeadAttention.__init__).parameters)[1:]
+FLAX_ARGUMENTS = tuple(inspect.signature(nnx.MultiHeadAttention.__init__).parameters)[
+    1:
+]
 
 
 class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
     """Multi-head attention, a drop-in replacement for `flax.nnx.MultiHeadAttention`.
 
-    The constructor, call, parameters, cache variables and sown weights are the same as in Flax, so Flax checkpoints
-    load without conversion. The parameters are `query`, `key` and `value` (kernel [in, heads, head size], bias [heads,
-    head size]) and `out` (kernel [heads, head size, out], bias [out]). For what differs, see
+    The constructor, call, parameters, cache variables and sown weights are the same as
+    in Flax, so Flax checkpoints load without conversion. The parameters are `query`,
+    `key` and `value` (kernel [in, heads, head size], bias [heads, head size]) and `out`
+    (kernel [heads, head size, out], bias [out]). For what differs, see
     :doc:`differences </differences>`.
 
     Args:
       num_heads: Number of query heads N; must divide `qkv_features`.
-      in_features: Features of the queries, and of keys and values unless `in_kv_features` is set.
+      in_features: Features of the queries, and of keys and values unless
+        `in_kv_features` is set.
       qkv_features: N times the head size; None means `in_features`.
       out_features: Features of the output; None means `in_features`.
-      num_kv_heads: Number of key and value heads K, a divisor of N (grouped-query attention); None means N.
+      num_kv_heads: Number of key and value heads K, a divisor of N (grouped-query
+        attention); None means N.
       in_kv_features: Features of keys and values; None means `in_features`.
       dtype: Dtype of the computation; None infers it from inputs and parameters.
       param_dtype: Dtype of the parameters.
-      broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's default is True.)
+      broadcast_dropout: Drop the same weights in every batch entry and head. (Flax's
+        default is True.)
       dropout_rate: Fraction of the softmax's weights to drop, in [0, 1).
       deterministic: True disables dropout; None leaves it to the call.
-      precision: Precision of all matrix products, a `jax.lax.Precision` or its name; None means
-        `jax.default_matmul_precision`.
+      precision: Precision of all matrix products, a `jax.lax.Precision` or its name;
+        None means `jax.default_matmul_precision`.
       kernel_init, bias_init: Initializers of the kernels and of the biases.
-      out_kernel_init, out_bias_init: The same for `out`; None means `kernel_init` or `bias_init`.
+      out_kernel_init, out_bias_init: The same for `out`; None means `kernel_init` or
+        `bias_init`.
       use_bias: Add a learned bias in every projection.
-      attention_fn: A function with the signature of Flax's `dot_product_attention`. To set arguments of the default
-        function, pass a `functools.partial` of `flax_mha.attention_fn`; the module's options and a call's arguments
-        replace its keywords.
+      attention_fn: A function with the signature of Flax's `dot_product_attention`. To
+        set arguments of the default function, pass a `functools.partial` of
+        `flax_mha.attention_fn`; the module's options and a call's arguments replace its
+        keywords.
       decode: True makes calls decode; None leaves it to the call.
-      normalize_qk: A norm of queries and keys, before the rotation, such as `Norm("rms")` (Qwen 3). True is Flax's
-        LayerNorm, `Norm("layer")`.
-      qkv_promote_dtype, out_promote_dtype, ln_promote_dtype: Functions that cast inputs and parameters to `dtype`: in
-        the projections `query`, `key`, `value` and `gate`, in `out`, and in the norms of queries and keys.
-      qkv_dot_general, out_dot_general: Functions with the signature of `jax.lax.dot_general` that multiply by the
-        kernels (of `query`, `key`, `value` and `gate`; of `out`), for example quantized; None uses the default.
-      qkv_dot_general_cls, out_dot_general_cls: Classes that each projection instantiates, without arguments, as its
-        `qkv_dot_general` or `out_dot_general`.
+      normalize_qk: A norm of queries and keys, before the rotation, such as
+        `Norm("rms")` (Qwen 3). True is Flax's LayerNorm, `Norm("layer")`.
+      qkv_promote_dtype, out_promote_dtype, ln_promote_dtype: Functions that cast inputs
+        and parameters to `dtype`: in the projections `query`, `key`, `value` and
+        `gate`, in `out`, and in the norms of queries and keys.
+      qkv_dot_general, out_dot_general: Functions with the signature of
+        `jax.lax.dot_general` that multiply by the kernels (of `query`, `key`, `value`
+        and `gate`; of `out`), for example quantized; None uses the default.
+      qkv_dot_general_cls, out_dot_general_cls: Classes that each projection
+        instantiates, without arguments, as its `qkv_dot_general` or `out_dot_general`.
       rngs: Random streams for parameters and dropout.
-      keep_rngs: Keep a dropout stream in the module if `dropout_rate > 0`; with False, calls must pass `rngs`.
-      kernel_metadata, bias_metadata: Metadata of kernels, for example `{"out_sharding": (None, "model")}`, and biases.
-      out_kernel_metadata, out_bias_metadata: The same for `out`; empty means `kernel_metadata` or `bias_metadata`.
-      query_ln_scale_metadata, key_ln_scale_metadata: Metadata of the scales in the norms of queries and keys.
-      implementation: Name of the attention implementation; None lets the library choose. See `dot_product_attention`.
+      keep_rngs: Keep a dropout stream in the module if `dropout_rate > 0`; with False,
+        calls must pass `rngs`.
+      kernel_metadata, bias_metadata: Metadata of kernels, for example `{"out_sharding":
+        (None, "model")}`, and biases.
+      out_kernel_metadata, out_bias_metadata: The same for `out`; empty means
+        `kernel_metadata` or `bias_metadata`.
+      query_ln_scale_metadata, key_ln_scale_metadata: Metadata of the scales in the
+        norms of queries and keys.
+      implementation: Name of the attention implementation; None lets the library
+        choose. See `dot_product_attention`.
       scale: Factor that multiplies query . key; None means 1 / sqrt(head size).
-      local_window_size: (left, right): how many positions before and after its own a query attends to; see
-        `dot_product_attention`.
-      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30. None means no cap.
-      sinks: Learn one additional logit per head, the parameter `sinks` [N], which is added only to the softmax's
-        denominator.
-      gate: Multiply each head's output, before `out`, by the sigmoid of another projection of the input, `gate`. True
-        is `Gate()`: a number for each feature of each head. `Gate("head")`: a number for each head.
-      rope: Rotary position embeddings (`flax_mha.rope.RoPE`) for queries and keys, after their norms; None means none.
-      value_norm: A norm of the values, such as `Norm("rms", scale=None)` (Gemma 3n, Gemma 4); None means no norm.
-      share_kv: Use the projected keys, before their norm and rotation, as values (Gemma 4's `attention_k_eq_v`); there
-        is no parameter `value`, and calls accept no `inputs_v`.
-      reuse_kv: Attend to the keys and values of an earlier layer, which every call passes as `kv` (Gemma 3n, Gemma 4):
-        no parameters `key`, `value` and `key_ln`, and no cache. Both layers must have the same key heads and head size.
-      head_axis: Split the heads over this mesh axis, or the mesh axis of this logical axis (tensor parallelism).
-        Parameters and caches get the metadata `out_sharding`, and are placed accordingly if the module is created under
-        `jax.set_mesh`. If there are fewer key heads than devices on this axis, all devices hold all key heads; the mesh
-        must then be set by `jax.set_mesh`.
+      local_window_size: (left, right): how many positions before and after its own a
+        query attends to; see `dot_product_attention`.
+      logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30.
+        None means no cap.
+      sinks: Learn one additional logit per head, the parameter `sinks` [N], which is
+        added only to the softmax's denominator.
+      gate: Multiply each head's output, before `out`, by the sigmoid of another
+        projection of the input, `gate`. True is `Gate()`: a number for each feature of
+        each head. `Gate("head")`: a number for each head.
+      rope: Rotary position embeddings (`flax_mha.rope.RoPE`) for queries and keys,
+        after their norms; None means none.
+      value_norm: A norm of the values, such as `Norm("rms", scale=None)` (Gemma 3n,
+        Gemma 4); None means no norm.
+      share_kv: Use the projected keys, before their norm and rotation, as values (Gemma
+        4's `attention_k_eq_v`); there is no parameter `value`, and calls accept no
+        `inputs_v`.
+      reuse_kv: Attend to the keys and values of an earlier layer, which every call
+        passes as `kv` (Gemma 3n, Gemma 4): no parameters `key`, `value` and `key_ln`,
+        and no cache. Both layers must have the same key heads and head size.
+      head_axis: Split the heads over this mesh axis, or the mesh axis of this logical
+        axis (tensor parallelism). Parameters and caches get the metadata
+        `out_sharding`, and are placed accordingly if the module is created under
+        `jax.set_mesh`. If there are fewer key heads than devices on this axis, all
+        devices hold all key heads; the mesh must then be set by `jax.set_mesh`.
       out_norm: A norm of the heads' outputs, after `gate` and before `out`, such as
-        `Norm("rms", scale="heads", over="all_heads")` (BitNet b1.58). None means no norm.
-      process_heads: A function `(query, key, value) -> (query, key, value)` of the new tokens' projections,
-        [B..., T, heads, head size], or an `nnx.Module` with such a call. It runs after the norms and before the
-        rotation, and returns arrays of the same shapes and dtypes; the results are cached. Examples: clipping, and
-        values mixed with those of the first layer; see :doc:`everyday </everyday>`. None changes nothing.
-      value_dim: Head size of the values, and so of `out`, of `gate` and of `out_norm`; None means the head size of
-        queries and keys (MiMo-V2: 128 and 192).
+        `Norm("rms", scale="heads", over="all_heads")` (BitNet b1.58). None means no
+        norm.
+      process_heads: A function `(query, key, value) -> (query, key, value)` of the new
+        tokens' projections, [B..., T, heads, head size], or an `nnx.Module` with such a
+        call. It runs after the norms and before the rotation, and returns arrays of the
+        same shapes and dtypes; the results are cached. Examples: clipping, and values
+        mixed with those of the first layer; see :doc:`everyday </everyday>`. None
+        changes nothing.
+      value_dim: Head size of the values, and so of `out`, of `gate` and of `out_norm`;
+        None means the head size of queries and keys (MiMo-V2: 128 and 192).
 
     Raises:
-      ValueError: If an argument is out of range, or if heads and features do not fit together.
+      ValueError: If an argument is out of range, or if heads and features do not fit
+        together.
 
     Example:
       >>> import jax.numpy as jnp
@@ -170,30 +217,57 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         share_kv: bool = False,
         reuse_kv: bool = False,
     ) -> None:
-        check_features(in_features=in_features, out_features=out_features, in_kv_features=in_kv_features)
-        dropout_rate, logits_soft_cap = check_dropout_rate(dropout_rate), check_soft_cap(logits_soft_cap)
+        check_features(
+            in_features=in_features,
+            out_features=out_features,
+            in_kv_features=in_kv_features,
+        )
+        dropout_rate, logits_soft_cap = (
+            check_dropout_rate(dropout_rate),
+            check_soft_cap(logits_soft_cap),
+        )
         given = dict(locals())
         check_options(given, in_features if qkv_features is None else qkv_features)
         check_rngs(rngs, nnx.Rngs)
         norm_of_qk = norm_of("normalize_qk", normalize_qk)
         self.gating = gate_of(gate)
-        self.implementation, self.scale, self.logits_soft_cap = implementation, scale, logits_soft_cap
-        self.local_window_size, self.rope, self.head_axis = local_window_size, rope, head_axis
+        self.implementation, self.scale, self.logits_soft_cap = (
+            implementation,
+            scale,
+            logits_soft_cap,
+        )
+        self.local_window_size, self.rope, self.head_axis = (
+            local_window_size,
+            rope,
+            head_axis,
+        )
         self.process_heads = process_heads
         changed = {
             "normalize_qk": norm_of_qk is not None,
-            "qkv_dot_general": qkv_dot_general or (None if qkv_dot_general_cls else dot_general),
-            "out_dot_general": out_dot_general or (None if out_dot_general_cls else dot_general),
+            "qkv_dot_general": qkv_dot_general
+            or (None if qkv_dot_general_cls else dot_general),
+            "out_dot_general": out_dot_general
+            or (None if out_dot_general_cls else dot_general),
         }
-        super().__init__(**{name: given[name] for name in FLAX_ARGUMENTS if name in given} | changed)
+        super().__init__(
+            **{name: given[name] for name in FLAX_ARGUMENTS if name in given} | changed
+        )
         self.value_dim = self.head_dim if value_dim is None else int(value_dim)
         self.reuse_kv = reuse_kv
         self.norms_after_rope = norm_of_qk is not None and norm_of_qk.after_rope
         if isinstance(normalize_qk, Norm):
-            self.query_ln = self._norm(normalize_qk, num_heads, self.head_dim, rngs, self.query_ln)
-            self.key_ln = self._norm(normalize_qk, self.num_kv_heads, self.head_dim, rngs, self.key_ln)
-        self.value_ln = self._norm(norm_of("value_norm", value_norm), self.num_kv_heads, self.value_dim, rngs)
-        self.out_norm = self._norm(norm_of("out_norm", out_norm), num_heads, self.value_dim, rngs)
+            self.query_ln = self._norm(
+                normalize_qk, num_heads, self.head_dim, rngs, self.query_ln
+            )
+            self.key_ln = self._norm(
+                normalize_qk, self.num_kv_heads, self.head_dim, rngs, self.key_ln
+            )
+        self.value_ln = self._norm(
+            norm_of("value_norm", value_norm), self.num_kv_heads, self.value_dim, rngs
+        )
+        self.out_norm = self._norm(
+            norm_of("out_norm", out_norm), num_heads, self.value_dim, rngs
+        )
         if share_kv:
             self.value: Any = nnx.data(None)
         if reuse_kv:
@@ -202,31 +276,53 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             self.key_ln = nnx.data(None)
         self.cached_lengths = nnx.data(None)
         self.cached_scale = nnx.data(None)
-        self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if sinks else nnx.data(None)
+        self.sinks = (
+            nnx.Param(jnp.zeros(num_heads, self.param_dtype))
+            if sinks
+            else nnx.data(None)
+        )
         self._add_layers(given)
         if head_axis is not None:
-            gate_axes = "head_gate" if self.gating is not None and self.gating.per == "head" else "query"
+            gate_axes = (
+                "head_gate"
+                if self.gating is not None and self.gating.per == "head"
+                else "query"
+            )
             self._split_heads(self.num_kv_heads, (*OF_HEADS, ("gate", gate_axes)))
 
     def _add_layers(self, given: Mapping[str, Any]) -> None:
-        """Adds `gate` if requested and, for a `value_dim` unlike the head size, `value` and `out`."""
+        """Adds `gate` if requested and, for a `value_dim` unlike the head size, `value`
+        and `out`.
+        """
         self.gate: nnx.LinearGeneral | None = nnx.data(None)
-        options = {name: given[name] for name in (*OF_LINEAR, "use_bias", "bias_metadata")}
+        options = {
+            name: given[name] for name in (*OF_LINEAR, "use_bias", "bias_metadata")
+        }
 
-        def linear(inputs: Any, outputs: Any, part: str = "qkv", **changes: Any) -> nnx.LinearGeneral:
+        def linear(
+            inputs: Any, outputs: Any, part: str = "qkv", **changes: Any
+        ) -> nnx.LinearGeneral:
             names = ("promote_dtype", "dot_general", "dot_general_cls")
-            functions: dict[str, Any] = {name: getattr(self, f"{part}_{name}") for name in names}
+            functions: dict[str, Any] = {
+                name: getattr(self, f"{part}_{name}") for name in names
+            }
             return nnx.LinearGeneral(inputs, outputs, **functions, **options | changes)
 
         if self.gating is not None:
-            self.gate = linear(self.in_features, self.gating.shape(self.num_heads, self.value_dim))
+            self.gate = linear(
+                self.in_features, self.gating.shape(self.num_heads, self.value_dim)
+            )
         if self.value_dim != self.head_dim:
             if not self.reuse_kv:
-                self.value = linear(self.in_kv_features, (self.num_kv_heads, self.value_dim))
+                self.value = linear(
+                    self.in_kv_features, (self.num_kv_heads, self.value_dim)
+                )
             names = ("kernel_init", "bias_init", "kernel_metadata", "bias_metadata")
             changes = {name: given[f"out_{name}"] or given[name] for name in names}
             of_heads = (self.num_heads, self.value_dim)
-            self.out = linear(of_heads, self.out_features, "out", axis=(-2, -1), **changes)
+            self.out = linear(
+                of_heads, self.out_features, "out", axis=(-2, -1), **changes
+            )
 
     def __call__(
         self,
@@ -255,63 +351,80 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         return_kv: bool = False,
         process_heads: ProcessHeads | None = None,
     ) -> Float[Array, "*B T Dout"]:
-        """Projects the inputs to heads, computes attention, and projects the result to `out_features`.
+        """Projects the inputs to heads, computes attention, and projects the result to
+        `out_features`.
 
         Args:
           inputs_q: Queries.
           inputs_k: Keys; None means `inputs_q` (self-attention).
           inputs_v: Values; None means `inputs_k`.
-          mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object such as `flax_mha.CausalMask()`.
-            While decoding, S is the number of slots of the cache, as for `bias`; mask objects use positions.
+          mask: Broadcasts to [B..., N, T, S]; True (or 1) attends. Or a mask object
+            such as `flax_mha.CausalMask()`. While decoding, S is the number of slots of
+            the cache, as for `bias`; mask objects use positions.
           deterministic: True disables dropout; None uses the constructor's value.
-          rngs: Random streams with a stream `dropout`, or one stream, for the dropout key; None uses the constructor's
-            stream, if `keep_rngs` is True.
-          sow_weights: Sow the weights [B..., N, T, S] as `nnx.Intermediate` variable `attention_weights`.
-          decode: Add the T tokens of this call to the cache, and attend to all tokens in it; None uses the
-            constructor's value.
-          is_causal: True: queries attend only to keys up to their own position. None means True while decoding, and
-            otherwise what a `functools.partial` in `attention_fn` sets, or False. A decoding call with False attends to
-            all written tokens that the mask leaves visible, later ones of the call included; masks that show later
-            tokens (`recipes.prefix_lm`) require it.
+          rngs: Random streams with a stream `dropout`, or one stream, for the dropout
+            key; None uses the constructor's stream, if `keep_rngs` is True.
+          sow_weights: Sow the weights [B..., N, T, S] as `nnx.Intermediate` variable
+            `attention_weights`.
+          decode: Add the T tokens of this call to the cache, and attend to all tokens
+            in it; None uses the constructor's value.
+          is_causal: True: queries attend only to keys up to their own position. None
+            means True while decoding, and otherwise what a `functools.partial` in
+            `attention_fn` sets, or False. A decoding call with False attends to all
+            written tokens that the mask leaves visible, later ones of the call
+            included; masks that show later tokens (`recipes.prefix_lm`) require it.
           out_sharding: Sharding of the module's output, passed to the projection `out`.
-          qkv_sharding: Sharding of query, key and value [B..., T, N, H], for the attention (see
-            `dot_product_attention`) and, on a mesh with Explicit axes, for their projections.
-          input_positions: Passed to `attention_fn`, as in Flax; the default function does not accept it.
+          qkv_sharding: Sharding of query, key and value [B..., T, N, H], for the
+            attention (see `dot_product_attention`) and, on a mesh with Explicit axes,
+            for their projections.
+          input_positions: Passed to `attention_fn`, as in Flax; the default function
+            does not accept it.
           bias: Broadcasts to [B..., N, T, S]; added to the scores.
-          segment_ids: Segment ids of documents packed into one sequence: [B..., T], or a pair for queries and keys.
-            Must be None while decoding.
-          lengths: Number of tokens before the padding in each sequence: [B...], or a pair for queries and keys, which
-            is required if keys and queries have different inputs. Padded keys are masked; the attention output of
-            padded queries is 0, before the output projection. While decoding, one array: how many of the T tokens are
-            not padding; this requires a cache with an index for each sequence (`per_row`).
-          score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see `dot_product_attention`.
-          positions: Positions of the tokens for `rope`: [B..., T] or [T], or a pair for queries and keys, which is
-            required if keys and queries have different inputs; with a last axis of coordinates if `rope` has sections.
-            None counts from 0, or from the index of the cache. Masks and windows ignore `positions`: they use the index
-            in the sequence.
-          store_keys: Store this call's keys, values and their `lengths` in the cache for cross-attention. Later
-            decoding calls without `inputs_k` attend to all stored keys, and add none. Requires `inputs_k` and `decode`.
-            The later calls accept no mask object, `score_mod` or window, because they do not count positions.
-          sow_max_score: Sow the largest visible score of each head [B..., N] as `nnx.Intermediate` variable
-            `attention_max_score`, for example for QK-Clip.
-          key_indices: The keys that each query attends to: [B..., T, k] or [B..., T, K, k], as in
-            `dot_product_attention`. While decoding, these are positions of tokens in the sequence.
-          kv: Keys and values of an earlier layer's call in the same step, a `flax_mha.cache.SharedKV`; required if
-            `reuse_kv` is True, else None. Pass masks, `lengths` and `positions` to both layers.
-          return_kv: Return a pair: the output, and this call's `flax_mha.cache.SharedKV`, for later layers. Requires
-            self-attention.
+          segment_ids: Segment ids of documents packed into one sequence: [B..., T], or
+            a pair for queries and keys. Must be None while decoding.
+          lengths: Number of tokens before the padding in each sequence: [B...], or a
+            pair for queries and keys, which is required if keys and queries have
+            different inputs. Padded keys are masked; the attention output of padded
+            queries is 0, before the output projection. While decoding, one array: how
+            many of the T tokens are not padding; this requires a cache with an index
+            for each sequence (`per_row`).
+          score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see
+            `dot_product_attention`.
+          positions: Positions of the tokens for `rope`: [B..., T] or [T], or a pair for
+            queries and keys, which is required if keys and queries have different
+            inputs; with a last axis of coordinates if `rope` has sections. None counts
+            from 0, or from the index of the cache. Masks and windows ignore
+            `positions`: they use the index in the sequence.
+          store_keys: Store this call's keys, values and their `lengths` in the cache
+            for cross-attention. Later decoding calls without `inputs_k` attend to all
+            stored keys, and add none. Requires `inputs_k` and `decode`. The later calls
+            accept no mask object, `score_mod` or window, because they do not count
+            positions.
+          sow_max_score: Sow the largest visible score of each head [B..., N] as
+            `nnx.Intermediate` variable `attention_max_score`, for example for QK-Clip.
+          key_indices: The keys that each query attends to: [B..., T, k] or [B..., T, K,
+            k], as in `dot_product_attention`. While decoding, these are positions of
+            tokens in the sequence.
+          kv: Keys and values of an earlier layer's call in the same step, a
+            `flax_mha.cache.SharedKV`; required if `reuse_kv` is True, else None. Pass
+            masks, `lengths` and `positions` to both layers.
+          return_kv: Return a pair: the output, and this call's
+            `flax_mha.cache.SharedKV`, for later layers. Requires self-attention.
           process_heads: Replaces the `process_heads` of the constructor in this call.
 
         Raises:
-          ValueError: If inputs do not fit the module or each other, or if the cache is missing, has another shape, or
-            is full. Under `jit`, a full cache is not an error: the output of the sequence is NaN, and its cache does
-            not change.
+          ValueError: If inputs do not fit the module or each other, or if the cache is
+            missing, has another shape, or is full. Under `jit`, a full cache is not an
+            error: the output of the sequence is NaN, and its cache does not change.
         """
         given = {name: x for name, x in locals().items() if name in PASSED_ON}
         query, key, value, gate = layers = self.query, self.key, self.value, self.gate
         if qkv_sharding is not None and is_explicit(inputs_q):
-            query, key, value, gate = (x and functools.partial(x, out_sharding=qkv_sharding) for x in layers)  # type: ignore
-            if self.gating is not None and self.gating.per == "head":  # its projection has no axis of features
+            query, key, value, gate = (
+                x and functools.partial(x, out_sharding=qkv_sharding) for x in layers
+            )  # type: ignore
+            # Its projection has no axis of features.
+            if self.gating is not None and self.gating.per == "head":
                 gate = self.gate
         flax_arguments = self._flax_arguments(deterministic, rngs, sow_weights)
         if input_positions is not None:
@@ -321,7 +434,9 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             query=query,
             key=key,
             value=value,
-            out=self.out if out_sharding is None else functools.partial(self.out, out_sharding=out_sharding),
+            out=self.out
+            if out_sharding is None
+            else functools.partial(self.out, out_sharding=out_sharding),
             query_norm=self.query_ln,
             key_norm=self.key_ln,
             norms_after_rope=self.norms_after_rope,
@@ -337,15 +452,26 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             arguments=flax_arguments,
             features=(self.in_features, self.in_kv_features),
         )
-        return call_module(parts, Given(**given, decode=self._first_given("decode", decode)))
+        return call_module(
+            parts, Given(**given, decode=self._first_given("decode", decode))
+        )
 
     explain = explaining(__call__)
 
     def _cached_heads(self) -> tuple[int, int, int | None, int | None]:
         return self.num_kv_heads, self.head_dim, None, self.value_dim
 
-    def _norm(self, norm: Norm | None, heads: int, size: int, rngs: nnx.Rngs, of_flax: Any = None) -> Any:
-        """Makes a norm of [B..., T, heads, size], or None; `of_flax` is the norm that it replaces, with metadata."""
+    def _norm(
+        self,
+        norm: Norm | None,
+        heads: int,
+        size: int,
+        rngs: nnx.Rngs,
+        of_flax: Any = None,
+    ) -> Any:
+        """Makes a norm of [B..., T, heads, size], or None; `of_flax` is the norm that
+        it replaces, with metadata.
+        """
         if norm is None:
             return nnx.data(None)
         options: dict[str, Any] = {"use_bias": False} if norm.kind == "layer" else {}

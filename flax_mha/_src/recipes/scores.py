@@ -1,4 +1,6 @@
-"""Recipes that change scores; `differential`, which subtracts two softmaxes; and `combine`, which joins recipes."""
+"""Recipes that change scores; `differential`, which subtracts two softmaxes; and
+`combine`, which joins recipes.
+"""
 
 import functools
 import operator
@@ -16,114 +18,163 @@ from flax_mha._src.call.arguments import Arguments, unexpected
 from flax_mha._src.call.operands import accumulation_dtype
 from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.user_function import NAMES
-from flax_mha._src.core.validation import DTYPES, as_array, extremes, int32, int_at_least, is_int
+from flax_mha._src.core.validation import (
+    DTYPES,
+    as_array,
+    extremes,
+    int32,
+    int_at_least,
+    is_int,
+)
 from flax_mha._src.masks import CausalMask, LocalMask, Mask
 from flax_mha._src.recipes.masks import made_for
 
 
 def alibi(num_heads: int) -> dict[str, Any]:
-    """Lowers scores in proportion to the distance, with a slope for each head. Press et al., ALiBi, arXiv:2108.12409.
+    """Lowers scores in proportion to the distance, with a slope for each head. Press et
+    al., ALiBi, arXiv:2108.12409.
 
-    Causal. The slopes are the same as in the authors' code and in Bloom. If the number of heads n is a power of two,
-    they are 2^(-8/n), 2^(-16/n), up to 2^-8. Any other number of heads uses the slopes for the next smaller power of
-    two, then every second slope for the next larger one.
+    Causal. The slopes are the same as in the authors' code and in Bloom. If the number
+    of heads n is a power of two, they are 2^(-8/n), 2^(-16/n), up to 2^-8. Any other
+    number of heads uses the slopes for the next smaller power of two, then every second
+    slope for the next larger one.
 
     Raises:
-      ValueError: If `num_heads` is not an integer of at least 1, or if the attention has another number of heads.
+      ValueError: If `num_heads` is not an integer of at least 1, or if the attention
+        has another number of heads.
     """
-    return {"mask": CausalMask(), "score_mod": _alibi(int_at_least("num_heads", num_heads, 1))}
+    return {
+        "mask": CausalMask(),
+        "score_mod": _alibi(int_at_least("num_heads", num_heads, 1)),
+    }
 
 
 @functools.cache
 def _alibi(num_heads: int) -> Callable[..., Array]:
     below = 2 ** (num_heads.bit_length() - 1)
-    exponents = [*(8 * np.arange(1, below + 1) / below), *(4 * np.arange(1, 2 * (num_heads - below), 2) / below)]
+    exponents = [
+        *(8 * np.arange(1, below + 1) / below),
+        *(4 * np.arange(1, 2 * (num_heads - below), 2) / below),
+    ]
     with jax.ensure_compile_time_eval():
         slopes = jnp.asarray(2.0 ** -np.array(exponents), jnp.float32)
 
     @made_for(h=num_heads)
-    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return score - slopes[h].astype(score.dtype) * (q_idx - kv_idx).astype(score.dtype)
+    def score_mod(
+        score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array
+    ) -> Array:
+        return score - slopes[h].astype(score.dtype) * (q_idx - kv_idx).astype(
+            score.dtype
+        )
 
     score_mod.__qualname__ = "alibi.score_mod"  # in errors
     return score_mod
 
 
-def t5_bias(table: Float[Array, "buckets N"], max_distance: int = 128, bidirectional: bool = False) -> dict[str, Any]:
-    """Adds a learned bias per bucket of distances; `table` gets a gradient. Raffel et al., T5, arXiv:1910.10683, 2.1.
+def t5_bias(
+    table: Float[Array, "buckets N"],
+    max_distance: int = 128,
+    bidirectional: bool = False,
+) -> dict[str, Any]:
+    """Adds a learned bias per bucket of distances; `table` gets a gradient. Raffel et
+    al., T5, arXiv:1910.10683, 2.1.
 
-    Half of the buckets hold one distance each; the others hold ranges that grow logarithmically up to `max_distance`.
-    The last one also holds all greater distances. The attention is causal unless `bidirectional` is True, as in
-    encoders; the first half of the table is then for keys up to the query, the second for keys after it.
+    Half of the buckets hold one distance each; the others hold ranges that grow
+    logarithmically up to `max_distance`. The last one also holds all greater distances.
+    The attention is causal unless `bidirectional` is True, as in encoders; the first
+    half of the table is then for keys up to the query, the second for keys after it.
 
     Raises:
-      ValueError: If the table does not have two axes or has too few buckets, if `max_distance` is too small for that
-        many, or if the attention has another number of heads than the table.
+      ValueError: If the table does not have two axes or has too few buckets, if
+        `max_distance` is too small for that many, or if the attention has another
+        number of heads than the table.
     """
     table = as_array("table", table, "an array [buckets, heads]")
     least = 4 if bidirectional else 2
     if table.ndim != 2 or table.shape[0] < least:
         raise ValueError(
-            f"table must have shape [buckets, heads] with at least {least} buckets, but got {table.shape}."
+            f"table must have shape [buckets, heads] with at least {least} buckets, "
+            f"but got {table.shape}."
         )
     buckets = table.shape[0] // (2 if bidirectional else 1)
     exact = buckets // 2
     max_distance = int_at_least("max_distance", max_distance, exact + 1)
 
     @made_for(h=table.shape[1])
-    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        distance = jnp.abs(q_idx - kv_idx) if bidirectional else jnp.maximum(q_idx - kv_idx, 0)
-        ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact) / jnp.log(max_distance / exact)
+    def score_mod(
+        score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array
+    ) -> Array:
+        distance = (
+            jnp.abs(q_idx - kv_idx) if bidirectional else jnp.maximum(q_idx - kv_idx, 0)
+        )
+        ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact) / jnp.log(
+            max_distance / exact
+        )
         large = exact + (ratio * (buckets - exact)).astype(jnp.int32)
         bucket = jnp.where(distance < exact, distance, jnp.minimum(large, buckets - 1))
         bucket += jnp.where(kv_idx > q_idx, buckets, 0) if bidirectional else 0
         return score + table[bucket, h].astype(score.dtype)
 
-    return {"score_mod": score_mod} if bidirectional else {"mask": CausalMask(), "score_mod": score_mod}
+    return (
+        {"score_mod": score_mod}
+        if bidirectional
+        else {"mask": CausalMask(), "score_mod": score_mod}
+    )
 
 
 def soft_cap(cap: float = 50.0) -> dict[str, Any]:
-    """Caps scores s to cap * tanh(s / cap); causal. Gemma 2, arXiv:2408.00118, section 2.
+    """Caps scores s to cap * tanh(s / cap); causal. Gemma 2, arXiv:2408.00118, section
+    2.
 
-    This recipe is for `dot_product_attention`. For a module, pass `logits_soft_cap=cap` to the constructor, and
-    `causal()` to the call.
+    This recipe is for `dot_product_attention`. For a module, pass `logits_soft_cap=cap`
+    to the constructor, and `causal()` to the call.
     """
     return {"mask": CausalMask(), "logits_soft_cap": cap}
 
 
 def attention_sinks(sinks: Float[Array, " N"], width: int = 127) -> dict[str, Any]:
-    """Adds a learned logit per head to the softmax's denominator, in a `sliding_window`. gpt-oss, arXiv:2508.10925.
+    """Adds a learned logit per head to the softmax's denominator, in a
+    `sliding_window`. gpt-oss, arXiv:2508.10925.
 
-    This recipe is for `dot_product_attention`. For a module, pass `sinks=True` and `local_window_size=(width, 0)` to
-    the constructor; the sinks are then a parameter of the module.
+    This recipe is for `dot_product_attention`. For a module, pass `sinks=True` and
+    `local_window_size=(width, 0)` to the constructor; the sinks are then a parameter of
+    the module.
     """
     return {"mask": LocalMask(width, 0), "sinks": sinks}
 
 
 def forgetting(log_gates: Float[Array, "*B S N"]) -> dict[str, Any]:
-    """Lowers scores by the forget gates of tokens after the key. Lin et al., Forgetting Transformer, arXiv:2503.02130.
+    """Lowers scores by the forget gates of tokens after the key. Lin et al., Forgetting
+    Transformer, arXiv:2503.02130.
 
-    With c the cumulative sum of `log_gates` over tokens, in float32 at least, the score of query i and key j becomes
+    With c the cumulative sum of `log_gates` over tokens, in float32 at least, the score
+    of query i and key j becomes
 
         score + c[i] - c[j], for keys up to the query.
 
-    For decoding with a cache, pass the gates of all tokens so far, padded with zeros to the length of the cache.
+    For decoding with a cache, pass the gates of all tokens so far, padded with zeros to
+    the length of the cache.
 
     Args:
-      log_gates: Logarithm of the forget gate of each token and head, such as `jax.nn.log_sigmoid(gates(x))`; finite.
-        Receives a gradient.
+      log_gates: Logarithm of the forget gate of each token and head, such as
+        `jax.nn.log_sigmoid(gates(x))`; finite. Receives a gradient.
 
     Raises:
-      ValueError: If `log_gates` has no axes for tokens and heads, or no floating-point dtype; in the attention, if the
-        call has other numbers of batch entries or heads, or more tokens.
+      ValueError: If `log_gates` has no axes for tokens and heads, or no floating-point
+        dtype; in the attention, if the call has other numbers of batch entries or
+        heads, or more tokens.
     """
     log_gates = _floats("log_gates", log_gates, "[batch..., tokens, heads]")
-    gates = log_gates.reshape(-1, *log_gates.shape[-2:]).astype(accumulation_dtype(log_gates.dtype))
+    gates = log_gates.reshape(-1, *log_gates.shape[-2:]).astype(
+        accumulation_dtype(log_gates.dtype)
+    )
     sums = jnp.cumsum(jnp.swapaxes(gates, 1, 2), axis=2)
     batch, heads, length = sums.shape
 
     @made_for(b=batch, h=heads, q_idx=length, kv_idx=length)
-    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+    def score_mod(
+        score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array
+    ) -> Array:
         return score + (sums[b, h, q_idx] - sums[b, h, kv_idx]).astype(score.dtype)
 
     return {"mask": CausalMask(), "score_mod": score_mod}
@@ -136,54 +187,79 @@ def relative_terms(
     clip: bool = False,
     bidirectional: bool = False,
 ) -> dict[str, Any]:
-    """Adds a term that each query computes for each distance. Transformer-XL, arXiv:1901.02860; XLNet; Inkling.
+    """Adds a term that each query computes for each distance. Transformer-XL,
+    arXiv:1901.02860; XLNet; Inkling.
 
-    The score of query i and key j becomes score + terms[..., i, i - j], for keys up to the query. In these models the
-    terms are products of queries and embeddings of distances. Scores are scaled before the terms are added: multiply
-    the terms of Transformer-XL and XLNet by the scale. The T x S array of all terms is never built.
+    The score of query i and key j becomes score + terms[..., i, i - j], for keys up to
+    the query. In these models the terms are products of queries and embeddings of
+    distances. Scores are scaled before the terms are added: multiply the terms of
+    Transformer-XL and XLNet by the scale. The T x S array of all terms is never built.
 
     Args:
       terms: For each query, its term for the distances 0 to W - 1; receives a gradient.
-      query_offset: Position of the first query, for decoding with a cache; the same as in the attention.
-      clip: What keys at larger distances get: False adds 0 (Inkling); True adds the term of the largest distance
-        (`clamp_len` in Transformer-XL and XLNet). To mask these keys, combine with `sliding_window(W - 1)`.
-      bidirectional: Queries also attend to keys after them (XLNet): term w is for the distance i - j = w - W // 2, and
-        W must be odd.
+      query_offset: Position of the first query, for decoding with a cache; the same as
+        in the attention.
+      clip: What keys at larger distances get: False adds 0 (Inkling); True adds the
+        term of the largest distance (`clamp_len` in Transformer-XL and XLNet). To mask
+        these keys, combine with `sliding_window(W - 1)`.
+      bidirectional: Queries also attend to keys after them (XLNet): term w is for the
+        distance i - j = w - W // 2, and W must be odd.
 
     Raises:
-      ValueError: If `terms` does not have three axes or more, or a floating-point dtype, or if W is even with
-        `bidirectional`; in the attention, if the call has other numbers of batch entries or heads, or queries after
-        those of `terms`. If positions are not known while tracing, these queries get NaN instead.
+      ValueError: If `terms` does not have three axes or more, or a floating-point
+        dtype, or if W is even with `bidirectional`; in the attention, if the call has
+        other numbers of batch entries or heads, or queries after those of `terms`. If
+        positions are not known while tracing, these queries get NaN instead.
     """
     terms = _floats("terms", terms, "[batch..., heads, queries, distances]", 3)
     *_, heads, rows, width = terms.shape
     if not width or (bidirectional and width % 2 == 0):
-        kind = "an odd number of distances if bidirectional" if bidirectional else "at least 1 distance"
+        kind = (
+            "an odd number of distances if bidirectional"
+            if bidirectional
+            else "at least 1 distance"
+        )
         raise ValueError(f"terms must have {kind}, but got shape {terms.shape}.")
-    terms, first = terms.reshape(-1, heads, rows, width), int32("query_offset", query_offset).reshape(-1)
+    terms, first = (
+        terms.reshape(-1, heads, rows, width),
+        int32("query_offset", query_offset).reshape(-1),
+    )
     if first.size not in (1, terms.shape[0]):
         raise ValueError(
-            f"query_offset must be one int, or one for each of {terms.shape[0]} batch entries, but got {first.size}."
+            f"query_offset must be one int, or one for each of {terms.shape[0]} batch "
+            f"entries, but got {first.size}."
         )
     zero = width // 2 if bidirectional else 0
     sizes = {"q_idx": extremes(first)[1] + rows} if readable(first) else {}
 
     @made_for(b=terms.shape[0], h=heads, **sizes)
-    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+    def score_mod(
+        score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array
+    ) -> Array:
         row = q_idx - (first[0] if first.size == 1 else jnp.asarray(first)[b])
         place = q_idx - kv_idx + zero
-        term = terms[b, h, jnp.clip(row, 0, rows - 1), jnp.clip(place, 0, width - 1)].astype(score.dtype)
+        term = terms[
+            b, h, jnp.clip(row, 0, rows - 1), jnp.clip(place, 0, width - 1)
+        ].astype(score.dtype)
         term = term if clip else jnp.where((place >= 0) & (place < width), term, 0.0)
         return score + jnp.where((row >= 0) & (row < rows), term, jnp.nan)
 
-    return {"score_mod": score_mod} if bidirectional else {"mask": CausalMask(), "score_mod": score_mod}
+    return (
+        {"score_mod": score_mod}
+        if bidirectional
+        else {"mask": CausalMask(), "score_mod": score_mod}
+    )
 
 
 def _floats(name: str, value: Any, axes: str, rank: int = 2) -> Array:
-    """Returns argument `name` as an array; raises a ValueError unless it holds floats and has `rank` axes or more."""
+    """Returns argument `name` as an array; raises a ValueError unless it holds floats
+    and has `rank` axes or more.
+    """
     array = as_array(name, value, f"an array {axes}")
     if array.ndim < rank or array.dtype.name not in DTYPES:
-        raise ValueError(f"{name} must be floats {axes}, but got {array.dtype} {array.shape}.")
+        raise ValueError(
+            f"{name} must be floats {axes}, but got {array.dtype} {array.shape}."
+        )
     return array
 
 
@@ -200,35 +276,41 @@ def differential(
     implementation: Implementation | None = None,
     **arguments: Unpack[Arguments],
 ) -> Float[Array, "*B T N Hv"]:
-    """Computes the difference of two softmaxes. Ye et al., Differential Transformer, arXiv:2410.05258; DiffLlama.
+    """Computes the difference of two softmaxes. Ye et al., Differential Transformer,
+    arXiv:2410.05258; DiffLlama.
 
-    Unlike other recipes, this function computes the attention, by two calls of `dot_product_attention`. The first half
-    of the query and key heads is for the first softmax, the other half for the second. With the rows q1, k1, q2, k2 of
-    `vectors`, for each head
+    Unlike other recipes, this function computes the attention, by two calls of
+    `dot_product_attention`. The first half of the query and key heads is for the first
+    softmax, the other half for the second. With the rows q1, k1, q2, k2 of `vectors`,
+    for each head
 
-        start = 0.8 - 0.6 * exp(-0.3 * layer)
-        weight = exp(q1 . k1) - exp(q2 . k2) + start
-        heads = softmax(scale * query1 @ key1.T) @ value - weight * softmax(scale * query2 @ key2.T) @ value
-        out = (1 - start) * heads / sqrt(mean(heads^2) + epsilon).
+        start = 0.8 - 0.6 * exp(-0.3 * layer) weight = exp(q1 . k1) - exp(q2 . k2) +
+        start heads = softmax(scale * query1 @ key1.T) @ value - weight * softmax(scale
+        * query2 @ key2.T) @ value out = (1 - start) * heads / sqrt(mean(heads^2) +
+        epsilon).
 
-    Multiply the result by the norm's learned scale [Hv], if the model has one. The authors' code interleaves the heads
-    of the two softmaxes: pass `jnp.concatenate([x[..., 0::2, :], x[..., 1::2, :]], axis=-2)` for query and key.
+    Multiply the result by the norm's learned scale [Hv], if the model has one. The
+    authors' code interleaves the heads of the two softmaxes: pass
+    `jnp.concatenate([x[..., 0::2, :], x[..., 1::2, :]], axis=-2)` for query and key.
 
     Args:
       query: Heads of the first softmax, then of the second; rotate them first.
       key: Heads in the same order. N must be a multiple of K.
       value: Shared by both softmaxes; in the models, Hv = 2 H.
-      vectors: Learned vectors, initialized from a normal distribution with a standard deviation of 0.1.
+      vectors: Learned vectors, initialized from a normal distribution with a standard
+        deviation of 0.1.
       layer: Index of the layer, from 0; may be traced.
-      bias: As in `dot_product_attention`, but for N heads, like all other arguments; both softmaxes use it.
+      bias: As in `dot_product_attention`, but for N heads, like all other arguments;
+        both softmaxes use it.
       mask: For both softmaxes.
       epsilon: Added to the mean of squares.
       implementation: As in `dot_product_attention`.
-      **arguments: Other arguments of `dot_product_attention`, except `return_residual` and `return_max_score`.
+      **arguments: Other arguments of `dot_product_attention`, except `return_residual`
+        and `return_max_score`.
 
     Raises:
-      ValueError: If `query` or `key` does not have twice the heads, if `vectors` does not have four rows of the head
-        size, or as in `dot_product_attention`.
+      ValueError: If `query` or `key` does not have twice the heads, if `vectors` does
+        not have four rows of the head size, or as in `dot_product_attention`.
     """
     for name in sorted(arguments.keys() - Arguments.__optional_keys__):
         raise unexpected("differential", name)
@@ -238,25 +320,40 @@ def differential(
     vectors = _floats("vectors", vectors, "[4, head size]")
     if query.shape[-2] % 2 or key.shape[-2] != 2 * value.shape[-2]:
         raise ValueError(
-            "query must have an even number of heads, and key twice as many as value, but got query "
-            f"{query.shape}, key {key.shape}, value {value.shape}."
+            "query must have an even number of heads, and key twice as many as value, "
+            f"but got query {query.shape}, key {key.shape}, value {value.shape}."
         )
     if vectors.shape != (4, query.shape[-1]):
-        raise ValueError(f"vectors must have shape [4, head size] = (4, {query.shape[-1]}), but got {vectors.shape}.")
+        raise ValueError(
+            f"vectors must have shape [4, head size] = (4, {query.shape[-1]}), but got "
+            f"{vectors.shape}."
+        )
     layer = int_at_least("layer", layer, 0) if is_int(layer) else int32("layer", layer)
     rng = arguments.pop("dropout_rng", None)
     rngs: Any = (None, None) if rng is None else jax.random.split(rng)
     first, second = (
         dot_product_attention(
-            q, k, value, bias, mask, implementation=implementation, **arguments | {"dropout_rng": rng}
+            q,
+            k,
+            value,
+            bias,
+            mask,
+            implementation=implementation,
+            **arguments | {"dropout_rng": rng},
         )
-        for q, k, rng in zip(jnp.split(query, 2, -2), jnp.split(key, 2, -2), rngs, strict=True)
+        for q, k, rng in zip(
+            jnp.split(query, 2, -2), jnp.split(key, 2, -2), rngs, strict=True
+        )
     )
     return difference(first, second, vectors, layer, epsilon)
 
 
-def difference(first: Array, second: Array, vectors: Array, layer: Any, epsilon: float) -> Array:
-    """Computes the output of `differential` from `first` and `second`, softmax @ value, in float32 or higher."""
+def difference(
+    first: Array, second: Array, vectors: Array, layer: Any, epsilon: float
+) -> Array:
+    """Computes the output of `differential` from `first` and `second`, softmax @ value,
+    in float32 or higher.
+    """
     dtype = accumulation_dtype(first.dtype)
     q1, k1, q2, k2 = vectors.astype(dtype)
     start = 0.8 - 0.6 * jnp.exp(-0.3 * jnp.asarray(layer, dtype))
@@ -269,13 +366,14 @@ def difference(first: Array, second: Array, vectors: Array, layer: Any, epsilon:
 def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
     """Combines several recipes, dicts of arguments, into one.
 
-    A query attends to the keys that no mask hides. Score functions are applied in the order of the recipes, each to
-    the previous result. A soft cap is applied before all score functions, whatever the order. Arguments that are None
-    are ignored.
+    A query attends to the keys that no mask hides. Score functions are applied in the
+    order of the recipes, each to the previous result. A soft cap is applied before all
+    score functions, whatever the order. Arguments that are None are ignored.
 
     Raises:
-      ValueError: If an argument that cannot be combined, such as `logits_soft_cap`, is in two recipes, or if score
-        functions are made for different numbers of heads or batch entries.
+      ValueError: If an argument that cannot be combined, such as `logits_soft_cap`, is
+        in two recipes, or if score functions are made for different numbers of heads or
+        batch entries.
 
     Example:
       >>> from flax_mha import recipes
@@ -291,9 +389,14 @@ def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
     """
     for recipe in recipes:
         if not isinstance(recipe, dict):
-            raise ValueError(f'a recipe must be a dict of arguments, such as {{"mask": mask}}, but got {recipe!r}.')
+            raise ValueError(
+                f'a recipe must be a dict of arguments, such as {{"mask": mask}}, but '
+                f"got {recipe!r}."
+            )
     given: dict[str, list[Any]] = {}
-    for name, value in (item for recipe in recipes for item in recipe.items() if item[1] is not None):
+    for name, value in (
+        item for recipe in recipes for item in recipe.items() if item[1] is not None
+    ):
         given.setdefault(name, []).append(value)
     combined = {}
     for name, values in given.items():
@@ -304,24 +407,33 @@ def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
         elif name == "score_mod":
             combined[name] = made_for(**_common_sizes(values))(_in_order(values))
         else:
-            raise ValueError(f"{name} must be set by only one recipe, but {len(values)} set it.")
+            raise ValueError(
+                f"{name} must be set by only one recipe, but {len(values)} set it."
+            )
     return combined
 
 
 def _common_sizes(score_mods: list[Any]) -> dict[str, int]:
-    """Returns the sizes for which all functions are made (see `made_for`); raises a ValueError if b or h differ."""
+    """Returns the sizes for which all functions are made (see `made_for`); raises a
+    ValueError if b or h differ.
+    """
     common: dict[str, int] = {}
-    for name, size in (item for one in score_mods for item in getattr(one, "made_for", {}).items()):
+    for name, size in (
+        item for one in score_mods for item in getattr(one, "made_for", {}).items()
+    ):
         if name in "bh" and common.get(name, size) != size:
             raise ValueError(
-                f"recipes must be created for the same number of {NAMES[name]}, but got {common[name]} and {size}."
+                f"recipes must be created for the same number of {NAMES[name]}, but "
+                f"got {common[name]} and {size}."
             )
         common[name] = min(common.get(name, size), size)
     return common
 
 
 def _in_order(score_mods: list[Any]) -> Any:
-    def score_mod(score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+    def score_mod(
+        score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array
+    ) -> Array:
         for one in score_mods:
             score = one(score, b, h, q_idx, kv_idx)
         return score

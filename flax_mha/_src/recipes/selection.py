@@ -1,4 +1,6 @@
-"""Recipes that choose the keys of each query by their contents; they return `key_indices`."""
+"""Recipes that choose the keys of each query by their contents; they return
+`key_indices`.
+"""
 
 from typing import Any
 
@@ -11,14 +13,21 @@ from flax_mha._src.masks import CausalMask
 
 
 def top_blocks(
-    query: Float[Array, "*B T N H"], key: Float[Array, "*B S K H"], block: int, count: int, query_offset: int = 0
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    block: int,
+    count: int,
+    query_offset: int = 0,
 ) -> dict[str, Any]:
-    """Lets each query attend to its own block of keys and the blocks that match it best. MoBA, arXiv:2502.13189.
+    """Lets each query attend to its own block of keys and the blocks that match it
+    best. MoBA, arXiv:2502.13189.
 
-    Causal. Keys are cut into blocks, and a block is represented by the mean of its keys. Of the blocks before its own,
-    a query attends to the `count - 1` blocks whose mean has the largest product with the query. Query heads that share
-    a key head share blocks, chosen by the sum of their products. The choice has no gradient. Choosing takes T x S /
-    block products of vectors; attention then takes T x count x block products instead of T x S.
+    Causal. Keys are cut into blocks, and a block is represented by the mean of its
+    keys. Of the blocks before its own, a query attends to the `count - 1` blocks whose
+    mean has the largest product with the query. Query heads that share a key head share
+    blocks, chosen by the sum of their products. The choice has no gradient. Choosing
+    takes T x S / block products of vectors; attention then takes T x count x block
+    products instead of T x S.
 
     Args:
       query: Queries, which are also passed to the attention; rotate them first.
@@ -43,16 +52,38 @@ def top_blocks(
     block, count = int_at_least("block", block, 1), int_at_least("count", count, 1)
     size, (keys, num_heads) = query.shape[-1], key.shape[-3:-1]
     number = -(-keys // block)
-    padded = jnp.pad(lax.stop_gradient(key), [*[(0, 0)] * (key.ndim - 3), (0, number * block - keys), (0, 0), (0, 0)])
-    sums = padded.reshape(*key.shape[:-3], number, block, num_heads, size).astype(jnp.float32).sum(-3)
+    padded = jnp.pad(
+        lax.stop_gradient(key),
+        [*[(0, 0)] * (key.ndim - 3), (0, number * block - keys), (0, 0), (0, 0)],
+    )
+    sums = (
+        padded.reshape(*key.shape[:-3], number, block, num_heads, size)
+        .astype(jnp.float32)
+        .sum(-3)
+    )
     sizes = jnp.minimum(block, keys - jnp.arange(number) * block).astype(jnp.float32)
     means = sums / jnp.broadcast_to(sizes[:, None, None], sums.shape)
-    grouped = lax.stop_gradient(query).astype(jnp.float32).reshape(*query.shape[:-2], num_heads, -1, size).sum(-2)
+    grouped = (
+        lax.stop_gradient(query)
+        .astype(jnp.float32)
+        .reshape(*query.shape[:-2], num_heads, -1, size)
+        .sum(-2)
+    )
     products = jnp.einsum("...tkh,...nkh->...tkn", grouped, means)
-    own = (lax.broadcasted_iota(jnp.int32, products.shape, products.ndim - 3) + query_offset) // block
+    own = (
+        lax.broadcasted_iota(jnp.int32, products.shape, products.ndim - 3)
+        + query_offset
+    ) // block
     blocks = lax.broadcasted_iota(jnp.int32, products.shape, products.ndim - 1)
-    products = jnp.where(blocks < own, products, jnp.where(blocks == own, jnp.inf, -jnp.inf))
+    products = jnp.where(
+        blocks < own, products, jnp.where(blocks == own, jnp.inf, -jnp.inf)
+    )
     best, chosen = lax.top_k(products, min(count, number))
-    indices = chosen[..., None] * block + lax.broadcasted_iota(jnp.int32, (*chosen.shape, block), chosen.ndim)
+    indices = chosen[..., None] * block + lax.broadcasted_iota(
+        jnp.int32, (*chosen.shape, block), chosen.ndim
+    )
     indices = jnp.where((best[..., None] > -jnp.inf) & (indices < keys), indices, -1)
-    return {"mask": CausalMask(), "key_indices": lax.collapse(indices, indices.ndim - 2)}
+    return {
+        "mask": CausalMask(),
+        "key_indices": lax.collapse(indices, indices.ndim - 2),
+    }

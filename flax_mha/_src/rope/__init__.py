@@ -1,4 +1,6 @@
-"""Rotary positions: `rope.py` rotates, `scaling.py` changes the frequencies of longer sequences."""
+"""Rotary positions: `rope.py` rotates, `scaling.py` changes the frequencies of longer
+sequences.
+"""
 
 from flax_mha._src.rope.rope import RoPE as RoPE
 from flax_mha._src.rope.rope import apply_rope as apply_rope

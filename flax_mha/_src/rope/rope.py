@@ -1,4 +1,6 @@
-"""Rotary position embeddings: `RoPE` describes the angles, and `apply_rope` rotates queries and keys."""
+"""Rotary position embeddings: `RoPE` describes the angles, and `apply_rope` rotates
+queries and keys.
+"""
 
 import dataclasses
 import functools
@@ -17,31 +19,40 @@ SectionLayout = Literal["contiguous", "interleaved", "axial", "axial_strided"]
 
 @dataclasses.dataclass(frozen=True)
 class RoPE:
-    """Describes a rotary position embedding: the rotated features of a head and their frequencies. Hashable.
+    """Describes a rotary position embedding: the rotated features of a head and their
+    frequencies. Hashable.
 
-    The first R = fraction * H features of a head form R/2 pairs. At position p, pair i is rotated by the angle
-    p * f[i], where f[i] = base^(-2i / R) radians per position, unless `scaling` changes it.
+    The first R = fraction * H features of a head form R/2 pairs. At position p, pair i
+    is rotated by the angle p * f[i], where f[i] = base^(-2i / R) radians per position,
+    unless `scaling` changes it.
 
     Attributes:
       base: The base of the frequencies ("theta"), above 0.
-      fraction: The rotated part of a head, in (0, 1]; the remaining features do not change.
-      interleaved: True if pair i is the features 2i and 2i + 1 (GPT-J, GLM, Cohere, Meta's Llama files), False if it is
-        i and i + R/2 (the Hugging Face files of Llama, Qwen, Gemma, Phi, GPT-NeoX). The wrong choice gives wrong
-        outputs without an error.
-      scaling: How to change the frequencies for sequences longer than in pretraining: None, `Linear`, `NTK`, `Llama3`,
-        `YaRN` or `LongRoPE`; or `Proportional`, which leaves slow pairs unrotated.
-      sections: For positions with D coordinates, such as frame, row and column: the number of pairs that each
-        coordinate rotates, R/2 in total (`mrope_section` of Qwen2-VL). Positions then have a last axis of length D.
-        None: each position is one number.
-      section_layout: Which pairs each coordinate rotates, and with which frequencies. "contiguous" (Qwen2-VL,
-        Qwen2.5-VL, GLM-4V): one section after another; pair i has f[i]. "interleaved" (Qwen3-VL): pairs alternate
-        between the coordinates until a coordinate has all its pairs, and the rest go to the first; pair i has f[i].
-        "axial" (the vision encoders of Qwen-VL and Llama 4): one section after another; in a section of n pairs, pair j
-        has base^(-j / n). "axial_strided" (Pixtral): one section after another; pair j of section d has f[d + D j].
+      fraction: The rotated part of a head, in (0, 1]; the remaining features do not
+        change.
+      interleaved: True if pair i is the features 2i and 2i + 1 (GPT-J, GLM, Cohere,
+        Meta's Llama files), False if it is i and i + R/2 (the Hugging Face files of
+        Llama, Qwen, Gemma, Phi, GPT-NeoX). The wrong choice gives wrong outputs without
+        an error.
+      scaling: How to change the frequencies for sequences longer than in pretraining:
+        None, `Linear`, `NTK`, `Llama3`, `YaRN` or `LongRoPE`; or `Proportional`, which
+        leaves slow pairs unrotated.
+      sections: For positions with D coordinates, such as frame, row and column: the
+        number of pairs that each coordinate rotates, R/2 in total (`mrope_section` of
+        Qwen2-VL). Positions then have a last axis of length D. None: each position is
+        one number.
+      section_layout: Which pairs each coordinate rotates, and with which frequencies.
+        "contiguous" (Qwen2-VL, Qwen2.5-VL, GLM-4V): one section after another; pair i
+        has f[i]. "interleaved" (Qwen3-VL): pairs alternate between the coordinates
+        until a coordinate has all its pairs, and the rest go to the first; pair i has
+        f[i]. "axial" (the vision encoders of Qwen-VL and Llama 4): one section after
+        another; in a section of n pairs, pair j has base^(-j / n). "axial_strided"
+        (Pixtral): one section after another; pair j of section d has f[d + D j].
 
     Raises:
-      ValueError: If a field is out of range. Methods that depend on the length of the current sequence, such as dynamic
-        NTK, are not supported: keys that were cached earlier would have been rotated with other frequencies.
+      ValueError: If a field is out of range. Methods that depend on the length of the
+        current sequence, such as dynamic NTK, are not supported: keys that were cached
+        earlier would have been rotated with other frequencies.
 
     Example:
       >>> from flax_mha.rope import Linear, Llama3, Proportional, RoPE, YaRN
@@ -75,50 +86,79 @@ class RoPE:
         check_number("fraction", self.fraction, above=0.0)
         if self.fraction > 1:
             raise ValueError(
-                f"fraction must be in (0, 1], but got {self.fraction!r}; to rotate n features of each head, pass "
-                "n / head size."
+                f"fraction must be in (0, 1], but got {self.fraction!r}; to rotate n "
+                "features of each head, pass n / head size."
             )
         if not isinstance(self.interleaved, bool):
-            raise ValueError(f"interleaved must be True or False, but got {self.interleaved!r}.")
+            raise ValueError(
+                f"interleaved must be True or False, but got {self.interleaved!r}."
+            )
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             raise ValueError(
-                "scaling must be None, Linear, NTK, Llama3, YaRN, LongRoPE or Proportional, but got "
-                f"{self.scaling!r}; for a Hugging Face dict, use RoPE.from_config."
+                "scaling must be None, Linear, NTK, Llama3, YaRN, LongRoPE or "
+                f"Proportional, but got {self.scaling!r}; for a Hugging Face dict, use "
+                "RoPE.from_config."
             )
-        object.__setattr__(self, "sections", _check_sections(self.sections, self.section_layout))
+        object.__setattr__(
+            self, "sections", _check_sections(self.sections, self.section_layout)
+        )
 
     def rotated_size(self, head_size: int) -> int:
-        """Returns R, the number of rotated features; raises a ValueError unless R is an even integer >= 2."""
+        """Returns R, the number of rotated features; raises a ValueError unless R is an
+        even integer >= 2.
+        """
         size = self.fraction * head_size
-        if round(size) < 2 or round(size) % 2 or abs(size - round(size)) > 1e-6 * head_size:
+        if (
+            round(size) < 2
+            or round(size) % 2
+            or abs(size - round(size)) > 1e-6 * head_size
+        ):
             even = max(2 * round(size / 2 - 0.25), 2)
-            fix = f"for example, use fraction={even} / {head_size}" if even <= head_size else "use larger heads"
+            fix = (
+                f"for example, use fraction={even} / {head_size}"
+                if even <= head_size
+                else "use larger heads"
+            )
             raise ValueError(
-                "fraction * head size must be an even integer >= 2, because features are rotated in pairs, "
-                f"but got {self.fraction!r} * {head_size} = {size:g}; {fix}."
+                "fraction * head size must be an even integer >= 2, because features "
+                f"are rotated in pairs, but got {self.fraction!r} * {head_size} = "
+                f"{size:g}; {fix}."
             )
         return round(size)
 
     def frequencies(self, head_size: int) -> np.ndarray:
-        """Returns the frequency of each pair in radians per position: a NumPy array, float64 `[R / 2]`."""
+        """Returns the frequency of each pair in radians per position: a NumPy array,
+        float64 `[R / 2]`.
+        """
         of_size = functools.partial(self._scaling.frequencies, float(self.base))
-        size, sections, layout = self.rotated_size(head_size), self.sections or (), self.section_layout
+        size, sections, layout = (
+            self.rotated_size(head_size),
+            self.sections or (),
+            self.section_layout,
+        )
         if layout == "axial":
             return np.concatenate([of_size(2 * pairs) for pairs in sections])
         found = of_size(size)
-        return found.reshape(-1, len(sections)).T.ravel() if layout == "axial_strided" else found
+        return (
+            found.reshape(-1, len(sections)).T.ravel()
+            if layout == "axial_strided"
+            else found
+        )
 
     def coordinates(self, head_size: int) -> np.ndarray:
-        """Returns, as integers [R / 2], which coordinate of a position (a row, say) sets the angle of each pair.
+        """Returns, as integers [R / 2], which coordinate of a position (a row, say)
+        sets the angle of each pair.
 
-        Without `sections`, all are 0. Raises a ValueError if `sections` do not fit the number of pairs.
+        Without `sections`, all are 0. Raises a ValueError if `sections` do not fit the
+        number of pairs.
         """
         pairs = self.rotated_size(head_size) // 2
         sections = self.sections or (pairs,)
         if sum(sections) != pairs:
             raise ValueError(
-                f"sections must add up to the number of rotated pairs, {pairs} for {2 * pairs} rotated features, but "
-                f"got {sections}, which sum to {sum(sections)}."
+                f"sections must add up to the number of rotated pairs, {pairs} for "
+                f"{2 * pairs} rotated features, but got {sections}, which sum to "
+                f"{sum(sections)}."
             )
         if self.section_layout != "interleaved":
             return np.repeat(np.arange(len(sections)), sections)
@@ -126,14 +166,16 @@ class RoPE:
         found = np.where(turn < np.asarray(sections)[coordinate], coordinate, 0)
         if tuple(np.bincount(found, minlength=len(sections))) != sections:
             raise ValueError(
-                f"sections must interleave the coordinates across {pairs} pairs and give any leftover pairs to the "
-                f"first coordinate, but got {sections}."
+                f"sections must interleave the coordinates across {pairs} pairs and "
+                f"give any leftover pairs to the first coordinate, but got {sections}."
             )
         return found
 
     @property
     def attention_factor(self) -> float:
-        """The factor that cos and sin are multiplied by, 1 except with YaRN and LongRoPE."""
+        """The factor that cos and sin are multiplied by, 1 except with YaRN and
+        LongRoPE.
+        """
         return self._scaling.cos_sin_factor
 
     @property
@@ -142,31 +184,42 @@ class RoPE:
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], layer_type: str | None = None, max_length: int | None = None
+        cls,
+        config: Mapping[str, Any],
+        layer_type: str | None = None,
+        max_length: int | None = None,
     ) -> "RoPE":
-        """Returns the `RoPE` of a Hugging Face model, from `config.json` or `config.to_dict()` (Transformers 4 and 5).
+        """Returns the `RoPE` of a Hugging Face model, from `config.json` or
+        `config.to_dict()` (Transformers 4 and 5).
 
-        It reads `rope_theta` (`rotary_emb_base`), `partial_rotary_factor` (`rotary_pct`, or `rotary_dim` with the
-        head size), `rope_scaling` and `rope_parameters`; for missing keys, the defaults of `model_type` apply.
-        `model_type` also determines `interleaved`, which is False for unknown types. The result says neither which
-        layers use RoPE (see `convert.describe`), nor by what to multiply the softmax scale (DeepSeek's mscale).
+        It reads `rope_theta` (`rotary_emb_base`), `partial_rotary_factor`
+        (`rotary_pct`, or `rotary_dim` with the head size), `rope_scaling` and
+        `rope_parameters`; for missing keys, the defaults of `model_type` apply.
+        `model_type` also determines `interleaved`, which is False for unknown types.
+        The result says neither which layers use RoPE (see `convert.describe`), nor by
+        what to multiply the softmax scale (DeepSeek's mscale).
 
-        `mrope_section` and `mrope_interleaved` become `sections`, whose coordinates are frame, row and column. For the
-        rows and columns of patches, pass the `vision_config` of a Qwen model (Qwen2-VL to Qwen 3.5), GLM-4V or Pixtral.
-        With the `vision_config` of Llama 4, the coordinates are columns and rows counted from 1, with (0, 0) for the
-        class token.
+        `mrope_section` and `mrope_interleaved` become `sections`, whose coordinates are
+        frame, row and column. For the rows and columns of patches, pass the
+        `vision_config` of a Qwen model (Qwen2-VL to Qwen 3.5), GLM-4V or Pixtral. With
+        the `vision_config` of Llama 4, the coordinates are columns and rows counted
+        from 1, with (0, 0) for the class token.
 
         Args:
           config: The dict, which may contain the `text_config` of a multimodal model.
-          layer_type: "full_attention" or "sliding_attention", for models in which they differ: Gemma 3 rotates its
-            sliding (local) layers with `rope_local_base_freq` and without scaling.
-          max_length: The length of the longest sequence, prompt plus generated tokens; only needed for LongRoPE. Above
-            `original_max_position_embeddings`, the long factors are used. Transformers switches when a sequence grows
-            past that length, although cached keys keep their old rotation; here the choice is made once.
+          layer_type: "full_attention" or "sliding_attention", for models in which they
+            differ: Gemma 3 rotates its sliding (local) layers with
+            `rope_local_base_freq` and without scaling.
+          max_length: The length of the longest sequence, prompt plus generated tokens;
+            only needed for LongRoPE. Above `original_max_position_embeddings`, the long
+            factors are used. Transformers switches when a sequence grows past that
+            length, although cached keys keep their old rotation; here the choice is
+            made once.
 
         Raises:
-          ValueError: If `config` is not a dict, has an unknown `rope_type` or an unknown key for rotary embeddings,
-            lacks a required key, or has frequencies that depend on the current length (`"dynamic"`).
+          ValueError: If `config` is not a dict, has an unknown `rope_type` or an
+            unknown key for rotary embeddings, lacks a required key, or has frequencies
+            that depend on the current length (`"dynamic"`).
 
         Example:
           >>> from flax_mha.rope import RoPE
@@ -185,26 +238,33 @@ class RoPE:
 
 def apply_rope(
     x: Float[Array, "*B T N H"],
-    positions: Int[Array, "*B T"] | Int[Array, " T"] | Int[Array, "*B T D"] | Int[Array, "T D"],
+    positions: Int[Array, "*B T"]
+    | Int[Array, " T"]
+    | Int[Array, "*B T D"]
+    | Int[Array, "T D"],
     rope: RoPE,
 ) -> Float[Array, "*B T N H"]:
-    """Rotates pairs of features of queries or keys by angles that grow with the position; values are not rotated.
+    """Rotates pairs of features of queries or keys by angles that grow with the
+    position; values are not rotated.
 
-    With c = a * cos(p * f[i]) and s = a * sin(p * f[i]), where a is the attention factor (1 for most models), pair
-    (u, v) becomes (u c - v s, v c + u s). Scores then depend only on the difference between two positions.
+    With c = a * cos(p * f[i]) and s = a * sin(p * f[i]), where a is the attention
+    factor (1 for most models), pair (u, v) becomes (u c - v s, v c + u s). Scores then
+    depend only on the difference between two positions.
 
-    Angles and rotations are computed in float32 (float64 for float64 inputs) and rounded once to the dtype of `x`. The
-    error of a float32 angle p * f[i] is up to `1.2e-7 * abs(p f[i])` radians, as in PyTorch: 0.016 at position 131,072.
+    Angles and rotations are computed in float32 (float64 for float64 inputs) and
+    rounded once to the dtype of `x`. The error of a float32 angle p * f[i] is up to
+    `1.2e-7 * abs(p f[i])` radians, as in PyTorch: 0.016 at position 131,072.
 
     Args:
       x: Queries or keys, floating point.
-      positions: Integer positions of each token, or the same positions for every row of the batch; may be negative or
-        traced. With `rope.sections`, the last axis holds the D coordinates of a token; in Transformers that axis is
-        first.
+      positions: Integer positions of each token, or the same positions for every row of
+        the batch; may be negative or traced. With `rope.sections`, the last axis holds
+        the D coordinates of a token; in Transformers that axis is first.
       rope: The rotary embedding.
 
     Raises:
-      ValueError: If a shape or dtype does not fit, or if the head size does not fit `rope`.
+      ValueError: If a shape or dtype does not fit, or if the head size does not fit
+        `rope`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -215,29 +275,49 @@ def apply_rope(
       0.5403 0.8415
     """
     x, positions = _check(x, positions, rope)
-    size, dtype = rope.rotated_size(x.shape[-1]), jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    size, dtype = (
+        rope.rotated_size(x.shape[-1]),
+        jnp.float64 if x.dtype == jnp.float64 else jnp.float32,
+    )
     by_coordinate = positions if rope.sections else positions[..., None]
-    rotates = np.arange(by_coordinate.shape[-1])[:, None] == rope.coordinates(x.shape[-1])
-    frequencies = np.where(rotates, rope.frequencies(x.shape[-1]), 0).astype(dtype)  # [D, R / 2]
+    rotates = np.arange(by_coordinate.shape[-1])[:, None] == rope.coordinates(
+        x.shape[-1]
+    )
+    # [D, R / 2].
+    frequencies = np.where(rotates, rope.frequencies(x.shape[-1]), 0).astype(dtype)
     angles: Any = 0
-    for i, row in enumerate(frequencies):  # only one coordinate rotates a pair; indexing by pair would be a gather
+    # Only one coordinate rotates a pair; indexing by pair would be a gather.
+    for i, row in enumerate(frequencies):
         coordinate = by_coordinate[..., i]
-        coordinate = coordinate.reshape((1,) * (x.ndim - 2 - coordinate.ndim) + coordinate.shape + (1, 1))
+        coordinate = coordinate.reshape(
+            (1,) * (x.ndim - 2 - coordinate.ndim) + coordinate.shape + (1, 1)
+        )
         angles += coordinate.astype(dtype) * row.reshape((1,) * (x.ndim - 1) + (-1,))
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.attention_factor != 1.0:
         cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
     pairs, axis = ((size // 2, 2), -1) if rope.interleaved else ((2, size // 2), -2)
-    u, v = jnp.unstack(x[..., :size].astype(dtype).reshape(*x.shape[:-1], *pairs), axis=axis)
+    u, v = jnp.unstack(
+        x[..., :size].astype(dtype).reshape(*x.shape[:-1], *pairs), axis=axis
+    )
     rotated = jnp.stack([u * cos - v * sin, v * cos + u * sin], axis=axis)
     rotated = rotated.reshape(*x.shape[:-1], size).astype(x.dtype)
-    return rotated if size == x.shape[-1] else jnp.concatenate([rotated, x[..., size:]], axis=-1)
+    return (
+        rotated
+        if size == x.shape[-1]
+        else jnp.concatenate([rotated, x[..., size:]], axis=-1)
+    )
 
 
 def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
-    """Raises a ValueError unless the arguments of `apply_rope` fit; returns `x` and `positions` as JAX arrays."""
+    """Raises a ValueError unless the arguments of `apply_rope` fit; returns `x` and
+    `positions` as JAX arrays.
+    """
     if not isinstance(rope, RoPE):
-        raise ValueError(f"rope must be a RoPE, but got {rope!r}; use RoPE() or RoPE.from_config(config).")
+        raise ValueError(
+            f"rope must be a RoPE, but got {rope!r}; use RoPE() or "
+            "RoPE.from_config(config)."
+        )
     try:
         x = jnp.asarray(x)
     except (TypeError, ValueError):
@@ -245,42 +325,63 @@ def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
     positions = integers("positions", positions)
     smallest, largest = extremes(positions)
     if not SMALLEST <= smallest <= largest <= LARGEST:
-        raise ValueError(f"positions must be in the int32 range, but got {smallest} to {largest}.")
+        raise ValueError(
+            f"positions must be in the int32 range, but got {smallest} to {largest}."
+        )
     if x.ndim < 3:
-        raise ValueError(f"x must have rank 3 or more ([batch..., length, heads, head size]), but got {x.shape}.")
+        raise ValueError(
+            "x must have rank 3 or more ([batch..., length, heads, head size]), but "
+            f"got {x.shape}."
+        )
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"x must have a floating point dtype, but got {x.dtype}; use .astype.")
+        raise ValueError(
+            f"x must have a floating point dtype, but got {x.dtype}; use .astype."
+        )
     if not isinstance(x.shape[-1], int):
-        raise ValueError(f"x must have a static head size, but got symbolic size {x.shape[-1]}.")
+        raise ValueError(
+            f"x must have a static head size, but got symbolic size {x.shape[-1]}."
+        )
     axes = (len(rope.sections),) if rope.sections else ()
     if positions.shape not in (x.shape[:-2] + axes, x.shape[-3:-2] + axes):
         name, fix = "", "use jnp.broadcast_to for other batch axes"
         if axes:
-            name, fix = ", coordinates", f"repeat the position of a text token {axes[0]} times"
+            name, fix = (
+                ", coordinates",
+                f"repeat the position of a text token {axes[0]} times",
+            )
         raise ValueError(
-            f"positions must be [batch..., length{name}] or [length{name}], that is {x.shape[:-2] + axes} or "
-            f"{x.shape[-3:-2] + axes} for x of shape {x.shape}, but got {positions.shape}; {fix}."
+            f"positions must be [batch..., length{name}] or [length{name}], that is "
+            f"{x.shape[:-2] + axes} or {x.shape[-3:-2] + axes} for x of shape "
+            f"{x.shape}, but got {positions.shape}; {fix}."
         )
     return x, jnp.asarray(positions)
 
 
 def _check_sections(sections: Any, layout: Any) -> tuple[int, ...] | None:
-    """Returns `sections` as a tuple of integers, or None; raises a ValueError if `sections` or `layout` is invalid."""
+    """Returns `sections` as a tuple of integers, or None; raises a ValueError if
+    `sections` or `layout` is invalid.
+    """
     if layout not in get_args(SectionLayout):
-        raise ValueError(f"section_layout must be one of {', '.join(get_args(SectionLayout))}, but got {layout!r}.")
+        raise ValueError(
+            f"section_layout must be one of {', '.join(get_args(SectionLayout))}, but "
+            f"got {layout!r}."
+        )
     if sections is None:
         if layout != "contiguous":
             raise ValueError(
-                f"sections must be given for section_layout {layout!r}, but got None; pass the number of pairs per "
-                "coordinate."
+                f"sections must be given for section_layout {layout!r}, but got None; "
+                "pass the number of pairs per coordinate."
             )
         return None
     found = tuple(sections) if isinstance(sections, Iterable) else ()
     if not found or not all(is_int(pairs) and pairs > 0 for pairs in found):
         raise ValueError(
-            "sections must be None or positive integers (the number of rotated pairs per coordinate), such as "
-            f"(16, 24, 24), but got {sections!r}."
+            "sections must be None or positive integers (the number of rotated pairs "
+            f"per coordinate), such as (16, 24, 24), but got {sections!r}."
         )
     if layout == "axial_strided" and len({*found}) > 1:
-        raise ValueError(f"sections must all be equal for section_layout 'axial_strided', but got {found}.")
+        raise ValueError(
+            "sections must all be equal for section_layout 'axial_strided', but got "
+            f"{found}."
+        )
     return tuple(map(int, found))

@@ -1,4 +1,6 @@
-"""Ways to change rotary frequencies, mostly for sequences longer than in pretraining, computed in NumPy float64."""
+"""Ways to change rotary frequencies, mostly for sequences longer than in pretraining,
+computed in NumPy float64.
+"""
 
 import dataclasses
 import math
@@ -10,9 +12,15 @@ import numpy as np
 from flax_mha._src.core.validation import is_finite
 
 
-def check_number(name: str, value: Any, *, above: float | None = None, at_least: float | None = None) -> None:
+def check_number(
+    name: str, value: Any, *, above: float | None = None, at_least: float | None = None
+) -> None:
     """Raises a ValueError unless `value` is a finite number in the given range."""
-    if is_finite(value) and (above is None or value > above) and (at_least is None or value >= at_least):
+    if (
+        is_finite(value)
+        and (above is None or value > above)
+        and (at_least is None or value >= at_least)
+    ):
         return
     bounds = "" if above is None else f" > {above:g}"
     bounds += "" if at_least is None else f" >= {at_least:g}"
@@ -21,10 +29,14 @@ def check_number(name: str, value: Any, *, above: float | None = None, at_least:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The base class of all scalings, which change the frequencies of `RoPE`; the base class itself keeps them."""
+    """The base class of all scalings, which change the frequencies of `RoPE`; the base
+    class itself keeps them.
+    """
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
-        """Returns the frequencies of `size` rotated features, in radians per position: float64 `[size / 2]`."""
+        """Returns the frequencies of `size` rotated features, in radians per position:
+        float64 `[size / 2]`.
+        """
         return base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
 
     @property
@@ -33,7 +45,9 @@ class Scaling:
         return 1.0
 
     def _check(self, name: str, **bounds: float) -> None:
-        """Raises a ValueError unless field `name` is a number within `bounds`, or None in a field with default None."""
+        """Raises a ValueError unless field `name` is a number within `bounds`, or None
+        in a field with default None.
+        """
         value = getattr(self, name)
         if value is not None or getattr(type(self), name, 0) is not None:
             check_number(f"{type(self).__name__}({name})", value, **bounds)
@@ -41,7 +55,9 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Linear(Scaling):
-    """Position interpolation: divides all frequencies by `factor`, at least 1. Chen et al., arXiv:2306.15595."""
+    """Position interpolation: divides all frequencies by `factor`, at least 1. Chen et
+    al., arXiv:2306.15595.
+    """
 
     factor: float
 
@@ -54,9 +70,11 @@ class Linear(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Proportional(Scaling):
-    """Rotates only the first floor(fraction * R / 2) of the R/2 pairs, which are the fastest (Gemma 4).
+    """Rotates only the first floor(fraction * R / 2) of the R/2 pairs, which are the
+    fastest (Gemma 4).
 
-    Unlike a smaller `RoPE.fraction`, this keeps R: pairs remain i and i + R/2. Rotated ones have f[i] / factor.
+    Unlike a smaller `RoPE.fraction`, this keeps R: pairs remain i and i + R/2. Rotated
+    ones have f[i] / factor.
 
     Attributes:
       fraction: The rotated part of the R/2 pairs, in (0, 1].
@@ -70,7 +88,9 @@ class Proportional(Scaling):
         self._check("fraction", above=0.0)
         self._check("factor", at_least=1.0)
         if self.fraction > 1:
-            raise ValueError(f"Proportional(fraction) must be in (0, 1], but got {self.fraction!r}.")
+            raise ValueError(
+                f"Proportional(fraction) must be in (0, 1], but got {self.fraction!r}."
+            )
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
         rotates = np.arange(size // 2) < int(self.fraction * size // 2)
@@ -79,7 +99,9 @@ class Proportional(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Reversed(Scaling):
-    """Negates the frequencies of `scaling`, to rotate in the opposite direction (nanochat)."""
+    """Negates the frequencies of `scaling`, to rotate in the opposite direction
+    (nanochat).
+    """
 
     scaling: Scaling = Scaling()
 
@@ -93,13 +115,16 @@ class Reversed(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class NTK(Scaling):
-    """NTK-aware interpolation: replaces `base` by base * factor^(R / (R - 2)), for R rotated features.
+    """NTK-aware interpolation: replaces `base` by base * factor^(R / (R - 2)), for R
+    rotated features.
 
-    The fastest pair keeps its frequency, and the slowest is slowed down by the full factor. Peng et al.,
-    arXiv:2309.00071, section 3.1. (The dynamic variant, whose factor grows with the sequence, is not supported.)
+    The fastest pair keeps its frequency, and the slowest is slowed down by the full
+    factor. Peng et al., arXiv:2309.00071, section 3.1. (The dynamic variant, whose
+    factor grows with the sequence, is not supported.)
 
     Raises:
-      ValueError: If `factor` is below 1, or, when applied, if only 2 features are rotated.
+      ValueError: If `factor` is below 1, or, when applied, if only 2 features are
+        rotated.
     """
 
     factor: float
@@ -109,22 +134,29 @@ class NTK(Scaling):
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
         if size < 4:
-            raise ValueError(f"NTK needs at least 4 rotated features, but got {size}; use Linear(factor).")
+            raise ValueError(
+                f"NTK needs at least 4 rotated features, but got {size}; use "
+                "Linear(factor)."
+            )
         return super().frequencies(base * self.factor ** (size / (size - 2)), size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3(Scaling):
-    """Divides the frequencies of slow pairs by `factor`, keeps fast pairs, and interpolates between them (Llama 3.1).
+    """Divides the frequencies of slow pairs by `factor`, keeps fast pairs, and
+    interpolates between them (Llama 3.1).
 
-    A pair of frequency f makes t = original_max_position * f / 2 pi turns in the original length. The pair is kept if
-    t > high_freq_factor and slowed down if t < low_freq_factor. Grattafiori et al., arXiv:2407.21783.
+    A pair of frequency f makes t = original_max_position * f / 2 pi turns in the
+    original length. The pair is kept if t > high_freq_factor and slowed down if t <
+    low_freq_factor. Grattafiori et al., arXiv:2407.21783.
 
     Attributes:
       factor: The ratio of the new length to the original length, at least 1.
-      low_freq_factor: Below this number of turns, frequencies are divided by the factor; above 0.
-      high_freq_factor: Above this number of turns, frequencies are kept; at least `low_freq_factor`. If both are equal,
-        as in Llama 4 Scout, nothing is interpolated.
+      low_freq_factor: Below this number of turns, frequencies are divided by the
+        factor; above 0.
+      high_freq_factor: Above this number of turns, frequencies are kept; at least
+        `low_freq_factor`. If both are equal, as in Llama 4 Scout, nothing is
+        interpolated.
       original_max_position: The sequence length in pretraining, in tokens.
     """
 
@@ -144,29 +176,37 @@ class Llama3(Scaling):
         turns = self.original_max_position * kept / (2 * math.pi)
         if self.high_freq_factor == self.low_freq_factor:
             return np.where(turns < self.low_freq_factor, kept / self.factor, kept)
-        share_kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        share_kept = (turns - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
         return _blend(kept, kept / self.factor, share_kept)
 
 
 @dataclasses.dataclass(frozen=True)
 class YaRN(Scaling):
-    """Scales frequencies like `Llama3`, but interpolates by pair index, and multiplies cos and sin by a factor.
+    """Scales frequencies like `Llama3`, but interpolates by pair index, and multiplies
+    cos and sin by a factor.
 
     Source: Peng et al., arXiv:2309.00071.
 
     Attributes:
       factor: The ratio of the new length to the original length, at least 1.
       original_max_position: The sequence length in pretraining, in tokens.
-      beta_fast: A pair that makes more turns than this in the original length is kept; at least `beta_slow`.
-      beta_slow: A pair that makes fewer turns than this is slowed down by `factor`; above 0.
-      attention_factor: The factor that multiplies cos and sin, above 0. None means m(mscale) / m(mscale_all_dim) if
-        both are given and not 0 (DeepSeek), else m(1), where m(s) = 0.1 s ln(factor) + 1.
+      beta_fast: A pair that makes more turns than this in the original length is kept;
+        at least `beta_slow`.
+      beta_slow: A pair that makes fewer turns than this is slowed down by `factor`;
+        above 0.
+      attention_factor: The factor that multiplies cos and sin, above 0. None means
+        m(mscale) / m(mscale_all_dim) if both are given and not 0 (DeepSeek), else m(1),
+        where m(s) = 0.1 s ln(factor) + 1.
       mscale: See `attention_factor`.
       mscale_all_dim: See `attention_factor`.
-      truncate: True rounds the indices of the first and last interpolated pair outwards; False for gpt-oss.
+      truncate: True rounds the indices of the first and last interpolated pair
+        outwards; False for gpt-oss.
 
     Raises:
-      ValueError: If a field is out of range, or, when applied, if the base is not above 1.
+      ValueError: If a field is out of range, or, when applied, if the base is not above
+        1.
     """
 
     factor: float
@@ -187,24 +227,32 @@ class YaRN(Scaling):
         self._check("mscale", at_least=0.0)
         self._check("mscale_all_dim", at_least=0.0)
         if not isinstance(self.truncate, bool):
-            raise ValueError(f"YaRN(truncate) must be True or False, but got {self.truncate!r}.")
+            raise ValueError(
+                f"YaRN(truncate) must be True or False, but got {self.truncate!r}."
+            )
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
         if base <= 1:
             raise ValueError(
-                "base must be greater than 1 with YaRN, so that frequencies decrease from pair to pair, but got "
-                f"{base:g}."
+                "base must be greater than 1 with YaRN, so that frequencies decrease "
+                f"from pair to pair, but got {base:g}."
             )
-        # The indices, which may be fractions, of the pairs that turn this often in the original length.
+        # The indices, which may be fractions, of the pairs that turn this often in the
+        # original length.
         first, last = (
-            size * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(base))
+            size
+            * math.log(self.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(base))
             for turns in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, size - 1)
-        kept, width = super().frequencies(base, size), last - first or 0.001  # 0.001 as published: no division by 0
-        return _blend(kept, kept / self.factor, 1 - (np.arange(size // 2) - first) / width)
+        # 0.001 as published: no division by 0.
+        kept, width = super().frequencies(base, size), last - first or 0.001
+        return _blend(
+            kept, kept / self.factor, 1 - (np.arange(size // 2) - first) / width
+        )
 
     @property
     def cos_sin_factor(self) -> float:
@@ -218,25 +266,33 @@ class YaRN(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class LongRoPE(Scaling):
-    """Divides each frequency by its own factor: pair i has f[i] / factors[i] (Phi-3). Ding et al., arXiv:2402.13753.
+    """Divides each frequency by its own factor: pair i has f[i] / factors[i] (Phi-3).
+    Ding et al., arXiv:2402.13753.
 
-    Models have one list of factors for short and one for long sequences. Choose by the longest sequence that you will
-    use, or let `RoPE.from_config(config, max_length=...)` choose. Do not change factors later: cached keys keep theirs.
+    Models have one list of factors for short and one for long sequences. Choose by the
+    longest sequence that you will use, or let `RoPE.from_config(config,
+    max_length=...)` choose. Do not change factors later: cached keys keep theirs.
 
     Attributes:
       factors: One number above 0 for each rotated pair.
-      attention_factor: The factor that multiplies cos and sin, above 0; sqrt(1 + ln(s) / ln(original_max_position)) for
-        Phi-3, where s is the ratio of the new length to the original length.
+      attention_factor: The factor that multiplies cos and sin, above 0; sqrt(1 + ln(s)
+        / ln(original_max_position)) for Phi-3, where s is the ratio of the new length
+        to the original length.
 
     Raises:
-      ValueError: If a field is out of range, or, when applied, if the number of factors does not fit the head size.
+      ValueError: If a field is out of range, or, when applied, if the number of factors
+        does not fit the head size.
     """
 
     factors: Iterable[float]
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        factors = tuple(self.factors) if isinstance(self.factors, Iterable) else (self.factors,)
+        factors = (
+            tuple(self.factors)
+            if isinstance(self.factors, Iterable)
+            else (self.factors,)
+        )
         for factor in factors:
             check_number("each factor in LongRoPE(factors)", factor, above=0.0)
         self._check("attention_factor", above=0.0)
@@ -246,8 +302,9 @@ class LongRoPE(Scaling):
         factors = np.asarray(self.factors)
         if len(factors) != size // 2:
             raise ValueError(
-                f"LongRoPE(factors) must contain one factor per rotated pair, {size // 2} for {size} rotated features, "
-                f"but got {len(factors)}; check fraction and the head size."
+                "LongRoPE(factors) must contain one factor per rotated pair, "
+                f"{size // 2} for {size} rotated features, but got {len(factors)}; "
+                "check fraction and the head size."
             )
         return super().frequencies(base, size) / factors
 

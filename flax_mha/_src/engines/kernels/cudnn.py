@@ -1,8 +1,10 @@
-"""`implementation="cudnn"`: NVIDIA's fused attention, through `jax.nn.dot_product_attention`.
+"""`implementation="cudnn"`: NVIDIA's fused attention, through
+`jax.nn.dot_product_attention`.
 
-The mask is passed as `is_causal`, a window and lengths, never as an array; in a bias, -inf is replaced by a very
-negative number. The output of queries whose keys are all masked is set to 0, and `guarded.around_kernel` keeps NaN and
-infinity in masked keys out of the result.
+The mask is passed as `is_causal`, a window and lengths, never as an array; in a bias,
+-inf is replaced by a very negative number. The output of queries whose keys are all
+masked is set to 0, and `guarded.around_kernel` keeps NaN and infinity in masked keys
+out of the result.
 """
 
 import dataclasses
@@ -18,28 +20,37 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha._src.call.operands import Call, Operands, Result
 from flax_mha._src.core.tracing import varying_alike
-from flax_mha._src.engines.engine import EMPTY, Engine, reason_against_platform, reasons_against_dtype
+from flax_mha._src.engines.engine import (
+    EMPTY,
+    Engine,
+    reason_against_platform,
+    reasons_against_dtype,
+)
 from flax_mha._src.engines.kernels import cudnn_faults, guarded
 from flax_mha._src.engines.kernels import mask as kernel_mask
 from flax_mha._src.engines.kernels.mask import Arrays, KernelMask
 from flax_mha._src.plan import Plan
 
 DTYPES, DTYPES_OF_BIAS = (jnp.float16, jnp.bfloat16), (jnp.bfloat16,)
-# Lengths are padded to a multiple of this: backward plans fail for odd lengths, and returned NaN for odd multiples of
-# 64 (pytorch/pytorch#196678).
+# Lengths are padded to a multiple of this: backward plans fail for odd lengths, and
+# returned NaN for odd multiples of 64 (pytorch/pytorch#196678).
 SIDE = 128
 
-# The most scores with a bias, 512 MiB: it is copied for every batch entry and head, because `jax.nn` supports no other
-# bias under `jax.vmap`.
+# The most scores with a bias, 512 MiB: it is copied for every batch entry and head,
+# because `jax.nn` supports no other bias under `jax.vmap`.
 MAX_SCORES_OF_BIAS = 2**28
 
-Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]  # the first visible key of each query, and one past its last
-Lengths = tuple[Int[Array, " B"] | None, Int[Array, " B"] | None]  # numbers of queries and keys that are used
+# The first visible key of each query, and one past its last.
+Range = tuple[Int[Array, "B T"], Int[Array, "B T"]]
+# Numbers of queries and keys that are used.
+Lengths = tuple[Int[Array, " B"] | None, Int[Array, " B"] | None]
 T = TypeVar("T")
 
 
 class Device(NamedTuple):
-    """A device, and its CUDA compute capability, which is None if it is not an NVIDIA GPU."""
+    """A device, and its CUDA compute capability, which is None if it is not an NVIDIA
+    GPU.
+    """
 
     name: str
     capability: tuple[int, int] | None
@@ -52,19 +63,27 @@ def device(platform: str) -> Device:
     if platform != "gpu":
         return Device(platform, None)
     first = jax.devices("gpu")[0]
-    version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(first, "compute_capability", "")))
-    return Device(first.device_kind, (int(version[1]), int(version[2])) if version else None)
+    version = re.fullmatch(
+        r"(\d+)\.(\d+)", str(getattr(first, "compute_capability", ""))
+    )
+    return Device(
+        first.device_kind, (int(version[1]), int(version[2])) if version else None
+    )
 
 
 class Kernel(NamedTuple):
-    """The static part of a call of cuDNN's attention, which decides whether cuDNN has an execution plan for it."""
+    """The static part of a call of cuDNN's attention, which decides whether cuDNN has
+    an execution plan for it.
+    """
 
     query: tuple[int, ...]  # shape of the padded queries [B, T, N, H]
     key: tuple[int, ...]  # shape of the padded keys [B, S, K, H]
     dtype: DTypeLike
     scale: float
-    is_causal: bool  # whether queries attend to no later key; cuDNN has no other limit on the right
-    # (left, 0), where `jax.nn` requires the 0 to repeat `is_causal`; None for no limit on the left.
+    # Whether queries attend to no later key; cuDNN has no other limit on the right.
+    is_causal: bool
+    # (left, 0), where `jax.nn` requires the 0 to repeat `is_causal`; None for no limit
+    # on the left.
     window: tuple[int, int] | None
     padded: bool  # whether lengths are given
     has_bias: bool = False
@@ -79,7 +98,9 @@ class Kernel(NamedTuple):
         residual: bool = False,
         bias: Array | None = None,
     ) -> Any:
-        """Computes the output or, with `residual`, (output, log-sum-exp); the log-sum-exp has no gradient."""
+        """Computes the output or, with `residual`, (output, log-sum-exp); the
+        log-sum-exp has no gradient.
+        """
         return jax.nn.dot_product_attention(
             query,
             key,
@@ -100,8 +121,15 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
     (queries, keys), batch = call.operands.lengths, math.prod(query.shape[:-3])
     rows, columns = (length + -length % SIDE for length in (queries, keys))
     if mask.right == 0:
-        columns = rows  # cuDNN's causal masks are square: cut keys after the last query, or pad missing keys
-    padded = rows > queries or columns > keys or mask.query_lengths is not None or mask.key_lengths is not None
+        # cuDNN's causal masks are square: cut keys after the last query, or pad missing
+        # keys.
+        columns = rows
+    padded = (
+        rows > queries
+        or columns > keys
+        or mask.query_lengths is not None
+        or mask.key_lengths is not None
+    )
     return Kernel(
         (batch, rows, *query.shape[-2:]),
         (batch, columns, *key.shape[-2:]),
@@ -125,41 +153,60 @@ def _facts(call: Call, mask: KernelMask) -> cudnn_faults.Facts:
 
 
 def refusals(call: Call) -> list[str]:
-    """Lists the reasons why cuDNN cannot compute a call; if it finds none, it also tries to compile the kernel.
+    """Lists the reasons why cuDNN cannot compute a call; if it finds none, it also
+    tries to compile the kernel.
 
-    If the GPU is only assumed (`Target.assumed`), it lists why an H100 cannot compute the call; it compiles nothing.
+    If the GPU is only assumed (`Target.assumed`), it lists why an H100 cannot compute
+    the call; it compiles nothing.
     """
-    mask, target, operands = kernel_mask.kernel_mask(call), call.options.target, call.operands
-    here = H100 if target.assumed and target.platform == "gpu" else device(target.platform)
+    mask, target, operands = (
+        kernel_mask.kernel_mask(call),
+        call.options.target,
+        call.operands,
+    )
+    here = (
+        H100 if target.assumed and target.platform == "gpu" else device(target.platform)
+    )
     head_size, value_size = operands.query.shape[-1], operands.value.shape[-1]
     reasons = kernel_mask.refusals(call, mask, ["bias"]) + _refusals_of_bias(call)
     if here.capability is None:
         reasons.append(reason_against_platform("cuda", "NVIDIA GPUs", here.name))
     elif here.capability < (8, 0):
         has = ".".join(map(str, here.capability))
-        reasons.append(f"it requires compute capability 8.0, but {here.name} has {has}: use an A100 or a newer GPU")
+        reasons.append(
+            f"it requires compute capability 8.0, but {here.name} has {has}: use an "
+            "A100 or a newer GPU"
+        )
     else:
-        reasons += cudnn_faults.reasons_against_version(here.capability, _facts(call, mask))
+        reasons += cudnn_faults.reasons_against_version(
+            here.capability, _facts(call, mask)
+        )
     reasons += reasons_against_dtype(DTYPES, operands.query.dtype)
     largest = 256 if here.capability is not None and here.capability >= (9, 0) else 128
     if head_size % 8 or head_size > largest:
         reasons.append(
-            f"the head size must be a multiple of 8 up to {largest}, but is {head_size}: change num_heads or "
-            "qkv_features"
+            f"the head size must be a multiple of 8 up to {largest}, but is "
+            f"{head_size}: change num_heads or qkv_features"
         )
     if value_size != head_size:
         reasons.append(
-            f"the value head size must equal the key head size, {head_size}, but is {value_size}: make both equal, for "
-            "example by padding the smaller one with zeros"
+            f"the value head size must equal the key head size, {head_size}, but is "
+            f"{value_size}: make both equal, for example by padding the smaller one "
+            "with zeros"
         )
     if 0 in operands.query.shape or 0 in operands.key.shape:
         reasons.append(EMPTY)
     if mask.segments is not None:
-        reasons.append("jax.nn does not pass segment ids to it: make each document a batch row, and pass lengths")
-    if mask.right not in (None, 0) or (mask.left is not None and (mask.right is None or mask.left < 0)):
         reasons.append(
-            "a causal mask or window must end at the query itself: pass is_causal=True or local_window_size=(left, 0), "
-            "and equal offsets"
+            "jax.nn does not pass segment ids to it: make each document a batch row, "
+            "and pass lengths"
+        )
+    if mask.right not in (None, 0) or (
+        mask.left is not None and (mask.right is None or mask.left < 0)
+    ):
+        reasons.append(
+            "a causal mask or window must end at the query itself: pass is_causal=True "
+            "or local_window_size=(left, 0), and equal offsets"
         )
     return reasons or ([] if target.assumed else failure(_kernel(call, mask)))
 
@@ -173,39 +220,61 @@ def _refusals_of_bias(call: Call) -> list[str]:
     if bias.dtype not in DTYPES_OF_BIAS or bias.dtype != operands.query.dtype:
         # It would round float32, and float16 has no finite number that masks like -inf.
         reasons.append(
-            f"bias and query must be bfloat16, but are {bias.dtype} and {operands.query.dtype}: pass both as "
-            "jnp.bfloat16"
+            f"bias and query must be bfloat16, but are {bias.dtype} and "
+            f"{operands.query.dtype}: pass both as jnp.bfloat16"
         )
     if bias.shape[-2:] != operands.lengths:
         reasons.append(
-            f"the last two axes of bias must be {operands.lengths}, but are {bias.shape[-2:]}: use jnp.broadcast_to, "
-            "or pass lengths if it only masks padding"
+            f"the last two axes of bias must be {operands.lengths}, but are "
+            f"{bias.shape[-2:]}: use jnp.broadcast_to, or pass lengths if it only "
+            "masks padding"
         )
     if bias.shape[:-3] not in (batch, (1,) * len(batch)):
         reasons.append(
-            f"the batch axes of bias must be {batch} or all 1, but are {bias.shape[:-3]}: use jnp.broadcast_to"
+            f"the batch axes of bias must be {batch} or all 1, but are "
+            f"{bias.shape[:-3]}: use jnp.broadcast_to"
         )
-    scores = math.prod((*operands.query.shape[:-3], operands.query.shape[-2], *operands.lengths))
+    scores = math.prod(
+        (*operands.query.shape[:-3], operands.query.shape[-2], *operands.lengths)
+    )
     if scores > MAX_SCORES_OF_BIAS:
         reasons.append(
-            f"it copies bias for every batch entry and head, up to {MAX_SCORES_OF_BIAS:,} elements, but this call "
-            f"needs {scores:,}: use smaller batches, or lengths and windows if it only masks"
+            "it copies bias for every batch entry and head, up to "
+            f"{MAX_SCORES_OF_BIAS:,} elements, but this call needs {scores:,}: use "
+            "smaller batches, or lengths and windows if it only masks"
         )
     if options.target.may_be_split:
-        reasons.append("with a bias, it needs to know how its arrays are sharded: pass qkv_sharding")
+        reasons.append(
+            "with a bias, it needs to know how its arrays are sharded: pass "
+            "qkv_sharding"
+        )
     return reasons
 
 
 @functools.lru_cache(maxsize=1024)
 def failure(kernel: Kernel) -> list[str]:
-    """Compiles the kernel, forward and backward; returns a list with cuDNN's error if that fails, else []."""
+    """Compiles the kernel, forward and backward; returns a list with cuDNN's error if
+    that fails, else [].
+    """
     query = jax.ShapeDtypeStruct(kernel.query, kernel.dtype)
     key = jax.ShapeDtypeStruct(kernel.key, kernel.dtype)
-    lengths = jax.ShapeDtypeStruct(kernel.query[:1], jnp.int32) if kernel.padded else None
+    lengths = (
+        jax.ShapeDtypeStruct(kernel.query[:1], jnp.int32) if kernel.padded else None
+    )
     (batch, rows, num_heads, _), (_, columns, *_) = kernel.query, kernel.key
-    bias = jax.ShapeDtypeStruct((batch, num_heads, rows, columns), kernel.dtype) if kernel.has_bias else None
+    bias = (
+        jax.ShapeDtypeStruct((batch, num_heads, rows, columns), kernel.dtype)
+        if kernel.has_bias
+        else None
+    )
 
-    def both(query: Array, key: Array, value: Array, bias: Array | None, lengths: Array | None) -> tuple:
+    def both(
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None,
+        lengths: Array | None,
+    ) -> tuple:
         def attend(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
             return kernel(query, key, value, lengths, lengths, bias=bias)
 
@@ -217,33 +286,46 @@ def failure(kernel: Kernel) -> list[str]:
     except Exception as error:  # any error means that the kernel cannot run
         what = str(error).strip().splitlines()[0]
         return [
-            f"cuDNN has no execution plan for this call ({what}): use different shapes, or a different version of jax "
-            "or cuDNN"
+            f"cuDNN has no execution plan for this call ({what}): use different "
+            "shapes, or a different version of jax or cuDNN"
         ]
     return []
 
 
 class Masked(NamedTuple):
-    """cuDNN's kernel as a `guarded.Fused`: `guarded.around_kernel` keeps NaN in masked keys out of the result."""
+    """cuDNN's kernel as a `guarded.Fused`: `guarded.around_kernel` keeps NaN in masked
+    keys out of the result.
+    """
 
     kernel: Kernel
 
-    def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Returns the output, and arrays to check: the output is correct if all of these arrays are finite.
+    def run(
+        self, arrays: Arrays, mask: KernelMask, differentiated: bool
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Returns the output, and arrays to check: the output is correct if all of
+        these arrays are finite.
 
-        If `differentiated`, the gradients are then correct, too. Queries without visible keys get the output 0.
+        If `differentiated`, the gradients are then correct, too. Queries without
+        visible keys get the output 0.
         """
         query, key, value, bias, _ = arrays
         batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
         all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)
-        visible = None if all_see_keys else kernel_mask.visible_range(mask, batch, lengths)
+        visible = (
+            None if all_see_keys else kernel_mask.visible_range(mask, batch, lengths)
+        )
         output, lse = _padded(self.kernel, arrays, visible, residual=True)
         if bias is not None or not all_see_keys:
             masked = kernel_mask.masked_rows(mask, batch, lengths, bias)
             output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
             lse = jnp.where(masked, jnp.zeros_like(lse), lse)
-        # Without gradients, a query affects only its own output. Then check its log-sum-exp, which is much smaller.
-        finite_bias = () if bias is None else (jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias),)
+        # Without gradients, a query affects only its own output. Then check its
+        # log-sum-exp, which is much smaller.
+        finite_bias = (
+            ()
+            if bias is None
+            else (jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias),)
+        )
         return output, (query if differentiated else lse, key, value, *finite_bias)
 
     def clean(self, arrays: Arrays, mask: KernelMask) -> tuple[Arrays, Array]:
@@ -252,7 +334,9 @@ class Masked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CuDNN(Engine):
-    """The engine that calls cuDNN's fused attention. It returns no log-sum-exp, because cuDNN's has no gradient."""
+    """The engine that calls cuDNN's fused attention. It returns no log-sum-exp, because
+    cuDNN's has no gradient.
+    """
 
     name = "cudnn"
     platform = "gpu"
@@ -271,63 +355,94 @@ class CuDNN(Engine):
         arrays = Arrays(query, key[:, :columns], value[:, :columns], bias)
         if not (mask.masks_scores or operands.bias is not None):
             [output] = _padded(kernel, arrays, None)
-        elif options.target.may_be_split:  # no `lax.cond`: devices might take different branches
+        # No `lax.cond`: devices might take different branches.
+        elif options.target.may_be_split:
             output = guarded.on_guarded(Masked(kernel), arrays, mask)
         else:
-            output = guarded.around_kernel(Masked(kernel), *varying_alike((arrays, mask)))
+            output = guarded.around_kernel(
+                Masked(kernel), *varying_alike((arrays, mask))
+            )
         return Result(output.reshape(operands.query.shape), None)
 
 
 def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
-    """Returns a call's bias, broadcast to all batch entries and heads, in the layout of `Arrays` (one batch axis)."""
+    """Returns a call's bias, broadcast to all batch entries and heads, in the layout of
+    `Arrays` (one batch axis).
+    """
     *batch, queries, num_heads, _ = operands.query.shape
-    whole = jnp.broadcast_to(operands.bias, (*batch, num_heads, queries, operands.key.shape[-3]))  # type: ignore[arg-type]
+    whole = jnp.broadcast_to(
+        operands.bias, (*batch, num_heads, queries, operands.key.shape[-3])
+    )  # type: ignore[arg-type]
     return jnp.swapaxes(kernel_mask.flat(whole, len(batch)), 1, 2)
 
 
-def _padded(kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False) -> list[Array]:
-    """Pads `arrays` and runs the kernel; returns [output] or, with `residual`, [output, log-sum-exp], without padding.
+def _padded(
+    kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False
+) -> list[Array]:
+    """Pads `arrays` and runs the kernel; returns [output] or, with `residual`, [output,
+    log-sum-exp], without padding.
 
-    `visible` holds each query's first visible key, and one past its last; None if every query has a visible key.
+    `visible` holds each query's first visible key, and one past its last; None if every
+    query has a visible key.
     """
     query, key, value, bias, _ = arrays
     batch, queries = query.shape[:2]
     lengths: Lengths = None, None
     if kernel.padded:
-        # Queries with a visible key come first, so cuDNN gets their number, at least 1, as the query length.
-        rows, columns = jnp.full(batch, queries, jnp.int32), jnp.full(batch, key.shape[1], jnp.int32)
+        # Queries with a visible key come first, so cuDNN gets their number, at least 1,
+        # as the query length.
+        rows, columns = (
+            jnp.full(batch, queries, jnp.int32),
+            jnp.full(batch, key.shape[1], jnp.int32),
+        )
         if visible is not None:
             first, end = visible
-            rows, columns = jnp.sum(first < end, axis=1, dtype=jnp.int32), jnp.max(end, axis=1)
+            rows, columns = (
+                jnp.sum(first < end, axis=1, dtype=jnp.int32),
+                jnp.max(end, axis=1),
+            )
         lengths = jnp.maximum(rows, 1), jnp.maximum(columns, 1)
     query = kernel_mask.pad_to(query, 1, kernel.query[1])
     key, value = (kernel_mask.pad_to(x, 1, kernel.key[1]) for x in (key, value))
     bias = None if bias is None else _finite_bias(kernel, bias)
-    return [x[:, :queries] for x in _run(kernel, residual, Arrays(query, key, value, bias), lengths)]
+    return [
+        x[:, :queries]
+        for x in _run(kernel, residual, Arrays(query, key, value, bias), lengths)
+    ]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths) -> list[Array]:
-    """Runs the kernel on padded arrays; returns [output] or, with `residual`, [output, log-sum-exp].
+def _run(
+    kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths
+) -> list[Array]:
+    """Runs the kernel on padded arrays; returns [output] or, with `residual`, [output,
+    log-sum-exp].
 
     Forward and backward, `jax.vmap` maps either all arrays or none: see `_vmap_alike`.
     """
     return _call(kernel, residual, *_vmap_alike((arrays, lengths)))
 
 
-def _call(kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths) -> list[Array]:
+def _call(
+    kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths
+) -> list[Array]:
     query, key, value, bias, _ = arrays
     answer = kernel(query, key, value, *lengths, residual, bias)
     return list(answer) if residual else [answer]
 
 
-def _forward(kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths) -> tuple[list[Array], Any]:
+def _forward(
+    kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths
+) -> tuple[list[Array], Any]:
     arrays, lengths = _vmap_alike((arrays, lengths))
     return jax.vjp(lambda arrays: _call(kernel, residual, arrays, lengths), arrays)
 
 
-def _backward(kernel: Kernel, residual: bool, pull: Any, cotangents: list[Array]) -> tuple[Arrays, None]:
-    pull, cotangents = _vmap_alike((pull, cotangents))  # `jax.vmap` may map only cotangents, as in `jax.jacrev`
+def _backward(
+    kernel: Kernel, residual: bool, pull: Any, cotangents: list[Array]
+) -> tuple[Arrays, None]:
+    # `jax.vmap` may map only cotangents, as in `jax.jacrev`.
+    pull, cotangents = _vmap_alike((pull, cotangents))
     return *pull(cotangents), None
 
 
@@ -335,17 +450,27 @@ _run.defvjp(_forward, _backward)
 
 
 def _vmap_alike(tree: T) -> T:
-    """Makes all arrays depend on one another, with the same values, so that `jax.vmap` maps all of them or none.
+    """Makes all arrays depend on one another, with the same values, so that `jax.vmap`
+    maps all of them or none.
 
-    JAX's rules to `vmap` cuDNN's kernel require that (jax-ml/jax#34920, #36702). XLA removes the added operations.
+    JAX's rules to `vmap` cuDNN's kernel require that (jax-ml/jax#34920, #36702). XLA
+    removes the added operations.
     """
     firsts = [x.ravel()[0] for x in jax.tree.leaves(tree) if x.size]
     never = functools.reduce(jnp.logical_or, (x != x for x in firsts)) & False
-    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x) if x.size else x, tree)
+    return jax.tree.map(
+        lambda x: jnp.where(never, jnp.zeros_like(x), x) if x.size else x, tree
+    )
 
 
-def _finite_bias(kernel: Kernel, bias: Float[Array, "B T N S"]) -> Float[Array, "B N t s"]:
-    """Replaces -inf in a bias by a very negative number; converts it to the kernel's axes and padded lengths."""
+def _finite_bias(
+    kernel: Kernel, bias: Float[Array, "B T N S"]
+) -> Float[Array, "B N t s"]:
+    """Replaces -inf in a bias by a very negative number; converts it to the kernel's
+    axes and padded lengths.
+    """
     lowest = jnp.asarray(0.7 * float(jnp.finfo(bias.dtype).min), bias.dtype)
     bias = jnp.swapaxes(jnp.where(bias == -jnp.inf, lowest, bias), 1, 2)
-    return kernel_mask.pad_to(kernel_mask.pad_to(bias, 2, kernel.query[1]), 3, kernel.key[1])
+    return kernel_mask.pad_to(
+        kernel_mask.pad_to(bias, 2, kernel.query[1]), 3, kernel.key[1]
+    )

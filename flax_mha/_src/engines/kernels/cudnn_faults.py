@@ -1,12 +1,16 @@
-"""Versions of cuDNN that are known to fail or to be wrong, from other projects' code and reports.
+"""Versions of cuDNN that are known to fail or to be wrong, from other projects' code
+and reports.
 
-Only what these sources say is in the table, and only for calls that `cudnn.py` can make. It pads sequences to multiples
-of 128, with lengths, and stores the log-sum-exp in packed [B, N, T], so these faults cannot occur:
+Only what these sources say is in the table, and only for calls that `cudnn.py` can
+make. It pads sequences to multiples of 128, with lengths, and stores the log-sum-exp in
+packed [B, N, T], so these faults cannot occur:
 
-- NaN gradients of queries if S % 128 == 64: https://github.com/pytorch/pytorch/issues/196678
+- NaN gradients of queries if S % 128 == 64:
+  https://github.com/pytorch/pytorch/issues/196678
 - NaN gradients of keys and values for one query without padding (9.25.1, 9.26):
   https://github.com/NVIDIA/cudnn-frontend/issues/1072
-- wrong gradients if the log-sum-exp is not packed (before 9.26): https://github.com/NVIDIA/cudnn-frontend/pull/304
+- wrong gradients if the log-sum-exp is not packed (before 9.26):
+  https://github.com/NVIDIA/cudnn-frontend/pull/304
 """
 
 import functools
@@ -31,7 +35,8 @@ class Facts(NamedTuple):
     queries: int  # before padding
     keys: int  # after padding
     has_window: bool
-    has_lengths: bool  # whether cuDNN gets lengths, from the caller or because of padding
+    # Whether cuDNN gets lengths, from the caller or because of padding.
+    has_lengths: bool
 
 
 def _any_call(facts: Facts) -> bool:
@@ -47,7 +52,9 @@ def _one_query(facts: Facts) -> bool:
 
 
 class Fault(NamedTuple):
-    """A fault of all versions from `first` until before `mended`, on GPUs from `oldest` until before `newer`."""
+    """A fault of all versions from `first` until before `mended`, on GPUs from `oldest`
+    until before `newer`.
+    """
 
     first: Version
     mended: Version | None  # None: no version is known to be without the fault
@@ -58,7 +65,9 @@ class Fault(NamedTuple):
     source: str
 
     def occurs(self, version: Version, capability: Capability, facts: Facts) -> bool:
-        """Returns whether the fault occurs with this version, on this GPU, in this call."""
+        """Returns whether the fault occurs with this version, on this GPU, in this
+        call.
+        """
         if version < self.first or capability < self.oldest:
             return False
         if self.mended is not None and version >= self.mended:
@@ -96,8 +105,9 @@ FAULTS = (
         what="does not support attention on GPUs of compute capability 12.0",
         source=TRANSFORMER_ENGINE,
     ),
-    # The report compares versions 9.19 and 9.20. PyTorch rejects one query from 9.19 on, whatever the number of heads.
-    # `cudnn.py` pads one query to 128; no source says whether that avoids the fault.
+    # The report compares versions 9.19 and 9.20. PyTorch rejects one query from 9.19
+    # on, whatever the number of heads. `cudnn.py` pads one query to 128; no source says
+    # whether that avoids the fault.
     Fault(
         first=(9, 19, 0),
         mended=None,
@@ -111,7 +121,9 @@ FAULTS = (
 
 
 def reasons_against_version(capability: Capability, facts: Facts) -> list[str]:
-    """Lists the installed version's known faults that concern a call, with remedies; [] if it is not known."""
+    """Lists the installed version's known faults that concern a call, with remedies; []
+    if it is not known.
+    """
     installed = version()
     if installed is None:
         return []
@@ -121,13 +133,17 @@ def reasons_against_version(capability: Capability, facts: Facts) -> list[str]:
             remedy = 'implementation="blockwise"'
             if fault.mended is not None:
                 remedy = f"cuDNN {_text(fault.mended)} or later, or {remedy}"
-            reasons.append(f"cuDNN {_text(installed)} {fault.what} ({fault.source}): use {remedy}")
+            reasons.append(
+                f"cuDNN {_text(installed)} {fault.what} ({fault.source}): use {remedy}"
+            )
     return reasons
 
 
 @functools.cache
 def version() -> Version | None:
-    """Returns the version of the cuDNN that JAX uses, or None if that is not known, as without JAX's CUDA plugin."""
+    """Returns the version of the cuDNN that JAX uses, or None if that is not known, as
+    without JAX's CUDA plugin.
+    """
     for cuda in (13, 12):  # in the order in which JAX looks for its plugins
         try:
             versions = importlib.import_module(f"jax_cuda{cuda}_plugin._versions")
@@ -135,7 +151,8 @@ def version() -> Version | None:
             continue
         try:
             number = int(versions.cudnn_get_version())
-        except Exception:  # the library cannot be loaded, as on a machine without a driver
+        # The library cannot be loaded, as on a machine without a driver.
+        except Exception:
             return _version_of_package(f"nvidia-cudnn-cu{cuda}")
         return number // 10000, number // 100 % 100, number % 100
     return None
@@ -147,7 +164,9 @@ def _version_of_package(name: str) -> Version | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
-    return None if numbers is None else (int(numbers[1]), int(numbers[2]), int(numbers[3]))
+    return (
+        None if numbers is None else (int(numbers[1]), int(numbers[2]), int(numbers[3]))
+    )
 
 
 def _text(version: Version) -> str:

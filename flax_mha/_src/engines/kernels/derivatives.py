@@ -1,8 +1,11 @@
-"""Adds the derivatives that fused kernels lack, forward mode and higher orders, by an engine for all platforms.
+"""Adds the derivatives that fused kernels lack, forward mode and higher orders, by an
+engine for all platforms.
 
-A kernel comes with a gradient that cannot be differentiated again, and without a forward mode. Here the kernel's
-tangent is a linear function (`math/derivatives.py`) that this *portable* engine evaluates. The transpose of the tangent
-is the kernel's gradient; the derivatives of this gradient are derivatives of the portable engine's gradient.
+A kernel comes with a gradient that cannot be differentiated again, and without a
+forward mode. Here the kernel's tangent is a linear function (`math/derivatives.py`)
+that this *portable* engine evaluates. The transpose of the tangent is the kernel's
+gradient; the derivatives of this gradient are derivatives of the portable engine's
+gradient.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +20,12 @@ from flax_mha._src.call.operands import Operands, Result
 from flax_mha._src.core.jaxprs import Program, as_function, equations, with_outputs
 from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.engines.kernels.lower_for_platform import compile_for
-from flax_mha._src.math.derivatives import Function, differentiate, linear_function, replace_at
+from flax_mha._src.math.derivatives import (
+    Function,
+    differentiate,
+    linear_function,
+    replace_at,
+)
 from flax_mha._src.math.softmax import RESIDUALS
 
 Attend = Callable[[Operands], Result]
@@ -25,36 +33,56 @@ Attend = Callable[[Operands], Result]
 KERNELS = ("pallas_call", "dot_product_attention")
 
 
-def with_derivatives(kernel: Attend, portable: Attend, operands: Operands, platform: str | None) -> Result:
-    """Computes a call by a fused `kernel`, and the derivatives that the kernel lacks by `portable`.
+def with_derivatives(
+    kernel: Attend, portable: Attend, operands: Operands, platform: str | None
+) -> Result:
+    """Computes a call by a fused `kernel`, and the derivatives that the kernel lacks by
+    `portable`.
 
-    `kernel` has gradients of first order in reverse mode, `portable` derivatives of every order. The result has no
-    log-sum-exp if the kernel returns none. `platform` is the kernel's platform if the program may be compiled for
-    others too, else None; see `lower_for_platform.py`.
+    `kernel` has gradients of first order in reverse mode, `portable` derivatives of
+    every order. The result has no log-sum-exp if the kernel returns none. `platform` is
+    the kernel's platform if the program may be compiled for others too, else None; see
+    `lower_for_platform.py`.
     """
     leaves, structure = jax.tree.flatten(varying_alike(operands))
 
     def of_leaves(attend: Attend) -> Callable[..., list[Array]]:
-        return lambda *leaves: jax.tree.leaves(attend(jax.tree.unflatten(structure, leaves)))
+        return lambda *leaves: jax.tree.leaves(
+            attend(jax.tree.unflatten(structure, leaves))
+        )
 
     program = jax.make_jaxpr(of_leaves(kernel))(*leaves)
     count = len(program.out_avals)  # one less if the kernel returns no log-sum-exp
-    functions = _Functions(of_leaves(kernel), lambda *leaves: of_leaves(portable)(*leaves)[:count], platform, count)
+    functions = _Functions(
+        of_leaves(kernel),
+        lambda *leaves: of_leaves(portable)(*leaves)[:count],
+        platform,
+        count,
+    )
     output, *rows = _attention(functions, program)(*leaves)
     return Result(output, *rows) if rows else Result(output, None)
 
 
 class _Functions(NamedTuple):
-    """The kernel and the portable engine as functions of the leaves (arrays) of a call's operands."""
+    """The kernel and the portable engine as functions of the leaves (arrays) of a
+    call's operands.
+    """
 
     kernel: Callable[..., list[Array]]
     portable: Callable[..., list[Array]]
     platform: str | None  # as in `with_derivatives`
-    num_results: int  # output and, if the kernel returns them, log-sum-exp and largest scores
+    # Output and, if the kernel returns them, log-sum-exp and largest scores.
+    num_results: int
 
     def run(self, program: Program, arguments: Sequence[Array]) -> list[Array]:
-        """Evaluates a program of the kernel or of its gradient, compiled only for `platform` unless that is None."""
-        run = as_function(program) if self.platform is None else compile_for(self.platform, program)
+        """Evaluates a program of the kernel or of its gradient, compiled only for
+        `platform` unless that is None.
+        """
+        run = (
+            as_function(program)
+            if self.platform is None
+            else compile_for(self.platform, program)
+        )
         return run(*arguments)
 
 
@@ -63,22 +91,35 @@ def _runs_kernel(program: Program) -> bool:
 
 
 class _ForwardPass(NamedTuple):
-    """The kernel's forward pass, traced, with the residuals (saved arrays) that its gradient needs."""
+    """The kernel's forward pass, traced, with the residuals (saved arrays) that its
+    gradient needs.
+    """
 
-    program: Program  # computes the results, and the residuals that come from the kernel
-    inputs: Program  # computes all other residuals, which are cheap: inputs in the kernel's layout
+    # Computes the results, and the residuals that come from the kernel.
+    program: Program
+    # Computes all other residuals, which are cheap: inputs in the kernel's layout.
+    inputs: Program
     of_kernel: tuple[bool, ...]  # for each residual, whether it comes from the kernel
     argnums: tuple[int, ...]  # indices of the leaves that get gradients
-    pull: Any  # structure of the function, a pytree whose leaves are the residuals, that computes these gradients
+    # Structure of the function, a pytree whose leaves are the residuals, that computes
+    # these gradients.
+    pull: Any
 
     @classmethod
-    def of(cls, functions: _Functions, argnums: tuple[int, ...], arguments: Sequence[Any]) -> "_ForwardPass":
-        """Traces the forward pass. `arguments` are the operands' leaves; those at indices `argnums` get gradients."""
+    def of(
+        cls, functions: _Functions, argnums: tuple[int, ...], arguments: Sequence[Any]
+    ) -> "_ForwardPass":
+        """Traces the forward pass. `arguments` are the operands' leaves; those at
+        indices `argnums` get gradients.
+        """
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:
             some = tuple(leaves[i] for i in argnums)
-            results, pull = jax.vjp(lambda *some: functions.kernel(*replace_at(leaves, argnums, some)), *some)
+            results, pull = jax.vjp(
+                lambda *some: functions.kernel(*replace_at(leaves, argnums, some)),
+                *some,
+            )
             residuals, structure = jax.tree.flatten(pull)
             structures.append(structure)
             return [*results, *residuals]
@@ -86,25 +127,44 @@ class _ForwardPass(NamedTuple):
         program, results = jax.make_jaxpr(forward)(*arguments), functions.num_results
         count = len(program.out_avals)
         kept = [
-            i < results or _runs_kernel(with_outputs(program, [i == j for j in range(count)])) for i in range(count)
+            i < results
+            or _runs_kernel(with_outputs(program, [i == j for j in range(count)]))
+            for i in range(count)
         ]
-        kept = kept if any(kept[results:]) else [True] * count  # no kernel was found by name
+        # No kernel was found by name.
+        kept = kept if any(kept[results:]) else [True] * count
         inputs = with_outputs(program, [not flag for flag in kept])
-        return cls(with_outputs(program, kept), inputs, tuple(kept[results:]), argnums, structures[0])
+        return cls(
+            with_outputs(program, kept),
+            inputs,
+            tuple(kept[results:]),
+            argnums,
+            structures[0],
+        )
 
-    def all_residuals(self, arguments: Sequence[Any], kept: Sequence[Array]) -> list[Array]:
+    def all_residuals(
+        self, arguments: Sequence[Any], kept: Sequence[Array]
+    ) -> list[Array]:
         """Lists all residuals that `pull` needs, in order.
 
-        `kept` are those from the kernel; the others are cheap, and are computed again from `arguments`.
+        `kept` are those from the kernel; the others are cheap, and are computed again
+        from `arguments`.
         """
-        computed, known = iter(as_function(self.inputs)(*lax.stop_gradient(list(arguments)))), iter(kept)
+        computed, known = (
+            iter(as_function(self.inputs)(*lax.stop_gradient(list(arguments)))),
+            iter(kept),
+        )
         return [next(known if flag else computed) for flag in self.of_kernel]
 
 
-def _attention(functions: _Functions, program: Program, saved: _ForwardPass | None = None) -> Function:
-    """Wraps `program`, which runs the kernel, as a `Function`: one operation with derivatives of every order.
+def _attention(
+    functions: _Functions, program: Program, saved: _ForwardPass | None = None
+) -> Function:
+    """Wraps `program`, which runs the kernel, as a `Function`: one operation with
+    derivatives of every order.
 
-    Without `saved`, `program` returns the results. Given `saved`, it is `saved.program`, which also returns residuals.
+    Without `saved`, `program` returns the results. Given `saved`, it is
+    `saved.program`, which also returns residuals.
     """
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
@@ -113,18 +173,40 @@ def _attention(functions: _Functions, program: Program, saved: _ForwardPass | No
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         argnums = tuple(sorted(tangents))
         current = (
-            saved if saved is not None and saved.argnums == argnums else _ForwardPass.of(functions, argnums, arguments)
+            saved
+            if saved is not None and saved.argnums == argnums
+            else _ForwardPass.of(functions, argnums, arguments)
         )
-        outputs = (attend if current is saved else _attention(functions, current.program, current))(*arguments)
-        results, kept = outputs[: functions.num_results], outputs[functions.num_results :]
-        named = [checkpoint_name(x, name) for x, name in zip(results, RESIDUALS, strict=False)]
+        outputs = (
+            attend
+            if current is saved
+            else _attention(functions, current.program, current)
+        )(*arguments)
+        results, kept = (
+            outputs[: functions.num_results],
+            outputs[functions.num_results :],
+        )
+        named = [
+            checkpoint_name(x, name)
+            for x, name in zip(results, RESIDUALS, strict=False)
+        ]
         results = [*named, *results[len(RESIDUALS) :]]
         largest = max((x.size for x in kept), default=0)
         kept = [checkpoint_name(x, RESIDUALS[int(x.size < largest)]) for x in kept]
         # Residuals have no tangent: only the kernel's gradient uses them.
-        tangent = _tangent(functions, current, len(arguments), attend.outputs[: functions.num_results])
-        d_results = tangent(*arguments, *current.all_residuals(arguments, kept), *(tangents[i] for i in argnums))
-        primal = [*results, *kept] if saved is None or saved is current else attend(*arguments)
+        tangent = _tangent(
+            functions, current, len(arguments), attend.outputs[: functions.num_results]
+        )
+        d_results = tangent(
+            *arguments,
+            *current.all_residuals(arguments, kept),
+            *(tangents[i] for i in argnums),
+        )
+        primal = (
+            [*results, *kept]
+            if saved is None or saved is current
+            else attend(*arguments)
+        )
         primal = primal[: len(attend.outputs)]
         return primal, [*d_results, *(None for _ in primal[functions.num_results :])]
 
@@ -132,11 +214,15 @@ def _attention(functions: _Functions, program: Program, saved: _ForwardPass | No
     return attend
 
 
-def _tangent(functions: _Functions, saved: _ForwardPass, num_leaves: int, outputs: Sequence[Any]) -> Function:
-    """Makes the kernel's tangent, a `Function` whose transpose is the kernel's gradient.
+def _tangent(
+    functions: _Functions, saved: _ForwardPass, num_leaves: int, outputs: Sequence[Any]
+) -> Function:
+    """Makes the kernel's tangent, a `Function` whose transpose is the kernel's
+    gradient.
 
-    The tangent's arguments are all `num_leaves` leaves of the operands, the residuals, and the tangents of the leaves
-    with indices `saved.argnums`. `outputs` have the shapes and dtypes of the results.
+    The tangent's arguments are all `num_leaves` leaves of the operands, the residuals,
+    and the tangents of the leaves with indices `saved.argnums`. `outputs` have the
+    shapes and dtypes of the results.
     """
     argnums, num_saved = saved.argnums, saved.pull.num_leaves
     first = num_leaves + num_saved
@@ -148,12 +234,18 @@ def _tangent(functions: _Functions, saved: _ForwardPass, num_leaves: int, output
     def portable_gradient(*arguments: Any) -> Sequence[Array]:
         leaves = arguments[:num_leaves]
         some = tuple(leaves[i] for i in argnums)
-        _, pull = jax.vjp(lambda *some: functions.portable(*replace_at(leaves, argnums, some)), *some)
+        _, pull = jax.vjp(
+            lambda *some: functions.portable(*replace_at(leaves, argnums, some)), *some
+        )
         return list(pull(list(arguments[first:])))
 
-    def transpose(residuals: Sequence[Any], cotangents: Sequence[Array]) -> Sequence[Array]:
+    def transpose(
+        residuals: Sequence[Any], cotangents: Sequence[Array]
+    ) -> Sequence[Array]:
         def pull(*both: Array) -> list[Array]:
-            return list(jax.tree.unflatten(saved.pull, both[:num_saved])(list(both[num_saved:])))
+            return list(
+                jax.tree.unflatten(saved.pull, both[:num_saved])(list(both[num_saved:]))
+            )
 
         program = jax.make_jaxpr(pull)(*residuals[num_leaves:], *cotangents)
         gradient = linear_function(

@@ -1,4 +1,6 @@
-"""The guard of `guard.py` around fused kernels: they run unguarded first, and again only if something is not finite."""
+"""The guard of `guard.py` around fused kernels: they run unguarded first, and again
+only if something is not finite.
+"""
 
 import functools
 from typing import Any, Protocol
@@ -11,27 +13,42 @@ from jaxtyping import Array, Bool, Float
 
 
 class Fused(Protocol):
-    """What `around_kernel` needs of a fused kernel: how to run it, and how to remove NaN and infinity. Hashable."""
+    """What `around_kernel` needs of a fused kernel: how to run it, and how to remove
+    NaN and infinity. Hashable.
+    """
 
-    def run(self, arrays: Any, mask: Any, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Returns output and arrays. Output and, if `differentiated`, gradient are correct if the arrays are finite."""
+    def run(
+        self, arrays: Any, mask: Any, differentiated: bool
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Returns output and arrays. Output and, if `differentiated`, gradient are
+        correct if the arrays are finite.
+        """
 
     def clean(self, arrays: Any, mask: Any) -> tuple[Any, Bool[Array, "B T N 1"]]:
-        """Returns the arrays with zeros in place of NaN and infinity, and which rows of the output must become NaN."""
+        """Returns the arrays with zeros in place of NaN and infinity, and which rows of
+        the output must become NaN.
+        """
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def around_kernel(fused: Fused, arrays: Any, mask: Any) -> Array:
-    """Returns the output of `fused.run` if it is correct, else of `on_guarded`; `arrays` get first-order gradients."""
+    """Returns the output of `fused.run` if it is correct, else of `on_guarded`;
+    `arrays` get first-order gradients.
+    """
     output, decisive = fused.run(arrays, mask, False)
-    return lax.cond(all_finite(*decisive), lambda: output, lambda: on_guarded(fused, arrays, mask))
+    return lax.cond(
+        all_finite(*decisive), lambda: output, lambda: on_guarded(fused, arrays, mask)
+    )
 
 
 def _forward(fused: Fused, arrays: Any, mask: Any) -> tuple[Array, tuple]:
-    output, pull, decisive = jax.vjp(lambda arrays: fused.run(arrays, mask, True), arrays, has_aux=True)
+    output, pull, decisive = jax.vjp(
+        lambda arrays: fused.run(arrays, mask, True), arrays, has_aux=True
+    )
     finite = all_finite(*decisive)
     chosen = lax.cond(finite, lambda: output, lambda: on_guarded(fused, arrays, mask))
-    # The kernel's gradient stores the output. Store `chosen` instead, which then is equal, so that there is one copy.
+    # The kernel's gradient stores the output. Store `chosen` instead, which then is
+    # equal, so that there is one copy.
     pull = jax.tree.map(lambda x: chosen if x is output else x, pull)
     return chosen, (pull, finite, arrays, mask)
 
@@ -41,10 +58,16 @@ def _backward(fused: Fused, saved: tuple, cotangent: Array) -> tuple[Any, None]:
     [gradients] = pull(cotangent)
 
     def cast(gradients: Any) -> Any:
-        return jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, arrays)
+        return jax.tree.map(
+            lambda gradient, x: gradient.astype(x.dtype), gradients, arrays
+        )
 
     def of_guarded() -> Any:
-        return cast(jax.vjp(lambda arrays: on_guarded(fused, arrays, mask), arrays)[1](cotangent)[0])
+        return cast(
+            jax.vjp(lambda arrays: on_guarded(fused, arrays, mask), arrays)[1](
+                cotangent
+            )[0]
+        )
 
     return lax.cond(finite, lambda: cast(gradients), of_guarded), None
 
@@ -53,7 +76,9 @@ around_kernel.defvjp(_forward, _backward)
 
 
 def on_guarded(fused: Fused, arrays: Any, mask: Any) -> Array:
-    """Runs a fused kernel on arrays from `fused.clean`. Rows that attend to NaN or infinity become NaN (gradient 0)."""
+    """Runs a fused kernel on arrays from `fused.clean`. Rows that attend to NaN or
+    infinity become NaN (gradient 0).
+    """
     finite, is_nan = fused.clean(arrays, mask)
     output, _ = fused.run(finite, mask, False)
     return jnp.where(is_nan, jnp.full_like(output, jnp.nan), output)
@@ -63,20 +88,29 @@ def on_guarded(fused: Fused, arrays: Any, mask: Any) -> Array:
 def all_finite(*arrays: Float[Array, "B L *rest"]) -> Bool[Array, ""]:
     """Returns whether all entries are finite.
 
-    Under `vmap`, it returns one bool for all mapped calls, because a `lax.cond` on a mapped bool runs both branches.
+    Under `vmap`, it returns one bool for all mapped calls, because a `lax.cond` on a
+    mapped bool runs both branches.
     """
-    # Arrays of one shape are combined before they are reduced, first to rows: then XLA reads them in one kernel.
+    # Arrays of one shape are combined before they are reduced, first to rows: then XLA
+    # reads them in one kernel.
     entries = _combine_alike([lax.is_finite(x) for x in arrays])
     rows = _combine_alike([x.all(range(2, x.ndim)) for x in entries])
     return functools.reduce(jnp.logical_and, [x.all() for x in rows])
 
 
 @all_finite.def_vmap
-def _all_finite_of_all(axis_size: int, in_batched: list[bool], *arrays: Array) -> tuple[Array, bool]:
+def _all_finite_of_all(
+    axis_size: int, in_batched: list[bool], *arrays: Array
+) -> tuple[Array, bool]:
     return all_finite(*arrays), False
 
 
 def _combine_alike(flags: list[Array]) -> list[Array]:
-    """Combines the boolean arrays of each shape by `and`; returns one array for each shape."""
+    """Combines the boolean arrays of each shape by `and`; returns one array for each
+    shape.
+    """
     shapes = dict.fromkeys(x.shape for x in flags)
-    return [functools.reduce(jnp.logical_and, [x for x in flags if x.shape == shape]) for shape in shapes]
+    return [
+        functools.reduce(jnp.logical_and, [x for x in flags if x.shape == shape])
+        for shape in shapes
+    ]

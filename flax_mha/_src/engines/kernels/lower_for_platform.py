@@ -1,8 +1,11 @@
-"""Runs a kernel for one platform in a program that may be compiled for other platforms, or for several at once.
+"""Runs a kernel for one platform in a program that may be compiled for other platforms,
+or for several at once.
 
-The platform is not known while a program is traced: `jit(backend="cpu")`, arrays on another device and `jax.export`
-decide it later, and `jax.lax.platform_dependent` chooses a branch then. But in a program for several platforms, JAX
-compiles every branch for all of them, which fails for kernels; here the kernel is compiled only for its platform.
+The platform is not known while a program is traced: `jit(backend="cpu")`, arrays on
+another device and `jax.export` decide it later, and `jax.lax.platform_dependent`
+chooses a branch then. But in a program for several platforms, JAX compiles every branch
+for all of them, which fails for kernels; here the kernel is compiled only for its
+platform.
 """
 
 import functools
@@ -21,18 +24,28 @@ from flax_mha._src.core.jaxprs import Program, as_function
 Attend = Callable[[Operands], Array]
 
 
-def lower_for_platform(platform: str, kernel: Attend, elsewhere: Attend, operands: Operands) -> Array:
-    """Calls `kernel(operands)` in a program compiled for `platform` ("gpu" or "tpu"), else `elsewhere(operands)`.
+def lower_for_platform(
+    platform: str, kernel: Attend, elsewhere: Attend, operands: Operands
+) -> Array:
+    """Calls `kernel(operands)` in a program compiled for `platform` ("gpu" or "tpu"),
+    else `elsewhere(operands)`.
 
-    JAX compiles both branches for every platform of a program. So within `kernel`, the fused kernel must be called by
-    `compile_for`, which compiles it for its own platform only.
+    JAX compiles both branches for every platform of a program. So within `kernel`, the
+    fused kernel must be called by `compile_for`, which compiles it for its own platform
+    only.
     """
-    return lax.platform_dependent(operands, **{_lowering_name(platform): kernel}, default=elsewhere)
+    return lax.platform_dependent(
+        operands, **{_lowering_name(platform): kernel}, default=elsewhere
+    )
 
 
 def compile_for(platform: str, program: Program) -> Callable[..., list[Array]]:
-    """Makes a function that evaluates `program`. JAX compiles it only for `platform`, and cannot differentiate it."""
-    return functools.partial(_compiled_for_p.bind, jaxpr=program, name=_lowering_name(platform))
+    """Makes a function that evaluates `program`. JAX compiles it only for `platform`,
+    and cannot differentiate it.
+    """
+    return functools.partial(
+        _compiled_for_p.bind, jaxpr=program, name=_lowering_name(platform)
+    )
 
 
 def _lowering_name(platform: str) -> str:
@@ -50,7 +63,9 @@ def _types(*_: Any, jaxpr: Program, name: str) -> list[Any]:
 
 def _batched(arguments: Any, axes: Any, *, jaxpr: Program, name: str) -> Any:
     together = jax.make_jaxpr(jax.vmap(as_function(jaxpr), axes))(*arguments)
-    return _compiled_for_p.bind(*arguments, jaxpr=together, name=name), [0] * len(together.out_avals)
+    return _compiled_for_p.bind(*arguments, jaxpr=together, name=name), [0] * len(
+        together.out_avals
+    )
 
 
 def _lowered(context: Any, *arguments: Any, jaxpr: Program, name: str) -> Any:

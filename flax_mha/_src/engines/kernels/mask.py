@@ -1,7 +1,9 @@
-"""Translates a call's mask for fused kernels, which support only a window, lengths and segments.
+"""Translates a call's mask for fused kernels, which support only a window, lengths and
+segments.
 
-Calls with other masks are refused. Kernels return arbitrary output for queries whose keys are all masked: `masked_rows`
-finds these rows. `clean` replaces NaN and infinity in a kernel's arrays, and finds the rows that must be NaN.
+Calls with other masks are refused. Kernels return arbitrary output for queries whose
+keys are all masked: `masked_rows` finds these rows. `clean` replaces NaN and infinity
+in a kernel's arrays, and finds the rows that must be NaN.
 """
 
 import dataclasses
@@ -21,33 +23,47 @@ from flax_mha._src.masks.base import conjuncts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KernelMask:
-    """A mask for fused kernels: query i attends to keys i - left to i + right, below the lengths, in the same segment.
+    """A mask for fused kernels: query i attends to keys i - left to i + right, below
+    the lengths, in the same segment.
 
     i is an index into the call's arrays, not a position. None means no limit.
     """
 
-    left: int | None = dataclasses.field(metadata={"static": True})  # negative if the window begins after key i
-    right: int | None = dataclasses.field(metadata={"static": True})  # negative if it ends before key i
+    # Negative if the window begins after key i.
+    left: int | None = dataclasses.field(metadata={"static": True})
+    # Negative if it ends before key i.
+    right: int | None = dataclasses.field(metadata={"static": True})
     query_lengths: Int[Array, "*B"] | None  # number of queries that are used
     key_lengths: Int[Array, "*B"] | None  # number of keys that are used
     segments: SegmentMask | None
-    others: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})  # names of unsupported masks
+    # Names of unsupported masks.
+    others: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def masks_scores(self) -> bool:
         """True if any score may be masked."""
-        return self.left is not None or self.right is not None or bool(jax.tree.leaves(self))
+        return (
+            self.left is not None
+            or self.right is not None
+            or bool(jax.tree.leaves(self))
+        )
 
     def flat(self, batch: tuple[int, ...]) -> "KernelMask":
-        """Broadcasts the batch axes of all arrays to the sizes `batch`, and flattens them to one axis."""
+        """Broadcasts the batch axes of all arrays to the sizes `batch`, and flattens
+        them to one axis.
+        """
         rank = len(batch)
-        return jax.tree.map(lambda x: flat(jnp.broadcast_to(x, (*batch, *x.shape[rank:])), rank), self)
+        return jax.tree.map(
+            lambda x: flat(jnp.broadcast_to(x, (*batch, *x.shape[rank:])), rank), self
+        )
 
 
 def kernel_mask(call: Call) -> KernelMask:
-    """Translates the mask of a call; masks that cannot be translated are named in `others`, for `refusals`.
+    """Translates the mask of a call; masks that cannot be translated are named in
+    `others`, for `refusals`.
 
-    If an offset is an array, `left` and `right` are 0 for a limit and None for no limit: `refusals` needs no more.
+    If an offset is an array, `left` and `right` are 0 for a limit and None for no
+    limit: `refusals` needs no more.
     """
     left = right = query_lengths = key_lengths = segments = None
     others = []
@@ -62,12 +78,23 @@ def kernel_mask(call: Call) -> KernelMask:
             segments = part
         else:
             others.append(type(part).__name__.strip("_"))
-    (queries, keys), (query_offset, key_offset) = call.operands.lengths, call.operands.offsets.values
-    # Convert positions to rows and columns. A limit that masks nothing becomes None; one that masks everything is
-    # clamped to the size of the arrays.
+    (queries, keys), (query_offset, key_offset) = (
+        call.operands.lengths,
+        call.operands.offsets.values,
+    )
+    # Convert positions to rows and columns. A limit that masks nothing becomes None;
+    # one that masks everything is clamped to the size of the arrays.
     shift: Any = query_offset - key_offset if call.operands.offsets.are_known else 0
-    left = None if left is None or left - shift >= queries - 1 else max(left - shift, -keys)
-    right = None if right is None or right + shift >= keys - 1 else max(right + shift, -queries)
+    left = (
+        None
+        if left is None or left - shift >= queries - 1
+        else max(left - shift, -keys)
+    )
+    right = (
+        None
+        if right is None or right + shift >= keys - 1
+        else max(right + shift, -queries)
+    )
     if not call.operands.offsets.are_known:  # then any limit is a reason to refuse
         left, right = (None if side is None else 0 for side in (left, right))
     query_lengths = None if query_lengths is None else query_lengths - query_offset
@@ -81,10 +108,14 @@ def _smaller(a: Any, b: Any) -> Any:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
-def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> list[str]:
-    """Lists the reasons why a fused kernel cannot compute a call; `mask` is `kernel_mask(call)`.
+def refusals(
+    call: Call, mask: KernelMask, supported: Collection[str] = ()
+) -> list[str]:
+    """Lists the reasons why a fused kernel cannot compute a call; `mask` is
+    `kernel_mask(call)`.
 
-    `supported` names arguments, such as "bias", that this kernel accepts and others do not.
+    `supported` names arguments, such as "bias", that this kernel accepts and others do
+    not.
     """
     operands, options = call
     has_band = mask.left is not None or mask.right is not None
@@ -92,9 +123,11 @@ def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> l
     masks_only = "if it only masks, pass a causal mask, window or lengths instead"
     unknown = {
         "bias": operands.bias is not None and f"is not supported: {masks_only}",
-        "logits_soft_cap": options.soft_cap is not None and "is not supported: leave it out",
+        "logits_soft_cap": options.soft_cap is not None
+        and "is not supported: leave it out",
         "sinks": operands.sinks is not None and "are not supported: leave them out",
-        "score_mod": options.score_mod is not None and f"is not supported: {masks_only}",
+        "score_mod": options.score_mod is not None
+        and f"is not supported: {masks_only}",
         "dropout_rate": options.dropout_rate > 0
         and "must be 0, because dropout_rng is not supported: pass 0, or pass deterministic=True to the module",
         "return_residual": options.return_residual
@@ -102,18 +135,27 @@ def refusals(call: Call, mask: KernelMask, supported: Collection[str] = ()) -> l
         "return_max_score": options.return_max_score
         and "requires the running maximum, which it does not return: leave it out (sow_max_score in a module)",
         "query_offset": has_band and operands.offsets.query_array is not None and fixed,
-        "key_value_offset": has_band and operands.offsets.key_array is not None and fixed,
+        "key_value_offset": has_band
+        and operands.offsets.key_array is not None
+        and fixed,
         "scale": operands.scale is not None
         and "is an array, but must be a Python float: pass a float, or multiply the query by the array and pass 1.0",
         "precision": options.precision not in DEFAULT_PRECISION
         and f"must be the default, but is {options.precision}: leave it out",
     }
-    reasons = [f"{name} {why}" for name, why in unknown.items() if why and name not in supported]
+    reasons = [
+        f"{name} {why}"
+        for name, why in unknown.items()
+        if why and name not in supported
+    ]
     if mask.segments is not None and mask.segments.query_ids.dtype != jnp.int32:
-        reasons.append(f"segment ids must be int32, but are {mask.segments.query_ids.dtype}: use .astype(jnp.int32)")
+        reasons.append(
+            f"segment ids must be int32, but are {mask.segments.query_ids.dtype}: use "
+            ".astype(jnp.int32)"
+        )
     return reasons + [
-        f"the mask contains {name}, which is not a causal, window, length or segment mask: use only these, combined "
-        "with &, if possible"
+        f"the mask contains {name}, which is not a causal, window, length or segment "
+        "mask: use only these, combined with &, if possible"
         for name in mask.others
     ]
 
@@ -133,34 +175,61 @@ def flat(x: Array, axes: int) -> Array:
 def visible_range(
     mask: KernelMask, batch: int, lengths: tuple[int, int]
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Computes the first key that each query attends to, and one past the last, as if there were no segments.
+    """Computes the first key that each query attends to, and one past the last, as if
+    there were no segments.
 
-    `mask` has one batch axis, of size `batch` (see `KernelMask.flat`), and `lengths` are T and S.
+    `mask` has one batch axis, of size `batch` (see `KernelMask.flat`), and `lengths`
+    are T and S.
     """
     queries, keys = lengths
     rows = jnp.arange(queries, dtype=jnp.int32)
-    first = jnp.zeros_like(rows) if mask.left is None else jnp.clip(rows - mask.left, 0, keys)
-    end = jnp.full_like(rows, keys) if mask.right is None else jnp.clip(rows + mask.right + 1, 0, keys)
+    first = (
+        jnp.zeros_like(rows)
+        if mask.left is None
+        else jnp.clip(rows - mask.left, 0, keys)
+    )
+    end = (
+        jnp.full_like(rows, keys)
+        if mask.right is None
+        else jnp.clip(rows + mask.right + 1, 0, keys)
+    )
     if mask.key_lengths is not None:
-        end = jnp.minimum(*jnp.broadcast_arrays(end, jnp.maximum(mask.key_lengths, 0)[..., None]))
+        end = jnp.minimum(
+            *jnp.broadcast_arrays(end, jnp.maximum(mask.key_lengths, 0)[..., None])
+        )
     if mask.query_lengths is not None:
         rows, end, used = jnp.broadcast_arrays(rows, end, mask.query_lengths[..., None])
         end = jnp.where(rows < used, end, jnp.zeros_like(end))
-    return jnp.broadcast_to(first, (batch, queries)), jnp.broadcast_to(end, (batch, queries))
+    return jnp.broadcast_to(first, (batch, queries)), jnp.broadcast_to(
+        end, (batch, queries)
+    )
 
 
 def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
-    """Returns whether every query has a visible key, or False if `mask` has lengths or segments; `lengths`: T, S."""
+    """Returns whether every query has a visible key, or False if `mask` has lengths or
+    segments; `lengths`: T, S.
+    """
     queries, keys = lengths
-    if mask.query_lengths is not None or mask.key_lengths is not None or mask.segments is not None:
+    if (
+        mask.query_lengths is not None
+        or mask.key_lengths is not None
+        or mask.segments is not None
+    ):
         return False
-    return (mask.right is None or mask.right >= 0) and (mask.left is None or queries <= keys + mask.left)
+    return (mask.right is None or mask.right >= 0) and (
+        mask.left is None or queries <= keys + mask.left
+    )
 
 
 def masked_rows(
-    mask: KernelMask, batch: int, lengths: tuple[int, int], bias: Float[Array, "B T N S"] | None = None
+    mask: KernelMask,
+    batch: int,
+    lengths: tuple[int, int],
+    bias: Float[Array, "B T N S"] | None = None,
 ) -> Bool[Array, "B T #N"]:
-    """Computes which queries have no visible key; a bias of -inf hides a key, too. Arguments as in `visible_range`."""
+    """Computes which queries have no visible key; a bias of -inf hides a key, too.
+    Arguments as in `visible_range`.
+    """
     if mask.segments is None and bias is None:
         first, end = visible_range(mask, batch, lengths)
         return (end <= first)[:, :, None]
@@ -168,9 +237,14 @@ def masked_rows(
 
 
 def _visible(
-    mask: KernelMask, batch: int, lengths: tuple[int, int], bias: Float[Array, "B T N S"] | None
+    mask: KernelMask,
+    batch: int,
+    lengths: tuple[int, int],
+    bias: Float[Array, "B T N S"] | None,
 ) -> Bool[Array, "B T #N S"]:
-    """Computes which of T * S scores (`lengths`) are visible; callers reduce them at once, so that XLA stores none."""
+    """Computes which of T * S scores (`lengths`) are visible; callers reduce them at
+    once, so that XLA stores none.
+    """
     first, end = (x[:, :, None, None] for x in visible_range(mask, batch, lengths))
     places = jnp.arange(lengths[1], dtype=jnp.int32)[None, None, None, :]
     visible = (first <= places) & (places < end)
@@ -190,17 +264,27 @@ class Arrays(NamedTuple):
     sinks: Float[Array, "B N"] | None = None
 
 
-def clean(arrays: Arrays, mask: KernelMask, scale: float) -> tuple[Arrays, Bool[Array, "B T N 1"]]:
-    """Replaces queries, keys, values and biases that are not finite by zeros, so that a kernel can run on them.
+def clean(
+    arrays: Arrays, mask: KernelMask, scale: float
+) -> tuple[Arrays, Bool[Array, "B T N 1"]]:
+    """Replaces queries, keys, values and biases that are not finite by zeros, so that a
+    kernel can run on them.
 
-    Also returns which rows with visible keys must be NaN: their query, or a visible key, value or bias, was replaced.
-    -inf in a bias stays, because it masks. A query that overflows when multiplied by `scale` is replaced, too.
+    Also returns which rows with visible keys must be NaN: their query, or a visible
+    key, value or bias, was replaced. -inf in a bias stays, because it masks. A query
+    that overflows when multiplied by `scale` is replaced, too.
     """
     query, key, value, bias, _ = arrays
-    batch, lengths, groups = query.shape[0], (query.shape[1], key.shape[1]), query.shape[2] // key.shape[2]
+    batch, lengths, groups = (
+        query.shape[0],
+        (query.shape[1], key.shape[1]),
+        query.shape[2] // key.shape[2],
+    )
     key, value, of_keys = guard.zero_keys(key, value)
     of_queries = guard.flag(query.astype(jnp.float32) * scale)
-    is_bad_bias: Any = None if bias is None else ~((bias == -jnp.inf) | jnp.isfinite(bias))
+    is_bad_bias: Any = (
+        None if bias is None else ~((bias == -jnp.inf) | jnp.isfinite(bias))
+    )
     bad_keys = jnp.repeat(of_keys == jnp.inf, groups, axis=2)
     if mask.segments is None and bias is None:
         sees_bad = _count(bad_keys, *visible_range(mask, batch, lengths)) > 0
@@ -208,15 +292,24 @@ def clean(arrays: Arrays, mask: KernelMask, scale: float) -> tuple[Arrays, Bool[
         bad = jnp.swapaxes(bad_keys, 1, 2)[:, None]
         bad = bad if bias is None else bad | is_bad_bias
         sees_bad = (_visible(mask, batch, lengths, bias) & bad).any(-1)
-    is_nan = sees_bad | ((of_queries == jnp.inf) & ~masked_rows(mask, batch, lengths, bias))
+    is_nan = sees_bad | (
+        (of_queries == jnp.inf) & ~masked_rows(mask, batch, lengths, bias)
+    )
     if bias is not None:
         bias = jnp.where(is_bad_bias, jnp.zeros_like(bias), bias)
     query = guard.zero(query, of_queries.astype(query.dtype))
-    return arrays._replace(query=query, key=key, value=value, bias=bias), is_nan[..., None]
+    return arrays._replace(query=query, key=key, value=value, bias=bias), is_nan[
+        ..., None
+    ]
 
 
-def _count(flags: Bool[Array, "B S N"], first: Int[Array, "B T"], end: Int[Array, "B T"]) -> Int[Array, "B T N"]:
+def _count(
+    flags: Bool[Array, "B S N"], first: Int[Array, "B T"], end: Int[Array, "B T"]
+) -> Int[Array, "B T N"]:
     """Counts, for each query, the keys from `first` to `end - 1` whose flag is True."""
     sums = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
-    at_end, at_first = (jnp.take_along_axis(sums, i[:, :, None], axis=1) for i in (jnp.maximum(first, end), first))
+    at_end, at_first = (
+        jnp.take_along_axis(sums, i[:, :, None], axis=1)
+        for i in (jnp.maximum(first, end), first)
+    )
     return at_end - at_first

@@ -1,8 +1,9 @@
 """`implementation="splash"`: JAX's splash attention kernels for TPUs.
 
-A window becomes a mask that the kernel computes, and by which it skips tiles; lengths and segments become segment ids.
-The output of queries whose keys are all masked is set to 0, and `guarded.around_kernel` keeps NaN and infinity in
-masked keys out of the result.
+A window becomes a mask that the kernel computes, and by which it skips tiles; lengths
+and segments become segment ids. The output of queries whose keys are all masked is set
+to 0, and `guarded.around_kernel` keeps NaN and infinity in masked keys out of the
+result.
 """
 
 import dataclasses
@@ -13,13 +14,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_mask as splash_masks,
+)
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Result
 from flax_mha._src.core.tracing import reasons_against_kernel, varying_alike
-from flax_mha._src.engines.engine import EMPTY, Engine, reason_against_platform, reasons_against_dtype
+from flax_mha._src.engines.engine import (
+    EMPTY,
+    Engine,
+    reason_against_platform,
+    reasons_against_dtype,
+)
 from flax_mha._src.engines.kernels import guarded
 from flax_mha._src.engines.kernels import mask as kernel_mask
 from flax_mha._src.engines.kernels.mask import Arrays, KernelMask
@@ -27,7 +37,8 @@ from flax_mha._src.plan import Plan
 
 # Rows and columns of a tile; lengths are padded to multiples of them.
 TILES = (512, 256, 128)
-# Twice this, in float32 with every kind of mask, does not compile for TPU v4, whose tiles must fit in 16 MiB.
+# Twice this, in float32 with every kind of mask, does not compile for TPU v4, whose
+# tiles must fit in 16 MiB.
 LARGEST_HEAD = 256
 # The kernel's tables take three bytes of scalar memory (1 MiB) per tile.
 MOST_TILES = 512 * 512
@@ -35,11 +46,12 @@ MOST_TILES = 512 * 512
 
 @dataclasses.dataclass(frozen=True)
 class Band(splash_masks.Mask):
-    """A splash mask for a window, from `left` keys before a query to `right` after it, among the first `keys` keys.
+    """A splash mask for a window, from `left` keys before a query to `right` after it,
+    among the first `keys` keys.
 
-    None means no limit, and `size` is (queries, keys) with padding. Unlike splash's own masks, it returns a single
-    value for a tile that is all True or all False. Then building the kernel for 32768 queries and keys takes 0.1 s
-    instead of 6 to 11 s.
+    None means no limit, and `size` is (queries, keys) with padding. Unlike splash's own
+    masks, it returns a single value for a tile that is all True or all False. Then
+    building the kernel for 32768 queries and keys takes 0.1 s instead of 6 to 11 s.
     """
 
     size: tuple[int, int]
@@ -57,7 +69,9 @@ class Band(splash_masks.Mask):
         return np.arange(self.size[0], dtype=np.int32)
 
     def mask_function(self, rows: Any, columns: Any) -> Any:
-        """Computes which scores of queries `rows` and keys `columns` are visible; also called inside the kernel."""
+        """Computes which scores of queries `rows` and keys `columns` are visible; also
+        called inside the kernel.
+        """
         visible = columns < self.keys
         if self.left is not None:
             visible = visible & (columns >= rows - self.left)
@@ -66,9 +80,14 @@ class Band(splash_masks.Mask):
         return visible
 
     def __getitem__(self, tile: tuple[slice, slice]) -> np.ndarray:
-        rows, columns = (np.arange(side.start, side.stop, dtype=np.int32) for side in tile)
-        # If the two corners with the largest distances are visible, so is all of the tile.
-        if self.mask_function(rows[-1], columns[0]) and self.mask_function(rows[0], columns[-1]):
+        rows, columns = (
+            np.arange(side.start, side.stop, dtype=np.int32) for side in tile
+        )
+        # If the two corners with the largest distances are visible, so is all of the
+        # tile.
+        if self.mask_function(rows[-1], columns[0]) and self.mask_function(
+            rows[0], columns[-1]
+        ):
             return np.ones((1, 1), bool)
         before = self.left is not None and columns[-1] < rows[0] - self.left
         ahead = self.right is not None and columns[0] > rows[-1] + self.right
@@ -78,27 +97,39 @@ class Band(splash_masks.Mask):
 
 
 def tile_size(length: int, largest: int | None = None) -> int:
-    """Chooses the side of tiles along a sequence of this `length`: the largest of `TILES` that pads little.
+    """Chooses the side of tiles along a sequence of this `length`: the largest of
+    `TILES` that pads little.
 
-    It pads to at most 9/8 of the length that the smallest tile pads to. `largest` is an upper limit; None sets none.
+    It pads to at most 9/8 of the length that the smallest tile pads to. `largest` is an
+    upper limit; None sets none.
     """
     tiles = [tile for tile in TILES if largest is None or tile <= largest]
     padded = [length + -length % tile for tile in tiles]
-    return next(tile for tile, total in zip(tiles, padded, strict=True) if 8 * total <= 9 * padded[-1])
+    return next(
+        tile
+        for tile, total in zip(tiles, padded, strict=True)
+        if 8 * total <= 9 * padded[-1]
+    )
 
 
 def refusals(call: Call) -> list[str]:
     (queries, keys), mask = call.operands.lengths, kernel_mask.kernel_mask(call)
-    reasons = kernel_mask.refusals(call, mask, ["logits_soft_cap", "sinks"]) + _refusals_of_device(call)
-    if math.prod(-(-length // tile_size(length)) for length in (queries, keys)) > MOST_TILES:
+    reasons = kernel_mask.refusals(
+        call, mask, ["logits_soft_cap", "sinks"]
+    ) + _refusals_of_device(call)
+    if (
+        math.prod(-(-length // tile_size(length)) for length in (queries, keys))
+        > MOST_TILES
+    ):
         reasons.append(
-            f"its tile table does not fit for {queries} queries and {keys} keys: use shorter sequences, or "
-            'implementation="blockwise"'
+            f"its tile table does not fit for {queries} queries and {keys} keys: use "
+            'shorter sequences, or implementation="blockwise"'
         )
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if precision not in DEFAULT_PRECISION:
         reasons.append(
-            f"it supports only the default matmul precision, not {precision}: leave jax_default_matmul_precision unset"
+            f"it supports only the default matmul precision, not {precision}: leave "
+            "jax_default_matmul_precision unset"
         )
     return reasons
 
@@ -112,10 +143,13 @@ def _refusals_of_device(call: Call) -> list[str]:
     largest = max(query.shape[-1], value.shape[-1])
     if largest > LARGEST_HEAD:
         reasons.append(
-            f"head sizes must be at most {LARGEST_HEAD}, but the largest is {largest}: change num_heads or qkv_features"
+            f"head sizes must be at most {LARGEST_HEAD}, but the largest is {largest}: "
+            "change num_heads or qkv_features"
         )
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        reasons.append("its kernels do not compile with 64-bit types: set jax_enable_x64 to False")
+        reasons.append(
+            "its kernels do not compile with 64-bit types: set jax_enable_x64 to False"
+        )
     if 0 in (*query.shape, *key.shape, *value.shape):
         reasons.append(EMPTY)
     return reasons + reasons_against_kernel(target)
@@ -139,8 +173,11 @@ class Kernel(NamedTuple):
     soft_cap: float | None
     interpret: bool
 
-    def __call__(self, inputs: KernelInputs, segment_ids: splash.SegmentIds | None) -> Float[Array, "B N T Hv"]:
-        # Built in every trace, because a kernel holds arrays of the trace that it was built in.
+    def __call__(
+        self, inputs: KernelInputs, segment_ids: splash.SegmentIds | None
+    ) -> Float[Array, "B N T Hv"]:
+        # Built in every trace, because a kernel holds arrays of the trace that it was
+        # built in.
         attend = splash.make_splash_mha(
             splash_masks.MultiHeadMask([self.mask] * self.num_heads),
             block_sizes=_block_sizes(*self.sides),
@@ -149,13 +186,17 @@ class Kernel(NamedTuple):
             q_seq_shards=1,
             interpret=self.interpret,
         )
-        return jax.vmap(attend)(inputs.query, inputs.key, inputs.value, segment_ids, inputs.sinks)
+        return jax.vmap(attend)(
+            inputs.query, inputs.key, inputs.value, segment_ids, inputs.sinks
+        )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SavedWithSinks:
-    """What the backward pass needs: the kernel's gradient `pull`, a pytree, and which of its leaves are these."""
+    """What the backward pass needs: the kernel's gradient `pull`, a pytree, and which
+    of its leaves are these.
+    """
 
     pull: Any
     sinks: Any  # [B, N]
@@ -169,8 +210,8 @@ def _with_sinks(
 ) -> Float[Array, "B N T Hv"]:
     """Runs the kernel; computes the gradient of the sinks in float32.
 
-    JAX before 0.12 rounds each term of this gradient to the inputs' dtype, and the terms often cancel
-    (https://github.com/jax-ml/jax/issues/40128).
+    JAX before 0.12 rounds each term of this gradient to the inputs' dtype, and the
+    terms often cancel (https://github.com/jax-ml/jax/issues/40128).
     """
     return kernel(inputs, segment_ids)
 
@@ -179,16 +220,24 @@ def _forward_with_sinks(
     kernel: Kernel, inputs: KernelInputs, segment_ids: splash.SegmentIds | None
 ) -> tuple[Array, SavedWithSinks]:
     output, pull = jax.vjp(lambda inputs: kernel(inputs, segment_ids), inputs)
-    # The kernel's gradient stores output and log-sum-exp. Find them there, instead of storing them twice.
+    # The kernel's gradient stores output and log-sum-exp. Find them there, instead of
+    # storing them twice.
     leaves = jax.tree.leaves(pull)
     of_output = [i for i, x in enumerate(leaves) if x is output]
-    of_lse = [i for i, x in enumerate(leaves) if x.shape == output.shape[:-1] and x.dtype == jnp.float32]
-    if len(of_output) != 1 or len(of_lse) != 1:  # not as in the versions of JAX that were tried
+    of_lse = [
+        i
+        for i, x in enumerate(leaves)
+        if x.shape == output.shape[:-1] and x.dtype == jnp.float32
+    ]
+    # Not as in the versions of JAX that were tried.
+    if len(of_output) != 1 or len(of_lse) != 1:
         return output, SavedWithSinks(pull, inputs.sinks, None, None)
     return output, SavedWithSinks(pull, inputs.sinks, of_output[0], of_lse[0])
 
 
-def _backward_with_sinks(kernel: Kernel, saved: SavedWithSinks, d_output: Array) -> tuple[KernelInputs, None]:
+def _backward_with_sinks(
+    kernel: Kernel, saved: SavedWithSinks, d_output: Array
+) -> tuple[KernelInputs, None]:
     [gradients] = saved.pull(d_output)
     if saved.output_index is None or saved.lse_index is None:
         return gradients, None
@@ -207,13 +256,19 @@ _with_sinks.defvjp(_forward_with_sinks, _backward_with_sinks)
 
 
 class Masked(NamedTuple):
-    """Splash's kernel as a `guarded.Fused`: `guarded.around_kernel` keeps NaN in masked keys out of the result."""
+    """Splash's kernel as a `guarded.Fused`: `guarded.around_kernel` keeps NaN in masked
+    keys out of the result.
+    """
 
     soft_cap: float | None
     interpret: bool
 
-    def run(self, arrays: Arrays, mask: KernelMask, differentiated: bool) -> tuple[Array, tuple[Array, ...]]:
-        """Returns the output (0 for rows without visible keys) and arrays to check: it is correct if all are finite."""
+    def run(
+        self, arrays: Arrays, mask: KernelMask, differentiated: bool
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Returns the output (0 for rows without visible keys) and arrays to check: it
+        is correct if all are finite.
+        """
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
         lengths = query.shape[2], key.shape[2]
         sides = tile_size(lengths[0]), tile_size(lengths[1])
@@ -245,7 +300,9 @@ class Masked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Splash(Engine):
-    """The engine of JAX's splash attention. It returns no log-sum-exp; `interpret=True` runs on any machine, slowly."""
+    """The engine of JAX's splash attention. It returns no log-sum-exp; `interpret=True`
+    runs on any machine, slowly.
+    """
 
     name = "splash"
     platform = "tpu"
@@ -257,11 +314,16 @@ class Splash(Engine):
 
     def forward(self, plan: Plan, call: Call) -> Result:
         operands, options = call
-        batch, mask = operands.query.shape[:-3], kernel_mask.kernel_mask(call).flat(operands.query.shape[:-3])
+        batch, mask = (
+            operands.query.shape[:-3],
+            kernel_mask.kernel_mask(call).flat(operands.query.shape[:-3]),
+        )
         query, key, value = (kernel_mask.flat(x, len(batch)) for x in operands[:3])
         arrays = Arrays(_scaled(query, options.scale), key, value)
         if operands.sinks is not None:
-            sinks = jnp.broadcast_to(operands.sinks, (*batch, query.shape[2])).astype(jnp.float32)
+            sinks = jnp.broadcast_to(operands.sinks, (*batch, query.shape[2])).astype(
+                jnp.float32
+            )
             arrays = arrays._replace(sinks=kernel_mask.flat(sinks, len(batch)))
         kernel = Masked(options.soft_cap, self.interpret)
         if mask.masks_scores:
@@ -279,50 +341,76 @@ def _scaled(query: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N
 
 
 def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
-    """Makes splash's description of tiles of `rows` and `columns`, the same forward and backward.
+    """Makes splash's description of tiles of `rows` and `columns`, the same forward and
+    backward.
 
-    A row whose tiles are all skipped is NaN after the forward pass, so the backward pass must skip them, too. That pass
-    is two kernels; a single fused one would store a gradient of the queries for every column of tiles.
+    A row whose tiles are all skipped is NaN after the forward pass, so the backward
+    pass must skip them, too. That pass is two kernels; a single fused one would store a
+    gradient of the queries for every column of tiles.
     """
     return splash.BlockSizes(
-        block_q=rows, block_kv=columns, block_q_dkv=rows, block_kv_dkv=columns, block_q_dq=rows, block_kv_dq=columns
+        block_q=rows,
+        block_kv=columns,
+        block_q_dkv=rows,
+        block_kv_dkv=columns,
+        block_q_dq=rows,
+        block_kv_dq=columns,
     )
 
 
-def _mask(mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]) -> splash_masks.Mask:
-    """Makes splash's mask of window and padding; `lengths` T and S are padded to multiples of `sides`, a tile's shape.
+def _mask(
+    mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]
+) -> splash_masks.Mask:
+    """Makes splash's mask of window and padding; `lengths` T and S are padded to
+    multiples of `sides`, a tile's shape.
 
-    If it would hide everything, it hides nothing: splash needs a visible tile, and `Masked.run` zeroes the output.
+    If it would hide everything, it hides nothing: splash needs a visible tile, and
+    `Masked.run` zeroes the output.
     """
     queries, keys = lengths
     size = queries + -queries % sides[0], keys + -keys % sides[1]
     nearest = 1 - queries if mask.left is None else max(-mask.left, 1 - queries)
     furthest = keys - 1 if mask.right is None else min(mask.right, keys - 1)
     everything = mask.left is None and mask.right is None and size[1] == keys
-    return splash_masks.FullMask(size) if everything or furthest < nearest else Band(size, mask.left, mask.right, keys)
+    return (
+        splash_masks.FullMask(size)
+        if everything or furthest < nearest
+        else Band(size, mask.left, mask.right, keys)
+    )
 
 
 def _segment_ids(
     mask: KernelMask, batch: int, lengths: tuple[int, int], sides: tuple[int, int]
 ) -> splash.SegmentIds | None:
-    """Makes padded segment ids, by which splash hides keys of other segments, and keys past their sequence's length.
+    """Makes padded segment ids, by which splash hides keys of other segments, and keys
+    past their sequence's length.
 
-    Keys past the length get an id that no query has. Returns None without segments and key lengths. See also `_mask`.
+    Keys past the length get an id that no query has. Returns None without segments and
+    key lengths. See also `_mask`.
     """
     if mask.segments is None and mask.key_lengths is None:
         return None
     if mask.segments is None:
-        query_ids, key_ids = (jnp.zeros((batch, length), jnp.int32) for length in lengths)
+        query_ids, key_ids = (
+            jnp.zeros((batch, length), jnp.int32) for length in lengths
+        )
     else:
         query_ids, key_ids = mask.segments.query_ids, mask.segments.key_value_ids
     if mask.key_lengths is not None:
-        inside = jnp.arange(lengths[1], dtype=jnp.int32)[None, :] < mask.key_lengths[:, None]
+        inside = (
+            jnp.arange(lengths[1], dtype=jnp.int32)[None, :] < mask.key_lengths[:, None]
+        )
         key_ids = jnp.where(inside, key_ids, _unused(query_ids)[:, None])
-    return splash.SegmentIds(kernel_mask.pad_to(query_ids, 1, sides[0]), kernel_mask.pad_to(key_ids, 1, sides[1]))
+    return splash.SegmentIds(
+        kernel_mask.pad_to(query_ids, 1, sides[0]),
+        kernel_mask.pad_to(key_ids, 1, sides[1]),
+    )
 
 
 def _unused(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
-    """Returns, for each batch entry, the least number >= 0 that is not among its ids; hidden keys get it as an id."""
+    """Returns, for each batch entry, the least number >= 0 that is not among its ids;
+    hidden keys get it as an id.
+    """
     numbers = jnp.arange(ids.shape[1] + 1, dtype=jnp.int32)
     taken = (ids[:, :, None] == numbers[None, None, :]).any(1)
     return jnp.argmin(taken, axis=1).astype(jnp.int32)

@@ -1,4 +1,6 @@
-"""`implementation="xla"`: all scores of a head at once, or keys read in place or gathered. It supports every call."""
+"""`implementation="xla"`: all scores of a head at once, or keys read in place or
+gathered. It supports every call.
+"""
 
 import dataclasses
 
@@ -12,7 +14,9 @@ from flax_mha._src.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class XLA(Engine):
-    """The engine of plain XLA operations: `forward` computes a call by one of the three algorithms in this folder."""
+    """The engine of plain XLA operations: `forward` computes a call by one of the three
+    algorithms in this folder.
+    """
 
     name = "xla"
 
@@ -26,4 +30,8 @@ class XLA(Engine):
     def forward(self, plan: Plan, call: Call) -> Result:
         if plan.gathered is not None:
             return gathered.attention(plan, call)
-        return dense.attention(plan, call) if plan.in_place is None else in_place.attention(plan, call)
+        return (
+            dense.attention(plan, call)
+            if plan.in_place is None
+            else in_place.attention(plan, call)
+        )

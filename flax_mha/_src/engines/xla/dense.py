@@ -13,5 +13,7 @@ def attention(plan: Plan, call: Call) -> Result:
     """Computes a call: each head with all its scores at once."""
     head = varying_alike(heads_of(call, plan.dtype))
     one_head = functools.partial(dense_head, plan.fuses_rows)
-    results = map_heads(one_head, head, head.query.ndim - 2, plan.looped_axes or 0, plan.max_heads)
+    results = map_heads(
+        one_head, head, head.query.ndim - 2, plan.looped_axes or 0, plan.max_heads
+    )
     return to_caller(results, call.operands.query.dtype)

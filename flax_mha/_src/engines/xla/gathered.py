@@ -1,8 +1,10 @@
-"""Attention of queries that list their keys (`key_indices`), in time and memory that grow with T k.
+"""Attention of queries that list their keys (`key_indices`), in time and memory that
+grow with T k.
 
-Each block of queries gathers its keys and values, [t, k, H] for each head, and is then computed like a head by
-`dense_head`, except that each query has its own keys. Few queries, as in decoding, gather from the cache before
-anything else reads it. All derivatives are JAX's; those of keys and values are scatter-adds.
+Each block of queries gathers its keys and values, [t, k, H] for each head, and is then
+computed like a head by `dense_head`, except that each query has its own keys. Few
+queries, as in decoding, gather from the cache before anything else reads it. All
+derivatives are JAX's; those of keys and values are scatter-adds.
 """
 
 import dataclasses
@@ -46,7 +48,9 @@ class ListedMask(Mask):
 
 
 def attention(plan: Plan, call: Call) -> Result:
-    """Computes a call with `key_indices`; for few queries, their keys are gathered at once, else block by block."""
+    """Computes a call with `key_indices`; for few queries, their keys are gathered at
+    once, else block by block.
+    """
     operands, options = call
     height, ring = plan.gathered, operands.key.shape[-3] if options.ring else None
     assert operands.key_indices is not None
@@ -54,73 +58,114 @@ def attention(plan: Plan, call: Call) -> Result:
     are_few = height == operands.lengths[0]
     key, value = _gathered(operands, options, indices if are_few else None)
     mask = ListedMask() if operands.mask is None else operands.mask & ListedMask()
-    operands = operands._replace(key=key, value=value, mask=mask, cache_scale=None, key_indices=None)
-    head = heads_of(guard.guard(Call(operands, options), plan._replace(guard_first=True)), plan.dtype)
+    operands = operands._replace(
+        key=key, value=value, mask=mask, cache_scale=None, key_indices=None
+    )
+    head = heads_of(
+        guard.guard(Call(operands, options), plan._replace(guard_first=True)),
+        plan.dtype,
+    )
     head = dataclasses.replace(head, rule=dataclasses.replace(head.rule, ring=ring))
     groups = indices.shape[-2], 1
     lists = split_heads(indices, groups), vectors_by_head(is_beyond, groups)
     one_head = functools.partial(_one_head, None if are_few else height)
     axes = operands.query.ndim - 1
-    looped_axes = axes if products_are_replaced() else plan.looped_axes or 0  # see `map_heads`
-    results = map_heads(one_head, varying_alike((head, *lists)), axes, looped_axes, plan.max_heads)
+    # See `map_heads`.
+    looped_axes = axes if products_are_replaced() else plan.looped_axes or 0
+    results = map_heads(
+        one_head, varying_alike((head, *lists)), axes, looped_axes, plan.max_heads
+    )
     return to_caller(results, operands.query.dtype)
 
 
 def _gathered(
     operands: Operands, options: Options, indices: Int[Array, "*B T K k"] | None
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
-    """Returns keys and values as floats: all S of them or, given `indices`, only those that queries list.
+    """Returns keys and values as floats: all S of them or, given `indices`, only those
+    that queries list.
 
-    Listed keys come in the order of queries, the k keys of query 0, then those of query 1, and so on; S is then T k.
+    Listed keys come in the order of queries, the k keys of query 0, then those of query
+    1, and so on; S is then T k.
     """
     arrays: Any = operands.key, operands.value, operands.cache_scale
     if indices is not None:
         batch, (queries, num_heads, count) = indices.shape[:-3], indices.shape[-3:]
-        places = jnp.swapaxes(indices, -1, -2).reshape(*batch, queries * count, num_heads, 1)
-        arrays = jax.tree.map(lambda x: jnp.take_along_axis(x, places, axis=-3, mode="clip"), arrays)
+        places = jnp.swapaxes(indices, -1, -2).reshape(
+            *batch, queries * count, num_heads, 1
+        )
+        arrays = jax.tree.map(
+            lambda x: jnp.take_along_axis(x, places, axis=-3, mode="clip"), arrays
+        )
     key, value, scale = arrays
     if scale is None:
         return key, value
     return dequantize_cache(key, value, scale, options.value_size, operands.query.dtype)
 
 
-def _unique(indices: Int[Array, "*B T K k"], keys: int) -> tuple[Int[Array, "*B T K k"], Bool[Array, "*B T K"]]:
-    """Sorts each list, and replaces repeats by -1; also returns which lists hold an index < -1 or >= `keys`."""
+def _unique(
+    indices: Int[Array, "*B T K k"], keys: int
+) -> tuple[Int[Array, "*B T K k"], Bool[Array, "*B T K"]]:
+    """Sorts each list, and replaces repeats by -1; also returns which lists hold an
+    index < -1 or >= `keys`.
+    """
     indices = lax.sort(indices, dimension=-1)
     repeated = indices[..., 1:] == indices[..., :-1]
     is_beyond = (indices[..., -1] >= keys) | (indices[..., 0] < -1)
-    # Not `.at[..., 1:].set`: XLA's CPU (jax 0.10) would update in place, and read what it has written.
+    # Not `.at[..., 1:].set`: XLA's CPU (jax 0.10) would update in place, and read what
+    # it has written.
     unique = jnp.where(repeated, -1, indices[..., 1:])
     return jnp.concatenate([indices[..., :1], unique], axis=-1), is_beyond
 
 
-def _one_head(height: int | None, own: tuple[Head, Int[Array, "T k"], Bool[Array, " T"]]) -> ResultsOfHead:
-    """Computes one head, gathering the keys of `height` queries at a time; if that is None, they are gathered already.
+def _one_head(
+    height: int | None, own: tuple[Head, Int[Array, "T k"], Bool[Array, " T"]]
+) -> ResultsOfHead:
+    """Computes one head, gathering the keys of `height` queries at a time; if that is
+    None, they are gathered already.
 
-    `own` is the head, the keys that its queries list, and which rows must be NaN, because their lists are out of range.
+    `own` is the head, the keys that its queries list, and which rows must be NaN,
+    because their lists are out of range.
     """
     head, indices, is_beyond = own
     (queries, count), nonfinite = indices.shape, head.nonfinite
     assert nonfinite is not None
-    head = dataclasses.replace(head, nonfinite=nonfinite._replace(query=jnp.where(is_beyond, jnp.inf, nonfinite.query)))
+    head = dataclasses.replace(
+        head,
+        nonfinite=nonfinite._replace(
+            query=jnp.where(is_beyond, jnp.inf, nonfinite.query)
+        ),
+    )
     if height is None:
-        return _block(head, jnp.int32(0), indices, lambda x: x.reshape(queries, count, *x.shape[1:]))
+        return _block(
+            head,
+            jnp.int32(0),
+            indices,
+            lambda x: x.reshape(queries, count, *x.shape[1:]),
+        )
 
     def block(first: Int[Array, ""]) -> ResultsOfHead:
         listed = lax.dynamic_slice_in_dim(indices, first, height)
-        return _block(head, first, listed, lambda x: jnp.take(x, listed, axis=0, mode="clip"))
+        return _block(
+            head, first, listed, lambda x: jnp.take(x, listed, axis=0, mode="clip")
+        )
 
     return by_blocks(block, queries, height, 0)
 
 
 def _block(
-    head: Head, first: Int[Array, ""], indices: Int[Array, "t k"], gather: Callable[[Array], Array]
+    head: Head,
+    first: Int[Array, ""],
+    indices: Int[Array, "t k"],
+    gather: Callable[[Array], Array],
 ) -> ResultsOfHead:
     """Computes the results of t queries, from number `first` on, by `dense_head`.
 
-    `indices` are the keys that they list. `gather(x)` takes the entries of these keys, [t, k, ...], out of an array.
+    `indices` are the keys that they list. `gather(x)` takes the entries of these keys,
+    [t, k, ...], out of an array.
     """
-    cut = functools.partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=indices.shape[0])
+    cut = functools.partial(
+        lax.dynamic_slice_in_dim, start_index=first, slice_size=indices.shape[0]
+    )
     nonfinite: Any = head.nonfinite
     part = dataclasses.replace(
         head,
@@ -130,4 +175,6 @@ def _block(
         nonfinite=NonFinite(cut(nonfinite.query), gather(nonfinite.key)),
         listed=Listed(first, indices),
     )
-    return dense_head(False, dataclasses.replace(part, inputs=head.inputs.cut(part.whole)))
+    return dense_head(
+        False, dataclasses.replace(part, inputs=head.inputs.cut(part.whole))
+    )
