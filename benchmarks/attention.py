@@ -74,7 +74,12 @@ class Cell(NamedTuple):
                 2048 // self.head_dim,
                 self.head_dim,
             )
-        batch = 8 if self.length <= 128 else 4 if self.length <= 512 else 1
+        if self.length <= 128:
+            batch = 8
+        elif self.length <= 512:
+            batch = 4
+        else:
+            batch = 1
         return batch, self.length, 8 if self.length <= 2048 else 4, self.head_dim
 
     @property
@@ -98,7 +103,8 @@ def by_jax(attend: Callable, cell: Cell, memory: float) -> measure.Ready:
     attend = functools.partial(attend, is_causal=cell.mask == "causal")
     *inputs, cotangent = (jnp.asarray(x, cell.dtype) for x in cell.arrays())
     if cell.direction == "backward":
-        attend, inputs = measure.value_and_pullback(attend), [cotangent, *inputs]
+        attend = measure.value_and_pullback(attend)
+        inputs = [cotangent, *inputs]
     return measure.compiled(attend, *inputs, memory=memory)
 
 
@@ -126,7 +132,8 @@ def by_torch(cell: Cell) -> measure.Ready:
         return measure.Ready(call, measure.torch_wait)
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    candidates, reasons = {}, []
+    candidates = {}
+    reasons = []
     for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
         peer = measure.Ready(
             sdpa_kernel(getattr(SDPBackend, name))(call),
@@ -189,11 +196,10 @@ def plot(rows: list[measure.Row], out: Path) -> None:
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    lengths = (
-        [128, 512, 2048, 8192, 16384]
-        if measure.ON_CPU
-        else [1024, 2048, 4096, 8192, 16384]
-    )
+    if measure.ON_CPU:
+        lengths = [128, 512, 2048, 8192, 16384]
+    else:
+        lengths = [1024, 2048, 4096, 8192, 16384]
     parser.add_argument("--lengths", type=measure.numbers, default=lengths)
     parser.add_argument(
         "--head-dims",

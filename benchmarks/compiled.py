@@ -75,7 +75,8 @@ PLACEMENTS = {
     "heads": (None, None, "model"),
     "batch and heads": ("data", None, "model"),
 }
-BYTES_A_SECOND, SECONDS_A_LAUNCH = 4e12, 3e-6
+BYTES_A_SECOND = 4e12
+SECONDS_A_LAUNCH = 3e-6
 COLUMNS_OF_MODEL = {
     "program": "---",
     "implementation": "---",
@@ -180,13 +181,12 @@ def attention_cells(
     for way in ("forward", "gradient"):
         for name, f in peers.items():
             program = f if way == "forward" else with_gradient(f)
-            chosen = (
-                functools.partial(
+            if name == "flax_mha":
+                chosen = functools.partial(
                     chosen_for, peer(explain_implementation, **(told or {})), arrays
                 )
-                if name == "flax_mha"
-                else None
-            )
+            else:
+                chosen = None
             yield Cell(
                 f"{shape} {call}{where}, {way}", name, program, tuple(arrays), chosen
             )
@@ -203,7 +203,8 @@ def with_gradient(f: Callable, count: int = 3) -> Callable:
     """`f`, and what its gradient, with respect to so many arrays, makes of the output."""
 
     def both(*arrays: Any) -> Any:
-        floats, rest = arrays[:count], arrays[count:]
+        floats = arrays[:count]
+        rest = arrays[count:]
         output, pull = jax.vjp(lambda *floats: f(*floats, *rest), *floats)
         return output, pull(output)
 
@@ -240,9 +241,10 @@ def row(cell: Cell) -> dict[str, str]:
     facts = {"program": cell.name, "implementation": cell.implementation}
     try:
         facts["chosen"] = cell.chosen() if cell.chosen else ""
-        function = (
-            cell.function if hasattr(cell.function, "lower") else jax.jit(cell.function)
-        )
+        if hasattr(cell.function, "lower"):
+            function = cell.function
+        else:
+            function = jax.jit(cell.function)
         compiled = function.lower(*cell.arguments).compile()
     except Exception as error:  # whatever it is, the table shows it
         first = next(
@@ -283,11 +285,10 @@ def rows_of_model(
         arrays = [
             jax.ShapeDtypeStruct(*shape, sharding=alone) for shape in program.shapes
         ]
-        function = (
-            with_gradient(program.function, program.floats)
-            if "gradient" in program.name
-            else program.function
-        )
+        if "gradient" in program.name:
+            function = with_gradient(program.function, program.floats)
+        else:
+            function = program.function
         compiled = jax.jit(function).lower(*arrays).compile()
         costs = hlo.Program(compiled.as_text(), program.trips).costs()
         takes = modelled(costs)
@@ -352,12 +353,12 @@ def main() -> None:
     # It would want to load what is made for other devices.
     jax.config.update("jax_enable_compilation_cache", False)
     if options.table == "fused":
-        columns, name, remark = COLUMNS, options.target, "Nothing ran."
+        columns = COLUMNS
+        name = options.target
+        remark = "Nothing ran."
     else:
-        columns, name = (
-            COLUMNS_OF_MODEL,
-            f"{options.target}: calls that fused kernels refuse",
-        )
+        columns = COLUMNS_OF_MODEL
+        name = f"{options.target}: calls that fused kernels refuse"
         remark = "Nothing ran: milliseconds are counted, not timed."
     lines = head(name, columns, remark)
     print("\n".join(lines), flush=True)

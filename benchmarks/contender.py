@@ -16,7 +16,9 @@ import time
 from train_demo import data
 from train_demo.settings import Settings
 
-OURS, BY_FLAX, TWIN = "ours", "ours, Flax's attention", "nanoGPT's recipe, PyTorch"
+OURS = "ours"
+BY_FLAX = "ours, Flax's attention"
+TWIN = "nanoGPT's recipe, PyTorch"
 
 
 class Clock:
@@ -110,7 +112,8 @@ def main() -> None:
         "--until", type=int, default=2**31, help="end there, before the last step"
     )
     options = parser.parse_args()
-    clock, settings = Clock(options.started), Settings(steps=options.steps)
+    clock = Clock(options.started)
+    settings = Settings(steps=options.steps)
     text = data.load(options.data, settings.context_length)
     windows = data.validation_windows(text.validation, settings.context_length)
     if options.name == TWIN:

@@ -38,7 +38,8 @@ from flax import nnx
 import flax_mha
 from flax_mha.cache import KVCache, cached_attention
 
-HEADS, SIZE = 8, 64
+HEADS = 8
+SIZE = 64
 FEATURES = HEADS * SIZE
 COLUMNS = {
     "what": "what",
@@ -58,12 +59,13 @@ COLUMNS = {
     "to_no_cache": "x no cache",
     "note": "",
 }
-OURS, FLAX, TORCH, COPY = "flax_mha", "Flax as it comes", "torch", "copy"
-FLAX_DONATED, RECOMPUTED, NO_CACHE = (
-    "Flax donated",
-    "flax_mha, no cache, all tokens again",
-    "flax_mha without a cache",
-)
+OURS = "flax_mha"
+FLAX = "Flax as it comes"
+TORCH = "torch"
+COPY = "copy"
+FLAX_DONATED = "Flax donated"
+RECOMPUTED = "flax_mha, no cache, all tokens again"
+NO_CACHE = "flax_mha without a cache"
 
 
 class Cell(NamedTuple):
@@ -112,7 +114,8 @@ class Donating:
         self.call, self.costs = measure.program(
             jax.jit(f, donate_argnums=0), cache, *inputs, memory=memory
         )
-        self.cache, self.inputs = cache, inputs
+        self.cache = cache
+        self.inputs = inputs
 
     def __call__(self) -> Any:
         output, self.cache = self.call(self.cache, *self.inputs)
@@ -123,10 +126,8 @@ class Donating:
 
 
 def attention_by_ours(cell: Cell, memory: float) -> measure.Ready:
-    query, new = (
-        cell.normal(cell.batch, 1, HEADS, SIZE),
-        cell.normal(cell.batch, 1, cell.kv_heads, SIZE),
-    )
+    query = cell.normal(cell.batch, 1, HEADS, SIZE)
+    new = cell.normal(cell.batch, 1, cell.kv_heads, SIZE)
 
     def step(
         cache: KVCache, query: jax.Array, new: jax.Array
@@ -145,14 +146,10 @@ def attention_by_torch(cell: Cell) -> measure.Ready:
         torch.randn(cell.batch, cell.kv_heads, cell.cache, SIZE, **like)
         for _ in range(2)
     )
-    query, new = (
-        torch.randn(cell.batch, HEADS, 1, SIZE, **like),
-        torch.randn(cell.batch, cell.kv_heads, 1, SIZE, **like),
-    )
-    place, end = (
-        torch.tensor([min(cell.position, cell.cache - 1)], device=device),
-        min(cell.position + 1, cell.cache),
-    )
+    query = torch.randn(cell.batch, HEADS, 1, SIZE, **like)
+    new = torch.randn(cell.batch, cell.kv_heads, 1, SIZE, **like)
+    place = torch.tensor([min(cell.position, cell.cache - 1)], device=device)
+    end = min(cell.position + 1, cell.cache)
     grouped = {"enable_gqa": True} if cell.kv_heads != HEADS else {}
 
     def call() -> object:
@@ -209,10 +206,8 @@ def step_donated(cls: type, cell: Cell, memory: float) -> measure.Ready:
 
 
 def step_of_flax(cell: Cell) -> measure.Ready:
-    layer, x = (
-        module(nnx.MultiHeadAttention, cell, decode=True),
-        cell.normal(cell.batch, 1, FEATURES),
-    )
+    layer = module(nnx.MultiHeadAttention, cell, decode=True)
+    x = cell.normal(cell.batch, 1, FEATURES)
     step = nnx.jit(lambda layer, x: layer(x))
 
     def before() -> None:

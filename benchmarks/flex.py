@@ -45,7 +45,9 @@ COLUMNS = {
     "to_dense": "x dense",
     "note": "",
 }
-OURS, DENSE, FLEX = "flax_mha automatic", "flax_mha xla", "torch FlexAttention"
+OURS = "flax_mha automatic"
+DENSE = "flax_mha xla"
+FLEX = "torch FlexAttention"
 
 
 class Case(NamedTuple):
@@ -63,7 +65,8 @@ def no_mod(length: int, heads: int) -> Case:
 def alibi(length: int, heads: int) -> Case:
     """Without the causal mask."""
     slopes = 2.0 ** (-8 * np.arange(1, heads + 1, dtype=np.float32) / heads)
-    ours, theirs = jnp.asarray(slopes), torch_array(slopes)
+    ours = jnp.asarray(slopes)
+    theirs = torch_array(slopes)
     return Case(
         {
             "score_mod": lambda score, b, h, q_idx, kv_idx: (

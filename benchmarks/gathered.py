@@ -31,7 +31,8 @@ import numpy as np
 
 from flax_mha import dot_product_attention
 
-HEADS, HEAD_DIM = 8, 64
+HEADS = 8
+HEAD_DIM = 64
 COLUMNS = {
     "length": "T",
     "keys": "keys",

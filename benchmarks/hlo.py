@@ -178,11 +178,10 @@ class Program:
         return Costs(others=1, traffic=self._traffic(instruction, results))
 
     def _traffic(self, instruction: Instruction, results: dict[str, str]) -> float:
-        inside = (
-            self.computations[instruction.called[0]]
-            if instruction.opcode == "fusion"
-            else []
-        )
+        if instruction.opcode == "fusion":
+            inside = self.computations[instruction.called[0]]
+        else:
+            inside = []
         if not inside:
             return _bytes_of(instruction, results)
         parameters = [i for i in inside if i.opcode == "parameter"]
@@ -197,7 +196,8 @@ class Program:
 
 def _instruction(name: str, text: str) -> Instruction:
     end = _closing(text, 0) if text[0] == "(" else text.index(" ")
-    result, rest = text[:end].strip(), text[end:].strip()
+    result = text[:end].strip()
+    rest = text[end:].strip()
     opening = rest.index("(")
     end = _closing(rest, opening)
     inner = rest[opening + 1 : end - 1]
@@ -272,9 +272,10 @@ def _bytes_written(fusion: Instruction, inside: list[Instruction]) -> float:
     """What a fusion writes: of what is updated in place, the update."""
     results = {i.name: i for i in inside}
     root = inside[-1]
-    parts = (
-        [results[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    )
+    if root.opcode == "tuple":
+        parts = [results[name] for name in root.operands]
+    else:
+        parts = [root]
     written = size_of(fusion.result)
     for part in parts:
         while part.opcode == "bitcast":
@@ -286,4 +287,6 @@ def _bytes_written(fusion: Instruction, inside: list[Instruction]) -> float:
 
 def _trips(loop: Instruction) -> int | None:
     known = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', loop.attributes)
-    return int(known[1]) if known else None
+    if known:
+        return int(known[1])
+    return None

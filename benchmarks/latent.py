@@ -33,7 +33,8 @@ from flax import nnx
 import flax_mha
 from flax_mha.rope import RoPE
 
-FEATURES, HEADS = 2048, 16
+FEATURES = 2048
+HEADS = 16
 SIZES = {
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -48,7 +49,9 @@ COLUMNS = {
     "ms": "ms",
 }
 COLUMNS |= {"spread": "spread", "cache_mib": "cache MiB", "to_heads": "x", "note": ""}
-LATENT, SMALL, LARGE = "latent", "heads, 128", "heads, 160"
+LATENT = "latent"
+SMALL = "heads, 128"
+LARGE = "heads, 160"
 
 
 class Cell(NamedTuple):

@@ -159,7 +159,9 @@ def compare(
     say: Callable[[str], Any] = lambda text: None,
 ) -> dict[str, Row]:
     """Lets all peers take turns; for each what was measured, or why not."""
-    ready, repeats, results = {}, {}, {}
+    ready = {}
+    repeats = {}
+    results = {}
     for name, prepare in peers.items():
         say(f"{name}: compiling")
         jax.clear_caches()  # what one peer has traced makes no other compile faster
@@ -170,7 +172,8 @@ def compare(
         except Exception as error:  # whatever it is, the table shows it
             results[name] = {"absent": _first_line(error)}
     turns: dict[str, list[float]] = {name: [] for name in ready}
-    start, rounds = time.perf_counter(), 0
+    start = time.perf_counter()
+    rounds = 0
     while ready and not _enough(rounds, time.perf_counter() - start, options):
         say(f"round {rounds + 1}")
         for name, peer in ready.items():
@@ -215,7 +218,9 @@ def _warm_up(peer: Ready) -> int:
     seconds = seconds_of(peer)
     if seconds < 1:
         seconds = seconds_of(peer)
-    return 1 if peer.before is not None else max(1, round(TURN / seconds))
+    if peer.before is not None:
+        return 1
+    return max(1, round(TURN / seconds))
 
 
 def _enough(rounds: int, seconds: float, options: argparse.Namespace) -> bool:
@@ -228,7 +233,9 @@ def _enough(rounds: int, seconds: float, options: argparse.Namespace) -> bool:
 def _first_line(error: Exception) -> str:
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     plain = isinstance(error, NotImplementedError | MemoryError)
-    return first if plain and first else f"{type(error).__name__}: {first}"
+    if plain and first:
+        return first
+    return f"{type(error).__name__}: {first}"
 
 
 def compare_speed(
@@ -280,7 +287,9 @@ class Report:
     def __init__(
         self, title: str, columns: dict[str, str], options: argparse.Namespace
     ):
-        self.title, self.columns, self.out = title, columns, options.out
+        self.title = title
+        self.columns = columns
+        self.out = options.out
         self.rows: list[Row] = []
         self.console = Console()
         if not self.console.is_terminal:
@@ -401,20 +410,20 @@ class Report:
 
 
 def _note(row: Row) -> str:
-    return f"absent: {row['absent']}" if "absent" in row else row.get("note", "")
+    if "absent" in row:
+        return f"absent: {row['absent']}"
+    return row.get("note", "")
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return (
-            f"{value:,.0f}"
-            if value >= 100
-            else f"{value:.1f}"
-            if value >= 10
-            else f"{value:.2f}"
-        )
+        if value >= 100:
+            return f"{value:,.0f}"
+        if value >= 10:
+            return f"{value:.1f}"
+        return f"{value:.2f}"
     return str(value)
 
 
@@ -449,16 +458,17 @@ def about() -> Row:
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    models = (
-        [
+    if info.exists():
+        models = [
             line
             for line in info.read_text().splitlines()
             if line.startswith("model name")
         ]
-        if info.exists()
-        else []
-    )
-    return models[0].split(":")[1].strip() if models else platform.processor()
+    else:
+        models = []
+    if models:
+        return models[0].split(":")[1].strip()
+    return platform.processor()
 
 
 def grid(

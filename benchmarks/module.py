@@ -47,11 +47,9 @@ COLUMNS = {
 }
 # Length -> batch, features, heads.
 SIZES = {128: (8, 512, 8), 512: (4, 512, 8), 2048: (1, 512, 8), 8192: (1, 256, 4)}
-OURS, FLAX, TORCH = (
-    "flax_mha.MultiHeadAttention",
-    "flax.nnx.MultiHeadAttention",
-    "torch.nn.MultiheadAttention",
-)
+OURS = "flax_mha.MultiHeadAttention"
+FLAX = "flax.nnx.MultiHeadAttention"
+TORCH = "torch.nn.MultiheadAttention"
 
 
 class Cell(NamedTuple):
@@ -71,10 +69,8 @@ class Cell(NamedTuple):
     def gflop(self) -> float:
         """Of the matrix products, of what is visible."""
         batch, length, features, _ = self.sizes
-        projections, attention = (
-            8 * batch * length * features**2,
-            2 * batch * length**2 * features,
-        )
+        projections = 8 * batch * length * features**2
+        attention = 2 * batch * length**2 * features
         backward = self.direction == "backward"
         return (
             (3 if backward else 1) * projections + (3.5 if backward else 1) * attention

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-LAYERS, HEADS, FEATURES, CONTEXT, BATCH = 4, 4, 128, 64, 12
-STEPS, WARM_UP, HIGHEST, LOWEST = 2000, 100, 1e-3, 1e-4
+LAYERS = 4
+HEADS = 4
+FEATURES = 128
+CONTEXT = 64
+BATCH = 12
+STEPS = 2000
+WARM_UP = 100
+HIGHEST = 1e-3
+LOWEST = 1e-4
 
 
 class Block(nn.Module):
@@ -106,7 +113,8 @@ def trainer(
         },
     ]
     optimizer = torch.optim.AdamW(groups, HIGHEST, betas=(0.9, 0.99), fused=True)
-    text, offsets = torch.from_numpy(characters).long(), torch.arange(CONTEXT + 1)
+    text = torch.from_numpy(characters).long()
+    offsets = torch.arange(CONTEXT + 1)
 
     def step(number: int) -> Tensor:
         for group in optimizer.param_groups:

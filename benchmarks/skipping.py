@@ -48,7 +48,8 @@ COLUMNS = {
     "ms_per_1k": "ms / 1k",
     "note": "",
 }
-HEADS, HEAD_DIM = 4, 64
+HEADS = 4
+HEAD_DIM = 64
 TILE = schedule.TILE_SHAPES[0].height
 WINDOW = "window of 256"
 

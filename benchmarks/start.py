@@ -44,7 +44,8 @@ import flax_mha
 times.append(time.perf_counter())
 print(json.dumps([after - before for before, after in zip(times, times[1:])]))
 """
-FLAX, THEIRS = "flax, flax.nnx, flax.linen", "jax.nn"
+FLAX = "flax, flax.nnx, flax.linen"
+THEIRS = "jax.nn"
 ATTENTIONS = {
     "flax_mha xla": functools.partial(dot_product_attention, implementation="xla"),
     "flax_mha blockwise": functools.partial(
@@ -79,11 +80,10 @@ def tracing(
     x = jax.ShapeDtypeStruct((1, length, 8, 64), jnp.float32)
 
     def peer(attend) -> measure.Ready:
-        f = (
-            jax.grad(lambda *qkv: attend(*qkv).sum(), argnums=(0, 1, 2))
-            if direction == "backward"
-            else attend
-        )
+        if direction == "backward":
+            f = jax.grad(lambda *qkv: attend(*qkv).sum(), argnums=(0, 1, 2))
+        else:
+            f = attend
         call = jax.make_jaxpr(f) if what == "tracing" else jax.jit(f).lower
         return measure.Ready(lambda: call(x, x, x), before=jax.clear_caches)
 

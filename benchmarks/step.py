@@ -57,7 +57,8 @@ COLUMNS = {
     "note": "",
 }
 SIZES = ("layers", "heads", "features", "batch_size", "context_length")
-WHOLE, TORCH = "the whole update", "PyTorch, the whole update"
+WHOLE = "the whole update"
+TORCH = "PyTorch, the whole update"
 
 
 class Cell(NamedTuple):
@@ -110,7 +111,8 @@ class FusedAttention(nnx.Module):
             [layer.kernel[...] for layer in (self.query, self.key, self.value)], axis=1
         )
         query, key, value = jnp.split(jnp.einsum("btd,dnh->btnh", x, kernel), 3, axis=2)
-        query, key = self.query_ln(query), self.key_ln(key)
+        query = self.query_ln(query)
+        key = self.key_ln(key)
         return self.out(
             flax_mha.dot_product_attention(query, key, value, is_causal=is_causal)
         )
@@ -165,10 +167,8 @@ def training(
     update = jax.jit(
         make_update(structure, cell.settings), donate_argnums=(0,) if donate else ()
     )
-    state, characters = (
-        State(params, make_optimizer(cell.settings).init(params)),
-        jnp.asarray(cell.characters),
-    )
+    state = State(params, make_optimizer(cell.settings).init(params))
+    characters = jnp.asarray(cell.characters)
     program, costs = measure.program(update, state, 1, characters, memory=memory)
     steps = itertools.count(1)
 
@@ -207,15 +207,11 @@ def torch_twin(cell: Cell) -> Any:
     from torch.nn import functional
 
     settings = cell.settings
-    features, heads, head_dim = (
-        settings.features,
-        settings.heads,
-        settings.features // settings.heads,
-    )
-    linear, norm = (
-        functools.partial(nn.Linear, bias=False),
-        functools.partial(nn.RMSNorm, features, eps=1e-6),
-    )
+    features = settings.features
+    heads = settings.heads
+    head_dim = settings.features // settings.heads
+    linear = functools.partial(nn.Linear, bias=False)
+    norm = functools.partial(nn.RMSNorm, features, eps=1e-6)
 
     class TorchBlock(nn.Module):
         def __init__(self):

@@ -53,11 +53,9 @@ from matplotlib.figure import Figure
 from train_demo import data, model, update
 from train_demo.settings import Settings, completed
 
-FIRST, AGAIN, SAME_SIZE = (
-    f"{OURS}, first run",
-    f"{OURS}, again",
-    "ours at the twin's size",
-)
+FIRST = f"{OURS}, first run"
+AGAIN = f"{OURS}, again"
+SAME_SIZE = "ours at the twin's size"
 COLUMNS = {
     "implementation": "",
     "parameters": "parameters",
@@ -116,7 +114,8 @@ def races(options, say) -> dict[str, list[measure.Row]]:
 
 def compared(curves: dict[str, list[measure.Row]]) -> dict[str, measure.Row]:
     """The columns that tell of whole runs."""
-    results, end = {}, curves[TWIN][-1]
+    results = {}
+    end = curves[TWIN][-1]
     for name, curve in curves.items():
         passed = next(
             (
@@ -188,9 +187,9 @@ def parameters(text: data.Text, settings: Settings) -> int:
 
 
 def steps(text: data.Text, options, say) -> dict[str, measure.Row]:
-    ours, same = (
-        Settings(),
-        Settings(**completed("tiny", {"layers": nanogpt.LAYERS, "optimizer": "adamw"})),
+    ours = Settings()
+    same = Settings(
+        **completed("tiny", {"layers": nanogpt.LAYERS, "optimizer": "adamw"})
     )
     peers = {
         TWIN: functools.partial(step_of_torch, text),

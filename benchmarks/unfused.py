@@ -90,11 +90,10 @@ def programs() -> Iterator[dict[str, Program]]:
 
 
 def _tiles_of_row(call: str, length: int) -> float:
-    mask = (
-        CausalMask()
-        if "causal" in call and "not" not in call
-        else LocalMask(None, None)
-    )
+    if "causal" in call and "not" not in call:
+        mask = CausalMask()
+    else:
+        mask = LocalMask(None, None)
     mask = mask & LocalMask(*WINDOW) if "window" in call else mask
     grid = tiling.tiling_of((length, length), schedule.TILE_SHAPES[0])
     some = tiling.tiles_of(grid, mask, (0, 0))[-1]

@@ -179,11 +179,9 @@ def link_to_repository(app: Sphinx, page: str, content: list[str]) -> None:
     def link(found: re.Match) -> str:
         path = (HERE / page).parent.joinpath(found[2]).resolve()
         is_page = path.is_relative_to(HERE) and path.suffix == ".md"
-        return (
-            found[0]
-            if is_page
-            else f"{found[1]}({REPOSITORY}/blob/main/{path.relative_to(HERE.parent)})"
-        )
+        if is_page:
+            return found[0]
+        return f"{found[1]}({REPOSITORY}/blob/main/{path.relative_to(HERE.parent)})"
 
     content[0] = re.sub(
         r"(?<!!)(\[[^\[\]]*\])\((?!https?:)([^)#\s]+)\)", link, content[0]
@@ -286,11 +284,10 @@ def arguments_as_written(obj: Any) -> tuple[list[str], str] | None:
     """
     if dataclasses.is_dataclass(obj) and "def __init__" not in source(obj):
         return fields_as_written(obj), ""
-    function = (
-        obj.__init__
-        if inspect.isclass(obj)
-        else inspect.unwrap(getattr(obj, "__func__", obj))
-    )
+    if inspect.isclass(obj):
+        function = obj.__init__
+    else:
+        function = inspect.unwrap(getattr(obj, "__func__", obj))
     if not inspect.isfunction(function):
         return None
     definition = ast.parse(source(function)).body[0]
@@ -340,10 +337,8 @@ def fields_as_written(kind: type) -> list[str]:
             and field.name in written
             and field.name not in ("parent", "name")
         ):
-            line, default = (
-                f"{field.name}: {ast.unparse(written[field.name].annotation)}",
-                written[field.name].value,
-            )
+            line = f"{field.name}: {ast.unparse(written[field.name].annotation)}"
+            default = written[field.name].value
             if isinstance(default, ast.Call) and ast.unparse(default.func).endswith(
                 "field"
             ):

@@ -5,11 +5,10 @@ without a network.
 import zlib
 from pathlib import Path
 
-JAX, FLAX = "https://docs.jax.dev/en/latest/", "https://flax.readthedocs.io/en/stable/"
-LINEN, NNX = (
-    "api_reference/flax.linen/layers.html#$",
-    "api_reference/flax.nnx/nn/attention.html#$",
-)
+JAX = "https://docs.jax.dev/en/latest/"
+FLAX = "https://flax.readthedocs.io/en/stable/"
+LINEN = "api_reference/flax.linen/layers.html#$"
+NNX = "api_reference/flax.nnx/nn/attention.html#$"
 JAX_NAMES = [
     "checkpoint",
     "eval_shape",

@@ -18,10 +18,8 @@ DOCS = Path(__file__).parent
 REPOSITORY = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"][
     "urls"
 ]["Repository"]
-FILES, RAW = (
-    f"{REPOSITORY}/blob/main",
-    f"{REPOSITORY.replace('github', 'raw.githubusercontent', 1)}/main",
-)
+FILES = f"{REPOSITORY}/blob/main"
+RAW = f"{REPOSITORY.replace('github', 'raw.githubusercontent', 1)}/main"
 PAGES = ("quickstart", "masks", "inference", "derivatives")
 DEMO = DOCS / "train_demo.ipynb"
 INSTALL = f"""\
@@ -66,11 +64,10 @@ def cells(page: str) -> list[tuple[str, str]]:
     for i, part in enumerate(
         re.split(r"^```python\n(.*?)^```\n?", text, flags=re.DOTALL | re.MULTILINE)
     ):
-        part = (
-            re.sub(r"\n{3,}", "\n\n", part.strip("\n"))
-            if not i % 2
-            else _showing(part.strip())
-        )
+        if not i % 2:
+            part = re.sub(r"\n{3,}", "\n\n", part.strip("\n"))
+        else:
+            part = _showing(part.strip())
         if part:
             made.append(("code" if i % 2 else "markdown", part))
     return made

@@ -18,7 +18,8 @@ import numpy as np
 from flax_mha import CausalMask, FunctionMask, LocalMask, Mask, SegmentMask, recipes
 
 ROOT = Path(__file__).parent.parent
-LENGTH, HEADS = 32, 8
+LENGTH = 32
+HEADS = 8
 IDS = np.repeat(np.arange(4), (9, 5, 12, 6))[None]
 BLOCKS = np.tri(4, dtype=bool) & (np.eye(4, dtype=bool) | (np.arange(4) == 0))
 
@@ -160,7 +161,10 @@ def _path(points: Sequence[tuple[float, float]], more: str) -> str:
 
 
 CELL = 9  # of a mask
-SIDE, LEFT, TOP = CELL * LENGTH, 28, 30  # of the square, and the place of its corner
+# Of the square, and the place of its corner.
+SIDE = CELL * LENGTH
+LEFT = 28
+TOP = 30
 
 
 def _square(shapes: list[str], x: str, y: str, title: str) -> Picture:
@@ -190,11 +194,9 @@ def _scores(layers: Sequence[tuple[np.ndarray, float]], title: str) -> Picture:
         for row, line in enumerate(cells):
             for is_set, run in groupby(enumerate(line), key=lambda cell: bool(cell[1])):
                 columns = [column for column, _ in run]
-                x, y, width = (
-                    LEFT + CELL * columns[0],
-                    TOP + CELL * row,
-                    CELL * len(columns),
-                )
+                x = LEFT + CELL * columns[0]
+                y = TOP + CELL * row
+                width = CELL * len(columns)
                 runs += [f"M{x} {y}h{width}v{CELL}h-{width}z"] if is_set else []
         shapes.append(
             f'<path d="{"".join(runs)}" fill="@ours" fill-opacity="{opacity:.2f}"/>'
@@ -208,7 +210,8 @@ def _mask(visible: np.ndarray) -> Picture:
 
 def _shaded(visible: np.ndarray, values: np.ndarray, title: str) -> Picture:
     """Values from the smallest to the largest visible one, in eight shades."""
-    low, high = values[visible].min(), values[visible].max()
+    low = values[visible].min()
+    high = values[visible].max()
     shade = np.round(7 * (values - low) / (high - low))
     layers = [(visible & (shade == level), 0.3 + 0.1 * level) for level in range(8)]
     return _scores(layers, title.format(low, high))
@@ -303,14 +306,14 @@ def curves() -> list[dict[str, Any]]:
 def amount(number: float, value: str) -> str:
     """Seconds or MiB, as they are read."""
     if value == "seconds":
-        return (
-            f"{number:.0f} s"
-            if number >= 10
-            else f"{number:.2g} s"
-            if number >= 0.1
-            else f"{1000 * number:.2g} ms"
-        )
-    return f"{number:.0f} MiB" if number < 1000 else f"{number / 1024:.2g} GiB"
+        if number >= 10:
+            return f"{number:.0f} s"
+        if number >= 0.1:
+            return f"{number:.2g} s"
+        return f"{1000 * number:.2g} ms"
+    if number < 1000:
+        return f"{number:.0f} MiB"
+    return f"{number / 1024:.2g} GiB"
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]]) -> Picture:
@@ -329,7 +332,10 @@ def _panel(value: str, left: int, rows: Sequence[Mapping[str, Any]]) -> list[str
         math.floor(min(powers)),
         max(math.ceil(max(powers)), math.floor(min(powers)) + 1) + 1,
     )
-    x0, x1, y0, y1 = left + 72, left + 218, 272, 44
+    x0 = left + 72
+    x1 = left + 218
+    y0 = 272
+    y1 = 44
 
     def place(length: float, number: float) -> tuple[float, float]:
         x = math.log(length / LENGTHS[0]) / math.log(LENGTHS[-1] / LENGTHS[0])
@@ -381,7 +387,8 @@ def _panel(value: str, left: int, rows: Sequence[Mapping[str, Any]]) -> list[str
                 f'fill="{color}"/>'
             )
             ends.append((*points[-1][::-1], name, amount(line[-1][1], value), color))
-    right, lowest = max(x for _, x, *_ in ends), math.inf
+    right = max(x for _, x, *_ in ends)
+    lowest = math.inf
     # From below, each label clear of the one before.
     for y, x, name, last, color in sorted(ends, reverse=True):
         bold = f'fill="{color}" font-weight="600"'

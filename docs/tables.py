@@ -135,11 +135,9 @@ def _places(
 
 
 def _heading(table: Table, column: Any) -> str:
-    return (
-        str(column)
-        if table.across == "implementation"
-        else f"{table.across.replace('_', ' ')} {column}"
-    )
+    if table.across == "implementation":
+        return str(column)
+    return f"{table.across.replace('_', ' ')} {column}"
 
 
 def _cell(row: Row | None, value: str) -> str:
@@ -151,11 +149,12 @@ def _cell(row: Row | None, value: str) -> str:
     number = row[value]
     if value == "to_jax_nn":
         return f"{number:.2f}"
-    shown = (
-        f"{number:,.0f}"
-        if number >= 100
-        else f"{number:.2g}"
-        if number < 10
-        else f"{number:.0f}"
-    )
-    return f"{shown} ± {row['spread']:.0f}%" if value == "ms" else shown
+    if number >= 100:
+        shown = f"{number:,.0f}"
+    elif number < 10:
+        shown = f"{number:.2g}"
+    else:
+        shown = f"{number:.0f}"
+    if value == "ms":
+        return f"{shown} ± {row['spread']:.0f}%"
+    return shown

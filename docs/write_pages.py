@@ -108,11 +108,10 @@ def _reference(directives: str) -> str:
         r"^\.\. auto(function|class|module):: (\S+)$", directives, re.MULTILINE
     ):
         module, _, last = name.rpartition(".")
-        shown = (
-            {name: getattr(importlib.import_module(module), last)}
-            if kind != "module"
-            else {}
-        )
+        if kind != "module":
+            shown = {name: getattr(importlib.import_module(module), last)}
+        else:
+            shown = {}
         if name == recipes.__name__:
             shown = {
                 f"{name}.{x}": function

@@ -99,11 +99,13 @@ NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-AFTER, SHARED = ("", NORMS[1], "", NORMS[3]), (NORMS[0], "", NORMS[0], "")
+AFTER = ("", NORMS[1], "", NORMS[3])
+SHARED = (NORMS[0], "", NORMS[0], "")
 GLM = (NORMS[0], "post_self_attn_layernorm", NORMS[1], "post_mlp_layernorm")
 AFMOE = (*NORMS[:2], "pre_mlp_layernorm", "post_mlp_layernorm")
 PLAIN = Family(norm="layer", gated=False)
-NEOX, GELU = PLAIN._replace(keys={"mlp_bias": True}), {"hidden_act": "gelu"}
+NEOX = PLAIN._replace(keys={"mlp_bias": True})
+GELU = {"hidden_act": "gelu"}
 GPT = {"mlp_bias": True, "hidden_act": "gelu_new"}
 GPT_2 = NEOX._replace(
     norms=("ln_1", "", "ln_2", ""), keys=GPT | {"has_positions": True}
@@ -126,7 +128,8 @@ GRANITE = {
     "logits_scaling": 1.0,
 }
 GREEDY = {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "group_best": 1}
-TOP_K, SCALED = {"norm_topk_prob": ...}, {"routed_scaling_factor": ...}
+TOP_K = {"norm_topk_prob": ...}
+SCALED = {"routed_scaling_factor": ...}
 GROUPS = TOP_K | SCALED | {"n_group": ..., "topk_group": ...}
 SIGMOID = "sigmoid biased shared"
 TABLE = [
@@ -240,12 +243,12 @@ def read_tensors(
     """Returns tensors as `RENAMES` calls them: weights of networks [in, out], gates
     apart, stacks of experts.
     """
-    index, tensors = folder / "model.safetensors.index.json", {}
-    files = (
-        json.loads(index.read_text())["weight_map"].values()
-        if index.exists()
-        else ["model.safetensors"]
-    )
+    index = folder / "model.safetensors.index.json"
+    tensors = {}
+    if index.exists():
+        files = json.loads(index.read_text())["weight_map"].values()
+    else:
+        files = ["model.safetensors"]
     for key, x in [
         pair for file in sorted({*files}) for pair in load_file(folder / file).items()
     ]:
@@ -312,7 +315,8 @@ class Decoder(nnx.Module):
                 f"model_type must be one of FAMILIES, but got {kind!r}; add a line for "
                 "this type."
             )
-        self.family, keys = FAMILIES[kind], FAMILIES[kind].keys
+        self.family = FAMILIES[kind]
+        keys = FAMILIES[kind].keys
         self.config = keys | {
             key: x for key, x in values.items() if key not in OPTIONAL or key in keys
         }
@@ -331,11 +335,10 @@ class Decoder(nnx.Module):
                 )
             )
         # Not used.
-        ahead = (
-            f"model.layers.{len(self.attentions)}."
-            if values.get("num_nextn_predict_layers")
-            else "-"
-        )
+        if values.get("num_nextn_predict_layers"):
+            ahead = f"model.layers.{len(self.attentions)}."
+        else:
+            ahead = "-"
         tensors = {name: x for name, x in tensors.items() if not name.startswith(ahead)}
         self.weights = nnx.Dict(
             {name: nnx.Param(jnp.asarray(x, dtype)) for name, x in tensors.items()}
@@ -370,14 +373,14 @@ class Decoder(nnx.Module):
         return self.weights[name][...]
 
     def norm(self, name: str, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        kind, y = self.family.norm, x.astype(jnp.float32)
+        kind = self.family.norm
+        y = x.astype(jnp.float32)
         y = y - y.mean(-1, keepdims=True) if "layer" in kind else y
         y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.get(*EPSILONS))
-        y = (
-            y
-            if "bare" in kind
-            else y * (self.weight(f"{name}.weight").astype(y.dtype) + ("+ 1" in kind))
-        )
+        if "bare" in kind:
+            y = y
+        else:
+            y = y * (self.weight(f"{name}.weight").astype(y.dtype) + ("+ 1" in kind))
         return (
             y + self.weight(f"{name}.bias") if kind in ("layer", "layer + 1") else y
         ).astype(x.dtype)
@@ -392,12 +395,16 @@ class Decoder(nnx.Module):
     ) -> Array:
         def project(name: str, x: Array) -> Array:
             y = multiply(x, self.weight(f"{prefix}{name}.weight"))
-            return y + self.weight(f"{prefix}{name}.bias")[expert] if has_bias else y
+            if has_bias:
+                return y + self.weight(f"{prefix}{name}.bias")[expert]
+            return y
 
-        limit, up = self.config.get("swiglu_limit"), project("up_proj", x)
+        limit = self.config.get("swiglu_limit")
+        up = project("up_proj", x)
         gate = project("gate_proj", x) if self.family.gated else up
         if limit is not None:
-            gate, up = gate.clip(max=limit), up.clip(-limit, limit) + 1
+            gate = gate.clip(max=limit)
+            up = up.clip(-limit, limit) + 1
             return project(
                 "down_proj", gate * nnx.sigmoid(self.config["swiglu_alpha"] * gate) * up
             )
@@ -421,11 +428,9 @@ class Decoder(nnx.Module):
         return jnp.where(x > 0, nnx.softplus(p) * x * x, below) + beta * x
 
     def mixture(self, prefix: str, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        get, kind, has_bias = (
-            self.config.get,
-            self.family.experts,
-            "swiglu_limit" in self.config,
-        )
+        get = self.config.get
+        kind = self.family.experts
+        has_bias = "swiglu_limit" in self.config
         logits = x @ self.weight(f"{prefix}gate.weight") + (
             self.weight(f"{prefix}gate.bias") if has_bias else 0
         )
@@ -452,7 +457,8 @@ class Decoder(nnx.Module):
             scores.sum(-1, keepdims=True) + 1e-20 if get("norm_topk_prob", True) else 1
         )
         order = chosen.ravel().argsort()  # rows by expert
-        expert, token = chosen.ravel()[order], order // chosen.shape[1]
+        expert = chosen.ravel()[order]
+        token = order // chosen.shape[1]
         scores = (
             scores.ravel()[order][:, None] * get("routed_scaling_factor", 1.0)
         ).astype(x.dtype)
@@ -466,17 +472,16 @@ class Decoder(nnx.Module):
         )
         y = jnp.zeros_like(x).at[token].add(y * after)
         if "shared" in kind:
-            gate = (
-                nnx.sigmoid(x @ self.weight(f"{prefix}shared_expert_gate.weight"))
-                if "gated" in kind
-                else 1
-            )
+            if "gated" in kind:
+                gate = nnx.sigmoid(
+                    x @ self.weight(f"{prefix}shared_expert_gate.weight")
+                )
+            else:
+                gate = 1
             y += self.network(f"{prefix}shared_expert.", x, False) * gate
-        return (
-            self.norm(prefix.replace("mlp.", "post_mlp_layernorm"), y)
-            if "normed" in kind
-            else y
-        )
+        if "normed" in kind:
+            return self.norm(prefix.replace("mlp.", "post_mlp_layernorm"), y)
+        return y
 
     def attend(
         self, layer: int, x: Float[Array, "B T D"], lengths: Any, kvs: dict[Any, Any]
@@ -495,10 +500,8 @@ class Decoder(nnx.Module):
     def block(
         self, layer: int, x: Float[Array, "B T D"], lengths: Any, kvs: dict[Any, Any]
     ) -> Float[Array, "B T D"]:
-        prefix, factor = (
-            f"model.layers.{layer}.",
-            self.config.get("residual_multiplier", 1.0),
-        )
+        prefix = f"model.layers.{layer}."
+        factor = self.config.get("residual_multiplier", 1.0)
         norms = [
             functools.partial(self.norm, prefix + name) if name else lambda x: x
             for name in self.family.norms
@@ -545,32 +548,32 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], lengths: Any = None, last: bool = False
     ) -> Float[Array, "B T V"]:
-        get, embed = self.config.get, self.weight("model.embed_tokens.weight")
+        get = self.config.get
+        embed = self.weight("model.embed_tokens.weight")
         factor = get(
             "embedding_multiplier", embed.shape[1] ** 0.5 if get("embed_sqrt") else 1.0
         )
         x = embed[tokens] * jnp.asarray(factor, embed.dtype)
         x = self.norm(get("first_norm", ""), x) if "first_norm" in self.config else x
         if get("has_positions"):
-            start = (
-                0 if (index := self.attentions[0].cache_index) is None else index[...]
-            )
+            if (index := self.attentions[0].cache_index) is None:
+                start = 0
+            else:
+                start = index[...]
             x += self.weight("model.embed_positions.weight")[
                 jnp.expand_dims(start, -1) + jnp.arange(x.shape[1])
             ]
         kvs: dict[Any, Any] = {}
-        added = (
-            self.inputs_of_layers(tokens, x)
-            if get("hidden_size_per_layer_input")
-            else None
-        )
+        if get("hidden_size_per_layer_input"):
+            added = self.inputs_of_layers(tokens, x)
+        else:
+            added = None
         for layer in range(len(self.attentions)):
             x = self.block(layer, x, lengths, kvs)
-            x = (
-                x
-                if added is None
-                else self.add_input(f"model.layers.{layer}.", x, added[:, :, layer])
-            )
+            if added is None:
+                x = x
+            else:
+                x = self.add_input(f"model.layers.{layer}.", x, added[:, :, layer])
             x *= (
                 self.weight(f"model.layers.{layer}.layer_scalar")
                 if get("has_scalars")
@@ -586,9 +589,12 @@ class Decoder(nnx.Module):
         x = (x + self.weight("lm_head.bias") if get("head_bias") else x).astype(
             jnp.float32
         )
-        scale, cap = get("logits_scaling", 1.0), get("final_logit_softcapping")
+        scale = get("logits_scaling", 1.0)
+        cap = get("final_logit_softcapping")
         x *= get("logit_scale", 1.0) * (scale if get("logits_times") else 1 / scale)
-        return x if cap is None else cap * jnp.tanh(x / cap)
+        if cap is None:
+            return x
+        return cap * jnp.tanh(x / cap)
 
 
 @nnx.jit(static_argnames="count")

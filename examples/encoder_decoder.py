@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from flax_mha.linen import MultiHeadDotProductAttention
 
-VOCABULARY_SIZE, MAX_LENGTH = 32, 12
+VOCABULARY_SIZE = 32
+MAX_LENGTH = 12
 # The token before the first number of a target and after its last; also what pads.
 END = 0
 # Source, target, lengths.

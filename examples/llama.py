@@ -21,7 +21,9 @@ from jaxtyping import Array, Float, Int, Key
 from flax_mha import MultiHeadAttention
 from flax_mha.rope import RoPE
 
-VOCABULARY_SIZE, CONTEXT_LENGTH = 128, 128  # each ASCII character is a token
+# Each ASCII character is a token.
+VOCABULARY_SIZE = 128
+CONTEXT_LENGTH = 128
 
 
 class Block(nnx.Module):

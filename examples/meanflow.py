@@ -40,10 +40,8 @@ class Block(nnx.Module):
             num_heads, features, decode=False, rngs=rngs
         )
         self.mlp_norm = nnx.LayerNorm(features, rngs=rngs)
-        widen, narrow = (
-            nnx.Linear(features, 4 * features, rngs=rngs),
-            nnx.Linear(4 * features, features, rngs=rngs),
-        )
+        widen = nnx.Linear(features, 4 * features, rngs=rngs)
+        narrow = nnx.Linear(4 * features, features, rngs=rngs)
         self.mlp = nnx.Sequential(widen, nnx.gelu, narrow)
 
     def __call__(self, x: Float[Array, "B P D"]) -> Float[Array, "B P D"]:
@@ -95,13 +93,12 @@ def loss_fn(
     the path of the points.
     """
     data_key, noise_key, time_key, equal_key = jax.random.split(key, 4)
-    x, noise = (
-        make_batch(data_key, batch_size),
-        jax.random.normal(noise_key, (batch_size, POINTS, 2)),
-    )
+    x = make_batch(data_key, batch_size)
+    noise = jax.random.normal(noise_key, (batch_size, POINTS, 2))
     start, end = jnp.sort(jax.random.uniform(time_key, (2, batch_size)), axis=0)
     start = jnp.where(jax.random.bernoulli(equal_key, 0.75, start.shape), end, start)
-    velocity, along = noise - x, end[:, None, None]
+    velocity = noise - x
+    along = end[:, None, None]
     z = (1 - along) * x + along * noise
 
     u, derivative = jax.jvp(

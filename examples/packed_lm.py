@@ -38,7 +38,8 @@ def pack(documents: Sequence[Int[np.ndarray, " L"]], rows: int, length: int) -> 
     nowhere.
     """
     tokens, segment_ids, positions = np.zeros((3, rows, length), np.int32)
-    filled, counts = [0] * rows, [0] * rows
+    filled = [0] * rows
+    counts = [0] * rows
     for document in documents:
         row = next(
             (row for row in range(rows) if filled[row] + len(document) <= length), None
@@ -132,7 +133,8 @@ def train_step(
     model: LanguageModel, optimizer: nnx.Optimizer, batch: Packed
 ) -> Float[Array, ""]:
     """Updates the model with one batch, and returns the loss before the update."""
-    targets, target_ids = batch.tokens[:, 1:], batch.segment_ids[:, 1:]
+    targets = batch.tokens[:, 1:]
+    target_ids = batch.segment_ids[:, 1:]
     same_document = (target_ids == batch.segment_ids[:, :-1]) & (target_ids > 0)
 
     def loss_fn(model: LanguageModel) -> Float[Array, ""]:

@@ -15,7 +15,9 @@ from jaxtyping import Array, Float, Int, Key
 
 from flax_mha import MultiHeadAttention
 
-IMAGE_SIZE, PATCH_SIZE, CLASSES = 32, 8, 4
+IMAGE_SIZE = 32
+PATCH_SIZE = 8
+CLASSES = 4
 
 
 def make_batch(
@@ -71,7 +73,8 @@ class ViT(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        patch, num_patches = (PATCH_SIZE, PATCH_SIZE), (IMAGE_SIZE // PATCH_SIZE) ** 2
+        patch = (PATCH_SIZE, PATCH_SIZE)
+        num_patches = (IMAGE_SIZE // PATCH_SIZE) ** 2
         self.embed = nnx.Conv(1, features, patch, strides=patch, rngs=rngs)
         self.positions = nnx.Param(
             0.02 * jax.random.normal(rngs.params(), (1, num_patches, features))

@@ -116,7 +116,8 @@ def naive_attention(
     """Computes attention by its textbook equation, with scores and weights in the dtype
     of the arrays.
     """
-    dtype, groups = query.dtype, query.shape[-2] // key.shape[-2]
+    dtype = query.dtype
+    groups = query.shape[-2] // key.shape[-2]
     key, value = (jnp.repeat(x, groups, -2) for x in (key, value))
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         scores = jnp.einsum("btnh,bsnh->bnts", query, key) / jnp.asarray(
@@ -252,7 +253,9 @@ def _without_branches(body):
         return before
     if f"{after[1 : after.index(')')]} = stablehlo.convert" not in before:
         return before + case + _without_branches(after)
-    after, depth, end = after[after.index("({") + 1 :], 0, 0
+    after = after[after.index("({") + 1 :]
+    depth = 0
+    end = 0
     while after[end] != ")" or depth:
         depth += {"{": 1, "}": -1}.get(after[end], 0)
         end += 1

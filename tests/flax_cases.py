@@ -13,7 +13,11 @@ import numpy as np
 import flax_mha
 from flax_mha import Norm, masks
 
-BATCH, QUERIES, KEYS, HEADS, FEATURES = 2, 7, 11, 3, 15
+BATCH = 2
+QUERIES = 7
+KEYS = 11
+HEADS = 3
+FEATURES = 15
 
 
 class Case(NamedTuple):
@@ -83,11 +87,9 @@ def flax_rules():
 
 
 def raw(x):
-    return (
-        jax.random.key_data(x)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        else np.asarray(x)
-    )
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(x)
+    return np.asarray(x)
 
 
 def scaled(key, shape, dtype, out_sharding=None):
@@ -138,7 +140,8 @@ def assert_no_worse(got, peer, reference):
     computation, and one rounding.
     """
     assert (got.shape, got.dtype) == (peer.shape, peer.dtype)
-    got, reference = np.asarray(got, np.float32), np.asarray(reference, np.float32)
+    got = np.asarray(got, np.float32)
+    reference = np.asarray(reference, np.float32)
     rounding = float(jnp.finfo(peer.dtype).eps) / 2 * np.abs(reference).max()
     allowed = 2 * np.abs(np.asarray(peer, np.float32) - reference).max() + rounding
     assert np.abs(got - reference).max() <= allowed
@@ -172,10 +175,8 @@ def thinned(b, h, q_idx, kv_idx):
 
 
 IDS = np.array([5, 5, 5, 5, 3, 3, 3])
-SEGMENTS, THINNED = (
-    {"mask": masks.SegmentMask(IDS, IDS)},
-    {"mask": masks.FunctionMask(thinned)},
-)
+SEGMENTS = {"mask": masks.SegmentMask(IDS, IDS)}
+THINNED = {"mask": masks.FunctionMask(thinned)}
 MODIFIED = {"score_mod": jax.tree_util.Partial(by_distance)}
 # Options and call arguments of ours that Flax lacks, the same in both modules.
 GROUPED = {"num_heads": 6, "num_kv_heads": 2, "qkv_features": 30}
@@ -237,9 +238,9 @@ def cut(arguments, t):
     def of_query(x):
         if isinstance(x, masks.SegmentMask):
             return masks.SegmentMask(x.query_ids[t : t + 1], x.key_value_ids)
-        return (
-            x[..., t : t + 1, :] if isinstance(x, np.ndarray) and x.shape[-2] > 1 else x
-        )
+        if isinstance(x, np.ndarray) and x.shape[-2] > 1:
+            return x[..., t : t + 1, :]
+        return x
 
     return {name: of_query(x) for name, x in arguments.items()}
 
@@ -299,7 +300,8 @@ REFUSED_OPTIONS = [
         r"sinks must be True or False, but got array\(\[0",
     ),
 ]
-X, Y = jnp.ones((BATCH, QUERIES, FEATURES)), jnp.ones((BATCH, KEYS, FEATURES))
+X = jnp.ones((BATCH, QUERIES, FEATURES))
+Y = jnp.ones((BATCH, KEYS, FEATURES))
 REFUSED_CALLS = [
     (
         {},

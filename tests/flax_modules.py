@@ -26,11 +26,9 @@ from flax_cases import (
 import flax_mha
 from flax_mha import linen
 
-X, Y, KEY = (
-    normal(0, BATCH, QUERIES, FEATURES),
-    normal(1, BATCH, KEYS, FEATURES),
-    jax.random.key(0),
-)
+X = normal(0, BATCH, QUERIES, FEATURES)
+Y = normal(1, BATCH, KEYS, FEATURES)
+KEY = jax.random.key(0)
 
 
 class Nnx:
@@ -38,7 +36,8 @@ class Nnx:
     arrays.
     """
 
-    ours, flax = flax_mha.MultiHeadAttention, nnx.MultiHeadAttention
+    ours = flax_mha.MultiHeadAttention
+    flax = nnx.MultiHeadAttention
     attention = staticmethod(nnx.dot_product_attention)
     cases = flax_cases.CASES | {
         "causal, fewer queries": Case(
@@ -139,7 +138,8 @@ class Nnx:
 class Linen:
     """The same of flax.linen."""
 
-    ours, flax = linen.MultiHeadDotProductAttention, nn.MultiHeadDotProductAttention
+    ours = linen.MultiHeadDotProductAttention
+    flax = nn.MultiHeadDotProductAttention
     attention = staticmethod(nn.dot_product_attention)
     cases = flax_cases.CASES | {
         "key and value features": Case(features=(FEATURES, 13, 17))
@@ -233,7 +233,8 @@ def both(api, case, method="call", ours=None, **options):
     """Of ours and of Flax's, both with the weights that Flax's made; `ours` are options
     that Flax's lacks.
     """
-    inputs, options = case.inputs(), case.options | options
+    inputs = case.inputs()
+    options = case.options | options
     run = getattr(api, method)
     with flax_rules():
         params = api.params(api.flax, inputs, **options)

@@ -91,11 +91,9 @@ def describe(config: dict[str, Any], layer: int) -> str:
         message = str(error)
         if message.startswith("layer must be"):
             return "end"
-        return (
-            ""
-            if message.startswith("layer must have type")
-            else f"ValueError: {message}"
-        )
+        if message.startswith("layer must have type"):
+            return ""
+        return f"ValueError: {message}"
     described["kernel_metadata"] = described["kernel_metadata"]["model_type"]
     if "attention_fn" in described:
         described["attention_fn"] = show_attention_fn(described["attention_fn"])

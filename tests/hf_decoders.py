@@ -34,7 +34,9 @@ from hf_families import MODELS, OTHERS, config_class, model_type_of, shrink
 from torch_rope import KIMI_SCALING
 
 TABLE = Path(__file__).with_suffix(".md")
-LENGTHS, STEPS, TOLERANCE = (13, 7), 8, 1e-4
+LENGTHS = (13, 7)
+STEPS = 8
+TOLERANCE = 1e-4
 GRANITE = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.5,
@@ -137,7 +139,8 @@ PUBLISHED = {"kimi_k2": ("deepseek_v3", KIMI_K2)}
 def tiny(name: str, changes: dict[str, Any]) -> Any:
     """Makes a random model, norms and biases too."""
     family, published = PUBLISHED.get(name, (name, {}))
-    kind, config = getattr(transformers, MODELS[family]), config_class(family)
+    kind = getattr(transformers, MODELS[family])
+    config = config_class(family)
     others = shrink(config().to_dict()) | OTHERS.get(config.model_type, {}) | changes
     torch.manual_seed(0)
     # Which changes the dict.
@@ -165,15 +168,14 @@ def difference(name: str, changes: dict[str, Any]) -> float:
     size = {"batch_size": 2, "max_length": max(LENGTHS) + STEPS, "per_row": True}
     decoder = nnx.view(decoder, decode=True, **size)
     run = nnx.jit(lambda decoder, tokens, lengths=None: decoder(tokens, lengths))
-    tokens, lengths = (
-        np.random.default_rng(0).integers(3, 99, (2, max(LENGTHS))),
-        jnp.array(LENGTHS),
-    )
+    tokens = np.random.default_rng(0).integers(3, 99, (2, max(LENGTHS)))
+    lengths = jnp.array(LENGTHS)
     prefill = run(decoder, jnp.asarray(tokens), lengths)
     steps = [prefill[jnp.arange(2), lengths - 1]]
     for _ in range(STEPS):
         steps.append(run(decoder, steps[-1].argmax(-1)[:, None])[:, 0])
-    continued, differences = np.stack(steps[:-1], axis=1).argmax(-1), []
+    continued = np.stack(steps[:-1], axis=1).argmax(-1)
+    differences = []
     for row, length in enumerate(LENGTHS):
         text = np.concatenate([tokens[row, :length], continued[row]])
         with torch.no_grad():
@@ -197,7 +199,8 @@ def main() -> int:
         for name in MODELS
         if {name, f"{name}_text"} & known and model_type_of(name) in known
     ]
-    results, refused = {}, []
+    results = {}
+    refused = []
     for name in sys.argv[1:] or sorted([*names, *PUBLISHED]):
         try:
             results[name] = max(

@@ -45,8 +45,15 @@ from flax_mha._src.convert.state_dict import (
 )
 
 TABLE = Path(__file__).with_suffix(".md")
-LAYERS, LENGTH, PROMPT, TOLERANCE = 4, 13, 5, 5e-5
-D, N, K, H, WINDOW = 64, 4, 2, 24, 5
+LAYERS = 4
+LENGTH = 13
+PROMPT = 5
+TOLERANCE = 5e-5
+D = 64
+N = 4
+K = 2
+H = 24
+WINDOW = 5
 SIZES = {
     D: "hidden_size d_model n_embd emb_dim embedding_size lru_width",
     N: "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads decoder_attention_heads "
@@ -281,7 +288,8 @@ def config_class(name: str) -> Any:
 
 def tiny(name: str, changes: dict[str, Any]) -> Any:
     """Makes a random model whose scores are about 1."""
-    kind, config = getattr(transformers, MODELS[name]), config_class(name)
+    kind = getattr(transformers, MODELS[name])
+    config = config_class(name)
     torch.manual_seed(0)
     small = shrink(config().to_dict()) | OTHERS.get(config.model_type, {}) | changes
     if "text_config" in small:
@@ -290,11 +298,10 @@ def tiny(name: str, changes: dict[str, Any]) -> Any:
     for key, parameter in model.named_parameters():
         if any(part in key for part in ATTENTIONS) and "vision" not in key:
             drawn = torch.randn_like(parameter)
-            drawn = (
-                drawn * parameter.shape[0] ** -0.5
-                if parameter.ndim > 1
-                else parameter + 0.3 * drawn
-            )
+            if parameter.ndim > 1:
+                drawn = drawn * parameter.shape[0] ** -0.5
+            else:
+                drawn = parameter + 0.3 * drawn
             parameter.data.copy_(drawn.data)
     return model
 
@@ -373,7 +380,8 @@ def run(
 
 def check(name: str, changes: dict[str, Any]) -> Result:
     """Compares all layers of a family, or of all its parts, with ours."""
-    model_type, results = model_type_of(name), []
+    model_type = model_type_of(name)
+    results = []
     refused = FAMILIES.get(model_type, UNKNOWN).refused
     if name in ASSISTANTS:
         return check_assistant(name, ASSISTANTS[name])
@@ -401,7 +409,8 @@ def check_part(
     """Compares the layers whose names start with `part`, and the decoding of the last
     one.
     """
-    state_dict, refused = model.state_dict(), ""
+    state_dict = model.state_dict()
+    refused = ""
     prefixes: dict[int, str] = {}
     for layer in range(LAYERS):
         try:
@@ -417,13 +426,12 @@ def check_part(
             )
     if not prefixes:
         return Result(model_type, [], refused=refused)
-    arrays, differences, found = (
-        capture(model, list(prefixes.values()), **inputs),
-        [],
-        {},
-    )
+    arrays = capture(model, list(prefixes.values()), **inputs)
+    differences = []
+    found = {}
     for layer, prefix in prefixes.items():
-        x, expected = jnp.asarray(arrays[prefix][0].numpy()), arrays[prefix][1].numpy()
+        x = jnp.asarray(arrays[prefix][0].numpy())
+        expected = arrays[prefix][1].numpy()
         module = convert.from_hf(config, state_dict, layer, part)
         if module.reuse_kv:  # of the last layer of its type
             source, source_x = found[module.local_window_size]
@@ -468,16 +476,15 @@ def check_assistant(name: str, target_name: str) -> Result:
     model = kind(kind.config_class(text_config=config, backbone_hidden_size=D)).eval()
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
-    config, state_dict = model.config.to_dict(), model.state_dict()
+    config = model.config.to_dict()
+    state_dict = model.state_dict()
     last = {target.config.layer_types[layer]: layer for layer in range(LAYERS)}
     sources = {
         layer: layer_prefix(with_shared(target.state_dict(), N, K), layer, "")
         for layer in last.values()
     }
-    of_target, queries = (
-        capture(target, list(sources.values())),
-        torch.randn(1, LENGTH, 2 * D),
-    )
+    of_target = capture(target, list(sources.values()))
+    queries = torch.randn(1, LENGTH, 2 * D)
     with torch.no_grad():
         shared = target(
             torch.arange(LENGTH)[None] * 7 % 90 + 5, return_shared_kv_states=True
@@ -503,10 +510,8 @@ def check_assistant(name: str, target_name: str) -> Result:
             np.concatenate([step[prefix][i].numpy() for step in steps], axis=1)
             for i in (0, 1)
         )
-        module, origin = (
-            convert.from_hf(config, state_dict, layer),
-            last[target.config.layer_types[layer]],
-        )
+        module = convert.from_hf(config, state_dict, layer)
+        origin = last[target.config.layer_types[layer]]
         source = convert.from_hf(target.config.to_dict(), target.state_dict(), origin)
         _, kv = source(
             jnp.asarray(of_target[sources[origin]][0].numpy()), return_kv=True
@@ -532,11 +537,10 @@ def table(results: dict[str, Result]) -> str:
         "|---|---|---|---|",
     ]
     for name, result in described.items():
-        layers = (
-            "all"
-            if len(result.layers) == LAYERS
-            else ", ".join(map(str, result.layers))
-        )
+        if len(result.layers) == LAYERS:
+            layers = "all"
+        else:
+            layers = ", ".join(map(str, result.layers))
         lines.append(
             f"| `{name}` | `{result.model_type}` | {layers} | {result.difference:.0e} |"
         )

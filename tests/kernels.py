@@ -193,7 +193,8 @@ def kernels_of_two_blocks(primitives, x, platform=None, **arguments):
 
     def count(change):
         def block(x):
-            query, key = jnp.sin(x), jnp.cos(x)
+            query = jnp.sin(x)
+            key = jnp.cos(x)
             return x + dot_product_attention(query, key, 2 * key, **arguments)
 
         def loss(x):

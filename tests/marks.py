@@ -46,7 +46,8 @@ def pairwise(*axes):
     """
     cases = list(itertools.product(*map(range, map(len, axes))))
     pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
-    unmet, chosen = set().union(*pairs.values()), []
+    unmet = set().union(*pairs.values())
+    chosen = []
     while unmet:
         chosen.append(max(cases, key=lambda case: len(pairs[case] & unmet)))
         unmet -= pairs[chosen[-1]]

@@ -48,16 +48,16 @@ def attention(
         np.moveaxis(np.asarray(x, np.float64), -2, -3) for x in (query, key, value)
     )
     group = q.shape[-3] // k.shape[-3]
-    k, v = np.repeat(k, group, -3), np.repeat(v, group, -3)
+    k = np.repeat(k, group, -3)
+    v = np.repeat(v, group, -3)
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else float(scale)
     visible = visible_scores(q.shape[:-1] + k.shape[-2:-1], mask, **masking)
-    scores, slope, terms = (
-        scale * (q @ np.swapaxes(k, -1, -2)),
-        np.ones(()),
-        [added, bias],
-    )
+    scores = scale * (q @ np.swapaxes(k, -1, -2))
+    slope = np.ones(())
+    terms = [added, bias]
     if cap_bias and bias is not None:
-        scores, terms = scores + np.asarray(bias, np.float64), [added]
+        scores = scores + np.asarray(bias, np.float64)
+        terms = [added]
     if logits_soft_cap is not None:
         scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
         slope = 1 - (scores / logits_soft_cap) ** 2
@@ -74,7 +74,8 @@ def attention(
     total = e.sum(-1, keepdims=True) + np.exp(sink - shift)
     weights = e / np.where(total == 0, 1, total)
     if masked_rows.startswith("mean"):
-        rows, lengths = total == 0, masking.get("query_seq_lengths")
+        rows = total == 0
+        lengths = masking.get("query_seq_lengths")
         if masked_rows == "mean, padding zeros" and lengths is not None:
             rows = rows & visible_scores(rows.shape, query_seq_lengths=lengths)
         weights = np.where(rows, 1 / weights.shape[-1], weights)
@@ -99,7 +100,8 @@ def attention(
         * visible
     )
     d_dots = scale * slope * d_scores
-    d_q, d_k = d_dots @ k, np.swapaxes(d_dots, -1, -2) @ q
+    d_q = d_dots @ k
+    d_k = np.swapaxes(d_dots, -1, -2) @ q
     d_v = np.swapaxes(weights * keep, -1, -2) @ d_output
     d_k, d_v = (
         x.reshape(*x.shape[:-3], -1, group, *x.shape[-2:]).sum(-3) for x in (d_k, d_v)
@@ -136,11 +138,9 @@ def visible_scores(
     argument masks.
     """
     visible = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape)
-    window, query_ids, key_ids = (
-        local_window_size,
-        query_segment_ids,
-        key_value_segment_ids,
-    )
+    window = local_window_size
+    query_ids = query_segment_ids
+    key_ids = key_value_segment_ids
     position = np.arange(shape[-2])[:, None] + _over_heads(query_offset)
     column = np.arange(shape[-1])[None, :] + _over_heads(key_value_offset)
     left, right = (

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-T, S, N, H = 37, 53, 6, 8
+T = 37
+S = 53
+N = 6
+H = 8
 
 
 class Case:
@@ -40,7 +43,10 @@ class Case:
         traced: Mapping[str, NDArray] | None = None,
         **static: Any,
     ):
-        self.batch, self.t, self.s, self.n = batch, t, s, n
+        self.batch = batch
+        self.t = t
+        self.s = s
+        self.n = n
         shapes = {
             "query": (*batch, t, n, h),
             "key": (*batch, s, k, h),
@@ -52,7 +58,8 @@ class Case:
             if shape is not None
         }
         self.output_shapes = (*batch, t, n, hv), (*batch, t, n)
-        self.traced, self.static = dict(traced or {}), static
+        self.traced = dict(traced or {})
+        self.static = static
 
     def arrays(
         self, seed: int = 0, dtype: DTypeLike = np.float32

@@ -160,7 +160,8 @@ WITH_DROPOUT = with_core_tuples(
 def test_dropout_and_its_gradient(name, implementation):
     """If the values are the identity matrix, the output shows which weights are kept."""
     case = DROPOUT_CASES[name]
-    arrays, rate = case.arrays(), case.static["dropout_rate"]
+    arrays = case.arrays()
+    rate = case.static["dropout_rate"]
     keys = case.shapes["key"][-2]
     identity = np.broadcast_to(
         np.eye(case.s, dtype=np.float32)[:, None], (*case.batch, case.s, keys, case.s)
@@ -185,10 +186,8 @@ def test_dropout_and_its_gradient(name, implementation):
 def test_float64(implementation):
     with jax.enable_x64(True):
         case = CASES["all arguments at once"]
-        arrays, cotangents = (
-            case.arrays(dtype=np.float64),
-            case.cotangents(dtype=np.float64),
-        )
+        arrays = case.arrays(dtype=np.float64)
+        cotangents = case.cotangents(dtype=np.float64)
         assert all(
             x.dtype == jnp.float64
             for x in compare(case, implementation, arrays, cotangents)
@@ -254,10 +253,8 @@ def test_low_precision_by_the_rule_of_flash_attention(
         request.getfixturevalue("narrow_products")
     case = Case(k=2, t=67, s=67, is_causal=True)
     arrays = {name: jnp.asarray(x, dtype) for name, x in case.arrays().items()}
-    d_output, d_lse = (
-        jnp.asarray(case.cotangents()[0], dtype),
-        np.zeros(case.output_shapes[1], np.float32),
-    )
+    d_output = jnp.asarray(case.cotangents()[0], dtype)
+    d_lse = np.zeros(case.output_shapes[1], np.float32)
 
     naive, pull = jax.vjp(
         functools.partial(naive_attention, visible=np.tri(67, dtype=bool)),

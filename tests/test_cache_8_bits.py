@@ -21,7 +21,12 @@ from flax_mha._src.core import tracing
 from flax_mha._src.core.eight_bits import dequantize, quantize
 from flax_mha.cache import cached_attention
 
-B, N, K, H, S, WINDOW = 2, 4, 2, 16, 700, 5
+B = 2
+N = 4
+K = 2
+H = 16
+S = 700
+WINDOW = 5
 FLOAT8 = "float8_e4m3fn"
 DTYPES = ("int8", FLOAT8)
 rng = np.random.default_rng(0)
@@ -49,15 +54,12 @@ def test_quantized(dtype):
         * 10.0 ** np.array([-30, -3, 0, 3, 30])[:, None, None]
     )
     numbers, scale = quantize(jnp.asarray(x), jnp.dtype(dtype))
-    error, largest = (
-        abs(dequantize(numbers, scale, jnp.float32) - x),
-        abs(x).max(-1, keepdims=True),
-    )
-    step = (
-        largest / 254
-        if dtype == "int8"
-        else np.maximum(abs(x) / 16, largest / 448 / 1024)
-    )
+    error = abs(dequantize(numbers, scale, jnp.float32) - x)
+    largest = abs(x).max(-1, keepdims=True)
+    if dtype == "int8":
+        step = largest / 254
+    else:
+        step = np.maximum(abs(x) / 16, largest / 448 / 1024)
     assert (error <= step * 1.0001).all()
     x = np.float32([[0, 0], [1e-45, 0], [np.nan, 1], [np.inf, 1], [3e38, -3e38]])
     got = np.asarray(
@@ -81,10 +83,8 @@ def test_quantized(dtype):
 )
 def test_attention_over_a_cache_equals_attention_over_its_floats(dtype, kind):
     """A prompt, a token, some or many, one; bytes; beams; tokens that are taken back."""
-    window, lengths = (
-        (WINDOW if "ring" in kind else None),
-        (np.array([20, 13]) if kind == "lengths" else None),
-    )
+    window = WINDOW if "ring" in kind else None
+    lengths = np.array([20, 13]) if kind == "lengths" else None
     value_size = 10 if "latents" in kind else None
     cache = empty(
         dtype, per_row=kind == "lengths", window=window, value_size=value_size
@@ -160,7 +160,8 @@ def test_latents_beside_other_features_of_any_size(dtype):
 
     Ratios are powers of two, so that outputs are equal, bit for bit.
     """
-    values, old = 10, tokens(600, (1,))[0]
+    values = 10
+    old = tokens(600, (1,))[0]
     (query, new), attend = tokens(1, (N, 1)), jax.jit(cached_attention)
 
     def output(ratio):
@@ -251,11 +252,9 @@ def test_transformations():
     """Mapped, in a scan, by NumPy's arrays, over batch axes, without a batch, kept
     branches, values among the keys.
     """
-    cache, new, attend = (
-        empty("float8_e4m3fn").update(*tokens(9)[1:]),
-        tokens(1),
-        jax.jit(cached_attention),
-    )
+    cache = empty("float8_e4m3fn").update(*tokens(9)[1:])
+    new = tokens(1)
+    attend = jax.jit(cached_attention)
     want, after = attend(*new, cache)
     mapped = jax.tree.map(
         lambda x: jnp.stack([x, x]) if x.ndim else jnp.stack([x, x - 4]), cache
@@ -290,10 +289,8 @@ def test_transformations_of_latents():
         tokens(1),
         jax.jit(lambda query, *cached: cached_attention(query, *cached)[0]),
     )
-    new, keys = (
-        key[:, :, :1],
-        latent.update(key[:, :, :1], None).floats(jnp.float32)[0][:, :10],
-    )
+    new = key[:, :, :1]
+    keys = latent.update(key[:, :, :1], None).floats(jnp.float32)[0][:, :10]
     want, pull = jax.vjp(
         lambda query: dot_product_attention(query, keys, keys[..., :6]), query
     )
@@ -314,7 +311,8 @@ def test_derivatives(dtype):
     """The gradient of a query is the same as with the cache as floats; cached keys and
     values have none.
     """
-    new, cache = tokens(1), empty(dtype, 9 + 1).update(*tokens(9)[1:])
+    new = tokens(1)
+    cache = empty(dtype, 9 + 1).update(*tokens(9)[1:])
 
     def total(*new):
         return jnp.sum(jnp.sin(cached_attention(*new, cache)[0]))
@@ -339,7 +337,8 @@ def test_modules(dtype, foreign):
     """Both give what attention over the floats of their caches gives, and keep their
     scales in a variable.
     """
-    x, slots = jnp.asarray(rng.standard_normal((B, 11, 24)), jnp.float32), (B, 40, 24)
+    x = jnp.asarray(rng.standard_normal((B, 11, 24)), jnp.float32)
+    slots = (B, 40, 24)
     options = {"attention_fn": nn.dot_product_attention} if foreign else {}
     layer = linen.MultiHeadDotProductAttention(
         N, decode=True, cache_dtype=dtype, **options
@@ -367,14 +366,10 @@ def test_modules(dtype, foreign):
 
 INT8 = jnp.zeros((B, S, K, H), jnp.int8)
 SCALES = jnp.ones((B, S, K, 1))
-UNSCALED, SCALED = (
-    KVCache(INT8, INT8, jnp.int32(0)),
-    KVCache(*tokens(9)[1:], jnp.int32(0), scale=SCALES[:, :9]),
-)
-LATENTS, SHAPE = (
-    KVCache(INT8, INT8[..., :0], 0, None, 6, SCALES),
-    r"scale must have shape \(2, 700, 2, 2\) for",
-)
+UNSCALED = KVCache(INT8, INT8, jnp.int32(0))
+SCALED = KVCache(*tokens(9)[1:], jnp.int32(0), scale=SCALES[:, :9])
+LATENTS = KVCache(INT8, INT8[..., :0], 0, None, 6, SCALES)
+SHAPE = r"scale must have shape \(2, 700, 2, 2\) for"
 REFUSED = [
     (
         lambda: cached_attention(*tokens(1), UNSCALED),

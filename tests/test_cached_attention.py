@@ -21,8 +21,13 @@ from flax_mha._src.engines.kernels import cudnn
 from flax_mha.cache import cached_attention
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, SegmentMask
 
-B, N, K, H, S = 2, 4, 2, 6, 43
-LENGTH, WINDOW = 31, 5
+B = 2
+N = 4
+K = 2
+H = 6
+S = 43
+LENGTH = 31
+WINDOW = 5
 RING = WINDOW + 1 + SPARE
 
 
@@ -64,7 +69,8 @@ def after(number, **given):
 
 def in_parts(attend, x, cache, sizes):
     """The outputs of a sequence of calls, one after the other, and the last cache."""
-    outputs, ends = [], itertools.accumulate(sizes, initial=0)
+    outputs = []
+    ends = itertools.accumulate(sizes, initial=0)
     for first, end in itertools.pairwise(ends):
         output, cache = attend(*cut(x, first, end), cache)
         outputs.append(output)
@@ -110,7 +116,8 @@ def test_the_largest_scores_of_all_calls():
 @pytest.mark.core
 def test_padding_needs_no_room():
     """A prompt that is padded beyond the cache, with a bias for each slot."""
-    x, lengths = tokens(S + 9), jnp.array([S, 7])
+    x = tokens(S + 9)
+    lengths = jnp.array([S, 7])
     bias = jnp.asarray(np.random.default_rng(1).standard_normal((N, 1, S)), jnp.float32)
     both = jax.jit(lambda cache: cached_attention(*x, cache, bias, lengths=lengths))
     expected = in_full(cut(x, 0, S), bias=bias, query_seq_lengths=lengths)
@@ -141,7 +148,8 @@ def test_a_ring_returns_nan_after_too_many_tokens_are_taken_back():
 
 @pytest.mark.parametrize("number", [1, 18])
 def test_nan_affects_the_queries_that_attend_to_its_slot(number):
-    at, place = LENGTH - number - 1, LENGTH - 3 if number > 2 else 4
+    at = LENGTH - number - 1
+    place = LENGTH - 3 if number > 2 else 4
     sees = np.zeros((B, number, N), bool)
     sees[0, max(0, place - at) :, 2:] = True
     for filling in (jnp.nan, jnp.inf):
@@ -207,7 +215,8 @@ def test_derivatives_equal_those_of_one_call(number, dtype):
     """Gradients of new queries, keys and values and of the cache; a tangent and its
     gradient, unless in 16 bits.
     """
-    x, at = [x.astype(dtype) for x in X], LENGTH - number
+    x = [x.astype(dtype) for x in X]
+    at = LENGTH - number
     weights = jnp.asarray(
         np.random.default_rng(3).standard_normal((B, number, N, H)), jnp.float32
     )
@@ -227,11 +236,9 @@ def test_derivatives_equal_those_of_one_call(number, dtype):
             )[1]
 
         gradients = jax.grad(loss, (0, 1, 2))(*x)
-        return (
-            gradients
-            if dtype == jnp.bfloat16
-            else (gradients, jax.value_and_grad(along, (0, 1, 2))(*x))
-        )
+        if dtype == jnp.bfloat16:
+            return gradients
+        return (gradients, jax.value_and_grad(along, (0, 1, 2))(*x))
 
     got, expected = (
         jax.jit(lambda f=f: derivatives(f))()
@@ -300,10 +307,8 @@ def test_blockwise():
     """Several tokens in a ring; one token: test_flax_modules.py, without a window:
     test_decode_future.py.
     """
-    cache, given = (
-        KVCache.create(B, 999, K, H, window=WINDOW),
-        {"local_window_size": WINDOW},
-    )
+    cache = KVCache.create(B, 999, K, H, window=WINDOW)
+    given = {"local_window_size": WINDOW}
     attend = jax.jit(
         functools.partial(cached_attention, implementation="blockwise", **given)
     )
@@ -339,12 +344,10 @@ def test_empty_batches_and_inputs(batch, number):
     np.testing.assert_array_equal(cache.index, np.full(cache.batch, number))
 
 
-NEW, ONE, ROWS, FULL_CACHE = (
-    tokens(3),
-    empty(),
-    empty(per_row=True),
-    empty().update(*tokens(S)[1:]),
-)
+NEW = tokens(3)
+ONE = empty()
+ROWS = empty(per_row=True)
+FULL_CACHE = empty().update(*tokens(S)[1:])
 IN_RING = KVCache.create(B, 999, K, H, window=WINDOW)
 
 
@@ -356,10 +359,8 @@ def in_ring(**arguments):
     return call(IN_RING, local_window_size=WINDOW, **arguments)
 
 
-FLOATS, SHOWING = (
-    np.ones((N, 20, 20), np.float32),
-    functools.partial(np.ones, dtype=bool),
-)
+FLOATS = np.ones((N, 20, 20), np.float32)
+SHOWING = functools.partial(np.ones, dtype=bool)
 # Both have an entry for each slot of a ring, whose tokens change.
 OF_SLOTS = [
     SegmentMask(np.ones(3, int), np.ones(RING, int)),
@@ -448,7 +449,10 @@ def test_refused(run, message):
     refused(message, run)
 
 
-HV, SLOTS, WHOLE = 5, 131, 97  # three blocks of 64 slots
+# Three blocks of 64 slots.
+HV = 5
+SLOTS = 131
+WHOLE = 97
 rng = np.random.default_rng(0)
 SLOPES, SINKS = np.float32(rng.standard_normal((2, N)))
 BIAS = np.float32(rng.standard_normal((N, 1, SLOTS)))
@@ -499,7 +503,9 @@ class Structure(NamedTuple):
     @property
     def sizes(self):
         """One token, few, and a prompt: for a ring one that is longer than the ring."""
-        return (1, 7, 90) if self.ring else (1, 7, 40)
+        if self.ring:
+            return (1, 7, 90)
+        return (1, 7, 40)
 
     def given(self, queries, slots=SLOTS):
         """The arguments of a call; a mask or a bias of slots is made for so many
@@ -530,10 +536,8 @@ class Structure(NamedTuple):
             **options,
         )
         shape = (*cache.key.shape[:-1], HV if self.value_size is None else 0)
-        key, value = (
-            jnp.full_like(cache.key, garbage),
-            jnp.full(shape, garbage, self.cached),
-        )
+        key = jnp.full_like(cache.key, garbage)
+        value = jnp.full(shape, garbage, self.cached)
         return dataclasses.replace(cache, key=key, value=value)
 
     def tokens(self, seed=0):
@@ -555,10 +559,8 @@ WINDOWED, WINDOW_AHEAD, NARROW = (
 )
 LOGITS = {"logits_soft_cap": 3.0, "sinks": SINKS}
 DROPOUT = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(5)}
-SCALED, OF_HEADS = (
-    {"scale": jnp.float32(0.7)},
-    {"mask": LengthMask(171), "bias": BIAS[:, :, :1]},
-)
+SCALED = {"scale": jnp.float32(0.7)}
+OF_HEADS = {"mask": LengthMask(171), "bias": BIAS[:, :, :1]}
 FUNCTIONS = {"mask": FunctionMask(thinned), "score_mod": slopes_and_entry}
 OF_EACH_SLOT = {
     "bias": lambda _, slots: BIAS[..., :slots],
@@ -636,15 +638,15 @@ def split(name, seed):
     """A sequence in random pieces, of which some are taken back; odd seeds fill padding
     and unwritten slots.
     """
-    structure, rng = STRUCTURES[name], np.random.default_rng(seed)
+    structure = STRUCTURES[name]
+    rng = np.random.default_rng(seed)
     tokens, expected, step, truncate = programs(name)
     garbage = rng.choice(GARBAGE) if seed % 2 else 0.0
-    garbage = (
-        min(garbage, float(jnp.finfo(structure.cached).max))
-        if garbage == 3e38
-        else garbage
-    )
-    cache, at, taken_back = structure.cache(garbage), np.zeros(len(expected), int), 0
+    if garbage == 3e38:
+        garbage = min(garbage, float(jnp.finfo(structure.cached).max))
+    cache = structure.cache(garbage)
+    at = np.zeros(len(expected), int)
+    taken_back = 0
     got = np.full(expected.shape, np.nan, np.float32)
 
     def index(numbers):

@@ -30,7 +30,11 @@ from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha._src.engines.kernels import cudnn
 from flax_mha.cache import KVCache, cached_attention
 
-B, T, N, K, H = 2, 256, 4, 2, 64
+B = 2
+T = 256
+N = 4
+K = 2
+H = 64
 CUDNN_CALLS = [
     jax.export.DisabledSafetyCheck.custom_call(f"__cudnn$fmhaSoftmax{x}")
     for x in ("", "Backward")
@@ -69,10 +73,8 @@ def lengths(of_queries, of_keys):
     }
 
 
-KEY_LENGTHS, BOTH_LENGTHS = (
-    {"key_value_seq_lengths": jnp.array([200, 0])},
-    lengths([100, 300], [200, 30]),
-)
+KEY_LENGTHS = {"key_value_seq_lengths": jnp.array([200, 0])}
+BOTH_LENGTHS = lengths([100, 300], [200, 30])
 OFFSETS = {
     "query_offset": jnp.array([-20, 30]),
     "key_value_offset": jnp.array([5]),
@@ -271,10 +273,8 @@ COVERED_BY_OTHERS = (
 )
 # Numbers in a key and a value; in a key and value that the bias masks for all queries;
 # in the bias itself, whose row 60 comes before key 100.
-FINITE, SPOILT = (
-    {"finite": ()},
-    {"key and value": ((1, (150, 0), np.nan), (2, (20, 1), np.inf))},
-)
+FINITE = {"finite": ()}
+SPOILT = {"key and value": ((1, (150, 0), np.nan), (2, (20, 1), np.inf))}
 SPOILT_BIAS = {
     "masked key and value": ((1, (30, 0), np.nan), (2, (30, 0), np.nan)),
     "masked bias": ((3, (60, 100), np.nan),),
@@ -331,7 +331,8 @@ def test_our_semantics_around_the_kernel(name, devices, monkeypatch):
                 (..., *place) if which == 3 else (..., *place, slice(None))
             ] = number
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            got, want = ours(*given), dense(*given)
+            got = ours(*given)
+            want = dense(*given)
         for answer, expected in zip(got, want, strict=True):
             np.testing.assert_allclose(
                 answer, expected, rtol=0, atol=1e-4, err_msg=filling
@@ -364,10 +365,8 @@ def test_the_kernel_of_this_gpu(name):
             return jax.jit(with_gradients(implementation, **others, **more))(*arrays)
 
     truth = answers(exact, "xla", precision="highest")
-    got, simple = (
-        answers(arrays, "cudnn"),
-        answers([x.astype(dtype) for x in exact], "xla"),
-    )
+    got = answers(arrays, "cudnn")
+    simple = answers([x.astype(dtype) for x in exact], "xla")
     cases.by_the_rule_of_flash_attention(got, simple, truth)
 
 
@@ -510,7 +509,8 @@ def test_exported_for_two_platforms():
         return output, *pull(output)
 
     program = jax.jit(jax.vmap(run, (0, None, None, None)))
-    lengths, arrays = jnp.array([[200, 3], [7, 256]], jnp.int32), half()
+    lengths = jnp.array([[200, 3], [7, 256]], jnp.int32)
+    arrays = half()
     exported = jax.export.export(
         program, platforms=("cpu", "cuda"), disabled_checks=CUDNN_CALLS
     )(lengths, *inputs())

@@ -71,7 +71,8 @@ def test_rules_of_custom_derivatives_are_compared(flag, rule, implementation):
 
     jax.config.update(flag, True)
     try:
-        first, second = gradient(1.0), gradient(3.0)
+        first = gradient(1.0)
+        second = gradient(3.0)
     finally:
         jax.config.update(flag, False)
     close(second, 3 * first)

@@ -24,7 +24,8 @@ def benchmark(name):
     return module
 
 
-hlo, targets = benchmark("hlo"), benchmark("targets")
+hlo = benchmark("hlo")
+targets = benchmark("targets")
 
 TEXT = """HloModule f
 
@@ -112,7 +113,8 @@ def test_a_program_compiled_here():
     ("dtype", "chosen"), [(jnp.bfloat16, "cudnn"), (jnp.float32, "xla")]
 )
 def test_choices_for_the_target_device(dtype, chosen):
-    names, x = [], jax.ShapeDtypeStruct((1, 1024, 4, 64), dtype)
+    names = []
+    x = jax.ShapeDtypeStruct((1, 1024, 4, 64), dtype)
     with targets.compiling_for(targets.Target("gpu", [])):
         jax.eval_shape(
             lambda x: names.append(
@@ -135,7 +137,8 @@ def test_programs_for_gpus_compute_the_same(implementation, sinks):
     query, key, value = (
         jnp.asarray(rng.standard_normal((2, 130, 2, 8)), jnp.float32) for _ in range(3)
     )
-    key, value = key.at[1, 5].set(jnp.nan), value.at[0, 101, 0, 0].set(jnp.inf)
+    key = key.at[1, 5].set(jnp.nan)
+    value = value.at[0, 101, 0, 0].set(jnp.inf)
     options = {"dropout_rate": 0.25, "dropout_rng": jax.random.key(1)}
     sinks = None if sinks is None else jnp.array(sinks)
     masks = {

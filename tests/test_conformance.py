@@ -19,7 +19,8 @@ import flax_mha
 PAGE = Path(__file__).parent.parent / "docs" / "conformance.md"
 
 
-WINDOW, BIAS = "window of 7 to the left, 3 to the right", "bias per sequence and head"
+WINDOW = "window of 7 to the left, 3 to the right"
+BIAS = "bias per sequence and head"
 
 
 def window_too_wide(*arrays, local_window_size=None, **arguments):
@@ -33,12 +34,12 @@ def window_too_wide(*arrays, local_window_size=None, **arguments):
 
 def ends_aligned(query, key, value, *, is_causal=False, **arguments):
     """The last query is at the last key, not the first at the first."""
-    rows, columns = query.shape[-3], key.shape[-3]
-    mask = (
-        jnp.tri(rows, columns, columns - rows, dtype=bool)[None, None]
-        if is_causal
-        else None
-    )
+    rows = query.shape[-3]
+    columns = key.shape[-3]
+    if is_causal:
+        mask = jnp.tri(rows, columns, columns - rows, dtype=bool)[None, None]
+    else:
+        mask = None
     return jax.nn.dot_product_attention(query, key, value, mask=mask, **arguments)
 
 

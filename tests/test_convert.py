@@ -13,7 +13,8 @@ from marks import with_core
 from flax_mha import convert
 from flax_mha._src.convert.layouts import ALL
 
-HEADS, HEAD_DIM = 3, 5
+HEADS = 3
+HEAD_DIM = 5
 FEATURES = HEADS * HEAD_DIM
 DTYPES = [np.float16, np.float32, np.float64, ml_dtypes.bfloat16]
 
@@ -31,7 +32,9 @@ def make_params(
 
     It `has` sinks, a gate, an out_norm or norms, if they are given.
     """
-    rng, gate, norms = np.random.default_rng(0), has.get("gate"), has.get("norms")
+    rng = np.random.default_rng(0)
+    gate = has.get("gate")
+    norms = has.get("norms")
     params = {}
     for name, size in zip(ALL, sizes, strict=True):
         size_of_heads = value_dim if name in ("value", "out") else HEAD_DIM
@@ -39,9 +42,10 @@ def make_params(
         kernel, bias = (
             ((*heads, size), (size,)) if name == "out" else ((size, *heads), heads)
         )
-        shapes = (
-            {"kernel": kernel, "bias": bias} if name in biased else {"kernel": kernel}
-        )
+        if name in biased:
+            shapes = {"kernel": kernel, "bias": bias}
+        else:
+            shapes = {"kernel": kernel}
         params[name] = {
             leaf: rng.normal(size=shape).astype(dtype) for leaf, shape in shapes.items()
         }
@@ -75,9 +79,13 @@ def assert_same_bits(got, expected):
     assert bits(got) == bits(expected)
 
 
-UNBIASED, BIASED_OUT, NO_OUT = {"biased": ()}, {"biased": ("out",)}, {"biased": ALL[:3]}
-GROUPED, NORMS = {"kv_heads": 1, "biased": ()}, {"norms": True}
-NORMED, NARROW = GROUPED | NORMS, {"sizes": (7,) * 4, "kv_heads": 1}
+UNBIASED = {"biased": ()}
+BIASED_OUT = {"biased": ("out",)}
+NO_OUT = {"biased": ALL[:3]}
+GROUPED = {"kv_heads": 1, "biased": ()}
+NORMS = {"norms": True}
+NORMED = GROUPED | NORMS
+NARROW = {"sizes": (7,) * 4, "kv_heads": 1}
 SEPARATE = {"sizes": (FEATURES, 7, 11, FEATURES)}
 LAYOUTS = {
     "torch": [{}, UNBIASED],

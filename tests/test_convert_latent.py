@@ -15,7 +15,10 @@ import flax_mha
 from flax_mha import convert
 from flax_mha.rope import RoPE, YaRN
 
-N, D, C, R = 4, 24, 10, 6
+N = 4
+D = 24
+C = 10
+R = 6
 CONFIG = {
     "model_type": "deepseek_v3",
     "num_attention_heads": N,

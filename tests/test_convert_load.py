@@ -19,7 +19,10 @@ from flax_mha._src.convert.families import FAMILIES
 from flax_mha._src.modules.attention_fn import core_of
 from flax_mha.rope import RoPE, YaRN
 
-N, K, H, D = 4, 2, 8, 24
+N = 4
+K = 2
+H = 8
+D = 24
 LLAMA = {
     "model_type": "llama",
     "num_attention_heads": N,
@@ -503,7 +506,8 @@ def like_llama(model_type, **config):
 GEMMA_2 = like_llama("gemma2", sliding_window=16)
 FULL = ["full_attention"] * 3
 NO_WINDOW = {"local_window_size": None}
-WINDOW, LAST_128 = {"local_window_size": (15, None)}, {"local_window_size": (127, None)}
+WINDOW = {"local_window_size": (15, None)}
+LAST_128 = {"local_window_size": (127, None)}
 QUARTER = {"rope": RoPE(fraction=0.25)}
 # Config, what is expected of it, and a layer that is not the first; test_hf_configs.py
 # has the published configs.

@@ -156,7 +156,8 @@ class TestVersion:
         packages' versions.
         """
         cudnn_faults.version.cache_clear()
-        modules, packages = {}, {}
+        modules = {}
+        packages = {}
 
         def import_module(name):
             if name not in modules:
@@ -170,7 +171,8 @@ class TestVersion:
 
         monkeypatch.setattr(importlib, "import_module", import_module)
         monkeypatch.setattr(importlib.metadata, "version", version)
-        self.modules, self.packages = modules, packages
+        self.modules = modules
+        self.packages = packages
         yield
         cudnn_faults.version.cache_clear()
 

@@ -15,7 +15,11 @@ import flax_mha
 from flax_mha import KVCache, dot_product_attention, linen, masks
 from flax_mha.cache import cached_attention
 
-B, T, N, K, H = 2, 6, 4, 2, 8
+B = 2
+T = 6
+N = 4
+K = 2
+H = 8
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +32,10 @@ def normal(*shape):
     return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
 
 
-QUERY, KEY, VALUE, X = (
-    normal(B, T, N, H),
-    normal(B, T, K, H),
-    normal(B, T, K, H),
-    normal(B, T, N * H),
-)
+QUERY = normal(B, T, N, H)
+KEY = normal(B, T, K, H)
+VALUE = normal(B, T, K, H)
+X = normal(B, T, N * H)
 LENGTHS = {
     "key_value_seq_lengths": np.int32([3, 0]),
     "query_seq_lengths": np.int32([6, 2]),

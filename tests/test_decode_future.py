@@ -18,8 +18,14 @@ from flax_mha._src.cache.cached_attention import cached_attention
 from flax_mha._src.cache.kv_cache import KVCache
 from flax_mha.masks import ArrayMask, FunctionMask
 
-BATCH, LENGTH, FEATURES, HEADS, WINDOW = 2, 48, 24, 4, 5
-SLOTS, RING = 64, 200  # from 70 on, the window makes a ring of 70
+BATCH = 2
+LENGTH = 48
+FEATURES = 24
+HEADS = 4
+WINDOW = 5
+# From 70 on, the window makes a ring of 70.
+SLOTS = 64
+RING = 200
 X = np.float32(np.random.default_rng(0).standard_normal((BATCH, LENGTH, FEATURES)))
 # Text, an image of 7 tokens, text, an image of 12 tokens, text; the second sequence
 # differs.
@@ -30,7 +36,8 @@ IDS = np.array(
     ]
 )
 PREFIX = 10
-ROW, COLUMN = np.arange(LENGTH)[:, None], np.arange(LENGTH)
+ROW = np.arange(LENGTH)[:, None]
+COLUMN = np.arange(LENGTH)
 CAUSAL = COLUMN <= ROW
 SAME_IMAGE = (IDS[:, :, None] == IDS[:, None, :]) & (IDS[:, :, None] > 0)
 # name -> (the recipe, the visible scores as a dense array [B, T, S])
@@ -127,7 +134,8 @@ CASES = [
 def test_any_split_equals_one_call_with_a_dense_mask(
     name, pattern, calls, slots, per_row
 ):
-    module, visible = MODULES[name](), PATTERNS[pattern][1]
+    module = MODULES[name]()
+    visible = PATTERNS[pattern][1]
     if name == "window":
         visible = visible & (ROW - COLUMN <= WINDOW)
     module.init_cache((BATCH, slots, FEATURES), per_row=per_row)
@@ -139,10 +147,8 @@ def test_any_split_equals_one_call_with_a_dense_mask(
 
 @pytest.mark.parametrize("slots", [SLOTS, RING])
 def test_sown_weights_show_the_whole_image(slots):
-    module, visible = (
-        MODULES["window"](),
-        PATTERNS["images"][1] & (ROW - COLUMN <= WINDOW),
-    )
+    module = MODULES["window"]()
+    visible = PATTERNS["images"][1] & (ROW - COLUMN <= WINDOW)
     module.init_cache((BATCH, slots, FEATURES))
 
     sowing = nnx.capture(module, nnx.Intermediate)
@@ -164,7 +170,8 @@ def test_arrays_narrow_what_is_written(function):
     """An array may show later tokens, too; slots that are not written stay hidden.
     Flax's function gets a mask.
     """
-    module, visible = make(attention_fn=function), PATTERNS["images"][1]
+    module = make(attention_fn=function)
+    visible = PATTERNS["images"][1]
     module.init_cache((BATCH, SLOTS, FEATURES))
     slots = np.pad(
         visible, ((0, 0), (0, 0), (0, SLOTS - LENGTH)), constant_values=True
@@ -185,7 +192,8 @@ def test_arrays_narrow_what_is_written(function):
 
 
 def test_8_bits_differ_by_rounding_alone():
-    module, visible = MODULES["few key heads"](), PATTERNS["images"][1]
+    module = MODULES["few key heads"]()
+    visible = PATTERNS["images"][1]
     module.init_cache((BATCH, SLOTS, FEATURES), dtype=jnp.int8)
 
     outputs = decoded(module, CALLS["short calls"], "images")
@@ -205,20 +213,23 @@ def test_linen():
         "cache"
     ]
 
-    outputs, start = [], 0
+    outputs = []
+    start = 0
     for end in CALLS["two prompts"]:
         variables = {"params": params, "cache": cache}
         output, changed = decoding.apply(
             variables, X[:, start:end], mutable=["cache"], **PATTERNS["images"][0]
         )
-        cache, start = changed["cache"], end
+        cache = changed["cache"]
+        start = end
         outputs.append(output)
 
     close(np.concatenate(outputs, axis=1), whole[:, :start])
 
 
 def test_layers_that_share_keys():
-    first, later = make(), make(reuse_kv=True)
+    first = make()
+    later = make(reuse_kv=True)
     recipe, visible = PATTERNS["images"]
     first.init_cache((BATCH, SLOTS, FEATURES))
 
@@ -324,7 +335,8 @@ def test_a_mask_that_shows_later_tokens_needs_is_causal_false(name, is_causal):
 
 @pytest.mark.parametrize("name", NOT_OPENING)
 def test_other_masks_narrow_a_causal_call(name):
-    module, mask = make(), NOT_OPENING[name]
+    module = make()
+    mask = NOT_OPENING[name]
     module.init_cache((BATCH, 4, FEATURES))
 
     output = module(X[:, :4], mask=mask, decode=True)
@@ -389,7 +401,8 @@ def test_same_masks_as_transformers():
         **given, block_sequence_ids=torch.where(is_prefix, 0, -1).expand(BATCH, -1)
     )
 
-    images, window = recipes.image_spans(IDS)["mask"], LocalMask(WINDOW, None)
+    images = recipes.image_spans(IDS)["mask"]
+    window = LocalMask(WINDOW, None)
     for ours, theirs in [
         (images, masks["full_attention"]),
         (images & window, masks["sliding_attention"]),

@@ -12,7 +12,10 @@ import flax_mha
 from flax_mha import linen
 from flax_mha.cache import KVCache
 
-B, SLOTS, N, H = 8, 4096, 8, 64
+B = 8
+SLOTS = 4096
+N = 8
+H = 64
 FEATURES = 8  # few, since XLA's CPU converts bfloat16 kernels to float32
 WINDOW = 1000
 # Partials of either kind, one in the other: an attention function of ours is recognized
@@ -131,10 +134,8 @@ def test_a_step_of_a_linen_module_with_a_partial_copies_no_cache():
         N, qkv_features=N * H, num_kv_heads=2, attention_fn=outer, decode=True
     )
     x = jax.ShapeDtypeStruct((B, 1, FEATURES), jnp.float32)
-    key, slots = (
-        jax.eval_shape(lambda: jax.random.key(0)),
-        jax.ShapeDtypeStruct((B, SLOTS, FEATURES), jnp.float32),
-    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    slots = jax.ShapeDtypeStruct((B, SLOTS, FEATURES), jnp.float32)
     variables = jax.eval_shape(layer.init, key, slots)
 
     def step(cache, params, x):
@@ -157,8 +158,10 @@ def test_a_step_of_a_linen_module_with_a_partial_copies_no_cache():
 )
 def test_a_prompt_copies_no_cache(dtype, kind, mapped):
     """It is written into its slots, also by mapped calls; some of it may be converted."""
-    number, window = 100, SLOTS if kind == "ring" else None
-    per_row, outer = kind in ("an index each", "lengths"), (2,) if mapped else ()
+    number = 100
+    window = SLOTS if kind == "ring" else None
+    per_row = kind in ("an index each", "lengths")
+    outer = (2,) if mapped else ()
     cache = jax.eval_shape(
         lambda: KVCache.create(B, 2 * SLOTS, N, H, dtype, window, per_row)
     )
@@ -166,9 +169,10 @@ def test_a_prompt_copies_no_cache(dtype, kind, mapped):
         lambda x: jax.ShapeDtypeStruct((*outer, *x.shape), x.dtype), cache
     )
     new = [jax.ShapeDtypeStruct((*outer, B, number, N, H), dtype)] * 2
-    lengths = (
-        [jax.ShapeDtypeStruct((*outer, B), jnp.int32)] if kind == "lengths" else []
-    )
+    if kind == "lengths":
+        lengths = [jax.ShapeDtypeStruct((*outer, B), jnp.int32)]
+    else:
+        lengths = []
     analysis = donated(
         jax.vmap(KVCache.update) if mapped else KVCache.update, cache, *new, *lengths
     )

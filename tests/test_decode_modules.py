@@ -21,7 +21,12 @@ from flax_mha import Norm, linen
 from flax_mha.masks import CausalMask, FunctionMask
 from flax_mha.rope import RoPE
 
-B, D, N, K, LENGTH, WINDOW = 2, 24, 4, 2, 97, 5
+B = 2
+D = 24
+N = 4
+K = 2
+LENGTH = 97
+WINDOW = 5
 SLOTS = {"ring": 300, "slots": 67}  # from 70 on, the window makes a ring of 70
 EVERYTHING = {
     "num_kv_heads": K,
@@ -179,7 +184,8 @@ def test_any_split_of_each_sequence(api, kind, data):
     """With `lengths`; the padding is not finite."""
     module, expected = made(api)
     module.start(SLOTS[kind], per_row=True)
-    at, x = np.zeros(B, int), np.asarray(X)
+    at = np.zeros(B, int)
+    x = np.asarray(X)
     for _ in range(data.draw(st.integers(1, 5))):
         size = data.draw(st.sampled_from(SIZES))
         lengths = np.minimum(
@@ -193,10 +199,8 @@ def test_any_split_of_each_sequence(api, kind, data):
             module.step(jnp.asarray(new), lengths=jnp.asarray(lengths, jnp.int32))
         )
         for row in range(B):
-            got, wanted = (
-                output[row, : lengths[row]],
-                expected[row, at[row] : at[row] + lengths[row]],
-            )
+            got = output[row, : lengths[row]]
+            wanted = expected[row, at[row] : at[row] + lengths[row]]
             assert_close(got, wanted)
         at = at + lengths
         np.testing.assert_array_equal(module.index, at)
@@ -220,10 +224,8 @@ def test_positions_of_several_coordinates():
     """
     module = Nnx(**EVERYTHING | {"rope": RoPE(sections=(1, 1, 1))})
     assert_close(module.full(X), made(Nnx)[1], atol=1e-6)  # only text
-    text, image = (
-        np.arange(11),
-        11 + np.stack([np.zeros(24, int), *np.divmod(np.arange(24), 6)], axis=-1),
-    )
+    text = np.arange(11)
+    image = 11 + np.stack([np.zeros(24, int), *np.divmod(np.arange(24), 6)], axis=-1)
     positions = np.concatenate(
         [text[:, None].repeat(3, 1), image, np.arange(17, 30)[:, None].repeat(3, 1)]
     )
@@ -268,10 +270,8 @@ def test_sown_weights(kind):
 
     Sowing does not change which weights are dropped.
     """
-    module, dropout = (
-        Linen(**EVERYTHING, dropout_rate=0.4),
-        {"deterministic": False, "dropout_rng": jax.random.key(3)},
-    )
+    module = Linen(**EVERYTHING, dropout_rate=0.4)
+    dropout = {"deterministic": False, "dropout_rng": jax.random.key(3)}
 
     @functools.partial(jax.jit, static_argnums=0)
     def sowing(decode, x, cache):
@@ -315,7 +315,9 @@ def test_dropout_drops_the_same_weights_as_the_whole_forward(api):
 
     def dropping(seed):
         key = jax.random.key(seed)
-        return {"dropout_rng": key} if api is Linen else {"rngs": nnx.Rngs(dropout=key)}
+        if api is Linen:
+            return {"dropout_rng": key}
+        return {"rngs": nnx.Rngs(dropout=key)}
 
     expected = module.full(X[:, :48], deterministic=False, **dropping(3))
     module.start(SLOTS["slots"], per_row=True)
@@ -444,9 +446,10 @@ class LinenCross:
     def __init__(self, **options):
         given = {"num_heads": 2, "num_kv_heads": 1, "decode": True}
         self.module = linen.MultiHeadDotProductAttention(**given | options)
-        given = (
-            {"positions": (jnp.arange(1), jnp.arange(11))} if "rope" in options else {}
-        )
+        if "rope" in options:
+            given = {"positions": (jnp.arange(1), jnp.arange(11))}
+        else:
+            given = {}
         self.variables = self.module.init(
             jax.random.key(0), TARGET[:, :1], ENCODED, store_keys=True, **given
         )
@@ -481,7 +484,8 @@ def decode_cross(module, first, positions=None):
 @CROSS
 @pytest.mark.parametrize("lengths", [None, core(np.array([11, 4], np.int64))])
 def test_stored_keys_equal_those_of_the_inputs(make, lengths):
-    module, given = make(), {} if lengths is None else {"lengths": (None, lengths)}
+    module = make()
+    given = {} if lengths is None else {"lengths": (None, lengths)}
     want = module(TARGET, ENCODED, decode=False, **given)
     for _ in range(2):  # stored keys can be stored again
         assert_close(decode_cross(module, given), want, atol=1e-6)
@@ -490,7 +494,8 @@ def test_stored_keys_equal_those_of_the_inputs(make, lengths):
 
 @CROSS
 def test_rotary_positions(make):
-    module, positions = make(rope=RoPE()), jnp.arange(100, 107)
+    module = make(rope=RoPE())
+    positions = jnp.arange(100, 107)
     want = module(TARGET, ENCODED, decode=False, positions=(positions, jnp.arange(11)))
     assert_close(decode_cross(module, {}, positions), want, atol=1e-6)
     refused(

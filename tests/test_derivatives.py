@@ -24,14 +24,14 @@ from flax_mha._src import plan as schedule
 from flax_mha._src.math import tiling
 from flax_mha._src.math.tiling import TileShape
 
-SEEDS = (
-    range(int(os.environ["DERIVATIVE_CASES"]))
-    if "DERIVATIVE_CASES" in os.environ
-    else (2, 4, 8)
-)
+if "DERIVATIVE_CASES" in os.environ:
+    SEEDS = range(int(os.environ["DERIVATIVE_CASES"]))
+else:
+    SEEDS = (2, 4, 8)
 # Relative to the largest number of an array, but at least to this.
 compare = functools.partial(close, at_least=1e-2)
-T, S = 20, 29
+T = 20
+S = 29
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +57,9 @@ def draw(seed):
             rng.integers(len(shape)) :
         ]
 
-    groups, batches, lengths = (
-        ((1, 1), (1, 3), (2, 2)),
-        ((), (2,), (2, 2)),
-        ((T, S), (T, T), (S, T)),
-    )
+    groups = ((1, 1), (1, 3), (2, 2))
+    batches = ((), (2,), (2, 2))
+    lengths = ((T, S), (T, T), (S, T))
     windows = (7, 1), (None, 4), (7, None)
     structure = test_fuzz.structure_of(
         one_of, broadcast, groups, batches, lengths, windows
@@ -271,7 +269,8 @@ def test_modules(kind):
             module = flax_mha.linen.MultiHeadDotProductAttention(
                 num_heads=2, implementation=implementation
             )
-            call, params = module.apply, module.init(jax.random.key(0), x)
+            call = module.apply
+            params = module.init(jax.random.key(0), x)
 
         def loss(params):
             tangents = jax.tree.map(jnp.cos, params)
@@ -329,7 +328,8 @@ def test_masked_nan_and_masked_rows():
     that attend to it.
     """
     arrays = [*inputs(2), jnp.ones((1, 2, 1, T)), jnp.linspace(0.5, 1.5, T)]
-    seen, lengths = np.arange(T) % 4 != 1, np.asarray([T, 11], np.int32)
+    seen = np.arange(T) % 4 != 1
+    lengths = np.asarray([T, 11], np.int32)
     hidden = (~seen[None] | (np.arange(T)[None] >= lengths[:, None]))[..., None, None]
     run = nan_programs("blockwise")
 

@@ -19,7 +19,12 @@ from flax_mha.masks import (
 )
 
 pytestmark = pytest.mark.core
-B, T, S, N, K, H = 2, 5, 7, 6, 3, 4
+B = 2
+T = 5
+S = 7
+N = 6
+K = 3
+H = 4
 SHAPES = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
 RNG = jax.random.key(0)
 SWAPPED = {"query": (B, N, T, H), "key": (B, K, S, H), "value": (B, K, S, H)}

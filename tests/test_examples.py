@@ -219,7 +219,8 @@ def test_any_decoder(tmp_path):
         == len([name for name in tensors if "self_attn" not in name]) - 5 * 3
     )
 
-    prompts, lengths = jnp.array([[7, 3, 9, 1, 4], [5, 2, 0, 0, 0]]), jnp.array([5, 2])
+    prompts = jnp.array([[7, 3, 9, 1, 4], [5, 2, 0, 0, 0]])
+    lengths = jnp.array([5, 2])
     written = any_decoder.generate(model, prompts, lengths, count=6)
     assert_greedy(
         functools.partial(nnx.jit(lambda model, tokens: model(tokens)), model),

@@ -85,7 +85,8 @@ HALF = [
 
 @pytest.mark.parametrize(("api", "dtype", "options", "arguments"), HALF)
 def test_half_precision_is_no_worse(api, dtype, options, arguments):
-    params, half = api.params(api.flax, [X], **options), {**options, "dtype": dtype}
+    params = api.params(api.flax, [X], **options)
+    half = {**options, "dtype": dtype}
     with flax_rules():
         exact = api.call(api.flax, params, [X], options, **arguments)
         peer = api.call(api.flax, params, [X], half, **arguments)
@@ -197,10 +198,8 @@ def test_broadcast_dropout_shares_what_is_dropped(api):
     """Batch entries and heads are equal and the output layer is the identity, so only
     dropout makes a difference.
     """
-    x, options = (
-        jnp.broadcast_to(X[:1], X.shape),
-        {"dropout_rate": 0.5, "deterministic": False, "use_bias": False},
-    )
+    x = jnp.broadcast_to(X[:1], X.shape)
+    options = {"dropout_rate": 0.5, "deterministic": False, "use_bias": False}
     params = jax.tree.map(np.asarray, api.params(api.flax, [x], use_bias=False))
     params = {
         n: {"kernel": np.repeat(params[n]["kernel"][:, :1], HEADS, 1)}
@@ -223,7 +222,8 @@ def test_broadcast_dropout_shares_what_is_dropped(api):
 )
 def test_attention_functions_can_be_exchanged(api, case):
     """Flax's own function inside our module, and ours inside Flax's."""
-    inputs, options = case.inputs(), case.options
+    inputs = case.inputs()
+    options = case.options
     params = api.params(api.flax, inputs, **options)
     with flax_rules():
         ours = api.capture(
@@ -277,8 +277,10 @@ def test_any_function_that_flax_takes_works(api, function):
     [(Nnx, "xla"), (Nnx, "blockwise"), core(Linen, "xla"), (Linen, "blockwise")],
 )
 def test_documents_across_inputs_and_bias(api, implementation):
-    params, bias = api.params(api.flax, [X, Y]), normal(7, HEADS, QUERIES, KEYS)
-    q_ids, k_ids = np.arange(QUERIES) % 3, np.arange(KEYS) // 4
+    params = api.params(api.flax, [X, Y])
+    bias = normal(7, HEADS, QUERIES, KEYS)
+    q_ids = np.arange(QUERIES) % 3
+    k_ids = np.arange(KEYS) // 4
     pair = tuple(jnp.broadcast_to(ids, (BATCH, len(ids))) for ids in (q_ids, k_ids))
 
     @jax.jit
@@ -292,10 +294,8 @@ def test_documents_across_inputs_and_bias(api, implementation):
             bias=bias,
         )
 
-    got, with_bias = (
-        run(Y, None),
-        {"attention_fn": functools.partial(api.attention, bias=bias)},
-    )
+    got = run(Y, None)
+    with_bias = {"attention_fn": functools.partial(api.attention, bias=bias)}
     assert not np.allclose(got, run(Y, bias))
     with flax_rules():
         mask = (q_ids[:, None] == k_ids[None, :])[None, None]
@@ -324,7 +324,8 @@ def test_our_options_equal_the_function_between_the_projections(api, name):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
         lambda x: (x.shape, x.dtype), of_nnx
     )
-    has_sinks, is_normalized = "sinks" in options, "normalize_qk" in options
+    has_sinks = "sinks" in options
+    is_normalized = "normalize_qk" in options
     added = ["sinks"] * has_sinks + ["query_ln", "key_ln"] * is_normalized
     assert params.keys() - {"query", "key", "value", "out"} == {*added}
     core = arguments | {

@@ -67,11 +67,10 @@ def structures(draw):
             draw(st.integers(0, len(shape))) :
         ]
 
-    groups, lengths = (
-        ((1, 1), (1, 3), (2, 1), (2, 2)),
-        ((1, 19), (21, 21), (37, 5), (19, 40)),
-    )
-    batches, windows = ((), (2,), (2, 1)), ((3, 1), (None, 4), (7, None))
+    groups = ((1, 1), (1, 3), (2, 1), (2, 2))
+    lengths = ((1, 19), (21, 21), (37, 5), (19, 40))
+    batches = ((), (2,), (2, 1))
+    windows = ((3, 1), (None, 4), (7, None))
     return structure_of(one_of, broadcast, groups, batches, lengths, windows)
 
 
@@ -120,8 +119,10 @@ def data(structure, seed):
 
 
 def ours(structure, implementation, learned, fixed, return_residual=True):
-    learned, fixed = dict(learned), dict(fixed)
-    slopes, marks = learned.pop("slopes", None), fixed.pop("marks", None)
+    learned = dict(learned)
+    fixed = dict(fixed)
+    slopes = learned.pop("slopes", None)
+    marks = fixed.pop("marks", None)
     if marks is not None:
         mask = FunctionMask(
             lambda b, h, q, k: jnp.asarray(marks)[k % len(marks)] | ((q + h) % 3 == 0)
@@ -194,7 +195,8 @@ def with_fillings(structure, learned, fixed, rng):
     }
     visible = reference.visible_scores((*batch, n, t, s), **others, **masking)
     filling = rng.choice(np.array([np.nan, np.inf, -np.inf, 3e38, -3e38], np.float32))
-    clean, spoilt = dict(learned), dict(learned)
+    clean = dict(learned)
+    spoilt = dict(learned)
     if "bias" in learned:
         shape = learned["bias"].shape
         anywhere = visible.any(tuple(range(visible.ndim - len(shape))))
@@ -221,8 +223,10 @@ def with_fillings(structure, learned, fixed, rng):
 
 
 def exact(structure, learned, fixed, cotangents, keep):
-    learned, fixed = dict(learned), dict(fixed)
-    slopes, marks = learned.pop("slopes", None), fixed.pop("marks", None)
+    learned = dict(learned)
+    fixed = dict(fixed)
+    slopes = learned.pop("slopes", None)
+    marks = fixed.pop("marks", None)
     position, column = positions(structure, fixed)
     if marks is not None:
         fixed["mask"] = masked_by_object(structure, fixed, marks)

@@ -15,10 +15,15 @@ import flax_mha
 from flax_mha import Norm, linen
 from flax_mha.rope import RoPE
 
-B, T, S, D, N = 2, 6, 5, 16, 4
+B = 2
+T = 6
+S = 5
+D = 16
+N = 4
 draw = np.random.default_rng(0)
 X, Y = (draw.standard_normal((B, n, D)).astype(np.float32) for n in (T, S))
-LENGTHS, KEY_LENGTHS = jnp.array([6, 4]), jnp.array([2, 5])
+LENGTHS = jnp.array([6, 4])
+KEY_LENGTHS = jnp.array([2, 5])
 INSIDE, KEYS_INSIDE = (
     (jnp.arange(n)[None] < x[:, None])[..., None]
     for n, x in ((T, LENGTHS), (S, KEY_LENGTHS))
@@ -37,7 +42,8 @@ def module_of(api, kind, **options):
     """Returns the parameters of a module, and a function of parameters, inputs and
     keyword arguments that calls it.
     """
-    latent, options = kind == "latent", {"num_heads": N} | options
+    latent = kind == "latent"
+    options = {"num_heads": N} | options
     if kind == "prompt":
         graph, params, rest = nnx.split(
             decoding(20, per_row=True, gate=True), nnx.Param, ...
@@ -100,12 +106,12 @@ def test_padding_never_affects_gradients(api, kind):
         return jnp.where(INSIDE, call(*given, lengths=lengths, is_causal=True), 0).var()
 
     def padded(filling):
-        queries, keys = (
-            jnp.where(INSIDE, X, filling),
-            jnp.where(KEYS_INSIDE, Y, filling),
-        )
+        queries = jnp.where(INSIDE, X, filling)
+        keys = jnp.where(KEYS_INSIDE, Y, filling)
         both = (params, queries, keys), (LENGTHS, KEY_LENGTHS)
-        return loss(*both) if kind == "keys" else loss((params, queries), LENGTHS)
+        if kind == "keys":
+            return loss(*both)
+        return loss((params, queries), LENGTHS)
 
     for filling in jnp.float32([np.nan, np.inf]):
         got = padded(filling)

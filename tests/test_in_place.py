@@ -16,7 +16,11 @@ from flax_mha._src import plan as schedule
 from flax_mha._src.core import tracing
 from flax_mha.masks import FunctionMask
 
-N, K, H, HV, S = 4, 2, 6, 5, 149
+N = 4
+K = 2
+H = 6
+HV = 5
+S = 149
 rng = np.random.default_rng(0)
 BATCH = (2,)
 INDEX = jnp.array([3, 140], jnp.int32)
@@ -168,11 +172,10 @@ def derivatives(name, second):
         tangents = jax.tree.map(jnp.cos, x)
         value, gradients = jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4))(*x)
         _, forward = jax.jvp(loss, x, tangents)
-        along = (
-            jax.grad(lambda t: jax.jvp(loss, (t, *x[1:]), tangents)[1])(x[0])
-            if second
-            else 0.0
-        )
+        if second:
+            along = jax.grad(lambda t: jax.jvp(loss, (t, *x[1:]), tangents)[1])(x[0])
+        else:
+            along = 0.0
         return value, gradients, forward, along
 
     return run, (*arrays(5), learned, SLOPES)
@@ -193,7 +196,8 @@ def test_products_in_bfloat16(monkeypatch):
     """
     monkeypatch.setattr(schedule, "MAX_HEIGHT_IN_PLACE", 128)
     monkeypatch.setattr(tracing, "cpu_features", lambda: {"avx512_bf16"})
-    chosen, original = [], schedule.blocks_in_place
+    chosen = []
+    original = schedule.blocks_in_place
     monkeypatch.setattr(
         schedule,
         "blocks_in_place",

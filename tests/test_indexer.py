@@ -17,7 +17,11 @@ import flax_mha
 from flax_mha import Indexer
 from flax_mha.rope import RoPE, apply_rope
 
-B, T, D, N, R = 2, 37, 24, 3, 4
+B = 2
+T = 37
+D = 24
+N = 3
+R = 4
 SIZES = {
     "q_lora_rank": 20,
     "kv_lora_rank": 16,
@@ -96,7 +100,8 @@ assert_close = functools.partial(close, at_least=1.0)
 CAUSAL = nnx.jit(lambda module, x: module(x, is_causal=True))
 MASKED = nnx.jit(lambda module, x, mask: module(x, mask=mask))
 DECODE = nnx.jit(lambda module, x: module(x, decode=True))
-LENGTHS, IDS = np.array([20, T]), np.repeat([0, 1], [11, T - 11])[None].repeat(B, 0)
+LENGTHS = np.array([20, T])
+IDS = np.repeat([0, 1], [11, T - 11])[None].repeat(B, 0)
 THIRDS = (np.arange(T) % 3 != 1)[None, None, None]
 SAME = (IDS[:, :, None] == IDS[:, None]) & causal()
 CALLS = {
@@ -123,10 +128,10 @@ def test_chosen_keys_equal_those_of_a_dense_formula(name, monkeypatch):
     if name in ("causal", "mask object", "lengths"):
         monkeypatch.setattr("flax_mha._src.modules.indexer.MAX_SCORES", 8 * T * 7)
     options, arguments, visible = CALLS[name]
-    visible = (
-        (np.arange(T)[:, None] - np.arange(T)) % 3 != 1 if visible is None else visible
-    )
-    module, x = made(**options), inputs()
+    if visible is None:
+        visible = (np.arange(T)[:, None] - np.arange(T)) % 3 != 1
+    module = made(**options)
+    x = inputs()
     mask = chosen(module, x, np.broadcast_to(visible, (B, T, T)))
     expected = MASKED(without_indexer(module, **options), x, mask)
     got = nnx.jit(lambda module, x: module(x, **arguments))(module, x)
@@ -158,7 +163,8 @@ def test_decoding_equals_one_call(name):
 @pytest.mark.core
 def test_with_few_keys_nothing_is_chosen():
     """And a call that lists keys itself lists these."""
-    module, x = made(Indexer(8, 12, T)), inputs()
+    module = made(Indexer(8, 12, T))
+    x = inputs()
     dense = without_indexer(module)
     np.testing.assert_array_equal(module(x, is_causal=True), dense(x, is_causal=True))
     assert module.explain(x).variant != "keys gathered for each query"
@@ -173,7 +179,8 @@ def test_with_few_keys_nothing_is_chosen():
 
 
 def test_a_prompt_of_few_keys_in_a_long_cache():
-    module, x = made(Indexer(8, 12, 30)), inputs()
+    module = made(Indexer(8, 12, 30))
+    x = inputs()
     whole = CAUSAL(module, x)
     module.init_cache((B, 100, D))
     assert_close(in_parts(functools.partial(DECODE, module), x, (25, 1, 11)), whole)
@@ -190,7 +197,8 @@ def loss_of_scores(module, x):
 
 @pytest.mark.core
 def test_only_sown_scores_train_the_indexer():
-    module, x = made(), inputs()
+    module = made()
+    x = inputs()
     of_output = nnx.jit(nnx.grad(lambda module: module(x, is_causal=True).var()))(
         module
     )
@@ -227,7 +235,8 @@ def test_only_sown_scores_train_the_indexer():
 
 @pytest.mark.core
 def test_nan_only_affects_queries_that_attend_to_it():
-    module, x = made(), np.array(inputs())
+    module = made()
+    x = np.array(inputs())
     x[0, 9] = np.nan
     got = np.asarray(CAUSAL(module, x))
     is_nan = np.zeros((B, T, D), bool)
@@ -277,7 +286,8 @@ def test_refusals():
         "norm_epsilon must be a finite number > 0", Indexer, 8, 12, 5, norm_epsilon=0.0
     )
     refused("interleaved must be True or False", Indexer, 8, 12, 5, 1)
-    module, x = made(), inputs()
+    module = made()
+    x = inputs()
     refused(
         "mask must be the same for all heads",
         module,

@@ -21,7 +21,11 @@ from marks import core, pairwise
 from flax_mha import MultiHeadAttention, dot_product_attention
 from flax_mha._src.engines.kernels import splash
 
-B, N, K, H, CALLS = 2, 2, 1, 8, 3
+B = 2
+N = 2
+K = 1
+H = 8
+CALLS = 3
 PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
 FLOATS = ("query", "key", "value", "bias")
 
@@ -29,11 +33,10 @@ FLOATS = ("query", "key", "value", "bias")
 @pytest.fixture(autouse=True)
 def accelerators(request, monkeypatch):
     """As on a GPU or a TPU: the platform of the test's parameter `kernel`."""
-    kernel = (
-        request.node.callspec.params.get("kernel", "cudnn")
-        if hasattr(request.node, "callspec")
-        else "cudnn"
-    )
+    if hasattr(request.node, "callspec"):
+        kernel = request.node.callspec.params.get("kernel", "cudnn")
+    else:
+        kernel = "cudnn"
     compiled_for(monkeypatch, PLATFORMS[kernel])
     as_if_cudnn_were_here(monkeypatch)
     monkeypatch.setattr(splash, "TILES", (128,))
@@ -106,7 +109,8 @@ def cases():
     """(kernel, transformation, T, is_causal), and which operands of the kernel are
     mapped.
     """
-    qkv, optional = [("shared", "mapped")] * 3, [("absent", "shared", "mapped")] * 2
+    qkv = [("shared", "mapped")] * 3
+    optional = [("absent", "shared", "mapped")] * 2
     sizes = (100, False), (128, True), (1000, True)
     for kernel, name, size, *kinds in pairwise(
         tuple(SUPPORTED), tuple(TRANSFORMATIONS), sizes, *qkv, *optional
@@ -130,10 +134,8 @@ def program(transformation, t, is_causal, operands, implementation, dtype=jnp.bf
     rng = np.random.default_rng(0)
     # An array of numbers of the calls is always mapped, so that all operands can be
     # shared.
-    arrays, axes = (
-        {"call": np.arange(CALLS), "outer": np.arange(1)},
-        {"call": 0, "outer": None},
-    )
+    arrays = {"call": np.arange(CALLS), "outer": np.arange(1)}
+    axes = {"call": 0, "outer": None}
     for name, kind in operands.items():
         axes[name] = AXIS[name] if kind == "mapped" else None
         size = (CALLS,) * (kind == "mapped") + shape(name, t)
@@ -188,10 +190,8 @@ def padded_cudnn():
     """Without masks: lengths that pad T = 100 are shared, and residuals are if only
     cotangents are mapped.
     """
-    shared, mapped = (
-        dict.fromkeys(FLOATS[:3], "shared"),
-        dict.fromkeys(FLOATS[:3], "mapped"),
-    )
+    shared = dict.fromkeys(FLOATS[:3], "shared")
+    mapped = dict.fromkeys(FLOATS[:3], "mapped")
     for t in (100, 128):
         yield "cudnn", "forward", t, False, mapped
         yield "cudnn", "vmap_of_grad", t, False, shared | {"key": "mapped"}
@@ -240,7 +240,8 @@ def test_gradients_of_a_module_for_each_example():
             .sum()
         )
 
-    x, lengths = jnp.zeros((CALLS, 100, 16), jnp.bfloat16), jnp.arange(CALLS)
+    x = jnp.zeros((CALLS, 100, 16), jnp.bfloat16)
+    lengths = jnp.arange(CALLS)
     assert kernels(
         "cudnn", jax.vmap(jax.grad(loss), (None, 0, 0)), parameters, x, lengths
     ) == (1, 1)

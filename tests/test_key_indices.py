@@ -92,7 +92,8 @@ def everything(attend, *arrays):
             * jnp.cos(jnp.arange(output.size, dtype=output.dtype)).reshape(output.shape)
         ).sum()
 
-    gradient, tangents = jax.grad(loss, (0, 1, 2)), tuple(jnp.sin(x) for x in arrays)
+    gradient = jax.grad(loss, (0, 1, 2))
+    tangents = tuple(jnp.sin(x) for x in arrays)
     tangent = jax.jvp(lambda *arrays: attend(*arrays)[0], arrays, tangents)
     return attend(*arrays), tangent, jax.jvp(gradient, arrays, tangents)
 
@@ -182,7 +183,8 @@ def test_lists_without_keys_masked_numbers_and_unknown_indices():
             *arrays, key_indices=indices
         )
     )
-    clean, with_nan = attend(query, key, value), attend(query, dirty, value)
+    clean = attend(query, key, value)
+    with_nan = attend(query, dirty, value)
     np.testing.assert_array_equal(clean[0, 3], 0)
     # A repeated key counts once.
     np.testing.assert_allclose(clean[0, 4], value[0, 2].repeat(2, 0), rtol=1e-6)
@@ -254,7 +256,9 @@ def test_top_blocks_equal_the_definition():
     fits best.
     """
     (query, key, value), _ = drawn((2, 23, 30, 4, 2, 8, 8, 1, False), 0, np.float32)
-    offset, block, count = 7, 4, 3
+    offset = 7
+    block = 4
+    count = 3
     means = [key[:, i : i + block].mean(1) for i in range(0, 30, block)]
     visible = np.zeros((2, 2, 23, 30), bool)
     for b, h, t in np.ndindex(2, 2, 23):
@@ -293,7 +297,8 @@ def test_decoding_equals_the_whole_sequence(name):
     """A prompt, single tokens and several at once; lists of positions, some of which
     are in the future.
     """
-    total, window = 29, CACHES[name].get("window")
+    total = 29
+    window = CACHES[name].get("window")
     (query, key, value), indices = drawn(
         (2, total, total, 4, 2, 8, 8, 6, True), 0, np.float32
     )
@@ -312,7 +317,8 @@ def test_decoding_equals_the_whole_sequence(name):
     )
     empty = KVCache.create(2, total, num_kv_heads=2, head_size=8, **CACHES[name])
     step = jax.jit(cached_attention, static_argnames="local_window_size")
-    first, cache = 0, empty
+    first = 0
+    cache = empty
     for number in (18, 1, 1, 4, 1, 4):
         part = slice(first, first + number)
         got, cache = step(
@@ -375,10 +381,8 @@ def test_modules_take_lists():
         got = layer(x[:, part], key_indices=indices[:, part])
         np.testing.assert_allclose(got, want[:, part], rtol=0, atol=1e-5)
     layer = flax_mha.linen.MultiHeadDotProductAttention(4, num_kv_heads=2)
-    params, sow = (
-        layer.init(jax.random.key(0), x),
-        {"sow_weights": True, "sow_max_score": True},
-    )
+    params = layer.init(jax.random.key(0), x)
+    sow = {"sow_weights": True, "sow_max_score": True}
     apply = functools.partial(layer.apply, params, x, mutable=["intermediates"], **sow)
     for got, want in zip(
         *map(jax.tree.leaves, (apply(key_indices=indices), apply(mask=mask))),

@@ -17,7 +17,10 @@ from flax_mha._src.cache.kv_cache import SPARE, KVCache
 from flax_mha._src.core.eight_bits import quantize
 from flax_mha.cache import cached_attention
 
-B, S, K, H = 3, 11, 2, 5
+B = 3
+S = 11
+K = 2
+H = 5
 WINDOW = 4
 RING = WINDOW + 1 + SPARE
 SLOTS = 72
@@ -52,7 +55,8 @@ def assert_holds(cache, index):
     none.
     """
     np.testing.assert_array_equal(cache.index, index)
-    positions, ends = np.asarray(cache.positions()), np.broadcast_to(index, cache.batch)
+    positions = np.asarray(cache.positions())
+    ends = np.broadcast_to(index, cache.batch)
     for place in np.ndindex(*cache.batch):
         first = 0 if cache.window is None else max(0, ends[place] - cache.length)
         seen = np.sort(positions[place][positions[place] >= 0])
@@ -125,7 +129,8 @@ def test_a_ring_needs_a_window_and_some_spare_slots(length, slots):
 @pytest.mark.parametrize("lengths", [None, [1, 0, 2]])
 def test_every_feature_of_one_key_head(dtype, size, lengths):
     """On CPUs they may be written in parts."""
-    number, first = 1 if lengths is None else 2, 3
+    number = 1 if lengths is None else 2
+    first = 3
     new = (
         jnp.linspace(-1, 1, B * number * size)
         .reshape(B, number, 1, size)
@@ -148,7 +153,9 @@ def test_constants_under_jit():
     """Arrays that a jitted function closes over are known. One length counts for all
     sequences.
     """
-    cache, lengths, rows = create(per_row=True), jnp.array([3, 0, 2]), jnp.array([2, 2])
+    cache = create(per_row=True)
+    lengths = jnp.array([3, 0, 2])
+    rows = jnp.array([2, 2])
     grown = jax.jit(lambda cache: cache.update(*tokens(0, 7), lengths=lengths))(cache)
     assert_holds(grown, [3, 0, 2])
     np.testing.assert_array_equal(
@@ -223,7 +230,8 @@ def test_truncate_of_a_ring():
     cache = filled(3 * RING, max_length=9 * RING, window=WINDOW)
     oldest = 3 * RING - SPARE - 1
     back = cache.truncate(oldest)
-    held, keys = np.asarray(back.positions()) >= oldest - WINDOW, np.asarray(back.key)
+    held = np.asarray(back.positions()) >= oldest - WINDOW
+    keys = np.asarray(back.key)
     assert np.isfinite(keys[held]).all()
     assert np.isnan(keys[~held]).all()
     assert_holds(back.update(*tokens(oldest, 2 * RING)), oldest + 2 * RING)
@@ -250,7 +258,8 @@ def test_keep(jit):
     assert int(kept.index) == 7
     np.testing.assert_array_equal(kept.key[:, :7], key[:, [0, 1, 2, 3, 4, 6, 7]])
     np.testing.assert_array_equal(kept.value, -kept.key)
-    slots, lengths = np.array([[4, 5, 7], [5, 0, 0], [3, 4, 8]]), np.array([3, 0, 2])
+    slots = np.array([[4, 5, 7], [5, 0, 0], [3, 4, 8]])
+    lengths = np.array([3, 0, 2])
     kept = keep(rows, slots, lengths, np.array([4, 3, 3]))
     np.testing.assert_array_equal(kept.index, [7, 3, 5])
     for i, path in enumerate(([4, 5, 7], [], [3, 4])):
@@ -346,11 +355,10 @@ def test_room_if_the_index_is_unknown():
 )
 def test_written_tokens_have_a_gradient(number, per_row, dtype):
     """Replaced ones have none; the order of `jax.vmap` and `jax.grad` does not matter."""
-    cache, places = (
-        create(max_length=SLOTS, dtype=dtype, per_row=per_row),
-        np.arange(1.0, SLOTS + 1),
-    )
-    firsts, new = (3, 6), tokens(0, number, dtype=dtype)[0]
+    cache = create(max_length=SLOTS, dtype=dtype, per_row=per_row)
+    places = np.arange(1.0, SLOTS + 1)
+    firsts = (3, 6)
+    new = tokens(0, number, dtype=dtype)[0]
     olds, news, indices = (
         jnp.stack(x)
         for x in ([cache.key] * 2, [new, 2 * new], [cache.index + i for i in firsts])
@@ -397,7 +405,8 @@ def test_every_slot_after_updates_of_any_size(ring, kind, mapped, dtype):
     """Other slots keep their bits, also without room, or if a ring continues at its
     first slot.
     """
-    rng, batch = np.random.default_rng(0), (2, B) if mapped else (B,)
+    rng = np.random.default_rng(0)
+    batch = (2, B) if mapped else (B,)
     update = jax.jit(jax.vmap(KVCache.update) if mapped else updated)
 
     def bits(number):
@@ -412,14 +421,14 @@ def test_every_slot_after_updates_of_any_size(ring, kind, mapped, dtype):
         if ring
         else (1, 3, RING - 1, RING)
     ):
-        old, new = bits(RING), bits(number)
+        old = bits(RING)
+        new = bits(number)
         shape = batch if kind != "one index" else batch[:-1]
         index = rng.integers(0, 3 * RING if ring else max(3, 3 * RING // number), shape)
-        lengths = (
-            rng.integers(0, number + 1, shape)
-            if kind == "lengths"
-            else np.full(shape, number)
-        )
+        if kind == "lengths":
+            lengths = rng.integers(0, number + 1, shape)
+        else:
+            lengths = np.full(shape, number)
         given = (jnp.asarray(lengths, jnp.int32),) if kind == "lengths" else ()
         got = update(
             KVCache(old, old, jnp.asarray(index, jnp.int32), WINDOW if ring else None),
@@ -471,11 +480,10 @@ def test_mapped_updates_of_a_shared_cache():
     cache, (key, value) = filled(2), tokens(2, 4)
     keys, values = (jnp.stack([x, 2 * x]) for x in (key, value))
     for own, new in (((None, 0, 0), (keys, values)), ((0, None, None), (key, value))):
-        given = (
-            cache
-            if own[0] is None
-            else jax.tree.map(lambda x: jnp.stack([x, x]), cache)
-        )
+        if own[0] is None:
+            given = cache
+        else:
+            given = jax.tree.map(lambda x: jnp.stack([x, x]), cache)
         got = jax.vmap(KVCache.update, own)(given, *new)
         for i in range(2):
             each = new if own[1] is None else (keys[i], values[i])

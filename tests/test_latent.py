@@ -17,8 +17,12 @@ from flax_mha import Gate
 from flax_mha._src.cache.latent import Latent
 from flax_mha.rope import RoPE, YaRN
 
-B, T, D, N = 2, 83, 24, 3
-C, R = 16, 6
+B = 2
+T = 83
+D = 24
+N = 3
+C = 16
+R = 6
 SIZES = {
     "kv_lora_rank": C,
     "qk_nope_head_dim": 5,
@@ -79,11 +83,10 @@ def run(name, module, x, **arguments):
     """With dropout every call has the same key, so which weights are dropped depends
     only on their positions.
     """
-    dropout = (
-        {"deterministic": False, "rngs": nnx.Rngs(dropout=1)}
-        if "dropout" in name
-        else {}
-    )
+    if "dropout" in name:
+        dropout = {"deterministic": False, "rngs": nnx.Rngs(dropout=1)}
+    else:
+        dropout = {}
     return module(x, **CALLS.get(name, {}), **dropout, **arguments)
 
 
@@ -103,7 +106,8 @@ def jitted(sows=False, **arguments):
     "name", with_core(OPTIONS, "scores, dropout", "ring", "gate of queries")
 )
 def test_any_split_of_decoding_equals_one_call(name):
-    module, x = made(**OPTIONS[name]), inputs()
+    module = made(**OPTIONS[name])
+    x = inputs()
     whole = nnx.jit(lambda module, x: run(name, module, x, is_causal=True))(module, x)
     module.init_cache((B, 99, D))
     assert module.cached_key.shape == (
@@ -146,7 +150,8 @@ def test_caches_of_fewer_bits(dtype, tolerance):
     """Scores and values round to 1 / 254, 1 / 16 and 1 / 256 of the largest feature of
     a latent or a rotary key.
     """
-    module, x = made(), inputs()[:, :23]
+    module = made()
+    x = inputs()[:, :23]
     whole = jitted(is_causal=True)(module, x)
     module.init_cache((B, 31, D), dtype=dtype)
     step = functools.partial(jitted(decode=True), module)
@@ -159,10 +164,8 @@ def test_caches_of_fewer_bits(dtype, tolerance):
 )
 def test_ragged_prompts_each_as_alone(options):
     """Padding, and slots without a token, hold NaN."""
-    module, lengths = (
-        made(q_lora_rank=7, rope=RoPE(), **options),
-        np.array([5, 2, 0, 9]),
-    )
+    module = made(q_lora_rank=7, rope=RoPE(), **options)
+    lengths = np.array([5, 2, 0, 9])
     x = np.asarray(inputs(1, (4, 12, D)))
     alone = np.asarray(jax.jit(jax.vmap(lambda x: module(x, is_causal=True)))(x))
     module.init_cache((4, 17, D), per_row=True)
@@ -189,7 +192,8 @@ def test_ragged_prompts_each_as_alone(options):
 
 @pytest.mark.core
 def test_masked_tokens_may_hold_nan():
-    module, x = made(), inputs()[:, :11]
+    module = made()
+    x = inputs()[:, :11]
     bad = jnp.asarray(x).at[:, 4].set(jnp.nan)
     mask = jnp.arange(11) != 4
 
@@ -207,11 +211,10 @@ def test_masked_tokens_may_hold_nan():
 
 @pytest.mark.core
 def test_lengths_and_segments():
-    module, x = made(), inputs()[:, :11]
-    lengths, ids = (
-        jnp.array([7, 11]),
-        jnp.repeat(jnp.array([0, 1]), jnp.array([4, 7]))[None],
-    )
+    module = made()
+    x = inputs()[:, :11]
+    lengths = jnp.array([7, 11])
+    ids = jnp.repeat(jnp.array([0, 1]), jnp.array([4, 7]))[None]
     positions = jnp.concatenate([jnp.arange(4), jnp.arange(7)])
 
     @nnx.jit
@@ -233,10 +236,8 @@ def test_lengths_and_segments():
 
 def test_weights_and_largest_scores_are_sown_in_both_ways():
     """And other attention functions get keys and values of heads."""
-    module, x = (
-        made(rope=RoPE(), v_head_dim=SIZES["qk_nope_head_dim"] + R),
-        inputs()[:, :11],
-    )
+    module = made(rope=RoPE(), v_head_dim=SIZES["qk_nope_head_dim"] + R)
+    x = inputs()[:, :11]
     sow = {"sow_weights": True, "sow_max_score": True}
     whole, sown = jitted(sows=True, is_causal=True, **sow)(module, x)
     module.init_cache((B, 11, D))
@@ -278,7 +279,8 @@ def test_constructors_that_are_refused(message):
 
 @pytest.mark.core
 def test_calls_that_are_refused():
-    module, x = made(), inputs()
+    module = made()
+    x = inputs()
     refused("cache not initialized", module, x, decode=True)
     refused(
         rf"input_shape must be \(batch..., length, {D}\)",
@@ -299,7 +301,8 @@ class LoRA(nnx.Module):
     def __init__(self, layer, keeps_kernel):
         self.layer = layer
         if keeps_kernel:
-            self.kernel, self.bias = layer.kernel, layer.bias
+            self.kernel = layer.kernel
+            self.bias = layer.bias
         features = layer.out_features
         self.a = nnx.LoRAParam(0.3 * inputs(1, (*layer.in_features, 2)))
         self.b = nnx.LoRAParam(0.3 * inputs(2, (2, *features)))
@@ -361,10 +364,8 @@ def expanded(module, x, is_causal=True):
     both = module.kv_a_proj_with_mqa(x)
     heads = module.kv_b_proj(module.kv_a_layernorm(both[..., :C]))
     rotary = jnp.broadcast_to(both[..., None, C:], (*heads.shape[:-1], R))
-    content, value = (
-        heads[..., : SIZES["qk_nope_head_dim"]],
-        heads[..., SIZES["qk_nope_head_dim"] :],
-    )
+    content = heads[..., : SIZES["qk_nope_head_dim"]]
+    value = heads[..., SIZES["qk_nope_head_dim"] :]
     key = jnp.concatenate([content, rotary], -1)
     return module.o_proj(
         flax_mha.dot_product_attention(query, key, value, is_causal=is_causal)
@@ -374,7 +375,8 @@ def expanded(module, x, is_causal=True):
 @pytest.mark.core
 @pytest.mark.parametrize("name", REPLACED)
 def test_the_call_of_a_replaced_layer_counts(name):
-    module, x = made(rope=None), inputs()
+    module = made(rope=None)
+    x = inputs()
     plain = module(x, is_causal=True)
     module.kv_b_proj = REPLACED[name](module.kv_b_proj)
 
@@ -386,7 +388,8 @@ def test_the_call_of_a_replaced_layer_counts(name):
 
 @pytest.mark.parametrize("keeps_kernel", with_core([False, True], True))
 def test_lora_has_the_gradients_of_its_call(keeps_kernel):
-    module, x = made(rope=None), inputs()
+    module = made(rope=None)
+    x = inputs()
     module.kv_b_proj = LoRA(module.kv_b_proj, keeps_kernel)
 
     def gradient(function):
@@ -396,10 +399,8 @@ def test_lora_has_the_gradients_of_its_call(keeps_kernel):
         )
         return grads(module)["kv_b_proj"]
 
-    ours, expected = (
-        gradient(lambda module, x: module(x, is_causal=True)),
-        gradient(expanded),
-    )
+    ours = gradient(lambda module, x: module(x, is_causal=True))
+    expected = gradient(expanded)
     for name in ("a", "b"):
         assert np.abs(expected[name][...]).max() > 1
         assert_close(ours[name][...] / 100, expected[name][...] / 100, tolerance=1e-5)
@@ -415,7 +416,8 @@ def test_lora_has_the_gradients_of_its_call(keeps_kernel):
     ),
 )
 def test_decoding_calls_a_replaced_layer(name, variant):
-    module, x = made(**VARIANTS[variant]), inputs()
+    module = made(**VARIANTS[variant])
+    x = inputs()
     module.kv_b_proj = REPLACED[name](module.kv_b_proj)
     whole = jitted(is_causal=True)(module, x)
     module.init_cache((B, 99, D))
@@ -432,7 +434,8 @@ def test_decoding_calls_a_replaced_layer(name, variant):
 def test_a_replaced_layer_with_ragged_prompts_and_8_bits(options):
     """With lengths of each sequence, and over quantized latents."""
     options = {"q_lora_rank": 7} | options
-    x, lengths = inputs()[:, :20], np.int32([20, 18])
+    x = inputs()[:, :20]
+    lengths = np.int32([20, 18])
     module = made(**options)
     module.kv_b_proj = with_bias(module.kv_b_proj)
     module.init_cache((B, 30, D), "int8", per_row=True)
@@ -450,7 +453,8 @@ def test_a_replaced_layer_with_ragged_prompts_and_8_bits(options):
 
 @pytest.mark.core
 def test_a_plain_layer_is_still_absorbed():
-    module, x = made(), inputs()[:, :1]
+    module = made()
+    x = inputs()[:, :1]
     module.init_cache((B, 99, D))
 
     def has_keys_of_all_heads(module):

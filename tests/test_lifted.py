@@ -20,8 +20,13 @@ import flax_mha
 from flax_mha import linen, masks
 from flax_mha.rope import RoPE, YaRN
 
-B, T, D, N, LAYERS = 2, 6, 16, 4, 2
-OURS, OURS_LINEN = flax_mha.MultiHeadAttention, linen.MultiHeadDotProductAttention
+B = 2
+T = 6
+D = 16
+N = 4
+LAYERS = 2
+OURS = flax_mha.MultiHeadAttention
+OURS_LINEN = linen.MultiHeadDotProductAttention
 FLAX_LINEN = nn.MultiHeadDotProductAttention
 MORE = {
     "num_kv_heads": 2,
@@ -29,7 +34,8 @@ MORE = {
     "sinks": True,
     "local_window_size": (3, 0),
 }
-X, KEY = normal(0, B, T, D), jax.random.key(0)
+X = normal(0, B, T, D)
+KEY = jax.random.key(0)
 
 
 def filled(params):
@@ -351,7 +357,8 @@ def test_attention_of_keras_computes_with_this_package(monkeypatch, tmp_path):
         "keras", reason="needs keras, on which this package does not depend"
     )
     assert keras.backend.backend() == "jax"
-    layer, calls = keras.layers.MultiHeadAttention(N, D // N), []
+    layer = keras.layers.MultiHeadAttention(N, D // N)
+    calls = []
     padding = np.array([[[1, 1, 1, 1, 0, 0]], [[1, 0, 0, 0, 0, 0]]])
     uses = [
         {},

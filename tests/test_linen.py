@@ -25,7 +25,9 @@ from flax_modules import KEY, Linen, X, Y
 
 from flax_mha import linen
 
-OURS, FLAX, make = Linen.ours, Linen.flax, Linen.make
+OURS = Linen.ours
+FLAX = Linen.flax
+make = Linen.make
 BOTH = (OURS, FLAX)
 CAUSAL = np.tri(QUERIES, dtype=bool)[None, None]
 
@@ -66,7 +68,9 @@ def test_a_model_has_the_parameters_keys_and_outputs_of_flax(name):
             return x
 
     assert getattr(linen, name).__name__ == name
-    variables, outputs, keys = [], [], []
+    variables = []
+    outputs = []
+    keys = []
     for library in (nn, linen):
         attention_fn, calls = flax_cases.recording()
         model = Model(library, attention_fn)
@@ -96,7 +100,8 @@ def test_self_attention_takes_our_additional_arguments():
     assert [name for name, x in call.items() if x.kind is not x.KEYWORD_ONLY] == [
         *inspect.signature(nn.SelfAttention.__call__).parameters
     ]
-    layer, ids = linen.SelfAttention(HEADS), jnp.arange(QUERIES)[None] // 3
+    layer = linen.SelfAttention(HEADS)
+    ids = jnp.arange(QUERIES)[None] // 3
     variables = layer.init(KEY, X)
     arguments = {
         "is_causal": True,

@@ -22,7 +22,9 @@ from flax_mha import (
 from flax_mha.cache import KVCache, cached_attention
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, Mask
 
-B, T, N = 2, 56, 8
+B = 2
+T = 56
+N = 8
 X = jax.ShapeDtypeStruct((B, T, N, 4), jnp.float32)
 TABLE = jnp.ones(40)
 HEADS = jnp.ones(4)
@@ -424,7 +426,8 @@ def test_all_new_tokens_of_a_sequence_need_an_entry():
 @pytest.mark.parametrize("window", [None, core(6)])
 def test_other_masks_may_hide_slots_of_a_cache(window):
     tokens = jax.random.normal(jax.random.key(0), (B, 5, N, 4))
-    x, table = tokens[:, :1], jnp.cos(jnp.arange(9.0))
+    x = tokens[:, :1]
+    table = jnp.cos(jnp.arange(9.0))
     given = mask(lambda b, h, q, k: k < 3) | {
         "local_window_size": window and (window, 0)
     }
@@ -441,11 +444,10 @@ def test_other_masks_may_hide_slots_of_a_cache(window):
 
 
 def test_a_recipe_of_other_heads_is_refused_by_every_caller():
-    x, cache = (
-        jnp.ones((B, 5, N, 4)),
-        KVCache.create(B, 9, N, 4, jnp.int8, per_row=True),
-    )
-    inputs, arguments = jnp.ones((B, 5, 32)), recipes.alibi(2 * N)
+    x = jnp.ones((B, 5, N, 4))
+    cache = KVCache.create(B, 9, N, 4, jnp.int8, per_row=True)
+    inputs = jnp.ones((B, 5, 32))
+    arguments = recipes.alibi(2 * N)
     module = MultiHeadAttention(N, 32, decode=False, rngs=nnx.Rngs(0))
     decoding = nnx.view(module, decode=True, batch_size=B, max_length=9)
     attend = functools.partial(dot_product_attention, **arguments)

@@ -22,12 +22,17 @@ from flax_mha.masks import (
     SegmentMask,
 )
 
-B, N, T, S = 2, 6, 48, 64
-row, column = np.arange(T)[:, None], np.arange(S)[None, :]
+B = 2
+N = 6
+T = 48
+S = 64
+row = np.arange(T)[:, None]
+column = np.arange(S)[None, :]
 rng = np.random.default_rng(0)
 IDS = np.sort(rng.integers(0, 3, (B, S)), -1)
 ARRAY = rng.random((B, N, T, S)) < 0.5
-OFFSETS, LENGTHS = np.array([0, 30], np.int32), np.array([[40, 0], [48, 20]])
+OFFSETS = np.array([0, 30], np.int32)
+LENGTHS = np.array([[40, 0], [48, 20]])
 TABLE = rng.random((N, 6, 8)) < 0.3
 
 

@@ -38,10 +38,8 @@ def dropped(shape, **arguments):
     the identity matrix.
     """
     batch, t, n, s = shape
-    query, key = (
-        np.zeros((batch, t, n, 1), np.float32),
-        np.zeros((batch, s, n, 1), np.float32),
-    )
+    query = np.zeros((batch, t, n, 1), np.float32)
+    key = np.zeros((batch, s, n, 1), np.float32)
     identity = np.broadcast_to(np.eye(s, dtype=np.float32)[:, None], (batch, s, n, s))
     weights = jax.jit(functools.partial(dot_product_attention, **arguments))(
         query, key, identity
@@ -90,10 +88,8 @@ def test_broadcast_dropout_is_shared_and_plain_dropout_is_not(implementation):
 
 @pytest.mark.core
 def test_dropout_takes_every_kind_of_key():
-    new, weights = (
-        jax.random.key(7),
-        functools.partial(dropped, (1, 5, 1, 7), dropout_rate=0.5),
-    )
+    new = jax.random.key(7)
+    weights = functools.partial(dropped, (1, 5, 1, 7), dropout_rate=0.5)
     np.testing.assert_array_equal(
         weights(dropout_rng=new), weights(dropout_rng=jax.random.key_data(new))
     )

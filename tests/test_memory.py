@@ -9,7 +9,8 @@ from marks import with_core
 
 from flax_mha import dot_product_attention
 
-N, H = 4, 64
+N = 4
+H = 64
 
 CASES = {
     "plain": lambda t: {},

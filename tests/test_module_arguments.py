@@ -20,7 +20,12 @@ from flax_mha import CausalMask, LocalMask, convert, linen, masks
 from flax_mha._src.core import tracing
 from flax_mha._src.modules.dot_general import dot_general
 
-B, T, S, D, N, K = 2, 9, 13, 16, 4, 2
+B = 2
+T = 9
+S = 13
+D = 16
+N = 4
+K = 2
 rng = np.random.default_rng(0)
 X, Y = (np.float32(rng.standard_normal((B, n, D))) for n in (T, S))
 
@@ -56,7 +61,8 @@ assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6)
 @MAKES
 def test_lengths_are_a_mask_of_padding(make):
     """And what padding holds affects nothing."""
-    lengths, module = jnp.array([9, 4]), make(use_bias=False)
+    lengths = jnp.array([9, 4])
+    module = make(use_bias=False)
     got = call(module, jnp.asarray(X).at[1, 4:].set(jnp.nan), lengths=lengths)
     inside = jnp.arange(T)[None] < lengths[:, None]
     assert_close(
@@ -375,7 +381,8 @@ def test_a_wrapper_of_the_attention_function_is_called(make):
 
 @pytest.mark.core
 def test_a_decoding_call_that_raises_leaves_the_cache():
-    module, layer = nnx_module(decode=True), linen_module(decode=True)
+    module = nnx_module(decode=True)
+    layer = linen_module(decode=True)
     module.init_cache((B, T, D))
     bound = layer.bind(layer.init(jax.random.key(0), X), mutable=["cache"])
     for run in (module, bound):
@@ -433,7 +440,8 @@ def test_module_and_call_override_a_partial(make):
         "mask": CausalMask(),
         "score_mod": lambda score, b, h, q, k: 2 * score,
     }
-    own, mask = {"scale": 0.4}, LocalMask(3, 1)
+    own = {"scale": 0.4}
+    mask = LocalMask(3, 1)
 
     def unchanged(score, b, h, q_idx, kv_idx):
         return score
@@ -560,7 +568,8 @@ def test_errors_of_misspelled_arguments_name_the_call_or_the_function(make):
 
 @pytest.mark.core
 def test_a_key_of_jax_random_is_no_rngs():
-    key, module = jax.random.key(0), nnx_module(dropout_rate=0.5, deterministic=False)
+    key = jax.random.key(0)
+    module = nnx_module(dropout_rate=0.5, deterministic=False)
     refused(
         r"rngs must be nnx.Rngs, but got PRNGKeyArray; pass a key as nnx.Rngs\(key\)",
         nnx_module,
@@ -628,10 +637,8 @@ def test_help_and_editors_show_the_signature_of_a_module(name):
     """An instance is shown with its call; `explain` has the signature of the call, and
     a platform.
     """
-    layer, argument = (
-        MODULES[name](),
-        "kv_lora_rank" if "latent" in name else "num_kv_heads",
-    )
+    layer = MODULES[name]()
+    argument = "kv_lora_rank" if "latent" in name else "num_kv_heads"
     kind = type(layer)
     assert argument in parameters(kind)
     assert "self" not in parameters(kind)
@@ -727,10 +734,8 @@ def test_projections_in_bfloat16(tokens, monkeypatch):
     def project(x, **options):
         return dot_general(x.T, kernel, (((x.T.ndim - 1,), (0,)), ((), ())), **options)
 
-    vector, wide = (
-        project(x[0, :, 0]),
-        project(x[0, :, 0], preferred_element_type=jnp.float32),
-    )
+    vector = project(x[0, :, 0])
+    wide = project(x[0, :, 0], preferred_element_type=jnp.float32)
     rounded = {"rtol": 2**-8, "atol": 1e-5}
     for got in (
         jnp.stack([jax.jit(project)(own) for own in x]),

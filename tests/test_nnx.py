@@ -24,7 +24,9 @@ from flax_modules import Nnx, X
 
 import flax_mha
 
-OURS, FLAX, make = Nnx.ours, Nnx.flax, Nnx.make
+OURS = Nnx.ours
+FLAX = Nnx.flax
+make = Nnx.make
 
 
 def test_half_precision_inputs():
@@ -54,10 +56,8 @@ def test_complex_inputs_work_as_in_flax(options, arguments):
     scores.
     """
     inputs = jax.lax.complex(X, normal(3, BATCH, QUERIES, FEATURES))
-    params, options = (
-        Nnx.params(FLAX, [], **options),
-        options | {"dropout_rate": 0.5, "deterministic": True},
-    )
+    params = Nnx.params(FLAX, [], **options)
+    options = options | {"dropout_rate": 0.5, "deterministic": True}
     with flax_rules():
         assert_close(
             *(
@@ -78,8 +78,11 @@ def test_sown_largest_scores():
     """One for each head, always in float32; sowing changes no output, and `explain`
     knows it.
     """
-    module, x = make(OURS, dtype=jnp.bfloat16), X
-    query, key, value = module.query(x), module.key(x), module.value(x)
+    module = make(OURS, dtype=jnp.bfloat16)
+    x = X
+    query = module.query(x)
+    key = module.key(x)
+    value = module.value(x)
     with jax.numpy_dtype_promotion("standard"):
         _, expected = flax_mha.dot_product_attention(
             query, key, value, is_causal=True, return_max_score=True
@@ -131,7 +134,8 @@ def test_sown_weights_of_a_query_without_keys_are_zero_and_of_a_nan_row_nan():
 
 
 def test_decode_of_the_call_overrides_that_of_the_module():
-    x, module = normal(0, BATCH, 1, FEATURES), make(OURS, decode=True)
+    x = normal(0, BATCH, 1, FEATURES)
+    module = make(OURS, decode=True)
     refused(
         r"call ``init_cache`` first: layer.init_cache\(\(\*batch, max_length,",
         module,
@@ -244,7 +248,8 @@ def test_each_call_draws_another_dropout_mask_and_the_same_rngs_the_same(run):
     first, second = (
         make(OURS, dropout_rate=0.5, deterministic=False) for _ in range(2)
     )
-    one, other = step(first, X), step(first, X)
+    one = step(first, X)
+    other = step(first, X)
     assert not np.allclose(one, other)
     assert_close([step(second, X), step(second, X)], [one, other])
     kept = first(X, deterministic=True)

@@ -16,18 +16,21 @@ from marks import with_core_tuples
 from flax_mha import dot_product_attention
 from flax_mha.masks import FunctionMask
 
-B, T, S, N, K, H = 2, 37, 45, 4, 2, 8
+B = 2
+T = 37
+S = 45
+N = 4
+K = 2
+H = 8
 FILLINGS = (np.nan, np.inf, -np.inf, 3e38, -3e38)
 BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 pytestmark = pytest.mark.usefixtures("small_tiles")
 # Rows from 30 on and keys from 33 on are masked, and here and there a score.
 MASK = np.ones((B, 1, T, S), bool)
-MASK[:, :, 30:], MASK[..., 33:], MASK[0, :, 10, 20:30], MASK[1, :, 25] = (
-    False,
-    False,
-    False,
-    False,
-)
+MASK[:, :, 30:] = False
+MASK[..., 33:] = False
+MASK[0, :, 10, 20:30] = False
+MASK[1, :, 25] = False
 
 SCORE_MODS = {
     "no score_mod": None,
@@ -70,11 +73,10 @@ def arrays(score_mod="no score_mod", arguments="plain"):
     drawn = {
         name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()
     }
-    slopes = (
-        {}
-        if SCORE_MODS[score_mod] is None
-        else {"slopes": np.linspace(0.1, 0.4, N, dtype=np.float32)}
-    )
+    if SCORE_MODS[score_mod] is None:
+        slopes = {}
+    else:
+        slopes = {"slopes": np.linspace(0.1, 0.4, N, dtype=np.float32)}
     return (
         drawn
         | slopes
@@ -148,7 +150,9 @@ def test_masked_values_change_nothing_and_visible_ones_count(
         "causal": causal,
     }
     clean = arrays(which["score_mod"], which["arguments"])
-    clean["query"][:, 30:], clean["key"][:, 33:], clean["value"][:, 33:] = 0, 0, 0
+    clean["query"][:, 30:] = 0
+    clean["key"][:, 33:] = 0
+    clean["value"][:, 33:] = 0
     want = run(clean, **which)
     assert all(np.isfinite(x).all() for name, x in want.items() if name != "lse")
     rows = ~MASK.any(-1)[:, 0]
@@ -158,8 +162,10 @@ def test_masked_values_change_nothing_and_visible_ones_count(
     assert all((want[name][:, 33:] == 0).all() for name in ("d_key", "d_value"))
     for filling in FILLINGS:
         spoilt = {name: np.array(x) for name, x in clean.items()}
-        spoilt["query"][:, 30:, :, 1], spoilt["query"][1, 25] = filling, filling
-        spoilt["key"][:, 33:, :, 3], spoilt["value"][:, 33:, 1, 2] = filling, filling
+        spoilt["query"][:, 30:, :, 1] = filling
+        spoilt["query"][1, 25] = filling
+        spoilt["key"][:, 33:, :, 3] = filling
+        spoilt["value"][:, 33:, 1, 2] = filling
         if "bias" in spoilt:
             spoilt["bias"] = np.where(MASK, spoilt["bias"], np.float32(filling))
         got = run(spoilt, **which)
@@ -233,7 +239,10 @@ def visible_values_count(*, mask=True, **which):
 @BOTH
 def test_large_numbers_times_zero_add_nothing(implementation):
     query, key = np.zeros((2, 1, 2, 1, 4), np.float32)
-    query[..., 0], query[..., 2], key[..., 1], key[0, 0, 0, 2] = 1e17, 1e-3, 1e17, 2e3
+    query[..., 0] = 1e17
+    query[..., 2] = 1e-3
+    key[..., 1] = 1e17
+    key[0, 0, 0, 2] = 2e3
     value = np.eye(2, dtype=np.float32)[None, :, None]
     got = dot_product_attention(
         query,
@@ -272,7 +281,8 @@ def test_functions_never_get_positions_of_padding(implementation):
         "implementation": implementation,
     }
     dot_product_attention(**given).block_until_ready()
-    lowest, highest = np.min(asked, 0), np.max(asked, 0)
+    lowest = np.min(asked, 0)
+    highest = np.max(asked, 0)
     assert (lowest[0], highest[1], lowest[2], highest[3]) == (
         3,
         3 + T - 1,
@@ -311,12 +321,11 @@ def test_an_overflow_affects_only_the_gradients_of_its_row(place, implementation
     given = arrays()
     if "values" in place:
         # The sum of 31 such values is infinite.
-        given["query"][0, 30], given["value"][0, :31] = 2e38, 2e37
+        given["query"][0, 30] = 2e38
+        given["value"][0, :31] = 2e37
     else:
-        given["query"][0, 30], given["key"][0, 30 if place == "key" else 0, :, 0] = (
-            1e20,
-            1e20,
-        )
+        given["query"][0, 30] = 1e20
+        given["key"][0, 30 if place == "key" else 0, :, 0] = 1e20
 
     @jax.jit
     @jax.grad
@@ -367,10 +376,12 @@ def test_hidden_keys_and_values_change_nothing(
     request.addfinalizer(forget_programs)
     run = jax.jit(with_gradients(implementation, return_residual=True, **HIDERS[hider]))
     query, key, value = inputs()
-    key[:, 40:], value[:, 40:] = 0, 0
+    key[:, 40:] = 0
+    value[:, 40:] = 0
     want = jax.block_until_ready(run(query, key, value))  # before the arrays change
     for filling in (np.nan, np.inf, -np.inf, 3e38):
-        key[:, 40:], value[:, 40:] = filling, filling
+        key[:, 40:] = filling
+        value[:, 40:] = filling
         jax.tree.map(np.testing.assert_array_equal, run(query, key, value), want)
 
 
@@ -381,7 +392,8 @@ def test_future_keys_change_nothing_and_rows_that_attend_to_nan_are_nan(implemen
     query, key, value = inputs(t=KEYS)
     want = jax.block_until_ready(run(*(x[:, :40] for x in (query, key, value))))
     for filling in (np.nan, np.inf):
-        key[:, 40], value[:, 45, 0, 3] = filling, filling
+        key[:, 40] = filling
+        value[:, 45, 0, 3] = filling
         output, *grads = run(query, key, value)
         assert np.isnan(output[:, 40:]).all()
         assert all((x[:, 40:] == 0).all() for x in grads)
@@ -399,7 +411,8 @@ def test_masked_and_visible_nan_among_many_scores(size, implementation):
     query, key, value = rng.standard_normal((3, 2, 128, 16, size), np.float32)
     mask = rng.random((2, 1, 128, 128)) < 0.5
     mask[:, :, 5] = False
-    hidden, seen = [3, 40, 127], 50
+    hidden = [3, 40, 127]
+    seen = 50
     mask[..., hidden] = False
     jitted = jax.jit(
         functools.partial(
@@ -411,7 +424,8 @@ def test_masked_and_visible_nan_among_many_scores(size, implementation):
     assert np.isfinite(want).all()
     assert (want[:, 5] == 0).all()
     for filling in (np.nan, np.inf, -np.inf, 3e38):
-        spoilt_key, spoilt_value = key.copy(), value.copy()
+        spoilt_key = key.copy()
+        spoilt_value = value.copy()
         spoilt_key[:, hidden] = spoilt_value[:, hidden] = filling
         spoilt_key[:, hidden[0], :, 1:] = -1
         np.testing.assert_array_equal(

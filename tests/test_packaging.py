@@ -138,7 +138,8 @@ def test_the_metadata(metadata):
 @pytest.mark.core
 def test_every_address_equals_pyproject():
     """If it changes there, this test lists the other places."""
-    home, wrong = PROJECT["urls"]["Homepage"], []
+    home = PROJECT["urls"]["Homepage"]
+    wrong = []
     for name in listed("--cached"):
         text = (ROOT / name).read_text(errors="ignore")
         found = re.findall(
@@ -174,7 +175,8 @@ def test_the_citation_equals_pyproject():
 @pytest.mark.core
 def test_the_versions_in_the_readme():
     """They equal those in pyproject.toml, and the tests run with them."""
-    text, stated = (ROOT / "README.md").read_text(), {}
+    text = (ROOT / "README.md").read_text()
+    stated = {}
     bounds = {
         Requirement(text).name: str(Requirement(text).specifier)
         for text in PROJECT["dependencies"]

@@ -16,7 +16,11 @@ from marks import with_core_tuples
 from flax_mha import dot_product_attention
 from flax_mha.masks import CausalMask, FunctionMask, LengthMask, LocalMask
 
-B, T, N, K, H = 2, 40, 4, 2, 8
+B = 2
+T = 40
+N = 4
+K = 2
+H = 8
 rng = np.random.default_rng(0)
 QUERY, KEY, VALUE = (
     rng.standard_normal((B, T, n, H)).astype(np.float32) for n in (N, K, K)
@@ -78,7 +82,8 @@ def test_slices_of_queries_and_keys_merge_into_the_whole_call(name, implementati
     arguments = BY_POSITION[name] | {"implementation": implementation}
     output, lse = attention(QUERY, KEY, VALUE, **arguments)
     for q_start, q_stop, middle in SLICES[: len(SLICES) if name == "dropout" else -1]:
-        total, rows = 0, slice(q_start, q_stop)
+        total = 0
+        rows = slice(q_start, q_stop)
         for start, stop in ((0, middle), (middle, T)):
             offsets = {"query_offset": q_start, "key_value_offset": np.int32(start)}
             if name == "masks, functions" or (name == "dropout" and q_start % 2 == 1):
@@ -180,7 +185,8 @@ def test_refused(arguments, message):
 
 
 def test_variables_and_lists_of_traced_numbers_are_arrays():
-    lengths, offset = np.array([22, 37]), np.array([3, 5])
+    lengths = np.array([22, 37])
+    offset = np.array([3, 5])
     want = attend(mask=LengthMask(lengths) & CausalMask(), query_offset=offset)
 
     @jax.jit

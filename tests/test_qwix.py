@@ -22,7 +22,10 @@ qwix = pytest.importorskip("qwix")
 # Of qwix: it uses methods of Flax that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-BATCH, LENGTH, FEATURES, HEADS = 2, 24, 64, 4
+BATCH = 2
+LENGTH = 24
+FEATURES = 64
+HEADS = 4
 SIZES = {
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
@@ -32,7 +35,8 @@ SIZES = {
 }
 # A larger error of Flax's module than ours is the most that is accepted: 10 % more, and
 # the rounding of float32.
-FACTOR, ROUNDING = 1.1, 1e-6
+FACTOR = 1.1
+ROUNDING = 1e-6
 WEIGHTS = qwix.QuantizationRule(weight_qtype=jnp.int8)
 ACTIVATIONS_TOO = qwix.QuantizationRule(weight_qtype=jnp.int8, act_qtype=jnp.int8)
 LORA = qwix.LoraRule(
@@ -97,7 +101,8 @@ def decoded(module, x, pieces=(20, 1, 1, 2)):
     """The outputs of calls with so many tokens each, a prompt longer than 16 and then
     steps.
     """
-    outputs, first = [], 0
+    outputs = []
+    first = 0
     module.init_cache(x.shape)
     for piece in pieces:
         outputs.append(module(x[:, first : first + piece], decode=True))
@@ -113,7 +118,8 @@ def test_quantized_nnx_is_as_accurate_as_flax(name, implementation):
     theirs = multi_head(nnx.MultiHeadAttention)
     assert relative_error(ours(x), theirs(x)) < 2e-6
 
-    quantized, of_flax = changed(ours, name, x), changed(theirs, name, x)
+    quantized = changed(ours, name, x)
+    of_flax = changed(theirs, name, x)
 
     most = FACTOR * relative_error(of_flax(x), theirs(x)) + ROUNDING
     assert 1e-3 < most < 0.05
@@ -142,12 +148,11 @@ def test_gradients_of_quantized_training_are_as_accurate_as_those_of_flax(
 @pytest.mark.core
 def test_lora_adds_the_same_as_in_flax():
     x = inputs()
-    ours, theirs = (
-        multi_head(flax_mha.MultiHeadAttention),
-        multi_head(nnx.MultiHeadAttention),
-    )
+    ours = multi_head(flax_mha.MultiHeadAttention)
+    theirs = multi_head(nnx.MultiHeadAttention)
 
-    with_lora, of_flax = changed(ours, "LoRA", x), changed(theirs, "LoRA", x)
+    with_lora = changed(ours, "LoRA", x)
+    of_flax = changed(theirs, "LoRA", x)
 
     assert relative_error(with_lora(x), ours(x)) > 0.01
     assert relative_error(with_lora(x), of_flax(x)) < 1e-5
@@ -157,10 +162,8 @@ def test_lora_adds_the_same_as_in_flax():
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_linen_is_as_accurate_as_flax(name):
     x = inputs()
-    ours, theirs = (
-        linen.MultiHeadDotProductAttention(HEADS),
-        nn.MultiHeadDotProductAttention(HEADS),
-    )
+    ours = linen.MultiHeadDotProductAttention(HEADS)
+    theirs = nn.MultiHeadDotProductAttention(HEADS)
     variables = theirs.init(jax.random.key(0), x)
 
     errors = []
@@ -192,7 +195,8 @@ def test_lora_in_linen_adds_the_same_as_in_flax():
 @pytest.mark.parametrize("options", [{}, {"gate": True}], ids=["plain", "gate"])
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_latent_attention_is_about_as_accurate_and_decodes_the_same(name, options):
-    x, module = inputs(), latent(**options)
+    x = inputs()
+    module = latent(**options)
     expected = module(x, is_causal=True)
 
     other = changed(module, name, x)
@@ -208,13 +212,11 @@ def test_latent_attention_is_about_as_accurate_and_decodes_the_same(name, option
 
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_multi_head_attention_decodes_the_same(name):
-    x, module = (
-        inputs(),
-        multi_head(
-            flax_mha.MultiHeadAttention,
-            num_kv_heads=2,
-            normalize_qk=flax_mha.Norm("rms"),
-        ),
+    x = inputs()
+    module = multi_head(
+        flax_mha.MultiHeadAttention,
+        num_kv_heads=2,
+        normalize_qk=flax_mha.Norm("rms"),
     )
     other = changed(module, name, x)
     whole = other(x, is_causal=True)

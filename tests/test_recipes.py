@@ -15,8 +15,13 @@ from test_meanings import dropped
 from flax_mha import dot_product_attention, recipes
 from flax_mha.cache import KVCache, cached_attention
 
-B, N, K, H, S = 2, 6, 2, 8, 67
-row, column = np.arange(S)[:, None], np.arange(S)[None, :]
+B = 2
+N = 6
+K = 2
+H = 8
+S = 67
+row = np.arange(S)[:, None]
+column = np.arange(S)[None, :]
 CAUSAL = column <= row
 rng = np.random.default_rng(0)
 IDS = np.sort(rng.integers(0, 4, (B, S)), -1)
@@ -32,7 +37,8 @@ def t5_buckets(distance, buckets=12):
     """Raffel et al.: exact up to half of the buckets, then logarithmic up to the
     largest distance, 40 here.
     """
-    exact, distance = buckets // 2, np.maximum(distance, 0)
+    exact = buckets // 2
+    distance = np.maximum(distance, 0)
     large = exact + (
         np.log(np.maximum(distance, 1) / exact) / np.log(40 / exact) * (buckets - exact)
     ).astype(int)
@@ -41,7 +47,9 @@ def t5_buckets(distance, buckets=12):
 
 def natten(length, size):
     """The visible keys along one axis, as in NATTEN's reference kernel."""
-    place, left, right = np.arange(length)[:, None], size // 2, size // 2 + size % 2 - 1
+    place = np.arange(length)[:, None]
+    left = size // 2
+    right = size // 2 + size % 2 - 1
     start = np.maximum(place - left, 0) + (place + right >= length) * (
         length - right - place - 1
     )
@@ -53,7 +61,8 @@ def swin(height, width, window, shift):
     """The mask and the index into the bias. Liu et al. roll the image, cut windows, and
     mask across the seam.
     """
-    places, regions = [], []
+    places = []
+    regions = []
     for axis, length in enumerate((height, width)):
         rolled = (np.indices((height, width))[axis].ravel() - shift) % length
         places.append(rolled)
@@ -77,10 +86,12 @@ OFFSETS = rng.standard_normal((49, N)).astype(np.float32)
 CONTINUATIONS = np.stack(
     [np.repeat([0, 1, 2, 3], (30, 12, 15, 10)), np.repeat([0, 7, 5], (11, 40, 16))]
 )
-KEY_IDS, QUERY_IDS = CONTINUATIONS[:, None, None, :], CONTINUATIONS[:, None, :, None]
+KEY_IDS = CONTINUATIONS[:, None, None, :]
+QUERY_IDS = CONTINUATIONS[:, None, :, None]
 # Block diffusion: 34 noised tokens, then clean ones, in blocks of 5; how many blocks
 # the key is behind the query.
-NOISED, BEHIND = np.arange(S) < 34, row % 34 // 5 - column % 34 // 5
+NOISED = np.arange(S) < 34
+BEHIND = row % 34 // 5 - column % 34 // 5
 PARENTS = np.array([[-1, 0, 0, 1, 1, 2, 5], [-1, -1, 1, 1, 0, 2, 3]])
 TREES = np.stack([CAUSAL & (column < S - 7)] * B)
 for tree, parents in zip(TREES, PARENTS + S - 7, strict=True):
@@ -476,7 +487,8 @@ def test_decoding_equals_one_call(name, kind):
     """A step passes the terms of its queries and their position, or the gates of all
     tokens so far.
     """
-    learned, window = jnp.asarray(RECIPES[name][1]), STEPS[kind].get("window")
+    learned = jnp.asarray(RECIPES[name][1])
+    window = STEPS[kind].get("window")
     cache = KVCache.create(
         B, S, num_kv_heads=K, head_size=H, dtype=jnp.float32, **STEPS[kind]
     )
@@ -497,11 +509,10 @@ def test_decoding_equals_one_call(name, kind):
         )
 
     for first, end in ((0, 9), (9, 10), (10, 11), (11, 20)):
-        so_far = (
-            jnp.where(jnp.arange(S)[None, :, None] < end, learned, 0.0)
-            if name == "forgetting"
-            else None
-        )
+        if name == "forgetting":
+            so_far = jnp.where(jnp.arange(S)[None, :, None] < end, learned, 0.0)
+        else:
+            so_far = None
         new = {n: x[:, first:end] for n, x in INPUTS.items()}
         output, cache = step(
             cache, learned[:, :, first:end] if so_far is None else so_far, **new
@@ -523,7 +534,8 @@ def test_queries_outside_the_terms_are_nan():
     )
 
 
-LONG, HEADS = 8192, 4
+LONG = 8192
+HEADS = 4
 # test_memory.py has windows, soft caps and sinks.
 AT_8K = {
     "documents": lambda: recipes.documents(jnp.arange(LONG) // 1024),

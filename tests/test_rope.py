@@ -49,11 +49,10 @@ def rotated(x, angles, rope):
     unchanged.
     """
     size = 2 * angles.shape[-1]
-    pairs = (
-        [x[..., :size:2], x[..., 1:size:2]]
-        if rope.interleaved
-        else np.split(x[..., :size], 2, axis=-1)
-    )
+    if rope.interleaved:
+        pairs = [x[..., :size:2], x[..., 1:size:2]]
+    else:
+        pairs = np.split(x[..., :size], 2, axis=-1)
     turned = (
         (pairs[0] + 1j * pairs[1])
         * np.exp(1j * angles[..., None, :])
@@ -99,11 +98,10 @@ def test_float32_and_float64_equal_numpy(name):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["yarn", "partial, interleaved"])
 def test_half_precision_is_rounded_once(name, dtype):
-    x, rope = jnp.asarray(X, dtype), ROPES[name]
-    got, want = (
-        apply_rope(x, POSITIONS, rope),
-        apply_rope(x.astype(jnp.float32), POSITIONS, rope),
-    )
+    x = jnp.asarray(X, dtype)
+    rope = ROPES[name]
+    got = apply_rope(x, POSITIONS, rope)
+    want = apply_rope(x.astype(jnp.float32), POSITIONS, rope)
     assert got.dtype == dtype
     np.testing.assert_array_equal(
         got.astype(jnp.float32), want.astype(dtype).astype(jnp.float32)
@@ -224,7 +222,8 @@ def test_positions_of_any_shape_and_integer_dtype():
     """A JAX array that `jax.jit` captures is known, but JAX arrays that are computed
     from it there are not.
     """
-    x, same = jnp.asarray(X, jnp.float32), np.testing.assert_array_equal
+    x = jnp.asarray(X, jnp.float32)
+    same = np.testing.assert_array_equal
     for row in range(2):
         want = apply_rope(x, POSITIONS, RoPE())[row]
         same(apply_rope(x, POSITIONS[row], RoPE())[row], want)

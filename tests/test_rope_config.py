@@ -18,7 +18,8 @@ THREE, INTERLEAVED = (
     RoPE(sections=(2, 3, 3), section_layout=layout)
     for layout in ("contiguous", "interleaved")
 )
-XS, PS = jnp.zeros((2, 5, 3, H)), jnp.zeros((2, 5), jnp.int32)
+XS = jnp.zeros((2, 5, 3, H))
+PS = jnp.zeros((2, 5), jnp.int32)
 REFUSED = [
     (lambda: apply_rope(XS, PS[:, :4], RoPE()), r"positions must be .* got \(2, 4\)"),
     (lambda: apply_rope(XS, 3, RoPE()), r"positions must be .* got \(\)"),
@@ -175,7 +176,8 @@ LONG = {
     "max_position_embeddings": 131072,
     "rope_scaling": LONG_SCALING,
 }
-LOCAL, FULL = {"layer_type": "sliding_attention"}, {"layer_type": "full_attention"}
+LOCAL = {"layer_type": "sliding_attention"}
+FULL = {"layer_type": "full_attention"}
 LLAMA3 = {
     "type": "llama3",
     "factor": 8.0,

@@ -24,7 +24,11 @@ from marks import with_core
 
 from flax_mha import dot_product_attention, masks
 
-B, T, N, K, H = 2, 256, 2, 1, 32
+B = 2
+T = 256
+N = 2
+K = 1
+H = 32
 # Unsorted ids, with the smallest and the largest of int32.
 SEGMENTS = np.random.default_rng(1).choice(
     np.array([-(2**31), -1, 0, 1, 2**31 - 1], np.int32), (B, T)
@@ -124,10 +128,8 @@ def test_output_and_gradients(name):
     queries without visible keys.
     """
     sizes, arguments = (PLAIN | HIDING)[name]
-    ours, dense = (
-        gradients("splash", arguments),
-        functools.partial(dense_gradients, **arguments),
-    )
+    ours = gradients("splash", arguments)
+    dense = functools.partial(dense_gradients, **arguments)
     if "mask" in arguments:
         dense = gradients("xla", arguments)
     arrays = query, key, value = normal(*sizes)
@@ -135,7 +137,8 @@ def test_output_and_gradients(name):
     assert all(np.isfinite(x).all() for x in expected)
     close(ours(arrays), expected)
     if name in HIDING:
-        key[..., 150, 0, :], value[..., 20, -1, 0] = np.nan, np.inf
+        key[..., 150, 0, :] = np.nan
+        value[..., 20, -1, 0] = np.inf
         expected = dense(arrays)
         query[(expected[0] == 0).all(-1)] = np.nan
         close(ours(arrays), expected)
@@ -173,7 +176,8 @@ def test_sinks(name):
 
     There, a sink of minus infinity is as none, and has no gradient.
     """
-    sinks, arguments = np.float32(SINKS[name][0]), SINKS[name][1]
+    sinks = np.float32(SINKS[name][0])
+    arguments = SINKS[name][1]
     ours, dense = (gradients(name, arguments) for name in ("splash", "xla"))
     _, key, value = arrays = normal(*shapes())
     expected = dense(arrays, sinks=sinks)
@@ -181,7 +185,8 @@ def test_sinks(name):
     assert np.abs(expected[-1]).max() > 1e-4
     close(ours(arrays, sinks=sinks), expected)
     if arguments:
-        key[0, 245], value[1, 130, 0, 3] = np.nan, np.inf
+        key[0, 245] = np.nan
+        value[1, 130, 0, 3] = np.inf
         close(ours(arrays, sinks=sinks), dense(arrays, sinks=sinks))
 
 
@@ -193,7 +198,8 @@ def test_gradient_of_sinks_in_bfloat16_although_its_terms_cancel():
     """
     sinks = np.full(N, np.log(T), np.float32)
     query, key, value = normal(*shapes(), dtype=jnp.bfloat16)
-    query, value = np.zeros_like(query), np.broadcast_to(value[:, :1], value.shape)
+    query = np.zeros_like(query)
+    value = np.broadcast_to(value[:, :1], value.shape)
     arrays = query, key, value
     of_all_keys = np.float64(value[:, :1])
     d_output = np.random.default_rng(1).standard_normal((B, 1, N, H))
@@ -242,7 +248,8 @@ def test_gradients_under_vmap():
     for NaN.
     """
     query, key, value = normal(*shapes(batch=(3, B)))
-    key[1, 0, 250:], value[2, 1, 251] = np.nan, np.inf
+    key[1, 0, 250:] = np.nan
+    value[2, 1, 251] = np.inf
     lengths = np.array([[T, 250], [250, T], [T, 100]], np.int32)
 
     def mapped(implementation):

@@ -51,10 +51,8 @@ def test_masked_rows_and_nan():
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_a_sequence_of_padding_in_the_module(need_weights):
-    module, x = (
-        torch.nn.MultiheadAttention(16, 2, batch_first=True),
-        torch.ones(2, 6, 16),
-    )
+    module = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.ones(2, 6, 16)
     padding = torch.tensor([[False] * 6, [True] * 6])
     output, _ = module(x, x, x, key_padding_mask=padding, need_weights=need_weights)
     assert output[1].isnan().any() == need_weights

@@ -15,7 +15,11 @@ from torch_port import D2LMHA, BertSelfAttention, MaskedSelfAttention, NoteMHA
 import flax_mha
 from flax_mha import convert
 
-BATCH, QUERIES, KEYS, HEADS, HEAD_DIM = 2, 5, 7, 3, 13
+BATCH = 2
+QUERIES = 5
+KEYS = 7
+HEADS = 3
+HEAD_DIM = 13
 FEATURES = HEADS * HEAD_DIM
 
 
@@ -23,11 +27,9 @@ def torch_mha(**options):
     return nn.MultiheadAttention(FEATURES, HEADS, batch_first=True, **options)
 
 
-SELF, KDIM, VDIM = (
-    (FEATURES,) * 4,
-    (FEATURES, 17, 19, FEATURES),
-    (FEATURES, FEATURES, 19, FEATURES),
-)
+SELF = (FEATURES,) * 4
+KDIM = (FEATURES, 17, 19, FEATURES)
+VDIM = (FEATURES, FEATURES, 19, FEATURES)
 # name: (layout, module, the features of queries, keys, values and output);
 # test_torch_families.py has other layouts.
 MODULES = {
@@ -88,11 +90,10 @@ def test_outputs_agree(case):
     length = QUERIES if isinstance(module, NoteMHA) else KEYS
     sizes = zip((QUERIES, length, length), features, strict=False)
     inputs = [torch.randn(BATCH, *size, dtype=torch.float64) for size in sizes]
-    given = (
-        inputs[:1]
-        if isinstance(module, BertSelfAttention | MaskedSelfAttention)
-        else inputs
-    )
+    if isinstance(module, BertSelfAttention | MaskedSelfAttention):
+        given = inputs[:1]
+    else:
+        given = inputs
     with torch.no_grad():
         expected = module.double()(*given)
     params = convert.from_torch(module.state_dict(), HEADS)
@@ -176,7 +177,8 @@ def small_mha(**options):
 )
 def test_load_torch_converts_dtypes(dtype):
     """float32 holds the first two exactly; float64 is rounded to the module's dtype."""
-    layer, module = small_mha().to(dtype), make_module()
+    layer = small_mha().to(dtype)
+    module = make_module()
     convert.load_torch(module, layer.state_dict())
     expected = layer.out_proj.weight.detach().float().numpy().T.reshape(2, 4, 8)
     np.testing.assert_array_equal(module.out.kernel.get_value(), expected)
@@ -189,7 +191,8 @@ def test_load_torch_takes_views_that_are_not_contiguous():
         for key, value in weights.items()
     }
     assert not strided["in_proj_weight"].is_contiguous()
-    one, other = make_module(), make_module()
+    one = make_module()
+    other = make_module()
     convert.load_torch(one, strided)
     convert.load_torch(other, {key: value.bfloat16() for key, value in weights.items()})
     jax.tree.map(

@@ -124,7 +124,8 @@ def test_the_script_of_the_documentation(run, tmp_path):
 
 
 def test_an_export_replaces_an_earlier_one(run, tmp_path):
-    to, beside = tmp_path / "here" / "model", ["model", "model.old", "model.tmp"]
+    to = tmp_path / "here" / "model"
+    beside = ["model", "model.old", "model.tmp"]
     for name in beside[1:]:
         (to.parent / name).mkdir(parents=True)
         (to.parent / name / "mine").write_text("kept")

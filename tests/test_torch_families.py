@@ -23,8 +23,14 @@ import flax_mha
 from flax_mha import convert, recipes
 from flax_mha._src.convert.state_dict import T5_TABLE
 
-BATCH, LENGTH, PROMPT = 2, 13, 5
-N, K, H, D = 4, 2, 8, 24  # query heads, key heads, head size, features
+BATCH = 2
+LENGTH = 13
+PROMPT = 5
+# Query heads, key heads, head size, features.
+N = 4
+K = 2
+H = 8
+D = 24
 E = N * H  # features of models whose head size is features / heads
 WINDOW = 4
 TABLE = torch.from_numpy(
@@ -66,11 +72,9 @@ def fused(
 
 
 def kind_of(described):
-    return (
-        flax_mha.MultiHeadLatentAttention
-        if "kv_lora_rank" in described
-        else flax_mha.MultiHeadAttention
-    )
+    if "kv_lora_rank" in described:
+        return flax_mha.MultiHeadLatentAttention
+    return flax_mha.MultiHeadAttention
 
 
 class Family(NamedTuple):
@@ -122,7 +126,8 @@ class Family(NamedTuple):
         return module
 
 
-LLAMA_NAMES, OUT_NAMES = "q_proj k_proj v_proj o_proj", "q_proj k_proj v_proj out_proj"
+LLAMA_NAMES = "q_proj k_proj v_proj o_proj"
+OUT_NAMES = "q_proj k_proj v_proj out_proj"
 QKV_NAMES = "q_proj k_proj v_proj"
 GROUPED = {
     "num_attention_heads": N,
@@ -133,7 +138,8 @@ GROUPED = {
 }
 SQUARE = {"num_attention_heads": N, "hidden_size": E, "num_hidden_layers": 2}
 NORMS = {"q_norm.weight": (H,), "k_norm.weight": (H,)}
-FULL, LOCAL = {"scalar": 5, "window": None}, {"scalar": 5, "window": WINDOW}
+FULL = {"scalar": 5, "window": None}
+LOCAL = {"scalar": 5, "window": WINDOW}
 GEMMA_3 = GROUPED | {
     "model_type": "gemma3_text",
     "query_pre_attn_scalar": 5,
@@ -210,8 +216,10 @@ def split(kind, **config):
 
 def latent(kind, port, more=None, **config):
     """With `attention_bias`, only compressions and the output have biases."""
-    config, rows = LATENT | config, N * (7 + 6)
-    rank, biased = config["q_lora_rank"], config.get("attention_bias")
+    config = LATENT | config
+    rows = N * (7 + 6)
+    rank = config["q_lora_rank"]
+    biased = config.get("attention_bias")
     shapes = {"kv_a_proj_with_mqa.weight": (10 + 6, D), "kv_a_layernorm.weight": (10,)}
     shapes |= {"kv_b_proj.weight": (N * (7 + 5), 10), "o_proj.weight": (D, N * 5)}
     if rank:
@@ -281,11 +289,10 @@ def grouped(
     """Grouped heads with the names of Llama; `more` are shapes of other weights."""
     run = functools.partial(run, number=N, kv_number=K, **run_options or {})
     shapes = (shapes or linears(LLAMA_NAMES, D, K)) | (more or {})
-    prefix = (
-        f"model.layers.{layer}.self_attn."
-        if kind == "llama4_text"
-        else "model.layers.1.self_attn."
-    )
+    if kind == "llama4_text":
+        prefix = f"model.layers.{layer}.self_attn."
+    else:
+        prefix = "model.layers.1.self_attn."
     return Family(
         shapes=shapes,
         port=run,
@@ -309,27 +316,25 @@ def one_matrix(
     **config,
 ):
     """One matrix computes queries, keys and values."""
-    run, config = (
-        functools.partial(run, number=N, **run_options),
-        (base or SQUARE) | config,
-    )
+    run = functools.partial(run, number=N, **run_options)
+    config = (base or SQUARE) | config
     family = Family(
         shapes=shapes, port=run, layout=layout, prefix=prefix, **split(kind, **config)
     )
     return family._replace(call=call, decodes=decodes)
 
 
-GPT, TIMM = {"n_embd": E, "n_head": N}, "blocks.1.attn."
+GPT = {"n_embd": E, "n_head": N}
+TIMM = "blocks.1.attn."
 GPT_2 = GPT | {"n_layer": 2}
 NEOX = fused("query_key_value", "dense", 3 * E, E, biased=True)
 C_ATTN = fused("c_attn", "c_proj", 3 * E, E, biased=True, transposed=True)
 OF_QUERIES = {"query_layernorm.weight": (H,), "key_layernorm.weight": (H,)}
-BERT, DISTILBERT = (
-    "self.query self.key self.value output.dense",
-    "q_lin k_lin v_lin out_lin",
-)
+BERT = "self.query self.key self.value output.dense"
+DISTILBERT = "q_lin k_lin v_lin out_lin"
 VIT = "attention.query attention.key attention.value output.dense"
-IN_LAYER, IN_H = "model.layers.1.self_attn.", "transformer.h.1.attn."
+IN_LAYER = "model.layers.1.self_attn."
+IN_H = "transformer.h.1.attn."
 COMPRESSED = {"q_lora_rank": 9, "attention_bias": True, "rope_scaling": LATENT_ROPE}
 QWEN_2 = {
     "shapes": linears(LLAMA_NAMES, E, K, QKV_NAMES),
@@ -337,10 +342,8 @@ QWEN_2 = {
     "rope_theta": 1e6,
     "hidden_size": E,
 }
-GATED, GATE = (
-    NORMS | {"q_proj.weight": (2 * N * H, D)},
-    NORMS | {"gate_proj.weight": (N * H, D)},
-)
+GATED = NORMS | {"q_proj.weight": (2 * N * H, D)}
+GATE = NORMS | {"gate_proj.weight": (N * H, D)}
 BITNET = {
     "more": {"attn_sub_norm.weight": (N * H,)},
     "rms_norm_eps": 1e-5,
@@ -368,10 +371,8 @@ OLMO_2 = {
     "hidden_size": E,
     "rms_norm_eps": 1e-5,
 }
-PHI, PHI_ROPE = (
-    linears(f"{QKV_NAMES} dense", biased=f"{QKV_NAMES} dense"),
-    {"partial_rotary_factor": 0.5},
-)
+PHI = linears(f"{QKV_NAMES} dense", biased=f"{QKV_NAMES} dense")
+PHI_ROPE = {"partial_rotary_factor": 0.5}
 PHI_3 = {
     "shapes": fused("qkv_proj", "o_proj", (N + 2 * K) * H, E, biased=False),
     "layout": "hf_phi3",
@@ -382,14 +383,10 @@ FALCON, FALCON_1 = (
     fused("query_key_value", "dense", (N + 2 * k) * H, E, biased=False) for k in (K, 1)
 )
 FALCON_NEW = {"new_decoder_architecture": True, "num_kv_heads": K}
-BLOOM, ALIBI = (
-    {"hidden_size": E, "n_head": N},
-    lambda: {"score_mod": recipes.alibi(N)["score_mod"]},
-)
-T5, T5_PREFIX = (
-    {"d_model": D, "d_kv": H, "num_heads": N},
-    "decoder.block.1.layer.0.SelfAttention.",
-)
+BLOOM = {"hidden_size": E, "n_head": N}
+ALIBI = lambda: {"score_mod": recipes.alibi(N)["score_mod"]}
+T5 = {"d_model": D, "d_kv": H, "num_heads": N}
+T5_PREFIX = "decoder.block.1.layer.0.SelfAttention."
 NORMS_OF_NEOX = {
     f"{x}_layernorm.{leaf}": (H,) for x in "qk" for leaf in ("weight", "bias")
 }
@@ -405,17 +402,13 @@ LFM_2 = {
 }
 LFM_2 |= {"more": {"q_layernorm.weight": (H,), "k_layernorm.weight": (H,)}}
 TIMM_UNBIASED = fused("qkv", "proj", 3 * E, E, biased=False) | {"proj.bias": (E,)}
-IN_VISION, IN_DISTILBERT = (
-    "vision_model.encoder.layers.1.self_attn.",
-    "distilbert.transformer.layer.1.attention.",
-)
+IN_VISION = "vision_model.encoder.layers.1.self_attn."
+IN_DISTILBERT = "distilbert.transformer.layer.1.attention."
 WHISPER = {"d_model": E, "encoder_attention_heads": N, "decoder_attention_heads": N}
 IN_WHISPER = ("hf_whisper", "model.encoder.layers.1.self_attn.")
 OUT = (OUT_NAMES, OUT_NAMES, "hf_clip")
-IN_DINO, VIT_5 = (
-    "dinov2.encoder.layer.1.attention.",
-    ("hf_llama", "vit.layers.1.attention."),
-)
+IN_DINO = "dinov2.encoder.layer.1.attention."
+VIT_5 = ("hf_llama", "vit.layers.1.attention.")
 DINO_5 = ("hf_vit5_unbiased", "layers.1.attention.")
 OF_EACH_HEAD = {"q_norm.weight": (N, H), "k_norm.weight": (K, H)}
 MISTRAL = {"rope_theta": 1e4, "sliding_window": WINDOW}
@@ -848,7 +841,8 @@ def test_round_trip_is_exact(name):
     """Also via the module. Norms of Gemma 3 and Qwen3-Next are 1 + weight, which
     float32 rounds to 2^-24.
     """
-    family, module = FAMILIES[name], module_of(name)
+    family = FAMILIES[name]
+    module = module_of(name)
     weights = family.weights()
     back = convert.to_torch(nnx.state(module, nnx.Param), family.layout)
     assert back.keys() == weights.keys()
@@ -859,9 +853,10 @@ def test_round_trip_is_exact(name):
     arrays = convert.from_torch(
         weights, N, getattr(module, "num_kv_heads", N), fill_biases=True
     )
-    without_weights = (
-        {"query_ln", "key_ln"} if name in ("llama4", "nanochat") else set()
-    )
+    if name in ("llama4", "nanochat"):
+        without_weights = {"query_ln", "key_ln"}
+    else:
+        without_weights = set()
     assert {*arrays} | without_weights == {
         *nnx.to_pure_dict(nnx.state(module, nnx.Param))
     }
@@ -872,12 +867,10 @@ def test_round_trip_is_exact(name):
 
 
 def test_a_layer_of_gpt_neo_is_not_scaled():
-    weights, x = (
-        Family(
-            {}, linears(OUT_NAMES, biased="out_proj"), port.plain, "hf_gpt_neo"
-        ).weights(),
-        inputs(E)[0],
-    )
+    weights = Family(
+        {}, linears(OUT_NAMES, biased="out_proj"), port.plain, "hf_gpt_neo"
+    ).weights()
+    x = inputs(E)[0]
     unscaled = flax_mha.MultiHeadAttention(N, E, decode=False, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"scale must be 1\.0, but got None"):
         convert.load_torch(unscaled, weights)

@@ -18,7 +18,12 @@ import flax_mha
 from flax_mha import Gate, Norm, linen
 from flax_mha.rope import RoPE
 
-B, T, D, N, K, H = 2, 7, 24, 4, 2, 6
+B = 2
+T = 7
+D = 24
+N = 4
+K = 2
+H = 6
 SIZES = {"num_heads": N, "num_kv_heads": K, "qkv_features": N * H}
 X = np.float32(np.random.default_rng(0).standard_normal((B, T, D)))
 LENGTHS = jnp.array([T, 4])
@@ -155,25 +160,27 @@ def torch_layer(params, x, options):
     q, k, v = (project(name) for name in ("query", "key", "value"))
     norm = options.get("normalize_qk")
     if norm and not norm.after_rope:
-        q, k = normalized(q, "query_ln", norm), normalized(k, "key_ln", norm)
+        q = normalized(q, "query_ln", norm)
+        k = normalized(k, "key_ln", norm)
     if "value_norm" in options:
         v = normalized(v, "value_ln", options["value_norm"])
     if "process_heads" in options:
         q, k, v = options["process_heads"](q, k, v)
     if "rope" in options:
-        q, k = rotated(q), rotated(k)
+        q = rotated(q)
+        k = rotated(k)
     if norm and norm.after_rope:
-        q, k = normalized(q, "query_ln", norm), normalized(k, "key_ln", norm)
+        q = normalized(q, "query_ln", norm)
+        k = normalized(k, "key_ln", norm)
     k, v = (y.repeat_interleave(N // K, dim=2) for y in (k, v))
     scores = torch.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
     if cap := options.get("logits_soft_cap"):
         scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
-    sinks = (
-        w["sinks"][:, None, None].expand(B, N, T, 1)
-        if "sinks" in options
-        else scores[..., :0]
-    )
+    if "sinks" in options:
+        sinks = w["sinks"][:, None, None].expand(B, N, T, 1)
+    else:
+        sinks = scores[..., :0]
     y = torch.einsum(
         "bnts,bsnh->btnh", torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :T], v
     )
@@ -236,9 +243,10 @@ def test_caches(kind, dtype):
     )
     steps = [decoder(part) for part in jnp.split(x, [40, 41, 42, 43, 83], axis=1)]
     (holder,) = decoder.args
-    cached = (
-        holder.cached_value[...] if kind == "nnx" else holder["cache"]["cached_value"]
-    )
+    if kind == "nnx":
+        cached = holder.cached_value[...]
+    else:
+        cached = holder["cache"]["cached_value"]
     assert (cached.shape, cached.dtype) == ((B, 3 + 1 + 64, K, 10), dtype)
     np.testing.assert_allclose(
         jnp.concatenate(steps, 1),

@@ -23,7 +23,11 @@ import flax_mha
 from flax_mha import convert
 
 IMPLEMENTATIONS = ("xla", "blockwise")
-BATCH, QUERIES, KEYS, HEADS, HEAD_SIZE = 2, 5, 7, 3, 13
+BATCH = 2
+QUERIES = 5
+KEYS = 7
+HEADS = 3
+HEAD_SIZE = 13
 FEATURES = HEADS * HEAD_SIZE
 
 
@@ -43,12 +47,12 @@ class Case(NamedTuple):
 
 
 X, Q, K = ((BATCH, length, FEATURES) for length in (KEYS, QUERIES, KEYS))
-K17, V19 = (2, 7, 17), (2, 7, 19)
-PADDING, MASK = visible(BATCH, KEYS), visible(QUERIES, KEYS)
-BY_HEAD, MASKED = (
-    visible(BATCH, HEADS, QUERIES, KEYS),
-    visible(BATCH, HEADS, KEYS, KEYS),
-)
+K17 = (2, 7, 17)
+V19 = (2, 7, 19)
+PADDING = visible(BATCH, KEYS)
+MASK = visible(QUERIES, KEYS)
+BY_HEAD = visible(BATCH, HEADS, QUERIES, KEYS)
+MASKED = visible(BATCH, HEADS, KEYS, KEYS)
 BIAS = normal(9, QUERIES, KEYS)
 CAUSAL = {
     "is_causal": True,
@@ -143,7 +147,8 @@ def test_add_zero_attn_equals_sinks_of_zero():
     module = torch_mha(add_zero_attn=True)()
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
-    x, mask = normal(0, *X), visible(BATCH, KEYS, KEYS)
+    x = normal(0, *X)
+    mask = visible(BATCH, KEYS, KEYS)
     mask[0, 3] = False
     hidden = torch.tensor(~mask).repeat_interleave(HEADS, 0)
     expected = module(*[torch.tensor(x)] * 3, attn_mask=hidden)[0].detach().numpy()

@@ -20,7 +20,13 @@ import flax_mha
 from flax_mha import Norm, convert, linen
 from flax_mha.rope import RoPE
 
-B, T, D, N, K, H, WINDOW = 2, 13, 24, 4, 2, 8, 4
+B = 2
+T = 13
+D = 24
+N = 4
+K = 2
+H = 8
+WINDOW = 4
 GLOBAL_H = 512
 X = np.float32(np.random.default_rng(0).standard_normal((B, T, D)))
 SIZES = {
@@ -59,7 +65,8 @@ def weights(name):
     """Four layers; the last two have no keys and values, and full layers of Gemma 4
     have no values.
     """
-    rng, found = np.random.default_rng(1), {}
+    rng = np.random.default_rng(1)
+    found = {}
     for i in range(4):
         is_global = i % 2 == 1 and name != "gemma3n"
         size, kv = (GLOBAL_H, 1) if is_global else (H, K)
@@ -78,7 +85,9 @@ def weights(name):
 
 def expected(name):
     """Each layer adds to its input."""
-    x, state, kvs = torch.from_numpy(X), weights(name), {}
+    x = torch.from_numpy(X)
+    state = weights(name)
+    kvs = {}
     for i in range(4):
         w = {
             key.split("self_attn.")[1]: value
@@ -132,11 +141,10 @@ def test_an_assistant_equals_the_port():
     """Layers 2 and 3 are the assistant's, whose queries come one position after the
     target's tokens.
     """
-    config, x = (
-        MODELS["gemma4"] | {"num_hidden_layers": 2, "num_kv_shared_layers": 0},
-        torch.from_numpy(X),
-    )
-    prefix, state = "model.layers.{}.self_attn.", weights("gemma4")
+    config = MODELS["gemma4"] | {"num_hidden_layers": 2, "num_kv_shared_layers": 0}
+    x = torch.from_numpy(X)
+    prefix = "model.layers.{}.self_attn."
+    state = weights("gemma4")
     for i, number in enumerate((K, 1)):
 
         def rotate(y, after=0):
@@ -222,7 +230,8 @@ class Pair(nnx.Module):
     """A layer that attends to the keys and values of the one before it."""
 
     def __init__(self, decode=False, **options):
-        options, rngs = OPTIONS | options, nnx.Rngs(0)
+        options = OPTIONS | options
+        rngs = nnx.Rngs(0)
         self.first = flax_mha.MultiHeadAttention(
             N, D, value_norm=NORM_OF_VALUES, decode=decode, rngs=rngs, **options
         )
@@ -350,21 +359,19 @@ def test_decoding_equals_the_whole_sequence(name):
     ring.
     """
     given = dict(CACHES[name])
-    options = (
-        {"local_window_size": given.pop("local_window_size")} if "ring" in name else {}
-    )
-    pair, total = Pair(**options), 153
+    if "ring" in name:
+        options = {"local_window_size": given.pop("local_window_size")}
+    else:
+        options = {}
+    pair = Pair(**options)
+    total = 153
     x = np.float32(np.random.default_rng(2).standard_normal((B, total, D)))
     want = nnx.jit(functools.partial(Pair.__call__, is_causal=True))(pair, x)
     pair.first.init_cache((B, total, D), **given)
-    step, atol = (
-        nnx.jit(functools.partial(Pair.__call__, decode=True)),
-        0.1 if "bits" in name else 1e-5,
-    )
-    starts, calls = (
-        [0, 0],
-        ((20, (20, 7)), (1, (1, 1)), (30, (30, 12))) if name == "lengths" else None,
-    )
+    step = nnx.jit(functools.partial(Pair.__call__, decode=True))
+    atol = 0.1 if "bits" in name else 1e-5
+    starts = [0, 0]
+    calls = ((20, (20, 7)), (1, (1, 1)), (30, (30, 12))) if name == "lengths" else None
     for number, lengths in calls or [
         (number, (number,) * 2) for number in (40, 1, 1, 40, 1, 70)
     ]:
@@ -411,7 +418,8 @@ def test_each_call_has_its_masks_and_positions():
     """NaN in padding affects no output and no gradient, and segments attend to their
     own keys.
     """
-    pair, segments = Pair(), np.array([[0] * 6 + [1] * 7, [0] * 2 + [1] * 11])
+    pair = Pair()
+    segments = np.array([[0] * 6 + [1] * 7, [0] * 2 + [1] * 11])
     more = {
         "lengths": jnp.array([T, 5]),
         "segment_ids": jnp.asarray(segments),
@@ -436,12 +444,15 @@ def test_each_call_has_its_masks_and_positions():
 
 @pytest.mark.core
 def test_views_explanations_and_errors():
-    pair, other = Pair(), Pair(num_kv_heads=1)
+    pair = Pair()
+    other = Pair(num_kv_heads=1)
     view = nnx.view(pair, decode=True, batch_size=B, max_length=T)
     assert view.first.cached_key.shape == (B, T, K, D // N)
     assert view.second.cached_key is None
     first = nnx.jit(lambda layer: layer(X, return_kv=True)[1])
-    kv, kv_of_other, lengths = first(pair.first), first(other.first), jnp.array([T, 5])
+    kv = first(pair.first)
+    kv_of_other = first(other.first)
+    lengths = jnp.array([T, 5])
     assert (
         pair.second.explain(X, kv=kv, is_causal=True).chosen
         == pair.first.explain(X, is_causal=True).chosen
@@ -516,7 +527,8 @@ def test_shared_keys_are_processed_once_and_values_have_a_size_of_their_own(kind
         first = make(process_heads=clip_keys)
         second = make(reuse_kv=True)
         assert second.key is second.value is None
-        second.query, second.out = first.query, first.out
+        second.query = first.query
+        second.out = first.out
     else:
         make = functools.partial(linen.MultiHeadDotProductAttention, N, **options)
         layers = make(process_heads=clip_keys), make(reuse_kv=True)

@@ -418,7 +418,8 @@ def test_a_resumed_log_continues_the_clock_and_drops_later_lines(tmp_path):
 
 @pytest.mark.skipif(run_folder.fcntl is None, reason="no flock here")
 def test_two_runs_never_share_a_folder(tmp_path):
-    one, other = run_folder.sole_writer(tmp_path), run_folder.sole_writer(tmp_path)
+    one = run_folder.sole_writer(tmp_path)
+    other = run_folder.sole_writer(tmp_path)
     with one, pytest.raises(UserError, match="another run is writing"), other:
         pass
 
@@ -444,7 +445,8 @@ def output_in(encoding, *arguments):
 @pytest.mark.usefixtures("no_pictures")
 def test_output_in_an_encoding_without_these_characters(tmp_path, encoding):
     """They are written as question marks, and all files are in UTF-8."""
-    data, out = tmp_path / "Ł → ☃.txt", tmp_path / "Ω"
+    data = tmp_path / "Ł → ☃.txt"
+    out = tmp_path / "Ω"
     data.write_text("Zażółć gęślą jaźń → ☃ 語\n" * 60, "utf-8")
     for command, words in [
         (

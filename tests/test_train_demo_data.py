@@ -50,10 +50,8 @@ def texts_of(part, tokens):
 @pytest.mark.core
 def test_a_folder_is_split_into_texts_for_training_and_validation(folder):
     text = data.load(str(folder), 8)
-    training, validation = (
-        texts_of(text.training, text.vocabulary),
-        texts_of(text.validation, text.vocabulary),
-    )
+    training = texts_of(text.training, text.vocabulary)
+    validation = texts_of(text.validation, text.vocabulary)
     assert sorted(training + validation) == sorted(TEXTS.values())
     assert len(validation) == 1  # a tenth of eleven
     paths = sorted(
@@ -207,10 +205,8 @@ def windows():
 @pytest.mark.usefixtures("rules_of_users")
 def test_packed_documents_have_the_losses_of_separate_ones(model, windows):
     structure, params = model
-    losses, run = (
-        [],
-        jax.jit(lambda params, x: jax.nn.log_softmax(nnx.merge(structure, params)(x))),
-    )
+    losses = []
+    run = jax.jit(lambda params, x: jax.nn.log_softmax(nnx.merge(structure, params)(x)))
     for window in windows:
         for document in np.split(window, np.flatnonzero(window >= data.FIRST)):
             numbers = document % data.FIRST

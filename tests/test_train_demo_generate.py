@@ -96,7 +96,8 @@ def test_draws_have_the_right_frequencies():
 @pytest.mark.parametrize("logits", [LOGITS, TIES, UNIFORM, HUGE])
 def test_extreme_temperatures(logits):
     """Temperature 0 takes the first of the most probable tokens."""
-    run, keys = jax.jit(draw), jax.random.split(jax.random.key(0), 3)
+    run = jax.jit(draw)
+    keys = jax.random.split(jax.random.key(0), 3)
     for options in (
         {"temperature": 0.0},
         {"temperature": 1e-300},
@@ -113,7 +114,8 @@ LETTERS = "abcdefghijk"
 VOCABULARY = Vocabulary(LETTERS)
 CONTEXT = 8
 SETTINGS = Settings(seed=1, context_length=CONTEXT, layers=2, heads=2, features=16)
-GREEDY, WILD = Sampling(temperature=0.0), Sampling(temperature=2.0)
+GREEDY = Sampling(temperature=0.0)
+WILD = Sampling(temperature=2.0)
 
 
 @pytest.fixture(scope="module")

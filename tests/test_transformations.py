@@ -19,7 +19,11 @@ from flax_mha._src import plan as schedule
 from flax_mha.cache import KVCache, cached_attention
 from flax_mha.masks import FunctionMask, LengthMask
 
-B, T, N, K, H = 3, 40, 4, 2, 8
+B = 3
+T = 40
+N = 4
+K = 2
+H = 8
 rng = np.random.default_rng(0)
 ARRAYS = [rng.standard_normal((B, T, n, H)).astype(np.float32) for n in (N, K, K)]
 TABLE = jnp.asarray(rng.standard_normal(T), jnp.float32)
@@ -65,7 +69,8 @@ def test_vmap_over_arguments_equals_a_loop_over_them(name, implementation):
             implementation=implementation,
         )
 
-    arguments, shared = MAPPED[name], [x[0] for x in ARRAYS]
+    arguments = MAPPED[name]
+    shared = [x[0] for x in ARRAYS]
     alone = np.asarray(jax.vmap(call, (0, None, None, None))(arguments, *shared))
     together = np.asarray(jax.vmap(call)(arguments, *ARRAYS))
     for i in range(B):
@@ -82,7 +87,8 @@ def test_vmap_over_keys_of_dropout_masks_and_captured_arrays(implementation):
     attend = functools.partial(
         dot_product_attention, *(x[:1] for x in ARRAYS), implementation=implementation
     )
-    keys, lengths = jax.random.split(jax.random.key(0), 3), jnp.array([3, 20, 40])
+    keys = jax.random.split(jax.random.key(0), 3)
+    lengths = jnp.array([3, 20, 40])
     tables = jnp.outer(jnp.arange(1.0, 4), TABLE)
 
     def call(key, mask, table):
@@ -158,7 +164,8 @@ def test_export_with_symbolic_sizes(name):
         arrays = [normal(*x.shape) for x in shapes(b, t, s)[:3]]
         key_ids = np.broadcast_to(np.arange(s, dtype=np.int32) // 9, (b, s))
         arrays += [np.full(b, s - 1, np.int32), np.zeros((b, t), np.int32), key_ids]
-        got, want = exported.call(*arrays), call(*arrays, implementation="xla")
+        got = exported.call(*arrays)
+        want = call(*arrays, implementation="xla")
         np.testing.assert_allclose(got, want, rtol=0, atol=5e-6)
 
 
@@ -310,10 +317,8 @@ def test_a_policy_saves_attention_by_name(implementation):
     """There are as many products ("blockwise": forward passes) as without
     `jax.checkpoint`.
     """
-    x, primitives = (
-        jax.ShapeDtypeStruct((40, 1, 4), jnp.float32),
-        ("dot_general", "function"),
-    )
+    x = jax.ShapeDtypeStruct((40, 1, 4), jnp.float32)
+    primitives = ("dot_general", "function")
     saved, without, anew = kernels_of_two_blocks(
         primitives, x, is_causal=True, implementation=implementation
     )

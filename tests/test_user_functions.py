@@ -16,10 +16,12 @@ from marks import with_core
 from flax_mha import dot_product_attention
 from flax_mha.masks import FunctionMask
 
-T, N = 24, 2
+T = 24
+N = 2
 rng = np.random.default_rng(0)
 ARRAYS = [np.float32(rng.standard_normal((1, T, N, 8))) for _ in range(3)]
-FIRST, SECOND = jnp.linspace(-1, 1, T), jnp.linspace(2, -2, T)
+FIRST = jnp.linspace(-1, 1, T)
+SECOND = jnp.linspace(2, -2, T)
 BOTH = pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 CORE_OF_BOTH = pytest.mark.parametrize(
     "implementation", with_core(["xla", "blockwise"], "blockwise")
@@ -88,7 +90,8 @@ class OnHost:
 
 
 def callback(table):
-    on_host, result = OnHost(table), jax.ShapeDtypeStruct((), jnp.float32)
+    on_host = OnHost(table)
+    result = jax.ShapeDtypeStruct((), jnp.float32)
     return lambda score, b, h, q_idx, kv_idx: (
         score + jax.pure_callback(on_host, result, kv_idx, vmap_method="broadcast_all")
     )
@@ -100,7 +103,8 @@ def helpers_of_several_modules(table):
         exec("def look_up(index): return TABLE[index]", names)
         return names["look_up"]
 
-    one, other = helper(2 * table), helper(-table)
+    one = helper(2 * table)
+    other = helper(-table)
     return lambda score, b, h, q_idx, kv_idx: score + one(kv_idx) + other(kv_idx)
 
 
@@ -159,7 +163,8 @@ def vjp_rule(factor):
 
 
 def rule_of_a_rule(factor):
-    outer, inner = jax.custom_jvp(jnp.cos), jvp_rule(factor)
+    outer = jax.custom_jvp(jnp.cos)
+    inner = jvp_rule(factor)
     outer.defjvp(
         lambda primals, tangents: (
             outer(primals[0]),
@@ -178,19 +183,19 @@ def test_the_current_rule_of_a_custom_derivative_counts(make, same, implementati
     """If the same function's closure changes, neither its jaxpr nor its identity shows
     the change.
     """
-    query, numbers = ARRAYS[0], [1.0]
+    query = ARRAYS[0]
+    numbers = [1.0]
     kept = make(numbers)
 
     def derivative(number):
         numbers[0] = number
         gradient = jax.grad(loss_of(kept if same else make([number]), implementation))
-        return (
-            jax.jvp(gradient, (query,), (query,))[1]
-            if make is rule_of_a_rule
-            else gradient(query)
-        )
+        if make is rule_of_a_rule:
+            return jax.jvp(gradient, (query,), (query,))[1]
+        return gradient(query)
 
-    first, other = derivative(1.0), derivative(3.0)
+    first = derivative(1.0)
+    other = derivative(3.0)
     if make is rule_of_a_rule:
         assert jnp.abs(other - first).max() > 1e-3
     else:
@@ -217,13 +222,11 @@ def test_current_values_of_closures_count(implementation):
     """The same function objects, with rebound numbers, changed lists and NumPy arrays,
     and a rebound array.
     """
-    number, numbers, array, table, count = (
-        0.5,
-        [1.0],
-        np.full(T, 0.25, np.float32),
-        FIRST,
-        20,
-    )
+    number = 0.5
+    numbers = [1.0]
+    array = np.full(T, 0.25, np.float32)
+    table = FIRST
+    count = 20
 
     @jax.jit
     def looked_up(kv_idx):
@@ -297,7 +300,8 @@ def test_a_key_of_jax_random_may_be_captured(implementation):
 
 @BOTH
 def test_every_call_runs_the_callback_of_a_mask_mod(implementation):
-    on_host, result = OnHost(np.ones(T, bool)), jax.ShapeDtypeStruct((), bool)
+    on_host = OnHost(np.ones(T, bool))
+    result = jax.ShapeDtypeStruct((), bool)
 
     def mask_mod(b, h, q_idx, kv_idx):
         return jax.pure_callback(on_host, result, kv_idx, vmap_method="broadcast_all")
@@ -309,7 +313,10 @@ def test_every_call_runs_the_callback_of_a_mask_mod(implementation):
 
 
 def test_a_new_mask_is_an_equal_argument_of_jit_until_a_captured_value_changes():
-    traces, window, table = 0, 3, np.arange(T)  # 64 bits, of which JAX keeps old values
+    # 64 bits, of which JAX keeps old values.
+    traces = 0
+    window = 3
+    table = np.arange(T)
 
     @jax.jit
     def call(mask):
@@ -457,11 +464,10 @@ def test_scores_masked_by_a_score_mod_have_safe_derivatives(transform, implement
 
             return loss_of(score_mod, implementation)(query)
 
-        first = (
-            jax.jacfwd(loss, (0, 1))
-            if transform == "jacfwd"
-            else jax.grad(loss, (0, 1))
-        )
+        if transform == "jacfwd":
+            first = jax.jacfwd(loss, (0, 1))
+        else:
+            first = jax.grad(loss, (0, 1))
         if transform != "grad of grad":
             return first(ARRAYS[0], slopes)
         return jax.grad(lambda *x: sum(jnp.sin(y).sum() for y in first(*x)), (0, 1))(

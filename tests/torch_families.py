@@ -281,11 +281,10 @@ def axk_2(w, x, number, sizes) -> Tensor:
     before their norm.
     """
     both = torch.cat([compressed_query(w, x), linear(w, "q_a_proj", x)], dim=-1)
-    both, size = heads(linear(w, "q_gate_proj", both), number), sizes[1] + sizes[2]
-    visible, pairs = (
-        indexed(w, x, sizes[2], rotary(x, 1e4), 3),
-        rotary(x, 1e4, pairing=rotate_every_two),
-    )
+    both = heads(linear(w, "q_gate_proj", both), number)
+    size = sizes[1] + sizes[2]
+    visible = indexed(w, x, sizes[2], rotary(x, 1e4), 3)
+    pairs = rotary(x, 1e4, pairing=rotate_every_two)
     return latent(
         w,
         x,
@@ -308,11 +307,10 @@ def deepseek_v3(w, x, number, sizes, index=None) -> Tensor:
     """
     part, whole = (0.1 * m * math.log(4.0) + 1 for m in (0.7, 1.3))
     rotate = functools.partial(yarn, x, 1e4, sizes[2], 4.0, 4096, factor=part / whole)
-    visible = (
-        None
-        if index is None
-        else indexed(w, x, sizes[2], rotate(pairing=index[0]), index[1])
-    )
+    if index is None:
+        visible = None
+    else:
+        visible = indexed(w, x, sizes[2], rotate(pairing=index[0]), index[1])
     return latent(
         w, x, number, sizes, rotate(pairing=rotate_every_two), whole**2, visible
     )
@@ -372,11 +370,9 @@ def minicpm_3(w, x, number, sizes) -> Tensor:
 def olmo_2(w, x, number, kv_number) -> Tensor:
     """Norms come before the heads."""
     q, k = normed(w, linear(w, "q_proj", x), linear(w, "k_proj", x), 1e-5)
-    q, k, v = (
-        heads(q, number),
-        heads(k, kv_number),
-        heads(linear(w, "v_proj", x), kv_number),
-    )
+    q = heads(q, number)
+    k = heads(k, kv_number)
+    v = heads(linear(w, "v_proj", x), kv_number)
     return linear(w, "o_proj", decoder(q, k, v, rotate=rotary(x, 5e5)))
 
 
@@ -456,10 +452,8 @@ def llama_4(w, x, number, kv_number, chunk) -> Tensor:
     others grow by their position.
     """
     q, k, v = projected(w, x, number, kv_number)
-    place, rotate = (
-        torch.arange(x.shape[1]),
-        rotary(x, 500_000.0, pairing=rotate_every_two),
-    )
+    place = torch.arange(x.shape[1])
+    rotate = rotary(x, 500_000.0, pairing=rotate_every_two)
     if chunk is None:
         growth = torch.log1p(torch.floor((place + 1.0) / 3)) * 0.5 + 1.0
         return linear(w, "o_proj", decoder(q * growth[:, None, None], k, v))
@@ -481,7 +475,8 @@ def ministral_3(w, x, number, kv_number) -> Tensor:
 
 def cohere(w, x, number, kv_number) -> Tensor:
     q, k, v = projected(w, x, number, kv_number)
-    q, k = layer_norm(w, "q_norm", q), layer_norm(w, "k_norm", k)
+    q = layer_norm(w, "q_norm", q)
+    k = layer_norm(w, "k_norm", k)
     return linear(
         w, "o_proj", decoder(q, k, v, rotate=rotary(x, 5e5, pairing=rotate_every_two))
     )
@@ -490,7 +485,8 @@ def cohere(w, x, number, kv_number) -> Tensor:
 def persimmon(w, x, number) -> Tensor:
     """As GPT-NeoX, with norms that have biases."""
     q, k, v = linear(w, "query_key_value", x).unflatten(-1, (number, 3, -1)).unbind(-2)
-    q, k = layer_norm(w, "q_layernorm", q), layer_norm(w, "k_layernorm", k)
+    q = layer_norm(w, "q_layernorm", q)
+    k = layer_norm(w, "k_layernorm", k)
     return linear(w, "dense", decoder(q, k, v, rotate=rotary(x, 1e4, q.shape[-1] // 2)))
 
 
@@ -498,7 +494,9 @@ def olmoe(w, x, number, kv_number, limit) -> Tensor:
     """Norms come before the heads, and then clipping."""
     qk = normed(w, linear(w, "q_proj", x), linear(w, "k_proj", x), 1e-5)
     q, k, v = (y.clamp(-limit, limit) for y in (*qk, linear(w, "v_proj", x)))
-    q, k, v = heads(q, number), heads(k, kv_number), heads(v, kv_number)
+    q = heads(q, number)
+    k = heads(k, kv_number)
+    v = heads(v, kv_number)
     return linear(w, "o_proj", decoder(q, k, v, rotate=rotary(x, 1e4)))
 
 
@@ -549,7 +547,9 @@ def falcon(w, x, number, kv_number) -> Tensor:
     fused = linear(w, "query_key_value", x).unflatten(
         -1, (kv_number, number // kv_number + 2, -1)
     )
-    q, k, v = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
+    q = fused[..., :-2, :].flatten(2, 3)
+    k = fused[..., -2, :]
+    v = fused[..., -1, :]
     return linear(w, "dense", decoder(q, k, v, rotate=rotary(x, 1e4)))
 
 

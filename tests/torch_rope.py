@@ -46,7 +46,10 @@ def partially(rotate, x: Tensor, angle: Tensor) -> Tensor:
 
 
 def llama_3_1(x: Tensor, positions: Tensor) -> Tensor:
-    factor, low, high, length = 8.0, 1.0, 4.0, 8192
+    factor = 8.0
+    low = 1.0
+    high = 4.0
+    length = 8192
     scaled = []
     for frequency in default_frequencies(500_000.0, x.shape[-1]).tolist():
         wavelength = 2 * math.pi / frequency
@@ -113,7 +116,8 @@ def yarn_frequencies(
         for turns in (fast, 1.0)
     )
     if truncate:
-        low, high = math.floor(low), math.ceil(high)
+        low = math.floor(low)
+        high = math.ceil(high)
     ramp = ((torch.arange(size // 2, dtype=torch.float64) - low) / (high - low)).clamp(
         0, 1
     )
@@ -159,7 +163,8 @@ def gpt_oss(x: Tensor, positions: Tensor) -> Tensor:
         positions, yarn_frequencies(150_000.0, x.shape[-1], 32.0, 4096, truncate=False)
     )
     concentration = 0.1 * math.log(32.0) + 1
-    cos, sin = angle.cos() * concentration, angle.sin() * concentration
+    cos = angle.cos() * concentration
+    sin = angle.sin() * concentration
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

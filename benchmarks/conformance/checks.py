@@ -111,7 +111,8 @@ def _compare_by_conventions(compare: Callable[..., None]) -> None:
 
 
 def _compare(what: str, got: Any, want: Any, dtype: Any = np.float32) -> None:
-    got, want = np.asarray(got), np.asarray(want, np.float64)
+    got = np.asarray(got)
+    want = np.asarray(want, np.float64)
     if got.shape != want.shape:
         raise WrongAnswerError(f"{what}: shape {got.shape} instead of {want.shape}")
     if got.dtype != dtype:
@@ -149,11 +150,10 @@ def _compare_gradients(
 ) -> None:
     names = [name for name in ("query", "key", "value", "bias", "sinks") if name in got]
     for name, expected in zip(names, want, strict=True):
-        gradient = (
-            np.where(np.isnan(got[name]), expected, got[name]).astype(dtype)
-            if nan_fits
-            else got[name]
-        )
+        if nan_fits:
+            gradient = np.where(np.isnan(got[name]), expected, got[name]).astype(dtype)
+        else:
+            gradient = got[name]
         _compare(f"gradient of {name}", gradient, expected, dtype)
 
 
@@ -255,7 +255,8 @@ def _check_hidden(
             (entry, 0, place) if name == "query" else (entry, 0, slice(None), place)
         ] = False
     case = Case(traced={"mask": mask})
-    arrays, cotangent = case.arrays(), case.cotangents()[0]
+    arrays = case.arrays()
+    cotangent = case.cotangents()[0]
     damaged = {name: array.copy() for name, array in arrays.items()}
     for name, place in places.items():
         damaged[name][place] = number
@@ -318,7 +319,8 @@ def _slopes(
 
 
 def _check_jvp(function: Attention) -> None:
-    arrays, tangents = Case().arrays(), Case().arrays(seed=3)
+    arrays = Case().arrays()
+    tangents = Case().arrays(seed=3)
     _, got = jax.jit(lambda a, t: jax.jvp(_causal(function), (a,), (t,)))(
         arrays, tangents
     )

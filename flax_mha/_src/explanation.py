@@ -40,11 +40,10 @@ class Explanation(NamedTuple):
         """
         lines: list[str] = []
         for name, reasons in self.refusals.items():
-            verdict = (
-                f"chosen{f', {self.variant}' if self.variant else ''}"
-                if name == self.chosen
-                else "would run"
-            )
+            if name == self.chosen:
+                verdict = f"chosen{f', {self.variant}' if self.variant else ''}"
+            else:
+                verdict = "would run"
             verdict = "chosen if compiled for a CPU" if name == self.on_cpu else verdict
             rows = reasons or [verdict]
             for i, row in enumerate(rows):

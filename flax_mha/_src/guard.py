@@ -44,11 +44,10 @@ def guard(call: Call, plan: Any) -> Call:
         operands.mask, operands.bias, options.score_mod
     ):
         return call
-    scale = (
-        options.scale
-        if operands.scale is None
-        else operands.scale.astype(options.dtype)
-    )
+    if operands.scale is None:
+        scale = options.scale
+    else:
+        scale = operands.scale.astype(options.dtype)
     query: Array = operands.query
     if not isinstance(scale, float) or abs(scale) > 1:  # scaled queries may overflow
         query = query.astype(options.dtype) * scale
@@ -171,11 +170,8 @@ def derivative_rows(
     output = jnp.where(finite[..., None], output, jnp.zeros_like(output)).astype(
         lse.dtype
     )
-    query = (
-        jnp.where(finite[..., None], query, jnp.zeros_like(query))
-        if keys_are_finite
-        else query
-    )
+    if keys_are_finite:
+        query = jnp.where(finite[..., None], query, jnp.zeros_like(query))
     return query, output, jnp.where(finite, lse, jnp.full_like(lse, jnp.inf)), finite
 
 

@@ -37,7 +37,8 @@ from flax_mha._src.math.tiling import (
 
 # The first two fields of a `Target`, `platform` and `may_be_split`, for one CPU and one
 # TPU.
-ON_ONE_CPU, ON_ONE_TPU = ("cpu", False), ("tpu", False)
+ON_ONE_CPU = ("cpu", False)
+ON_ONE_TPU = ("tpu", False)
 
 # GPU: up to this many scores of all heads, 1 GiB of float32, are computed at once.
 # Counted in bytes and launches, tiles gain next to nothing then, even with a window: a
@@ -69,34 +70,40 @@ TILE_SHAPES = (
 # uses all cores for matrix products of at least PARALLEL multiplications (n times the
 # head size): such a tile costs n + STEP, a smaller one SERIAL * n. In partial tiles, n
 # is multiplied by MASKED.
-PARALLEL, STEP, SERIAL = 2**23, 24 * 1024, 2
+PARALLEL = 2**23
+STEP = 24 * 1024
+SERIAL = 2
 MASKED = 1.15
 # If a mask differs between heads, the costs are added up for this many heads.
 EXAMPLES = 4
 # How many heads are vmapped, by the scores that a head holds in memory at a time: all
 # batch entries and heads up to the first number, the heads of one batch entry up to the
 # second (and up to the third in all), else one head.
-MAX_SCORES_ALL_HEADS, MAX_SCORES_ONE_ENTRY, MAX_SCORES_ONE_ENTRY_IN_ALL = (
-    128 * 128,
-    512 * 512,
-    8 * 512 * 512,
-)
+MAX_SCORES_ALL_HEADS = 128 * 128
+MAX_SCORES_ONE_ENTRY = 512 * 512
+MAX_SCORES_ONE_ENTRY_IN_ALL = 8 * 512 * 512
 
 # CPU, reading keys in place: for at most this many queries over at least this many
 # keys, and for caches.
-MAX_QUERIES_IN_PLACE, MIN_KEYS_IN_PLACE = 16, 512
+MAX_QUERIES_IN_PLACE = 16
+MIN_KEYS_IN_PLACE = 512
 # Limits of a block: its queries, the numbers in its keys and values of all heads, and
 # its least and most keys.
-MAX_HEIGHT_IN_PLACE, MAX_NUMBERS_IN_PLACE = 128, 64 * 1024
-MIN_WIDTH_IN_PLACE, MAX_WIDTH_IN_PLACE = 64, 512
+MAX_HEIGHT_IN_PLACE = 128
+MAX_NUMBERS_IN_PLACE = 64 * 1024
+MIN_WIDTH_IN_PLACE = 64
+MAX_WIDTH_IN_PLACE = 512
 # Blocks are wider if products are in bfloat16, if the cache has 8 bits, or if most keys
 # are visible. These limit such a block: the bytes of its keys and values in the dtype
 # of the products, and its scores of one batch entry.
-MAX_BYTES_WIDE, MAX_SCORES_WIDE = 2 * 2**20, 64 * 1024
+MAX_BYTES_WIDE = 2 * 2**20
+MAX_SCORES_WIDE = 64 * 1024
 # One block-diagonal product serves all heads (`in_place.py`) if K * T * N, a measure of
 # its work, is at most the first. All keys may be one block if K * T * N is at most the
 # second, and B * T * N * S, the number of scores, the third.
-MAX_JOINT_ROWS, MAX_JOINT_ROWS_WHOLE, MAX_SCORES_WHOLE = 128, 1024, 256 * 1024
+MAX_JOINT_ROWS = 128
+MAX_JOINT_ROWS_WHOLE = 1024
+MAX_SCORES_WHOLE = 256 * 1024
 # Up to this many numbers in keys and values, 512 KiB in float32, all keys are one block
 # however many are visible: a step over such a cache compiles in half the time. If an
 # output is not finite, the second pass holds a copy of them.
@@ -259,7 +266,8 @@ def choose_tiles(
     Otherwise the list is None, and made later: at trace time if the mask holds no
     arrays (`block_mask_of_one`), else at run time (`dynamic_block_mask`).
     """
-    operands, axes = call.operands, call.operands.query.ndim - 1
+    operands = call.operands
+    axes = call.operands.query.ndim - 1
     arrays = jax.tree.leaves(operands.mask)
     known = not arrays or (
         all(map(readable, arrays)) and operands.query.size > 0 and being_traced()
@@ -295,7 +303,8 @@ def _cheapest(
     """Returns the tiling that costs the least for the `masks` of some heads, with one
     of the tile `shapes`.
     """
-    candidates, costs = [tiling_of(lengths, shape, fine=True) for shape in shapes], []
+    candidates = [tiling_of(lengths, shape, fine=True) for shape in shapes]
+    costs = []
     with jax.ensure_compile_time_eval():
         for candidate in candidates:
             costs.append(
@@ -335,7 +344,8 @@ def prefers_dense(call: Call) -> bool:
     """Returns whether "xla" is faster than "blockwise", or sizes are symbolic, which
     "blockwise" does not support.
     """
-    query, options = call.operands.query, call.options
+    query = call.operands.query
+    options = call.options
     scores = math.prod(call.operands.lengths)
     if not options.has_known_sizes or scores <= MAX_SCORES_DENSE:
         return True
@@ -416,11 +426,10 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
     blocks_of = functools.partial(KeyBlocks, height, value_size=options.value_size)
     if not on_cpu:
         # 8 bits are converted.
-        width = (
-            MAX_WIDTH_ACCELERATOR
-            if operands.cache_scale is None
-            else MAX_WIDTH_IN_PLACE
-        )
+        if operands.cache_scale is None:
+            width = MAX_WIDTH_ACCELERATOR
+        else:
+            width = MAX_WIDTH_IN_PLACE
         if options.target.platform != "gpu":
             return blocks_of(min(keys, width), False, options.dtype)
         blocks = blocks_of(min(keys, width), False, _dtype_in_place(call))
@@ -430,10 +439,8 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
         return blocks._replace(
             block_diagonal=is_joint, whole=keys <= width, unconditional=keys <= width
         )
-    in_turn, has_8_bits = (
-        not options.target.may_be_split,
-        operands.cache_scale is not None,
-    )
+    in_turn = not options.target.may_be_split
+    has_8_bits = operands.cache_scale is not None
     dtype = _dtype_in_place(call) if in_turn else options.dtype
     numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
     widest = min(
@@ -466,10 +473,8 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
     """
     operands, (queries, num_heads) = call.operands, call.operands.query.shape[-3:-1]
     keys, num_kv_heads = operands.key.shape[-3:-1]
-    scores, joint_rows = (
-        math.prod(operands.query.shape[:-1]) * keys,
-        queries * num_heads * num_kv_heads,
-    )
+    scores = math.prod(operands.query.shape[:-1]) * keys
+    joint_rows = queries * num_heads * num_kv_heads
     few = (
         scores <= MAX_SCORES_WHOLE
         and joint_rows <= MAX_JOINT_ROWS_WHOLE
@@ -480,17 +485,17 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
         return blocks._replace(
             width=keys, sequential=False, block_diagonal=True, whole=True
         )
-    has_8_bits, entries = (
-        operands.cache_scale is not None,
-        math.prod(operands.query.shape[:-3]),
-    )
+    has_8_bits = operands.cache_scale is not None
+    entries = math.prod(operands.query.shape[:-3])
     # One after the other, entries take 1.2 times as long.
     if has_8_bits and widest >= 2 * keys and entries > 1:
         width = max(MIN_WIDTH_IN_PLACE, widest // entries // 64 * 64)
         return blocks._replace(width=min(width, keys), sequential=False)
     width = min(widest, keys) // 64 * 64
     is_wider = width > blocks.width and (has_8_bits or num_kv_heads == 1)
-    return blocks._replace(width=width) if is_wider else None
+    if is_wider:
+        return blocks._replace(width=width)
+    return None
 
 
 def _dtype_in_place(call: Call) -> jnp.dtype:
@@ -512,9 +517,9 @@ def _dtype_in_place(call: Call) -> jnp.dtype:
     is_fast = options.target.platform == "gpu" or multiplies_bfloat16(
         options.target.platform
     )
-    return (
-        operands.query.dtype if is_narrow and is_fast and not exact else options.dtype
-    )
+    if is_narrow and is_fast and not exact:
+        return operands.query.dtype
+    return options.dtype
 
 
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
@@ -527,7 +532,8 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     default, use `options.dtype`. `tiles`: whether the call is computed tile by tile.
     """
     operands, options = call
-    dtype, wide = operands.query.dtype, options.dtype
+    dtype = operands.query.dtype
+    wide = options.dtype
     if dtype.itemsize > 2 or not _may_round(options):
         return wide
     if options.target.platform != "cpu":
@@ -542,11 +548,9 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     )
     several_heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2] > 1
     plain = whole_tiles and several_heads and not options.target.may_be_split
-    return (
-        dtype
-        if tiles and dtype == jnp.bfloat16 and plain and "amx_bf16" in cpu_features()
-        else wide
-    )
+    if tiles and dtype == jnp.bfloat16 and plain and "amx_bf16" in cpu_features():
+        return dtype
+    return wide
 
 
 def _may_round(options: Options) -> bool:
@@ -563,7 +567,8 @@ def _loops(call: Call, scores: int) -> tuple[int | None, int | None]:
 
     `scores` counts the scores of one head that are in memory at a time.
     """
-    target, query = call.options.target[:2], call.operands.query
+    target = call.options.target[:2]
+    query = call.operands.query
     if target == ON_ONE_TPU and call.options.has_known_sizes:
         return None, max(MAX_SCORES_TPU // max(scores, 1), 1)
     if target != ON_ONE_CPU or not call.options.has_known_sizes:

@@ -38,11 +38,8 @@ def plot_mask(
             "plot_mask requires matplotlib; run pip install matplotlib"
         ) from error
     seen = mask.picture(queries, keys)
-    axes = (
-        Figure(figsize=(5, 5), layout="constrained").subplots()
-        if axes is None
-        else axes
-    )
+    if axes is None:
+        axes = Figure(figsize=(5, 5), layout="constrained").subplots()
     axes.imshow(
         seen, cmap="Greys", vmin=0, vmax=1.6, interpolation="nearest", aspect="equal"
     )

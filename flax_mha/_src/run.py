@@ -99,7 +99,8 @@ def on_device(call: Call, implementation: str | None = None) -> Result:
     """Computes a call on one device by the engine named `implementation`; None chooses
     one.
     """
-    name, elsewhere = implementation, None
+    name = implementation
+    elsewhere = None
     if name is None:
         name = choose(call)
         elsewhere = _on_cpu(call, name)
@@ -169,7 +170,9 @@ def refusals(name: str, call: Call, in_ring: bool = False) -> list[str]:
     `in_ring`: whether the call is a hop of strategy="ring".
     """
     engine = ENGINES[name]
-    return engine.supports_hop(call) if in_ring else engine.supports(call)
+    if in_ring:
+        return engine.supports_hop(call)
+    return engine.supports(call)
 
 
 def check_name(implementation: str | None) -> None:
@@ -209,7 +212,8 @@ def _split_of(call: Call) -> split.Split | None:
     `qkv_sharding` or `context_parallel` decides; without them, the types of the arrays
     or the devices that hold them.
     """
-    sharding, arrays = call.options.sharding, call.operands[:3]
+    sharding = call.options.sharding
+    arrays = call.operands[:3]
     if isinstance(sharding, Context):
         return split.by_context(call, sharding)
     if sharding is not None:
@@ -282,7 +286,9 @@ def explain(call: Call, implementation: str | None) -> Explanation:
     `run` would raise.
     """
     check_name(implementation)
-    parts, target, found = _split_of(call), call.options.target, []
+    parts = _split_of(call)
+    target = call.options.target
+    found = []
     if parts is None:
         found.append(
             _explain_part(
@@ -295,11 +301,8 @@ def explain(call: Call, implementation: str | None) -> Explanation:
         def explain_part(call: Call) -> Result:
             context = parts.context
             in_ring = context is not None and context.strategy == "ring"
-            call = (
-                ring.first_step(call, context)
-                if context is not None and in_ring
-                else call
-            )
+            if context is not None and in_ring:
+                call = ring.first_step(call, context)
             found.append(_explain_part(call, implementation, in_ring))
             return Result(
                 jnp.zeros(
@@ -313,11 +316,9 @@ def explain(call: Call, implementation: str | None) -> Explanation:
             lambda operands: split.run_on_mesh(operands, call.options, parts, part),
             call.operands,
         )
-    return (
-        found[0]._replace(note=ASSUMPTIONS[target.platform])
-        if target.assumed
-        else found[0]
-    )
+    if target.assumed:
+        return found[0]._replace(note=ASSUMPTIONS[target.platform])
+    return found[0]
 
 
 def _explain_part(
@@ -328,11 +329,10 @@ def _explain_part(
         _check_supported(implementation, table[implementation])
     name = implementation or (PORTABLE if in_ring else choose(call))
     elsewhere = None if implementation or in_ring else _on_cpu(call, name)
-    variant = (
-        None
-        if ENGINES[name].platform or in_ring
-        else ENGINES[name].plan(call)[0].variant
-    )
+    if ENGINES[name].platform or in_ring:
+        variant = None
+    else:
+        variant = ENGINES[name].plan(call)[0].variant
     return Explanation(
         name, table, None if elsewhere is None else choose(elsewhere), variant
     )

@@ -17,7 +17,10 @@ import flax_mha
 from flax_mha import CausalMask, FunctionMask, LengthMask, LocalMask
 from flax_mha._src.modules.context_parallel import from_zigzag, to_zigzag
 
-B, N, H, T = 2, 8, 8, 48
+B = 2
+N = 8
+H = 8
+T = 48
 QKV = ("query", "key", "value")
 
 
@@ -245,7 +248,9 @@ def _derivatives(derivatives, attention_fn, case, dtype, order, back):
     def in_place(name, x):
         if isinstance(x, dict):
             return {key: in_place(key, array) for key, array in x.items()}
-        return back(x) if x.ndim and name not in EXTRA else x
+        if x.ndim and name not in EXTRA:
+            return back(x)
+        return x
 
     return {name: in_place(name, x) for name, x in jax.device_get(results).items()}
 

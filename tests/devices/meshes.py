@@ -28,7 +28,9 @@ def put(x, mesh, *axes):
 
 def context(mesh, kind):
     """The mesh is set if `kind` says so."""
-    return jax.set_mesh(mesh) if "set_mesh" in kind else contextlib.nullcontext()
+    if "set_mesh" in kind:
+        return jax.set_mesh(mesh)
+    return contextlib.nullcontext()
 
 
 def gradients(function, *arguments):

@@ -113,7 +113,8 @@ def test_derivatives_of_every_order(
 
 def with_largest_scores(attention_fn, x):
     """The output, and the largest score of each head."""
-    sown, arguments = [], CASES["everything"][0](x, lambda x, axis: x)
+    sown = []
+    arguments = CASES["everything"][0](x, lambda x, axis: x)
     module = SimpleNamespace(sow=lambda collection, name, x: sown.append(x))
     return attention_fn(
         *(x[name] for name in QKV), **arguments, max_score_module=module
@@ -143,11 +144,10 @@ def test_on_a_mesh_of_data_context_and_heads(strategy, axis_type):
     The ring exchanges the ids of segments, too.
     """
     mesh = mesh_of(axis_type, data=2, context=2, model=2)
-    axes = (
-        {"batch_axes": "data", "head_axis": "model"}
-        if axis_type == AxisType.Auto
-        else {}
-    )
+    if axis_type == AxisType.Auto:
+        axes = {"batch_axes": "data", "head_axis": "model"}
+    else:
+        axes = {}
     attend = functools.partial(
         with_largest_scores, flax_mha.context_parallel("context", strategy, **axes)
     )
@@ -169,10 +169,8 @@ def test_on_a_mesh_of_data_context_and_heads(strategy, axis_type):
 @pytest.mark.parametrize("context", [False, True], ids=["no mesh", "set_mesh"])
 def test_outside_jit_the_split_is_known_from_the_arrays(context):
     """Equal arguments make equal functions, so the program is compiled once."""
-    mesh, functions = (
-        mesh_of(data=2, context=2, model=2),
-        [flax_mha.context_parallel("context", "allgather")] * 2,
-    )
+    mesh = mesh_of(data=2, context=2, model=2)
+    functions = [flax_mha.context_parallel("context", "allgather")] * 2
     x = contexts.placed(arrays(8), mesh, "data", "model")
     with jax.set_mesh(mesh) if context else contextlib.nullcontext():
         out = functions[0](**x, is_causal=True)
@@ -322,7 +320,8 @@ def test_linen_module_on_an_explicit_mesh(strategy):
 
 @pytest.mark.core
 def test_explanations():
-    x, chosen = jnp.ones((1, 1024, 2, 64)), {}
+    x = jnp.ones((1, 1024, 2, 64))
+    chosen = {}
     for strategy in STRATEGIES:
         fn = flax_mha.context_parallel("context", strategy, mesh=mesh_of(context=2))
         module = flax_mha.MultiHeadAttention(
@@ -539,7 +538,8 @@ def test_masked_rows_and_numbers_that_are_not_finite():
 
 
 def test_the_blocks_of_the_page_run():
-    names, page = {}, (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
+    names = {}
+    page = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
     # As a reader has it.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):

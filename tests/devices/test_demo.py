@@ -17,7 +17,8 @@ from train_demo.update import compiled, first_state, make_update
 
 pytest_plugins = ["demo_fixtures"]
 pytestmark = pytest.mark.usefixtures("rules_of_users")
-STEPS, VOCABULARY = 20, 31
+STEPS = 20
+VOCABULARY = 31
 SIZES = {
     "steps": STEPS,
     "batch_size": 32,
@@ -105,7 +106,8 @@ def test_the_losses_of_one_device_at_every_step(name, settings, packed):
 
 
 def test_fsdp_holds_an_eighth_and_sends_no_activations():
-    split, alone = seen("fsdp", SETTINGS, False), seen("alone", SETTINGS, False)
+    split = seen("fsdp", SETTINGS, False)
+    alone = seen("alone", SETTINGS, False)
     assert split.held <= alone.held / 7
     largest_parameter = 4 * SETTINGS.features**2
     activations = SETTINGS.batch_size // 8 * SETTINGS.context_length * SETTINGS.features

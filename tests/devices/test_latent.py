@@ -46,7 +46,9 @@ def gradients_on_one_device(length):
 @pytest.mark.parametrize("kind", ["auto", core("explicit")])
 def test_heads(kind):
     """Training; decoding, whose cache every device has for its batch entries."""
-    mesh, x, expected = mesh_of(kind), inputs(29), gradients_on_one_device(29)
+    mesh = mesh_of(kind)
+    x = inputs(29)
+    expected = gradients_on_one_device(29)
     with jax.set_mesh(mesh):
         split = nnx_layer(decode=False, head_axis="model")
         assert tuple(split.kv_b_proj.kernel[...].sharding.spec) == (None, "model", None)
@@ -73,14 +75,13 @@ def test_heads(kind):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_an_indexer(kind):
     """Every device chooses for its batch entries."""
-    options, mesh, x = (
-        {"decode": False, "indexer": flax_mha.Indexer(8, 7, 4)},
-        mesh_of(kind),
-        inputs(29),
-    )
+    options = {"decode": False, "indexer": flax_mha.Indexer(8, 7, 4)}
+    mesh = mesh_of(kind)
+    x = inputs(29)
     expected = jax.device_get(RUN(nnx_layer(**options), x))
     with jax.set_mesh(mesh):
-        split, x = nnx_layer(**options, head_axis="model"), put(x, mesh, "data")
+        split = nnx_layer(**options, head_axis="model")
+        x = put(x, mesh, "data")
         close(RUN(split, x), expected)
         split.init_cache((4, 40, FEATURES), sharding=jax.P("data", None, None, None))
         step = nnx.jit(lambda module, x: module(x, decode=True))
@@ -100,7 +101,8 @@ def output_on_one_device():
 
 @pytest.mark.parametrize("strategy", ["ring", core("ulysses"), "allgather"])
 def test_sequences(strategy):
-    mesh, x = mesh_of("auto", (4, 2)), inputs()
+    mesh = mesh_of("auto", (4, 2))
+    x = inputs()
     attention_fn = flax_mha.context_parallel("data", strategy, mesh=mesh)
     split = nnx_layer(decode=False, attention_fn=attention_fn)
     close(RUN(split, put(x, mesh, None, "data")), output_on_one_device())

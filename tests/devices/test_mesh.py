@@ -19,7 +19,9 @@ from flax_mha import dot_product_attention, explain_implementation
 from flax_mha.cache import KVCache, cached_attention
 from flax_mha.masks import CausalMask, FunctionMask
 
-B, N, H = 4, 4, 8
+B = 4
+N = 4
+H = 8
 SPLITS = {
     "batch": ((4, 1), ("data", None)),
     "heads": ((1, 4), (None, "model")),
@@ -124,11 +126,10 @@ def test_any_mesh(computed, split, kind, small_tiles):
         (SPLITS | ONE_DEVICE)[split],
     )
     mesh = mesh_of(kind, sizes)
-    sharding = (
-        jax.NamedSharding(mesh, jax.P(axes[0], None, axes[1]))
-        if kind == "argument"
-        else None
-    )
+    if kind == "argument":
+        sharding = jax.NamedSharding(mesh, jax.P(axes[0], None, axes[1]))
+    else:
+        sharding = None
     x = placed(arrays(length, num_kv_heads), mesh, axes, num_kv_heads)
     implementation = None if computed == "dense" else "blockwise"
     run = functools.partial(
@@ -167,7 +168,8 @@ def test_derivatives_of_every_order(small_tiles):
     whole = [arrays(96, N)[name] for name in ("query", "key", "value")]
     expected = jax.device_get(jax.jit(products_and_tangents)(*whole))
     for kind in ("explicit", "shard_map"):
-        mesh, spec = mesh_of(kind, (4, 1)), jax.P("data")
+        mesh = mesh_of(kind, (4, 1))
+        spec = jax.P("data")
         split = [put(x, mesh, "data") for x in whole]
         mapped = jax.shard_map(
             products_and_tangents, mesh=mesh, in_specs=spec, out_specs=spec
@@ -237,7 +239,8 @@ def test_sharding_that_does_not_fit(spec, words):
 
 @pytest.mark.core
 def test_arrays_and_meshes_that_do_not_fit():
-    query, key = jnp.zeros((1, 8, 12, H)), jnp.zeros((1, 8, 6, H))
+    query = jnp.zeros((1, 8, 12, H))
+    key = jnp.zeros((1, 8, 6, H))
     sharding = jax.NamedSharding(mesh_of("auto", (1, 4)), jax.P(None, None, "model"))
     with pytest.raises(
         ValueError, match="the number of key heads must divide 4, the number of devices"
@@ -258,7 +261,8 @@ def test_kernels_run_in_every_part(monkeypatch):
     """
     compiled_for(monkeypatch, "tpu")
     x = jax.ShapeDtypeStruct((4, 256, N, 128), jnp.bfloat16)
-    auto, explicit = mesh_of("auto"), mesh_of("explicit")
+    auto = mesh_of("auto")
+    explicit = mesh_of("explicit")
     spec = jax.P("data", None, "model")
 
     def kernels(sharding, mesh):
@@ -319,7 +323,8 @@ def test_captured_arrays_that_are_split():
     """Every device may need every entry; the fix that the error names gives the right
     output and gradient.
     """
-    x, mesh = arrays(40, N), mesh_of("explicit")
+    x = arrays(40, N)
+    mesh = mesh_of("explicit")
     split = placed(x, mesh, ("data", "model"), N) | {
         "slopes": put(x["slopes"], mesh, "model")
     }
@@ -340,7 +345,8 @@ def test_captured_arrays_that_are_split():
 
 
 def test_vmap_over_an_axis_that_is_split():
-    x, mesh = floats(0, 2, B, 40, N, H), mesh_of("explicit")
+    x = floats(0, 2, B, 40, N, H)
+    mesh = mesh_of("explicit")
     causal = jax.vmap(functools.partial(dot_product_attention, is_causal=True))
     expected = causal(x, x, x)
     for axes in (("data", None, None, "model"), (None, "data", None, "model")):
@@ -351,11 +357,9 @@ def test_vmap_over_an_axis_that_is_split():
 @pytest.mark.parametrize("shared", ["nothing", "keys"])
 def test_vmap_of_few_queries_over_an_axis_that_is_split(shared):
     """They read keys in place, in blocks or all at once."""
-    mesh, query, key = (
-        mesh_of("explicit"),
-        floats(0, 8, 2, 1, 4, H),
-        floats(1, 8, 2, 600, 4, H),
-    )
+    mesh = mesh_of("explicit")
+    query = floats(0, 8, 2, 1, 4, H)
+    key = floats(1, 8, 2, 600, 4, H)
     lengths = jnp.arange(16, dtype=jnp.int32).reshape(8, 2) * 40
     axes = (0, None if shared == "keys" else 0, 0)
     x = (query, key[0] if shared == "keys" else key, lengths)
@@ -396,7 +400,8 @@ def test_steps_of_mapped_sequences_in_shard_map(dtype, kind):
     mapped = jax.shard_map(
         one_by_one, mesh=mesh, in_specs=(jax.P("data"),) * 5, out_specs=jax.P("data")
     )
-    got, expected = jax.jit(mapped)(*split), jax.jit(step)(*x)
+    got = jax.jit(mapped)(*split)
+    expected = jax.jit(step)(*x)
     np.testing.assert_array_equal(got[1], expected[1])
     np.testing.assert_array_equal(got[2], expected[2])
     if dtype == jnp.float32:
@@ -441,7 +446,8 @@ def test_decoding_in_shard_map(number, dtype, per_row, window, by_head):
         "in_specs": (of_query, of_key, of_key, of_cache),
         "out_specs": (of_query, of_cache),
     }
-    both, alone = jax.jit(jax.shard_map(attend, mesh=mesh, **specs)), jax.jit(attend)
+    both = jax.jit(jax.shard_map(attend, mesh=mesh, **specs))
+    alone = jax.jit(attend)
     for cache in (jax.jit(KVCache.update)(empty, *old[1:]), empty):
         (got, after), (expected, wanted) = both(*new, cache), alone(*new, cache)
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
@@ -452,10 +458,8 @@ def test_inside_shard_map_with_its_default_arguments():
     """Outputs and gradients. Captured arrays and a bias are the same on all devices, or
     split by heads.
     """
-    mesh, operands = (
-        mesh_of("auto", (4, 2)),
-        [floats(i, 4, 24, n, H) for i, n in enumerate((4, 2, 2))],
-    )
+    mesh = mesh_of("auto", (4, 2))
+    operands = [floats(i, 4, 24, n, H) for i, n in enumerate((4, 2, 2))]
     table = jnp.linspace(-1, 1, 24)
     reals = {
         "table": table,
@@ -474,12 +478,15 @@ def test_inside_shard_map_with_its_default_arguments():
         "query_offset": jnp.array([0, 5, 9, 11]),
         "shown": jnp.array([3, 9, 17, 24]),
     }
-    of_arrays, of_heads = jax.P("data", None, "model"), jax.P("model")
+    of_arrays = jax.P("data", None, "model")
+    of_heads = jax.P("model")
     of_floats = dict.fromkeys(reals, jax.P()) | {"sinks": of_heads, "slopes": of_heads}
     of_integers = dict.fromkeys(integers, jax.P("data")) | {"shown": of_heads}
 
     def loss(implementation, axes, operands, reals, integers):
-        table, slopes, shown = reals["table"], reals["slopes"], integers["shown"]
+        table = reals["table"]
+        slopes = reals["slopes"]
+        shown = integers["shown"]
         more = {name: x for name, x in integers.items() if name != "shown"} | {
             "sinks": reals["sinks"]
         }
@@ -549,10 +556,8 @@ def test_a_cache_in_8_bits(kind, kv_heads, dtype):
     """Split by batch and heads, like its scales; with fewer key heads than devices, on
     all of them; latents too.
     """
-    mesh, spec = (
-        mesh_of(kind),
-        jax.P("data", None, "model" if kv_heads == 4 else None, None),
-    )
+    mesh = mesh_of(kind)
+    spec = jax.P("data", None, "model" if kv_heads == 4 else None, None)
     value_size = H - 2 if kv_heads == 1 else None
     empty = functools.partial(
         KVCache.create, 8, 30, kv_heads, H, dtype, value_size=value_size
@@ -584,7 +589,8 @@ def test_a_cache_in_8_bits(kind, kv_heads, dtype):
 @pytest.mark.parametrize(("kind", "per_row"), [("auto", False), ("explicit", True)])
 def test_beams(kind, per_row):
     """Taken sequences are split as all were, if their number can be."""
-    mesh, spec = mesh_of(kind), jax.P("data", None, "model", None)
+    mesh = mesh_of(kind)
+    spec = jax.P("data", None, "model", None)
     key = floats(0, B, 3, N, H)
 
     def beams(cache, rows):

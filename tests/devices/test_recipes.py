@@ -53,7 +53,8 @@ def run(attend, make, *operands, **more):
 def test_as_on_one_device(name, kind, implementation):
     kv_heads, make, learned = CALLS[name]
     want = run(dot_product_attention, make, learned, *arrays(kv_heads))
-    mesh, spec = mesh_of(kind), jax.P("data", None, "model")
+    mesh = mesh_of(kind)
+    spec = jax.P("data", None, "model")
     split = [
         put(x, mesh, *spec if x.shape[2] > 2 else ("data",)) for x in arrays(kv_heads)
     ]

@@ -19,7 +19,8 @@ import flax_mha
 from flax_mha import Gate, Norm, linen
 from flax_mha.rope import RoPE
 
-FEATURES, N = 16, 4
+FEATURES = 16
+N = 4
 OF_NNX = [core(N, "explicit, set_mesh"), (1, "auto, set_mesh")]
 OF_LINEN = [(N, "explicit"), (1, "explicit, set_mesh")]
 RING = (10, 0)
@@ -145,7 +146,8 @@ def test_nnx(num_kv_heads, kind):
 @pytest.mark.parametrize(("num_kv_heads", "kind"), OF_LINEN)
 def test_linen(num_kv_heads, kind):
     variables, whole = linen_on_one_device(num_kv_heads)
-    mesh, layer = mesh_of(kind), linen_layer(num_kv_heads, head_axis="model")
+    mesh = mesh_of(kind)
+    layer = linen_layer(num_kv_heads, head_axis="model")
     with jax.set_mesh(mesh):
         boxed = jax.jit(layer.init)(jax.random.key(0), inputs())
     close(nn.unbox(boxed), variables)
@@ -159,7 +161,8 @@ def test_linen(num_kv_heads, kind):
     ("num_kv_heads", "kind"), [(N, "auto, set_mesh"), (2, "explicit, set_mesh")]
 )
 def test_gates_and_norms_of_heads(num_kv_heads, kind):
-    mesh, options = mesh_of(kind), OF_HEADS | {"dropout_rate": 0.0}
+    mesh = mesh_of(kind)
+    options = OF_HEADS | {"dropout_rate": 0.0}
     layers = [
         linen_layer(num_kv_heads, head_axis=axis, **options) for axis in (None, "model")
     ]
@@ -314,7 +317,8 @@ def test_shared_keys_and_values(kind):
     """
 
     def pair():
-        options, rngs = {"num_kv_heads": 2, "rope": RoPE(), "decode": True}, nnx.Rngs(0)
+        options = {"num_kv_heads": 2, "rope": RoPE(), "decode": True}
+        rngs = nnx.Rngs(0)
         first = flax_mha.MultiHeadAttention(
             N, FEATURES, head_axis="model", rngs=rngs, **options
         )
@@ -330,7 +334,8 @@ def test_shared_keys_and_values(kind):
         return layers[1](y, kv=kv)
 
     def decode():
-        layers, x = pair(), floats(0, 2, 9, FEATURES)
+        layers = pair()
+        x = floats(0, 2, 9, FEATURES)
         steps = [
             np.asarray(step(layers, x[:, i:j])) for i, j in ((0, 6), (6, 7), (7, 9))
         ]

@@ -213,7 +213,8 @@ def over_cache(
         )
     else:
         query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
-    number, length = shape.query_length, cache.length
+    number = shape.query_length
+    length = cache.length
     if (keys := shape.key_length) != number:
         raise ValueError(
             "query and key must have the same length (the number of new tokens), but "
@@ -388,7 +389,9 @@ class Step(NamedTuple):
             ):
                 size = None if window is None else function.size(name)
                 sizes += [] if size is None else [size - ahead]
-        return room & (ends <= min(sizes)) if sizes else room
+        if sizes:
+            return room & (ends <= min(sizes))
+        return room
 
     def by_emptiness(self, compute: Callable[[bool], T]) -> T:
         """Returns `compute(True)` for a prompt in an empty cache, which attends only to
@@ -427,22 +430,22 @@ class Step(NamedTuple):
         If `in_place`, the call reads the cache without a copy, unless it is a ring and
         there are several queries.
         """
-        cache, query, rank = (
-            self.cache,
-            self.scoring.operands.query,
-            len(self.shape.batch),
-        )
+        cache = self.cache
+        query = self.scoring.operands.query
+        rank = len(self.shape.batch)
         is_ring = not is_empty and cache.window is not None
         in_place = in_place and self.latent is None
         by_one = is_ring and in_place and self.shape.query_length == 1
         in_place = in_place and not is_empty and (by_one or not is_ring)
-        bias, mask = self.bias, self.mask
+        bias = self.bias
+        mask = self.mask
         # Position of the first new token; None means 0.
         index: Any = None if is_empty else jnp.maximum(cache.index, 0)
         # Position of the first key; None means 0.
         first: Any = index + self.tokens - 1 if by_one else None
         if is_empty:
-            key, value = self.key, self.value
+            key = self.key
+            value = self.value
             bias, mask = (
                 _of_first_slots(x, self.shape.query_length) for x in (bias, mask)
             )
@@ -461,7 +464,8 @@ class Step(NamedTuple):
             # place; the output is cut instead.
             value = key if in_place else key[..., : cache.value_size]
         if not in_place:
-            key, value = key.astype(query.dtype), value.astype(query.dtype)
+            key = key.astype(query.dtype)
+            value = value.astype(query.dtype)
         shape = self.shape._replace(key_length=key.shape[-3])
         ends = self.tokens if index is None else index + self.tokens
         if is_empty and not self.visibility.is_padded:
@@ -477,10 +481,8 @@ class Step(NamedTuple):
         options = self.scoring.options._replace(
             cached=in_place, ring=by_one, value_size=value_size
         )
-        scoring, offsets = (
-            self.scoring._replace(options=options),
-            Offsets(query_offset, key_offset),
-        )
+        scoring = self.scoring._replace(options=options)
+        offsets = Offsets(query_offset, key_offset)
         lists_all = is_empty and shape.key_length <= self.top_k
         indices = None if lists_all else self._listed(first, shape.key_length, by_one)
         call = with_keys(
@@ -488,11 +490,9 @@ class Step(NamedTuple):
         )
         # Only attention in place, and over gathered keys, can dequantize 8 bits itself;
         # all others need floats.
-        return (
-            call
-            if scale is None or indices is not None or reads_in_place(call)
-            else self.call(is_empty, False)
-        )
+        if scale is None or indices is not None or reads_in_place(call):
+            return call
+        return self.call(is_empty, False)
 
     def _listed(
         self, first: Any, number: int, by_slot: bool
@@ -510,9 +510,10 @@ class Step(NamedTuple):
         first = _by_batch(
             jnp.asarray(0 if first is None else first), len(self.shape.batch)
         )[..., None, None, None]
-        oldest = (
-            jnp.maximum(first - number + 1, 0) if by_slot else jnp.maximum(first, 0)
-        )
+        if by_slot:
+            oldest = jnp.maximum(first - number + 1, 0)
+        else:
+            oldest = jnp.maximum(first, 0)
         newest = first if by_slot else first + number - 1
         indices = positions % number if by_slot else positions - first
         return jnp.where((positions >= oldest) & (positions <= newest), indices, -1)

@@ -135,21 +135,18 @@ class KVCache:
                 f"{value_size!r}."
             )
         slots = max_length if window is None else min(max_length, window + 1 + SPARE)
-        shape, sizes = (
-            (*axes, slots, num_kv_heads),
-            (head_size, value_head_size)[: 2 if value_size is None else 1],
-        )
+        shape = (*axes, slots, num_kv_heads)
+        sizes = (head_size, value_head_size)[: 2 if value_size is None else 1]
         entries = [place(jnp.zeros((*shape, size), dtype), sharding) for size in sizes]
         index = place(
             jnp.zeros(axes if per_row else (), jnp.int32),
             sharding,
             len(axes) if per_row else 0,
         )
-        scale = (
-            [place(jnp.zeros((*shape, 2), jnp.float32), sharding)]
-            if is_quantized(dtype)
-            else []
-        )
+        if is_quantized(dtype):
+            scale = [place(jnp.zeros((*shape, 2), jnp.float32), sharding)]
+        else:
+            scale = []
         return cls.of_arrays(window, value_size, (*entries, index, *scale))
 
     @classmethod
@@ -184,10 +181,8 @@ class KVCache:
         """Raises a ValueError unless new keys and values fit. With a `number` of
         tokens, dtypes may differ.
         """
-        given, expected = (
-            None if self.scale is None else self.scale.shape,
-            (*self.key.shape[:-1], 2),
-        )
+        given = None if self.scale is None else self.scale.shape
+        expected = (*self.key.shape[:-1], 2)
         if given != (expected if self.key.dtype.itemsize == 1 else None):
             raise ValueError(
                 f"scale must have shape {expected} for 8-bit keys and values, and must "
@@ -231,11 +226,9 @@ class KVCache:
         """The arrays with an entry for each slot: key, value and, for 8 bits, scale,
         [B..., S, K, _].
         """
-        return (
-            (self.key, self.value)
-            if self.scale is None
-            else (self.key, self.value, self.scale)
-        )
+        if self.scale is None:
+            return (self.key, self.value)
+        return (self.key, self.value, self.scale)
 
     def _replace(self, entries: Sequence[Array], index: Array) -> "KVCache":
         named: dict[str, Any] = dict(
@@ -359,10 +352,8 @@ class KVCache:
         """
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens if room is True else jnp.where(room, tokens, 0)
-        kind, options = (
-            Kind(self.window is not None, lengths is None),
-            (self.value_size, self.key.dtype),
-        )
+        kind = Kind(self.window is not None, lengths is None)
+        options = (self.value_size, self.key.dtype)
         entries: Any = (
             (key, value) if self.scale is None else quantize_cache(key, value, *options)
         )
@@ -386,7 +377,8 @@ class KVCache:
             that the next query attends to. Under `jit`, such a sequence gets the index
             -1 instead, and its outputs are NaN.
         """
-        new, kept = self._for_each("index", index), jnp.zeros_like(self.index)
+        new = self._for_each("index", index)
+        kept = jnp.zeros_like(self.index)
         if self.window is not None:
             # An empty cache lacks nothing.
             nothing_lost = (self.index <= self.length) | (new == 0)
@@ -552,7 +544,8 @@ class KVCache:
 
     def positions(self) -> Int[Array, "*B S"]:
         """Returns the position of the token in each slot; -1 for an empty slot."""
-        slots, index = self.counted(self.length), self.index[..., None]
+        slots = self.counted(self.length)
+        index = self.index[..., None]
         if self.window is not None:
             slots = index - 1 - (index - 1 - slots) % self.length
         positions = jnp.where((slots >= 0) & (slots < index), slots, -1)

@@ -52,7 +52,8 @@ class Latent(NamedTuple):
         [c, r].
         """
         heads = self.layer(key[..., 0, : self.size])
-        content, value = heads[..., : self.key_size], heads[..., self.key_size :]
+        content = heads[..., : self.key_size]
+        value = heads[..., self.key_size :]
         # Sharded like heads.
         rotary = key[..., self.size :].astype(heads.dtype) + jnp.zeros_like(
             content[..., :1]
@@ -64,7 +65,8 @@ class Latent(NamedTuple):
         with the keys of all heads.
         """
         assert self.kernel is not None
-        content, rotary = query[..., : self.key_size], query[..., self.key_size :]
+        content = query[..., : self.key_size]
+        rotary = query[..., self.key_size :]
         absorbed = self._product(
             "...nf,cnf->...nc", content, self.kernel[..., : self.key_size]
         )

@@ -163,14 +163,18 @@ def _scatter(
     """Does `write_entries` for one array by a scatter: in place on accelerators, and
     XLA can split it over devices.
     """
-    length, number = cached.shape[-3], new.shape[-3]
-    index, added = index[..., None], added[..., None]
+    length = cached.shape[-3]
+    number = new.shape[-3]
+    index = index[..., None]
+    added = added[..., None]
     steps = jnp.arange(number, dtype=jnp.int32).reshape(
         (1,) * (index.ndim - 1) + (number,)
     )
-    places, in_use = index + steps, steps < added
+    places = index + steps
+    in_use = steps < added
     if kind.ring:
-        places, in_use = places % length, in_use & (steps >= added - length)
+        places = places % length
+        in_use = in_use & (steps >= added - length)
     places = jnp.where(in_use, places, length)  # out of range: not written
     if places.ndim == 1:
         return cached.at[..., places, :, :].set(new, mode="drop")
@@ -227,7 +231,9 @@ def _write_slices(kind: Kind, *arrays: Array) -> Array:
                 )
                 for x in (index, added)
             )
-            return _write_slices(kind, cached, new, *ends) if number else cached
+            if number:
+                return _write_slices(kind, cached, new, *ends)
+            return cached
 
         return by_mapped_axis(here, arrays, tuple(is_batched)), True
 
@@ -297,7 +303,8 @@ def _write_sequence(
     their bits (`_bits`). To write one slice for all sequences, pass their new entries,
     and zeros as `place`.
     """
-    length, size = cached.shape[-3], min(new.shape[-3], cached.shape[-3])
+    length = cached.shape[-3]
+    size = min(new.shape[-3], cached.shape[-3])
     first = index % length if kind.ring else index
     if _fills_one_slice(kind, new):
         return _update_slice(cached, new, _start(place, first), added > 0)
@@ -349,11 +356,8 @@ def _update_slice(
     def write(cached: Array) -> Array:
         bits, (*first, feature) = _bits(cached), start
         for part in jnp.array_split(_bits(entries), 3 if in_parts else 1, axis=-1):
-            bits = (
-                lax.dynamic_update_slice(bits, part, (*first, feature))
-                if part.size
-                else bits
-            )
+            if part.size:
+                bits = lax.dynamic_update_slice(bits, part, (*first, feature))
             feature += part.shape[-1]
         return lax.bitcast_convert_type(bits, cached.dtype)
 
@@ -373,8 +377,6 @@ def _is_converted(x: Array) -> bool:
 
 def _bits(x: Array) -> Array:
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    return (
-        lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-        if is_float
-        else x
-    )
+    if is_float:
+        return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return x

@@ -61,11 +61,10 @@ def unexpected(function: str, name: str) -> TypeError:
     """Returns Python's error for an unknown argument `name`. If only modules accept it,
     the error says what to use.
     """
-    fix = (
-        f"; only modules accept {name}; use {SIBLINGS[name]} instead"
-        if name in SIBLINGS
-        else ""
-    )
+    if name in SIBLINGS:
+        fix = f"; only modules accept {name}; use {SIBLINGS[name]} instead"
+    else:
+        fix = ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{fix}")
 
 
@@ -153,7 +152,8 @@ def check_inputs(
                 f"{name} must match, but got {x.shape[axis]} and {y.shape[axis]} in "
                 f"{shapes}."
             )
-    num_heads, num_kv_heads = query.shape[-2], key.shape[-2]
+    num_heads = query.shape[-2]
+    num_kv_heads = key.shape[-2]
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             "query heads must be a multiple of key/value heads, both at least 1, but "
@@ -191,11 +191,10 @@ def check_floats(
         return None
     array = as_array(name, value, "an array of floats")
     if array.dtype.name not in DTYPES:
-        fix = (
-            "; pass a boolean array as mask="
-            if array.dtype == bool and name == "bias"
-            else ""
-        )
+        if array.dtype == bool and name == "bias":
+            fix = "; pass a boolean array as mask="
+        else:
+            fix = ""
         raise ValueError(
             f"{name} must have one of the dtypes {', '.join(DTYPES)}, but got "
             f"{array.dtype}{fix}."
@@ -209,7 +208,8 @@ def check_offsets(
     """Checks the positions of the first query and key: all positions and distances must
     fit in int32.
     """
-    offsets, ends = [], []
+    offsets = []
+    ends = []
     for name, value, length in (
         ("query_offset", query_offset, shape.query_length),
         ("key_value_offset", key_offset, shape.key_length),
@@ -361,11 +361,10 @@ def check_dropout(rate: float, rng: Any) -> float:
     if not is_typed and not (
         is_array and rng.dtype == jnp.uint32 and rng.shape == raw_shape
     ):
-        got = (
-            f"an array of shape {rng.shape} and dtype {rng.dtype}"
-            if hasattr(rng, "shape")
-            else repr(rng)
-        )
+        if hasattr(rng, "shape"):
+            got = f"an array of shape {rng.shape} and dtype {rng.dtype}"
+        else:
+            got = repr(rng)
         raise ValueError(
             "dropout_rng must be a single key from jax.random.key, or a raw uint32 key "
             f"of shape {raw_shape}, but got {got}."
@@ -442,10 +441,8 @@ def canonical(
     key_offset = arguments.get("key_value_offset", NO_OFFSET)
     is_whole = query_offset is NO_OFFSET and key_offset is NO_OFFSET
     offsets = Offsets() if is_whole else check_offsets(query_offset, key_offset, shape)
-    query_ids, key_ids = (
-        arguments.get("query_segment_ids"),
-        arguments.get("key_value_segment_ids"),
-    )
+    query_ids = arguments.get("query_segment_ids")
+    key_ids = arguments.get("key_value_segment_ids")
     has_segments = query_ids is not None or key_ids is not None
     masks = [
         CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
@@ -479,11 +476,10 @@ def check_scoring(
         (None, [], []) if score_mod is None else trace("score_mod", score_mod, dtype)
     )
     dropout_rng = arguments.get("dropout_rng")
-    rate = (
-        check_dropout(arguments["dropout_rate"], dropout_rng)
-        if "dropout_rate" in arguments
-        else 0.0
-    )
+    if "dropout_rate" in arguments:
+        rate = check_dropout(arguments["dropout_rate"], dropout_rng)
+    else:
+        rate = 0.0
     options = Options(
         scale=number,
         soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
@@ -559,14 +555,14 @@ def with_keys(
 
 
 def _flag(name: str, value: Any) -> bool:
-    return value if isinstance(value, bool) else validation.flag(name, value)
+    if isinstance(value, bool):
+        return value
+    return validation.flag(name, value)
 
 
 def _length_mask(arguments: CallArguments, shape: Shape, is_whole: bool) -> Mask | None:
-    query_lengths, key_lengths = (
-        arguments.get("query_seq_lengths"),
-        arguments.get("key_value_seq_lengths"),
-    )
+    query_lengths = arguments.get("query_seq_lengths")
+    key_lengths = arguments.get("key_value_seq_lengths")
     if query_lengths is None and key_lengths is None:
         return None
     # With an offset, the arrays are a slice of longer sequences, to which the lengths
@@ -589,8 +585,6 @@ def _length_mask(arguments: CallArguments, shape: Shape, is_whole: bool) -> Mask
 def given_mask(mask: ArrayLike | Mask | None, shape: Shape) -> Mask | None:
     if mask is None:
         return None
-    return (
-        mask.canonical(shape)
-        if isinstance(mask, Mask)
-        else ArrayMask(validation.mask(mask, shape))
-    )
+    if isinstance(mask, Mask):
+        return mask.canonical(shape)
+    return ArrayMask(validation.mask(mask, shape))

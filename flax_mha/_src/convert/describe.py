@@ -115,9 +115,10 @@ def describe_layer(
                 rope, base=entry(values, "layer_rope_theta", layer)
             )
 
-    described = (
-        (_latent_sizes(values) | _indexer(values)) if family.latent else _sizes(values)
-    )
+    if family.latent:
+        described = _latent_sizes(values) | _indexer(values)
+    else:
+        described = _sizes(values)
     described["use_bias"] = _use_bias(family, values)
     described["rope"] = rope
     described["kernel_metadata"] = {MODEL_TYPE: config.model_type}
@@ -406,7 +407,9 @@ def _scale(values: Values, layer: int, head_size: int) -> float | None:
         factor = factor / (layer + 1)
     if not values.get("scale_attn_weights", True):
         return factor
-    return None if factor == 1 else head_size**-0.5 * factor
+    if factor == 1:
+        return None
+    return head_size**-0.5 * factor
 
 
 def _window(values: Values) -> tuple[int, None] | None:
@@ -518,7 +521,8 @@ def _score_mod(
             f"config must not set llama_4_scaling_beta={beta!r}: this model type does "
             "not use it."
         )
-    original, longest = "original_max_position_embeddings", "max_position_embeddings"
+    original = "original_max_position_embeddings"
+    longest = "max_position_embeddings"
     length = parameters.get(original) or values.get(longest)
     if length is None:
         raise ValueError(

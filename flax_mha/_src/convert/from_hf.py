@@ -169,4 +169,6 @@ def _attention_fn(
             return functools.partial(
                 attention_fn, **presets | {"score_mod": bias["score_mod"]}
             )
-    return attention_with(**presets) if presets else attention_fn
+    if presets:
+        return attention_with(**presets)
+    return attention_fn

@@ -133,7 +133,9 @@ def _check_keys(entries: Mapping[str, Any]) -> None:
 
 def _index_heads(entries: Mapping[str, Any]) -> int:
     shape = np.shape(entries["indexer.weights_proj.weight"])
-    return shape[0] if shape else 1
+    if shape:
+        return shape[0]
+    return 1
 
 
 def _unstack(array: np.ndarray, out: Any, num_heads: int) -> Arrays:

@@ -208,11 +208,9 @@ def _latent_option(
         return ""
     is_needed = path in arrays
     if path.startswith("indexer/"):
-        return (
-            "the indexer that convert.describe(config) returns"
-            if is_needed
-            else "indexer=None"
-        )
+        if is_needed:
+            return "the indexer that convert.describe(config) returns"
+        return "indexer=None"
     if path.endswith("/bias"):
         # Weights of a model have all biases or none, which is what the option makes.
         has_others = any(name.endswith("/bias") for name in arrays)

@@ -388,7 +388,8 @@ def of_part(config: Config, is_decoder: bool) -> Config:
     """Returns the config of the decoder, or of the encoder, if the config has the
     number of heads of both.
     """
-    encoder, decoder = "encoder_attention_heads", "decoder_attention_heads"
+    encoder = "encoder_attention_heads"
+    decoder = "decoder_attention_heads"
     own = decoder if is_decoder else encoder
     other = encoder if is_decoder else decoder
     if own not in config.given:

@@ -30,11 +30,10 @@ def cut(
     rows = len(array)
     features = array.shape[1:]
     if rows % sum(counts) or any(count % groups for count in counts):
-        into = (
-            "query, key and value heads"
-            if layout.is_stacked
-            else "query and gate heads"
-        )
+        if layout.is_stacked:
+            into = "query, key and value heads"
+        else:
+            into = "query and gate heads"
         raise ValueError(
             f"num_heads and num_kv_heads must split the {rows} features of {key} into "
             f"{into} of equal size, but got {heads} and {kv_heads}; use the values "

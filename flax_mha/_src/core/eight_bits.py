@@ -92,11 +92,10 @@ def quantize_cache(
     numbers, scales = zip(
         *(quantize(x, dtype) for x in _parts(key, value, value_size)), strict=True
     )
-    entries = (
-        numbers
-        if value_size is None
-        else (jnp.concatenate(numbers[::-1], axis=-1), value)
-    )
+    if value_size is None:
+        entries = numbers
+    else:
+        entries = (jnp.concatenate(numbers[::-1], axis=-1), value)
     return *entries, jnp.concatenate(scales, axis=-1)
 
 
@@ -121,8 +120,6 @@ def _parts(key: Array, value: Array, value_size: int | None) -> tuple[Array, Arr
     """Returns the two separately scaled arrays: key and value, or key[..., value_size:]
     and key[..., :value_size].
     """
-    return (
-        (key, value)
-        if value_size is None
-        else (key[..., value_size:], key[..., :value_size])
-    )
+    if value_size is None:
+        return (key, value)
+    return (key[..., value_size:], key[..., :value_size])

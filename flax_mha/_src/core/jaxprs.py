@@ -97,7 +97,9 @@ def custom_call(equation: Any) -> tuple[str, Body] | None:
     primitive = equation.params["_prim"]
     names = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_call"}
     name = names.get(type(primitive).__name__)
-    return None if name is None else (name, primitive.traced.jaxpr.jaxpr)
+    if name is None:
+        return None
+    return (name, primitive.traced.jaxpr.jaxpr)
 
 
 def evaluate(body: Body, values: Sequence[Array]) -> list[Array]:

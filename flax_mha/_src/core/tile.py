@@ -47,7 +47,8 @@ class Offsets:
     @property
     def values(self) -> tuple[Any, Any]:
         """Positions of the first query and the first key, as ints or arrays."""
-        query, key = self.query_array, self.key_array
+        query = self.query_array
+        key = self.key_array
         return self.numbers[0] if query is None else query, self.numbers[
             1
         ] if key is None else key
@@ -110,11 +111,9 @@ class Tile(NamedTuple):
         return self.offsets[1] - (self.offsets[1] - columns) % self.ring
 
     def _within(self, indices: Array, axis: int) -> Array:
-        return (
-            indices
-            if self.lengths is None
-            else jnp.minimum(indices, jnp.int32(max(self.lengths[axis] - 1, 0)))
-        )
+        if self.lengths is None:
+            return indices
+        return jnp.minimum(indices, jnp.int32(max(self.lengths[axis] - 1, 0)))
 
     def cut(self, x: Array | np.ndarray) -> Array:
         """Returns the tile's part of `x` [T | 1, S | 1]; an axis of length 1 is kept,
@@ -128,7 +127,9 @@ class Tile(NamedTuple):
             return jnp.take_along_axis(
                 jnp.asarray(x), self.columns, axis=1, mode="clip"
             )
-        return jnp.asarray(x) if x.shape[1] == 1 else self.cut_columns(x, 1)
+        if x.shape[1] == 1:
+            return jnp.asarray(x)
+        return self.cut_columns(x, 1)
 
     def cut_queries(self, x: Array | np.ndarray) -> Array:
         """Returns the entries of `x` [T] for the tile's queries, in the shape of
@@ -202,12 +203,11 @@ class Grid(NamedTuple):
         last = first + np.int32(size - 1)
         if self.lengths is not None:
             end = np.int32(max(self.lengths[axis] - 1, 0))
-            first, last = np.minimum(first, end), np.minimum(last, end)
-        return (
-            (first + self.offsets[axis], last + self.offsets[axis])
-            if positions
-            else (first, last)
-        )
+            first = np.minimum(first, end)
+            last = np.minimum(last, end)
+        if positions:
+            return (first + self.offsets[axis], last + self.offsets[axis])
+        return (first, last)
 
     def distance_bounds(self) -> tuple[IntMatrix, IntMatrix]:
         """Returns, for each tile, the least and the greatest difference of key position

@@ -39,9 +39,9 @@ class Target(NamedTuple):
 def platform() -> str:
     """Returns the platform of JAX's default device: "cpu", "gpu" or "tpu"."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return (
-        jax.default_backend() if device is None else getattr(device, "platform", device)
-    )
+    if device is None:
+        return jax.default_backend()
+    return getattr(device, "platform", device)
 
 
 def multiplies_bfloat16(on: str | None = None) -> bool:
@@ -59,7 +59,9 @@ def cpu_features() -> frozenset[str]:
     other systems.
     """
     info = pathlib.Path("/proc/cpuinfo")
-    return frozenset(info.read_text().split()) if info.exists() else frozenset()
+    if info.exists():
+        return frozenset(info.read_text().split())
+    return frozenset()
 
 
 def target_of(arrays: Sequence[Array], asked: str | None = None) -> Target:
@@ -155,11 +157,9 @@ def varying_alike(tree: T) -> T:
     """
     leaves, structure = jax.tree.flatten(tree)
     axes = frozenset().union(*map(_varying_axes, leaves))
-    return (
-        jax.tree.unflatten(structure, [_vary(x, axes) for x in leaves])
-        if axes
-        else tree
-    )
+    if axes:
+        return jax.tree.unflatten(structure, [_vary(x, axes) for x in leaves])
+    return tree
 
 
 def varying_as(like: Array, tree: T) -> T:
@@ -167,7 +167,9 @@ def varying_as(like: Array, tree: T) -> T:
     `like` varies over.
     """
     axes = _varying_axes(like)
-    return jax.tree.map(lambda x: _vary(x, axes), tree) if axes else tree
+    if axes:
+        return jax.tree.map(lambda x: _vary(x, axes), tree)
+    return tree
 
 
 def varies_over_devices(x: Any) -> bool:
@@ -183,9 +185,9 @@ def _varying_axes(x: Any) -> frozenset:
 
 def _vary(x: Any, axes: frozenset) -> Any:
     new = axes - _varying_axes(x)
-    return (
-        lax.pcast(x, tuple(sorted(new)), to="varying") if new and not is_key(x) else x
-    )
+    if new and not is_key(x):
+        return lax.pcast(x, tuple(sorted(new)), to="varying")
+    return x
 
 
 def is_key(x: Any) -> bool:
@@ -221,14 +223,12 @@ def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tupl
     mesh = shardings[0].mesh
 
     def reshard(x: Array, batched: bool) -> Array:
-        return (
-            jax.reshard(
+        if batched:
+            return jax.reshard(
                 x,
                 jax.NamedSharding(mesh, jax.P(first, *jax.typeof(x).sharding.spec[1:])),
             )
-            if batched
-            else x
-        )
+        return x
 
     return jax.shard_map(
         function,

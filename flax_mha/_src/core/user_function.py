@@ -58,7 +58,9 @@ class TracedFunction:
         made_for: Mapping[str, int],
         rules: Sequence[Any] = (),
     ) -> None:
-        self.name, self.body, self.made_for = name, body, made_for
+        self.name = name
+        self.body = body
+        self.made_for = made_for
         # Kept alive, because the key holds the `id` of objects in it.
         self._compared = body, *rules
         self._key = tuple(map(_key, self._compared))
@@ -102,7 +104,9 @@ class TracedFunction:
         Omits an index that also affects a condition, because the condition may discard
         the entry it reads.
         """
-        held, conditional, found = _positions(self.body), _conditional(self.body), []
+        held = _positions(self.body)
+        conditional = _conditional(self.body)
+        found = []
         for equation in (
             e for e in self.body.eqns if e.primitive.name == "dynamic_slice"
         ):
@@ -124,7 +128,8 @@ class TracedFunction:
         """For each captured array, whether the function only reads it as array[b, h,
         ...]: a head needs one entry.
         """
-        held, found = _positions(self.body), []
+        held = _positions(self.body)
+        found = []
         for variable in self.body.invars[: -len(POSITIONS)]:
             uses = [e for e in self.body.eqns if any(x is variable for x in e.invars)]
             found.append(
@@ -337,7 +342,8 @@ def _rules(body: Body, function: Any) -> list[Any]:
             )
         return [x for x in pulled if x.dtype != jax.dtypes.float0]
 
-    found, known = list[Any](), set[tuple]()
+    found = list[Any]()
+    known = set[tuple]()
     while (new := custom(body) - known) and len(found) < 4:
         known |= new
         try:
@@ -349,23 +355,21 @@ def _rules(body: Body, function: Any) -> list[Any]:
         except Exception:  # the function may still be used without derivatives
             return [*found, function]
         body = open_program(found[-1])
-    return [*found, function] if new else found
+    if new:
+        return [*found, function]
+    return found
 
 
 def _positions(body: Any) -> dict[Any, str]:
     """Maps each variable that equals b, h, q_idx or kv_idx, cast or wrapped (`where(i <
     0, i + n, i)`), to its name.
     """
-    held, from_end = (
-        dict[Any, str](zip(body.invars[-len(POSITIONS) :], POSITIONS, strict=True)),
-        dict[Any, str](),
-    )
+    held = dict[Any, str](zip(body.invars[-len(POSITIONS) :], POSITIONS, strict=True))
+    from_end = dict[Any, str]()
     for equation in body.eqns:
-        name, result, atoms = (
-            equation.primitive.name,
-            (*equation.outvars, None)[0],
-            _atoms(equation),
-        )
+        name = equation.primitive.name
+        result = (*equation.outvars, None)[0]
+        atoms = _atoms(equation)
         if (
             name == "convert_element_type"
             and atoms[0] in held
@@ -402,15 +406,14 @@ def _conditional(body: Any) -> set[str]:
     """Returns which of b, h, q_idx and kv_idx affect a comparison or branch, as in
     `where(q_idx < 8, x[q_idx], 0)`.
     """
-    sources, found = (
-        {
-            v: {name}
-            for v, name in zip(body.invars[-len(POSITIONS) :], POSITIONS, strict=True)
-        },
-        set[str](),
-    )
+    sources = {
+        v: {name}
+        for v, name in zip(body.invars[-len(POSITIONS) :], POSITIONS, strict=True)
+    }
+    found = set[str]()
     for equation in body.eqns:
-        name, atoms = equation.primitive.name, _atoms(equation)
+        name = equation.primitive.name
+        atoms = _atoms(equation)
         # JAX checks this for each index.
         is_sign = name == "lt" and atoms[1] is None and equation.invars[1].val == 0
         read = atoms[:1] if name in ("dynamic_slice", "gather") else atoms

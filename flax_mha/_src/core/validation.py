@@ -21,7 +21,8 @@ from flax_mha._src.core.tracing import being_traced, readable
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # The range of int32, the dtype of positions and their differences. A larger window or
 # length limits nothing.
-LARGEST, SMALLEST = 2**31 - 1, -(2**31)
+LARGEST = 2**31 - 1
+SMALLEST = -(2**31)
 
 
 class Shape(NamedTuple):
@@ -53,11 +54,10 @@ class Shape(NamedTuple):
         """
         batch = self.batch if by_batch else (1,) * len(self.batch)
         count = math.prod(batch)
-        entries = (
-            np.arange(count, dtype=np.int32)
-            if isinstance(count, int)
-            else jnp.arange(count, dtype=jnp.int32)
-        )
+        if isinstance(count, int):
+            entries = np.arange(count, dtype=np.int32)
+        else:
+            entries = jnp.arange(count, dtype=jnp.int32)
         return entries.reshape(batch), np.arange(
             self.num_heads if by_head else 1, dtype=np.int32
         )
@@ -111,15 +111,19 @@ def nan_if(flag: Bool[Array, ""] | None, x: Array) -> Array:
     """Returns `x`, or NaN in all its entries if `flag` is True; a `flag` of None counts
     as False.
     """
-    return x if flag is None else jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
+    if flag is None:
+        return x
+    return jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
 
 
 def _mask_fix(array: Array, shape: Shape) -> str:
     """Returns advice to add axes if the mask has shape [B..., S] or [B..., T | 1, S |
     1], else "".
     """
-    rank, keys = len(shape.batch), shape.key_length
-    first, sizes = "..." if rank > 1 else ":", array.shape[rank:]
+    rank = len(shape.batch)
+    keys = shape.key_length
+    first = "..." if rank > 1 else ":"
+    sizes = array.shape[rank:]
     if not rank or array.shape[:rank] != shape.batch:
         return ""
     if sizes == (keys,):
@@ -129,7 +133,9 @@ def _mask_fix(array: Array, shape: Shape) -> str:
         and sizes[0] in (1, shape.query_length)
         and sizes[1] in (1, keys)
     )
-    return f"; use mask[{first}, None, :, :]" if fits else ""
+    if fits:
+        return f"; use mask[{first}, None, :, :]"
+    return ""
 
 
 def per_sequence(name: str, value: ArrayLike | None, shape: Shape) -> Array | None:
@@ -184,7 +190,8 @@ def segment_ids(
             "SegmentMask(query_ids, key_value_ids) requires integer arrays, but got "
             "None."
         )
-    lengths, checked = (shape.query_length, shape.key_length), []
+    lengths = (shape.query_length, shape.key_length)
+    checked = []
     if (query_ids is None or key_ids is None) and lengths[0] != lengths[1]:
         missing = names[0] if query_ids is None else names[1]
         raise ValueError(
@@ -213,11 +220,9 @@ def key_indices(value: ArrayLike | None, shape: Shape) -> Array | None:
     """
     if value is None:
         return None
-    indices, keys, each = (
-        int32("key_indices", value),
-        shape.key_length,
-        (*shape.batch, shape.query_length),
-    )
+    indices = int32("key_indices", value)
+    keys = shape.key_length
+    each = (*shape.batch, shape.query_length)
     if indices.ndim == len(each) + 1:
         indices = indices[..., None, :]
     if (
@@ -354,11 +359,9 @@ def number_in(value: Any) -> Any:
         or not readable(array)
     ):
         return value
-    return (
-        array.item()
-        if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)
-        else value
-    )
+    if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number):
+        return array.item()
+    return value
 
 
 def integers(name: str, value: Any) -> Any:
@@ -368,11 +371,10 @@ def integers(name: str, value: Any) -> Any:
     value = unwrapped(value)
     is_int32 = isinstance(value, jax.Array) and value.dtype == jnp.int32
     try:
-        array = (
-            value
-            if is_int32 or isinstance(value, jax.core.Tracer) or not readable(value)
-            else np.asarray(value)
-        )
+        if is_int32 or isinstance(value, jax.core.Tracer) or not readable(value):
+            array = value
+        else:
+            array = np.asarray(value)
     except jax.errors.TracerArrayConversionError:  # a list that holds traced numbers
         array = jnp.asarray(value)
     except ValueError as error:
@@ -406,7 +408,9 @@ def ids_int32(name: str, value: Any) -> Array:
     array = integers(name, value)
     fits = np.dtype(array.dtype).itemsize < 4 or array.dtype == np.int32
     if isinstance(array, jax.core.Tracer) or fits:
-        return array if np.dtype(array.dtype).itemsize > 4 else array.astype(np.int32)
+        if np.dtype(array.dtype).itemsize > 4:
+            return array
+        return array.astype(np.int32)
     if array.size and not SMALLEST <= int(array.min()) <= int(array.max()) <= LARGEST:
         raise ValueError(
             f"{name} must be in the int32 range, but got values from {array.min()} to "

@@ -24,7 +24,8 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> R
     heads over all positions.
     """
     operands, options = call
-    axis, is_zigzag = context.axis, context.layout == "zigzag"
+    axis = context.axis
+    is_zigzag = context.layout == "zigzag"
     order = split.chunk_order(context.layout, lax.axis_size(axis))
 
     def to_positions(x: Array, dimension: int) -> Array:
@@ -48,19 +49,22 @@ def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) ->
     chunk of them over all keys.
     """
     operands, options = call
-    devices, rank = lax.axis_size(context.axis), lax.axis_index(context.axis)
+    devices = lax.axis_size(context.axis)
+    rank = lax.axis_index(context.axis)
     key, value = (
         # XLA cannot gather nothing.
         lax.all_gather(x, context.axis, axis=x.ndim - 3, tiled=True) if x.size else x
         for x in (operands.key, operands.value)
     )
-    operands, chunks = operands._replace(key=key, value=value), 1
+    operands = operands._replace(key=key, value=value)
+    chunks = 1
     if context.layout == "zigzag":
         operands = split.reorder_keys(
             operands, np.argsort(split.chunk_order("zigzag", devices))
         )
         chunks = 2
-    length, results = operands.query.shape[-3] // chunks, []
+    length = operands.query.shape[-3] // chunks
+    results = []
     for number in range(chunks):
         first = split.chunk_of(rank, number, devices) * length
         chunk = slices.slice_call(operands, (number * length, length), None, (first, 0))

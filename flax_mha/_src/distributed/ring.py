@@ -82,7 +82,8 @@ def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
     """Returns the `Ring` of a call, still without its engine, which `attention` adds,
     and the call of `first_step`.
     """
-    operands, chunks = _of_hops(call.operands), 2 if context.layout == "zigzag" else 1
+    operands = _of_hops(call.operands)
+    chunks = 2 if context.layout == "zigzag" else 1
     ring = Ring(
         context.axis,
         lax.axis_size(context.axis),
@@ -146,11 +147,9 @@ class Ring(NamedTuple):
 
         def hop(carry: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
             state, arrays = carry
-            following, source, arrived = (
-                self.send(arrays),
-                (rank - number) % self.size,
-                iter(arrays),
-            )
+            following = self.send(arrays)
+            source = (rank - number) % self.size
+            arrived = iter(arrays)
             held = [
                 next(arrived) if moves else x
                 for x, moves in zip(leaves, travels, strict=True)
@@ -158,7 +157,8 @@ class Ring(NamedTuple):
             held_operands = jax.tree.unflatten(structure, held)
 
             def pair(n: Scalar, state: T) -> T:
-                i, j = n // self.chunks, n % self.chunks
+                i = n // self.chunks
+                j = n % self.chunks
                 return step(
                     held_operands,
                     functools.partial(self.slice, source=source, i=i, j=j),
@@ -166,11 +166,10 @@ class Ring(NamedTuple):
                     state,
                 )
 
-            state = (
-                pair(0, state)
-                if self.chunks == 1
-                else lax.fori_loop(0, self.chunks**2, pair, state)
-            )
+            if self.chunks == 1:
+                state = pair(0, state)
+            else:
+                state = lax.fori_loop(0, self.chunks**2, pair, state)
             return (after_hop(state), following), None
 
         start = state, [x for x, moves in zip(leaves, travels, strict=True) if moves]
@@ -181,7 +180,8 @@ class Ring(NamedTuple):
         keys of device `source`.
         """
         queries, keys = operands.lengths
-        height, width = queries // self.chunks, keys // self.chunks
+        height = queries // self.chunks
+        width = keys // self.chunks
         first_query = split.chunk_of(lax.axis_index(self.axis), i, self.size) * height
         first_key = split.chunk_of(source, j, self.size) * width
         key_slice = j * width, source * keys + j * width, width
@@ -206,11 +206,9 @@ class Ring(NamedTuple):
             ),
             plan,
         )
-        return (
-            engine.forward(plan, call)
-            if known is None
-            else engine.share(plan, call, known)
-        )
+        if known is None:
+            return engine.forward(plan, call)
+        return engine.share(plan, call, known)
 
     def share(
         self, held: Operands, cut: Cut, known: Result
@@ -270,7 +268,8 @@ def _merge_hops(ring: Ring, operands: Operands) -> Result:
         held: Operands, cut: Cut, i: Scalar, merged: OnlineSoftmax
     ) -> OnlineSoftmax:
         result: Any = ring.hop(cut(held))
-        before, count = ring.rows(merged, i), result.lse.size
+        before = ring.rows(merged, i)
+        count = result.lse.size
         values = result.output.reshape(count, result.output.shape[-1])
         # Rows of all heads.
         flat = jax.tree.map(
@@ -367,7 +366,8 @@ def _results(ring: Ring, operands: Operands) -> Any:
     `_gradients`.
     """
     leaves, structure = jax.tree.flatten(operands)
-    rows, dtype = operands.query.shape[:-1], ring.options.dtype
+    rows = operands.query.shape[:-1]
+    dtype = ring.options.dtype
     shapes = (
         (*rows, operands.value.shape[-1]),
         *(rows for _ in range(1 + ring.options.return_max_score)),

@@ -50,7 +50,9 @@ def names_of(axes: Axes) -> tuple[str, ...]:
     """Converts one entry of a PartitionSpec to a tuple of mesh axes: None to (), "x" to
     ("x",).
     """
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+    if isinstance(axes, str):
+        return (axes,)
+    return tuple(axes or ())
 
 
 def number_of_parts(mesh: Any, axes: Axes) -> int:
@@ -125,7 +127,8 @@ class Split(NamedTuple):
         """
         if self.context is None:
             return {}
-        axis, strategy = self.context.axis, self.context.strategy
+        axis = self.context.axis
+        strategy = self.context.strategy
         if "H" in names:  # query, key and value
             return {"T": (axis,), "S": (axis,)}
         # Each device computes some of the heads, over all positions.
@@ -147,11 +150,9 @@ class Split(NamedTuple):
         """Reshards an array if the mesh has Explicit axes; on other meshes XLA's
         partitioner does it.
         """
-        return (
-            jax.reshard(x, NamedSharding(self.mesh, spec))
-            if AxisType.Explicit in self.mesh.axis_types
-            else x
-        )
+        if AxisType.Explicit in self.mesh.axis_types:
+            return jax.reshard(x, NamedSharding(self.mesh, spec))
+        return x
 
     def shard_map(
         self,
@@ -199,17 +200,17 @@ def by_caller(call: Call, sharding: Any) -> Split | None:
     """Returns the split by `sharding`, the argument `qkv_sharding`; None if it names no
     axes and there is no mesh.
     """
-    mesh, spec = (
-        getattr(sharding, "mesh", jax.sharding.get_abstract_mesh()),
-        getattr(sharding, "spec", sharding),
-    )
+    mesh = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
+    spec = getattr(sharding, "spec", sharding)
     known = _known_axes(
         "qkv_sharding",
         mesh,
         [name for axes in spec for name in names_of(axes)],
         "a NamedSharding",
     )
-    return _split(mesh, known, [spec], call, "qkv_sharding") if known else None
+    if known:
+        return _split(mesh, known, [spec], call, "qkv_sharding")
+    return None
 
 
 def by_placement(call: Call) -> Split | None:
@@ -226,11 +227,11 @@ def by_placement(call: Call) -> Split | None:
         return None
     mesh = shardings[0].mesh
     try:
-        return (
-            _split(mesh, mesh.axis_names, [x.spec for x in shardings], call, "they")
-            if mesh.size > 1
-            else None
-        )
+        if mesh.size > 1:
+            return _split(
+                mesh, mesh.axis_names, [x.spec for x in shardings], call, "they"
+            )
+        return None
     except ValueError:
         return None
 
@@ -272,11 +273,10 @@ def _known_axes(argument: str, mesh: Any, named: Sequence[str], fix: str) -> lis
     """
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
     if unknown := set(named) - set(known):
-        have = (
-            f"the mesh has {tuple(known)}"
-            if known
-            else f"no mesh is set; use jax.set_mesh, or {fix}"
-        )
+        if known:
+            have = f"the mesh has {tuple(known)}"
+        else:
+            have = f"no mesh is set; use jax.set_mesh, or {fix}"
         if unknown & set(mesh_axes(mesh, AxisType.Manual)):
             have = "this axis is already Manual: call it outside jax.shard_map"
         got = ", ".join(map(repr, sorted(unknown)))
@@ -297,16 +297,13 @@ def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]
         if is_traced
         else query.sharding
     )
-    around, is_named = (
-        jax.sharding.get_abstract_mesh(),
-        isinstance(known, NamedSharding),
-    )
+    around = jax.sharding.get_abstract_mesh()
+    is_named = isinstance(known, NamedSharding)
     mesh: Any = context.mesh or (known.mesh if is_named and around.empty else around)
-    spec = (
-        known.spec
-        if is_named and known.mesh.abstract_mesh == mesh.abstract_mesh
-        else ()
-    )
+    if is_named and known.mesh.abstract_mesh == mesh.abstract_mesh:
+        spec = known.spec
+    else:
+        spec = ()
     return mesh, pad_spec(spec, query.ndim)
 
 
@@ -325,7 +322,8 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
             "device; split batch axes and heads with qkv_sharding instead."
         )
     (query, key), axis = call.operands[:2], context.axis
-    devices, is_zigzag = number_of_parts(split.mesh, axis), context.layout == "zigzag"
+    devices = number_of_parts(split.mesh, axis)
+    is_zigzag = context.layout == "zigzag"
     parts = devices * (2 if is_zigzag else 1)
     for name, length in (("queries", query.shape[-3]), ("keys", key.shape[-3])):
         if not isinstance(length, int) or length % parts:
@@ -416,7 +414,8 @@ def take_entries(x: ArrayLike, indices: Array, missing: float) -> Array:
     On a mesh with Explicit axes, the result is split like `x`, but the first axis only
     if it still splits evenly.
     """
-    x, target = jnp.asarray(x), None
+    x = jnp.asarray(x)
+    target = None
     if is_explicit(x):
         sharding = jax.typeof(x).sharding
         first, *others = pad_spec(sharding.spec, x.ndim)
@@ -478,7 +477,8 @@ def empty_result(call: Call, parts: Split) -> Result:
     """Returns the empty result of a call, not by `shard_map`: XLA may fail to compile
     gradients of empty parts.
     """
-    query, value = call.operands.query, call.operands.value
+    query = call.operands.query
+    value = call.operands.value
     # No constant, so that the results are on the devices of the query.
     lse = query.sum(-1)
     output = jnp.broadcast_to(lse[..., None], (*lse.shape, value.shape[-1]))
@@ -496,11 +496,9 @@ def reorder_keys(
 
     def change(x: Array, axes: SequenceAxes) -> Array:
         x = x if axes.keys is None else reorder_chunks(x, order, axes.keys)
-        return (
-            x
-            if axes.queries is None or not and_queries
-            else reorder_chunks(x, order, axes.queries)
-        )
+        if axes.queries is None or not and_queries:
+            return x
+        return reorder_chunks(x, order, axes.queries)
 
     return map_arrays(change, operands)
 

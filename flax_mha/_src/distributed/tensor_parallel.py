@@ -110,7 +110,8 @@ def _size(head_axis: str) -> int:
     """Counts the devices along `head_axis`, a mesh axis or a logical axis with a rule
     in Flax; 1 without a mesh.
     """
-    axes, mesh = mesh_axis(head_axis), jax.sharding.get_abstract_mesh()
+    axes = mesh_axis(head_axis)
+    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return 1
     if not set(names_of(axes)) <= set(mesh.shape):

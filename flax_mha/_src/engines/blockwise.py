@@ -81,11 +81,9 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
     unchanged, but with a new derivative.
     """
     tiling: Any = plan.tiling
-    head, blocks, axes = (
-        heads_of(call, plan.dtype),
-        call.operands.tiles,
-        call.operands.query.ndim - 1,
-    )
+    head = heads_of(call, plan.dtype)
+    blocks = call.operands.tiles
+    axes = call.operands.query.ndim - 1
     if blocks is None:
         blocks = _block_mask(head.rule, tiling, axes)
     # Heads with different numbers of tiles must not be vmapped: each would run the
@@ -188,11 +186,9 @@ def _pad_to(x: Array, *lengths: int) -> Array:
     widths = [
         (0, length - size) for size, length in zip(x.shape, lengths, strict=False)
     ]
-    return (
-        jnp.pad(x, widths + [(0, 0)] * (x.ndim - len(widths)))
-        if any(after for _, after in widths)
-        else x
-    )
+    if any(after for _, after in widths):
+        return jnp.pad(x, widths + [(0, 0)] * (x.ndim - len(widths)))
+    return x
 
 
 def _attention(
@@ -261,7 +257,8 @@ def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
             )
             return jax.tree.map(visit.put_rows, state, after)
 
-        features, sink = head.value.shape[1], head.inputs.sink
+        features = head.value.shape[1]
+        sink = head.inputs.sink
         start = OnlineSoftmax.start(
             tiling.height, features, sink, rule.dtype, rule.returns_max
         )
@@ -292,11 +289,9 @@ def _cut_flags(
     """Returns the flags (`guard.py`) of a tile: `of_queries`, and those of its keys;
     None if the head has no flags.
     """
-    return (
-        None
-        if nonfinite is None or of_queries is None
-        else NonFinite(of_queries, tile.cut_columns(nonfinite.key, 0))
-    )
+    if nonfinite is None or of_queries is None:
+        return None
+    return NonFinite(of_queries, tile.cut_columns(nonfinite.key, 0))
 
 
 def _output_of_single_tiles(
@@ -352,7 +347,8 @@ def _tangent(
     query, output, lse, finite = guard.derivative_rows(
         head.query, result, head.nonfinite is not None
     )
-    function, arguments = _tangent_of_tile(head, lse), _arguments(head)
+    function = _tangent_of_tile(head, lse)
+    arguments = _arguments(head)
     residuals = [query, lse[:, None], *arguments]
     backward = functools.partial(
         _backward, tiling, head.rule.scale, head.inputs.bias is not None
@@ -417,22 +413,20 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
             primals,
             (d_products, _inputs(d_inputs, has_bias)),
         )
-        d_s = (
-            d_s
-            if rule.score_mod is None
-            else jnp.where(s == -jnp.inf, jnp.zeros_like(d_s), d_s)
-        )
-        weights, kept = (
-            guard.backward_weights(s, lse, may_be_nan),
-            rule.dropout_multiplier(tile, s.dtype),
-        )
+        if rule.score_mod is None:
+            d_s = d_s
+        else:
+            d_s = jnp.where(s == -jnp.inf, jnp.zeros_like(d_s), d_s)
+        weights = guard.backward_weights(s, lse, may_be_nan)
+        kept = rule.dropout_multiplier(tile, s.dtype)
         d_weights = weights * d_s
         weighted = rule.dot(times(d_weights, kept), _for_gradients(value)) + rule.dot(
             times(weights, kept), d_value
         )
         return weighted, jnp.sum(d_weights, axis=1, keepdims=True)
 
-    shared, dtype = _arguments(head), head.rule.dtype
+    shared = _arguments(head)
+    dtype = head.rule.dtype
     kinds = (
         ["queries", "keys", "keys"]
         + ["scores"] * has_bias
@@ -494,10 +488,8 @@ def _backward(
             )
         else:
             s, pull = rule.tile_vjp(*primals, tile)
-        weights, kept = (
-            guard.backward_weights(s, lse, may_be_nan),
-            rule.dropout_multiplier(tile, s.dtype),
-        )
+        weights = guard.backward_weights(s, lse, may_be_nan)
+        kept = rule.dropout_multiplier(tile, s.dtype)
         d_weights = times(rule.dot(d_output, value, transpose_b=True), kept)
         d_products, d_inputs = pull(weights * (d_weights + d_lse))
         d_query = rule.dot(d_products, _for_gradients(key))
@@ -508,10 +500,8 @@ def _backward(
 
     kinds = ["scores"] * has_bias + ["whole"] * (len(inputs) - has_bias)
     of_rows = "queries", "queries transposed", "queries"
-    residuals, linear = (
-        [query, query, lse, key, value, *inputs],
-        [d_output, d_output, d_lse],
-    )
+    residuals = [query, query, lse, key, value, *inputs]
+    linear = [d_output, d_output, d_lse]
     outputs = (
         Argument("queries", query.shape, query.dtype, scale),
         Argument("keys transposed", key.shape[::-1], key.dtype, scale),
@@ -533,4 +523,6 @@ def _for_gradients(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
     """Converts float16 to float32: products with a float16 array would round the
     gradients of scores to float16.
     """
-    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+    if x.dtype == jnp.float16:
+        return x.astype(jnp.float32)
+    return x

@@ -151,10 +151,8 @@ class AttentionModule:
         """
         if not self.has_variable("cache", "cached_key"):
             *batch, length, num_heads, size = key.shape
-            dtype, window = (
-                key.dtype if self.cache_dtype is None else self.cache_dtype,
-                reach(self.local_window_size),
-            )
+            dtype = key.dtype if self.cache_dtype is None else self.cache_dtype
+            window = reach(self.local_window_size)
             options = {"per_row": self.per_row, "value_size": value_size}
             options["value_head_size"] = getattr(self, "value_dim", None)
             made = KVCache.create(
@@ -319,9 +317,10 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         return call_module(parts, Given(**given, decode=self.decode))
 
     def _parts(self, features: int, *flax_arguments: Any) -> FlaxModule:
-        num_kv_heads = (
-            self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        )
+        if self.num_kv_heads is None:
+            num_kv_heads = self.num_heads
+        else:
+            num_kv_heads = self.num_kv_heads
         qkv_features = features if self.qkv_features is None else self.qkv_features
         check_options(vars(self), qkv_features)
         validation.flag("per_row", self.per_row)
@@ -381,7 +380,8 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         features to heads.
         """
         of_gate = "head_gate" if _is_per_head(self.gate) else "query"
-        is_out, axes = name == "out", {"value": "key", "gate": of_gate}.get(name, name)
+        is_out = name == "out"
+        axes = {"value": "key", "gate": of_gate}.get(name, name)
         kernel_init, bias_init = (
             (self.out_kernel_init, self.out_bias_init) if is_out else (None, None)
         )

@@ -47,11 +47,13 @@ class LengthMask(Mask):
         )
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        some, full = np.ones(grid.counts, bool), np.ones(grid.counts, bool)
+        some = np.ones(grid.counts, bool)
+        full = np.ones(grid.counts, bool)
         for axis, length in enumerate((self.query_lengths, self.key_value_lengths)):
             if length is not None:
                 first, last = grid.bounds(axis, positions=True)
-                some, full = some & (first < length), full & (last < length)
+                some = some & (first < length)
+                full = full & (last < length)
         return Occupancy(some, full)
 
 
@@ -96,12 +98,10 @@ class SegmentMask(Mask):
         """
         q_ids = self.query_ids.reshape(grid.counts[0], 1, grid.tile_shape[0])
         k_ids = self.key_value_ids.reshape(1, grid.counts[1], grid.tile_shape[1])
-        q_low, q_high, k_low, k_high = (
-            q_ids.min(-1),
-            q_ids.max(-1),
-            k_ids.min(-1),
-            k_ids.max(-1),
-        )
+        q_low = q_ids.min(-1)
+        q_high = q_ids.max(-1)
+        k_low = k_ids.min(-1)
+        k_high = k_ids.max(-1)
         return Occupancy(
             (q_low <= k_high) & (k_low <= q_high), (q_low == k_high) & (k_low == q_high)
         )

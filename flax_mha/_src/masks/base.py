@@ -101,7 +101,9 @@ class Mask:
             for field in dataclasses.fields(self)
             if "axes" in field.metadata
         }
-        return dataclasses.replace(self, **changed) if changed else self
+        if changed:
+            return dataclasses.replace(self, **changed)
+        return self
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -196,11 +198,9 @@ def _first_head(x: Array, axes: str) -> Array:
     names its axes ("B N T S").
     """
     rank = len(part_axes(axes))
-    return (
-        x
-        if not axes or np.ndim(x) <= rank
-        else x.reshape(-1, *x.shape[x.ndim - rank :])[0]
-    )
+    if not axes or np.ndim(x) <= rank:
+        return x
+    return x.reshape(-1, *x.shape[x.ndim - rank :])[0]
 
 
 def _operand(operator: str, other: object) -> Mask:
@@ -288,7 +288,9 @@ def conjuncts(mask: Mask | None) -> list[Mask]:
     """
     if isinstance(mask, And):
         return [*conjuncts(mask.left), *conjuncts(mask.right)]
-    return [] if mask is None else [mask]
+    if mask is None:
+        return []
+    return [mask]
 
 
 @jax.tree_util.register_dataclass
@@ -304,7 +306,9 @@ class Or(_Pair):
 def merged(masks: Sequence[Mask | None]) -> Mask | None:
     """Combines masks by `&`; None in the list masks nothing."""
     present = [mask for mask in masks if mask is not None]
-    return functools.reduce(operator.and_, present) if present else None
+    if present:
+        return functools.reduce(operator.and_, present)
+    return None
 
 
 def visible_at(

@@ -266,10 +266,8 @@ def _last_visible(
         return None, None
     # All distances, if not limited.
     left, right = (2 * LARGEST + 1 if side is None else side for side in window)
-    last_query, last_key = (
-        np.minimum(queries[1], keys[1] + left),
-        np.minimum(keys[1], queries[1] + right),
-    )
+    last_query = np.minimum(queries[1], keys[1] + left)
+    last_key = np.minimum(keys[1], queries[1] + right)
     seen = np.maximum(queries[0], keys[0] - right) <= last_query
     if left + right < 0 or not seen.any():
         return None, None

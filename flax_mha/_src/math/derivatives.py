@@ -137,11 +137,10 @@ def as_function_of_values(call: Call, run: Callable[[Call], Result]) -> Result:
 
     # Log-sum-exp and largest scores do not depend on the values.
     needs_others = call.options.return_residual or call.options.return_max_score
-    of_scores = (
-        attend(*others, jnp.zeros(value.shape, value.dtype))
-        if needs_others
-        else Result(value, None)
-    )
+    if needs_others:
+        of_scores = attend(*others, jnp.zeros(value.shape, value.dtype))
+    else:
+        of_scores = Result(value, None)
     output = jax.eval_shape(
         attend, *others, jax.ShapeDtypeStruct(value.shape, value.dtype)
     ).output
@@ -217,7 +216,8 @@ def _types(
     *arguments: Any, function: Function, levels: Levels, jaxpr: Any
 ) -> list[Any]:
     like = next(x for x in arguments if jnp.issubdtype(x.dtype, jnp.floating))
-    sizes, types = tuple(size for size, _ in reversed(levels)), []
+    sizes = tuple(size for size, _ in reversed(levels))
+    types = []
     for x in function.outputs:
         shape = (*sizes, *x.shape)
         sharding = like.sharding.update(spec=jax.P(*(None,) * len(shape)))
@@ -240,10 +240,12 @@ def _batch(
         for x, axis in zip(arguments, axes, strict=True)
         if axis is not None
     )
-    first_linear = (
-        len(arguments) if function.first_linear is None else function.first_linear
-    )
-    mapped, flags = [], []
+    if function.first_linear is None:
+        first_linear = len(arguments)
+    else:
+        first_linear = function.first_linear
+    mapped = []
+    flags = []
     for i, (x, axis) in enumerate(zip(arguments, axes, strict=True)):
         if axis is not None:
             x = jnp.moveaxis(x, axis, 0)
@@ -306,7 +308,8 @@ def _transpose(
     levels: Levels,
     jaxpr: Any,
 ) -> list[Any]:
-    first, transpose = function.first_linear, function.transpose
+    first = function.first_linear
+    transpose = function.transpose
     if first is None or transpose is None:
         raise NotImplementedError(
             "jax.linear_transpose supports attention only as a function of value, and "

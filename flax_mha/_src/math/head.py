@@ -66,11 +66,9 @@ class Head:
     @property
     def finite_query(self) -> Float[Array, "... T H"]:
         """The queries, with zeros in place of those that hold NaN or infinity."""
-        return (
-            self.query
-            if self.nonfinite is None
-            else guard.zero(self.query, self.nonfinite.query)
-        )
+        if self.nonfinite is None:
+            return self.query
+        return guard.zero(self.query, self.nonfinite.query)
 
     @property
     def whole(self) -> Tile:
@@ -97,7 +95,8 @@ def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> H
     """
     operands, options = call
     inputs, rule = scores_of(operands, options)
-    groups, nonfinite = operands.groups, operands.nonfinite
+    groups = operands.groups
+    nonfinite = operands.nonfinite
     stored = dtype if stored is None else stored
     query = operands.query.astype(rule.dtype)
     if operands.scale is not None:
@@ -126,8 +125,10 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
 
     Returns the arrays that get gradients, and a rule that holds everything else.
     """
-    num_heads, num_kv_heads = operands.query.shape[-2], operands.key.shape[-2]
-    groups, rank = (num_kv_heads, num_heads // num_kv_heads), operands.query.ndim - 3
+    num_heads = operands.query.shape[-2]
+    num_kv_heads = operands.key.shape[-2]
+    groups = (num_kv_heads, num_heads // num_kv_heads)
+    rank = operands.query.ndim - 3
     convert = functools.partial(by_head, batch_rank=rank, groups=groups)
     mask = operands.mask
     inputs = ScoreInputs(
@@ -170,8 +171,10 @@ def _captured_by_head(
     time. A head's entry has the shape [1, 1, ...]. `score_mod` still works, because JAX
     clamps the indices b and h to 0.
     """
-    batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
-    ids, arrays = operands.ids_and_seeds, list(operands.captured)
+    batch = operands.query.shape[:-3]
+    num_heads = operands.query.shape[-2]
+    ids = operands.ids_and_seeds
+    arrays = list(operands.captured)
     for i, x in enumerate(arrays):
         is_entry = (
             options.score_mod is not None and options.score_mod.entries_of_heads[i]
@@ -196,17 +199,17 @@ def ids_and_seeds(operands: Operands, options: Options) -> IdsAndSeeds:
     """
     if operands.ids_and_seeds is not None:
         return operands.ids_and_seeds
-    batch, num_heads = operands.query.shape[:-3], operands.query.shape[-2]
+    batch = operands.query.shape[:-3]
+    num_heads = operands.query.shape[-2]
     entry = head = seed = None
     if options.score_mod is not None:
         entry = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
         head = jnp.arange(num_heads, dtype=jnp.int32)
     if operands.dropout_rng is not None:
-        shape = (
-            (1,) * (len(batch) + 1)
-            if options.broadcast_dropout
-            else (*batch, num_heads)
-        )
+        if options.broadcast_dropout:
+            shape = (1,) * (len(batch) + 1)
+        else:
+            shape = (*batch, num_heads)
         seed = jax.random.bits(operands.dropout_rng, (*shape, 2), jnp.uint32)
     return IdsAndSeeds(entry, head, seed)
 
@@ -266,7 +269,8 @@ def to_caller(
     and the output to `dtype`.
     """
     output, lse, largest = results
-    output, lse = join_heads(output).astype(dtype), join_heads(lse[..., None])[..., 0]
+    output = join_heads(output).astype(dtype)
+    lse = join_heads(lse[..., None])[..., 0]
     return Result(
         output, lse, None if largest is None else join_heads(largest[..., None])[..., 0]
     )
@@ -338,13 +342,12 @@ def map_heads(
         if not any(is_mapped[axis]):
             continue
         inner = math.prod(sizes[axis + 1 :])
-        group = (
-            1
-            if axis < looped_axes
-            else sizes[axis]
-            if max_heads is None
-            else max_heads // max(inner, 1)
-        )
+        if axis < looped_axes:
+            group = 1
+        elif max_heads is None:
+            group = sizes[axis]
+        else:
+            group = max_heads // max(inner, 1)
         if group < sizes[axis]:
             group = next(n for n in range(max(group, 1), 0, -1) if sizes[axis] % n == 0)
         if axis >= looped_axes and group >= sizes[axis]:
@@ -393,7 +396,8 @@ def by_blocks(
     results = lax.map(jax.checkpoint(block, prevent_cse=False), firsts)
 
     def joined(x: Array) -> Array:
-        before, last = jnp.moveaxis(x[:-1], 0, axis), x[-1]
+        before = jnp.moveaxis(x[:-1], 0, axis)
+        last = x[-1]
         again = count * height - queries
         last = lax.slice_in_dim(last, again, height, axis=axis)
         return jnp.concatenate([lax.collapse(before, axis, axis + 2), last], axis=axis)
@@ -414,7 +418,9 @@ def one_of(operands: Any, place: tuple[int, ...]) -> Any:
 
 
 def _squeezed(x: Array | np.ndarray, axes: tuple[int, ...]) -> Array | np.ndarray:
-    return np.squeeze(x, axes) if isinstance(x, np.ndarray) else lax.squeeze(x, axes)
+    if isinstance(x, np.ndarray):
+        return np.squeeze(x, axes)
+    return lax.squeeze(x, axes)
 
 
 def numbers_as_arrays(call: Call) -> Call:

@@ -86,7 +86,9 @@ class ScoreRule:
         self, query: Float[Array, "t H"], key: Float[Array, "s H"]
     ) -> Float[Array, "t s"]:
         products = self.dot(query, key, transpose_b=True)
-        return products if self.scale == 1.0 else products * self.scale
+        if self.scale == 1.0:
+            return products
+        return products * self.scale
 
     def dot(
         self, a: Float[Array, "m k"], b: Array, *, transpose_b: bool = False
@@ -121,15 +123,15 @@ class ScoreRule:
         The numbers are None without `nonfinite`, the flags of the tile's queries and
         keys that held NaN or infinity (`guard.py`). `inputs` belong to the whole head.
         """
-        products, poison, row_poison = self.products(query, key), None, None
+        products = self.products(query, key)
+        poison = None
+        row_poison = None
         if nonfinite is not None:
             # If possible, flags change the row maximum, not the scores: XLA's CPU can
             # then fuse it with the product.
             masks = self.masks_scores(inputs)
-            poison, row_poison = (
-                nonfinite.key[None] if masks else None,
-                guard.poison_of_rows(nonfinite, not masks),
-            )
+            poison = nonfinite.key[None] if masks else None
+            row_poison = guard.poison_of_rows(nonfinite, not masks)
         return self.tile(products, inputs.cut(tile), tile, poison), row_poison
 
     def weigh(
@@ -261,11 +263,9 @@ class ScoreRule:
         return jnp.where(visible, scores, -jnp.inf)
 
     def _cap(self, products: Float[Array, "t s"]) -> Float[Array, "t s"]:
-        return (
-            products
-            if self.soft_cap is None
-            else self.soft_cap * jnp.tanh(products / self.soft_cap)
-        )
+        if self.soft_cap is None:
+            return products
+        return self.soft_cap * jnp.tanh(products / self.soft_cap)
 
     def _one_score(
         self, captured: list[Array]
@@ -273,7 +273,8 @@ class ScoreRule:
         """Returns `score_mod` as a function of (score, query position, key position)
         for this head's b and h.
         """
-        error, mod = self.forward_mode_error, self.score_mod
+        error = self.forward_mode_error
+        mod = self.score_mod
         marked = functools.partial(reverse_only, error=error) if error else lambda x: x
         arrays = [*map(marked, captured), *self.constants]
         return lambda score, row, column: mod(
@@ -305,11 +306,9 @@ class ScoreRule:
         """
         if self.on_gpu or tile.indices is not None:
             return self._dropout_by_query(tile, dtype)
-        return (
-            None
-            if self.dropout_seed is None
-            else self._factors(self._words_by_pairs(tile), dtype)
-        )
+        if self.dropout_seed is None:
+            return None
+        return self._factors(self._words_by_pairs(tile), dtype)
 
     def _dropout_by_query(
         self, tile: Tile, dtype: DTypeLike
@@ -364,11 +363,9 @@ class ScoreRule:
         words = jnp.moveaxis(words.reshape(2, pairs, width), 0, 1).reshape(
             2 * pairs, width
         )
-        return (
-            words[:height]
-            if is_even
-            else lax.dynamic_slice_in_dim(words, first & 1, height, 0)
-        )
+        if is_even:
+            return words[:height]
+        return lax.dynamic_slice_in_dim(words, first & 1, height, 0)
 
 
 def times(
@@ -377,7 +374,9 @@ def times(
     """Multiplies weights by `ScoreRule.dropout_multiplier`, or returns them unchanged
     without dropout.
     """
-    return weights if dropout is None else weights * dropout
+    if dropout is None:
+        return weights
+    return weights * dropout
 
 
 def _zero_masked(
@@ -392,4 +391,6 @@ def _zero_masked(
 def _both(
     a: Bool[Array, "#t #s"] | None, b: Bool[Array, "#t #s"]
 ) -> Bool[Array, "#t #s"]:
-    return b if a is None else a & b
+    if a is None:
+        return b
+    return a & b

@@ -100,21 +100,18 @@ def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
     this to one kernel, which writes no score to memory. Then a masked product of finite
     numbers may make its row NaN if it overflows.
     """
-    query, key, rule, nonfinite, poison = (
-        head.query,
-        head.key,
-        head.rule,
-        head.nonfinite,
-        None,
-    )
+    query = head.query
+    key = head.key
+    rule = head.rule
+    nonfinite = head.nonfinite
+    poison = None
     if nonfinite is not None and (fuse or rule.score_mod is not None):
-        query, poison = head.finite_query, guard.poison_of_scores(nonfinite)
+        query = head.finite_query
+        poison = guard.poison_of_scores(nonfinite)
     # Cheaper: put NaN back, because masked scores are replaced anyway.
     elif nonfinite is not None:
-        query, key = (
-            guard.restore_nan(query, nonfinite.query),
-            guard.restore_nan(key, nonfinite.key),
-        )
+        query = guard.restore_nan(query, nonfinite.query)
+        key = guard.restore_nan(key, nonfinite.key)
     s = rule.tile(rule.products(query, key), head.inputs, tile, poison, fuse)
     return _softmax(s, head.value, head.inputs, rule, tile, fuse)
 
@@ -123,7 +120,8 @@ def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
     """Computes `dense_head` by operations that JAX can differentiate; the gradient of
     rows that are NaN is 0.
     """
-    rule, whole = head.rule, head.whole
+    rule = head.rule
+    whole = head.whole
     products = checkpoint_name(
         rule.products(head.finite_query, head.key), "attention_scores"
     )

@@ -22,15 +22,14 @@ def random_words(
     random words.
     """
     keys = (*seed, seed[0] ^ seed[1] ^ PARITY)
-    a, b = counter[0] + keys[0], counter[1] + keys[1]
+    a = counter[0] + keys[0]
+    b = counter[1] + keys[1]
     for group in range(5):
         for rotation in ROTATIONS[group % 2]:
             a = a + b
             b = a ^ (
                 (b << rotation) | lax.shift_right_logical(b, np.int32(32 - rotation))
             )
-        a, b = (
-            a + keys[(group + 1) % 3],
-            b + keys[(group + 2) % 3] + np.int32(group + 1),
-        )
+        a = a + keys[(group + 1) % 3]
+        b = b + keys[(group + 2) % 3] + np.int32(group + 1)
     return a, b

@@ -145,7 +145,8 @@ class TileSummand(NamedTuple):
 
 def _part_shape(argument: Argument, tile: Tile) -> tuple[int, ...]:
     """Returns the shape of the part of an argument that `TileVisit.cut` returns."""
-    kind, shape = argument.kind, argument.shape
+    kind = argument.kind
+    shape = argument.shape
     if kind == "whole":
         return shape
     if kind == "scores":
@@ -191,7 +192,8 @@ def _sum_of(
     It takes the leaves of (rule, blocks), whose pytree structure is `structure`, then
     residuals and linear arguments.
     """
-    count, first = structure.num_leaves, structure.num_leaves + len(function.residuals)
+    count = structure.num_leaves
+    first = structure.num_leaves + len(function.residuals)
 
     def split(arguments: Sequence[Any]) -> tuple[ScoreRule, BlockMask, Sequence[Any]]:
         return (*jax.tree.unflatten(structure, arguments[:count]), arguments[count:])
@@ -243,7 +245,8 @@ def _sum_rows(
     then linear arguments.
     """
     kinds = [x.kind for x in (*function.residuals, *function.linear)]
-    outputs, count = function.outputs, len(function.residuals)
+    outputs = function.outputs
+    count = len(function.residuals)
     of_rows = [i for i, kind in enumerate(kinds) if kind.startswith("queries")]
     row_outputs = [i for i, x in enumerate(outputs) if x.kind.startswith("queries")]
 

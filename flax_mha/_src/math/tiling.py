@@ -76,10 +76,8 @@ class Tiling(NamedTuple):
         """Returns the grid of rectangles, each one band high and one cell wide, for
         which `occupancy` is computed.
         """
-        counts, shape = (
-            (self.rows * self.bands, self.cells),
-            (self.band_height, self.cell_width),
-        )
+        counts = (self.rows * self.bands, self.cells)
+        shape = (self.band_height, self.cell_width)
         return Grid(counts, shape, offsets, self.inside)
 
     def tile(
@@ -129,7 +127,8 @@ def occupancy(
     """Computes whether any, and whether all, scores are visible in each rectangle of
     `tiling.grid`.
     """
-    grid, mask = tiling.grid(offsets), padded_mask(mask, tiling)
+    grid = tiling.grid(offsets)
+    mask = padded_mask(mask, tiling)
     everything = np.ones(grid.counts, bool)
     some, full = (everything, everything) if mask is None else mask.occupancy(grid)
     return Occupancy(some & everything, full & everything)
@@ -140,11 +139,9 @@ def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
     if tiling.inside is None:
         return mask
     inside = InsideMask(*tiling.lengths)
-    return (
-        inside
-        if mask is None
-        else mask.map_arrays(lambda x, axes: _padded(x, axes, tiling.shape)) & inside
-    )
+    if mask is None:
+        return inside
+    return mask.map_arrays(lambda x, axes: _padded(x, axes, tiling.shape)) & inside
 
 
 def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
@@ -178,10 +175,12 @@ class InsideMask(Mask):
         return (tile.rows < self.queries) & (tile.columns < self.keys)
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        some, full = np.ones(grid.counts, bool), np.ones(grid.counts, bool)
+        some = np.ones(grid.counts, bool)
+        full = np.ones(grid.counts, bool)
         for axis, length in enumerate((self.queries, self.keys)):
             first, last = grid._replace(lengths=None).bounds(axis)
-            some, full = some & (first < length), full & (last < length)
+            some = some & (first < length)
+            full = full & (last < length)
         return Occupancy(some, full)
 
 
@@ -199,10 +198,8 @@ def _join_cells(
     cells = np.minimum(
         start[:, None, :, None] + np.arange(cells_of_tile), tiling.cells - 1
     )
-    row, band = (
-        np.arange(tiling.rows)[:, None, None, None],
-        np.arange(tiling.bands)[None, :, None, None],
-    )
+    row = np.arange(tiling.rows)[:, None, None, None]
+    band = np.arange(tiling.bands)[None, :, None, None]
     is_tile = (start < tiling.cells)[:, None]
     return (
         some[row, band, cells].any(-1) & is_tile,
@@ -228,7 +225,8 @@ def _starts(some: np.ndarray, width: int) -> np.ndarray:
     following = np.where(some, np.arange(cells), cells)
     following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
     following = np.pad(following, ((0, 0), (0, 1)), constant_values=cells)
-    greedy, place = np.full_like(starts, cells), np.zeros(rows, int)
+    greedy = np.full_like(starts, cells)
+    place = np.zeros(rows, int)
     for step in range(starts.shape[1]):
         start = following[np.arange(rows), place]
         # At the end a tile begins earlier, if there is room.
@@ -278,16 +276,15 @@ def tiles_of(
     )
     # Then `tiling` was made without `fine`: tiles are cells.
     if isinstance(some, jax.core.Tracer):
-        start, xp = (
-            np.broadcast_to(np.arange(tiling.cells), (tiling.rows, tiling.cells)),
-            jnp,
-        )
+        start = np.broadcast_to(np.arange(tiling.cells), (tiling.rows, tiling.cells))
+        xp = jnp
     else:
         (some, full, start), xp = (
             _join_cells(np.asarray(some), np.asarray(full), tiling),
             np,
         )
-    is_full, is_visible = (some & full).all(1), some.any(1)
+    is_full = (some & full).all(1)
+    is_visible = some.any(1)
     # Full 0, partial 1, empty 2.
     rank = 2 - is_full.astype(np.int32) - is_visible.astype(np.int32)
     order = xp.argsort(rank, axis=1, stable=True)
@@ -301,7 +298,8 @@ def tiles_of(
     column = np.where(np.arange(column.shape[1]) < num_tiles[:, None], column, 0)[
         :, :count
     ]
-    first, end = some.argmax(1), tiling.bands - some[:, ::-1].argmax(1)
+    first = some.argmax(1)
+    end = tiling.bands - some[:, ::-1].argmax(1)
     band = (
         np.stack([np.take_along_axis(x, order[:, :count], 1) for x in (first, end)], -1)
         * tiling.band_height
@@ -354,28 +352,22 @@ def static_block_mask(
             for head in heads
         ]
     )
-    full, some = (
-        np.stack([head.num_full for head in heads]),
-        np.stack([head.num_tiles for head in heads]),
-    )
+    full = np.stack([head.num_full for head in heads])
+    some = np.stack([head.num_tiles for head in heads])
     # With at most one tile per row, rows without a tile and full tiles among partial
     # ones are treated as partial.
     if count == 1 and some.any():
-        whole, chosen, ones = (
-            (TileBand(0, tiling.height),),
-            np.zeros_like(column),
-            np.ones_like(full),
-        )
+        whole = (TileBand(0, tiling.height),)
+        chosen = np.zeros_like(column)
+        ones = np.ones_like(full)
         if full.all():
             return BlockMask(column, chosen, ones, ones, whole, (), single=True)
         return BlockMask(
             column, chosen, np.zeros_like(full), ones, (), whole, single=True
         )
     number = np.arange(count)
-    is_full, is_partial = (
-        number < full[..., None],
-        (number >= full[..., None]) & (number < some[..., None]),
-    )
+    is_full = number < full[..., None]
+    is_partial = (number >= full[..., None]) & (number < some[..., None])
     full_bands, partial_bands = (
         tuple(sorted({TileBand(*p) for p in part[mine].tolist()}))
         for mine in (is_full, is_partial)
@@ -434,19 +426,15 @@ class TileVisit(NamedTuple):
         the row of tiles.
         """
         height = self.tile.shape[0]
-        return (
-            x
-            if x.shape[axis] == height
-            else lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
-        )
+        if x.shape[axis] == height:
+            return x
+        return lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
 
     def put_rows(self, x: Array, part: Array, axis: int = 0) -> Array:
         """Returns `x` with `part` in place of the entries that `rows(x, axis)` returns."""
-        return (
-            part
-            if x.shape == part.shape
-            else lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
-        )
+        if x.shape == part.shape:
+            return part
+        return lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
 
     def cut(self, kind: Kind, x: Array) -> Array:
         """Returns the tile's part of the argument `x`; for "queries", `x` holds only
@@ -457,13 +445,16 @@ class TileVisit(NamedTuple):
             return self.rows(x, axis)
         if kind.startswith("keys"):
             return self.tile.cut_columns(x, axis)
-        return self.tile.cut(x) if kind == "scores" else x
+        if kind == "scores":
+            return self.tile.cut(x)
+        return x
 
     def add(self, kind: Kind, x: Array, part: Array) -> Array:
         """Adds the tile's `part` to the sum `x` from `Argument.start`; for "queries",
         `x` holds one row of tiles.
         """
-        part, axis = part.astype(x.dtype), int(kind.endswith("transposed"))
+        part = part.astype(x.dtype)
+        axis = int(kind.endswith("transposed"))
         if kind.startswith("queries"):
             return self.put_rows(x, self.rows(x, axis) + part, axis)
         if kind.startswith("keys"):
@@ -471,7 +462,9 @@ class TileVisit(NamedTuple):
             return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(
                 x, part
             )
-        return self.tile.add(x, part) if kind == "scores" else x + part
+        if kind == "scores":
+            return self.tile.add(x, part)
+        return x + part
 
 
 def over_keys(
@@ -491,10 +484,8 @@ def over_keys(
     mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
 
     def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:
-        row, shape = (
-            i * tiling.height + band.first,
-            (band.end - band.first, tiling.width),
-        )
+        row = i * tiling.height + band.first
+        shape = (band.end - band.first, tiling.width)
         tile = tiling.tile(row, element(blocks.column, n), shape, rule.offsets.values)
         return step(TileVisit(band.first, tile), rule, state)
 
@@ -508,14 +499,14 @@ def over_keys(
             functools.partial(visit, band, dataclasses.replace(rule, mask=mask_of_tile))
             for band in bands
         ]
-        one = (
-            visits[0]
-            if len(visits) == 1
-            else functools.partial(_visit_band, blocks.band, visits)
-        )
-        state = (
-            one(0, state) if blocks.single else lax.fori_loop(first, end, one, state)
-        )
+        if len(visits) == 1:
+            one = visits[0]
+        else:
+            one = functools.partial(_visit_band, blocks.band, visits)
+        if blocks.single:
+            state = one(0, state)
+        else:
+            state = lax.fori_loop(first, end, one, state)
     return state
 
 

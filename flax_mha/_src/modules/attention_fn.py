@@ -383,9 +383,9 @@ def core_of(attention_fn: Callable[..., Array]) -> CoreAttention | None:
     core = getattr(function, "core", None)
     if not isinstance(core, CoreAttention) or core.function is not function:
         return None
-    return (
-        dataclasses.replace(core, preset={**core.preset, **preset}) if preset else core
-    )
+    if preset:
+        return dataclasses.replace(core, preset={**core.preset, **preset})
+    return core
 
 
 def decode(
@@ -421,10 +421,10 @@ def decode(
             )
     query, key, value = heads
     if cache.scale is None:
-        key, value = key.astype(cache.key.dtype), value.astype(cache.value.dtype)
-    appended = (
-        Appended(*cache.append(key, value, lengths)) if appended is None else appended
-    )
+        key = key.astype(cache.key.dtype)
+        value = value.astype(cache.value.dtype)
+    if appended is None:
+        appended = Appended(*cache.append(key, value, lengths))
     if core is None or not core.computes((query,), arguments):
         function = attention_fn if core is None else core.function
         output = _decode_by(
@@ -485,7 +485,8 @@ def _decode_by(
     if latent is not None:
         keys, values = latent.expand(keys)
     visibility = Visibility.of(is_causal, window, mask, query.shape[-3], is_padded)
-    ends, is_ring = index + tokens, cache.window is not None
+    ends = index + tokens
+    is_ring = cache.window is not None
     sizes = (
         query.shape[-3],
         keys.shape[-3],
@@ -539,7 +540,8 @@ class ExplainedAttention:
 
     def _explain(self, call: Call, implementation: Implementation | None) -> Result:
         self.explanations.append(run.explain(call, implementation))
-        query, value = call.operands.query, call.operands.value
+        query = call.operands.query
+        value = call.operands.value
         return Result(
             jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), None
         )

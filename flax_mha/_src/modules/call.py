@@ -278,7 +278,9 @@ def _attends_to_itself(call: Given, source: KeySource) -> bool:
 def _check_inputs(
     layer: FlaxModule, call: Given, source: KeySource
 ) -> tuple[Array, Array, Array]:
-    inputs_q, inputs_k, inputs_v = call.inputs_q, call.inputs_k, call.inputs_v
+    inputs_q = call.inputs_q
+    inputs_k = call.inputs_k
+    inputs_v = call.inputs_v
     if inputs_k is None and inputs_v is not None:
         raise ValueError(
             "`inputs_k` cannot be None if `inputs_v` is not None. To have both be the "
@@ -390,7 +392,9 @@ def process(layer: FlaxModule, call: Given, heads: Heads) -> Heads:
 def _described(x: Any) -> str:
     if hasattr(x, "shape"):
         return f"an array of shape {x.shape} and dtype {x.dtype}"
-    return f"{len(x)} of them" if isinstance(x, tuple | list) else type(x).__name__
+    if isinstance(x, tuple | list):
+        return f"{len(x)} of them"
+    return type(x).__name__
 
 
 def cache_of(
@@ -407,7 +411,8 @@ def cache_of(
     arrays = layer.cache(query, key)
     if arrays is None:
         return None
-    queries, keys = query.shape[-3], key.shape[-3]
+    queries = query.shape[-3]
+    keys = key.shape[-3]
     if call.is_cross and not queries == keys == 1:
         raise ValueError(
             "Autoregressive cache shape error: while decoding, inputs_k must be "
@@ -427,7 +432,9 @@ def reach(local_window_size: Any) -> int | None:
     `local_window_size`; None means all.
     """
     window = check_window(local_window_size)
-    return None if window is None else window[0]
+    if window is None:
+        return None
+    return window[0]
 
 
 def rotate(
@@ -485,9 +492,10 @@ def attention_arguments(
     }
     ours |= {"max_score_module": layer.module if call.sow_max_score else None}
     ours |= per_sequence
-    lengths = (
-        layer.stored[2] if layer.stored is not None and source == "stored" else None
-    )
+    if layer.stored is not None and source == "stored":
+        lengths = layer.stored[2]
+    else:
+        lengths = None
     takes_lengths = core is not None and core.context is None
     if takes_lengths and lengths is not None:
         ours["key_value_seq_lengths"] = lengths

@@ -96,10 +96,8 @@ def context_parallel(
         )
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh or None, but got {mesh!r}.")
-    batch_axes, head_axis = (
-        _names("batch_axes", batch_axes),
-        _names("head_axis", head_axis),
-    )
+    batch_axes = _names("batch_axes", batch_axes)
+    head_axis = _names("head_axis", head_axis)
     return _ContextAttention(
         Context(axis, strategy, layout, batch_axes, head_axis, mesh)
     )
@@ -109,19 +107,20 @@ def _names(name: str, axes: Any) -> Axes:
     """Checks the mesh axes that were passed as argument `name`; returns one name, a
     tuple of several, or None.
     """
-    names = (
-        tuple(axes)
-        if isinstance(axes, tuple | list)
-        else ()
-        if axes is None
-        else (axes,)
-    )
+    if isinstance(axes, tuple | list):
+        names = tuple(axes)
+    elif axes is None:
+        names = ()
+    else:
+        names = (axes,)
     if not all(isinstance(x, str) for x in names):
         raise ValueError(
             f"{name} must be the name of a mesh axis, a tuple of names or None, but "
             f"got {axes!r}."
         )
-    return names[0] or None if len(names) == 1 else names or None
+    if len(names) == 1:
+        return names[0] or None
+    return names or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +175,10 @@ def _check_splittable(query: Array, arguments: dict[str, Any]) -> None:
         if x is not None and (name == "module" or "einsum" in name)
     ]
     if given or jnp.iscomplexobj(query):
-        got = (
-            f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}"
-            if given
-            else f"a query of {query.dtype}"
-        )
+        if given:
+            got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}"
+        else:
+            got = f"a query of {query.dtype}"
         raise ValueError(
             "context_parallel does not support complex inputs, custom einsums or "
             f"sow_weights, but got {got}, which needs whole sequences on one device; "

@@ -52,4 +52,6 @@ def dot_general(
     product = lax.dot_general(
         rows, rhs, dimension_numbers, *arguments, **options
     ).astype(jnp.bfloat16)
-    return product[:1] if is_row else product
+    if is_row:
+        return product[:1]
+    return product

@@ -57,9 +57,8 @@ def _is_of_flax_or_jax(function: Any) -> bool:
     `__module__` is copied by wrappers.
     """
     is_function = isinstance(function, types.FunctionType)
-    name = (
-        function.__globals__.get("__name__", "")
-        if is_function
-        else type(function).__module__
-    )
+    if is_function:
+        name = function.__globals__.get("__name__", "")
+    else:
+        name = type(function).__module__
     return name.split(".")[0] in ("flax", "jax", "jaxlib")

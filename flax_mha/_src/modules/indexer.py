@@ -126,11 +126,9 @@ class IndexLayers(NamedTuple):
         """
         inputs = lax.stop_gradient(inputs)
         factor = (self.indexer.num_heads * self.indexer.head_dim) ** -0.5
-        query, key, weights = (
-            self.query(inputs),
-            self.key(inputs)[..., None, :],
-            self.weights(inputs),
-        )
+        query = self.query(inputs)
+        key = self.key(inputs)[..., None, :]
+        weights = self.weights(inputs)
         return (
             query,
             key.astype(query.dtype),
@@ -191,7 +189,8 @@ def choose(
     if cache is not None:
         stored = key if cache.scale is not None else key.astype(cache.key.dtype)
         added = cache.append(stored, stored[..., :0], lengths)
-    new, given = None if added is None else added[0], arguments.get("key_indices")
+    new = None if added is None else added[0]
+    given = arguments.get("key_indices")
     if (has_all or given is not None) and sow_to is None:
         return given, new
     _check_mask(arguments.get("mask"))

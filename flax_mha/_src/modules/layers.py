@@ -82,12 +82,16 @@ class Norm:
     @property
     def reduced_axes(self) -> tuple[int, ...]:
         """The axes of [B..., T, heads, H] over which mean and variance are computed."""
-        return (-2, -1) if self.over == "all_heads" else (-1,)
+        if self.over == "all_heads":
+            return (-2, -1)
+        return (-1,)
 
     @property
     def scaled_axes(self) -> tuple[int, ...]:
         """The axes of [B..., T, heads, H] that the learned scale has."""
-        return (-2, -1) if self.scale == "heads" else (-1,)
+        if self.scale == "heads":
+            return (-2, -1)
+        return (-1,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +130,9 @@ class Gate:
 
     def shape(self, num_heads: int, value_size: int) -> tuple[int, ...]:
         """Returns the shape of a token's gate."""
-        return (num_heads,) if self.per == "head" else (num_heads, value_size)
+        if self.per == "head":
+            return (num_heads,)
+        return (num_heads, value_size)
 
     def apply(
         self, x: Float[Array, "*B T N Hv"], projected: Float[Array, "..."]
@@ -175,11 +181,10 @@ def norm_of(name: str, given: Any) -> Norm | None:
     if allows_flags and given is True:
         return Norm("layer")
     if not isinstance(given, Norm):
-        expected = (
-            "True, False or a flax_mha.Norm"
-            if allows_flags
-            else "a flax_mha.Norm or None"
-        )
+        if allows_flags:
+            expected = "True, False or a flax_mha.Norm"
+        else:
+            expected = "a flax_mha.Norm or None"
         fix = NORMS_BY_NAME.get(given, "") if isinstance(given, str) else ""
         if name == "out_norm" and given == "rms_norm":
             fix = NORMS_BY_NAME["rms_norm_all_heads"]
@@ -204,7 +209,9 @@ def gate_of(given: Any) -> Gate | None:
             "gate must be True, False or a flax_mha.Gate, but got "
             f"{given!r}{fix and f'; pass {fix}'}."
         )
-    return Gate() if given else None
+    if given:
+        return Gate()
+    return None
 
 
 def check_choice(

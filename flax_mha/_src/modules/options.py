@@ -25,7 +25,8 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
     """Raises a ValueError unless a module's constructor arguments are valid;
     `qkv_features`: N times the head size.
     """
-    num_heads, num_kv_heads = options["num_heads"], options.get("num_kv_heads")
+    num_heads = options["num_heads"]
+    num_kv_heads = options.get("num_kv_heads")
     _check_heads(
         num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features
     )
@@ -63,7 +64,8 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
             "value_dim must be None with share_kv=True, whose values are keys, but got "
             f"{options['value_dim']}."
         )
-    head_axis, rope = options["head_axis"], options["rope"]
+    head_axis = options["head_axis"]
+    rope = options["rope"]
     if head_axis is not None and not isinstance(head_axis, str):
         raise ValueError(
             "head_axis must be the name of a mesh axis or logical axis, but got "
@@ -82,7 +84,8 @@ def check_latent(options: Mapping[str, Any]) -> None:
     attention are valid.
     """
     for name in ("num_heads", *LATENT_SIZES, "q_lora_rank"):
-        size, optional = options[name], name == "q_lora_rank"
+        size = options[name]
+        optional = name == "q_lora_rank"
         if (not is_int(size) or size < 1) and (size is not None or not optional):
             raise ValueError(
                 f"{name} must be an int >= 1{' or None' * optional}, but got {size!r}."

@@ -64,16 +64,17 @@ def per_sequence_arguments(
         "query_seq_lengths",
         "key_value_seq_lengths",
     )
-    arguments = (
-        {}
-        if is_cached
-        else dict(zip(names, (*_pair(segment_ids), queries, keys), strict=True))
-    )
+    if is_cached:
+        arguments = {}
+    else:
+        arguments = dict(zip(names, (*_pair(segment_ids), queries, keys), strict=True))
     return (_zero_after(inputs_q, queries), key, value), arguments
 
 
 def _pair(given: Any) -> tuple[Any, Any]:
-    return given if isinstance(given, tuple) else (given, given)
+    if isinstance(given, tuple):
+        return given
+    return (given, given)
 
 
 def _zero_after(x: Float[Array, "*B T D"], lengths: Any) -> Float[Array, "*B T D"]:
@@ -84,11 +85,9 @@ def _zero_after(x: Float[Array, "*B T D"], lengths: Any) -> Float[Array, "*B T D
         validation.Shape(tuple(batch), number, number, 1, 1, 1, 1),
         number,
     )
-    return (
-        x
-        if lengths is None
-        else jnp.where(_before(lengths, number)[..., None], x, jnp.zeros((), x.dtype))
-    )
+    if lengths is None:
+        return x
+    return jnp.where(_before(lengths, number)[..., None], x, jnp.zeros((), x.dtype))
 
 
 def _before(lengths: PerSequence, number: int) -> Bool[Array, "*B n"]:
@@ -102,18 +101,18 @@ def _check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array) -> No
     """Checks `segment_ids` here, because `dot_product_attention` would call them
     `query_segment_ids` in its errors.
     """
-    queries, keys = inputs_q.shape[-2], inputs_k.shape[-2]
+    queries = inputs_q.shape[-2]
+    keys = inputs_k.shape[-2]
     is_pair = isinstance(segment_ids, tuple)
     if not is_pair and queries != keys:
         raise ValueError(
             "segment_ids must be a pair (queries, keys) if their lengths differ, but "
             f"got one array for lengths {queries} and {keys}."
         )
-    names = (
-        ("segment_ids of queries", "segment_ids of keys")
-        if is_pair
-        else ("segment_ids", "segment_ids")
-    )
+    if is_pair:
+        names = ("segment_ids of queries", "segment_ids of keys")
+    else:
+        names = ("segment_ids", "segment_ids")
     shape = validation.Shape(inputs_q.shape[:-2], queries, keys, 1, 1, 1, 1)
     validation.segment_ids(*_pair(segment_ids), shape, names)
 
@@ -254,4 +253,6 @@ def mask_padding(
     after the first `lengths`.
     """
     shown = _before(lengths, key.shape[-3])[..., None, None, :]
-    return shown if mask is None else mask & shown
+    if mask is None:
+        return shown
+    return mask & shown

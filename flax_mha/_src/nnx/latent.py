@@ -212,39 +212,32 @@ class MultiHeadLatentAttention(AttentionModule):
         check_features(in_features=in_features, out_features=out_features)
         check_latent(given)
         check_rngs(rngs, nnx.Rngs)
-        dropout_rate, logits_soft_cap = (
-            check_dropout_rate(dropout_rate),
-            check_soft_cap(logits_soft_cap),
-        )
-        self.num_heads, self.in_features, self.in_kv_features = (
-            num_heads,
-            in_features,
-            in_features,
-        )
-        self.kv_lora_rank, self.q_lora_rank, self.v_head_dim = (
-            kv_lora_rank,
-            q_lora_rank,
-            v_head_dim,
-        )
-        self.qk_nope_head_dim, self.qk_rope_head_dim = (
-            qk_nope_head_dim,
-            qk_rope_head_dim,
-        )
+        dropout_rate = check_dropout_rate(dropout_rate)
+        logits_soft_cap = check_soft_cap(logits_soft_cap)
+        self.num_heads = num_heads
+        self.in_features = in_features
+        self.in_kv_features = in_features
+        self.kv_lora_rank = kv_lora_rank
+        self.q_lora_rank = q_lora_rank
+        self.v_head_dim = v_head_dim
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
         self.out_features = in_features if out_features is None else out_features
-        self.dtype, self.param_dtype, self.precision = dtype, param_dtype, precision
-        self.dropout_rate, self.broadcast_dropout = dropout_rate, broadcast_dropout
-        self.deterministic, self.decode = deterministic, decode
-        self.norm_epsilon, self.attention_fn, self.implementation = (
-            norm_epsilon,
-            attention_fn,
-            implementation,
-        )
-        self.scale, self.local_window_size, self.logits_soft_cap = (
-            scale,
-            local_window_size,
-            logits_soft_cap,
-        )
-        self.rope, self.head_axis = rope, head_axis
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.precision = precision
+        self.dropout_rate = dropout_rate
+        self.broadcast_dropout = broadcast_dropout
+        self.deterministic = deterministic
+        self.decode = decode
+        self.norm_epsilon = norm_epsilon
+        self.attention_fn = attention_fn
+        self.implementation = implementation
+        self.scale = scale
+        self.local_window_size = local_window_size
+        self.logits_soft_cap = logits_soft_cap
+        self.rope = rope
+        self.head_axis = head_axis
         self.query_residual = query_residual
         self.gating = gate_of(gate)
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
@@ -277,11 +270,10 @@ class MultiHeadLatentAttention(AttentionModule):
                 ("kv_b_proj", "key"),
                 ("o_proj", "out"),
             )
-            gate_axes = (
-                "head_gate"
-                if self.gating is not None and self.gating.per == "head"
-                else "query"
-            )
+            if self.gating is not None and self.gating.per == "head":
+                gate_axes = "head_gate"
+            else:
+                gate_axes = "query"
             self._split_heads(num_heads, (*of_heads, ("gate", gate_axes)))
 
     def _add_layers(
@@ -308,10 +300,8 @@ class MultiHeadLatentAttention(AttentionModule):
         self.kv_a_layernorm = norm(self.kv_lora_rank)
         both = (self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         self.kv_b_proj = linear(self.kv_lora_rank, both, use_bias=False)
-        of_heads, options = (
-            (self.num_heads, self.v_head_dim),
-            {"use_bias": use_bias, "kernel_init": out_kernel_init},
-        )
+        of_heads = (self.num_heads, self.v_head_dim)
+        options = {"use_bias": use_bias, "kernel_init": out_kernel_init}
         self.o_proj = linear(of_heads, self.out_features, axis=(-2, -1), **options)
         self.gate: Any = nnx.data(None)
         if self.gating is not None:

@@ -173,7 +173,9 @@ class AttentionModule(nnx.Module):
         def variable(x: Array | None) -> Any:
             if x is None:
                 return nnx.data(None)
-            return nnx.Cache(x) if names is None else _split(nnx.Cache(x), names)
+            if names is None:
+                return nnx.Cache(x)
+            return _split(nnx.Cache(x), names)
 
         self.cached_key, self.cached_scale = variable(cache.key), variable(cache.scale)
         self.cached_value = variable(cache.value if value_size is None else None)

@@ -222,25 +222,19 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             out_features=out_features,
             in_kv_features=in_kv_features,
         )
-        dropout_rate, logits_soft_cap = (
-            check_dropout_rate(dropout_rate),
-            check_soft_cap(logits_soft_cap),
-        )
+        dropout_rate = check_dropout_rate(dropout_rate)
+        logits_soft_cap = check_soft_cap(logits_soft_cap)
         given = dict(locals())
         check_options(given, in_features if qkv_features is None else qkv_features)
         check_rngs(rngs, nnx.Rngs)
         norm_of_qk = norm_of("normalize_qk", normalize_qk)
         self.gating = gate_of(gate)
-        self.implementation, self.scale, self.logits_soft_cap = (
-            implementation,
-            scale,
-            logits_soft_cap,
-        )
-        self.local_window_size, self.rope, self.head_axis = (
-            local_window_size,
-            rope,
-            head_axis,
-        )
+        self.implementation = implementation
+        self.scale = scale
+        self.logits_soft_cap = logits_soft_cap
+        self.local_window_size = local_window_size
+        self.rope = rope
+        self.head_axis = head_axis
         self.process_heads = process_heads
         changed = {
             "normalize_qk": norm_of_qk is not None,
@@ -283,11 +277,10 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         )
         self._add_layers(given)
         if head_axis is not None:
-            gate_axes = (
-                "head_gate"
-                if self.gating is not None and self.gating.per == "head"
-                else "query"
-            )
+            if self.gating is not None and self.gating.per == "head":
+                gate_axes = "head_gate"
+            else:
+                gate_axes = "query"
             self._split_heads(self.num_kv_heads, (*OF_HEADS, ("gate", gate_axes)))
 
     def _add_layers(self, given: Mapping[str, Any]) -> None:

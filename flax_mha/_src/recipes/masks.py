@@ -147,10 +147,8 @@ def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> dict[str, 
         integer of at least 1; in the attention, if the table has another number of
         heads, or too few rows or columns.
     """
-    table, block = (
-        as_array("table", table, "a boolean array"),
-        int_at_least("block", block, 1),
-    )
+    table = as_array("table", table, "a boolean array")
+    block = int_at_least("block", block, 1)
     if table.dtype != bool or table.ndim != 3:
         raise ValueError(
             f"table must be bool [heads, rows, columns], but got {table.dtype} "
@@ -226,7 +224,8 @@ def block_diffusion(length: int, block: int) -> dict[str, Any]:
       ····████
       ····████
     """
-    length, block = int_at_least("length", length, 1), int_at_least("block", block, 1)
+    length = int_at_least("length", length, 1)
+    block = int_at_least("block", block, 1)
 
     @made_for(q_idx=2 * length, kv_idx=2 * length)
     def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
@@ -258,7 +257,8 @@ def tree_causal(
         traced. The attention raises it if the batch does not have B sequences, or if
         there are queries after the tree, unless `index` is traced.
     """
-    parents, index = int32("parents", parents), int32("index", index)
+    parents = int32("parents", parents)
+    index = int32("index", index)
     batches = {x.shape[0] for x, rank in ((parents, 2), (index, 1)) if x.ndim == rank}
     if (
         parents.ndim not in (1, 2)
@@ -407,7 +407,8 @@ def sliding_tiles(
         _three(name, x)
         for name, x in (("video", video), ("tile", tile), ("window", window))
     )
-    text, tokens = int_at_least("text", text, 0), math.prod(video)
+    text = int_at_least("text", text, 0)
+    tokens = math.prod(video)
     tiles = [x // y for x, y in zip(video, tile, strict=True)]
     if any(x % y for x, y in zip(video, tile, strict=True)):
         raise ValueError(
@@ -436,7 +437,9 @@ def sliding_tiles(
         ):
             first = jnp.clip(q - size // 2, 0, count - size)
             near &= (first <= kv) & (kv < first + size)
-        return near | (q_idx >= tokens) | (kv_idx >= tokens) if text else near
+        if text:
+            return near | (q_idx >= tokens) | (kv_idx >= tokens)
+        return near
 
     return {"mask": FunctionMask(visible)}
 
@@ -491,7 +494,8 @@ def shifted_windows(
         int_at_least(name, x, 1)
         for name, x in (("height", height), ("width", width), ("window", window))
     )
-    table, side = as_array("table", table, "an array [offsets, heads]"), 2 * window - 1
+    table = as_array("table", table, "an array [offsets, heads]")
+    side = 2 * window - 1
     if height % window or width % window:
         raise ValueError(
             f"height and width must be multiples of window, {window}, but got {height} "

@@ -104,9 +104,10 @@ def t5_bias(
     def score_mod(
         score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array
     ) -> Array:
-        distance = (
-            jnp.abs(q_idx - kv_idx) if bidirectional else jnp.maximum(q_idx - kv_idx, 0)
-        )
+        if bidirectional:
+            distance = jnp.abs(q_idx - kv_idx)
+        else:
+            distance = jnp.maximum(q_idx - kv_idx, 0)
         ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact) / jnp.log(
             max_distance / exact
         )
@@ -115,11 +116,9 @@ def t5_bias(
         bucket += jnp.where(kv_idx > q_idx, buckets, 0) if bidirectional else 0
         return score + table[bucket, h].astype(score.dtype)
 
-    return (
-        {"score_mod": score_mod}
-        if bidirectional
-        else {"mask": CausalMask(), "score_mod": score_mod}
-    )
+    if bidirectional:
+        return {"score_mod": score_mod}
+    return {"mask": CausalMask(), "score_mod": score_mod}
 
 
 def soft_cap(cap: float = 50.0) -> dict[str, Any]:
@@ -214,16 +213,13 @@ def relative_terms(
     terms = _floats("terms", terms, "[batch..., heads, queries, distances]", 3)
     *_, heads, rows, width = terms.shape
     if not width or (bidirectional and width % 2 == 0):
-        kind = (
-            "an odd number of distances if bidirectional"
-            if bidirectional
-            else "at least 1 distance"
-        )
+        if bidirectional:
+            kind = "an odd number of distances if bidirectional"
+        else:
+            kind = "at least 1 distance"
         raise ValueError(f"terms must have {kind}, but got shape {terms.shape}.")
-    terms, first = (
-        terms.reshape(-1, heads, rows, width),
-        int32("query_offset", query_offset).reshape(-1),
-    )
+    terms = terms.reshape(-1, heads, rows, width)
+    first = int32("query_offset", query_offset).reshape(-1)
     if first.size not in (1, terms.shape[0]):
         raise ValueError(
             f"query_offset must be one int, or one for each of {terms.shape[0]} batch "
@@ -244,11 +240,9 @@ def relative_terms(
         term = term if clip else jnp.where((place >= 0) & (place < width), term, 0.0)
         return score + jnp.where((row >= 0) & (row < rows), term, jnp.nan)
 
-    return (
-        {"score_mod": score_mod}
-        if bidirectional
-        else {"mask": CausalMask(), "score_mod": score_mod}
-    )
+    if bidirectional:
+        return {"score_mod": score_mod}
+    return {"mask": CausalMask(), "score_mod": score_mod}
 
 
 def _floats(name: str, value: Any, axes: str, rank: int = 2) -> Array:

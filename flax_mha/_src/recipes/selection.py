@@ -49,7 +49,8 @@ def top_blocks(
       >>> dot_product_attention(query, key, value, **blocks).shape
       (1, 1000, 4, 16)
     """
-    block, count = int_at_least("block", block, 1), int_at_least("count", count, 1)
+    block = int_at_least("block", block, 1)
+    count = int_at_least("count", count, 1)
     size, (keys, num_heads) = query.shape[-1], key.shape[-3:-1]
     number = -(-keys // block)
     padded = jnp.pad(

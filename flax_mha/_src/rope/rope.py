@@ -114,11 +114,10 @@ class RoPE:
             or abs(size - round(size)) > 1e-6 * head_size
         ):
             even = max(2 * round(size / 2 - 0.25), 2)
-            fix = (
-                f"for example, use fraction={even} / {head_size}"
-                if even <= head_size
-                else "use larger heads"
-            )
+            if even <= head_size:
+                fix = f"for example, use fraction={even} / {head_size}"
+            else:
+                fix = "use larger heads"
             raise ValueError(
                 "fraction * head size must be an even integer >= 2, because features "
                 f"are rotated in pairs, but got {self.fraction!r} * {head_size} = "
@@ -131,19 +130,15 @@ class RoPE:
         float64 `[R / 2]`.
         """
         of_size = functools.partial(self._scaling.frequencies, float(self.base))
-        size, sections, layout = (
-            self.rotated_size(head_size),
-            self.sections or (),
-            self.section_layout,
-        )
+        size = self.rotated_size(head_size)
+        sections = self.sections or ()
+        layout = self.section_layout
         if layout == "axial":
             return np.concatenate([of_size(2 * pairs) for pairs in sections])
         found = of_size(size)
-        return (
-            found.reshape(-1, len(sections)).T.ravel()
-            if layout == "axial_strided"
-            else found
-        )
+        if layout == "axial_strided":
+            return found.reshape(-1, len(sections)).T.ravel()
+        return found
 
     def coordinates(self, head_size: int) -> np.ndarray:
         """Returns, as integers [R / 2], which coordinate of a position (a row, say)
@@ -180,7 +175,9 @@ class RoPE:
 
     @property
     def _scaling(self) -> Scaling:
-        return Scaling() if self.scaling is None else self.scaling
+        if self.scaling is None:
+            return Scaling()
+        return self.scaling
 
     @classmethod
     def from_config(
@@ -275,10 +272,8 @@ def apply_rope(
       0.5403 0.8415
     """
     x, positions = _check(x, positions, rope)
-    size, dtype = (
-        rope.rotated_size(x.shape[-1]),
-        jnp.float64 if x.dtype == jnp.float64 else jnp.float32,
-    )
+    size = rope.rotated_size(x.shape[-1])
+    dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     by_coordinate = positions if rope.sections else positions[..., None]
     rotates = np.arange(by_coordinate.shape[-1])[:, None] == rope.coordinates(
         x.shape[-1]
@@ -293,20 +288,20 @@ def apply_rope(
             (1,) * (x.ndim - 2 - coordinate.ndim) + coordinate.shape + (1, 1)
         )
         angles += coordinate.astype(dtype) * row.reshape((1,) * (x.ndim - 1) + (-1,))
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
     if rope.attention_factor != 1.0:
-        cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
+        cos = cos * rope.attention_factor
+        sin = sin * rope.attention_factor
     pairs, axis = ((size // 2, 2), -1) if rope.interleaved else ((2, size // 2), -2)
     u, v = jnp.unstack(
         x[..., :size].astype(dtype).reshape(*x.shape[:-1], *pairs), axis=axis
     )
     rotated = jnp.stack([u * cos - v * sin, v * cos + u * sin], axis=axis)
     rotated = rotated.reshape(*x.shape[:-1], size).astype(x.dtype)
-    return (
-        rotated
-        if size == x.shape[-1]
-        else jnp.concatenate([rotated, x[..., size:]], axis=-1)
-    )
+    if size == x.shape[-1]:
+        return rotated
+    return jnp.concatenate([rotated, x[..., size:]], axis=-1)
 
 
 def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
@@ -343,12 +338,11 @@ def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
         )
     axes = (len(rope.sections),) if rope.sections else ()
     if positions.shape not in (x.shape[:-2] + axes, x.shape[-3:-2] + axes):
-        name, fix = "", "use jnp.broadcast_to for other batch axes"
+        name = ""
+        fix = "use jnp.broadcast_to for other batch axes"
         if axes:
-            name, fix = (
-                ", coordinates",
-                f"repeat the position of a text token {axes[0]} times",
-            )
+            name = ", coordinates"
+            fix = f"repeat the position of a text token {axes[0]} times"
         raise ValueError(
             f"positions must be [batch..., length{name}] or [length{name}], that is "
             f"{x.shape[:-2] + axes} or {x.shape[-3:-2] + axes} for x of shape "

@@ -246,10 +246,13 @@ class YaRN(Scaling):
             for turns in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, size - 1)
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, size - 1)
         # 0.001 as published: no division by 0.
-        kept, width = super().frequencies(base, size), last - first or 0.001
+        kept = super().frequencies(base, size)
+        width = last - first or 0.001
         return _blend(
             kept, kept / self.factor, 1 - (np.arange(size // 2) - first) / width
         )
@@ -288,11 +291,10 @@ class LongRoPE(Scaling):
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        factors = (
-            tuple(self.factors)
-            if isinstance(self.factors, Iterable)
-            else (self.factors,)
-        )
+        if isinstance(self.factors, Iterable):
+            factors = tuple(self.factors)
+        else:
+            factors = (self.factors,)
         for factor in factors:
             check_number("each factor in LongRoPE(factors)", factor, above=0.0)
         self._check("attention_factor", above=0.0)

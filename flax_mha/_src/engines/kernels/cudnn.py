@@ -31,7 +31,8 @@ from flax_mha._src.engines.kernels import mask as kernel_mask
 from flax_mha._src.engines.kernels.mask import Arrays, KernelMask
 from flax_mha._src.plan import Plan
 
-DTYPES, DTYPES_OF_BIAS = (jnp.float16, jnp.bfloat16), (jnp.bfloat16,)
+DTYPES = (jnp.float16, jnp.bfloat16)
+DTYPES_OF_BIAS = (jnp.bfloat16,)
 # Lengths are padded to a multiple of this: backward plans fail for odd lengths, and
 # returned NaN for odd multiples of 64 (pytorch/pytorch#196678).
 SIDE = 128
@@ -117,7 +118,8 @@ class Kernel(NamedTuple):
 
 
 def _kernel(call: Call, mask: KernelMask) -> Kernel:
-    query, key = call.operands.query, call.operands.key
+    query = call.operands.query
+    key = call.operands.key
     (queries, keys), batch = call.operands.lengths, math.prod(query.shape[:-3])
     rows, columns = (length + -length % SIDE for length in (queries, keys))
     if mask.right == 0:
@@ -159,15 +161,15 @@ def refusals(call: Call) -> list[str]:
     If the GPU is only assumed (`Target.assumed`), it lists why an H100 cannot compute
     the call; it compiles nothing.
     """
-    mask, target, operands = (
-        kernel_mask.kernel_mask(call),
-        call.options.target,
-        call.operands,
-    )
-    here = (
-        H100 if target.assumed and target.platform == "gpu" else device(target.platform)
-    )
-    head_size, value_size = operands.query.shape[-1], operands.value.shape[-1]
+    mask = kernel_mask.kernel_mask(call)
+    target = call.options.target
+    operands = call.operands
+    if target.assumed and target.platform == "gpu":
+        here = H100
+    else:
+        here = device(target.platform)
+    head_size = operands.query.shape[-1]
+    value_size = operands.value.shape[-1]
     reasons = kernel_mask.refusals(call, mask, ["bias"]) + _refusals_of_bias(call)
     if here.capability is None:
         reasons.append(reason_against_platform("cuda", "NVIDIA GPUs", here.name))
@@ -213,7 +215,8 @@ def refusals(call: Call) -> list[str]:
 
 def _refusals_of_bias(call: Call) -> list[str]:
     operands, options = call
-    bias, batch = operands.bias, operands.query.shape[:-3]
+    bias = operands.bias
+    batch = operands.query.shape[:-3]
     if bias is None:
         return []
     reasons = []
@@ -258,15 +261,15 @@ def failure(kernel: Kernel) -> list[str]:
     """
     query = jax.ShapeDtypeStruct(kernel.query, kernel.dtype)
     key = jax.ShapeDtypeStruct(kernel.key, kernel.dtype)
-    lengths = (
-        jax.ShapeDtypeStruct(kernel.query[:1], jnp.int32) if kernel.padded else None
-    )
+    if kernel.padded:
+        lengths = jax.ShapeDtypeStruct(kernel.query[:1], jnp.int32)
+    else:
+        lengths = None
     (batch, rows, num_heads, _), (_, columns, *_) = kernel.query, kernel.key
-    bias = (
-        jax.ShapeDtypeStruct((batch, num_heads, rows, columns), kernel.dtype)
-        if kernel.has_bias
-        else None
-    )
+    if kernel.has_bias:
+        bias = jax.ShapeDtypeStruct((batch, num_heads, rows, columns), kernel.dtype)
+    else:
+        bias = None
 
     def both(
         query: Array,
@@ -309,11 +312,13 @@ class Masked(NamedTuple):
         visible keys get the output 0.
         """
         query, key, value, bias, _ = arrays
-        batch, lengths = query.shape[0], (query.shape[1], key.shape[1])
+        batch = query.shape[0]
+        lengths = (query.shape[1], key.shape[1])
         all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)
-        visible = (
-            None if all_see_keys else kernel_mask.visible_range(mask, batch, lengths)
-        )
+        if all_see_keys:
+            visible = None
+        else:
+            visible = kernel_mask.visible_range(mask, batch, lengths)
         output, lse = _padded(self.kernel, arrays, visible, residual=True)
         if bias is not None or not all_see_keys:
             masked = kernel_mask.masked_rows(mask, batch, lengths, bias)
@@ -321,11 +326,10 @@ class Masked(NamedTuple):
             lse = jnp.where(masked, jnp.zeros_like(lse), lse)
         # Without gradients, a query affects only its own output. Then check its
         # log-sum-exp, which is much smaller.
-        finite_bias = (
-            ()
-            if bias is None
-            else (jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias),)
-        )
+        if bias is None:
+            finite_bias = ()
+        else:
+            finite_bias = (jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias),)
         return output, (query if differentiated else lse, key, value, *finite_bias)
 
     def clean(self, arrays: Arrays, mask: KernelMask) -> tuple[Arrays, Array]:
@@ -347,8 +351,10 @@ class CuDNN(Engine):
 
     def forward(self, plan: Plan, call: Call) -> Result:
         operands, options = call
-        mask, axes = kernel_mask.kernel_mask(call), operands.query.ndim - 3
-        kernel, mask = _kernel(call, mask), mask.flat(operands.query.shape[:axes])
+        mask = kernel_mask.kernel_mask(call)
+        axes = operands.query.ndim - 3
+        kernel = _kernel(call, mask)
+        mask = mask.flat(operands.query.shape[:axes])
         query, key, value = (kernel_mask.flat(x, axes) for x in operands[:3])
         columns = kernel.key[1]
         bias = None if operands.bias is None else _bias_of(operands)[..., :columns]
@@ -391,16 +397,12 @@ def _padded(
     if kernel.padded:
         # Queries with a visible key come first, so cuDNN gets their number, at least 1,
         # as the query length.
-        rows, columns = (
-            jnp.full(batch, queries, jnp.int32),
-            jnp.full(batch, key.shape[1], jnp.int32),
-        )
+        rows = jnp.full(batch, queries, jnp.int32)
+        columns = jnp.full(batch, key.shape[1], jnp.int32)
         if visible is not None:
             first, end = visible
-            rows, columns = (
-                jnp.sum(first < end, axis=1, dtype=jnp.int32),
-                jnp.max(end, axis=1),
-            )
+            rows = jnp.sum(first < end, axis=1, dtype=jnp.int32)
+            columns = jnp.max(end, axis=1)
         lengths = jnp.maximum(rows, 1), jnp.maximum(columns, 1)
     query = kernel_mask.pad_to(query, 1, kernel.query[1])
     key, value = (kernel_mask.pad_to(x, 1, kernel.key[1]) for x in (key, value))
@@ -428,7 +430,9 @@ def _call(
 ) -> list[Array]:
     query, key, value, bias, _ = arrays
     answer = kernel(query, key, value, *lengths, residual, bias)
-    return list(answer) if residual else [answer]
+    if residual:
+        return list(answer)
+    return [answer]
 
 
 def _forward(

@@ -164,9 +164,9 @@ def _version_of_package(name: str) -> Version | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
-    return (
-        None if numbers is None else (int(numbers[1]), int(numbers[2]), int(numbers[3]))
-    )
+    if numbers is None:
+        return None
+    return (int(numbers[1]), int(numbers[2]), int(numbers[3]))
 
 
 def _text(version: Version) -> str:

@@ -60,7 +60,9 @@ def with_derivatives(
         count,
     )
     output, *rows = _attention(functions, program)(*leaves)
-    return Result(output, *rows) if rows else Result(output, None)
+    if rows:
+        return Result(output, *rows)
+    return Result(output, None)
 
 
 class _Functions(NamedTuple):
@@ -78,11 +80,10 @@ class _Functions(NamedTuple):
         """Evaluates a program of the kernel or of its gradient, compiled only for
         `platform` unless that is None.
         """
-        run = (
-            as_function(program)
-            if self.platform is None
-            else compile_for(self.platform, program)
-        )
+        if self.platform is None:
+            run = as_function(program)
+        else:
+            run = compile_for(self.platform, program)
         return run(*arguments)
 
 
@@ -124,7 +125,8 @@ class _ForwardPass(NamedTuple):
             structures.append(structure)
             return [*results, *residuals]
 
-        program, results = jax.make_jaxpr(forward)(*arguments), functions.num_results
+        program = jax.make_jaxpr(forward)(*arguments)
+        results = functions.num_results
         count = len(program.out_avals)
         kept = [
             i < results
@@ -150,10 +152,8 @@ class _ForwardPass(NamedTuple):
         `kept` are those from the kernel; the others are cheap, and are computed again
         from `arguments`.
         """
-        computed, known = (
-            iter(as_function(self.inputs)(*lax.stop_gradient(list(arguments)))),
-            iter(kept),
-        )
+        computed = iter(as_function(self.inputs)(*lax.stop_gradient(list(arguments))))
+        known = iter(kept)
         return [next(known if flag else computed) for flag in self.of_kernel]
 
 
@@ -172,20 +172,17 @@ def _attention(
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         argnums = tuple(sorted(tangents))
-        current = (
-            saved
-            if saved is not None and saved.argnums == argnums
-            else _ForwardPass.of(functions, argnums, arguments)
-        )
+        if saved is not None and saved.argnums == argnums:
+            current = saved
+        else:
+            current = _ForwardPass.of(functions, argnums, arguments)
         outputs = (
             attend
             if current is saved
             else _attention(functions, current.program, current)
         )(*arguments)
-        results, kept = (
-            outputs[: functions.num_results],
-            outputs[functions.num_results :],
-        )
+        results = outputs[: functions.num_results]
+        kept = outputs[functions.num_results :]
         named = [
             checkpoint_name(x, name)
             for x, name in zip(results, RESIDUALS, strict=False)
@@ -202,11 +199,10 @@ def _attention(
             *current.all_residuals(arguments, kept),
             *(tangents[i] for i in argnums),
         )
-        primal = (
-            [*results, *kept]
-            if saved is None or saved is current
-            else attend(*arguments)
-        )
+        if saved is None or saved is current:
+            primal = [*results, *kept]
+        else:
+            primal = attend(*arguments)
         primal = primal[: len(attend.outputs)]
         return primal, [*d_results, *(None for _ in primal[functions.num_results :])]
 
@@ -224,7 +220,8 @@ def _tangent(
     and the tangents of the leaves with indices `saved.argnums`. `outputs` have the
     shapes and dtypes of the results.
     """
-    argnums, num_saved = saved.argnums, saved.pull.num_leaves
+    argnums = saved.argnums
+    num_saved = saved.pull.num_leaves
     first = num_leaves + num_saved
 
     def evaluate(*arguments: Any) -> Sequence[Array]:

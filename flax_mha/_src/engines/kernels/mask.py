@@ -70,7 +70,8 @@ def kernel_mask(call: Call) -> KernelMask:
     for part in conjuncts(call.operands.mask):
         if part.window is not None:
             before, ahead = part.window
-            left, right = _smaller(left, before), _smaller(right, ahead)
+            left = _smaller(left, before)
+            right = _smaller(right, ahead)
         elif isinstance(part, LengthMask):
             query_lengths = _smaller(query_lengths, part.query_lengths)
             key_lengths = _smaller(key_lengths, part.key_value_lengths)
@@ -85,16 +86,14 @@ def kernel_mask(call: Call) -> KernelMask:
     # Convert positions to rows and columns. A limit that masks nothing becomes None;
     # one that masks everything is clamped to the size of the arrays.
     shift: Any = query_offset - key_offset if call.operands.offsets.are_known else 0
-    left = (
-        None
-        if left is None or left - shift >= queries - 1
-        else max(left - shift, -keys)
-    )
-    right = (
-        None
-        if right is None or right + shift >= keys - 1
-        else max(right + shift, -queries)
-    )
+    if left is None or left - shift >= queries - 1:
+        left = None
+    else:
+        left = max(left - shift, -keys)
+    if right is None or right + shift >= keys - 1:
+        right = None
+    else:
+        right = max(right + shift, -queries)
     if not call.operands.offsets.are_known:  # then any limit is a reason to refuse
         left, right = (None if side is None else 0 for side in (left, right))
     query_lengths = None if query_lengths is None else query_lengths - query_offset
@@ -105,7 +104,9 @@ def kernel_mask(call: Call) -> KernelMask:
 def _smaller(a: Any, b: Any) -> Any:
     if a is None or b is None:
         return a if b is None else b
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
+    return jnp.minimum(a, b)
 
 
 def refusals(
@@ -183,16 +184,14 @@ def visible_range(
     """
     queries, keys = lengths
     rows = jnp.arange(queries, dtype=jnp.int32)
-    first = (
-        jnp.zeros_like(rows)
-        if mask.left is None
-        else jnp.clip(rows - mask.left, 0, keys)
-    )
-    end = (
-        jnp.full_like(rows, keys)
-        if mask.right is None
-        else jnp.clip(rows + mask.right + 1, 0, keys)
-    )
+    if mask.left is None:
+        first = jnp.zeros_like(rows)
+    else:
+        first = jnp.clip(rows - mask.left, 0, keys)
+    if mask.right is None:
+        end = jnp.full_like(rows, keys)
+    else:
+        end = jnp.clip(rows + mask.right + 1, 0, keys)
     if mask.key_lengths is not None:
         end = jnp.minimum(
             *jnp.broadcast_arrays(end, jnp.maximum(mask.key_lengths, 0)[..., None])
@@ -249,9 +248,12 @@ def _visible(
     places = jnp.arange(lengths[1], dtype=jnp.int32)[None, None, None, :]
     visible = (first <= places) & (places < end)
     if mask.segments is not None:
-        query_ids, key_ids = mask.segments.query_ids, mask.segments.key_value_ids
+        query_ids = mask.segments.query_ids
+        key_ids = mask.segments.key_value_ids
         visible = visible & (query_ids[:, :, None, None] == key_ids[:, None, None, :])
-    return visible if bias is None else visible & (bias != -jnp.inf)
+    if bias is None:
+        return visible
+    return visible & (bias != -jnp.inf)
 
 
 class Arrays(NamedTuple):
@@ -275,11 +277,9 @@ def clean(
     that overflows when multiplied by `scale` is replaced, too.
     """
     query, key, value, bias, _ = arrays
-    batch, lengths, groups = (
-        query.shape[0],
-        (query.shape[1], key.shape[1]),
-        query.shape[2] // key.shape[2],
-    )
+    batch = query.shape[0]
+    lengths = (query.shape[1], key.shape[1])
+    groups = query.shape[2] // key.shape[2]
     key, value, of_keys = guard.zero_keys(key, value)
     of_queries = guard.flag(query.astype(jnp.float32) * scale)
     is_bad_bias: Any = (

@@ -314,10 +314,8 @@ class Splash(Engine):
 
     def forward(self, plan: Plan, call: Call) -> Result:
         operands, options = call
-        batch, mask = (
-            operands.query.shape[:-3],
-            kernel_mask.kernel_mask(call).flat(operands.query.shape[:-3]),
-        )
+        batch = operands.query.shape[:-3]
+        mask = kernel_mask.kernel_mask(call).flat(operands.query.shape[:-3])
         query, key, value = (kernel_mask.flat(x, len(batch)) for x in operands[:3])
         arrays = Arrays(_scaled(query, options.scale), key, value)
         if operands.sinks is not None:
@@ -372,11 +370,9 @@ def _mask(
     nearest = 1 - queries if mask.left is None else max(-mask.left, 1 - queries)
     furthest = keys - 1 if mask.right is None else min(mask.right, keys - 1)
     everything = mask.left is None and mask.right is None and size[1] == keys
-    return (
-        splash_masks.FullMask(size)
-        if everything or furthest < nearest
-        else Band(size, mask.left, mask.right, keys)
-    )
+    if everything or furthest < nearest:
+        return splash_masks.FullMask(size)
+    return Band(size, mask.left, mask.right, keys)
 
 
 def _segment_ids(
@@ -395,7 +391,8 @@ def _segment_ids(
             jnp.zeros((batch, length), jnp.int32) for length in lengths
         )
     else:
-        query_ids, key_ids = mask.segments.query_ids, mask.segments.key_value_ids
+        query_ids = mask.segments.query_ids
+        key_ids = mask.segments.key_value_ids
     if mask.key_lengths is not None:
         inside = (
             jnp.arange(lengths[1], dtype=jnp.int32)[None, :] < mask.key_lengths[:, None]

@@ -30,8 +30,6 @@ class XLA(Engine):
     def forward(self, plan: Plan, call: Call) -> Result:
         if plan.gathered is not None:
             return gathered.attention(plan, call)
-        return (
-            dense.attention(plan, call)
-            if plan.in_place is None
-            else in_place.attention(plan, call)
-        )
+        if plan.in_place is None:
+            return dense.attention(plan, call)
+        return in_place.attention(plan, call)

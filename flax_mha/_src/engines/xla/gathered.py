@@ -52,7 +52,8 @@ def attention(plan: Plan, call: Call) -> Result:
     once, else block by block.
     """
     operands, options = call
-    height, ring = plan.gathered, operands.key.shape[-3] if options.ring else None
+    height = plan.gathered
+    ring = operands.key.shape[-3] if options.ring else None
     assert operands.key_indices is not None
     indices, is_beyond = _unique(operands.key_indices, operands.key.shape[-3])
     are_few = height == operands.lengths[0]

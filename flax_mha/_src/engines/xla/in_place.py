@@ -118,11 +118,10 @@ def attention(plan: Plan, call: Call) -> Result:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _differentiable(plan: Plan, options: Options, operands: Operands) -> Result:
     inputs, rule = scores_of(operands, options)
-    scale = (
-        jnp.asarray(options.scale, rule.dtype)
-        if operands.scale is None
-        else operands.scale.astype(rule.dtype)
-    )
+    if operands.scale is None:
+        scale = jnp.asarray(options.scale, rule.dtype)
+    else:
+        scale = operands.scale.astype(rule.dtype)
     arrays = *operands[:3], scale, inputs, rule, operands.cache_scale
     query, key, value, scale, *others = varying_alike(arrays)
     queries = split_heads(query, operands.groups)
@@ -140,7 +139,9 @@ def _differentiable_jvp(
     plan: Plan, options: Options, primals: tuple[Operands], tangents: tuple[Operands]
 ) -> tuple[Result, Result]:
     def dense_of(operands: Operands) -> Result:
-        scale, wide, query = operands.cache_scale, options.dtype, operands.query
+        scale = operands.cache_scale
+        wide = options.dtype
+        query = operands.query
         if scale is not None:
             key, value = dequantize_cache(
                 operands.key, operands.value, scale, options.value_size, wide
@@ -184,11 +185,12 @@ def _mapped(blocks: KeyBlocks) -> Callable[..., Results]:
                 operands,
                 tuple(is_batched),
             )
-            queries = (
-                queries
-                if has_queries
-                else jnp.broadcast_to(queries, (len(others[0]), *queries.shape[1:]))
-            )
+            if has_queries:
+                queries = queries
+            else:
+                queries = jnp.broadcast_to(
+                    queries, (len(others[0]), *queries.shape[1:])
+                )
             return _mapped(blocks)(queries, *others)
 
         results = by_mapped_axis(here, operands, tuple(is_batched))
@@ -210,14 +212,15 @@ def _attend(
     blocks = blocks.fitting(
         math.prod(queries.shape[:-1]) * key.shape[-3], key.size + value.size
     )
-    masks, wide = rule.masks_scores(inputs), blocks.wide
+    masks = rule.masks_scores(inputs)
+    wide = blocks.wide
     is_narrow = blocks.dtype != rule.dtype
-    query = (
-        queries.astype(blocks.dtype)
-        if is_narrow
-        else queries.astype(rule.dtype) * scale
-    )
-    query_scale, first = scale if is_narrow else None, (0,) * (queries.ndim - 4)
+    if is_narrow:
+        query = queries.astype(blocks.dtype)
+    else:
+        query = queries.astype(rule.dtype) * scale
+    query_scale = scale if is_narrow else None
+    first = (0,) * (queries.ndim - 4)
     part = BatchSlice(
         first, query, query_scale, key, value, False, 0, inputs, rule, cache_scale
     )
@@ -281,7 +284,8 @@ def _blocks_of_rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
     """Computes attention for the queries of `part`, `blocks.height` of them at a time,
     which limits memory.
     """
-    length, axis = part.query.shape[-2], part.query.ndim - 2
+    length = part.query.shape[-2]
+    axis = part.query.ndim - 2
     if length <= blocks.height:
         return _rows(blocks, part)
 
@@ -319,16 +323,18 @@ def _step(
     """Adds block `i` of the keys to `carry`, the state of the online softmax, and
     returns the new state.
     """
-    length, dtype = part.key.shape[-3], part.query.dtype
+    length = part.key.shape[-3]
+    dtype = part.query.dtype
     # The last block ends at the last key.
     column = jnp.minimum(i * blocks.width, length - blocks.width)
     keys, v, scales, flags = _read_block(blocks, part, column)
 
     def one_head(own: tuple) -> tuple[OnlineSoftmax, Array]:
         products, query_scale, scales, inputs, rule, flags, state = own
-        products = (
-            products if query_scale is None else [x * query_scale for x in products]
-        )
+        if query_scale is None:
+            products = products
+        else:
+            products = [x * query_scale for x in products]
         if scales is not None:
             products = [
                 x * scale[None, :] for x, scale in zip(products, scales, strict=False)
@@ -387,17 +393,18 @@ def _read_block(
     arrays, of keys and of values, else None. Flags are None unless `part.guarded`; then
     a flag is infinity if the key or its value was not finite and became zeros, else 0.
     """
-    groups, scale, flags = (part.key.shape[-2], 1), None, None
+    groups = (part.key.shape[-2], 1)
+    scale = None
+    flags = None
     read = functools.partial(_block, part=part, column=column, width=blocks.width)
     keys = [
         read(part.key, features, dtype=part.query.dtype)
         for features in _scaled_features(blocks)
     ]
-    v = (
-        read(part.value, slice(None), dtype=part.query.dtype)
-        if blocks.value_size is None
-        else keys[1]
-    )
+    if blocks.value_size is None:
+        v = read(part.value, slice(None), dtype=part.query.dtype)
+    else:
+        v = keys[1]
     if part.cache_scale is not None:
         scale = read(part.cache_scale, slice(None), dtype=part.rule.dtype)
     if part.guarded:
@@ -424,7 +431,9 @@ def _scaled_features(blocks: KeyBlocks) -> list[slice]:
     [value_size:] and [:value_size].
     """
     number = blocks.value_size
-    return [slice(None)] if number is None else [slice(number, None), slice(number)]
+    if number is None:
+        return [slice(None)]
+    return [slice(number, None), slice(number)]
 
 
 def _block(
@@ -440,18 +449,14 @@ def _block(
 
     The block has `width` keys, from key `column` on, and the slice `features` of each.
     """
-    bits, has_8_bits = (
-        BITS.get(x.dtype.name) if platform() == "cpu" else None,
-        x.dtype.itemsize == 1,
-    )
+    bits = BITS.get(x.dtype.name) if platform() == "cpu" else None
+    has_8_bits = x.dtype.itemsize == 1
     batch, (length, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
 
     def convert(block: Array) -> Array:
-        return (
-            as_floats(block, dtype)
-            if has_8_bits
-            else lax.bitcast_convert_type(block, x.dtype).astype(dtype)
-        )
+        if has_8_bits:
+            return as_floats(block, dtype)
+        return lax.bitcast_convert_type(block, x.dtype).astype(dtype)
 
     if width == length and batch == x.shape[:-3] and not (has_8_bits and bits):
         return convert(x[..., features])
@@ -494,7 +499,8 @@ def _seen(
     """Returns, for each block of keys, whether any query of `part` may attend to a key
     in it.
     """
-    rule, count = part.rule, -(-num_keys // blocks.width)
+    rule = part.rule
+    count = -(-num_keys // blocks.width)
     if rule.ring is not None:  # in a ring cache, all slots that have been written
         newest = jnp.asarray(rule.offsets.values[1])
         return jax.vmap(lambda first: first <= newest, out_axes=-1)(
