@@ -106,6 +106,7 @@ CONTENTS = {
             "GPU and TPU <gpu-tpu>",
             "Choosing an implementation <implementations>",
             "comparison",
+            "Programs that run unchanged <programs>",
             "derivatives",
             "semantics",
             "conformance",
