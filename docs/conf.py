@@ -108,6 +108,8 @@ CONTENTS = {
             "comparison",
             "Programs that run unchanged <programs>",
             "derivatives",
+            "Why is my output NaN? <nan>",
+            "Why is my output NaN? <nan>",
             "semantics",
             "conformance",
             "Differences from Flax and jax.nn <differences>",
