@@ -99,6 +99,7 @@ CONTENTS = {
             "padding",
             "Decoding <inference>",
             "whole-model-decoding",
+            "Sparse and latent attention <sparse-latent>",
             "devices",
             "The demo: training <training>",
         ],
@@ -109,10 +110,8 @@ CONTENTS = {
             "Programs that run unchanged <programs>",
             "derivatives",
             "Why is my output NaN? <nan>",
-            "Why is my output NaN? <nan>",
             "semantics",
             "conformance",
-            "Differences from Flax and jax.nn <differences>",
             "performance",
         ],
         "Look up": [
