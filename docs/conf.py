@@ -100,6 +100,7 @@ CONTENTS = {
             "Decoding <inference>",
             "whole-model-decoding",
             "Sparse and latent attention <sparse-latent>",
+            "LoRA and quantization <lora>",
             "devices",
             "The demo: training <training>",
         ],
