@@ -46,7 +46,7 @@ STORED = ("cached_key", "cached_value", "cached_lengths")
 
 
 class AttentionModule:
-    """The base class of both attention modules: manages the cache, dropout, tensor
+    """The base class of the attention modules: manages the cache, dropout, tensor
     parallelism and `explain`.
     """
 
@@ -89,7 +89,7 @@ class AttentionModule:
         """
         if self.head_axis is None or not self.is_initializing():
             return init
-        num_kv_heads = getattr(self, "num_kv_heads", None) or self.num_heads
+        num_kv_heads = self.num_kv_heads or self.num_heads
         names = parameter_names(self.head_axis, self.num_heads, num_kv_heads)[parameter]
         if bias:
             # A bias has no axis of the input.
@@ -142,11 +142,7 @@ class AttentionModule:
         return {name: x for name, x in arguments.items() if name in passed}
 
     def _cache(
-        self: Any,
-        variables: list[nn.Variable],
-        value_size: int | None,
-        query: Array,
-        key: Array,
+        self: Any, variables: list[nn.Variable], query: Array, key: Array
     ) -> Arrays | None:
         """Returns the arrays of the cache, ordered as in `KVCache.arrays`; None if this
         call creates the cache.
@@ -154,11 +150,6 @@ class AttentionModule:
         `query` and `key` are those of the new tokens. Appends the cache's variables to
         the list `variables`, for `_write`.
         """
-        # Latents are keys and values in one.
-        names = [*CACHED]
-        if value_size is not None:
-            names.remove("cached_value")
-
         if not self.has_variable("cache", "cached_key"):
             *batch, length, num_heads, size = key.shape
             made = KVCache.create(
@@ -169,11 +160,10 @@ class AttentionModule:
                 dtype=key.dtype if self.cache_dtype is None else self.cache_dtype,
                 window=reach(self.local_window_size),
                 per_row=self.per_row,
-                value_size=value_size,
-                value_head_size=getattr(self, "value_dim", None),
+                value_head_size=self.value_dim,
             )
             # Only a cache with 8 bits has the last array, of scales.
-            for name, x in zip(names, made.arrays, strict=False):
+            for name, x in zip(CACHED, made.arrays, strict=False):
                 variables.append(self.variable("cache", name, lambda x=x: x))
             return None
 
@@ -182,10 +172,8 @@ class AttentionModule:
                 variables.append(self.variable("cache", name, None))
         # A checkpoint may hold NumPy's arrays.
         key, *others = (jnp.asarray(variable.value) for variable in variables)
-        size = query.shape[-1]
-        if value_size is None:
-            size = key.shape[-1]
-        expected = (*key.shape[:-3], query.shape[-3], self.num_heads, size)
+        *batch, _, _, size = key.shape
+        expected = (*batch, query.shape[-3], self.num_heads, size)
         if query.shape != expected:
             raise ValueError(
                 f"Autoregressive cache shape error, expected query shape {expected} "
@@ -210,8 +198,16 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
 
     The attributes, call, parameters, cache variables and sown weights are the same as
     in Flax, so Flax checkpoints load without conversion. For what differs, see
-    :doc:`differences </differences>`. For all other attributes, see the constructor of
-    `flax_mha.MultiHeadAttention`.
+    :doc:`differences </differences>`.
+
+    The attributes come in the groups of `flax_mha.MultiHeadAttention`, whose
+    constructor explains those that are not listed here:
+
+    - Flax's, up to `attn_weights_value_einsum_cls`.
+    - Positions and masks: `rope` and `local_window_size`.
+    - Heads and norms: `scale`, `logits_soft_cap`, `sinks`, `gate`, `value_norm`,
+      `out_norm`, `process_heads`, `value_dim`, `share_kv` and `reuse_kv`.
+    - Execution: `implementation`, `per_row`, `cache_dtype` and `head_axis`.
 
     Attributes:
       qkv_features: Heads times head size; None means the features of the queries.
@@ -393,7 +389,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         head_size = qkv_features // num_heads
         value_dim = head_size if self.value_dim is None else self.value_dim
 
-        # Projections. The order of all layers is that of their parameters.
+        # Projections. Keys that are reused come from an earlier layer.
         query = self._dense("query", (num_heads, head_size))
         key = None
         if not self.reuse_kv:
@@ -403,7 +399,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             value = self._dense("value", (num_kv_heads, value_dim))
         out = self._dense("out", self.out_features or features)
 
-        # Norms. An earlier layer has normalized the keys that are reused.
+        # Norms. The earlier layer has normalized its keys.
         norm_of_qk = norm_of("normalize_qk", self.normalize_qk)
         norm_of_values = norm_of("value_norm", self.value_norm)
         norm_of_output = norm_of("out_norm", self.out_norm)
@@ -453,7 +449,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             gating=gating,
             out_norm=out_norm,
             sinks=sinks,
-            cache=functools.partial(self._cache, variables, None),
+            cache=functools.partial(self._cache, variables),
             write=functools.partial(self._write, variables),
             stored=stored,
             arguments=flax_arguments,

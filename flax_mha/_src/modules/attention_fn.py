@@ -93,10 +93,9 @@ class CoreAttention:
                 "flax_mha.attention_fn() got an unexpected keyword argument "
                 f"{unknown!r} from functools.partial"
             )
-        preset = {name: x for name, x in self.preset.items() if name not in without}
-        combined = dict(preset)
+        combined = {name: x for name, x in self.preset.items() if name not in without}
         for name, x in arguments.items():
-            if x is not None or name not in preset:
+            if x is not None or name not in combined:
                 combined[name] = x
         return combined
 
@@ -501,7 +500,8 @@ def _decode_by(
     """
     query, key, value = heads
     window = check_cache(cache, arguments.get("bias"), mask, local_window_size)
-    if cache.window is not None and "key_indices" in arguments:
+    is_ring = cache.window is not None
+    if is_ring and "key_indices" in arguments:
         raise ValueError(
             "key_indices must be None over a ring cache if another function than "
             "flax_mha's computes attention, or if weights are sown, but got an array; "
@@ -509,7 +509,6 @@ def _decode_by(
         )
     # The written keys, oldest first, and the position of the first.
     index = jnp.maximum(cache.index, 0)
-    is_ring = cache.window is not None
     if is_ring:
         keys, values, first = in_order(cache, key, value)
     else:

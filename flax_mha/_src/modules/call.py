@@ -116,6 +116,7 @@ class Checked(NamedTuple):
     given: Given
     source: KeySource
     core: CoreAttention | None  # None for an `attention_fn` of another library
+    is_self_attention: bool  # queries and keys are of the same tokens
     # The inputs of queries, keys and values, 0 at padding.
     inputs_q: Float[Array, "*B T D"]
     inputs_k: Float[Array, "*B S Dk"]
@@ -127,12 +128,6 @@ class Checked(NamedTuple):
     def has_earlier_keys(self) -> bool:
         """Whether another call has made the keys: normalized and rotated already."""
         return self.source in ("stored", "shared")
-
-    @property
-    def is_self_attention(self) -> bool:
-        if self.source == "inputs":
-            return not self.given.is_cross
-        return self.source in ("cache", "shared")
 
 
 class Attended(NamedTuple):
@@ -159,6 +154,7 @@ def call_module(layer: FlaxModule, given: Given) -> Any:
     call = check(layer, given)
     # query [B..., T, N, H], key [B..., S, K, H], value [B..., S, K, Hv]
     query, key, value = project(layer, call)
+    # Norms stand before or after the rotation; one of the two calls changes nothing.
     query, key = normalize(layer, call, query, key, after_rope=False)
     query, key, value = process(layer, call, query, key, value)
     cache = cache_of(layer, call, query, key, value)
@@ -192,36 +188,33 @@ def check(layer: FlaxModule, given: Given) -> Checked:
         _check_sharing(layer, given)
     source = _source_of_keys(layer, given)
     if source == "stored":
-        preset: Mapping[str, Any] = {}
-        if core is not None:
-            preset = core.preset
+        preset = {} if core is None else core.preset
         sequences.check_stored(layer.module, preset, given.mask, given.score_mod)
     _check_process_heads(layer, given, source)
 
     # Inputs, and the arguments that say which of their tokens belong together.
-    inputs_q, inputs_k, inputs_v = _check_inputs(layer, given, source)
-    call = Checked(
+    inputs = _check_inputs(layer, given, source)
+    is_self_attention = source in ("cache", "shared")
+    if source == "inputs":
+        is_self_attention = not given.is_cross
+    per_sequence: dict[str, Any] = {}
+    if given.segment_ids is not None or given.lengths is not None:
+        # A cache gets its lengths as an argument of its own.
+        shares_cache = given.kv is not None and given.kv.cache is not None
+        inputs, per_sequence = sequences.per_sequence_arguments(
+            inputs,
+            segment_ids=given.segment_ids,
+            lengths=given.lengths,
+            self_attention=is_self_attention,
+            decode=given.decode,
+            is_cached=source == "cache" or shares_cache,
+        )
+    inputs_q, inputs_k, inputs_v = inputs
+    return Checked(
         given=given,
         source=source,
         core=core,
-        inputs_q=inputs_q,
-        inputs_k=inputs_k,
-        inputs_v=inputs_v,
-        per_sequence={},
-    )
-    if given.segment_ids is None and given.lengths is None:
-        return call
-    # A cache gets its lengths as an argument of its own.
-    shares_cache = given.kv is not None and given.kv.cache is not None
-    (inputs_q, inputs_k, inputs_v), per_sequence = sequences.per_sequence_arguments(
-        inputs=(inputs_q, inputs_k, inputs_v),
-        segment_ids=given.segment_ids,
-        lengths=given.lengths,
-        self_attention=call.is_self_attention,
-        decode=given.decode,
-        is_cached=source == "cache" or shares_cache,
-    )
-    return call._replace(
+        is_self_attention=is_self_attention,
         inputs_q=inputs_q,
         inputs_k=inputs_k,
         inputs_v=inputs_v,
@@ -397,7 +390,7 @@ def _check_kv(layer: FlaxModule, call: Checked, kv: SharedKV, query: Array) -> N
     module = layer.module
     *batch_and_length, _, size = query.shape
     # None means Flax's default: as many key heads, and value features, as of queries.
-    num_kv_heads = getattr(module, "num_kv_heads", None) or module.num_heads
+    num_kv_heads = module.num_kv_heads or module.num_heads
     value_size = module.value_dim or size
     kv.check(
         shape=(*batch_and_length, num_kv_heads, size),
@@ -410,7 +403,7 @@ def _check_kv(layer: FlaxModule, call: Checked, kv: SharedKV, query: Array) -> N
 def normalize(
     layer: FlaxModule, call: Checked, query: Array, key: Array, after_rope: bool
 ) -> tuple[Array, Array]:
-    """Normalizes queries and keys, if the norms' place is before or after the rotation,
+    """Normalizes queries and keys if their norms stand after the rotation, or if not,
     as `after_rope` says.
     """
     if layer.norms_after_rope != after_rope:

@@ -166,7 +166,8 @@ class _ContextAttention:
 # Shows the arguments of `attention_fn` in `help` and editors.
 _SIGNATURE = inspect.signature(attention_fn)
 _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_ContextAttention.__call__.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
+_CALL: Any = _ContextAttention.__call__
+_CALL.__signature__ = _SIGNATURE.replace(
     parameters=[_SELF, *_SIGNATURE.parameters.values()]
 )
 

@@ -272,7 +272,7 @@ class MultiHeadLatentAttention(AttentionModule):
         self.gating = gate_of(gate)
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
 
-        # Layers.
+        # What all layers have in common.
         linear = functools.partial(
             nnx.LinearGeneral,
             dtype=dtype,
@@ -291,7 +291,38 @@ class MultiHeadLatentAttention(AttentionModule):
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self._add_layers(linear, norm, use_bias, out_kernel_init or kernel_init)
+
+        # Queries: x -> q_a -> norm -> q_b, or x -> q.
+        in_of_heads = in_features
+        self.q_a_proj: Any = nnx.data(None)
+        self.q_a_layernorm: Any = nnx.data(None)
+        if q_lora_rank is not None:
+            self.q_a_proj = linear(in_features, q_lora_rank, use_bias=use_bias)
+            self.q_a_layernorm = norm(q_lora_rank)
+            in_of_heads = q_lora_rank * (1 + query_residual)
+        of_query = (num_heads, qk_nope_head_dim + qk_rope_head_dim)
+        setattr(self, self._query_name, linear(in_of_heads, of_query, use_bias=False))
+
+        # Latents and the rotary key: x -> kv_a; then latents -> norm -> kv_b.
+        of_latent_key = kv_lora_rank + qk_rope_head_dim
+        self.kv_a_proj_with_mqa = linear(in_features, of_latent_key, use_bias=use_bias)
+        self.kv_a_layernorm = norm(kv_lora_rank)
+        of_key_and_value = (num_heads, qk_nope_head_dim + v_head_dim)
+        self.kv_b_proj = linear(kv_lora_rank, of_key_and_value, use_bias=False)
+
+        # The output, its gate, and sinks.
+        of_value = (num_heads, v_head_dim)
+        self.o_proj = linear(
+            of_value,
+            self.out_features,
+            axis=(-2, -1),
+            use_bias=use_bias,
+            kernel_init=out_kernel_init or kernel_init,
+        )
+        self.gate: Any = nnx.data(None)
+        if self.gating is not None:
+            in_of_gate = in_of_heads if query_residual else in_features
+            self.gate = linear(in_of_gate, self.gating.shape(*of_value), use_bias=False)
         self.sinks = nnx.data(None)
         if sinks:
             self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype))
@@ -327,48 +358,6 @@ class MultiHeadLatentAttention(AttentionModule):
                     ("gate", gate_axes(self.gating)),
                 ),
             )
-
-    def _add_layers(
-        self, linear: Any, norm: Any, use_bias: bool, out_kernel_init: Initializer
-    ) -> None:
-        # Queries: x -> q_a -> norm -> q_b, or x -> q.
-        in_of_heads = self.in_features
-        self.q_a_proj: Any = nnx.data(None)
-        self.q_a_layernorm: Any = nnx.data(None)
-        if self.q_lora_rank is not None:
-            self.q_a_proj = linear(
-                self.in_features, self.q_lora_rank, use_bias=use_bias
-            )
-            self.q_a_layernorm = norm(self.q_lora_rank)
-            in_of_heads = self.q_lora_rank * (1 + self.query_residual)
-        query_size = self.qk_nope_head_dim + self.qk_rope_head_dim
-        query_proj = linear(in_of_heads, (self.num_heads, query_size), use_bias=False)
-        setattr(self, self._query_name, query_proj)
-
-        # Latents and the rotary key: x -> kv_a, and latents -> norm -> kv_b.
-        latent_key_size = self.kv_lora_rank + self.qk_rope_head_dim
-        self.kv_a_proj_with_mqa = linear(
-            self.in_features, latent_key_size, use_bias=use_bias
-        )
-        self.kv_a_layernorm = norm(self.kv_lora_rank)
-        size_of_both = self.qk_nope_head_dim + self.v_head_dim
-        self.kv_b_proj = linear(
-            self.kv_lora_rank, (self.num_heads, size_of_both), use_bias=False
-        )
-
-        # The output and its gate.
-        of_heads = (self.num_heads, self.v_head_dim)
-        self.o_proj = linear(
-            of_heads,
-            self.out_features,
-            axis=(-2, -1),
-            use_bias=use_bias,
-            kernel_init=out_kernel_init,
-        )
-        self.gate: Any = nnx.data(None)
-        if self.gating is not None:
-            in_of_gate = in_of_heads if self.query_residual else self.in_features
-            self.gate = linear(in_of_gate, self.gating.shape(*of_heads), use_bias=False)
 
     def __call__(
         self,
@@ -504,7 +493,6 @@ class MultiHeadLatentAttention(AttentionModule):
         return CachedHeads(
             number=1,
             key_size=self.kv_lora_rank + self.qk_rope_head_dim,
-            value_size=None,
             latent_size=self.kv_lora_rank,
         )
 

@@ -36,7 +36,7 @@ class CachedHeads(NamedTuple):
 
     number: int  # of key heads
     key_size: int
-    value_size: int | None  # None with latents
+    value_size: int | None = None  # None with latents
     latent_size: int | None = None  # values are the first features of latent keys
 
 
@@ -51,7 +51,8 @@ class _ConstructorSignature:
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
         if instance is not None:
             raise AttributeError("__signature__")
-        _, *parameters = inspect.signature(owner.__init__).parameters.values()  # type: ignore[misc]
+        constructor = inspect.signature(owner.__init__)  # type: ignore[misc]
+        _self, *parameters = constructor.parameters.values()
         return inspect.Signature(parameters)
 
 
@@ -173,13 +174,12 @@ class AttentionModule(nnx.Module):
                 "the number of heads and the head size."
             )
         heads = self._cached_heads()
-        window = reach(self.local_window_size)
         create = functools.partial(
             KVCache.create,
             batch,
             length,
             dtype=dtype,
-            window=window,
+            window=reach(self.local_window_size),
             per_row=per_row,
             sharding=sharding,
         )

@@ -44,6 +44,14 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
     (kernel [heads, head size, out], bias [out]). For what differs, see
     :doc:`differences </differences>`.
 
+    The arguments come in four groups:
+
+    - Flax's, from `num_heads` to `key_ln_scale_metadata`. Only `normalize_qk` takes
+      more than in Flax, a `Norm`.
+    - Positions and masks: `rope` and `local_window_size`.
+    - Heads and norms, from `scale` to `reuse_kv`.
+    - Execution: `implementation` and `head_axis`.
+
     Args:
       num_heads: Number of query heads N; must divide `qkv_features`.
       in_features: Features of the queries, and of keys and values unless
@@ -89,11 +97,11 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         `kernel_metadata` or `bias_metadata`.
       query_ln_scale_metadata, key_ln_scale_metadata: Metadata of the scales in the
         norms of queries and keys.
-      implementation: Name of the attention implementation; None lets the library
-        choose. See `dot_product_attention`.
-      scale: Factor that multiplies query . key; None means 1 / sqrt(head size).
+      rope: Rotary position embeddings (`flax_mha.rope.RoPE`) for queries and keys,
+        after their norms; None means none.
       local_window_size: (left, right): how many positions before and after its own a
         query attends to; see `dot_product_attention`.
+      scale: Factor that multiplies query . key; None means 1 / sqrt(head size).
       logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30.
         None means no cap.
       sinks: Learn one additional logit per head, the parameter `sinks` [N], which is
@@ -101,21 +109,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       gate: Multiply each head's output, before `out`, by the sigmoid of another
         projection of the input, `gate`. True is `Gate()`: a number for each feature of
         each head. `Gate("head")`: a number for each head.
-      rope: Rotary position embeddings (`flax_mha.rope.RoPE`) for queries and keys,
-        after their norms; None means none.
       value_norm: A norm of the values, such as `Norm("rms", scale=None)` (Gemma 3n,
         Gemma 4); None means no norm.
-      share_kv: Use the projected keys, before their norm and rotation, as values (Gemma
-        4's `attention_k_eq_v`); there is no parameter `value`, and calls accept no
-        `inputs_v`.
-      reuse_kv: Attend to the keys and values of an earlier layer, which every call
-        passes as `kv` (Gemma 3n, Gemma 4): no parameters `key`, `value` and `key_ln`,
-        and no cache. Both layers must have the same key heads and head size.
-      head_axis: Split the heads over this mesh axis, or the mesh axis of this logical
-        axis (tensor parallelism). Parameters and caches get the metadata
-        `out_sharding`, and are placed accordingly if the module is created under
-        `jax.set_mesh`. If there are fewer key heads than devices on this axis, all
-        devices hold all key heads; the mesh must then be set by `jax.set_mesh`.
       out_norm: A norm of the heads' outputs, after `gate` and before `out`, such as
         `Norm("rms", scale="heads", over="all_heads")` (BitNet b1.58). None means no
         norm.
@@ -127,6 +122,19 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         changes nothing.
       value_dim: Head size of the values, and so of `out`, of `gate` and of `out_norm`;
         None means the head size of queries and keys (MiMo-V2: 128 and 192).
+      share_kv: Use the projected keys, before their norm and rotation, as values (Gemma
+        4's `attention_k_eq_v`); there is no parameter `value`, and calls accept no
+        `inputs_v`.
+      reuse_kv: Attend to the keys and values of an earlier layer, which every call
+        passes as `kv` (Gemma 3n, Gemma 4): no parameters `key`, `value` and `key_ln`,
+        and no cache. Both layers must have the same key heads and head size.
+      implementation: Name of the attention implementation; None lets the library
+        choose. See `dot_product_attention`.
+      head_axis: Split the heads over this mesh axis, or the mesh axis of this logical
+        axis (tensor parallelism). Parameters and caches get the metadata
+        `out_sharding`, and are placed accordingly if the module is created under
+        `jax.set_mesh`. If there are fewer key heads than devices on this axis, all
+        devices hold all key heads; the mesh must then be set by `jax.set_mesh`.
 
     Raises:
       ValueError: If an argument is out of range, or if heads and features do not fit
