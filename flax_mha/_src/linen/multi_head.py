@@ -27,7 +27,6 @@ from flax_mha._src.masks import Mask
 from flax_mha._src.modules.attention_fn import ExplainedAttention, core_of, explaining
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import (
-    PASSED_ON,
     Arrays,
     FlaxModule,
     Given,
@@ -36,7 +35,7 @@ from flax_mha._src.modules.call import (
     reach,
 )
 from flax_mha._src.modules.dot_general import dot_general
-from flax_mha._src.modules.layers import Gate, Norm, gate_of, norm_of
+from flax_mha._src.modules.layers import Gate, Norm, gate_axes, gate_of, norm_of
 from flax_mha._src.modules.options import check_has_features, check_options
 from flax_mha._src.rope import RoPE
 
@@ -47,7 +46,7 @@ STORED = ("cached_key", "cached_value", "cached_lengths")
 
 
 class AttentionModule:
-    """The base class of both attention modules: manages the cache, dropout, tensor
+    """The base class of the attention modules: manages the cache, dropout, tensor
     parallelism and `explain`.
     """
 
@@ -65,14 +64,16 @@ class AttentionModule:
         def call(key: Array) -> Any:
             rngs = {"params": key, "dropout": key}
             if variables is None:
-                return layer.init_with_output(rngs, *inputs, **arguments)[0]
-            return layer.apply(
+                output, _ = layer.init_with_output(rngs, *inputs, **arguments)
+                return output
+            output, _ = layer.apply(
                 variables,
                 *inputs,
                 rngs=rngs,
                 mutable=["cache", "intermediates"],
                 **arguments,
-            )[0]
+            )
+            return output
 
         jax.eval_shape(call, jax.random.key(0))
         return explained.explanations[0]
@@ -88,9 +89,12 @@ class AttentionModule:
         """
         if self.head_axis is None or not self.is_initializing():
             return init
-        num_kv_heads = getattr(self, "num_kv_heads", None) or self.num_heads
+        num_kv_heads = self.num_kv_heads or self.num_heads
         names = parameter_names(self.head_axis, self.num_heads, num_kv_heads)[parameter]
-        return boxed(init, self.head_axis, names[1:] if bias else names)
+        if bias:
+            # A bias has no axis of the input.
+            names = names[1:]
+        return boxed(init, self.head_axis, names)
 
     def _flax_arguments(
         self: Any,
@@ -117,31 +121,28 @@ class AttentionModule:
             "deterministic": keeps_all,
             "dtype": self.dtype,
             "precision": self.precision,
-            **({"module": self} if sow_weights else {}),
             **others,
         }
+        if sow_weights:
+            arguments["module"] = self
         if core_of(self.attention_fn) is not None:
             return arguments
-        known = inspect.signature(self.attention_fn).parameters
-        takes_all = any(
-            parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()
-        )
+
+        parameters = inspect.signature(self.attention_fn).parameters
+        kinds = [parameter.kind for parameter in parameters.values()]
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            return arguments
         # Never left out: a function without them must fail, instead of ignoring a mask
         # or dropout.
-        needed = {"module"} | ({"mask"} if mask is not None else set())
-        needed |= set() if keeps_all else {"dropout_rng", "dropout_rate"}
-        return {
-            name: x
-            for name, x in arguments.items()
-            if takes_all or name in known or name in needed
-        }
+        passed = {"module", *parameters}
+        if mask is not None:
+            passed.add("mask")
+        if not keeps_all:
+            passed |= {"dropout_rng", "dropout_rate"}
+        return {name: x for name, x in arguments.items() if name in passed}
 
     def _cache(
-        self: Any,
-        variables: list[nn.Variable],
-        value_size: int | None,
-        query: Array,
-        key: Array,
+        self: Any, variables: list[nn.Variable], query: Array, key: Array
     ) -> Arrays | None:
         """Returns the arrays of the cache, ordered as in `KVCache.arrays`; None if this
         call creates the cache.
@@ -151,26 +152,28 @@ class AttentionModule:
         """
         if not self.has_variable("cache", "cached_key"):
             *batch, length, num_heads, size = key.shape
-            dtype = key.dtype if self.cache_dtype is None else self.cache_dtype
-            window = reach(self.local_window_size)
-            options = {"per_row": self.per_row, "value_size": value_size}
-            options["value_head_size"] = getattr(self, "value_dim", None)
             made = KVCache.create(
-                batch, length, num_heads, size, dtype, window, **options
-            ).arrays
-            names = CACHED if value_size is None else (CACHED[0], *CACHED[2:])
-            for name, x in zip(names, made, strict=False):
+                batch,
+                max_length=length,
+                num_kv_heads=num_heads,
+                head_size=size,
+                dtype=key.dtype if self.cache_dtype is None else self.cache_dtype,
+                window=reach(self.local_window_size),
+                per_row=self.per_row,
+                value_head_size=self.value_dim,
+            )
+            # Only a cache with 8 bits has the last array, of scales.
+            for name, x in zip(CACHED, made.arrays, strict=False):
                 variables.append(self.variable("cache", name, lambda x=x: x))
             return None
-        variables += [
-            self.variable("cache", name, None)
-            for name in CACHED
-            if self.has_variable("cache", name)
-        ]
+
+        for name in CACHED:
+            if self.has_variable("cache", name):
+                variables.append(self.variable("cache", name, None))
         # A checkpoint may hold NumPy's arrays.
         key, *others = (jnp.asarray(variable.value) for variable in variables)
-        size = key.shape[-1] if value_size is None else query.shape[-1]
-        expected = (*key.shape[:-3], query.shape[-3], self.num_heads, size)
+        *batch, _, _, size = key.shape
+        expected = (*batch, query.shape[-3], self.num_heads, size)
         if query.shape != expected:
             raise ValueError(
                 f"Autoregressive cache shape error, expected query shape {expected} "
@@ -195,8 +198,16 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
 
     The attributes, call, parameters, cache variables and sown weights are the same as
     in Flax, so Flax checkpoints load without conversion. For what differs, see
-    :doc:`differences </differences>`. For all other attributes, see the constructor of
-    `flax_mha.MultiHeadAttention`.
+    :doc:`differences </differences>`.
+
+    The attributes come in the groups of `flax_mha.MultiHeadAttention`, whose
+    constructor explains those that are not listed here:
+
+    - Flax's, up to `attn_weights_value_einsum_cls`.
+    - Positions and masks: `rope` and `local_window_size`.
+    - Heads and norms: `scale`, `logits_soft_cap`, `sinks`, `gate`, `value_norm`,
+      `out_norm`, `process_heads`, `value_dim`, `share_kv` and `reuse_kv`.
+    - Execution: `implementation`, `per_row`, `cache_dtype` and `head_axis`.
 
     Attributes:
       qkv_features: Heads times head size; None means the features of the queries.
@@ -225,9 +236,12 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
       >>> import jax, jax.numpy as jnp
       >>> from flax_mha import linen
       >>> layer = linen.MultiHeadDotProductAttention(num_heads=8, num_kv_heads=2)
-      >>> output, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 10, 64)), is_causal=True)
-      >>> output.shape, variables["params"]["key"]["kernel"].shape
-      ((2, 10, 64), (64, 2, 8))
+      >>> x = jnp.ones((2, 10, 64))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> layer.apply(variables, x, is_causal=True).shape
+      (2, 10, 64)
+      >>> variables["params"]["key"]["kernel"].shape
+      (64, 2, 8)
     """
 
     broadcast_dropout: bool = False
@@ -306,71 +320,139 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             inputs_q=inputs_q, inputs_k=inputs_k, inputs_v=inputs_v, inputs_kv=inputs_kv
         )
         inputs_k, inputs_v, may_be_mask = _inputs(inputs_k, inputs_v, inputs_kv)
-        given = {name: x for name, x in locals().items() if name in PASSED_ON}
         parts = self._parts(
-            inputs_q.shape[-1], mask, deterministic, dropout_rng, sow_weights
+            features=inputs_q.shape[-1],
+            mask=mask,
+            deterministic=deterministic,
+            dropout_rng=dropout_rng,
+            sow_weights=sow_weights,
         )
         # Projected first: Flax reports its number of features first.
         if may_be_mask and parts.value is not None:
             values = parts.value(inputs_v)
             parts = parts._replace(value=lambda _: values)
-        return call_module(parts, Given(**given, decode=self.decode))
+        given = Given(
+            decode=self.decode,
+            inputs_q=inputs_q,
+            inputs_k=inputs_k,
+            inputs_v=inputs_v,
+            mask=mask,
+            is_causal=is_causal,
+            bias=bias,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            score_mod=score_mod,
+            positions=positions,
+            qkv_sharding=qkv_sharding,
+            sow_max_score=sow_max_score,
+            store_keys=store_keys,
+            key_indices=key_indices,
+            kv=kv,
+            return_kv=return_kv,
+            process_heads=process_heads,
+        )
+        return call_module(parts, given)
 
-    def _parts(self, features: int, *flax_arguments: Any) -> FlaxModule:
-        if self.num_kv_heads is None:
-            num_kv_heads = self.num_heads
-        else:
-            num_kv_heads = self.num_kv_heads
+    def _parts(
+        self,
+        features: int,
+        mask: Array | Mask | None,
+        deterministic: bool | None,
+        dropout_rng: Array | None,
+        sow_weights: bool,
+    ) -> FlaxModule:
+        num_heads = self.num_heads
+        num_kv_heads = num_heads if self.num_kv_heads is None else self.num_kv_heads
         qkv_features = features if self.qkv_features is None else self.qkv_features
-        check_options(vars(self), qkv_features)
+        check_options(
+            num_heads=num_heads,
+            qkv_features=qkv_features,
+            num_kv_heads=num_kv_heads,
+            dropout_rate=self.dropout_rate,
+            implementation=self.implementation,
+            scale=self.scale,
+            local_window_size=self.local_window_size,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=self.sinks,
+            gate=self.gate,
+            rope=self.rope,
+            head_axis=self.head_axis,
+            normalize_qk=self.normalize_qk,
+            value_norm=self.value_norm,
+            out_norm=self.out_norm,
+            process_heads=self.process_heads,
+            value_dim=self.value_dim,
+            share_kv=self.share_kv,
+            reuse_kv=self.reuse_kv,
+        )
         validation.flag("per_row", self.per_row)
-        head_size = qkv_features // self.num_heads
-        init = self._split(nn.initializers.zeros_init(), "sinks")
-        variables: list[nn.Variable] = []
+        head_size = qkv_features // num_heads
         value_dim = head_size if self.value_dim is None else self.value_dim
+
+        # Projections. Keys that are reused come from an earlier layer.
+        query = self._dense("query", (num_heads, head_size))
+        key = None
+        if not self.reuse_kv:
+            key = self._dense("key", (num_kv_heads, head_size))
+        value = None
+        if not self.reuse_kv and not self.share_kv:
+            value = self._dense("value", (num_kv_heads, value_dim))
+        out = self._dense("out", self.out_features or features)
+
+        # Norms. The earlier layer has normalized its keys.
         norm_of_qk = norm_of("normalize_qk", self.normalize_qk)
-        has_key_norm = norm_of_qk is not None and not self.reuse_kv
+        norm_of_values = norm_of("value_norm", self.value_norm)
+        norm_of_output = norm_of("out_norm", self.out_norm)
+        query_norm = self._norm("query_ln", norm_of_qk, "query")
+        key_norm = None
+        if not self.reuse_kv:
+            key_norm = self._norm("key_ln", norm_of_qk, "key")
+        value_norm = self._norm("value_ln", norm_of_values, "key")
+
+        # The gate, the norm of what it returns, and sinks.
         gating = gate_of(self.gate)
+        gate = None
+        if gating is not None:
+            gate = self._dense("gate", gating.shape(num_heads, value_dim))
+        out_norm = self._norm("out_norm", norm_of_output, "query")
+        sinks = None
+        if self.sinks:
+            init = self._split(nn.initializers.zeros_init(), "sinks")
+            sinks = self.param("sinks", init, (num_heads,), self.param_dtype)
+
+        # Filled by `_cache`, for `_write`.
+        variables: list[nn.Variable] = []
+        stored = None
+        if self.has_variable("cache", "cached_lengths"):
+            stored = self._stored()
+        flax_arguments = self._flax_arguments(
+            mask,
+            deterministic,
+            dropout_rng,
+            sow_weights,
+            force_fp32_for_softmax=self.force_fp32_for_softmax,
+            qk_attn_weights_einsum=_made(self.qk_attn_weights_einsum_cls),
+            attn_weights_value_einsum=_made(self.attn_weights_value_einsum_cls),
+        )
         return FlaxModule(
             module=self,
-            query=self._dense("query", (self.num_heads, head_size)),
-            key=None
-            if self.reuse_kv
-            else self._dense("key", (num_kv_heads, head_size)),
-            value=None
-            if self.share_kv or self.reuse_kv
-            else self._dense("value", (num_kv_heads, value_dim)),
-            out=self._dense("out", self.out_features or features),
-            query_norm=self._norm("query_ln", norm_of_qk, "query"),
-            key_norm=self._norm("key_ln", norm_of_qk, "key") if has_key_norm else None,
+            query=query,
+            key=key,
+            value=value,
+            out=out,
+            query_norm=query_norm,
+            key_norm=key_norm,
             norms_after_rope=norm_of_qk is not None and norm_of_qk.after_rope,
-            value_norm=self._norm(
-                "value_ln", norm_of("value_norm", self.value_norm), "key"
-            ),
+            value_norm=value_norm,
             process_heads=self.process_heads,
-            gate=None
-            if gating is None
-            else self._dense("gate", gating.shape(self.num_heads, value_dim)),
+            gate=gate,
             gating=gating,
-            out_norm=self._norm(
-                "out_norm", norm_of("out_norm", self.out_norm), "query"
-            ),
-            sinks=self.param("sinks", init, (self.num_heads,), self.param_dtype)
-            if self.sinks
-            else None,
-            cache=functools.partial(self._cache, variables, None),
+            out_norm=out_norm,
+            sinks=sinks,
+            cache=functools.partial(self._cache, variables),
             write=functools.partial(self._write, variables),
-            stored=self._stored()
-            if self.has_variable("cache", "cached_lengths")
-            else None,
-            arguments=self._flax_arguments(
-                *flax_arguments,
-                force_fp32_for_softmax=self.force_fp32_for_softmax,
-                qk_attn_weights_einsum=self.qk_attn_weights_einsum_cls
-                and self.qk_attn_weights_einsum_cls(),
-                attn_weights_value_einsum=self.attn_weights_value_einsum_cls
-                and self.attn_weights_value_einsum_cls(),
-            ),
+            stored=stored,
+            arguments=flax_arguments,
         )
 
     explain = nn.nowrap(explaining(__call__))
@@ -379,30 +461,38 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         """Makes the projection `name`: "out" maps heads to features; all others map
         features to heads.
         """
-        of_gate = "head_gate" if _is_per_head(self.gate) else "query"
-        is_out = name == "out"
-        axes = {"value": "key", "gate": of_gate}.get(name, name)
-        kernel_init, bias_init = (
-            (self.out_kernel_init, self.out_bias_init) if is_out else (None, None)
-        )
-        product = self.out_dot_general if is_out else self.qkv_dot_general
-        product_cls = self.out_dot_general_cls if is_out else self.qkv_dot_general_cls
+        options: dict[str, Any] = {
+            "features": features,
+            "name": name,
+            "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+            "use_bias": self.use_bias,
+            "precision": self.precision,
+        }
+        if name == "out":
+            kernel_init = self.out_kernel_init or self.kernel_init
+            bias_init = self.out_bias_init or self.bias_init
+            return nn.DenseGeneral(
+                axis=(-2, -1),
+                kernel_init=self._split(kernel_init, "out"),
+                bias_init=self._split(bias_init, "out_bias"),
+                dot_general=_product(self.out_dot_general, self.out_dot_general_cls),
+                dot_general_cls=self.out_dot_general_cls,
+                **options,
+            )
+        # The key in `parameter_names`.
+        axes = name
+        if name == "value":
+            axes = "key"
+        if name == "gate":
+            axes = gate_axes(gate_of(self.gate))
         return nn.DenseGeneral(
-            features=features,
-            axis=(-2, -1) if is_out else -1,
-            kernel_init=self._split(kernel_init or self.kernel_init, axes),
-            bias_init=self._split(
-                bias_init or self.bias_init,
-                "out_bias" if is_out else axes,
-                bias=not is_out,
-            ),
-            dot_general=product or (None if product_cls else dot_general),
-            dot_general_cls=product_cls,
-            name=name,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            use_bias=self.use_bias,
-            precision=self.precision,
+            axis=-1,
+            kernel_init=self._split(self.kernel_init, axes),
+            bias_init=self._split(self.bias_init, axes, bias=True),
+            dot_general=_product(self.qkv_dot_general, self.qkv_dot_general_cls),
+            dot_general_cls=self.qkv_dot_general_cls,
+            **options,
         )
 
     def _norm(self, name: str, norm: Norm | None, heads: str) -> nn.Module | None:
@@ -411,14 +501,13 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         """
         if norm is None:
             return None
-        options: dict[str, Any] = (
-            {"use_bias": norm.bias} if norm.kind == "layer" else {}
-        )
+        kind: Any = nn.RMSNorm
+        if norm.kind == "layer":
+            kind = functools.partial(nn.LayerNorm, use_bias=norm.bias)
         if norm.scale == "heads":
-            options["scale_init"] = self._split(
-                nn.initializers.ones_init(), heads, bias=True
-            )
-        return (nn.LayerNorm if norm.kind == "layer" else nn.RMSNorm)(
+            init = self._split(nn.initializers.ones_init(), heads, bias=True)
+            kind = functools.partial(kind, scale_init=init)
+        return kind(
             epsilon=float(norm.epsilon),
             use_scale=norm.scale is not None,
             reduction_axes=norm.reduced_axes,
@@ -426,7 +515,6 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             name=name,
-            **options,
         )
 
     def _stored(self) -> Any:
@@ -451,7 +539,9 @@ class SelfAttention(MultiHeadDotProductAttention):
       >>> import jax, jax.numpy as jnp
       >>> from flax_mha import linen
       >>> layer = linen.SelfAttention(num_heads=8)
-      >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 10, 64)), is_causal=True)[0].shape
+      >>> x = jnp.ones((2, 10, 64))
+      >>> output, variables = layer.init_with_output(jax.random.key(0), x)
+      >>> output.shape
       (2, 10, 64)
     """
 
@@ -480,15 +570,41 @@ class SelfAttention(MultiHeadDotProductAttention):
         """Calls `MultiHeadDotProductAttention` with `inputs_q` as queries, keys and
         values.
         """
-        given = dict(locals())
-        del given["self"], given["__class__"]  # `super` puts `__class__` there
-        return super().__call__(**given)
+        return super().__call__(
+            inputs_q,
+            mask=mask,
+            deterministic=deterministic,
+            dropout_rng=dropout_rng,
+            sow_weights=sow_weights,
+            is_causal=is_causal,
+            bias=bias,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            score_mod=score_mod,
+            positions=positions,
+            qkv_sharding=qkv_sharding,
+            sow_max_score=sow_max_score,
+            key_indices=key_indices,
+            kv=kv,
+            return_kv=return_kv,
+            process_heads=process_heads,
+        )
 
     explain = nn.nowrap(explaining(__call__))  # type: ignore[arg-type]
 
 
-def _is_per_head(gate: bool | Gate) -> bool:
-    return isinstance(gate, Gate) and gate.per == "head"
+def _made(cls: Any) -> Any:
+    """Returns an instance of a class, or None without one."""
+    if cls is None:
+        return None
+    return cls()
+
+
+def _product(product: Any, product_cls: Any) -> Any:
+    """Returns the `dot_general` of a projection: ours unless a user sets another."""
+    if product or product_cls:
+        return product
+    return dot_general
 
 
 def _inputs(
@@ -514,11 +630,10 @@ def _inputs(
         )
         warnings.warn(text, DeprecationWarning, stacklevel=3)
         return inputs_kv, inputs_kv, False
-    if (
-        inputs_k is None
-        or inputs_v is None
-        or inputs_v.shape[-1:] != inputs_v.shape[-2:-1]
-    ):
+    if inputs_k is None or inputs_v is None:
+        return inputs_k, inputs_v, False
+    is_square = inputs_v.shape[-1:] == inputs_v.shape[-2:-1]
+    if not is_square:
         return inputs_k, inputs_v, False
     text = (
         f"You are passing an array of shape {inputs_v.shape} to the `inputs_v` arg, "

@@ -54,13 +54,6 @@ from flax_mha._src.masks.base import merged, visible_at
 
 # Arguments of `attention_fn` that are arguments of `dot_product_attention`.
 CORE = Arguments.__optional_keys__ | {"bias", "mask", "implementation"}
-# Arguments that Flax's attention functions lack, except for `implementation`.
-# (`is_causal` becomes a mask.)
-EXTRA = (
-    Arguments.__optional_keys__
-    - inspect.signature(linen_attention).parameters.keys()
-    - {"is_causal"}
-)
 # A call with an argument that is not in DIRECT, such as `module`, which sows weights,
 # calls the attention function.
 DIRECT = CORE | {"deterministic", "dtype", "force_fp32_for_softmax"}
@@ -100,13 +93,11 @@ class CoreAttention:
                 "flax_mha.attention_fn() got an unexpected keyword argument "
                 f"{unknown!r} from functools.partial"
             )
-        preset = {name: x for name, x in self.preset.items() if name not in without}
-        given = {
-            name: x
-            for name, x in arguments.items()
-            if x is not None or name not in preset
-        }
-        return preset | given
+        combined = {name: x for name, x in self.preset.items() if name not in without}
+        for name, x in arguments.items():
+            if x is not None or name not in combined:
+                combined[name] = x
+        return combined
 
     def computes(self, arrays: Sequence[Array], arguments: Mapping[str, Any]) -> bool:
         """Returns whether `run` can compute a call: all arguments are in `DIRECT`, or
@@ -115,7 +106,8 @@ class CoreAttention:
         If not, modules call the attention function instead.
         """
         given = {name for name, x in arguments.items() if x is not None}
-        return given <= DIRECT and not any(map(jnp.iscomplexobj, arrays))
+        is_complex = any(jnp.iscomplexobj(x) for x in arrays)
+        return given <= DIRECT and not is_complex
 
     def call_of(
         self, query: Array, key: Array, value: Array, **arguments: Any
@@ -132,22 +124,23 @@ class CoreAttention:
         if self.context is not None:
             sharding = check_sharding(known.get("qkv_sharding"), query.ndim)
             known["qkv_sharding"] = self.context.with_sharding(sharding, query.ndim)
-        return canonical(
-            query, key, value, platform=self.platform, **known
-        ), implementation
+        call = canonical(query, key, value, platform=self.platform, **known)
+        return call, implementation
 
 
 def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Selects the arguments of `attention_fn` that `dot_product_attention` takes, too;
+    """Selects the arguments of `attention_fn` that `dot_product_attention` also takes;
     adds `return_max_score`.
     """
-    dropout = ("dropout_rate", "dropout_rng") if arguments.get("deterministic") else ()
-    known = {
-        name: x
-        for name, x in arguments.items()
-        if name in CORE and name not in dropout and x is not None
-    }
-    return known | {"return_max_score": arguments.get("max_score_module") is not None}
+    selected = {}
+    for name, x in arguments.items():
+        if name in CORE and x is not None:
+            selected[name] = x
+    if arguments.get("deterministic"):
+        selected.pop("dropout_rate", None)
+        selected.pop("dropout_rng", None)
+    selected["return_max_score"] = arguments.get("max_score_module") is not None
+    return selected
 
 
 @naming_siblings
@@ -220,39 +213,68 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
       >>> import flax_mha
-      >>> layer = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=flax_mha.attention_fn)
+      >>> layer = nn.MultiHeadDotProductAttention(
+      ...     num_heads=2, attention_fn=flax_mha.attention_fn
+      ... )
       >>> layer.init_with_output(jax.random.key(0), jnp.ones((1, 3, 8)))[0].shape
       (1, 3, 8)
     """
-    given = dict(locals())
-    query, key, value = (promote_dtype or dtypes.promote_dtype)(
-        (query, key, value), dtype=dtype
-    )
+    if promote_dtype is None:
+        promote_dtype = dtypes.promote_dtype
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
     # Whether a mask of traced numbers holds numbers other than 0 and 1.
     is_no_mask = None
     if not isinstance(mask, Mask | None):
         mask, is_no_mask = validation.mask_of_numbers(mask)
-    extra = {name: x for name, x in given.items() if name in EXTRA}
+    # What Flax's attention functions lack.
+    extra: dict[str, Any] = {
+        "scale": scale,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "local_window_size": local_window_size,
+        "query_segment_ids": query_segment_ids,
+        "key_value_segment_ids": key_value_segment_ids,
+        "query_offset": query_offset,
+        "key_value_offset": key_value_offset,
+        "logits_soft_cap": logits_soft_cap,
+        "sinks": sinks,
+        "score_mod": score_mod,
+        "key_indices": key_indices,
+        "qkv_sharding": qkv_sharding,
+    }
     dropout: dict[str, Any] = {"broadcast_dropout": broadcast_dropout}
-    dropout |= (
-        {}
-        if deterministic
-        else {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
-    )
-    if jnp.iscomplexobj(query) or any(given[name] for name in EINSUMS):
-        extra = (
-            {"implementation": implementation}
-            | extra
-            | {"max_score_module": max_score_module}
+    if not deterministic:
+        dropout["dropout_rate"] = dropout_rate
+        dropout["dropout_rng"] = dropout_rng
+
+    # Our engines take neither complex numbers nor functions that multiply.
+    einsums = (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
+    if jnp.iscomplexobj(query) or any(einsums):
+        _check_flax_supports(
+            mask,
+            {
+                "implementation": implementation,
+                **extra,
+                "max_score_module": max_score_module,
+            },
         )
-        flax_arguments = {
-            name: given[name]
-            for name in ("module", "force_fp32_for_softmax", "precision", *EINSUMS)
-        }
         output = _flax_attention(
-            query, key, value, bias, mask, is_causal, extra, **dropout, **flax_arguments
+            query,
+            key,
+            value,
+            mask=mask,
+            is_causal=is_causal,
+            bias=bias,
+            module=module,
+            force_fp32_for_softmax=force_fp32_for_softmax,
+            precision=precision,
+            einsum_dot_general=einsum_dot_general,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum,
+            **dropout,
         )
         return validation.nan_if(is_no_mask, output)
+
     scored: dict[str, Any] = {
         "bias": bias,
         "mask": mask,
@@ -262,11 +284,9 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     }
     if module is not None:
         weights = _weights(query, key, **scored)
-        sow(
-            module,
-            "attention_weights",
-            weights if force_fp32_for_softmax else weights.astype(query.dtype),
-        )
+        if not force_fp32_for_softmax:
+            weights = weights.astype(query.dtype)
+        sow(module, "attention_weights", weights)
     attend = functools.partial(
         dot_product_attention, implementation=implementation, **scored, **dropout
     )
@@ -287,45 +307,43 @@ def sow(module: Any, name: str, x: Array) -> None:
     """Sows an array, such as attention weights, in a module of nnx or linen, like
     Flax's modules.
     """
-    module.sow(
-        nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates", name, x
-    )
+    collection: Any = "intermediates"
+    if isinstance(module, nnx.Module):
+        collection = nnx.Intermediate
+    module.sow(collection, name, x)
 
 
-def _flax_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Any,
-    mask: Any,
-    is_causal: bool,
-    extra: dict,
-    **arguments: Any,
-) -> Array:
-    """Computes Flax's own attention; raises a ValueError for a mask object, or if
-    `extra` has any but None and 0.
-    """
-    extra["mask"] = mask if isinstance(mask, Mask) else None
-    given = [
-        name
-        for name, x in extra.items()
-        if x is not None and not (isinstance(x, int) and x == 0)
-    ]
+def _check_flax_supports(mask: Any, extra: Mapping[str, Any]) -> None:
+    """Raises a ValueError for a mask object, or if `extra` has any but None and 0."""
+    given = []
+    for name, x in extra.items():
+        is_default = x is None or (isinstance(x, int) and x == 0)
+        if not is_default:
+            given.append(name)
+    if isinstance(mask, Mask):
+        given.append("mask")
     if given:
         raise ValueError(
             "complex inputs and quantized einsums use Flax's own attention, which does "
             f"not support {', '.join(given)}; omit those arguments, or use real inputs "
             "without a custom einsum."
         )
+
+
+def _flax_attention(
+    query: Array, key: Array, value: Array, mask: Any, is_causal: bool, **arguments: Any
+) -> Array:
+    """Computes Flax's own attention, which takes neither `is_causal` nor fewer key
+    heads than query heads.
+    """
     if is_causal:
-        causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)[
-            (None,) * (query.ndim - 2)
-        ]
+        batch_and_heads = (None,) * (query.ndim - 2)
+        causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)[batch_and_heads]
         mask = causal if mask is None else mask & causal
-    key, value = (
-        jnp.repeat(x, query.shape[-2] // x.shape[-2], axis=-2) for x in (key, value)
-    )
-    return linen_attention(query, key, value, bias, mask, **arguments)
+    num_heads = query.shape[-2]
+    key = jnp.repeat(key, num_heads // key.shape[-2], axis=-2)
+    value = jnp.repeat(value, num_heads // value.shape[-2], axis=-2)
+    return linen_attention(query, key, value, mask=mask, **arguments)
 
 
 def _weights(
@@ -338,11 +356,15 @@ def _weights(
     NaN. They are computed as the gradient of the log-sum-exp with respect to the bias,
     so that the engine itself computes and masks the scores.
     """
-    batch, (length, heads, _) = query.shape[:-3], query.shape[-3:]
+    *batch, query_length, num_heads, _ = query.shape
+    key_length = key.shape[-3]
     dtype = accumulation_dtype(query.dtype)
-    bias = jnp.zeros((), dtype) if bias is None else jnp.asarray(bias).astype(dtype)
+    if bias is None:
+        bias = jnp.zeros((), dtype)
+    bias = jnp.asarray(bias).astype(dtype)
 
     def total(bias: Array) -> tuple[Array, Array]:
+        # Values do not matter for the log-sum-exp.
         _, lse = dot_product_attention(
             query,
             key,
@@ -354,9 +376,10 @@ def _weights(
         )
         return jnp.sum(lse), lse
 
-    weights, lse = jax.grad(total, has_aux=True)(
-        jnp.broadcast_to(bias, (*batch, heads, length, key.shape[-3]))
-    )
+    # d lse / d bias = softmax(scores)
+    scores_shape = (*batch, num_heads, query_length, key_length)
+    every_bias = jnp.broadcast_to(bias, scores_shape)
+    weights, lse = jax.grad(total, has_aux=True)(every_bias)
     # Such rows have no derivative.
     is_nan = jnp.isnan(jnp.swapaxes(lse, -1, -2))[..., None]
     # No array of NaN, at which `jax_debug_nans` would stop.
@@ -372,15 +395,16 @@ def core_of(attention_fn: Callable[..., Array]) -> CoreAttention | None:
     function: Any = attention_fn
     preset: dict[str, Any] = {}
     # No subclasses, whose calls may do more.
-    while (
-        type(function) in (functools.partial, jax.tree_util.Partial)
-        and not function.args
-    ):
-        function, preset = function.func, function.keywords | preset
+    partials = (functools.partial, jax.tree_util.Partial)
+    while type(function) in partials and not function.args:
+        preset = function.keywords | preset
+        function = function.func
         # A jax.tree_util.Partial of a functools.partial.
         inner = getattr(function, "fun", None)
-        function = inner if type(inner) is functools.partial else function
+        if type(inner) is functools.partial:
+            function = inner
     core = getattr(function, "core", None)
+    # A wrapper that copies the attributes of a function computes something else.
     if not isinstance(core, CoreAttention) or core.function is not function:
         return None
     if preset:
@@ -420,32 +444,37 @@ def decode(
                 "lengths in the call."
             )
     query, key, value = heads
+    # 8-bit keys and values are quantized by the cache.
     if cache.scale is None:
         key = key.astype(cache.key.dtype)
         value = value.astype(cache.value.dtype)
     if appended is None:
         appended = Appended(*cache.append(key, value, lengths))
     if core is None or not core.computes((query,), arguments):
-        function = attention_fn if core is None else core.function
         output = _decode_by(
-            function,
-            core is not None,
-            (query, key, value),
-            cache,
-            appended,
-            latent,
+            attention_fn if core is None else core.function,
+            is_ours=core is not None,
+            heads=(query, key, value),
+            cache=cache,
+            appended=appended,
+            latent=latent,
             is_padded=lengths is not None,
             **arguments,
         )
         return output, appended
     (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
-    known = _core_arguments(arguments) | {
-        "lengths": lengths,
-        "latent": latent,
-        "platform": core.platform,
-    }
     output, *_ = over_cache(
-        core.run, query, key, value, cache, top_k=top_k, appended=appended, **known
+        core.run,
+        query,
+        key,
+        value,
+        cache,
+        lengths=lengths,
+        latent=latent,
+        platform=core.platform,
+        top_k=top_k,
+        appended=appended,
+        **_core_arguments(arguments),
     )
     return output, appended
 
@@ -471,46 +500,55 @@ def _decode_by(
     """
     query, key, value = heads
     window = check_cache(cache, arguments.get("bias"), mask, local_window_size)
-    if cache.window is not None and "key_indices" in arguments:
+    is_ring = cache.window is not None
+    if is_ring and "key_indices" in arguments:
         raise ValueError(
             "key_indices must be None over a ring cache if another function than "
             "flax_mha's computes attention, or if weights are sown, but got an array; "
             "use a cache without a window."
         )
-    new, tokens, room = appended
+    # The written keys, oldest first, and the position of the first.
     index = jnp.maximum(cache.index, 0)
-    (keys, values), first = new.floats(key.dtype), jnp.zeros_like(index)
-    if cache.window is not None:
+    if is_ring:
         keys, values, first = in_order(cache, key, value)
+    else:
+        keys, values = appended.cache.floats(key.dtype)
+        first = jnp.zeros_like(index)
     if latent is not None:
         keys, values = latent.expand(keys)
-    visibility = Visibility.of(is_causal, window, mask, query.shape[-3], is_padded)
-    ends = index + tokens
-    is_ring = cache.window is not None
-    sizes = (
-        query.shape[-3],
-        keys.shape[-3],
-        query.shape[-2],
-        *keys.shape[-2:],
-        values.shape[-1],
+
+    # What is visible of them.
+    *_, query_length, num_heads, _ = query.shape
+    *_, key_length, num_kv_heads, head_size = keys.shape
+    shape = validation.Shape(
+        batch=cache.batch,
+        query_length=query_length,
+        key_length=key_length,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        value_size=values.shape[-1],
     )
-    shape = validation.Shape(cache.batch, *sizes)
-    is_object = isinstance(mask, Mask)
-    is_ours = (
-        is_ours and not jnp.iscomplexobj(query) and not any(map(arguments.get, EINSUMS))
-    )
-    if is_ours or is_object or "score_mod" in arguments:
-        arguments |= {"query_offset": index, "key_value_offset": first}
-    if is_ours or is_object:
-        visible: Any = merged(visibility.masks(mask, shape, ends, is_ring))
+    visibility = Visibility.of(is_causal, window, mask, query_length, is_padded)
+    ends = index + appended.tokens
+
+    # Flax's own attention, which ours calls for complex inputs and einsums, takes
+    # arrays only.
+    uses_flax = jnp.iscomplexobj(query) or any(map(arguments.get, EINSUMS))
+    takes_objects = (is_ours and not uses_flax) or isinstance(mask, Mask)
+    if takes_objects or "score_mod" in arguments:
+        arguments["query_offset"] = index
+        arguments["key_value_offset"] = first
+    visible: Any
+    if takes_objects:
+        visible = merged(visibility.masks(mask, shape, ends, is_ring))
     else:
-        visible = visible_at(
-            merged(visibility.masks(None, shape, ends, is_ring)), shape, (index, first)
-        )
-        visible = visible if mask is None else visible & validation.mask(mask, shape)
-    return nan_without(
-        room, function(query, keys, values, mask=visible, **arguments), cache.batch
-    )
+        object_of_all = merged(visibility.masks(None, shape, ends, is_ring))
+        visible = visible_at(object_of_all, shape, (index, first))
+        if mask is not None:
+            visible = visible & validation.mask(mask, shape)
+    output = function(query, keys, values, mask=visible, **arguments)
+    return nan_without(appended.room, output, cache.batch)
 
 
 class ExplainedAttention:
@@ -536,15 +574,15 @@ class ExplainedAttention:
         """Records the explanation of a call, and returns zeros; ignores arguments like
         `module`.
         """
-        return self.core.run(*self.core.call_of(query, key, value, **arguments)).output
+        call, implementation = self.core.call_of(query, key, value, **arguments)
+        return self.core.run(call, implementation).output
 
     def _explain(self, call: Call, implementation: Implementation | None) -> Result:
         self.explanations.append(run.explain(call, implementation))
         query = call.operands.query
         value = call.operands.value
-        return Result(
-            jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype), None
-        )
+        zeros = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
+        return Result(zeros, None)
 
 
 class Explain(Protocol[P]):
@@ -586,9 +624,11 @@ def explaining(call: Callable[Concatenate[Any, P], Array]) -> Explain[P]:
         """
         return self._explained(platform, *arguments, **keywords)
 
+    # Shows the arguments of the call in `help` and editors.
     parameters = [
         *inspect.signature(call).parameters.values(),
         inspect.signature(explain).parameters["platform"],
     ]
-    explain.__signature__ = inspect.Signature(parameters, return_annotation=Explanation)  # type: ignore[attr-defined]
+    signature = inspect.Signature(parameters, return_annotation=Explanation)
+    explain.__signature__ = signature  # type: ignore[attr-defined]
     return explain  # type: ignore[return-value]

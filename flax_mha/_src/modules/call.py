@@ -37,8 +37,6 @@ KeySource = Literal["inputs", "cache", "to store", "stored", "shared"]
 Layer = Callable[[Array], Array]
 Arrays = tuple[Array, ...]
 ProcessHeads = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
-# Options of the constructor that the attention function takes under the same names.
-OPTIONS = ("implementation", "scale", "local_window_size", "logits_soft_cap")
 
 
 class FlaxModule(NamedTuple):
@@ -112,79 +110,140 @@ class Given(NamedTuple):
         return self.lengths is not None
 
 
-# Arguments of a module's call that it passes on to `call_module`.
-PASSED_ON = frozenset(Given._fields) - {"decode"}
+class Checked(NamedTuple):
+    """A call whose arguments are checked, with what follows from them."""
+
+    given: Given
+    source: KeySource
+    core: CoreAttention | None  # None for an `attention_fn` of another library
+    is_self_attention: bool  # queries and keys are of the same tokens
+    # The inputs of queries, keys and values, 0 at padding.
+    inputs_q: Float[Array, "*B T D"]
+    inputs_k: Float[Array, "*B S Dk"]
+    inputs_v: Float[Array, "*B S Dv"]
+    # Arguments of the attention function that name lengths and segments.
+    per_sequence: dict[str, Any]
+
+    @property
+    def has_earlier_keys(self) -> bool:
+        """Whether another call has made the keys: normalized and rotated already."""
+        return self.source in ("stored", "shared")
 
 
-def call_module(layer: FlaxModule, call: Given) -> Any:
+class Attended(NamedTuple):
+    """The output of the attention, and what it adds to the caches of the module."""
+
+    output: Float[Array, "*B T N Hv"]
+    appended: Appended | None  # the cache with the new keys and values
+    index_cache: KVCache | None  # the cache with the indexer's new keys
+
+
+class Chosen(NamedTuple):
+    """What an indexer has chosen; without one, nothing."""
+
+    key_indices: Array | None = None  # None: every query attends to all keys
+    top_k: int = 0  # 0 without an indexer, or if a user chose the keys
+    cache: KVCache | None = None  # with the indexer's new keys
+
+
+def call_module(layer: FlaxModule, given: Given) -> Any:
     """Computes a module's call and updates its cache.
 
     Returns the output or, with `return_kv`, a pair (output, `SharedKV`).
     """
-    source = check(layer, call)
-    core = core_of(layer.module.attention_fn)
-    inputs, per_sequence = inputs_of(layer, call, source)
-
-    heads = project(layer, call, source, inputs)
-    if not layer.norms_after_rope:
-        heads = normalize(layer, source, heads)
-    heads = process(layer, call, heads)
-    cache = cache_of(layer, call, source, heads)
-    heads = rotate(layer, call, source, heads, cache)
-    if layer.norms_after_rope:
-        heads = normalize(layer, source, heads)
-
-    arguments, is_no_mask = attention_arguments(
-        layer, core, call, source, per_sequence, heads, cache
-    )
-    top_k, index_cache = choose_keys(layer, core, call, inputs[0], cache, arguments)
-    output, appended = attend(layer, core, call, heads, cache, arguments, top_k)
-    output = validation.nan_if(is_no_mask, output)
-    output = gate_and_normalize(layer, output, inputs[0])
-    write(layer, source, heads, per_sequence, appended, index_cache)
+    call = check(layer, given)
+    # query [B..., T, N, H], key [B..., S, K, H], value [B..., S, K, Hv]
+    query, key, value = project(layer, call)
+    # Norms stand before or after the rotation; one of the two calls changes nothing.
+    query, key = normalize(layer, call, query, key, after_rope=False)
+    query, key, value = process(layer, call, query, key, value)
+    cache = cache_of(layer, call, query, key, value)
+    query, key = rotate(layer, call, query, key, cache)
+    query, key = normalize(layer, call, query, key, after_rope=True)
+    attended = attend(layer, call, query, key, value, cache)
+    output = gate_and_normalize(layer, call, attended.output)
+    write(layer, call, key, value, attended)
     output = layer.out(output)
-    if not call.return_kv:
+    if not given.return_kv:
         return output
-    if call.kv is not None:
-        return output, call.kv
-    _, key, value = heads
-    return output, SharedKV(key, value, cache, appended, call.decode, call.has_lengths)
+    # A layer that reuses keys passes them on.
+    if given.kv is not None:
+        return output, given.kv
+    kv = SharedKV(
+        key=key,
+        value=value,
+        cache=cache,
+        appended=attended.appended,
+        decode=given.decode,
+        has_lengths=given.has_lengths,
+    )
+    return output, kv
 
 
-def check(layer: FlaxModule, call: Given) -> KeySource:
-    """Checks arguments that exclude each other, and returns where keys come from."""
+def check(layer: FlaxModule, given: Given) -> Checked:
+    """Checks the arguments, and sets the inputs to 0 at padding."""
+    core = core_of(layer.module.attention_fn)
+    # Arguments that exclude each other.
     if layer.latent is None:
-        _check_sharing(layer, call)
-    source = _source_of_keys(layer, call)
+        _check_sharing(layer, given)
+    source = _source_of_keys(layer, given)
     if source == "stored":
-        core = core_of(layer.module.attention_fn)
         preset = {} if core is None else core.preset
-        sequences.check_stored(layer.module, preset, call.mask, call.score_mod)
-    _check_process_heads(layer, call, source)
-    return source
+        sequences.check_stored(layer.module, preset, given.mask, given.score_mod)
+    _check_process_heads(layer, given, source)
+
+    # Inputs, and the arguments that say which of their tokens belong together.
+    inputs = _check_inputs(layer, given, source)
+    is_self_attention = source in ("cache", "shared")
+    if source == "inputs":
+        is_self_attention = not given.is_cross
+    per_sequence: dict[str, Any] = {}
+    if given.segment_ids is not None or given.lengths is not None:
+        # A cache gets its lengths as an argument of its own.
+        shares_cache = given.kv is not None and given.kv.cache is not None
+        inputs, per_sequence = sequences.per_sequence_arguments(
+            inputs,
+            segment_ids=given.segment_ids,
+            lengths=given.lengths,
+            self_attention=is_self_attention,
+            decode=given.decode,
+            is_cached=source == "cache" or shares_cache,
+        )
+    inputs_q, inputs_k, inputs_v = inputs
+    return Checked(
+        given=given,
+        source=source,
+        core=core,
+        is_self_attention=is_self_attention,
+        inputs_q=inputs_q,
+        inputs_k=inputs_k,
+        inputs_v=inputs_v,
+        per_sequence=per_sequence,
+    )
 
 
-def _check_sharing(layer: FlaxModule, call: Given) -> None:
+def _check_sharing(layer: FlaxModule, given: Given) -> None:
     """Raises a ValueError if only one of `reuse_kv` and `kv` is set, or if
     cross-attention reuses or returns keys.
     """
-    validation.flag("return_kv", call.return_kv)
+    validation.flag("return_kv", given.return_kv)
     reuses = layer.module.reuse_kv
-    if reuses and not isinstance(call.kv, SharedKV):
+    if reuses and not isinstance(given.kv, SharedKV):
         raise ValueError(
             "kv must be the SharedKV that the call of an earlier layer returns with "
-            f"return_kv=True if reuse_kv=True, but got {type(call.kv).__name__}."
+            f"return_kv=True if reuse_kv=True, but got {type(given.kv).__name__}."
         )
-    if not reuses and call.kv is not None:
+    if not reuses and given.kv is not None:
         raise ValueError(
-            f"kv must be None if reuse_kv=False, but got {type(call.kv).__name__}; "
+            f"kv must be None if reuse_kv=False, but got {type(given.kv).__name__}; "
             "create the module with reuse_kv=True."
         )
-    if not reuses and not call.return_kv:
+    if not reuses and not given.return_kv:
         return
-    inputs = (call.inputs_k, call.inputs_v)
-    has_other_inputs = any(x is not None and x is not call.inputs_q for x in inputs)
-    if has_other_inputs or call.store_keys or layer.stored is not None:
+    # Layers share the keys of tokens that are queries too, and of one step only.
+    inputs = (given.inputs_k, given.inputs_v)
+    has_other_inputs = any(x is not None and x is not given.inputs_q for x in inputs)
+    if has_other_inputs or given.store_keys or layer.stored is not None:
         name = "reuse_kv=True" if reuses else "return_kv=True"
         raise ValueError(
             f"{name} requires self-attention, but got other inputs or stored keys; "
@@ -192,43 +251,42 @@ def _check_sharing(layer: FlaxModule, call: Given) -> None:
         )
 
 
-def _source_of_keys(layer: FlaxModule, call: Given) -> KeySource:
-    stores = validation.flag("store_keys", call.store_keys)
-    if stores and not call.decode:
+def _source_of_keys(layer: FlaxModule, given: Given) -> KeySource:
+    stores = validation.flag("store_keys", given.store_keys)
+    if stores and not given.decode:
         raise ValueError(
             "store_keys=True requires decode=True; pass decode=True, or leave "
             "store_keys out."
         )
-    if stores and call.inputs_k is None:
+    if stores and given.inputs_k is None:
         raise ValueError(
             "store_keys=True requires inputs_k, but got None; store_keys is for "
             "cross-attention."
         )
-    if call.kv is not None:
+    if given.kv is not None:
         return "shared"
-    if not call.decode:
+    if not given.decode:
         return "inputs"
     if stores:
         return "to store"
     if layer.stored is None:
         return "cache"
-    given = [
-        name
-        for name in ("inputs_k", "inputs_v", "lengths")
-        if getattr(call, name) is not None
-    ]
-    if given:
+    about_keys = {
+        "inputs_k": given.inputs_k,
+        "inputs_v": given.inputs_v,
+        "lengths": given.lengths,
+    }
+    passed = [name for name, x in about_keys.items() if x is not None]
+    if passed:
         raise ValueError(
-            f"{' and '.join(given)} must be None if keys are already stored, but got "
+            f"{' and '.join(passed)} must be None if keys are already stored, but got "
             "an array; pass store_keys=True to replace them."
         )
     return "stored"
 
 
-def _check_process_heads(layer: FlaxModule, call: Given, source: KeySource) -> None:
-    function = call.process_heads
-    if function is None:
-        function = layer.process_heads
+def _check_process_heads(layer: FlaxModule, given: Given, source: KeySource) -> None:
+    function = _process_heads_of(layer, given)
     if function is None:
         return
     if not callable(function):
@@ -236,61 +294,43 @@ def _check_process_heads(layer: FlaxModule, call: Given, source: KeySource) -> N
             "process_heads must be a function of (query, key, value) or None, but got "
             f"{function!r}."
         )
-    if source in ("to store", "stored", "shared"):
-        names = {
-            "shared": "an earlier layer (kv)",
-            "stored": "an earlier call",
-            "to store": "store_keys=True",
-        }
+    several_use_keys = {
+        "shared": "an earlier layer (kv)",
+        "stored": "an earlier call",
+        "to store": "store_keys=True",
+    }
+    if source in several_use_keys:
         raise ValueError(
             "process_heads must be None if keys are used by several calls or layers, "
             "because it returns queries, keys and values together, but got keys from "
-            f"{names[source]}; leave process_heads out."
+            f"{several_use_keys[source]}; leave process_heads out."
         )
 
 
-def inputs_of(
-    layer: FlaxModule, call: Given, source: KeySource
-) -> tuple[tuple[Array, Array, Array], dict[str, Any]]:
-    """Returns the inputs of queries, keys and values, 0 at padding, and the arguments
-    that name lengths and segments.
-
-    A cache gets its lengths as an argument of its own.
-    """
-    inputs = _check_inputs(layer, call, source)
-    if call.segment_ids is None and call.lengths is None:
-        return inputs, {}
-    is_cached = source == "cache" or (call.kv is not None and call.kv.cache is not None)
-    return sequences.per_sequence_arguments(
-        inputs,
-        call.segment_ids,
-        call.lengths,
-        _attends_to_itself(call, source),
-        call.decode,
-        is_cached,
-    )
-
-
-def _attends_to_itself(call: Given, source: KeySource) -> bool:
-    return source in ("cache", "shared") or (source == "inputs" and not call.is_cross)
+def _process_heads_of(layer: FlaxModule, given: Given) -> ProcessHeads | None:
+    if given.process_heads is not None:
+        return given.process_heads
+    return layer.process_heads
 
 
 def _check_inputs(
-    layer: FlaxModule, call: Given, source: KeySource
+    layer: FlaxModule, given: Given, source: KeySource
 ) -> tuple[Array, Array, Array]:
-    inputs_q = call.inputs_q
-    inputs_k = call.inputs_k
-    inputs_v = call.inputs_v
+    """Returns the inputs of queries, keys and values."""
+    inputs_q = given.inputs_q
+    inputs_k = given.inputs_k
+    inputs_v = given.inputs_v
     if inputs_k is None and inputs_v is not None:
         raise ValueError(
             "`inputs_k` cannot be None if `inputs_v` is not None. To have both be the "
             "same value, pass it as `inputs_k` and leave `inputs_v` None."
         )
-    inputs_k = inputs_q if inputs_k is None else inputs_k
-    inputs_v = inputs_k if inputs_v is None else inputs_v
-    values_are_keys = (
-        layer.value is None and layer.latent is None and source != "shared"
-    )
+    if inputs_k is None:
+        inputs_k = inputs_q
+    if inputs_v is None:
+        inputs_v = inputs_k
+    has_no_values = layer.value is None and layer.latent is None
+    values_are_keys = has_no_values and source != "shared"
     if values_are_keys and inputs_v is not inputs_k:
         raise ValueError(
             "inputs_v must be None with share_kv=True, because values are projections "
@@ -307,6 +347,7 @@ def _check_inputs(
         raise ValueError(f"inputs' batch dims must match, but got {shapes}.")
     if inputs_k.shape[-2] != inputs_v.shape[-2]:
         raise ValueError(f"inputs' key and value lengths must match, but got {shapes}.")
+    # Keys of an earlier call or layer need no projection here.
     if layer.features is not None and source not in ("stored", "shared"):
         of_queries, of_keys = layer.features
         expected = {"inputs_q": of_queries, "inputs_k": of_keys, "inputs_v": of_keys}
@@ -319,74 +360,90 @@ def _check_inputs(
     return inputs_q, inputs_k, inputs_v
 
 
-def project(
-    layer: FlaxModule,
-    call: Given,
-    source: KeySource,
-    inputs: tuple[Array, Array, Array],
-) -> Heads:
-    """Returns query, key and value; values are normalized already, because shared
-    values are keys without a norm.
+def project(layer: FlaxModule, call: Checked) -> Heads:
+    """Projects the inputs to query, key and value.
+
+    Values are normalized here, because shared values are keys without a norm.
     """
-    inputs_q, inputs_k, inputs_v = inputs
-    query = layer.query(inputs_q)
-    if source == "stored":
+    query = layer.query(call.inputs_q)
+    if call.source == "stored":
         key, value, _ = layer.stored  # type: ignore[misc]
         return query, key, value
-    if call.kv is not None:
-        num_kv_heads = (
-            getattr(layer.module, "num_kv_heads", None) or layer.module.num_heads
-        )
-        value_size = layer.module.value_dim or query.shape[-1]
-        shape = (*query.shape[:-2], num_kv_heads, query.shape[-1])
-        call.kv.check(shape, value_size, call.decode, call.has_lengths)
-        return query, call.kv.key, call.kv.value
-    key = layer.key(inputs_k)  # type: ignore[misc]
+    kv = call.given.kv
+    if kv is not None:
+        _check_kv(layer, call, kv, query)
+        return query, kv.key, kv.value
+    key = layer.key(call.inputs_k)  # type: ignore[misc]
+    # Latents are keys and values in one, and expanded later.
     if layer.latent is not None:
-        return query, key, key[..., :0]
-    value = key if layer.value is None else layer.value(inputs_v)
+        no_value = key[..., :0]
+        return query, key, no_value
+    value = key
+    if layer.value is not None:
+        value = layer.value(call.inputs_v)
     if layer.value_norm is not None:
         value = layer.value_norm(value)
     return query, key, value
 
 
-def normalize(layer: FlaxModule, source: KeySource, heads: Heads) -> Heads:
-    """Normalizes queries and keys; stored and shared keys were normalized by an earlier
-    call.
+def _check_kv(layer: FlaxModule, call: Checked, kv: SharedKV, query: Array) -> None:
+    module = layer.module
+    *batch_and_length, _, size = query.shape
+    # None means Flax's default: as many key heads, and value features, as of queries.
+    num_kv_heads = module.num_kv_heads or module.num_heads
+    value_size = module.value_dim or size
+    kv.check(
+        shape=(*batch_and_length, num_kv_heads, size),
+        value_size=value_size,
+        decode=call.given.decode,
+        has_lengths=call.given.has_lengths,
+    )
+
+
+def normalize(
+    layer: FlaxModule, call: Checked, query: Array, key: Array, after_rope: bool
+) -> tuple[Array, Array]:
+    """Normalizes queries and keys if their norms stand after the rotation, or if not,
+    as `after_rope` says.
     """
-    query, key, value = heads
+    if layer.norms_after_rope != after_rope:
+        return query, key
     if layer.query_norm is not None:
         query = layer.query_norm(query)
-    if layer.key_norm is not None and source not in ("stored", "shared"):
+    if layer.key_norm is not None and not call.has_earlier_keys:
         key = layer.key_norm(key)
-    return query, key, value
+    return query, key
 
 
-def process(layer: FlaxModule, call: Given, heads: Heads) -> Heads:
+def process(
+    layer: FlaxModule, call: Checked, query: Array, key: Array, value: Array
+) -> Heads:
     """Applies `process_heads` of the call or, without one, of the constructor."""
-    function = layer.process_heads if call.process_heads is None else call.process_heads
+    function = _process_heads_of(layer, call.given)
     if function is None:
-        return heads
-    processed: Any = function(*heads)
-    if not isinstance(processed, tuple | list) or len(processed) != len(heads):
+        return query, key, value
+    processed: Any = function(query, key, value)
+    if not isinstance(processed, tuple | list) or len(processed) != 3:
         raise ValueError(
             "process_heads must return three arrays (query, key, value), but got "
             f"{_described(processed)}; return all three, changed or not."
         )
-    for name, x, before in zip(
-        ("query", "key", "value"), processed, heads, strict=True
-    ):
-        if not hasattr(x, "shape") or (x.shape, x.dtype) != (
-            before.shape,
-            before.dtype,
-        ):
-            raise ValueError(
-                f"process_heads must return the {name} with shape {before.shape} and "
-                f"dtype {before.dtype}, but got {_described(x)}; use .astype if only "
-                "the dtype differs."
-            )
-    query, key, value = processed
-    return query, key, value
+    new_query, new_key, new_value = processed
+    _check_processed("query", new_query, query)
+    _check_processed("key", new_key, key)
+    _check_processed("value", new_value, value)
+    return new_query, new_key, new_value
+
+
+def _check_processed(name: str, x: Any, before: Array) -> None:
+    is_array = hasattr(x, "shape")
+    if is_array and x.shape == before.shape and x.dtype == before.dtype:
+        return
+    raise ValueError(
+        f"process_heads must return the {name} with shape {before.shape} and "
+        f"dtype {before.dtype}, but got {_described(x)}; use .astype if only "
+        "the dtype differs."
+    )
 
 
 def _described(x: Any) -> str:
@@ -398,22 +455,22 @@ def _described(x: Any) -> str:
 
 
 def cache_of(
-    layer: FlaxModule, call: Given, source: KeySource, heads: Heads
+    layer: FlaxModule, call: Checked, query: Array, key: Array, value: Array
 ) -> KVCache | None:
     """Returns the cache after checking that it fits the heads; None without one, or if
     this call creates it.
     """
-    if call.kv is not None:
-        return call.kv.cache
-    if source != "cache":
+    if call.given.kv is not None:
+        return call.given.kv.cache
+    if call.source != "cache":
         return None
-    query, key, value = heads
     arrays = layer.cache(query, key)
     if arrays is None:
         return None
     queries = query.shape[-3]
     keys = key.shape[-3]
-    if call.is_cross and not queries == keys == 1:
+    # The cache counts one position per token, for its query and its key.
+    if call.given.is_cross and not queries == keys == 1:
         raise ValueError(
             "Autoregressive cache shape error: while decoding, inputs_k must be "
             "inputs_q or contain one token, because its tokens are added to the cache, "
@@ -421,8 +478,11 @@ def cache_of(
             "cross-attention, pass store_keys=True in the first call, or decode=False "
             "in every call."
         )
-    value_size = None if layer.latent is None else layer.latent.size
-    cache = KVCache.of_arrays(reach(layer.module.local_window_size), value_size, arrays)
+    value_size = None
+    if layer.latent is not None:
+        value_size = layer.latent.size
+    window = reach(layer.module.local_window_size)
+    cache = KVCache.of_arrays(window, value_size, arrays)
     cache.check_fits(key, value, queries)
     return cache
 
@@ -439,39 +499,101 @@ def reach(local_window_size: Any) -> int | None:
 
 def rotate(
     layer: FlaxModule,
-    call: Given,
-    source: KeySource,
-    heads: Heads,
+    call: Checked,
+    query: Array,
+    key: Array,
     cache: KVCache | None,
-) -> Heads:
+) -> tuple[Array, Array]:
     """Rotates queries and keys by their positions; stored and shared keys are rotated
     already.
     """
     rope = layer.module.rope
-    if rope is None and call.positions is None:
-        return heads
-    query, key, value = heads
-    query, key = sequences.rotate(
+    positions = call.given.positions
+    if rope is None and positions is None:
+        return query, key
+    # Only the end of a latent key [latent, rotary key] is rotated.
+    size = None
+    if layer.latent is not None:
+        size = key.shape[-1] - layer.latent.size
+    return sequences.rotate(
         query,
         key,
-        rope,
-        call.positions,
-        self_attention=_attends_to_itself(call, source),
-        start=0 if cache is None else jnp.maximum(cache.index, 0),
-        stored=source == "stored",
-        shared=source == "shared",
-        size=None if layer.latent is None else key.shape[-1] - layer.latent.size,
+        rope=rope,
+        positions=positions,
+        self_attention=call.is_self_attention,
+        start=_next_position(cache),
+        stored=call.source == "stored",
+        shared=call.source == "shared",
+        size=size,
     )
-    return query, key, value
+
+
+def _next_position(cache: KVCache | None) -> Any:
+    """Returns the position of a call's first token."""
+    if cache is None:
+        return 0
+    # A negative index marks a sequence that was cut too far; its output is NaN.
+    return jnp.maximum(cache.index, 0)
+
+
+def attend(
+    layer: FlaxModule,
+    call: Checked,
+    query: Array,
+    key: Array,
+    value: Array,
+    cache: KVCache | None,
+) -> Attended:
+    """Computes the attention of projected heads, over the cache if there is one."""
+    arguments, is_no_mask = attention_arguments(layer, call, query, key, cache)
+    chosen = choose_keys(layer, call, cache, arguments)
+    if chosen.key_indices is not None:
+        arguments["key_indices"] = chosen.key_indices
+    if cache is None:
+        output = _without_cache(layer, call, query, key, value, arguments)
+        appended = None
+    else:
+        # A layer that reuses keys finds them in the cache of the earlier layer.
+        kv = call.given.kv
+        output, appended = decode(
+            attention_fn=layer.module.attention_fn,
+            core=call.core,
+            heads=(query, key, value),
+            cache=cache,
+            lengths=call.given.lengths,
+            latent=layer.latent,
+            appended=None if kv is None else kv.appended,
+            arguments=arguments,
+            top_k=chosen.top_k,
+        )
+    output = validation.nan_if(is_no_mask, output)
+    return Attended(output=output, appended=appended, index_cache=chosen.cache)
+
+
+def _without_cache(
+    layer: FlaxModule,
+    call: Checked,
+    query: Array,
+    key: Array,
+    value: Array,
+    arguments: dict[str, Any],
+) -> Float[Array, "*B T N Hv"]:
+    core = call.core
+    if layer.latent is not None:
+        key, value = layer.latent.expand(key)
+    if core is None:
+        return layer.module.attention_fn(query, key, value, **arguments)
+    if not core.computes((query, key, value), arguments):
+        return core.function(query, key, value, **arguments)
+    made, implementation = core.call_of(query, key, value, **arguments)
+    return core.run(made, implementation).output
 
 
 def attention_arguments(
     layer: FlaxModule,
-    core: CoreAttention | None,
-    call: Given,
-    source: KeySource,
-    per_sequence: dict[str, Any],
-    heads: Heads,
+    call: Checked,
+    query: Array,
+    key: Array,
     cache: KVCache | None,
 ) -> tuple[dict[str, Any], Bool[Array, ""] | None]:
     """Returns the arguments of the attention function: from Flax, the module's options,
@@ -480,57 +602,66 @@ def attention_arguments(
     Also returns a flag for `nan_if`: whether a mask of traced numbers holds any but 0
     and 1; None for other masks.
     """
-    query, key, _ = heads
-    is_causal = _is_causal(core, call)
-    ours = {name: getattr(layer.module, name) for name in OPTIONS}
-    ours |= {"sinks": layer.sinks, "mask": call.mask, "bias": call.bias}
-    ours |= {"score_mod": call.score_mod, "key_indices": call.key_indices}
-    ours |= {
-        "qkv_sharding": _attention_sharding(
-            layer.module, core, call.qkv_sharding, query
-        )
+    module = layer.module
+    core = call.core
+    given = call.given
+
+    # The module's options and the call's arguments.
+    ours = {
+        "implementation": module.implementation,
+        "scale": module.scale,
+        "local_window_size": module.local_window_size,
+        "logits_soft_cap": module.logits_soft_cap,
+        "sinks": layer.sinks,
+        "mask": given.mask,
+        "bias": given.bias,
+        "score_mod": given.score_mod,
+        "key_indices": given.key_indices,
+        "qkv_sharding": _attention_sharding(module, core, given.qkv_sharding, query),
+        "max_score_module": module if given.sow_max_score else None,
+        **call.per_sequence,
     }
-    ours |= {"max_score_module": layer.module if call.sow_max_score else None}
-    ours |= per_sequence
-    if layer.stored is not None and source == "stored":
-        lengths = layer.stored[2]
-    else:
-        lengths = None
+
+    # Keys that another call has stored bring their own lengths.
+    stored_lengths = None
+    if layer.stored is not None and call.source == "stored":
+        _, _, stored_lengths = layer.stored
     takes_lengths = core is not None and core.context is None
-    if takes_lengths and lengths is not None:
-        ours["key_value_seq_lengths"] = lengths
-    if source not in ("stored", "to store"):  # those queries have no known positions
+    if takes_lengths and stored_lengths is not None:
+        ours["key_value_seq_lengths"] = stored_lengths
+
+    # A partial around the attention function may set `is_causal`. Queries over stored
+    # keys have no known positions.
+    is_causal = given.is_causal
+    if is_causal is None and core is not None:
+        is_causal = core.preset.get("is_causal")
+    if call.source not in ("stored", "to store"):
         ours["is_causal"] = is_causal
+
     # Arguments of None are left out, so that a function with only Flax's signature also
     # works.
-    arguments = layer.arguments | {name: x for name, x in ours.items() if x is not None}
+    set_by_us = {name: x for name, x in ours.items() if x is not None}
+    arguments = layer.arguments | set_by_us
     if core is None:
-        check_takes_mask(layer.module.attention_fn, arguments.get("mask"))
+        check_takes_mask(module.attention_fn, arguments.get("mask"))
     else:
         arguments = core.with_preset(arguments, without=("is_causal",))
     if cache is not None:
         # None is not the same as Flax's default of False.
         arguments["is_causal"] = is_causal
-    elif call.is_causal is None and is_causal:
+    elif given.is_causal is None and is_causal:
         check_is_causal(is_causal, arguments.get("mask"))
 
+    # Other functions get arrays of numbers as Flax's modules pass them.
     is_no_mask = None
     mask = arguments.get("mask")
     is_array = mask is not None and not isinstance(mask, Mask)
-    if is_array and (core is not None or source != "inputs"):
+    if is_array and (core is not None or call.source != "inputs"):
         arguments["mask"], is_no_mask = validation.mask_of_numbers(mask)
-    if lengths is not None and not takes_lengths:
-        arguments["mask"] = sequences.mask_padding(arguments.get("mask"), lengths, key)
+    if stored_lengths is not None and not takes_lengths:
+        mask = arguments.get("mask")
+        arguments["mask"] = sequences.mask_padding(mask, stored_lengths, key)
     return arguments, is_no_mask
-
-
-def _is_causal(core: CoreAttention | None, call: Given) -> bool | None:
-    """Returns `is_causal` of the call or, if that is None, of a `functools.partial`
-    around the attention function.
-    """
-    if call.is_causal is None and core is not None:
-        return core.preset.get("is_causal")
-    return call.is_causal
 
 
 def _attention_sharding(
@@ -546,19 +677,16 @@ def _attention_sharding(
         return qkv_sharding
     if qkv_sharding is None and core is not None:
         qkv_sharding = core.preset.get("qkv_sharding")
-    mesh = jax.sharding.get_abstract_mesh()
-    if (
-        qkv_sharding is not None
-        or mesh.empty
-        or set(mesh.axis_types) != {AxisType.Auto}
-    ):
+    if qkv_sharding is not None:
         return qkv_sharding
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
+        return None
     named = names_of(tensor_parallel.mesh_axis(module.head_axis))
     # `context_parallel` knows which axes split the batch.
     names_batch = core is not None and core.context is not None
-    splits_nothing_else = all(
-        name in named or size == 1 for name, size in mesh.shape.items()
-    )
+    others = [size for name, size in mesh.shape.items() if name not in named]
+    splits_nothing_else = all(size == 1 for size in others)
     if not names_batch and not splits_nothing_else:
         return None
     batch_and_length = (None,) * (query.ndim - 2)
@@ -567,125 +695,92 @@ def _attention_sharding(
 
 def choose_keys(
     layer: FlaxModule,
-    core: CoreAttention | None,
-    call: Given,
-    inputs: Array,
+    call: Checked,
     cache: KVCache | None,
-    arguments: dict[str, Any],
-) -> tuple[int, KVCache | None]:
-    """Lets the indexer choose `key_indices`, which it adds to `arguments`.
-
-    Returns its `top_k`, 0 without an indexer or if a user chose, and the cache of its
-    keys.
-    """
+    arguments: Mapping[str, Any],
+) -> Chosen:
+    """Lets the indexer choose `key_indices`, given the `arguments` of the attention."""
     layers = layer.indexer
     if layers is None:
-        return 0, None
-    if core is None:
+        return Chosen()
+    if call.core is None:
         raise ValueError(
             "With an indexer, attention_fn must be flax_mha.attention_fn, but got "
             "another function."
         )
-    query, key, weights = layers.project(inputs)
-    start = 0 if cache is None else jnp.maximum(cache.index, 0)
-    rope = layer.module.rope
-    if rope is not None:
-        rotated_size = layer.module.qk_rope_head_dim
-        options = layers.indexer
-        # Rotates `rotated_size` features: the last ones, or the first ones of the whole
-        # head.
-        fraction = rope.fraction
-        if not options.rotary_last:
-            fraction = rope.fraction * rotated_size / options.head_dim
-        query, key = sequences.rotate(
-            query,
-            key,
-            dataclasses.replace(
-                rope, interleaved=options.interleaved, fraction=fraction
-            ),
-            call.positions,
-            self_attention=True,
-            start=start,
-            stored=False,
-            shared=False,
-            size=rotated_size if options.rotary_last else None,
-        )
-    index_cache = layers.cached(key, cache) if call.decode else None
-    sow_to = layer.arguments.get("module")
-    projected = (query, key, weights)
-    lists, index_cache = choose(
-        layers.indexer, projected, index_cache, call.lengths, arguments, sow_to
+    given = call.given
+    query, key, weights = layers.project(call.inputs_q)
+    if layer.module.rope is not None:
+        query, key = _rotate_index(layer, layers, given, query, key, cache)
+    index_cache = None
+    if given.decode:
+        index_cache = layers.cached(key, cache)
+    key_indices, index_cache = choose(
+        layers.indexer,
+        projected=(query, key, weights),
+        cache=index_cache,
+        lengths=given.lengths,
+        arguments=arguments,
+        sow_to=layer.arguments.get("module"),
     )
-    if lists is not None:
-        arguments["key_indices"] = lists
-    top_k = layers.indexer.top_k if call.key_indices is None else 0
-    return top_k, index_cache
+    top_k = layers.indexer.top_k if given.key_indices is None else 0
+    return Chosen(key_indices=key_indices, top_k=top_k, cache=index_cache)
 
 
-def attend(
+def _rotate_index(
     layer: FlaxModule,
-    core: CoreAttention | None,
-    call: Given,
-    heads: Heads,
+    layers: IndexLayers,
+    given: Given,
+    query: Array,
+    key: Array,
     cache: KVCache | None,
-    arguments: dict[str, Any],
-    top_k: int,
-) -> tuple[Float[Array, "*B T N Hv"], Appended | None]:
-    """Computes the attention of projected heads, over the cache if there is one.
-
-    `core` is None if the module's `attention_fn` is not from this package. `top_k` is
-    the indexer's; 0 without one, or if a user chose the keys. Returns the output, and
-    the cache with the new keys and values (None without a cache).
-    """
-    attention_fn = layer.module.attention_fn
-    if cache is not None:
-        appended = None if call.kv is None else call.kv.appended
-        return decode(
-            attention_fn,
-            core,
-            heads,
-            cache,
-            call.lengths,
-            layer.latent,
-            appended,
-            arguments,
-            top_k,
-        )
-    query, key, value = heads
-    if layer.latent is not None:
-        key, value = layer.latent.expand(key)
-    if core is None:
-        return attention_fn(query, key, value, **arguments), None
-    if not core.computes((query, key, value), arguments):
-        return core.function(query, key, value, **arguments), None
-    made, implementation = core.call_of(query, key, value, **arguments)
-    return core.run(made, implementation).output, None
+) -> tuple[Array, Array]:
+    """Rotates index queries and keys: the first or last `qk_rope_head_dim` features."""
+    options = layers.indexer
+    rope = layer.module.rope
+    rotated_size = layer.module.qk_rope_head_dim
+    size = None
+    fraction = rope.fraction
+    if options.rotary_last:
+        size = rotated_size
+    else:
+        # The first features of the whole head, as RoPE's own fraction counts them.
+        fraction = fraction * rotated_size / options.head_dim
+    rope = dataclasses.replace(rope, interleaved=options.interleaved, fraction=fraction)
+    return sequences.rotate(
+        query,
+        key,
+        rope=rope,
+        positions=given.positions,
+        self_attention=True,
+        start=_next_position(cache),
+        stored=False,
+        shared=False,
+        size=size,
+    )
 
 
 def gate_and_normalize(
-    layer: FlaxModule, x: Float[Array, "*B T N Hv"], inputs_q: Array
+    layer: FlaxModule, call: Checked, output: Float[Array, "*B T N Hv"]
 ) -> Float[Array, "*B T N Hv"]:
     if layer.gate is not None and layer.gating is not None:
-        x = layer.gating.apply(x, layer.gate(inputs_q))
+        output = layer.gating.apply(output, layer.gate(call.inputs_q))
     if layer.out_norm is not None:
-        x = layer.out_norm(x)
-    return x
+        output = layer.out_norm(output)
+    return output
 
 
 def write(
-    layer: FlaxModule,
-    source: KeySource,
-    heads: Heads,
-    per_sequence: Mapping[str, Any],
-    appended: Appended | None,
-    index_cache: KVCache | None,
+    layer: FlaxModule, call: Checked, key: Array, value: Array, attended: Attended
 ) -> None:
     """Sets the module's cache to the new keys and values."""
-    _, key, value = heads
-    if source == "to store":
-        lengths = sequences.key_lengths(per_sequence.get("key_value_seq_lengths"), key)
+    appended = attended.appended
+    if call.source == "to store":
+        lengths = call.per_sequence.get("key_value_seq_lengths")
+        lengths = sequences.key_lengths(lengths, key)
         layer.write((key, value, lengths), True)
-    if source == "cache" and appended is not None:
+    # The cache of shared keys is the earlier layer's to write.
+    if call.source == "cache" and appended is not None:
         layer.write(appended.cache.arrays, False)
-    if layer.indexer is not None and index_cache is not None:
-        layer.indexer.store(index_cache)
+    if layer.indexer is not None and attended.index_cache is not None:
+        layer.indexer.store(attended.index_cache)

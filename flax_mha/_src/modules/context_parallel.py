@@ -72,7 +72,8 @@ def context_parallel(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import flax_mha
-      >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> auto = jax.sharding.AxisType.Auto
+      >>> mesh = jax.make_mesh((1,), ("context",), axis_types=(auto,))
       >>> attention_fn = flax_mha.context_parallel("context", mesh=mesh)
       >>> x = jnp.ones((2, 8, 4, 16))
       >>> attention_fn(x, x, x, is_causal=True).shape
@@ -82,25 +83,30 @@ def context_parallel(
       Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed Ulysses,
       arXiv:2309.14509.
     """
-    for name, given, known in (
-        ("strategy", strategy, get_args(Strategy)),
-        ("layout", layout, get_args(Layout)),
-    ):
-        if given not in known:
-            raise ValueError(
-                f"{name} must be {' or '.join(map(repr, known))}, but got {given!r}."
-            )
+    _check_known("strategy", strategy, get_args(Strategy))
+    _check_known("layout", layout, get_args(Layout))
     if not isinstance(axis, str):
         raise ValueError(
             f"axis must be the name of a single mesh axis, but got {axis!r}."
         )
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh or None, but got {mesh!r}.")
-    batch_axes = _names("batch_axes", batch_axes)
-    head_axis = _names("head_axis", head_axis)
-    return _ContextAttention(
-        Context(axis, strategy, layout, batch_axes, head_axis, mesh)
+    context = Context(
+        axis=axis,
+        strategy=strategy,
+        layout=layout,
+        batch_axes=_names("batch_axes", batch_axes),
+        head_axis=_names("head_axis", head_axis),
+        mesh=mesh,
     )
+    return _ContextAttention(context)
+
+
+def _check_known(name: str, given: Any, known: tuple[str, ...]) -> None:
+    if given not in known:
+        raise ValueError(
+            f"{name} must be {' or '.join(map(repr, known))}, but got {given!r}."
+        )
 
 
 def _names(name: str, axes: Any) -> Axes:
@@ -135,9 +141,9 @@ class _ContextAttention:
     core: CoreAttention = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        core = dataclasses.replace(
-            attention_fn.core, function=self, context=self.context
-        )  # type: ignore[attr-defined]
+        of_devices: CoreAttention = attention_fn.core  # type: ignore[attr-defined]
+        core = dataclasses.replace(of_devices, function=self, context=self.context)
+        # The dataclass is frozen.
         object.__setattr__(self, "core", core)
 
     def __call__(
@@ -151,16 +157,17 @@ class _ContextAttention:
         mesh and its other axes.
         """
         _check_splittable(query, arguments)
-        sharding = self.context.with_sharding(
-            check_sharding(qkv_sharding, np.ndim(query)), np.ndim(query)
-        )
+        rank = np.ndim(query)
+        qkv_sharding = check_sharding(qkv_sharding, rank)
+        sharding = self.context.with_sharding(qkv_sharding, rank)
         return attention_fn(query, *others, qkv_sharding=sharding, **arguments)
 
 
 # Shows the arguments of `attention_fn` in `help` and editors.
 _SIGNATURE = inspect.signature(attention_fn)
 _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_ContextAttention.__call__.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
+_CALL: Any = _ContextAttention.__call__
+_CALL.__signature__ = _SIGNATURE.replace(
     parameters=[_SELF, *_SIGNATURE.parameters.values()]
 )
 
@@ -169,16 +176,15 @@ def _check_splittable(query: Array, arguments: dict[str, Any]) -> None:
     """Raises a ValueError if the call is complex, or if an argument (such as a custom
     einsum) needs whole sequences.
     """
-    given = [
-        name
-        for name, x in arguments.items()
-        if x is not None and (name == "module" or "einsum" in name)
-    ]
-    if given or jnp.iscomplexobj(query):
-        if given:
-            got = f"{given[0]}{' (sow_weights)' if given[0] == 'module' else ''}"
-        else:
-            got = f"a query of {query.dtype}"
+    got = None
+    for name, x in arguments.items():
+        needs_whole = name == "module" or "einsum" in name
+        if needs_whole and x is not None:
+            got = "module (sow_weights)" if name == "module" else name
+            break
+    if got is None and jnp.iscomplexobj(query):
+        got = f"a query of {query.dtype}"
+    if got is not None:
         raise ValueError(
             "context_parallel does not support complex inputs, custom einsums or "
             f"sow_weights, but got {got}, which needs whole sequences on one device; "
@@ -204,7 +210,8 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
       >>> zigzag_positions(8, 2)
       array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
     """
-    return np.asarray(to_zigzag(np.arange(length, dtype=np.int32), devices, axis=0))
+    positions = np.arange(length, dtype=np.int32)
+    return np.asarray(to_zigzag(positions, devices, axis=0))
 
 
 def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
@@ -233,11 +240,15 @@ def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
     Raises:
       ValueError: As in `to_zigzag`.
     """
-    return _with_chunks(x, np.argsort(chunk_order("zigzag", devices)), axis)
+    inverse = np.argsort(chunk_order("zigzag", devices))
+    return _with_chunks(x, inverse, axis)
 
 
 def _with_chunks(x: ArrayLike, order: np.ndarray, axis: int) -> Any:
-    array: Any = x if hasattr(x, "shape") else np.asarray(x)
+    array: Any = x
+    if not hasattr(x, "shape"):
+        array = np.asarray(x)
+    # Negative axes count from the last, as in NumPy.
     if not is_int(axis) or not -array.ndim <= axis < array.ndim:
         raise ValueError(
             f"axis must be an axis of x, but got {axis!r} for shape {array.shape}."

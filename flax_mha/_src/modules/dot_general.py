@@ -24,34 +24,34 @@ def dot_general(
         # A quantized kernel is an object of the library that has replaced
         # `lax.dot_general`.
         return lax.dot_general(lhs, rhs, dimension_numbers, *arguments, **options)
-    by_types = any(
-        AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in (lhs, rhs)
-    )
-    if by_types and options.get("out_sharding") is None:
+    has_types_with_axes = _is_explicit(lhs) or _is_explicit(rhs)
+    if has_types_with_axes and options.get("out_sharding") is None:
         options["out_sharding"] = tensor_parallel.sharding_of_product(
             lhs, rhs, dimension_numbers
         )
+    is_bfloat16 = lhs.dtype == rhs.dtype == jnp.bfloat16
     is_plain = options.get("preferred_element_type") or products_are_replaced()
-    if is_plain or not (
-        lhs.dtype == rhs.dtype == jnp.bfloat16 and multiplies_bfloat16()
-    ):
+    if is_plain or not is_bfloat16 or not multiplies_bfloat16():
         return lax.dot_general(lhs, rhs, dimension_numbers, *arguments, **options)
     # With a bfloat16 result, or a single row, XLA's CPU would convert all weights to
-    # float32. The barrier keeps it from reading `lhs` transposed, for which it has no
-    # product.
+    # float32. So the result is float32, and a single row is computed twice.
     (contracted, _), (batch, _) = dimension_numbers
-    is_row = (
-        not batch
-        and 0 not in contracted
-        and all(n == 1 for i, n in enumerate(lhs.shape) if i not in contracted)
-    )
-    rows = lax.optimization_barrier(
-        jnp.broadcast_to(lhs, (2, *lhs.shape[1:])) if is_row else lhs
-    )
+    kept = [size for i, size in enumerate(lhs.shape) if i not in contracted]
+    has_one_row = all(size == 1 for size in kept)
+    is_row = has_one_row and not batch and 0 not in contracted
+    rows = lhs
+    if is_row:
+        rows = jnp.broadcast_to(lhs, (2, *lhs.shape[1:]))
+    # The barrier keeps XLA from reading `lhs` transposed, for which it has no product.
+    rows = lax.optimization_barrier(rows)
     options["preferred_element_type"] = jnp.float32
-    product = lax.dot_general(
-        rows, rhs, dimension_numbers, *arguments, **options
-    ).astype(jnp.bfloat16)
+    product = lax.dot_general(rows, rhs, dimension_numbers, *arguments, **options)
+    product = product.astype(jnp.bfloat16)
     if is_row:
         return product[:1]
     return product
+
+
+def _is_explicit(x: Array) -> bool:
+    """Returns whether the mesh of an array has Explicit axes."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types

@@ -35,7 +35,8 @@ def check_takes_mask(
     function: Any = attention_fn
     while not any(function is one for one in FUNCTIONS_OF_ARRAYS):
         if isinstance(function, functools.partial):
-            mask = function.keywords.get("mask") if mask is None else mask
+            if mask is None:
+                mask = function.keywords.get("mask")
             # `fun`: in a Partial of a functools.partial.
             function = getattr(function.func, "fun", function.func)
         elif _is_of_flax_or_jax(function) and hasattr(function, "__wrapped__"):

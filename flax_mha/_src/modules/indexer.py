@@ -14,7 +14,12 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha._src.cache.cached_attention import Step, Visibility, check_cache
 from flax_mha._src.cache.kv_cache import KVCache
-from flax_mha._src.call.arguments import canonical, check_inputs, check_scoring
+from flax_mha._src.call.arguments import (
+    CallArguments,
+    canonical,
+    check_inputs,
+    check_scoring,
+)
 from flax_mha._src.call.operands import Call, accumulation_dtype
 from flax_mha._src.call.slices import slice_call
 from flax_mha._src.core import validation
@@ -37,8 +42,6 @@ HIDING: tuple[str, ...] = (
     "local_window_size",
     "query_seq_lengths",
     "key_value_seq_lengths",
-)
-HIDING += (
     "query_segment_ids",
     "key_value_segment_ids",
     "query_offset",
@@ -85,8 +88,15 @@ class Indexer:
       >>> from flax import nnx
       >>> import flax_mha
       >>> attention = flax_mha.MultiHeadLatentAttention(
-      ...     4, 64, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
-      ...     indexer=flax_mha.Indexer(num_heads=8, head_dim=16, top_k=5), rngs=nnx.Rngs(0),
+      ...     4,
+      ...     64,
+      ...     q_lora_rank=48,
+      ...     kv_lora_rank=32,
+      ...     qk_nope_head_dim=16,
+      ...     qk_rope_head_dim=8,
+      ...     v_head_dim=16,
+      ...     indexer=flax_mha.Indexer(num_heads=8, head_dim=16, top_k=5),
+      ...     rngs=nnx.Rngs(0),
       ... )
       >>> attention(jnp.ones((2, 10, 64)), decode=False, is_causal=True).shape
       (2, 10, 64)
@@ -110,7 +120,7 @@ class Indexer:
 
 
 class IndexLayers(NamedTuple):
-    """An indexer, its projections, and access to its cache, for one call of a module."""
+    """An indexer, its projections, and access to its cache, for one call."""
 
     indexer: Indexer
     query: Layer  # projects inputs [B..., T, D] to index queries [B..., T, N, H]
@@ -125,15 +135,15 @@ class IndexLayers(NamedTuple):
         weights; inputs get no gradient.
         """
         inputs = lax.stop_gradient(inputs)
-        factor = (self.indexer.num_heads * self.indexer.head_dim) ** -0.5
         query = self.query(inputs)
+        # All heads share one key, which gets an axis of heads.
         key = self.key(inputs)[..., None, :]
+        key = key.astype(query.dtype)
+        # The factor of the scores is in the weights: there are fewer of them.
         weights = self.weights(inputs)
-        return (
-            query,
-            key.astype(query.dtype),
-            weights.astype(accumulation_dtype(weights.dtype)) * factor,
-        )
+        factor = (self.indexer.num_heads * self.indexer.head_dim) ** -0.5
+        weights = weights.astype(accumulation_dtype(weights.dtype)) * factor
+        return query, key, weights
 
     def cached(self, key: Array, cache: KVCache | None) -> KVCache | None:
         """Returns the cache of index keys, to which `key` is not added yet; None if the
@@ -147,8 +157,12 @@ class IndexLayers(NamedTuple):
                 "the cache must have index keys (cached_index_key) for the indexer; "
                 "create a new cache."
             )
+        index_key, *scale = arrays
+        # A latent cache without values: its keys are the index keys.
         made = KVCache.of_arrays(
-            cache.window, key.shape[-1], (arrays[0], cache.index, *arrays[1:])
+            cache.window,
+            value_size=key.shape[-1],
+            arrays=(index_key, cache.index, *scale),
         )
         made.check_fits(key, key[..., :0], key.shape[-3])
         return made
@@ -178,55 +192,65 @@ def choose(
     `sow_to` is the module that sows index scores and positions; None sows none.
     """
     query, key, weights = projected
-    number: Any = key.shape[-3] if cache is None else cache.length
-    if not isinstance(number, int):
+    no_value = key[..., :0]
+    num_keys: Any = key.shape[-3]
+    if cache is not None:
+        num_keys = cache.length
+    if not isinstance(num_keys, int):
         raise ValueError(
-            f"the number of keys must be static with an indexer, but got {number}; "
+            f"the number of keys must be static with an indexer, but got {num_keys}; "
             "export a fixed length."
         )
-    has_all = number <= indexer.top_k
+
+    # The cache gets the new keys, whoever chooses.
     added = None
+    new = None
     if cache is not None:
+        # 8-bit keys are quantized by the cache.
         stored = key if cache.scale is not None else key.astype(cache.key.dtype)
-        added = cache.append(stored, stored[..., :0], lengths)
-    new = None if added is None else added[0]
+        added = cache.append(stored, no_value, lengths)
+        new, *_ = added
+
+    # There is nothing to choose if a user has chosen, or if all keys fit.
     given = arguments.get("key_indices")
-    if (has_all or given is not None) and sow_to is None:
+    attends_to_all = num_keys <= indexer.top_k
+    is_decided = attends_to_all or given is not None
+    if is_decided and sow_to is None:
         return given, new
+
     _check_mask(arguments.get("mask"))
-    hiding = {
-        name: arguments[name] for name in HIDING if arguments.get(name) is not None
-    }
     if cache is None or added is None:
-        call = canonical(
-            query[..., :1, :],
-            key,
-            key[..., :0],
-            precision=arguments.get("precision"),
-            **hiding,
-        )
-        scores, positions = _choose(
-            call, query, weights, min(indexer.top_k, key.shape[-3])
-        )
+        hiding = {}
+        for name in HIDING:
+            if arguments.get(name) is not None:
+                hiding[name] = arguments[name]
+        precision = arguments.get("precision")
+        one_head = query[..., :1, :]
+        call = canonical(one_head, key, no_value, precision=precision, **hiding)
+        count = min(indexer.top_k, num_keys)
+        scores, positions = _choose(call, query, weights, count)
     else:
-        step = _step(query, key, cache, added, lengths is not None, arguments)
+        is_padded = lengths is not None
+        step = _step(query, key, cache, added, is_padded, arguments)
         scores, positions = _choose_cached(step, query, weights, indexer.top_k)
     if sow_to is not None:
         sow(sow_to, "index_scores", scores)
         sow(sow_to, "key_indices", positions)
-    return (None if has_all else positions) if given is None else given, new
+    if is_decided:
+        return given, new
+    return positions, new
 
 
 def _check_mask(mask: Any) -> None:
-    if (
-        mask is not None
-        and not isinstance(mask, Mask)
-        and jnp.ndim(mask) > 2
-        and jnp.shape(mask)[-3] > 1
-    ):
+    # Mask objects are the same for all heads, or called for head 0.
+    if mask is None or isinstance(mask, Mask):
+        return
+    shape = jnp.shape(mask)
+    has_heads = len(shape) > 2 and shape[-3] > 1
+    if has_heads:
         raise ValueError(
             "mask must be the same for all heads with an indexer, which chooses keys "
-            f"for all of them, but got shape {jnp.shape(mask)}; pass a mask [batch..., "
+            f"for all of them, but got shape {shape}; pass a mask [batch..., "
             "1, queries, keys]."
         )
 
@@ -236,7 +260,7 @@ def _step(
     key: Array,
     cache: KVCache,
     added: tuple,
-    padded: bool,
+    is_padded: bool,
     arguments: Mapping[str, Any],
 ) -> Step:
     """Makes a `Step` for a single head whose keys are the index keys; `added` is what
@@ -248,14 +272,23 @@ def _step(
     mask = arguments.get("mask")
     window = check_cache(cache, None, mask, arguments.get("local_window_size"))
     target = target_of((query, cache.key))
-    scoring = check_scoring(
-        query, shape, {"precision": arguments.get("precision")}, target
-    )
+    options: CallArguments = {"precision": arguments.get("precision")}
     new, tokens, _ = added
     visibility = Visibility.of(
-        arguments.get("is_causal"), window, mask, shape.query_length, padded
+        arguments.get("is_causal"), window, mask, shape.query_length, is_padded
     )
-    return Step(scoring, shape, key, value, cache, new, tokens, None, mask, visibility)
+    return Step(
+        scoring=check_scoring(query, shape, options, target),
+        shape=shape,
+        key=key,
+        value=value,
+        cache=cache,
+        new=new,
+        tokens=tokens,
+        bias=None,
+        mask=mask,
+        visibility=visibility,
+    )
 
 
 def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choice:
@@ -263,25 +296,26 @@ def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choi
     new keys.
     """
     cache = step.cache
-    count = min(
-        top_k,
-        cache.length
-        if cache.window is None
-        else cache.length + step.shape.query_length,
-    )
+    slots = cache.length
+    if cache.window is not None:
+        # A ring is read with the new tokens behind it.
+        slots += step.shape.query_length
+    count = min(top_k, slots)
 
     def compute(is_empty: bool) -> Choice:
         call = step.call(is_empty, False)
-        scores, indices = _choose(
-            call, query, weights, min(count, call.operands.lengths[1])
-        )
+        num_keys = call.operands.lengths[1]
+        scores, indices = _choose(call, query, weights, min(count, num_keys))
+        # Positions count from the start of the sequence, indices from the first key.
         first = call.operands.offsets.values[1]
-        first = first if isinstance(first, int) else first[..., None, None]
-        rest = [(0, 0)] * (scores.ndim - 1) + [(0, count - scores.shape[-1])]
-        scores = jnp.pad(scores, rest, constant_values=-jnp.inf)
-        positions = jnp.pad(
-            jnp.where(indices < 0, -1, indices + first), rest, constant_values=-1
-        )
+        if not isinstance(first, int):
+            first = first[..., None, None]
+        positions = jnp.where(indices < 0, -1, indices + first)
+        # Both branches of `lax.cond` return `count` keys; the rest are none.
+        missing = count - scores.shape[-1]
+        padding = [(0, 0)] * (scores.ndim - 1) + [(0, missing)]
+        scores = jnp.pad(scores, padding, constant_values=-jnp.inf)
+        positions = jnp.pad(positions, padding, constant_values=-1)
         return varying_alike((scores, positions))
 
     return step.by_emptiness(compute)
@@ -298,33 +332,32 @@ def _choose(
     """
     if is_explicit(query):
         return _on_mesh(call, query, weights, count)
-    (queries, keys), rank, height, together = (
-        call.operands.lengths,
-        query.ndim - 3,
-        query.shape[-3],
-        None,
-    )
+    num_queries, num_keys = call.operands.lengths
+    num_heads = query.shape[-2]
+    rank = query.ndim - 3
+
+    # Few enough queries and batch entries at a time for the memory.
+    height = num_queries
+    together = None
     if call.options.has_known_sizes:
-        each = max(query.shape[-2] * keys, 1)
-        height = min(queries, max(1, MAX_SCORES // each))
-        together = max(1, MAX_SCORES // (height * each))
+        scores_of_query = max(num_heads * num_keys, 1)
+        height = min(num_queries, max(1, MAX_SCORES // scores_of_query))
+        together = max(1, MAX_SCORES // (height * scores_of_query))
 
     def block(first: Int[Array, ""]) -> Choice:
         operands = slice_call(call.operands, (first, height), None, (first, 0))
-        part = [
-            lax.dynamic_slice_in_dim(x, first, height, rank) for x in (query, weights)
-        ]
-        by_entry = [
-            lax.expand_dims(x, (rank, rank + 1))
-            for x in (*part, operands.key[..., 0, :])
-        ]
+        queries = lax.dynamic_slice_in_dim(query, first, height, rank)
+        weights_of_queries = lax.dynamic_slice_in_dim(weights, first, height, rank)
+        keys = operands.key[..., 0, :]
+        # `map_heads` also maps over axes of heads, of which there is one.
+        arrays = (queries, weights_of_queries, keys)
+        by_entry = [lax.expand_dims(x, (rank, rank + 1)) for x in arrays]
         entries = varying_alike((*by_entry, *scores_of(operands, call.options)))
-        chosen = map_heads(
-            functools.partial(_one_entry, count), entries, rank + 2, max_heads=together
-        )
+        choose_of_entry = functools.partial(_one_entry, count)
+        chosen = map_heads(choose_of_entry, entries, rank + 2, max_heads=together)
         return jax.tree.map(lambda x: lax.squeeze(x, (rank, rank + 1)), chosen)
 
-    return by_blocks(block, queries, height, rank)
+    return by_blocks(block, num_queries, height, rank)
 
 
 def _one_entry(
@@ -336,27 +369,33 @@ def _one_entry(
     A visible key with NaN is always chosen, so that the output is NaN.
     """
     *arrays, inputs, rule = entry
-    query, weights, key = (
-        jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in arrays
-    )
-    contract = ((2,), (1,)), ((), ())
+    # Zeros are multiplied, so that a NaN reaches only the scores of its own key.
+    query, weights, key = map(_without_non_finite, arrays)
+    # I = sum_j w_j relu(q_j . k)
+    contracted = ((2,), (1,))
     products = lax.dot_general(
         query,
         key,
-        contract,
+        (contracted, ((), ())),
         precision=rule.precision,
         preferred_element_type=rule.dtype,
     )
+    weights = weights.astype(rule.dtype)
     scores = jnp.einsum(
-        "tns,tn->ts",
-        jax.nn.relu(products),
-        weights.astype(rule.dtype),
-        precision=rule.precision,
+        "tns,tn->ts", jax.nn.relu(products), weights, precision=rule.precision
     )
-    scores = jnp.where(jnp.isfinite(arrays[2]).all(-1)[None], scores, jnp.inf)
-    tile = Tile(0, 0, (query.shape[0], key.shape[0]), rule.offsets.values)
-    scores, indices = lax.top_k(rule.tile(scores, inputs, tile), count)
+    *_, given_key = arrays
+    is_finite_key = jnp.isfinite(given_key).all(-1)
+    scores = jnp.where(is_finite_key[None], scores, jnp.inf)
+    # Masks come last: a masked key is never chosen, even if it holds NaN.
+    lengths = (query.shape[0], key.shape[0])
+    scores = rule.tile(scores, inputs, Tile(0, 0, lengths, rule.offsets.values))
+    scores, indices = lax.top_k(scores, count)
     return scores, jnp.where(scores == -jnp.inf, -1, indices)
+
+
+def _without_non_finite(x: Array) -> Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
 def _on_mesh(call: Call, query: Array, weights: Array, count: int) -> Choice:
@@ -367,7 +406,8 @@ def _on_mesh(call: Call, query: Array, weights: Array, count: int) -> Choice:
     leaves, structure = jax.tree.flatten(call.operands)
 
     def part(query: Array, weights: Array, *leaves: Array) -> Choice:
-        held = unsplit(call._replace(operands=jax.tree.unflatten(structure, leaves)))
+        operands = jax.tree.unflatten(structure, leaves)
+        held = unsplit(call._replace(operands=operands))
         return _choose(held, query, weights, count)
 
     names = ["B T K H", "B T K", *call.operands.axis_names()]

@@ -3,7 +3,7 @@ APIs make the same ones.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import jax
@@ -42,11 +42,13 @@ class Norm:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> import flax_mha
-      >>> qwen = flax_mha.MultiHeadAttention(8, 64, normalize_qk=flax_mha.Norm("rms"), rngs=nnx.Rngs(0))
+      >>> norm = flax_mha.Norm("rms")
+      >>> qwen = flax_mha.MultiHeadAttention(8, 64, normalize_qk=norm, rngs=nnx.Rngs(0))
       >>> qwen.query_ln.scale.shape
       (8,)
-      >>> olmo = flax_mha.Norm("rms", scale="heads", over="all_heads")
-      >>> flax_mha.MultiHeadAttention(8, 64, normalize_qk=olmo, rngs=nnx.Rngs(0)).query_ln.scale.shape
+      >>> norm = flax_mha.Norm("rms", scale="heads", over="all_heads")
+      >>> olmo = flax_mha.MultiHeadAttention(8, 64, normalize_qk=norm, rngs=nnx.Rngs(0))
+      >>> olmo.query_ln.scale.shape
       (8, 8)
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467;
@@ -114,7 +116,8 @@ class Gate:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> import flax_mha
-      >>> layer = flax_mha.MultiHeadAttention(8, 64, gate=flax_mha.Gate("head"), rngs=nnx.Rngs(0))
+      >>> gate = flax_mha.Gate("head")
+      >>> layer = flax_mha.MultiHeadAttention(8, 64, gate=gate, rngs=nnx.Rngs(0))
       >>> layer.gate.kernel.shape
       (64, 8)
 
@@ -173,25 +176,23 @@ def norm_of(name: str, given: Any) -> Norm | None:
     """Returns the norm that the option `name` of a module sets, or None; True is Flax's
     LayerNorm (`normalize_qk`).
     """
-    allows_flags = name == "normalize_qk"
-    if given is None and not allows_flags:
-        return None
-    if allows_flags and given is False:
-        return None
-    if allows_flags and given is True:
+    is_of_qk = name == "normalize_qk"
+    # Flax's flag; our own options are None by default.
+    if is_of_qk and given is True:
         return Norm("layer")
+    no_norm = False if is_of_qk else None
+    if given is no_norm:
+        return None
     if not isinstance(given, Norm):
-        if allows_flags:
+        expected = "a flax_mha.Norm or None"
+        if is_of_qk:
             expected = "True, False or a flax_mha.Norm"
-        else:
-            expected = "a flax_mha.Norm or None"
-        fix = NORMS_BY_NAME.get(given, "") if isinstance(given, str) else ""
+        fix = _replacement(given, NORMS_BY_NAME)
+        # By this name, the output was normalized over all heads.
         if name == "out_norm" and given == "rms_norm":
-            fix = NORMS_BY_NAME["rms_norm_all_heads"]
-        raise ValueError(
-            f"{name} must be {expected}, but got {given!r}{fix and f'; pass {fix}'}."
-        )
-    if given.after_rope and not allows_flags:
+            fix = _replacement("rms_norm_all_heads", NORMS_BY_NAME)
+        raise ValueError(f"{name} must be {expected}, but got {given!r}{fix}.")
+    if given.after_rope and not is_of_qk:
         raise ValueError(
             f"{name} must have after_rope=False, because only normalize_qk rotates, "
             f"but got {given}."
@@ -199,19 +200,32 @@ def norm_of(name: str, given: Any) -> Norm | None:
     return given
 
 
+def gate_axes(gate: Gate | None) -> str:
+    """Returns the key in `parameter_names` for the kernel of a gate."""
+    if gate is not None and gate.per == "head":
+        return "head_gate"
+    return "query"
+
+
 def gate_of(given: Any) -> Gate | None:
     """Returns the gate that the option `gate` of a module sets, or None."""
     if isinstance(given, Gate):
         return given
     if not isinstance(given, bool | np.bool_):
-        fix = GATES_BY_NAME.get(given, "") if isinstance(given, str) else ""
+        fix = _replacement(given, GATES_BY_NAME)
         raise ValueError(
-            "gate must be True, False or a flax_mha.Gate, but got "
-            f"{given!r}{fix and f'; pass {fix}'}."
+            f"gate must be True, False or a flax_mha.Gate, but got {given!r}{fix}."
         )
     if given:
         return Gate()
     return None
+
+
+def _replacement(given: Any, by_name: Mapping[str, str]) -> str:
+    """Returns the end of an error that says what to pass instead of a name, or ""."""
+    if not isinstance(given, str) or given not in by_name:
+        return ""
+    return f"; pass {by_name[given]}"
 
 
 def check_choice(

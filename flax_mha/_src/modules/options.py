@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from flax_mha._src.call.arguments import (
@@ -21,51 +21,69 @@ from flax_mha._src.run import check_name
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
+def check_options(
+    *,
+    num_heads: int,
+    qkv_features: int,
+    dropout_rate: Any,
+    implementation: Any,
+    scale: Any,
+    local_window_size: Any,
+    logits_soft_cap: Any,
+    sinks: Any,
+    gate: Any,
+    rope: Any,
+    head_axis: Any,
+    num_kv_heads: int | None = None,
+    normalize_qk: Any = False,
+    value_norm: Any = None,
+    out_norm: Any = None,
+    process_heads: Any = None,
+    value_dim: Any = None,
+    share_kv: Any = False,
+    reuse_kv: Any = False,
+) -> None:
     """Raises a ValueError unless a module's constructor arguments are valid;
     `qkv_features`: N times the head size.
     """
-    num_heads = options["num_heads"]
-    num_kv_heads = options.get("num_kv_heads")
-    _check_heads(
-        num_heads, num_heads if num_kv_heads is None else num_kv_heads, qkv_features
-    )
-    check_dropout_rate(options["dropout_rate"])
-    check_name(options["implementation"])
-    check_window(options["local_window_size"])
-    check_soft_cap(options["logits_soft_cap"])
-    validation.flag("sinks", options["sinks"])
-    for name in ("share_kv", "reuse_kv"):
-        validation.flag(name, options.get(name, False))
-    for name, off in (
-        ("value_norm", None),
-        ("share_kv", False),
-        ("process_heads", None),
-    ):
-        if options.get("reuse_kv") and options[name]:
-            raise ValueError(
-                f"{name} must be {off} with reuse_kv=True, because keys and values "
-                f"come from an earlier layer, but got {options[name]}."
-            )
-    check_scale(options["scale"], validation.Shape((), 1, 1, 1, 1, 1, 1))
-    norm_of("normalize_qk", options.get("normalize_qk", False))
-    for name in ("value_norm", "out_norm"):
-        norm_of(name, options.get(name))
-    gate_of(options["gate"])
-    process_heads = options.get("process_heads")
+    # Sizes.
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
+    _check_heads(num_heads, num_kv_heads, qkv_features)
+
+    # Options of the attention itself.
+    check_dropout_rate(dropout_rate)
+    check_name(implementation)
+    check_window(local_window_size)
+    check_soft_cap(logits_soft_cap)
+    validation.flag("sinks", sinks)
+
+    # Options of keys and values, some of which exclude each other.
+    validation.flag("share_kv", share_kv)
+    validation.flag("reuse_kv", reuse_kv)
+    if reuse_kv:
+        _check_off_in_reuse("value_norm", value_norm, off=None)
+        _check_off_in_reuse("share_kv", share_kv, off=False)
+        _check_off_in_reuse("process_heads", process_heads, off=None)
+    # The sizes only set the default, which is not used here.
+    check_scale(scale, validation.Shape((), 1, 1, 1, 1, 1, 1))
+
+    # Layers.
+    norm_of("normalize_qk", normalize_qk)
+    norm_of("value_norm", value_norm)
+    norm_of("out_norm", out_norm)
+    gate_of(gate)
     if process_heads is not None and not callable(process_heads):
         raise ValueError(
             "process_heads must be a function of (query, key, value) or None, but got "
             f"{process_heads!r}."
         )
-    check_features(value_dim=options.get("value_dim"))
-    if options.get("share_kv") and options.get("value_dim") is not None:
+    check_features(value_dim=value_dim)
+    if share_kv and value_dim is not None:
         raise ValueError(
             "value_dim must be None with share_kv=True, whose values are keys, but got "
-            f"{options['value_dim']}."
+            f"{value_dim}."
         )
-    head_axis = options["head_axis"]
-    rope = options["rope"]
     if head_axis is not None and not isinstance(head_axis, str):
         raise ValueError(
             "head_axis must be the name of a mesh axis or logical axis, but got "
@@ -76,70 +94,93 @@ def check_options(options: Mapping[str, Any], qkv_features: int) -> None:
             raise ValueError(
                 f"rope must be a flax_mha.rope.RoPE or None, but got {rope!r}."
             )
+        # Raises an error if it cannot rotate a head of this size.
         rope.rotated_size(qkv_features // num_heads)
 
 
-def check_latent(options: Mapping[str, Any]) -> None:
-    """Raises a ValueError unless the constructor arguments of a module with latent
-    attention are valid.
+def _check_off_in_reuse(name: str, given: Any, off: Any) -> None:
+    if given:
+        raise ValueError(
+            f"{name} must be {off} with reuse_kv=True, because keys and values "
+            f"come from an earlier layer, but got {given}."
+        )
+
+
+def check_latent(
+    *,
+    num_heads: Any,
+    kv_lora_rank: Any,
+    qk_nope_head_dim: Any,
+    qk_rope_head_dim: Any,
+    v_head_dim: Any,
+    q_lora_rank: Any,
+    norm_epsilon: Any,
+    query_residual: Any,
+    indexer: Any,
+    rope: Any,
+) -> None:
+    """Raises a ValueError unless the constructor arguments that only latent attention
+    has are valid.
     """
-    for name in ("num_heads", *LATENT_SIZES, "q_lora_rank"):
-        size = options[name]
-        optional = name == "q_lora_rank"
-        if (not is_int(size) or size < 1) and (size is not None or not optional):
-            raise ValueError(
-                f"{name} must be an int >= 1{' or None' * optional}, but got {size!r}."
-            )
-    validation.epsilon("norm_epsilon", options["norm_epsilon"])
-    validation.flag("query_residual", options["query_residual"])
-    if options["query_residual"] and options["q_lora_rank"] is None:
+    _check_size("num_heads", num_heads)
+    _check_size("kv_lora_rank", kv_lora_rank)
+    _check_size("qk_nope_head_dim", qk_nope_head_dim)
+    _check_size("qk_rope_head_dim", qk_rope_head_dim)
+    _check_size("v_head_dim", v_head_dim)
+    if q_lora_rank is not None:
+        _check_size("q_lora_rank", q_lora_rank, expected="an int >= 1 or None")
+    validation.epsilon("norm_epsilon", norm_epsilon)
+    validation.flag("query_residual", query_residual)
+    if query_residual and q_lora_rank is None:
         raise ValueError(
             "q_lora_rank must be an int with query_residual=True, which is for "
             "compressed queries."
         )
-    if (indexer := options["indexer"]) is not None:
-        _check_indexer(indexer, options)
-    # The features that `rope` is for.
-    check_options(options, options["num_heads"] * options["qk_rope_head_dim"])
-
-
-def _check_indexer(indexer: Any, options: Mapping[str, Any]) -> None:
+    if indexer is None:
+        return
     if not isinstance(indexer, Indexer):
         raise ValueError(
             f"indexer must be a flax_mha.Indexer or None, but got {indexer!r}."
         )
-    if options["q_lora_rank"] is None:
+    if q_lora_rank is None:
         raise ValueError(
             "q_lora_rank must be an int with an indexer, whose queries use it, but got "
             "None."
         )
-    if options["rope"] is not None and indexer.head_dim < options["qk_rope_head_dim"]:
+    if rope is not None and indexer.head_dim < qk_rope_head_dim:
         raise ValueError(
             "head_dim of the indexer must be at least qk_rope_head_dim "
-            f"({options['qk_rope_head_dim']}), but got {indexer.head_dim}."
+            f"({qk_rope_head_dim}), but got {indexer.head_dim}."
         )
+
+
+def _check_size(name: str, size: Any, expected: str = "an int >= 1") -> None:
+    if not is_int(size) or size < 1:
+        raise ValueError(f"{name} must be {expected}, but got {size!r}.")
 
 
 def yarn_scale(module: Any) -> dict[str, float]:
     """Returns {"scale": scale} if the module's YaRN (`mscale_all_dim`) changes the
     scale of scores, else {}.
     """
-    scaling = module.rope.scaling if isinstance(module.rope, RoPE) else None
+    scaling = None
+    if isinstance(module.rope, RoPE):
+        scaling = module.rope.scaling
     if not isinstance(scaling, YaRN) or not scaling.mscale_all_dim:
         return {}
+    # scale = (0.1 mscale_all_dim ln(factor) + 1)^2 / sqrt(head size)
     factor = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1
-    return {
-        "scale": factor**2
-        / math.sqrt(module.qk_nope_head_dim + module.qk_rope_head_dim)
-    }
+    head_size = module.qk_nope_head_dim + module.qk_rope_head_dim
+    return {"scale": factor**2 / math.sqrt(head_size)}
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
-    for name, number in (
-        ("num_heads", num_heads),
-        ("num_kv_heads", num_kv_heads),
-        ("qkv_features", qkv_features),
-    ):
+    sizes = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "qkv_features": qkv_features,
+    }
+    for name, number in sizes.items():
         if not is_int(number):
             raise ValueError(f"{name} must be an int, but got {number!r}.")
     if num_heads < 1 or num_kv_heads < 1:

@@ -47,28 +47,35 @@ def per_sequence_arguments(
             "lengths must be a pair (queries, keys) if inputs_k is not inputs_q, but "
             "got one array; pass (None, lengths) to set only the key lengths."
         )
-    for name, given in (("segment_ids", segment_ids), ("lengths", lengths)):
-        if isinstance(given, tuple) and len(given) != 2:
-            raise ValueError(
-                f"{name} must be one array or a pair (queries, keys), but got "
-                f"{len(given)} arrays."
-            )
+    _check_is_pair("segment_ids", segment_ids)
+    _check_is_pair("lengths", lengths)
+    inputs_q, inputs_k, inputs_v = inputs
     if segment_ids is not None:
-        _check_segment_ids(segment_ids, inputs[0], inputs[1])
+        _check_segment_ids(segment_ids, inputs_q, inputs_k)
+
+    query_ids, key_ids = _pair(segment_ids)
     queries, keys = _pair(lengths)
-    inputs_q, *others = inputs
-    key, value = (_zero_after(x, keys) for x in others)
-    names = (
-        "query_segment_ids",
-        "key_value_segment_ids",
-        "query_seq_lengths",
-        "key_value_seq_lengths",
-    )
+    inputs_k = _zero_after(inputs_k, keys)
+    inputs_v = _zero_after(inputs_v, keys)
+    inputs_q = _zero_after(inputs_q, queries)
+    inputs = (inputs_q, inputs_k, inputs_v)
     if is_cached:
-        arguments = {}
-    else:
-        arguments = dict(zip(names, (*_pair(segment_ids), queries, keys), strict=True))
-    return (_zero_after(inputs_q, queries), key, value), arguments
+        return inputs, {}
+    arguments = {
+        "query_segment_ids": query_ids,
+        "key_value_segment_ids": key_ids,
+        "query_seq_lengths": queries,
+        "key_value_seq_lengths": keys,
+    }
+    return inputs, arguments
+
+
+def _check_is_pair(name: str, given: Any) -> None:
+    if isinstance(given, tuple) and len(given) != 2:
+        raise ValueError(
+            f"{name} must be one array or a pair (queries, keys), but got "
+            f"{len(given)} arrays."
+        )
 
 
 def _pair(given: Any) -> tuple[Any, Any]:
@@ -79,22 +86,32 @@ def _pair(given: Any) -> tuple[Any, Any]:
 
 def _zero_after(x: Float[Array, "*B T D"], lengths: Any) -> Float[Array, "*B T D"]:
     *batch, number, _ = x.shape
-    lengths = validation.lengths(
-        "lengths",
-        lengths,
-        validation.Shape(tuple(batch), number, number, 1, 1, 1, 1),
-        number,
+    # Only the batch and the length count here.
+    shape = validation.Shape(
+        batch=tuple(batch),
+        query_length=number,
+        key_length=number,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=1,
+        value_size=1,
     )
+    lengths = validation.lengths("lengths", lengths, shape, number)
     if lengths is None:
         return x
-    return jnp.where(_before(lengths, number)[..., None], x, jnp.zeros((), x.dtype))
+    is_token = _before(lengths, number)
+    return jnp.where(is_token[..., None], x, jnp.zeros((), x.dtype))
 
 
 def _before(lengths: PerSequence, number: int) -> Bool[Array, "*B n"]:
-    return (
-        jnp.arange(number, dtype=jnp.int32).reshape((1,) * lengths.ndim + (-1,))
-        < lengths[..., None]
-    )
+    """Returns whether each of `number` tokens is before the padding."""
+    positions = _arange(number, lengths.ndim)
+    return positions < lengths[..., None]
+
+
+def _arange(number: int, num_batch_axes: int) -> Int[Array, "..."]:
+    positions = jnp.arange(number, dtype=jnp.int32)
+    return positions.reshape((1,) * num_batch_axes + (-1,))
 
 
 def _check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array) -> None:
@@ -109,10 +126,9 @@ def _check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array) -> No
             "segment_ids must be a pair (queries, keys) if their lengths differ, but "
             f"got one array for lengths {queries} and {keys}."
         )
+    names = ("segment_ids", "segment_ids")
     if is_pair:
         names = ("segment_ids of queries", "segment_ids of keys")
-    else:
-        names = ("segment_ids", "segment_ids")
     shape = validation.Shape(inputs_q.shape[:-2], queries, keys, 1, 1, 1, 1)
     validation.segment_ids(*_pair(segment_ids), shape, names)
 
@@ -143,31 +159,35 @@ def rotate(
                 "rope=RoPE() to the module."
             )
         return query, key
+    # How many queries there were before is not known with stored keys.
     if stored:
         if positions is None or isinstance(positions, tuple):
+            got = "None" if positions is None else "a pair"
             raise ValueError(
                 "positions must be a single array (for the queries) if rope is used "
-                "with stored keys, but got "
-                f"{'None' if positions is None else 'a pair'}."
+                f"with stored keys, but got {got}."
             )
         return _rotate_end(query, positions, rope, size), key
     if positions is None:
         positions = _count(query.shape[-3], key.shape[-3], rope, self_attention, start)
+    # One array is for queries and keys, if they are of the same tokens.
     if not isinstance(positions, tuple):
         if not self_attention:
             raise ValueError(
                 "positions must be a pair (queries, keys) if inputs_k is not inputs_q, "
                 "but got one array."
             )
-        positions = positions, positions
+        positions = (positions, positions)
     if len(positions) != 2:
         raise ValueError(
             "positions must be one array or a pair (queries, keys), but got "
             f"{len(positions)} arrays."
         )
-    return _rotate_end(query, positions[0], rope, size), key if shared else _rotate_end(
-        key, positions[1], rope, size
-    )
+    query_positions, key_positions = positions
+    query = _rotate_end(query, query_positions, rope, size)
+    if not shared:
+        key = _rotate_end(key, key_positions, rope, size)
+    return query, key
 
 
 def _rotate_end(
@@ -175,9 +195,8 @@ def _rotate_end(
 ) -> Float[Array, "*B T N H"]:
     if size is None:
         return apply_rope(x, positions, rope)
-    return jnp.concatenate(
-        [x[..., :-size], apply_rope(x[..., -size:], positions, rope)], axis=-1
-    )
+    rotated = apply_rope(x[..., -size:], positions, rope)
+    return jnp.concatenate([x[..., :-size], rotated], axis=-1)
 
 
 def _count(
@@ -195,29 +214,29 @@ def _count(
             "positions must be [..., T, coordinates] if rope is axial, but got None."
         )
     start = jnp.asarray(start, jnp.int32)[..., None]
-    query_positions = start + jnp.arange(queries, dtype=jnp.int32).reshape(
-        (1,) * (start.ndim - 1) + (-1,)
-    )
-    positions = (
-        query_positions,
-        query_positions if self_attention else jnp.arange(keys, dtype=jnp.int32),
-    )
-    if rope.sections:
-        query_positions, key_positions = (
-            jnp.repeat(x[..., None], len(rope.sections), axis=-1) for x in positions
-        )
-        return query_positions, key_positions
-    return positions
+    query_positions = start + _arange(queries, start.ndim - 1)
+    if self_attention:
+        key_positions = query_positions
+    else:
+        key_positions = jnp.arange(keys, dtype=jnp.int32)
+    # Text has the same position on all axes (time, height, width).
+    number = len(rope.sections or ())
+    if number > 0:
+        query_positions = jnp.repeat(query_positions[..., None], number, axis=-1)
+        key_positions = jnp.repeat(key_positions[..., None], number, axis=-1)
+    return query_positions, key_positions
 
 
 def key_lengths(lengths: Array | None, key: Float[Array, "*B S K H"]) -> PerSequence:
     """Converts `lengths`, the number of keys before the padding of each sequence, to
     int32 [B...]; None means S.
     """
-    lengths = int32("lengths", key.shape[-3] if lengths is None else lengths)
-    return jnp.broadcast_to(
-        lengths if key.ndim > 3 else lengths.reshape(()), key.shape[:-3]
-    )
+    number = key.shape[-3]
+    lengths = int32("lengths", number if lengths is None else lengths)
+    if key.ndim == 3:
+        # Without a batch axis, one length in an array of any rank.
+        lengths = lengths.reshape(())
+    return jnp.broadcast_to(lengths, key.shape[:-3])
 
 
 def check_stored(
@@ -228,13 +247,14 @@ def check_stored(
 
     `preset` holds the arguments that a `functools.partial` around `attention_fn` sets.
     """
-    windows = map(
-        check_window, (module.local_window_size, preset.get("local_window_size"))
-    )
+    window = check_window(module.local_window_size)
+    preset_window = check_window(preset.get("local_window_size"))
+    has_objects = isinstance(mask, Mask) or isinstance(preset.get("mask"), Mask)
+    has_score_mod = score_mod is not None or preset.get("score_mod") is not None
     given = {
-        "mask": isinstance(mask, Mask) or isinstance(preset.get("mask"), Mask),
-        "score_mod": score_mod is not None or preset.get("score_mod") is not None,
-        "local_window_size": any(window is not None for window in windows),
+        "mask": has_objects,
+        "score_mod": has_score_mod,
+        "local_window_size": window is not None or preset_window is not None,
     }
     for name, is_given in given.items():
         if is_given:

@@ -24,18 +24,19 @@ from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.masks import Mask
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.attention_fn import explaining
-from flax_mha._src.modules.call import PASSED_ON, FlaxModule, Given, call_module
+from flax_mha._src.modules.call import FlaxModule, Given, call_module
 from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.indexer import Indexer, IndexLayers
-from flax_mha._src.modules.layers import Gate, gate_of
+from flax_mha._src.modules.layers import Gate, gate_axes, gate_of
 from flax_mha._src.modules.options import (
     check_features,
     check_latent,
+    check_options,
     check_rngs,
     yarn_scale,
 )
-from flax_mha._src.nnx.module import AttentionModule
-from flax_mha._src.nnx.multi_head import NO_METADATA, OF_LINEAR
+from flax_mha._src.nnx.module import AttentionModule, CachedHeads, with_sharding
+from flax_mha._src.nnx.multi_head import NO_METADATA
 from flax_mha._src.rope import RoPE
 
 
@@ -48,18 +49,14 @@ def _only_multiplies(layer: Any) -> bool:
     """
     if type(layer) is not nnx.LinearGeneral:
         return False
-    has_own_product = layer.dot_general is dot_general and layer.dot_general_cls is None
-    has_own_dtypes = (
+    has_our_product = layer.dot_general is dot_general and layer.dot_general_cls is None
+    has_flax_dtypes = (
         layer.promote_dtype is dtypes.promote_dtype
         and layer.preferred_element_type is None
     )
     contracts_last_axis = layer.axis == (-1,) and not layer.batch_axis
-    return (
-        has_own_product
-        and has_own_dtypes
-        and contracts_last_axis
-        and layer.bias is None
-    )
+    has_no_bias = layer.bias is None
+    return has_our_product and has_flax_dtypes and contracts_last_axis and has_no_bias
 
 
 class IndexerLayers(nnx.Module):
@@ -83,14 +80,13 @@ class IndexerLayers(nnx.Module):
         self.config = config
         self.wq_b = linear(q_rank, (config.num_heads, config.head_dim), use_bias=False)
         self.wk = linear(features, config.head_dim, use_bias=False)
-        options: Any = {
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "use_fast_variance": False,
-            "rngs": rngs,
-        }
         self.k_norm = nnx.LayerNorm(
-            config.head_dim, epsilon=config.norm_epsilon, **options
+            config.head_dim,
+            epsilon=config.norm_epsilon,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            use_fast_variance=False,
+            rngs=rngs,
         )
         self.weights_proj = linear(features, config.num_heads, use_bias=False)
 
@@ -160,12 +156,20 @@ class MultiHeadLatentAttention(AttentionModule):
       >>> from flax import nnx
       >>> import flax_mha
       >>> attention = flax_mha.MultiHeadLatentAttention(
-      ...     4, 64, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
-      ...     rope=flax_mha.rope.RoPE(interleaved=True), rngs=nnx.Rngs(0),
+      ...     4,
+      ...     64,
+      ...     kv_lora_rank=32,
+      ...     qk_nope_head_dim=16,
+      ...     qk_rope_head_dim=8,
+      ...     v_head_dim=16,
+      ...     rope=flax_mha.rope.RoPE(interleaved=True),
+      ...     rngs=nnx.Rngs(0),
       ... )
       >>> attention.init_cache((2, 100, 64))
-      >>> attention(jnp.ones((2, 10, 64)), decode=True).shape, attention.cached_key.shape
-      ((2, 10, 64), (2, 100, 1, 40))
+      >>> attention(jnp.ones((2, 10, 64)), decode=True).shape
+      (2, 10, 64)
+      >>> attention.cached_key.shape
+      (2, 100, 1, 40)
 
     Source: Liu et al., DeepSeek-V2, arXiv:2405.04434.
     """
@@ -208,12 +212,38 @@ class MultiHeadLatentAttention(AttentionModule):
         gate: bool | Gate = False,
         query_residual: bool = False,
     ) -> None:
-        given = dict(locals())
         check_features(in_features=in_features, out_features=out_features)
-        check_latent(given)
+        check_latent(
+            num_heads=num_heads,
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+            q_lora_rank=q_lora_rank,
+            norm_epsilon=norm_epsilon,
+            query_residual=query_residual,
+            indexer=indexer,
+            rope=rope,
+        )
+        check_options(
+            num_heads=num_heads,
+            qkv_features=num_heads * qk_rope_head_dim,  # the features that are rotated
+            dropout_rate=dropout_rate,
+            implementation=implementation,
+            scale=scale,
+            local_window_size=local_window_size,
+            logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
+            gate=gate,
+            rope=rope,
+            head_axis=head_axis,
+        )
         check_rngs(rngs, nnx.Rngs)
         dropout_rate = check_dropout_rate(dropout_rate)
         logits_soft_cap = check_soft_cap(logits_soft_cap)
+        # Python's TypeErrors about a call's arguments print this or, without it, the
+        # whole module.
+        self.__qualname__ = type(self).__qualname__
         self.num_heads = num_heads
         self.in_features = in_features
         self.in_kv_features = in_features
@@ -241,9 +271,18 @@ class MultiHeadLatentAttention(AttentionModule):
         self.query_residual = query_residual
         self.gating = gate_of(gate)
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
-        options = {name: given[name] for name in OF_LINEAR}
+
+        # What all layers have in common.
         linear = functools.partial(
-            nnx.LinearGeneral, dot_general=dot_general, **options
+            nnx.LinearGeneral,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            kernel_metadata=kernel_metadata,
+            dot_general=dot_general,
+            rngs=rngs,
         )
         norm = functools.partial(
             nnx.RMSNorm,
@@ -252,61 +291,73 @@ class MultiHeadLatentAttention(AttentionModule):
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self._add_layers(linear, norm, use_bias, out_kernel_init or kernel_init)
-        self.sinks = (
-            nnx.Param(jnp.zeros(num_heads, param_dtype)) if sinks else nnx.data(None)
+
+        # Queries: x -> q_a -> norm -> q_b, or x -> q.
+        in_of_heads = in_features
+        self.q_a_proj: Any = nnx.data(None)
+        self.q_a_layernorm: Any = nnx.data(None)
+        if q_lora_rank is not None:
+            self.q_a_proj = linear(in_features, q_lora_rank, use_bias=use_bias)
+            self.q_a_layernorm = norm(q_lora_rank)
+            in_of_heads = q_lora_rank * (1 + query_residual)
+        of_query = (num_heads, qk_nope_head_dim + qk_rope_head_dim)
+        setattr(self, self._query_name, linear(in_of_heads, of_query, use_bias=False))
+
+        # Latents and the rotary key: x -> kv_a; then latents -> norm -> kv_b.
+        of_latent_key = kv_lora_rank + qk_rope_head_dim
+        self.kv_a_proj_with_mqa = linear(in_features, of_latent_key, use_bias=use_bias)
+        self.kv_a_layernorm = norm(kv_lora_rank)
+        of_key_and_value = (num_heads, qk_nope_head_dim + v_head_dim)
+        self.kv_b_proj = linear(kv_lora_rank, of_key_and_value, use_bias=False)
+
+        # The output, its gate, and sinks.
+        of_value = (num_heads, v_head_dim)
+        self.o_proj = linear(
+            of_value,
+            self.out_features,
+            axis=(-2, -1),
+            use_bias=use_bias,
+            kernel_init=out_kernel_init or kernel_init,
         )
-        self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
-        self.cached_lengths = self.cached_scale = nnx.data(None)
-        self.cached_index_key = self.cached_index_scale = nnx.data(None)
+        self.gate: Any = nnx.data(None)
+        if self.gating is not None:
+            in_of_gate = in_of_heads if query_residual else in_features
+            self.gate = linear(in_of_gate, self.gating.shape(*of_value), use_bias=False)
+        self.sinks = nnx.data(None)
+        if sinks:
+            self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype))
         self.indexer: Any = nnx.data(None)
         if indexer is not None and q_lora_rank is not None:
             self.indexer = IndexerLayers(
-                indexer, in_features, q_lora_rank, linear, dtype, param_dtype, rngs
+                indexer,
+                features=in_features,
+                q_rank=q_lora_rank,
+                linear=linear,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
             )
-        if head_axis is not None:
-            of_heads = (
-                (self._query_name, "query"),
-                ("kv_b_proj", "key"),
-                ("o_proj", "out"),
-            )
-            if self.gating is not None and self.gating.per == "head":
-                gate_axes = "head_gate"
-            else:
-                gate_axes = "query"
-            self._split_heads(num_heads, (*of_heads, ("gate", gate_axes)))
 
-    def _add_layers(
-        self, linear: Any, norm: Any, use_bias: bool, out_kernel_init: Initializer
-    ) -> None:
-        in_of_heads = self.in_features
-        self.q_a_proj: Any = nnx.data(None)
-        self.q_a_layernorm: Any = nnx.data(None)
-        if self.q_lora_rank is not None:
-            self.q_a_proj = linear(
-                self.in_features, self.q_lora_rank, use_bias=use_bias
+        # `init_cache` makes the cache.
+        self.cached_key = nnx.data(None)
+        self.cached_value = nnx.data(None)
+        self.cache_index = nnx.data(None)
+        self.cached_lengths = nnx.data(None)
+        self.cached_scale = nnx.data(None)
+        self.cached_index_key = nnx.data(None)
+        self.cached_index_scale = nnx.data(None)
+
+        if head_axis is not None:
+            # The other projections have no axis of heads.
+            self._split_heads(
+                num_heads,
+                (
+                    (self._query_name, "query"),
+                    ("kv_b_proj", "key"),
+                    ("o_proj", "out"),
+                    ("gate", gate_axes(self.gating)),
+                ),
             )
-            self.q_a_layernorm, in_of_heads = (
-                norm(self.q_lora_rank),
-                self.q_lora_rank * (1 + self.query_residual),
-            )
-        query_head = (self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
-        setattr(self, self._query_name, linear(in_of_heads, query_head, use_bias=False))
-        self.kv_a_proj_with_mqa = linear(
-            self.in_features,
-            self.kv_lora_rank + self.qk_rope_head_dim,
-            use_bias=use_bias,
-        )
-        self.kv_a_layernorm = norm(self.kv_lora_rank)
-        both = (self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
-        self.kv_b_proj = linear(self.kv_lora_rank, both, use_bias=False)
-        of_heads = (self.num_heads, self.v_head_dim)
-        options = {"use_bias": use_bias, "kernel_init": out_kernel_init}
-        self.o_proj = linear(of_heads, self.out_features, axis=(-2, -1), **options)
-        self.gate: Any = nnx.data(None)
-        if self.gating is not None:
-            in_of_gate = in_of_heads if self.query_residual else self.in_features
-            self.gate = linear(in_of_gate, self.gating.shape(*of_heads), use_bias=False)
 
     def __call__(
         self,
@@ -331,33 +382,37 @@ class MultiHeadLatentAttention(AttentionModule):
         """Computes latent attention; for the arguments, see
         `flax_mha.MultiHeadAttention.__call__`.
         """
-        given = {name: x for name, x in locals().items() if name in PASSED_ON}
+        flax_arguments = self._flax_arguments(deterministic, rngs, sow_weights)
+        given = Given(
+            decode=self._first_given("decode", decode),
+            inputs_q=inputs_q,
+            mask=mask,
+            is_causal=is_causal,
+            bias=bias,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            score_mod=score_mod,
+            positions=positions,
+            qkv_sharding=qkv_sharding,
+            sow_max_score=sow_max_score,
+            key_indices=key_indices,
+        )
         parts = FlaxModule(
             module=self,
             query=self._query,
-            key=functools.partial(
-                compress,
-                self.kv_a_proj_with_mqa,
-                self.kv_a_layernorm,
-                self.kv_lora_rank,
-            ),
+            key=self._latent_key,
             latent=self._latent(),
-            out=self.o_proj
-            if out_sharding is None
-            else functools.partial(self.o_proj, out_sharding=out_sharding),
+            out=with_sharding(self.o_proj, out_sharding),
             sinks=None if self.sinks is None else self.sinks[...],
             cache=self._cache,
             write=self._write,
-            arguments=self._flax_arguments(deterministic, rngs, sow_weights)
-            | yarn_scale(self),
+            arguments=flax_arguments | yarn_scale(self),
             indexer=self._index_layers(),
             gate=None if self.gate is None else self._gate,
             gating=self.gating,
             features=(self.in_features, self.in_features),
         )
-        return call_module(
-            parts, Given(**given, decode=self._first_given("decode", decode))
-        )
+        return call_module(parts, given)
 
     explain = explaining(__call__)
 
@@ -366,14 +421,12 @@ class MultiHeadLatentAttention(AttentionModule):
         latent = Latent(
             size=self.kv_lora_rank, key_size=self.qk_nope_head_dim, layer=layer
         )
+        # Queries absorb a kernel only if the layer does nothing else with it.
         if not _only_multiplies(layer) or products_are_replaced():
             return latent
         kernel = layer.kernel[...]
-        shape = (
-            self.kv_lora_rank,
-            self.num_heads,
-            self.qk_nope_head_dim + self.v_head_dim,
-        )
+        size_of_both = self.qk_nope_head_dim + self.v_head_dim
+        shape = (self.kv_lora_rank, self.num_heads, size_of_both)
         # A restored kernel may be a NumPy array; a quantized one is an object of its
         # library.
         if not isinstance(kernel, jax.Array | np.ndarray) or kernel.shape != shape:
@@ -382,17 +435,26 @@ class MultiHeadLatentAttention(AttentionModule):
             kernel=jnp.asarray(kernel), dtype=layer.dtype, precision=layer.precision
         )
 
-    @property
-    def _query_name(self) -> str:
-        return "q_proj" if self.q_lora_rank is None else "q_b_proj"
-
-    def _query(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T N H"]:
-        return getattr(self, self._query_name)(
-            x if self.q_lora_rank is None else self._query_features(x)
+    def _latent_key(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T 1 R"]:
+        return compress(
+            self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_lora_rank, x
         )
 
+    @property
+    def _query_name(self) -> str:
+        if self.q_lora_rank is None:
+            return "q_proj"
+        return "q_b_proj"
+
+    def _query(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T N H"]:
+        if self.q_lora_rank is not None:
+            x = self._query_features(x)
+        return getattr(self, self._query_name)(x)
+
     def _gate(self, x: Float[Array, "*B T D"]) -> Float[Array, "..."]:
-        return self.gate(self._query_features(x) if self.query_residual else x)
+        if self.query_residual:
+            x = self._query_features(x)
+        return self.gate(x)
 
     def _query_features(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T R"]:
         """Compresses inputs to the features that `q_b_proj` (with `query_residual`,
@@ -410,17 +472,31 @@ class MultiHeadLatentAttention(AttentionModule):
         layers = self.indexer
         if layers is None:
             return None
+
+        def query(x: Array) -> Array:
+            # The attention trains the compression, the indexer only its own layers.
+            return layers.wq_b(lax.stop_gradient(self._compressed_query(x)))
+
+        def key(x: Array) -> Array:
+            return layers.k_norm(layers.wk(x))
+
         return IndexLayers(
             indexer=layers.config,
-            query=lambda x: layers.wq_b(lax.stop_gradient(self._compressed_query(x))),
-            key=lambda x: layers.k_norm(layers.wk(x)),
+            query=query,
+            key=key,
             weights=layers.weights_proj,
             cache=self._cached_index,
             write=self._write_index,
         )
 
-    def _cached_heads(self) -> tuple[int, int, int | None, int | None]:
-        return 1, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank, None
+    def _cached_heads(self) -> CachedHeads:
+        return CachedHeads(
+            number=1,
+            key_size=self.kv_lora_rank + self.qk_rope_head_dim,
+            latent_size=self.kv_lora_rank,
+        )
 
     def _index_size(self) -> int | None:
-        return None if self.indexer is None else self.indexer.config.head_dim
+        if self.indexer is None:
+            return None
+        return self.indexer.config.head_dim

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,15 @@ NORMS = (
 )
 
 
+class CachedHeads(NamedTuple):
+    """The sizes of a token in the cache of a module."""
+
+    number: int  # of key heads
+    key_size: int
+    value_size: int | None = None  # None with latents
+    latent_size: int | None = None  # values are the first features of latent keys
+
+
 class _ConstructorSignature:
     """A descriptor for `__signature__`: the class gets its constructor's signature,
     which Flax's metaclass hides.
@@ -42,7 +51,8 @@ class _ConstructorSignature:
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
         if instance is not None:
             raise AttributeError("__signature__")
-        _, *parameters = inspect.signature(owner.__init__).parameters.values()  # type: ignore[misc]
+        constructor = inspect.signature(owner.__init__)  # type: ignore[misc]
+        _self, *parameters = constructor.parameters.values()
         return inspect.Signature(parameters)
 
 
@@ -55,6 +65,8 @@ class AttentionModule(nnx.Module):
     # Whether calls take their keys and values from an earlier layer.
     reuse_kv: bool = False
 
+    deterministic: Any
+    decode: Any
     cached_key: Any
     cached_value: Any
     cache_index: Any
@@ -93,19 +105,24 @@ class AttentionModule(nnx.Module):
         )
         for attribute, name in layers:
             layer = getattr(self, attribute)
-            if layer is not None:
-                layer.kernel = _split(layer.kernel, names[name])
-            if layer is not None and layer.bias is not None:
-                layer.bias = _split(
-                    layer.bias, names["out_bias"] if name == "out" else names[name][1:]
-                )
+            if layer is None:
+                continue
+            layer.kernel = _split(layer.kernel, names[name])
+            if layer.bias is None:
+                continue
+            # A bias has the kernel's axes without the first, the input's; `out` adds
+            # up its heads, so its bias has no axis of heads.
+            of_bias = names[name][1:]
+            if name == "out":
+                of_bias = names["out_bias"]
+            layer.bias = _split(layer.bias, of_bias)
         if self.sinks is not None:
             self.sinks = _split(self.sinks, names["sinks"])
         for attribute, heads in NORMS:
             norm: Any = getattr(self, attribute, None)
-            has_scale_of_heads = (
-                norm is not None and norm.scale is not None and norm.scale.ndim > 1
-            )
+            if norm is None or norm.scale is None:
+                continue
+            has_scale_of_heads = norm.scale.ndim > 1
             if has_scale_of_heads:
                 norm.scale = _split(norm.scale, names[heads][1:])
 
@@ -141,7 +158,9 @@ class AttentionModule(nnx.Module):
         if self.reuse_kv:
             return
         if dtype is None:
-            dtype = self.dtype if self.dtype is not None else self.param_dtype
+            dtype = self.dtype
+        if dtype is None:
+            dtype = self.param_dtype
         if len(input_shape) < 2:
             raise ValueError(
                 "input_shape must be (batch..., length, features), but got "
@@ -154,21 +173,34 @@ class AttentionModule(nnx.Module):
                 f"shape of the inputs, but got {tuple(input_shape)}; the module sets "
                 "the number of heads and the head size."
             )
-        heads, size, value_size, value_dim = self._cached_heads()
-        window = reach(self.local_window_size)
+        heads = self._cached_heads()
+        create = functools.partial(
+            KVCache.create,
+            batch,
+            length,
+            dtype=dtype,
+            window=reach(self.local_window_size),
+            per_row=per_row,
+            sharding=sharding,
+        )
+        cache = create(
+            heads.number,
+            heads.key_size,
+            value_size=heads.latent_size,
+            value_head_size=heads.value_size,
+        )
+        has_latents = heads.latent_size is not None
+
+        # The mesh axes of cached arrays. All devices hold all latents.
         names: tuple[str | None, ...] | None = None
         if self.head_axis is not None and sharding is None:
-            split = tensor_parallel.parameter_names(
-                self.head_axis, self.num_heads, heads
-            )["key"]
-            names = (
-                *(None,) * len(batch),
-                *(split if value_size is None else (None,) * len(split)),
+            of_parameters = tensor_parallel.parameter_names(
+                self.head_axis, self.num_heads, heads.number
             )
-        create = functools.partial(KVCache.create, batch, length)
-        cache = create(
-            heads, size, dtype, window, per_row, sharding, value_size, value_dim
-        )
+            of_token = of_parameters["key"]
+            if has_latents:
+                of_token = (None,) * len(of_token)
+            names = (None,) * len(batch) + of_token
 
         def variable(x: Array | None) -> Any:
             if x is None:
@@ -177,15 +209,18 @@ class AttentionModule(nnx.Module):
                 return nnx.Cache(x)
             return _split(nnx.Cache(x), names)
 
-        self.cached_key, self.cached_scale = variable(cache.key), variable(cache.scale)
-        self.cached_value = variable(cache.value if value_size is None else None)
-        self.cache_index, self.cached_lengths = nnx.Cache(cache.index), nnx.data(None)
-        if (size := self._index_size()) is not None:
-            index = create(1, size, dtype, window, per_row, sharding, size)
-            self.cached_index_key, self.cached_index_scale = (
-                variable(index.key),
-                variable(index.scale),
-            )
+        self.cached_key = variable(cache.key)
+        self.cached_scale = variable(cache.scale)
+        # Latents are keys and values in one.
+        self.cached_value = variable(None if has_latents else cache.value)
+        self.cache_index = nnx.Cache(cache.index)
+        # Only a call with `store_keys` sets it.
+        self.cached_lengths = nnx.data(None)
+        index_size = self._index_size()
+        if index_size is not None:
+            index_cache = create(1, index_size, value_size=index_size)
+            self.cached_index_key = variable(index_cache.key)
+            self.cached_index_scale = variable(index_cache.scale)
 
     def _index_size(self: Any) -> int | None:
         """Returns the head size of the indexer's keys; None in a module without an
@@ -217,33 +252,23 @@ class AttentionModule(nnx.Module):
           TypeError: If only one of `batch_size` and `max_length` is given, or if
             decoding starts without a cache.
         """
-        self.deterministic = (
-            self.deterministic if deterministic is None else deterministic
-        )
-        self.decode = self.decode if decode is None else decode
-        for name, size, partner in (
-            ("batch_size", batch_size, max_length),
-            ("max_length", max_length, batch_size),
-        ):
-            lacks_cache = self.cached_key is None and not self.reuse_kv
-            if size is None and (partner is not None or (decode and lacks_cache)):
-                raise TypeError(f"'{name}' must be provided when initializing cache.")
-        if batch_size is not None and max_length is not None:
-            batch = batch_size if isinstance(batch_size, Sequence) else (batch_size,)
-            self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
-
-    if not TYPE_CHECKING:  # a type checker would accept any attribute
-
-        def __getattr__(self, name: str) -> Any:
-            # Python's TypeErrors about a call's arguments print `__qualname__` or,
-            # without it, the whole module.
-            if name == "__qualname__":
-                return type(self).__qualname__
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}",
-                name=name,
-                obj=self,
-            )
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decode is not None:
+            self.decode = decode
+        # Both sizes or none. Decoding needs them if there is no cache yet.
+        is_given = batch_size is not None or max_length is not None
+        lacks_cache = self.cached_key is None and not self.reuse_kv
+        if is_given or (decode and lacks_cache):
+            for name, size in (("batch_size", batch_size), ("max_length", max_length)):
+                if size is None:
+                    raise TypeError(
+                        f"'{name}' must be provided when initializing cache."
+                    )
+        if batch_size is None or max_length is None:
+            return
+        batch = batch_size if isinstance(batch_size, Sequence) else (batch_size,)
+        self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
 
     def _cache(self: Any, *_: Array) -> Arrays:
         """Returns the arrays of the cache, ordered as in `KVCache.arrays`; raises a
@@ -261,10 +286,13 @@ class AttentionModule(nnx.Module):
 
     def _write(self: Any, arrays: Arrays, stored: bool) -> None:
         if stored:
-            self.cached_key, self.cached_value, self.cached_lengths = map(
-                nnx.Cache, arrays
-            )
-            self.cache_index = self.cached_scale = None
+            key, value, lengths = arrays
+            self.cached_key = nnx.Cache(key)
+            self.cached_value = nnx.Cache(value)
+            self.cached_lengths = nnx.Cache(lengths)
+            # Stored keys have no index: no call adds keys to them.
+            self.cache_index = None
+            self.cached_scale = None
             return
         for variable, array in zip(self._variables(), arrays, strict=True):
             _own(variable)[...] = array
@@ -278,25 +306,21 @@ class AttentionModule(nnx.Module):
         )
         return [variable for variable in variables if variable is not None]
 
+    def _index_variables(self: Any) -> list[Any]:
+        variables = (self.cached_index_key, self.cached_index_scale)
+        return [variable for variable in variables if variable is not None]
+
     def _cached_index(self: Any, *_: Array) -> Arrays | None:
         """Returns the indexer's cached keys, and their scales if they have 8 bits; None
         without such a cache.
         """
-        return (
-            _read(
-                [
-                    x
-                    for x in (self.cached_index_key, self.cached_index_scale)
-                    if x is not None
-                ]
-            )
-            or None
-        )
+        variables = self._index_variables()
+        if not variables:
+            return None
+        return _read(variables)
 
     def _write_index(self: Any, arrays: Arrays) -> None:
-        for variable, array in zip(
-            (self.cached_index_key, self.cached_index_scale), arrays, strict=False
-        ):
+        for variable, array in zip(self._index_variables(), arrays, strict=True):
             _own(variable)[...] = array
 
     def _first_given(self: Any, name: str, argument: bool | None) -> bool:
@@ -306,8 +330,8 @@ class AttentionModule(nnx.Module):
         return first_from(
             argument,
             getattr(self, name),
-            error_msg=f"No `{name}` argument was provided to {type(self).__name__} as either a __call__ argument, "
-            "class attribute, or nnx.flag.",
+            error_msg=f"No `{name}` argument was provided to {type(self).__name__} as "
+            "either a __call__ argument, class attribute, or nnx.flag.",
         )
 
     def _flax_arguments(
@@ -322,18 +346,11 @@ class AttentionModule(nnx.Module):
         if rngs is not None:
             check_rngs(rngs, nnx.Rngs, nnx.RngStream)
         dropout_rng = None
-        if self.dropout_rate != 0.0 and not self._first_given(
+        has_dropout = self.dropout_rate != 0.0 and not self._first_given(
             "deterministic", deterministic
-        ):
-            rngs = self.rngs if rngs is None else rngs
-            if rngs is None:
-                raise ValueError(
-                    "'rngs' must be provided to __call__ method if "
-                    f"{type(self).__name__} instance is defined with keep_rngs=False."
-                )
-            stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
-            _own(stream.count)
-            dropout_rng = stream()
+        )
+        if has_dropout:
+            dropout_rng = self._dropout_key(rngs)
         return {
             "mask": None,
             "is_causal": False,
@@ -345,6 +362,26 @@ class AttentionModule(nnx.Module):
             "deterministic": dropout_rng is None,
             "dropout_rng": dropout_rng,
         }
+
+    def _dropout_key(self: Any, rngs: nnx.Rngs | nnx.RngStream | None) -> Array:
+        if rngs is None:
+            rngs = self.rngs
+        if rngs is None:
+            raise ValueError(
+                "'rngs' must be provided to __call__ method if "
+                f"{type(self).__name__} instance is defined with keep_rngs=False."
+            )
+        stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+        # Drawing a key counts up, in the variable.
+        _own(stream.count)
+        return stream()
+
+
+def with_sharding(layer: Any, sharding: Any) -> Any:
+    """Returns a layer whose output gets the sharding; the layer if there is none."""
+    if layer is None or sharding is None:
+        return layer
+    return functools.partial(layer, out_sharding=sharding)
 
 
 def _read(variables: Sequence[Any]) -> Arrays:
@@ -366,17 +403,18 @@ def _split(variable: nnx.Variable, names: tuple[str | None, ...]) -> Any:
     """Returns a copy of the variable with the metadata `out_sharding=names`, which
     splits it over these mesh axes.
     """
-    metadata = {
-        name: x
-        for name, x in variable.get_metadata().items()
-        if name != "eager_sharding"
-    }
+    metadata = dict(variable.get_metadata())
+    metadata.pop("eager_sharding", None)
     if "out_sharding" in metadata:
         raise ValueError(
             "head_axis must be None if metadata sets out_sharding, but got "
             f"out_sharding={metadata['out_sharding']}."
         )
-    eager = False if jax.sharding.get_abstract_mesh().empty else None
+    # Without a mesh, the names have nothing to split the array over yet.
+    has_no_mesh = jax.sharding.get_abstract_mesh().empty
     return type(variable)(
-        variable[...], eager_sharding=eager, **metadata | {"out_sharding": names}
+        variable[...],
+        eager_sharding=False if has_no_mesh else None,
+        out_sharding=names,
+        **metadata,
     )

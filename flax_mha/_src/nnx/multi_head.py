@@ -3,7 +3,6 @@ package.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -21,40 +20,19 @@ from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.masks import Mask
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.attention_fn import explaining
-from flax_mha._src.modules.call import (
-    PASSED_ON,
-    FlaxModule,
-    Given,
-    ProcessHeads,
-    call_module,
-)
+from flax_mha._src.modules.call import FlaxModule, Given, ProcessHeads, call_module
 from flax_mha._src.modules.dot_general import dot_general
-from flax_mha._src.modules.layers import Gate, Norm, gate_of, norm_of
+from flax_mha._src.modules.layers import Gate, Norm, gate_axes, gate_of, norm_of
 from flax_mha._src.modules.options import (
     check_features,
     check_options,
     check_rngs,
     naming_replacements,
 )
-from flax_mha._src.nnx.module import AttentionModule
+from flax_mha._src.nnx.module import AttentionModule, CachedHeads, with_sharding
 from flax_mha._src.rope import RoPE
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
-# Arguments of the constructor that are arguments of `nnx.LinearGeneral`.
-OF_LINEAR = (
-    "dtype",
-    "param_dtype",
-    "precision",
-    "kernel_init",
-    "bias_init",
-    "kernel_metadata",
-    "rngs",
-)
-# Layers, and the names of their axes for `AttentionModule._split_heads`.
-OF_HEADS = (("query", "query"), ("key", "key"), ("value", "key"), ("out", "out"))
-FLAX_ARGUMENTS = tuple(inspect.signature(nnx.MultiHeadAttention.__init__).parameters)[
-    1:
-]
 
 
 class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
@@ -65,6 +43,14 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
     `key` and `value` (kernel [in, heads, head size], bias [heads, head size]) and `out`
     (kernel [heads, head size, out], bias [out]). For what differs, see
     :doc:`differences </differences>`.
+
+    The arguments come in four groups:
+
+    - Flax's, from `num_heads` to `key_ln_scale_metadata`. Only `normalize_qk` takes
+      more than in Flax, a `Norm`.
+    - Positions and masks: `rope` and `local_window_size`.
+    - Heads and norms, from `scale` to `reuse_kv`.
+    - Execution: `implementation` and `head_axis`.
 
     Args:
       num_heads: Number of query heads N; must divide `qkv_features`.
@@ -111,11 +97,11 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         `kernel_metadata` or `bias_metadata`.
       query_ln_scale_metadata, key_ln_scale_metadata: Metadata of the scales in the
         norms of queries and keys.
-      implementation: Name of the attention implementation; None lets the library
-        choose. See `dot_product_attention`.
-      scale: Factor that multiplies query . key; None means 1 / sqrt(head size).
+      rope: Rotary position embeddings (`flax_mha.rope.RoPE`) for queries and keys,
+        after their norms; None means none.
       local_window_size: (left, right): how many positions before and after its own a
         query attends to; see `dot_product_attention`.
+      scale: Factor that multiplies query . key; None means 1 / sqrt(head size).
       logits_soft_cap: c > 0 turns a scaled score s into c tanh(s / c); at most 1e30.
         None means no cap.
       sinks: Learn one additional logit per head, the parameter `sinks` [N], which is
@@ -123,21 +109,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       gate: Multiply each head's output, before `out`, by the sigmoid of another
         projection of the input, `gate`. True is `Gate()`: a number for each feature of
         each head. `Gate("head")`: a number for each head.
-      rope: Rotary position embeddings (`flax_mha.rope.RoPE`) for queries and keys,
-        after their norms; None means none.
       value_norm: A norm of the values, such as `Norm("rms", scale=None)` (Gemma 3n,
         Gemma 4); None means no norm.
-      share_kv: Use the projected keys, before their norm and rotation, as values (Gemma
-        4's `attention_k_eq_v`); there is no parameter `value`, and calls accept no
-        `inputs_v`.
-      reuse_kv: Attend to the keys and values of an earlier layer, which every call
-        passes as `kv` (Gemma 3n, Gemma 4): no parameters `key`, `value` and `key_ln`,
-        and no cache. Both layers must have the same key heads and head size.
-      head_axis: Split the heads over this mesh axis, or the mesh axis of this logical
-        axis (tensor parallelism). Parameters and caches get the metadata
-        `out_sharding`, and are placed accordingly if the module is created under
-        `jax.set_mesh`. If there are fewer key heads than devices on this axis, all
-        devices hold all key heads; the mesh must then be set by `jax.set_mesh`.
       out_norm: A norm of the heads' outputs, after `gate` and before `out`, such as
         `Norm("rms", scale="heads", over="all_heads")` (BitNet b1.58). None means no
         norm.
@@ -149,6 +122,19 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         changes nothing.
       value_dim: Head size of the values, and so of `out`, of `gate` and of `out_norm`;
         None means the head size of queries and keys (MiMo-V2: 128 and 192).
+      share_kv: Use the projected keys, before their norm and rotation, as values (Gemma
+        4's `attention_k_eq_v`); there is no parameter `value`, and calls accept no
+        `inputs_v`.
+      reuse_kv: Attend to the keys and values of an earlier layer, which every call
+        passes as `kv` (Gemma 3n, Gemma 4): no parameters `key`, `value` and `key_ln`,
+        and no cache. Both layers must have the same key heads and head size.
+      implementation: Name of the attention implementation; None lets the library
+        choose. See `dot_product_attention`.
+      head_axis: Split the heads over this mesh axis, or the mesh axis of this logical
+        axis (tensor parallelism). Parameters and caches get the metadata
+        `out_sharding`, and are placed accordingly if the module is created under
+        `jax.set_mesh`. If there are fewer key heads than devices on this axis, all
+        devices hold all key heads; the mesh must then be set by `jax.set_mesh`.
 
     Raises:
       ValueError: If an argument is out of range, or if heads and features do not fit
@@ -158,7 +144,9 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> import flax_mha
-      >>> attention = flax_mha.MultiHeadAttention(8, 64, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0))
+      >>> attention = flax_mha.MultiHeadAttention(
+      ...     8, 64, num_kv_heads=2, decode=False, rngs=nnx.Rngs(0)
+      ... )
       >>> attention(jnp.ones((2, 10, 64)), is_causal=True).shape
       (2, 10, 64)
     """
@@ -224,10 +212,32 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         )
         dropout_rate = check_dropout_rate(dropout_rate)
         logits_soft_cap = check_soft_cap(logits_soft_cap)
-        given = dict(locals())
-        check_options(given, in_features if qkv_features is None else qkv_features)
+        check_options(
+            num_heads=num_heads,
+            qkv_features=in_features if qkv_features is None else qkv_features,
+            num_kv_heads=num_kv_heads,
+            dropout_rate=dropout_rate,
+            implementation=implementation,
+            scale=scale,
+            local_window_size=local_window_size,
+            logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
+            gate=gate,
+            rope=rope,
+            head_axis=head_axis,
+            normalize_qk=normalize_qk,
+            value_norm=value_norm,
+            out_norm=out_norm,
+            process_heads=process_heads,
+            value_dim=value_dim,
+            share_kv=share_kv,
+            reuse_kv=reuse_kv,
+        )
         check_rngs(rngs, nnx.Rngs)
         norm_of_qk = norm_of("normalize_qk", normalize_qk)
+        # Python's TypeErrors about a call's arguments print this or, without it, the
+        # whole module.
+        self.__qualname__ = type(self).__qualname__
         self.gating = gate_of(gate)
         self.implementation = implementation
         self.scale = scale
@@ -236,85 +246,138 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         self.rope = rope
         self.head_axis = head_axis
         self.process_heads = process_heads
-        changed = {
-            "normalize_qk": norm_of_qk is not None,
-            "qkv_dot_general": qkv_dot_general
-            or (None if qkv_dot_general_cls else dot_general),
-            "out_dot_general": out_dot_general
-            or (None if out_dot_general_cls else dot_general),
-        }
-        super().__init__(
-            **{name: given[name] for name in FLAX_ARGUMENTS if name in given} | changed
-        )
-        self.value_dim = self.head_dim if value_dim is None else int(value_dim)
         self.reuse_kv = reuse_kv
         self.norms_after_rope = norm_of_qk is not None and norm_of_qk.after_rope
+
+        # Flax's layers.
+        if not qkv_dot_general and not qkv_dot_general_cls:
+            qkv_dot_general = dot_general
+        if not out_dot_general and not out_dot_general_cls:
+            out_dot_general = dot_general
+        super().__init__(
+            num_heads=num_heads,
+            in_features=in_features,
+            qkv_features=qkv_features,
+            out_features=out_features,
+            num_kv_heads=num_kv_heads,
+            in_kv_features=in_kv_features,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            broadcast_dropout=broadcast_dropout,
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+            precision=precision,
+            kernel_init=kernel_init,
+            out_kernel_init=out_kernel_init,
+            bias_init=bias_init,
+            out_bias_init=out_bias_init,
+            use_bias=use_bias,
+            attention_fn=attention_fn,
+            decode=decode,
+            normalize_qk=norm_of_qk is not None,
+            qkv_promote_dtype=qkv_promote_dtype,
+            out_promote_dtype=out_promote_dtype,
+            ln_promote_dtype=ln_promote_dtype,
+            qkv_dot_general=qkv_dot_general,
+            out_dot_general=out_dot_general,
+            qkv_dot_general_cls=qkv_dot_general_cls,
+            out_dot_general_cls=out_dot_general_cls,
+            rngs=rngs,
+            keep_rngs=keep_rngs,
+            kernel_metadata=kernel_metadata,
+            out_kernel_metadata=out_kernel_metadata,
+            bias_metadata=bias_metadata,
+            out_bias_metadata=out_bias_metadata,
+            query_ln_scale_metadata=query_ln_scale_metadata,
+            key_ln_scale_metadata=key_ln_scale_metadata,
+        )
+        self.value_dim = self.head_dim if value_dim is None else int(value_dim)
+
+        # Norms; those of queries and keys replace Flax's, and take over their metadata.
         if isinstance(normalize_qk, Norm):
             self.query_ln = self._norm(
-                normalize_qk, num_heads, self.head_dim, rngs, self.query_ln
+                normalize_qk, num_heads, self.head_dim, rngs, of_flax=self.query_ln
             )
             self.key_ln = self._norm(
-                normalize_qk, self.num_kv_heads, self.head_dim, rngs, self.key_ln
+                normalize_qk,
+                self.num_kv_heads,
+                self.head_dim,
+                rngs,
+                of_flax=self.key_ln,
             )
+        norm_of_values = norm_of("value_norm", value_norm)
+        norm_of_output = norm_of("out_norm", out_norm)
         self.value_ln = self._norm(
-            norm_of("value_norm", value_norm), self.num_kv_heads, self.value_dim, rngs
+            norm_of_values, self.num_kv_heads, self.value_dim, rngs
         )
-        self.out_norm = self._norm(
-            norm_of("out_norm", out_norm), num_heads, self.value_dim, rngs
-        )
+        self.out_norm = self._norm(norm_of_output, num_heads, self.value_dim, rngs)
+
+        # Layers that Flax has and this module lacks.
         if share_kv:
             self.value: Any = nnx.data(None)
         if reuse_kv:
             self.key: Any = nnx.data(None)
             self.value = nnx.data(None)
             self.key_ln = nnx.data(None)
+
+        # Layers and parameters that Flax lacks.
+        self.sinks = nnx.data(None)
+        if sinks:
+            self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype))
+        linear = functools.partial(
+            nnx.LinearGeneral,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            use_bias=use_bias,
+            rngs=rngs,
+        )
+        to_heads = functools.partial(
+            linear,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
+            promote_dtype=qkv_promote_dtype,
+            dot_general=qkv_dot_general,
+            dot_general_cls=qkv_dot_general_cls,
+        )
+        self.gate: Any = nnx.data(None)
+        if self.gating is not None:
+            of_gate = self.gating.shape(num_heads, self.value_dim)
+            self.gate = to_heads(self.in_features, of_gate)
+
+        # Flax's layers have the head size of queries and keys.
+        if self.value_dim != self.head_dim:
+            if not reuse_kv:
+                of_values = (self.num_kv_heads, self.value_dim)
+                self.value = to_heads(self.in_kv_features, of_values)
+            self.out = linear(
+                (num_heads, self.value_dim),
+                self.out_features,
+                axis=(-2, -1),
+                kernel_init=out_kernel_init or kernel_init,
+                bias_init=out_bias_init or bias_init,
+                kernel_metadata=out_kernel_metadata or kernel_metadata,
+                bias_metadata=out_bias_metadata or bias_metadata,
+                promote_dtype=out_promote_dtype,
+                dot_general=out_dot_general,
+                dot_general_cls=out_dot_general_cls,
+            )
+
+        # Flax's module lacks these variables of the cache.
         self.cached_lengths = nnx.data(None)
         self.cached_scale = nnx.data(None)
-        self.sinks = (
-            nnx.Param(jnp.zeros(num_heads, self.param_dtype))
-            if sinks
-            else nnx.data(None)
-        )
-        self._add_layers(given)
         if head_axis is not None:
-            if self.gating is not None and self.gating.per == "head":
-                gate_axes = "head_gate"
-            else:
-                gate_axes = "query"
-            self._split_heads(self.num_kv_heads, (*OF_HEADS, ("gate", gate_axes)))
-
-    def _add_layers(self, given: Mapping[str, Any]) -> None:
-        """Adds `gate` if requested and, for a `value_dim` unlike the head size, `value`
-        and `out`.
-        """
-        self.gate: nnx.LinearGeneral | None = nnx.data(None)
-        options = {
-            name: given[name] for name in (*OF_LINEAR, "use_bias", "bias_metadata")
-        }
-
-        def linear(
-            inputs: Any, outputs: Any, part: str = "qkv", **changes: Any
-        ) -> nnx.LinearGeneral:
-            names = ("promote_dtype", "dot_general", "dot_general_cls")
-            functions: dict[str, Any] = {
-                name: getattr(self, f"{part}_{name}") for name in names
-            }
-            return nnx.LinearGeneral(inputs, outputs, **functions, **options | changes)
-
-        if self.gating is not None:
-            self.gate = linear(
-                self.in_features, self.gating.shape(self.num_heads, self.value_dim)
-            )
-        if self.value_dim != self.head_dim:
-            if not self.reuse_kv:
-                self.value = linear(
-                    self.in_kv_features, (self.num_kv_heads, self.value_dim)
-                )
-            names = ("kernel_init", "bias_init", "kernel_metadata", "bias_metadata")
-            changes = {name: given[f"out_{name}"] or given[name] for name in names}
-            of_heads = (self.num_heads, self.value_dim)
-            self.out = linear(
-                of_heads, self.out_features, "out", axis=(-2, -1), **changes
+            self._split_heads(
+                self.num_kv_heads,
+                (
+                    ("query", "query"),
+                    ("key", "key"),
+                    ("value", "key"),
+                    ("out", "out"),
+                    ("gate", gate_axes(self.gating)),
+                ),
             )
 
     def __call__(
@@ -410,33 +473,51 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             missing, has another shape, or is full. Under `jit`, a full cache is not an
             error: the output of the sequence is NaN, and its cache does not change.
         """
-        given = {name: x for name, x in locals().items() if name in PASSED_ON}
-        query, key, value, gate = layers = self.query, self.key, self.value, self.gate
-        if qkv_sharding is not None and is_explicit(inputs_q):
-            query, key, value, gate = (
-                x and functools.partial(x, out_sharding=qkv_sharding) for x in layers
-            )  # type: ignore
-            # Its projection has no axis of features.
-            if self.gating is not None and self.gating.per == "head":
-                gate = self.gate
         flax_arguments = self._flax_arguments(deterministic, rngs, sow_weights)
         if input_positions is not None:
             flax_arguments["input_positions"] = input_positions
+        given = Given(
+            decode=self._first_given("decode", decode),
+            inputs_q=inputs_q,
+            inputs_k=inputs_k,
+            inputs_v=inputs_v,
+            mask=mask,
+            is_causal=is_causal,
+            bias=bias,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            score_mod=score_mod,
+            positions=positions,
+            qkv_sharding=qkv_sharding,
+            sow_max_score=sow_max_score,
+            store_keys=store_keys,
+            key_indices=key_indices,
+            kv=kv,
+            return_kv=return_kv,
+            process_heads=process_heads,
+        )
+
+        # On a mesh with Explicit axes, the projections need the sharding of the heads.
+        of_heads = None
+        if qkv_sharding is not None and is_explicit(inputs_q):
+            of_heads = qkv_sharding
+        of_gate = of_heads
+        if self.gating is not None and self.gating.per == "head":
+            # Its projection has no axis of features.
+            of_gate = None
         parts = FlaxModule(
             module=self,
-            query=query,
-            key=key,
-            value=value,
-            out=self.out
-            if out_sharding is None
-            else functools.partial(self.out, out_sharding=out_sharding),
+            query=with_sharding(self.query, of_heads),
+            key=with_sharding(self.key, of_heads),
+            value=with_sharding(self.value, of_heads),
+            out=with_sharding(self.out, out_sharding),
             query_norm=self.query_ln,
             key_norm=self.key_ln,
             norms_after_rope=self.norms_after_rope,
             value_norm=self.value_ln,
             process_heads=self.process_heads,
             sinks=None if self.sinks is None else self.sinks[...],
-            gate=gate,
+            gate=with_sharding(self.gate, of_gate),
             gating=self.gating,
             out_norm=self.out_norm,
             cache=self._cache,
@@ -445,14 +526,14 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             arguments=flax_arguments,
             features=(self.in_features, self.in_kv_features),
         )
-        return call_module(
-            parts, Given(**given, decode=self._first_given("decode", decode))
-        )
+        return call_module(parts, given)
 
     explain = explaining(__call__)
 
-    def _cached_heads(self) -> tuple[int, int, int | None, int | None]:
-        return self.num_kv_heads, self.head_dim, None, self.value_dim
+    def _cached_heads(self) -> CachedHeads:
+        return CachedHeads(
+            number=self.num_kv_heads, key_size=self.head_dim, value_size=self.value_dim
+        )
 
     def _norm(
         self,
@@ -467,8 +548,11 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         """
         if norm is None:
             return nnx.data(None)
-        options: dict[str, Any] = {"use_bias": False} if norm.kind == "layer" else {}
-        layer: Any = (nnx.LayerNorm if norm.kind == "layer" else nnx.RMSNorm)(
+        kind: Any = nnx.RMSNorm
+        if norm.kind == "layer":
+            # The bias is made below, with metadata.
+            kind = functools.partial(nnx.LayerNorm, use_bias=False)
+        layer = kind(
             size,
             epsilon=float(norm.epsilon),
             use_scale=norm.scale is not None,
@@ -478,12 +562,12 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             param_dtype=self.param_dtype,
             promote_dtype=self.ln_promote_dtype,
             rngs=rngs,
-            **options,
         )
         if norm.scale is None:
             return layer
-        metadata = {} if of_flax is None else of_flax.scale.get_metadata()
+        # The scale that Flax makes has no metadata of the norm that it replaces.
         shape = (heads, size) if norm.scale == "heads" else (size,)
+        metadata = {} if of_flax is None else of_flax.scale.get_metadata()
         layer.scale = nnx.Param(jnp.ones(shape, self.param_dtype), **metadata)
         if norm.bias:
             layer.bias = nnx.Param(jnp.zeros(size, self.param_dtype), **metadata)
