@@ -56,10 +56,10 @@ def alibi_scores(num_heads: int) -> Callable[..., Array]:
     below = 2 ** (num_heads.bit_length() - 1)
     exponents = 8 * np.arange(1, below + 1) / below
     others = 4 * np.arange(1, 2 * (num_heads - below), 2) / below
-    slopes = 2.0 ** -np.concatenate([exponents, others])
+    exponents = np.concatenate([exponents, others])
     # Not traced, even if JAX traces the caller: the cache would keep a tracer.
     with jax.ensure_compile_time_eval():
-        slopes = jnp.asarray(slopes, jnp.float32)
+        slopes = jnp.asarray(2.0**-exponents, jnp.float32)
 
     @made_for(h=num_heads)
     def score_mod(
