@@ -409,9 +409,10 @@ class KVCache:
             # The removed tokens overwrote these slots: a query that needs the old
             # contents must get NaN, no stale keys.
             first_lost = jnp.maximum(new, self.length)
+            positions = self.positions()
             if self.is_per_row:
                 first_lost = first_lost[..., None]
-            is_lost = (self.positions() >= first_lost)[..., None, None]
+            is_lost = (positions >= first_lost)[..., None, None]
             # 8-bit numbers cannot be NaN, but their scale can.
             name = "key"
             stored = self.key

@@ -113,7 +113,7 @@ class Mask:
     @property
     def window(self) -> Window | None:
         """(left, right) if the mask is a window or an `&` of windows, equal to
-        `LocalMask(left, right)`; else None.
+        `LocalMask(left, right)`; otherwise None.
         """
         return None
 

@@ -181,7 +181,7 @@ class TracedMask(Mask):
             visible = self.tile(whole).reshape(height, columns, width)
             return visible.any((0, 2)), visible.all((0, 2))
 
-        # Not all rows at once, which would take T x S bytes.
+        # One row at a time: all of them would take T x S bytes.
         some, full = lax.map(row, jnp.arange(rows, dtype=jnp.int32))
         return Occupancy(some, full)
 

@@ -32,7 +32,7 @@ def made_for(**sizes: int) -> Callable[[F], F]:
     """Decorates a `mask_mod` or `score_mod` that fits only certain sizes:
     `@made_for(h=8, kv_idx=1024)`.
 
-    Attention then raises a ValueError for another number of heads (`h`) or batch
+    Attention then raises a ValueError for a different number of heads (`h`) or batch
     entries (`b`), and for more positions of queries (`q_idx`) or keys (`kv_idx`); see
     `TracedFunction.check`.
     """
@@ -161,8 +161,8 @@ def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> dict[str, 
 
     Raises:
       ValueError: If the table is not boolean with three axes, or if `block` is not an
-        integer of at least 1; in the attention, if the table has another number of
-        heads, or too few rows or columns.
+        integer of at least 1; in the attention, if the table has a different number
+        of heads, or too few rows or columns.
     """
     # Check the arguments.
     table = as_array("table", table, "a boolean array")
@@ -192,7 +192,7 @@ def shared_prefix(ids: Int[Array, "*B S"]) -> dict[str, Any]:
     prompt ends.
 
     Args:
-      ids: 0 for tokens of the prompt, another number for each continuation.
+      ids: 0 for tokens of the prompt, a different number for each continuation.
 
     Example:
       >>> import jax.numpy as jnp
@@ -517,7 +517,8 @@ def shifted_windows(
 
     Raises:
       ValueError: If an argument is out of range; in the attention, if the table has
-        another number of heads, or if there are more than `height` x `width` positions.
+        a different number of heads, or if there are more than `height` x `width`
+        positions.
 
     Example:
       >>> import jax.numpy as jnp

@@ -40,7 +40,7 @@ def alibi(num_heads: int) -> dict[str, Any]:
 
     Raises:
       ValueError: If `num_heads` is not an integer of at least 1, or if the attention
-        has another number of heads.
+        has a different number of heads.
     """
     # Check the argument.
     num_heads = int_at_least("num_heads", num_heads, 1)
@@ -170,8 +170,8 @@ def forgetting(log_gates: Float[Array, "*B S N"]) -> dict[str, Any]:
 
     Raises:
       ValueError: If `log_gates` has no axes for tokens and heads, or no floating-point
-        dtype; in the attention, if the call has other numbers of batch entries or
-        heads, or more tokens.
+        dtype; in the attention, if the call has different numbers of batch entries
+        or heads, or more tokens.
     """
     # Check the argument.
     log_gates = _floats("log_gates", log_gates, "[batch..., tokens, heads]")
@@ -223,8 +223,8 @@ def relative_terms(
     Raises:
       ValueError: If `terms` does not have three axes or more, or a floating-point
         dtype, or if W is even with `bidirectional`; in the attention, if the call has
-        other numbers of batch entries or heads, or queries after those of `terms`. If
-        positions are not known while tracing, these queries get NaN instead.
+        different numbers of batch entries or heads, or queries after those of `terms`.
+        If positions are not known while tracing, these queries get NaN instead.
     """
     # Check the terms.
     terms = _floats("terms", terms, "[batch..., heads, queries, distances]", 3)
