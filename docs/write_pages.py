@@ -4,12 +4,13 @@ docs/write_pages.py`.
 A part that is written begins with a comment that says what it is, which neither GitHub
 nor Sphinx shows, and ends with `<!-- end -->`:
 
-    <!-- begin: code NAME -->       the source of a recipe
+    <!-- begin: imports -->         the imports that the sources of all recipes need
+    <!-- begin: code NAME -->       the source of a recipe, without checks of arguments
     <!-- begin: table NAME -->      a table of benchmarks, from `tables.py`
     <!-- begin: file PATH -->       another file of the repository
     <!-- begin: layouts -->         the layouts of PyTorch's weights
-    <!-- begin: curves PATH -->     the picture of time and memory, and what it says in words
-    <!-- begin: reference ... -->   what GitHub shows where Sphinx reads these lines as directives of autodoc
+    <!-- begin: curves PATH -->     the picture of time and memory, and what it says
+    <!-- begin: reference ... -->   what GitHub shows in place of directives for Sphinx
 """
 
 import importlib
@@ -52,8 +53,49 @@ def _part(found: re.Match[str]) -> str:
     return f"{begin}\n{KINDS[kind](argument.strip()).strip()}\n\n<!-- end -->"
 
 
+IMPORTS = """\
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from flax_mha import dot_product_attention
+from flax_mha.masks import CausalMask, FunctionMask, LocalMask, Mask, SegmentMask
+"""
+# Functions that a recipe calls, which are listed with it.
+HELPERS = {"alibi": ["alibi_scores"]}
+# What needs private functions, or says what these do: a paragraph of checks, a mark for
+# checks, and the parts of a docstring about errors and with an example.
+LEFT_OUT = re.compile(
+    r"""
+    ^ \ + \# \ Check \b (?s: .*? ) \n \n
+    | ^ \ + @made_for .* \n
+    | \n ^ \ {4} (?: Raises | Example ): \n (?: ^ \ {6} .* \n )+
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+
+
+def _imports(_: str) -> str:
+    return f"```python\n{IMPORTS}```"
+
+
 def _code(name: str) -> str:
-    return f"```python\n{inspect.getsource(getattr(recipes, name))}```"
+    recipe = getattr(recipes, name)
+    module = inspect.getmodule(recipe)
+    helpers = [getattr(module, helper) for helper in HELPERS.get(name, [])]
+    sources = [inspect.getsource(function) for function in [recipe, *helpers]]
+    listing = "\n\n".join(LEFT_OUT.sub("", source) for source in sources)
+    # A function after a docstring, where checks were.
+    listing = listing.replace('"""\n    def', '"""\n\n    def')
+    return f"```python\n{listing}```"
 
 
 def _table(name: str) -> str:
@@ -89,14 +131,18 @@ def _curves(folder: str) -> str:
             if row[value] is not None
         ]
         said.append(f"{row['name']} {' and '.join(values)}")
-    alt = f"Time and memory for one gradient vs. number of tokens. At {longest} tokens: {', '.join(said)}"
+    alt = (
+        "Time and memory for one gradient vs. number of tokens. "
+        f"At {longest} tokens: {', '.join(said)}"
+    )
     return picture(f"{folder}/hero", alt, 680)
 
 
 def picture(path: str, alt: str, width: int) -> str:
     """A picture in its light and its dark variant."""
     dark = f'<source media="(prefers-color-scheme: dark)" srcset="{path}-dark.svg">'
-    return f'<picture>{dark}<img alt="{alt}" src="{path}-light.svg" width="{width}"></picture>'
+    light = f'<img alt="{alt}" src="{path}-light.svg" width="{width}">'
+    return f"<picture>{dark}{light}</picture>"
 
 
 def _reference(directives: str) -> str:
@@ -132,6 +178,7 @@ def _reference(directives: str) -> str:
 
 
 KINDS = {
+    "imports": _imports,
     "code": _code,
     "table": _table,
     "file": _file,

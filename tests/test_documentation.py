@@ -10,10 +10,13 @@ import operator
 import re
 import shlex
 import tomllib
+import types
 import warnings
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from marks import with_core
 
@@ -293,6 +296,34 @@ def test_pages_have_every_table_and_every_recipe(write_pages):
         assert f"_static/{name}-light.svg" in text["masks"]
         assert f"<!-- begin: code {name} -->" in text["masks"]
         assert f"recipes.{name}(" in text["masks"]
+
+
+@pytest.mark.parametrize("name", with_core(sorted(gallery()), "tree_causal"))
+def test_a_listing_runs_with_the_imports_of_its_page(name):
+    """In a new file, and with the results of the recipe in the page's example."""
+    page = (DOCS / "masks.md").read_text()
+    [imports] = re.findall(
+        r"<!-- begin: imports -->\n\n```python\n(.*?)```", page, re.DOTALL
+    )
+    [(listing, example)] = re.findall(
+        rf"<!-- begin: code {name} -->\n\n```python\n(.*?)```\n\n<!-- end -->\n\n"
+        r"```python\n(.*?)```",
+        page,
+        re.DOTALL,
+    )
+
+    pasted = {}
+    exec(imports + listing, pasted)
+    outputs = []
+    for source in (recipes, types.SimpleNamespace(**{name: pasted[name]})):
+        x = jax.random.normal(jax.random.key(0), (2, 200, 8, 16))
+        names = {"jax": jax, "jnp": jnp, "x": x, "recipes": source}
+        names["dot_product_attention"] = flax_mha.dot_product_attention
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            exec(example, names)
+        outputs.append(names["out"])
+
+    np.testing.assert_array_equal(*outputs)
 
 
 @pytest.mark.core

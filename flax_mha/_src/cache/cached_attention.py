@@ -153,19 +153,42 @@ def cached_attention(  # noqa: D417 - dot_product_attention describes the others
       >>> cache = KVCache.create(2, 100, num_kv_heads=1, head_size=16)
       >>> query = jax.random.normal(jax.random.key(0), (2, 5, 4, 16))
       >>> key = value = query[:, :, :1]
-      >>> output, cache = cached_attention(query, key, value, cache)  # a prompt of five tokens
-      >>> output, cache = cached_attention(query[:, :1], key[:, :1], value[:, :1], cache)  # the next token
+      >>> output, cache = cached_attention(query, key, value, cache)  # a prompt
+      >>> query, key, value = query[:, :1], key[:, :1], value[:, :1]  # the next token
+      >>> output, cache = cached_attention(query, key, value, cache)
       >>> output.shape, int(cache.index)
       ((2, 1, 4, 16), 6)
     """
-    arguments = dict(locals())
     if not isinstance(cache, KVCache):
         raise ValueError(
             f"cache must be a KVCache, but got {type(cache).__name__}; create one with "
             "KVCache.create."
         )
     key, value = cache.new_entries(key, value)
-    return over_cache(run, **arguments | {"key": key, "value": value})  # type: ignore[return-value]  # 2 or 3 results
+    return over_cache(  # type: ignore[return-value]  # 2 or 3 results
+        run,
+        query,
+        key,
+        value,
+        cache,
+        bias=bias,
+        mask=mask,
+        lengths=lengths,
+        is_causal=is_causal,  # type: ignore[arg-type]  # None is the default
+        scale=scale,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        score_mod=score_mod,
+        key_indices=key_indices,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        implementation=implementation,
+        return_max_score=return_max_score,
+        precision=precision,
+        qkv_sharding=qkv_sharding,
+    )
 
 
 def over_cache(
@@ -201,66 +224,93 @@ def over_cache(
     all visible keys if there are at most `top_k`, so a prompt of at most `top_k` tokens
     in an empty cache ignores `key_indices`.
     """
+    # Check the inputs.
     heads = query
     expands = latent is not None and latent.kernel is None
     if latent is not None and arguments.get("scale") is None:
+        # An absorbed query has more features.
         arguments["scale"] = query.shape[-1] ** -0.5
-    if latent is not None and not expands:
-        query = latent.absorb(query)
     if latent is not None and expands:
-        query, *new_heads, shape = check_inputs(
-            query, *latent.expand(key), any_dtypes=True
+        new_key, new_value = latent.expand(key)
+        query, new_key, new_value, shape = check_inputs(
+            query, new_key, new_value, any_dtypes=True
         )
     else:
+        if latent is not None:
+            query = latent.absorb(query)
         query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
-    number = shape.query_length
-    length = cache.length
-    if (keys := shape.key_length) != number:
+    if shape.key_length != shape.query_length:
         raise ValueError(
             "query and key must have the same length (the number of new tokens), but "
-            f"got {number} and {keys}."
+            f"got {shape.query_length} and {shape.key_length}."
         )
     window = check_cache(cache, bias, mask, arguments.get("local_window_size"))
-    new, tokens, room = (
-        cache.append(key, value, lengths) if appended is None else appended
-    )
-    scoring = check_scoring(
-        query, shape, arguments, target_of((query, new.key, new.value), platform)
-    )
+
+    # Append the new tokens to the cache.
+    if appended is None:
+        appended = Appended(*cache.append(key, value, lengths))
+    new, tokens, room = appended
+
+    # Choose what is visible.
+    target = target_of((query, new.key, new.value), platform)
+    scoring = check_scoring(query, shape, arguments, target)
     visibility = Visibility.of(
-        arguments.get("is_causal"), window, mask, number, is_padded=lengths is not None
+        arguments.get("is_causal"),
+        window,
+        mask,
+        number=shape.query_length,
+        is_padded=lengths is not None,
     )
-    step = Step(scoring, shape, key, value, cache, new, tokens, bias, mask, visibility)
-    if expands:
-        step = step._replace(latent=latent)
-    if (indices := arguments.get("key_indices")) is not None:
-        most = length if cache.window is None else LARGEST
+    lists = arguments.get("key_indices")
+    if lists is not None:
+        # A sequence in a ring may have any length.
+        most = cache.length if cache.window is None else LARGEST
         shape_of_lists = shape._replace(key_length=most)
         if expands:
+            # The lists are those of the cache, which has one latent for all heads.
             shape_of_lists = shape_of_lists._replace(num_kv_heads=1)
-        step = step._replace(
-            key_indices=key_indices(indices, shape_of_lists), top_k=top_k
-        )
+        lists = key_indices(lists, shape_of_lists)
+    step = Step(
+        scoring=scoring,
+        shape=shape,
+        key=key,
+        value=value,
+        cache=cache,
+        new=new,
+        tokens=tokens,
+        bias=bias,
+        mask=mask,
+        visibility=visibility,
+        key_indices=lists,
+        top_k=top_k,
+        latent=latent if expands else None,
+    )
     if scoring.options.score_mod is not None or isinstance(mask, Mask):
         room = step.check_lookups(room)
 
-    def compute(is_empty: bool) -> list[Array]:
+    # Attend to the new tokens only, or to all in the cache.
+    def attend(is_empty: bool) -> list[Array]:
         made = step
         if is_empty and expands:
-            made = step._replace(key=new_heads[0], value=new_heads[1], latent=None)
+            made = step._replace(key=new_key, value=new_value, latent=None)
         elif is_empty and latent is not None:
             made = step.expand(latent, heads, arguments)
         in_place = implementation is None and not products_are_replaced()
-        output, _, max_score = run(made.call(is_empty, in_place), implementation)
+        call = made.call(is_empty, in_place)
+        output, _, max_score = run(call, implementation)
         if latent is None:
+            # Values that are part of keys are cut out after attention in place.
             output = output[..., : cache.value_size]
         elif not is_empty and not expands:
             output = latent.project(output)
-        results = [output] if max_score is None else [output, max_score]
+        results = [output]
+        if max_score is not None:
+            results.append(max_score)
         # Inside `jax.shard_map`, both calls must return the same types.
-        return varying_alike((results, new.arrays))[0]
+        results, _ = varying_alike((results, new.arrays))
+        return results
 
-    results = step.by_emptiness(compute)
+    results = step.by_emptiness(attend)
     output, *max_score = (nan_without(room, x, cache.batch) for x in results)
     return output, new, *max_score
 
@@ -307,14 +357,20 @@ class Visibility(NamedTuple):
         every key is a token, and none is padding. In a ring that `is_ring` sorted by
         position, slots without a token come first, at positions below 0.
         """
-        masks: list[Mask | None] = [CausalMask() if self.is_causal else None]
+        masks: list[Mask | None] = []
+        if self.is_causal:
+            masks.append(CausalMask())
         if self.window is not None:
             masks.append(LocalMask(*self.window))
         if mask is not None:
             masks.append(given_mask(mask, shape))
+        key_ends = None
+        query_ends = None
         # A causal mask hides all slots that are not written yet.
-        key_ends = None if self.is_causal else ends
-        query_ends = ends if self.is_padded else None
+        if not self.is_causal:
+            key_ends = ends
+        if self.is_padded:
+            query_ends = ends
         if key_ends is not None or query_ends is not None:
             masks.append(LengthMask(key_ends, query_ends))
         if is_ring:
@@ -350,9 +406,8 @@ class Step(NamedTuple):
         """Returns this step with all heads' keys and values, computed from the new
         latents; `query` is not absorbed.
         """
-        query, key, value, shape = check_inputs(
-            query, *latent.expand(self.key), any_dtypes=True
-        )
+        key, value = latent.expand(self.key)
+        query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
         scoring = check_scoring(query, shape, arguments, self.scoring.options.target)
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)
 
@@ -368,64 +423,72 @@ class Step(NamedTuple):
         """
         # Without the mask of written keys: `ends` below says the same, and does not
         # hide lookups from the checks.
-        masks = self.visibility.masks(
-            self.mask, self.shape._replace(key_length=self.cache.length), ends=None
-        )
+        shape = self.shape._replace(key_length=self.cache.length)
+        masks = self.visibility.masks(self.mask, shape, ends=None)
         score_mod = self.scoring.options.score_mod
         ends = jnp.where(self.tokens > 0, self.cache.index + self.tokens, 0)
         if readable(ends):
-            last = extremes(ends)[1] - 1
-            check_lookups(
-                self.shape, score_mod, masks, Offsets.of(last, 0), (1, last + 1)
-            )
+            # The last query, and all keys up to it.
+            length = extremes(ends)[1]
+            offsets = Offsets.of(length - 1, 0)
+            check_lookups(self.shape, score_mod, masks, offsets, lengths=(1, length))
             return room
-        # Checks b and h.
-        check_lookups(self.shape, score_mod, masks, Offsets.of(ends, 0), (1, 0))
-        sizes = []
+        # Without keys, this checks only b and h.
+        offsets = Offsets.of(ends, 0)
+        check_lookups(self.shape, score_mod, masks, offsets, lengths=(1, 0))
+        # The longest sequence that each function allows.
+        longest = []
         for function, window in with_windows(masks, score_mod):
-            for name, ahead in (
-                ("q_idx", 0),
-                ("kv_idx", 0 if window is None else min(window[1] or 0, 0)),
-            ):
-                size = None if window is None else function.size(name)
-                sizes += [] if size is None else [size - ahead]
-        if sizes:
-            return room & (ends <= min(sizes))
+            # Another mask may hide what is beyond the arrays.
+            if window is None:
+                continue
+            queries = function.size("q_idx")
+            if queries is not None:
+                longest.append(queries)
+            keys = function.size("kv_idx")
+            if keys is not None:
+                # A window may end before the query.
+                right = window[1] or 0
+                longest.append(keys - min(right, 0))
+        if longest:
+            return room & (ends <= min(longest))
         return room
 
     def by_emptiness(self, compute: Callable[[bool], T]) -> T:
-        """Returns `compute(True)` for a prompt in an empty cache, which attends only to
-        itself, else `compute(False)`.
+        """Returns `compute(True)` for a prompt in an empty cache, otherwise
+        `compute(False)`.
 
-        Prompts of at most 16 tokens, and mask objects with an array along the keys,
-        also get `compute(False)`. If the cache's index is traced, both are traced,
-        `compute(True)` first, and `lax.cond` runs one of them.
+        A prompt in an empty cache attends only to itself, which is faster. If the
+        cache's index is traced, both are traced, `compute(True)` first, and `lax.cond`
+        runs one of them.
         """
-        (number, length), mask, index = (
-            (self.shape.query_length, self.cache.length),
-            self.mask,
-            self.cache.index,
-        )
-        # Else symbols, as in jax.export.
-        are_known = isinstance(number, int) and isinstance(length, int)
-        by_slot = not (are_known and number <= length) and any(
-            map(_differs_by_slot, (self.bias, mask))
-        )
-        if (
-            (are_known and number <= MAX_QUERIES_IN_PLACE)
-            or by_slot
-            or (isinstance(mask, Mask) and mask.lengths[1])
-        ):
+        if not self._may_be_prompt():
             return compute(False)
+        index = self.cache.index
         if readable(index):
             return compute(not np.any(np.asarray(index)))
-        return lax.cond(
-            jnp.all(index == 0), lambda: compute(True), lambda: compute(False)
-        )
+        is_empty = jnp.all(index == 0)
+        return lax.cond(is_empty, lambda: compute(True), lambda: compute(False))
+
+    def _may_be_prompt(self) -> bool:
+        number = self.shape.query_length
+        length = self.cache.length
+        # Otherwise symbols, as in jax.export.
+        has_known_sizes = isinstance(number, int) and isinstance(length, int)
+        # A few queries read their keys in place, which is as fast.
+        if has_known_sizes and number <= MAX_QUERIES_IN_PLACE:
+            return False
+        # Arrays with an entry per slot are cut to the prompt's slots.
+        differs_by_slot = _differs_by_slot(self.bias) or _differs_by_slot(self.mask)
+        can_be_cut = has_known_sizes and number <= length
+        if differs_by_slot and not can_be_cut:
+            return False
+        # Arrays inside a mask object cannot be cut.
+        return not (isinstance(self.mask, Mask) and self.mask.lengths[1] > 0)
 
     def call(self, is_empty: bool, in_place: bool) -> Call:
-        """Makes a `Call` over only the new tokens if `is_empty`, else over the cache
-        with the new tokens.
+        """Makes a `Call` over only the new tokens if `is_empty`, otherwise over the
+        cache with the new tokens.
 
         If `in_place`, the call reads the cache without a copy, unless it is a ring and
         there are several queries.
@@ -434,29 +497,33 @@ class Step(NamedTuple):
         query = self.scoring.operands.query
         rank = len(self.shape.batch)
         is_ring = not is_empty and cache.window is not None
-        in_place = in_place and self.latent is None
-        by_one = is_ring and in_place and self.shape.query_length == 1
-        in_place = in_place and not is_empty and (by_one or not is_ring)
+        # Each new token may have overwritten a key of the queries before it.
+        is_copied = is_ring and self.shape.query_length != 1
+        in_place = in_place and not (is_empty or is_copied or self.latent is not None)
+        by_slot = is_ring and in_place
+
+        # The keys, and the positions of the first query and of the first key; None
+        # means 0. With keys `by_slot`, the position of the newest key.
         bias = self.bias
         mask = self.mask
-        # Position of the first new token; None means 0.
-        index: Any = None if is_empty else jnp.maximum(cache.index, 0)
-        # Position of the first key; None means 0.
-        first: Any = index + self.tokens - 1 if by_one else None
+        index: Any = None
+        first: Any = None
         if is_empty:
             key = self.key
             value = self.value
-            bias, mask = (
-                _of_first_slots(x, self.shape.query_length) for x in (bias, mask)
-            )
-        elif is_ring and not by_one:
-            key, value, first = in_order(cache, self.key, self.value)
+            bias = _of_first_slots(bias, self.shape.query_length)
+            mask = _of_first_slots(mask, self.shape.query_length)
         else:
-            key, value = (
-                (self.new.key, self.new.value)
-                if in_place
-                else self.new.floats(query.dtype)
-            )
+            index = jnp.maximum(cache.index, 0)
+            if in_place:
+                key = self.new.key
+                value = self.new.value
+            elif is_ring:
+                key, value, first = in_order(cache, self.key, self.value)
+            else:
+                key, value = self.new.floats(query.dtype)
+        if by_slot:
+            first = index + self.tokens - 1
         if self.latent is not None:
             key, value = self.latent.expand(key)
         elif cache.value_size is not None and not value.shape[-1]:
@@ -467,32 +534,42 @@ class Step(NamedTuple):
             key = key.astype(query.dtype)
             value = value.astype(query.dtype)
         shape = self.shape._replace(key_length=key.shape[-3])
-        ends = self.tokens if index is None else index + self.tokens
-        if is_empty and not self.visibility.is_padded:
-            ends = None  # all keys are tokens of this call
-        masks = self.visibility.masks(
-            mask, shape, None if ends is None else _by_batch(ends, rank), is_ring
-        )
-        query_offset, key_offset = (
-            None if x is None else _by_batch(x, rank) for x in (index, first)
-        )
+
+        # What is visible. All keys of a prompt without padding are tokens of this call.
+        ends = None
+        if not is_empty:
+            ends = _by_batch(index + self.tokens, rank)
+        elif self.visibility.is_padded:
+            ends = _by_batch(self.tokens, rank)
+        masks = self.visibility.masks(mask, shape, ends, is_ring)
+        offsets = Offsets(_by_batch(index, rank), _by_batch(first, rank))
+        indices = None
+        # An indexer lists all keys of a short prompt.
+        if not (is_empty and shape.key_length <= self.top_k):
+            indices = self._listed(first, shape.key_length, by_slot)
+
         scale = self.new.scale if in_place else None
-        value_size = None if scale is None else cache.value_size
         options = self.scoring.options._replace(
-            cached=in_place, ring=by_one, value_size=value_size
+            cached=in_place,
+            ring=by_slot,
+            value_size=None if scale is None else cache.value_size,
         )
-        scoring = self.scoring._replace(options=options)
-        offsets = Offsets(query_offset, key_offset)
-        lists_all = is_empty and shape.key_length <= self.top_k
-        indices = None if lists_all else self._listed(first, shape.key_length, by_one)
         call = with_keys(
-            scoring, key, value, shape, bias, masks, offsets, scale, indices
+            self.scoring._replace(options=options),
+            key,
+            value,
+            shape,
+            bias,
+            masks,
+            offsets,
+            cache_scale=scale,
+            key_indices=indices,
         )
         # Only attention in place, and over gathered keys, can dequantize 8 bits itself;
         # all others need floats.
         if scale is None or indices is not None or reads_in_place(call):
             return call
-        return self.call(is_empty, False)
+        return self.call(is_empty, in_place=False)
 
     def _listed(
         self, first: Any, number: int, by_slot: bool
@@ -507,16 +584,21 @@ class Step(NamedTuple):
         positions = self.key_indices
         if positions is None:
             return None
-        first = _by_batch(
-            jnp.asarray(0 if first is None else first), len(self.shape.batch)
-        )[..., None, None, None]
+        if first is None:
+            first = 0
+        first = _by_batch(jnp.asarray(first), len(self.shape.batch))
+        first = first[..., None, None, None]
         if by_slot:
             oldest = jnp.maximum(first - number + 1, 0)
+            newest = first
+            indices = positions % number
         else:
+            # Positions below 0 are empty slots of a ring.
             oldest = jnp.maximum(first, 0)
-        newest = first if by_slot else first + number - 1
-        indices = positions % number if by_slot else positions - first
-        return jnp.where((positions >= oldest) & (positions <= newest), indices, -1)
+            newest = first + number - 1
+            indices = positions - first
+        is_key = (positions >= oldest) & (positions <= newest)
+        return jnp.where(is_key, indices, -1)
 
 
 def nan_without(
@@ -527,15 +609,16 @@ def nan_without(
     """
     if room is True:
         return x
-    return jnp.where(
-        jnp.asarray(room)[(..., *(None,) * (x.ndim - len(batch)))], x, jnp.nan
-    )
+    others = (None,) * (x.ndim - len(batch))
+    return jnp.where(jnp.asarray(room)[(..., *others)], x, jnp.nan)
 
 
-def _by_batch(x: Int[Array, "..."], rank: int) -> Int[Array, "..."]:
+def _by_batch(x: Any, rank: int) -> Any:
     """Reshapes int32 x, [] or [B...], to `rank` axes (the number of batch axes), so
-    that it broadcasts to [B...].
+    that it broadcasts to [B...]; None remains None.
     """
+    if x is None:
+        return None
     return jnp.asarray(x, jnp.int32).reshape((1,) * (rank - x.ndim) + x.shape)
 
 
@@ -551,7 +634,9 @@ def in_order(
     first = jnp.maximum(cache.index, 0) - cache.length
     slots = (first[..., None] + cache.counted(cache.length)) % cache.length
     old_keys, old_values = cache.floats(key.dtype)
-    return entries_at(old_keys, slots, key), entries_at(old_values, slots, value), first
+    keys = entries_at(old_keys, slots, key)
+    values = entries_at(old_values, slots, value)
+    return keys, values, first
 
 
 def check_cache(
@@ -560,14 +645,15 @@ def check_cache(
     """Raises a ValueError unless window, bias and mask fit the cache; returns the
     window, if any, as (left, right).
     """
-    window = None if local_window_size is None else check_window(local_window_size)
+    window = None
+    if local_window_size is not None:
+        window = check_window(local_window_size)
+    by_slot = [
+        (name, x) for name, x in (("bias", bias), ("mask", mask)) if _differs_by_slot(x)
+    ]
     if cache.window is None:
-        for name, x in (("bias", bias), ("mask", mask)):
-            if (
-                _differs_by_slot(x)
-                and not isinstance(x, Mask)
-                and np.shape(x)[-1] != cache.length
-            ):
+        for name, x in by_slot:
+            if not isinstance(x, Mask) and np.shape(x)[-1] != cache.length:
                 raise ValueError(
                     f"the last axis of {name} must have length {cache.length} (the "
                     f"number of cache slots) or 1, but got shape {np.shape(x)}; empty "
@@ -580,16 +666,18 @@ def check_cache(
             "left, because the ring cache overwrites older ones, but got "
             f"{local_window_size!r}; create the cache with the same window."
         )
-    for name, x in (("bias", bias), ("mask", mask)):
-        if _differs_by_slot(x):
+    for name, x in by_slot:
+        if isinstance(x, Mask):
             raise ValueError(
-                f"{name} must not differ between slots of a ring cache, because slots "
-                f"are reused, but got shape {np.shape(x)}; use a mask object such as "
-                "FunctionMask, or a score_mod, to depend on positions."
-                if not isinstance(x, Mask)
-                else f"{name} must not contain an array with one entry per key for a ring cache, because slots are "
-                "reused; use FunctionMask, which depends on positions."
+                f"{name} must not contain an array with one entry per key for a ring "
+                "cache, because slots are reused; use FunctionMask, which depends on "
+                "positions."
             )
+        raise ValueError(
+            f"{name} must not differ between slots of a ring cache, because slots are "
+            f"reused, but got shape {np.shape(x)}; use a mask object such as "
+            "FunctionMask, or a score_mod, to depend on positions."
+        )
     return window
 
 
@@ -597,12 +685,15 @@ def _differs_by_slot(x: Any) -> bool:
     """Returns True if a bias, a mask or an array in a mask object has an entry for each
     slot of the cache.
     """
+    if x is None:
+        return False
     if isinstance(x, Mask):
         return x.lengths[1] > 0
     try:
-        return x is not None and np.shape(x)[-1:] not in ((), (1,))
-    except ValueError:  # a ragged list, which is refused later
+        last_axis = np.shape(x)[-1:]
+    except ValueError:  # a ragged list, for which attention raises an error
         return False
+    return last_axis not in ((), (1,))
 
 
 def _of_first_slots(x: Any, number: int) -> Any:
@@ -611,4 +702,7 @@ def _of_first_slots(x: Any, number: int) -> Any:
     """
     if isinstance(x, Mask) or not _differs_by_slot(x):
         return x
-    return (x if isinstance(x, np.ndarray) else jnp.asarray(x))[..., :number]
+    # An array of NumPy stays known while JAX traces the caller.
+    if not isinstance(x, np.ndarray):
+        x = jnp.asarray(x)
+    return x[..., :number]

@@ -112,17 +112,12 @@ class KVCache:
         axes = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         for size in axes:
             int_at_least("batch", size, 0)
-        for name, size in (
-            ("max_length", max_length),
-            ("num_kv_heads", num_kv_heads),
-            ("head_size", head_size),
-        ):
-            int_at_least(name, size, 1)
-        value_head_size = int_at_least(
-            "value_head_size",
-            head_size if value_head_size is None else value_head_size,
-            1,
-        )
+        int_at_least("max_length", max_length, 1)
+        int_at_least("num_kv_heads", num_kv_heads, 1)
+        int_at_least("head_size", head_size, 1)
+        if value_head_size is None:
+            value_head_size = head_size
+        value_head_size = int_at_least("value_head_size", value_head_size, 1)
         check_dtype(dtype)
         validation.flag("per_row", per_row)
         if window is not None and (not is_int(window) or window < 0):
@@ -134,20 +129,22 @@ class KVCache:
                 f"value_size must be an int from 1 to head_size ({head_size}), but got "
                 f"{value_size!r}."
             )
-        slots = max_length if window is None else min(max_length, window + 1 + SPARE)
+        slots = max_length
+        if window is not None:
+            # `of_arrays` makes a ring if all of these slots fit.
+            slots = min(max_length, window + 1 + SPARE)
         shape = (*axes, slots, num_kv_heads)
-        sizes = (head_size, value_head_size)[: 2 if value_size is None else 1]
-        entries = [place(jnp.zeros((*shape, size), dtype), sharding) for size in sizes]
-        index = place(
-            jnp.zeros(axes if per_row else (), jnp.int32),
-            sharding,
-            len(axes) if per_row else 0,
-        )
+        arrays = [place(jnp.zeros((*shape, head_size), dtype), sharding)]
+        if value_size is None:
+            value = jnp.zeros((*shape, value_head_size), dtype)
+            arrays.append(place(value, sharding))
+        sequences = axes if per_row else ()
+        index = jnp.zeros(sequences, jnp.int32)
+        arrays.append(place(index, sharding, len(sequences)))
         if is_quantized(dtype):
-            scale = [place(jnp.zeros((*shape, 2), jnp.float32), sharding)]
-        else:
-            scale = []
-        return cls.of_arrays(window, value_size, (*entries, index, *scale))
+            scale = jnp.zeros((*shape, 2), jnp.float32)
+            arrays.append(place(scale, sharding))
+        return cls.of_arrays(window, value_size, arrays)
 
     @classmethod
     def of_arrays(
@@ -157,9 +154,14 @@ class KVCache:
         has window + 1 + 64 slots.
         """
         key, *others = arrays
-        value, index, *scale = others if value_size is None else (key[..., :0], *others)
-        is_ring = window is not None and key.shape[-3] == window + 1 + SPARE
-        return cls(key, value, index, window if is_ring else None, value_size, *scale)
+        if value_size is not None:
+            # The values are part of the keys.
+            others = [key[..., :0], *others]
+        value, index, *scale = others
+        if window is not None and key.shape[-3] != window + 1 + SPARE:
+            # The cache is too short to overwrite anything.
+            window = None
+        return cls(key, value, index, window, value_size, *scale)
 
     def new_entries(
         self, key: ArrayLike, value: ArrayLike | None
@@ -173,7 +175,7 @@ class KVCache:
                 "value must be None if the values are part of the cached keys, but got "
                 "an array."
             )
-        value = key[..., :0] if self.value_size is not None else jnp.asarray(value)
+        value = jnp.asarray(value) if self.value_size is None else key[..., :0]
         self.check_fits(key, value)
         return key, value
 
@@ -183,15 +185,16 @@ class KVCache:
         """
         given = None if self.scale is None else self.scale.shape
         expected = (*self.key.shape[:-1], 2)
-        if given != (expected if self.key.dtype.itemsize == 1 else None):
+        has_8_bits = self.key.dtype.itemsize == 1
+        if given != (expected if has_8_bits else None):
             raise ValueError(
                 f"scale must have shape {expected} for 8-bit keys and values, and must "
                 f"be None for other dtypes, but got {given} for {self.key.dtype}; use "
                 "KVCache.create(..., dtype=...)."
             )
         any_dtype = number is not None or self.scale is not None
-        for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
-            check_entries(name, new, cached, number, any_dtype)
+        check_entries("key", key, self.key, number, any_dtype)
+        check_entries("value", value, self.value, number, any_dtype)
         if key.shape[-3] != value.shape[-3]:
             raise ValueError(
                 f"key and value must have the same length, but got {key.shape[-3]} and "
@@ -219,7 +222,9 @@ class KVCache:
         scale (if there is one).
         """
         key, value, *scale = self._entries
-        return key, *([value] if self.value_size is None else []), self.index, *scale
+        if self.value_size is None:
+            return (key, value, self.index, *scale)
+        return (key, self.index, *scale)
 
     @property
     def _entries(self) -> tuple[Array, ...]:
@@ -231,10 +236,11 @@ class KVCache:
         return (self.key, self.value, self.scale)
 
     def _replace(self, entries: Sequence[Array], index: Array) -> "KVCache":
-        named: dict[str, Any] = dict(
-            zip(("key", "value", "scale"), entries, strict=False)
-        )
-        return dataclasses.replace(self, index=index, **named)
+        key, value, *scale = entries
+        changes: dict[str, Any] = {"key": key, "value": value, "index": index}
+        if scale:
+            changes["scale"] = scale[0]
+        return dataclasses.replace(self, **changes)
 
     def floats(
         self, dtype: DTypeLike
@@ -291,12 +297,9 @@ class KVCache:
         """Returns the result of `has_room`, and how many of the new tokens are not
         padding, shaped like the index.
         """
-        if (
-            self.window is None
-            and lengths is None
-            and isinstance(number, int)
-            and number > self.length
-        ):
+        # Even if the index is traced: no index leaves enough room.
+        is_limited = self.window is None and lengths is None
+        if is_limited and isinstance(number, int) and number > self.length:
             raise ValueError(
                 f"the cache is too short: got {number} new tokens for {self.length} "
                 "slots; create a longer cache."
@@ -304,18 +307,23 @@ class KVCache:
         tokens = self._tokens(number, lengths)
         end = self.index + tokens
         fits = (self.index >= 0) & (tokens >= 0) & (tokens <= number)
-        fits = fits & (end >= 0 if self.window is not None else end <= self.length)
+        # A ring never overflows, but its index may.
+        has_slots = end <= self.length if self.window is None else end >= 0
+        fits = fits & has_slots
         if not readable(fits):
             return fits, tokens
         if np.all(fits):
             return True, tokens
         self._check_complete()
+        if number == 1:
+            raise ValueError(
+                f"the cache is full: all {self.length} slots are in use; create a "
+                "longer cache."
+            )
         raise ValueError(
-            f"the cache is full: all {self.length} slots are in use; create a longer "
+            "the cache is too short: the new tokens end at position "
+            f"{np.max(end)}, but there are only {self.length} slots; create a longer "
             "cache."
-            if number == 1
-            else f"the cache is too short: the new tokens end at position {np.max(end)}, but there are only "
-            f"{self.length} slots; create a longer cache."
         )
 
     def update(
@@ -351,12 +359,13 @@ class KVCache:
         before padding, `has_room`).
         """
         room, tokens = self._fit(key.shape[-3], lengths)
-        added = tokens if room is True else jnp.where(room, tokens, 0)
-        kind = Kind(self.window is not None, lengths is None)
-        options = (self.value_size, self.key.dtype)
-        entries: Any = (
-            (key, value) if self.scale is None else quantize_cache(key, value, *options)
-        )
+        added = tokens
+        if room is not True:
+            added = jnp.where(room, tokens, 0)
+        kind = Kind(ring=self.window is not None, all_or_none=lengths is None)
+        entries: Any = (key, value)
+        if self.scale is not None:
+            entries = quantize_cache(key, value, self.value_size, self.key.dtype)
         written = write_entries(kind, self._entries, entries, self.index, added)
         return self._replace(written, self.index + added), tokens, room
 
@@ -378,6 +387,7 @@ class KVCache:
             -1 instead, and its outputs are NaN.
         """
         new = self._for_each("index", index)
+        # The least index that is possible.
         kept = jnp.zeros_like(self.index)
         if self.window is not None:
             # An empty cache lacks nothing.
@@ -386,29 +396,34 @@ class KVCache:
         fine = (new >= kept) & (new <= self.index) & (self.index >= 0)
         if readable(fine) and not np.all(fine):
             self._check_complete()
-            least = np.max(kept)
+            least = str(np.max(kept))
+            if np.max(kept):
+                least += " (earlier tokens were overwritten)"
             raise ValueError(
-                "index must be between "
-                f"{least}{' (earlier tokens were overwritten)' * bool(least)} and "
-                f"{np.min(self.index)} (the number of tokens so far), but got values "
-                f"from {np.min(new)} to {np.max(new)}."
+                f"index must be between {least} and {np.min(self.index)} (the number "
+                f"of tokens so far), but got values from {np.min(new)} to "
+                f"{np.max(new)}."
             )
         changes: dict[str, Any] = {}
         if self.window is not None:
             # The removed tokens overwrote these slots: a query that needs the old
             # contents must get NaN, no stale keys.
             first_lost = jnp.maximum(new, self.length)
-            lost = self.positions() >= (
-                first_lost[..., None] if self.is_per_row else first_lost
-            )
-            name, x = ("key", self.key) if self.scale is None else ("scale", self.scale)
+            positions = self.positions()
+            if self.is_per_row:
+                first_lost = first_lost[..., None]
+            is_lost = (positions >= first_lost)[..., None, None]
+            # 8-bit numbers cannot be NaN, but their scale can.
+            name = "key"
+            stored = self.key
+            if self.scale is not None:
+                name = "scale"
+                stored = self.scale
             with jax.debug_nans(False):  # not an error
-                changes[name] = jnp.where(
-                    lost[..., None, None], jnp.asarray(jnp.nan, x.dtype), x
-                )
-        return dataclasses.replace(
-            self, **changes, index=jnp.where(fine, new, jnp.int32(-1))
-        )
+                nan = jnp.asarray(jnp.nan, stored.dtype)
+                changes[name] = jnp.where(is_lost, nan, stored)
+        changes["index"] = jnp.where(fine, new, jnp.int32(-1))
+        return dataclasses.replace(self, **changes)
 
     def take(self, rows: ArrayLike) -> "KVCache":
         """Makes a cache of the selected sequences, to reorder beams or to continue one
@@ -435,13 +450,15 @@ class KVCache:
             )
         # Out of range, not counted from the end.
         rows = jnp.where(rows < 0, self.batch[0], rows)
-        index = take_entries(self.index, rows, -1) if self.is_per_row else self.index
+        index = self.index
+        if self.is_per_row:
+            index = take_entries(index, rows, -1)
         # Sequences that do not exist become NaN. 8-bit numbers cannot be NaN, but their
         # scale can.
-        entries = [
-            take_entries(x, rows, 0 if is_quantized(x.dtype) else math.nan)
-            for x in self._entries
-        ]
+        entries = []
+        for stored in self._entries:
+            missing = 0 if is_quantized(stored.dtype) else math.nan
+            entries.append(take_entries(stored, rows, missing))
         return self._replace(entries, index)
 
     def keep(
@@ -471,8 +488,8 @@ class KVCache:
           >>> import jax.numpy as jnp
           >>> from flax_mha.cache import KVCache
           >>> drafts = jnp.arange(7.0).reshape(1, 7, 1, 1)
-          >>> cache = KVCache.create(1, 10, num_kv_heads=1, head_size=1).update(drafts, drafts)
-          >>> cache = cache.keep([3, 4, 6])
+          >>> cache = KVCache.create(1, 10, num_kv_heads=1, head_size=1)
+          >>> cache = cache.update(drafts, drafts).keep([3, 4, 6])
           >>> cache.key[0, : cache.index, 0, 0].tolist()
           [0.0, 1.0, 2.0, 3.0, 4.0, 6.0]
         """
@@ -483,30 +500,26 @@ class KVCache:
                 "the cache without a window."
             )
         slots = int32("slots", slots)
-        if (
-            slots.ndim != self.index.ndim + 1
-            or slots.shape[:-1] != self.index.shape
-            or not slots.shape[-1]
-        ):
+        has_rank = slots.ndim == self.index.ndim + 1
+        if not has_rank or slots.shape[:-1] != self.index.shape or not slots.shape[-1]:
             wanted = ", ".join(map(str, (*self.index.shape, "n")))
             raise ValueError(
                 f"slots must have shape ({wanted}) with n >= 1, but got {slots.shape}."
             )
         number = slots.shape[-1]
-        lengths = self._for_each("lengths", number if lengths is None else lengths)
-        start = self._for_each("index", slots[..., 0] if index is None else index)
+        if lengths is None:
+            lengths = number
+        if index is None:
+            index = slots[..., 0]
+        lengths = self._for_each("lengths", lengths)
+        start = self._for_each("index", index)
+        # Slots after the first `lengths` may have any value.
         steps = self.counted(number)
-        in_order = jnp.diff(slots, axis=-1, prepend=start[..., None] - 1) > 0
-        fine = (in_order & (slots < self.index[..., None])) | (
-            steps >= lengths[..., None]
-        )
-        fine = (
-            fine.all(-1)
-            & (start >= 0)
-            & (start <= self.index)
-            & (lengths >= 0)
-            & (lengths <= number)
-        )
+        ascends = jnp.diff(slots, axis=-1, prepend=start[..., None] - 1) > 0
+        is_token = ascends & (slots < self.index[..., None])
+        fine = (is_token | (steps >= lengths[..., None])).all(-1)
+        fine = fine & (start >= 0) & (start <= self.index)
+        fine = fine & (lengths >= 0) & (lengths <= number)
         if readable(fine) and not np.all(fine):
             self._check_complete()
             raise ValueError(
@@ -516,14 +529,14 @@ class KVCache:
                 f"0 and {number}, but got slots {np.asarray(slots).tolist()} and "
                 f"lengths {np.asarray(lengths).tolist()}."
             )
-        moved = tuple(
-            entries_at(x, jnp.clip(slots, 0, self.length - 1)) for x in self._entries
-        )
+        # Only some of the slots are written, as `lengths` says.
+        kind = Kind(ring=False, all_or_none=False)
+        slots = jnp.clip(slots, 0, self.length - 1)
+        moved = tuple(entries_at(stored, slots) for stored in self._entries)
         added = jnp.where(fine, lengths, 0)
-        written = write_entries(
-            Kind(False, all_or_none=False), self._entries, moved, start, added
-        )
-        return self._replace(written, jnp.where(fine, start + lengths, jnp.int32(-1)))
+        written = write_entries(kind, self._entries, moved, start, added)
+        new_index = jnp.where(fine, start + lengths, jnp.int32(-1))
+        return self._replace(written, new_index)
 
     def _for_each(self, name: str, given: ArrayLike) -> Int[Array, "..."]:
         numbers = int32(name, given)
@@ -547,6 +560,7 @@ class KVCache:
         slots = self.counted(self.length)
         index = self.index[..., None]
         if self.window is not None:
+            # The last position before `index` that is in the slot.
             slots = index - 1 - (index - 1 - slots) % self.length
         positions = jnp.where((slots >= 0) & (slots < index), slots, -1)
         return jnp.broadcast_to(positions, (*self.batch, self.length))
@@ -555,6 +569,5 @@ class KVCache:
         """Returns [0, ..., `number` - 1] with leading axes of length 1, to broadcast
         with `index[..., None]`.
         """
-        return jnp.arange(number, dtype=jnp.int32).reshape(
-            (1,) * self.index.ndim + (number,)
-        )
+        steps = jnp.arange(number, dtype=jnp.int32)
+        return steps.reshape((1,) * self.index.ndim + (number,))

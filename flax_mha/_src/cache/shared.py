@@ -45,8 +45,9 @@ class SharedKV:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> import flax_mha
-      >>> first = flax_mha.MultiHeadAttention(8, 64, decode=False, rngs=nnx.Rngs(0))
-      >>> later = flax_mha.MultiHeadAttention(8, 64, reuse_kv=True, decode=False, rngs=nnx.Rngs(1))
+      >>> options = {"decode": False, "rngs": nnx.Rngs(0)}
+      >>> first = flax_mha.MultiHeadAttention(8, 64, **options)
+      >>> later = flax_mha.MultiHeadAttention(8, 64, reuse_kv=True, **options)
       >>> x, kv = first(jnp.ones((2, 10, 64)), is_causal=True, return_kv=True)
       >>> later(x, kv=kv, is_causal=True).shape
       (2, 10, 64)
@@ -78,8 +79,8 @@ class SharedKV:
             ("lengths", has_lengths, self.has_lengths),
         ):
             if here != there:
+                call = "this call" if here else "the call that returned kv"
                 raise ValueError(
                     f"{name} must be passed when calling both layers or neither, but "
-                    "was passed only in "
-                    f"{'this call' if here else 'the call that returned kv'}."
+                    f"was passed only in {call}."
                 )

@@ -49,7 +49,10 @@ def check_dtype(dtype: DTypeLike) -> None:
     """Raises a ValueError unless a cache may have this dtype: 16-bit or wider floating
     point or complex, or 8-bit.
     """
-    expected = "dtype must be a floating point dtype of at least 16 bits, int8 or float8_e4m3fn"
+    expected = (
+        "dtype must be a floating point dtype of at least 16 bits, int8 or "
+        "float8_e4m3fn"
+    )
     fix = "pass jnp.bfloat16, or jnp.int8 for a quantized cache"
     try:
         known = jnp.dtype(dtype)
@@ -71,12 +74,18 @@ def check_entries(
     `number` is the expected number of tokens; None accepts any. `any_dtype` accepts all
     dtypes, except complex ones for a real cache.
     """
-    sizes = (*cached.shape[:-3], "T" if number is None else number, *cached.shape[-2:])
-    given = (*new.shape[:-3], "T", *new.shape[-2:]) if number is None else new.shape
+    given: tuple[int | str, ...] = new.shape
+    length: int | str | None = number
+    if number is None:
+        length = "T"
+        given = (*new.shape[:-3], "T", *new.shape[-2:])
+    sizes = (*cached.shape[:-3], length, *cached.shape[-2:])
     if new.ndim != cached.ndim or given != sizes:
+        # The words of Flax's error.
+        expected = ", ".join(map(str, sizes))
         raise ValueError(
-            f"Autoregressive cache shape error, expected {name} shape "
-            f"({', '.join(map(str, sizes))}) instead got {new.shape}."
+            f"Autoregressive cache shape error, expected {name} shape ({expected}) "
+            f"instead got {new.shape}."
         )
     if not any_dtype and new.dtype != cached.dtype:
         raise ValueError(
@@ -106,8 +115,9 @@ def _by_device(
     *batch, _, heads, _ = pad_spec(sharding.spec, cached.ndim)
     manual = frozenset(mesh_axes(sharding.mesh, AxisType.Explicit))
     split = Split(sharding.mesh, manual, tuple(batch), heads, heads)
-    arrays, names = zip((cached, "B S K H"), *others, strict=True)
-    return split.shard_map(function, arrays, names, split.spec(cached, "B S K H"))
+    axes = "B S K H"
+    arrays, names = zip((cached, axes), *others, strict=True)
+    return split.shard_map(function, arrays, names, split.spec(cached, axes))
 
 
 def write_entries(
@@ -126,32 +136,31 @@ def write_entries(
     """
     # A checkpoint may have been read as NumPy's arrays.
     first, *rest = map(jnp.asarray, cached)
-    index, added = (jnp.asarray(x).astype(jnp.int32) for x in (index, added))
+    index = jnp.asarray(index).astype(jnp.int32)
+    added = jnp.asarray(added).astype(jnp.int32)
+    others = [(x, "B S K H") for x in rest]
+    others += [(x, "B T K H") for x in new]
     axes = "B" if index.ndim else ""
-    others = [
-        *((x, "B S K H") for x in rest),
-        *((x, "B T K H") for x in new),
-        (index, axes),
-        (added, axes),
-    ]
-    return _by_device(functools.partial(_write_on_device, kind), first, *others)
+    others += [(index, axes), (added, axes)]
+    write = functools.partial(_write_on_device, kind)
+    return _by_device(write, first, *others)
 
 
 def _write_on_device(kind: Kind, *given: Array) -> tuple[Array, ...]:
     *entries, index, added = varying_alike(given)
-    # Else symbols, as in jax.export.
-    is_known = all(isinstance(n, int) for x in given for n in x.shape)
+    # Otherwise symbols, as in jax.export.
+    has_known_sizes = all(isinstance(size, int) for x in given for size in x.shape)
     target = target_of(given)
 
     def write(cached: Array, new: Array) -> Array:
         if not new.size:
             return cached
-        on_cpu = target.platform == "cpu" and (
-            not target.may_be_split or _is_converted(cached)
-        )
-        return (_write_slices if is_known and on_cpu else _scatter)(
-            kind, cached, new, index, added
-        )
+        # XLA can split only the scatter over devices, but converting a whole cache
+        # costs more.
+        prefers_slices = not target.may_be_split or _is_converted(cached)
+        if has_known_sizes and target.platform == "cpu" and prefers_slices:
+            return _write_slices(kind, cached, new, index, added)
+        return _scatter(kind, cached, new, index, added)
 
     number = len(entries) // 2
     return tuple(map(write, entries[:number], entries[number:]))
@@ -167,20 +176,23 @@ def _scatter(
     number = new.shape[-3]
     index = index[..., None]
     added = added[..., None]
-    steps = jnp.arange(number, dtype=jnp.int32).reshape(
-        (1,) * (index.ndim - 1) + (number,)
-    )
+    steps = jnp.arange(number, dtype=jnp.int32)
+    steps = steps.reshape((1,) * (index.ndim - 1) + (number,))
     places = index + steps
     in_use = steps < added
     if kind.ring:
         places = places % length
+        # Later entries overwrite those a whole ring before them.
         in_use = in_use & (steps >= added - length)
     places = jnp.where(in_use, places, length)  # out of range: not written
     if places.ndim == 1:
         return cached.at[..., places, :, :].set(new, mode="drop")
-    flat, fresh = (x.reshape(-1, *x.shape[-3:]) for x in (cached, new))
+    # One batch axis.
+    flat = cached.reshape(-1, *cached.shape[-3:])
+    fresh = new.reshape(-1, *new.shape[-3:])
     rows = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
-    flat = flat.at[rows, places.reshape(-1, places.shape[-1])].set(fresh, mode="drop")
+    places = places.reshape(-1, places.shape[-1])
+    flat = flat.at[rows, places].set(fresh, mode="drop")
     return flat.reshape(cached.shape)
 
 
@@ -190,15 +202,14 @@ def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
     """
 
     def gather(cached: Array, slots: Array, *new: Array) -> Array:
-        slots = jnp.broadcast_to(slots, (*cached.shape[:-3], slots.shape[-1]))[
-            ..., None, None
-        ]
-        return jnp.concatenate(
-            [jnp.take_along_axis(cached, slots, axis=-3), *new], axis=-3
-        )
+        slots = jnp.broadcast_to(slots, (*cached.shape[:-3], slots.shape[-1]))
+        slots = slots[..., None, None]
+        taken = jnp.take_along_axis(cached, slots, axis=-3)
+        return jnp.concatenate([taken, *new], axis=-3)
 
     axes = "B n" if slots.ndim > 1 else "n"
-    return _by_device(gather, cached, (slots, axes), *((x, "B T K H") for x in new))
+    others = [(x, "B T K H") for x in new]
+    return _by_device(gather, cached, (slots, axes), *others)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -217,27 +228,30 @@ def _write_slices(kind: Kind, *arrays: Array) -> Array:
     ) -> tuple[Array, bool]:
         def here(*arrays: Array) -> Array:
             # Not `size`: a device may have only a part of the mapped axis.
-            number = next(
-                len(x) for x, batched in zip(arrays, is_batched, strict=True) if batched
-            )
-            cached, new, index, added = (
-                x if batched else jnp.broadcast_to(x, (number, *x.shape))
-                for x, batched in zip(arrays, is_batched, strict=True)
-            )
+            number = len(arrays[is_batched.index(True)])
+            mapped = []
+            for x, batched in zip(arrays, is_batched, strict=True):
+                if not batched:
+                    x = jnp.broadcast_to(x, (number, *x.shape))
+                mapped.append(x)
+            cached, new, index, added = mapped
+            if not number:
+                return cached
+            # The mapped axis becomes a batch axis, so each sequence needs its index.
             batch = cached.shape[:-3]
-            ends = (
-                jnp.broadcast_to(
-                    x.reshape(x.shape + (1,) * (len(batch) - x.ndim)), batch
-                )
-                for x in (index, added)
-            )
-            if number:
-                return _write_slices(kind, cached, new, *ends)
-            return cached
+            index = _for_each_sequence(index, batch)
+            added = _for_each_sequence(added, batch)
+            return _write_slices(kind, cached, new, index, added)
 
         return by_mapped_axis(here, arrays, tuple(is_batched)), True
 
     return call(*arrays)
+
+
+def _for_each_sequence(x: Array, batch: tuple[int, ...]) -> Array:
+    """Broadcasts x, with the first axes of `batch`, to [B...]."""
+    others = (1,) * (len(batch) - x.ndim)
+    return jnp.broadcast_to(x.reshape(x.shape + others), batch)
 
 
 @_write_slices.defjvp
@@ -245,9 +259,11 @@ def _write_slices_jvp(
     kind: Kind, primals: tuple, tangents: tuple
 ) -> tuple[Array, Array]:
     cached, new, *ends = primals
-    _, tangent = jax.jvp(
-        lambda *x: _scatter(kind, *x, *ends), (cached, new), tangents[:2]
-    )
+
+    def scatter(cached: Array, new: Array) -> Array:
+        return _scatter(kind, cached, new, *ends)
+
+    _, tangent = jax.jvp(scatter, (cached, new), tangents[:2])
     return _write_slices(kind, *primals), tangent
 
 
@@ -256,26 +272,26 @@ def _update_slices(
     kind: Kind, cached: Array, new: Array, index: Array, added: Array
 ) -> Array:
     """Writes the new entries of all sequences as one slice if all use the same slots,
-    else one by one.
+    otherwise one by one.
     """
     # Not flattened: XLA would copy some caches into other layouts.
     batch = cached.shape[:-3]
     if _fills_one_slice(kind, new) and not index.ndim:
-        return _write_sequence(
-            kind, cached, new, (jnp.zeros_like(index),) * len(batch), index, added
-        )
-    index, added = (jnp.broadcast_to(x, batch).reshape(-1) for x in (index, added))
-    new = _bits(new) if _is_converted(cached) else new
+        place = (jnp.zeros_like(index),) * len(batch)
+        return _write_sequence(kind, cached, new, place, index, added)
+    index = jnp.broadcast_to(index, batch).reshape(-1)
+    added = jnp.broadcast_to(added, batch).reshape(-1)
+    if _is_converted(cached):
+        new = _bits(new)
 
     def write(i: Int[Array, ""], cached: Array) -> Array:
         i = jnp.asarray(i, jnp.int32)
         place = tuple(x.astype(jnp.int32) for x in jnp.unravel_index(i, batch))
-        entries = lax.dynamic_slice(
-            new, _start(place, jnp.zeros_like(i)), (1,) * len(batch) + new.shape[-3:]
-        )
-        first, count = (
-            lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (index, added)
-        )
+        start = _start(place, jnp.zeros_like(i))
+        shape = (1,) * len(batch) + new.shape[-3:]
+        entries = lax.dynamic_slice(new, start, shape)
+        first = lax.dynamic_index_in_dim(index, i, keepdims=False)
+        count = lax.dynamic_index_in_dim(added, i, keepdims=False)
         return _write_sequence(kind, cached, entries, place, first, count)
 
     return lax.fori_loop(0, index.size, write, cached)
@@ -308,9 +324,12 @@ def _write_sequence(
     first = index % length if kind.ring else index
     if _fills_one_slice(kind, new):
         return _update_slice(cached, new, _start(place, first), added > 0)
-    starts = [jnp.clip(first, 0, length - size), jnp.zeros_like(first)]
-    # The end of a ring, then its start.
-    for start in starts if kind.ring and size < length else starts[:1]:
+    end = jnp.clip(first, 0, length - size)
+    starts = [end]
+    if kind.ring and size < length:
+        # The end of a ring, then its start.
+        starts.append(jnp.zeros_like(first))
+    for start in starts:
         entry_of_slot = start + jnp.arange(size, dtype=jnp.int32) - index
         if kind.ring:  # the last added entry of each slot
             entry_of_slot = added - 1 - (added - 1 - entry_of_slot) % length
@@ -340,9 +359,8 @@ def _update_slice(
     """
     if not _is_converted(cached):
         before = lax.dynamic_slice(cached, start, entries.shape)
-        return lax.dynamic_update_slice(
-            cached, jnp.where(in_use, entries, before), start
-        )
+        entries = jnp.where(in_use, entries, before)
+        return lax.dynamic_update_slice(cached, entries, start)
 
     # XLA works on the bits in place only if a branch of a conditional does nothing
     # else.
@@ -354,8 +372,10 @@ def _update_slice(
     in_parts = cached.shape[-2] == 1 and (entries.shape[-3] == 1 or in_use.ndim > 0)
 
     def write(cached: Array) -> Array:
-        bits, (*first, feature) = _bits(cached), start
-        for part in jnp.array_split(_bits(entries), 3 if in_parts else 1, axis=-1):
+        bits = _bits(cached)
+        *first, feature = start
+        parts = jnp.array_split(_bits(entries), 3 if in_parts else 1, axis=-1)
+        for part in parts:
             if part.size:
                 bits = lax.dynamic_update_slice(bits, part, (*first, feature))
             feature += part.shape[-1]
@@ -370,13 +390,13 @@ def _update_slice(
 
 
 def _is_converted(x: Array) -> bool:
-    return x.dtype == jnp.float8_e4m3fn or (
-        x.dtype == jnp.bfloat16 and _CONVERTS_BFLOAT16
-    )
+    if x.dtype == jnp.bfloat16:
+        return _CONVERTS_BFLOAT16
+    return x.dtype == jnp.float8_e4m3fn
 
 
 def _bits(x: Array) -> Array:
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    if is_float:
-        return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    return x
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    dtype = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(x, dtype)

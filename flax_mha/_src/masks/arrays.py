@@ -1,6 +1,7 @@
 """Masks that hold arrays: lengths of sequences, segment ids, or booleans."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +42,9 @@ class LengthMask(Mask):
         return visible
 
     def canonical(self, shape: Shape) -> Mask:
-        return LengthMask(
-            validation.lengths("key_value_lengths", self.key_value_lengths, shape),
-            validation.lengths("query_lengths", self.query_lengths, shape),
-        )
+        keys = validation.lengths("key_value_lengths", self.key_value_lengths, shape)
+        queries = validation.lengths("query_lengths", self.query_lengths, shape)
+        return LengthMask(keys, queries)
 
     def occupancy(self, grid: Grid) -> Occupancy:
         some = np.ones(grid.counts, bool)
@@ -83,14 +83,11 @@ class SegmentMask(Mask):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        return (0, *np.shape(self.query_ids))[-1], (0, *np.shape(self.key_value_ids))[
-            -1
-        ]
+        return _last_axis(self.query_ids), _last_axis(self.key_value_ids)
 
     def canonical(self, shape: Shape) -> Mask:
-        return SegmentMask(
-            *validation.segment_ids(self.query_ids, self.key_value_ids, shape)
-        )
+        ids = validation.segment_ids(self.query_ids, self.key_value_ids, shape)
+        return SegmentMask(*ids)
 
     def occupancy(self, grid: Grid) -> Occupancy:
         """A tile may be visible if the ranges (min to max) of its query and key ids
@@ -102,9 +99,15 @@ class SegmentMask(Mask):
         q_high = q_ids.max(-1)
         k_low = k_ids.min(-1)
         k_high = k_ids.max(-1)
-        return Occupancy(
-            (q_low <= k_high) & (k_low <= q_high), (q_low == k_high) & (k_low == q_high)
-        )
+        overlap = (q_low <= k_high) & (k_low <= q_high)
+        # low <= high on both sides, so these make all four equal.
+        all_same = (q_low == k_high) & (k_low == q_high)
+        return Occupancy(overlap, all_same)
+
+
+def _last_axis(x: Any) -> int:
+    shape = np.shape(x)
+    return shape[-1] if shape else 0
 
 
 @jax.tree_util.register_dataclass
@@ -136,7 +139,12 @@ class ArrayMask(Mask):
     @property
     def lengths(self) -> tuple[int, int]:
         queries, keys = (1, 1, *np.shape(self.visible))[-2:]
-        return 0 if queries == 1 else queries, 0 if keys == 1 else keys
+        # An axis of length 1 is broadcast.
+        if queries == 1:
+            queries = 0
+        if keys == 1:
+            keys = 0
+        return queries, keys
 
     def canonical(self, shape: Shape) -> Mask:
         return ArrayMask(validation.mask(self.visible, shape))

@@ -64,12 +64,10 @@ class Mask:
             value = getattr(self, field.name)
             # JAX would treat each number as a leaf.
             if field.metadata.get("axes") and type(value) is list:
-                is_traced = any(
-                    isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)
-                )
-                object.__setattr__(
-                    self, field.name, (jnp if is_traced else np).asarray(value)
-                )
+                leaves = jax.tree.leaves(value)
+                is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+                numpy: Any = jnp if is_traced else np
+                object.__setattr__(self, field.name, numpy.asarray(value))
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         """Computes which scores of the tile are visible, for one head; broadcasts to
@@ -89,18 +87,18 @@ class Mask:
         """
         return self
 
-    def map_arrays(self, change: Callable[[Array, str], Array]) -> "Mask":
+    def map_arrays(self, change: Callable[[Array, str], Any]) -> "Mask":
         """Returns the mask with each array replaced by `change(array, axes)`; `axes`
         names its axes, such as "B T".
         """
-        changed = {
-            field.name: jax.tree.map(
-                lambda x, axes=field.metadata["axes"]: change(x, axes),
-                getattr(self, field.name),
-            )
-            for field in dataclasses.fields(self)
-            if "axes" in field.metadata
-        }
+        changed = {}
+        for field in dataclasses.fields(self):
+            if "axes" in field.metadata:
+                axes = field.metadata["axes"]
+                value = getattr(self, field.name)
+                changed[field.name] = jax.tree.map(
+                    lambda x, axes=axes: change(x, axes), value
+                )
         if changed:
             return dataclasses.replace(self, **changed)
         return self
@@ -115,7 +113,7 @@ class Mask:
     @property
     def window(self) -> Window | None:
         """(left, right) if the mask is a window or an `&` of windows, equal to
-        `LocalMask(left, right)`; else None.
+        `LocalMask(left, right)`; otherwise None.
         """
         return None
 
@@ -123,28 +121,34 @@ class Mask:
         """Returns the mask of the first head and batch entry as an array, for the first
         `queries` and `keys`.
         """
-        lengths = max(queries, self.lengths[0]), max(keys, self.lengths[1])
-        first = (
-            self.map_arrays(_first_head)
-            .canonical(Shape((), *lengths, 1, 1, 1, 1))
-            .map_arrays(_first_head)
+        # `canonical` expects arrays as long as the call.
+        lengths = (max(queries, self.lengths[0]), max(keys, self.lengths[1]))
+        shape = Shape(
+            batch=(),
+            query_length=lengths[0],
+            key_length=lengths[1],
+            num_heads=1,
+            num_kv_heads=1,
+            head_size=1,
+            value_size=1,
         )
-        return np.broadcast_to(first.tile(Tile(0, 0, lengths)), lengths)[
-            :queries, :keys
-        ]
+        first = self.map_arrays(_first_head).canonical(shape).map_arrays(_first_head)
+        visible = first.tile(Tile(0, 0, lengths))
+        return np.broadcast_to(visible, lengths)[:queries, :keys]
 
     def __str__(self) -> str:
         """Draws the mask: a row per query, a column per key."""
         queries, keys = (min(length or 8, 32) for length in self.lengths)
+        # A middle dot and a full block, if the terminal can show them.
         characters = "\N{MIDDLE DOT}\N{FULL BLOCK}"
         try:
             characters.encode(sys.stdout.encoding or "utf-8")
         except (LookupError, UnicodeEncodeError):
             characters = ".#"
-        return "\n".join(
-            "".join(characters[bool(seen)] for seen in row)
-            for row in self.picture(queries, keys)
-        )
+        lines = []
+        for row in self.picture(queries, keys):
+            lines.append("".join(characters[bool(seen)] for seen in row))
+        return "\n".join(lines)
 
     def __and__(self, other: "Mask") -> "Mask":
         return And(self, _operand("&", other))
@@ -173,14 +177,14 @@ class Mask:
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        (mine, structure), (others, other_structure) = (
-            jax.tree.flatten(self),
-            jax.tree.flatten(other),
-        )
-        return bool(structure == other_structure) and all(map(_equal, mine, others))  # type: ignore[operator]
+        mine, structure = jax.tree.flatten(self)
+        others, other_structure = jax.tree.flatten(other)
+        same_structure = bool(structure == other_structure)  # type: ignore[operator]
+        return same_structure and all(map(_equal, mine, others))
 
     def __hash__(self) -> int:
         leaves, structure = jax.tree.flatten(self)
+        # Not the values, which may be traced.
         return hash((structure, *(np.shape(x) for x in leaves)))
 
 
@@ -188,9 +192,10 @@ def axes_of(mask: Mask | None) -> list[str]:
     """Lists the axis names, such as "B T", of each array in the mask, in the order of
     `jax.tree.leaves(mask)`.
     """
-    return (
-        [] if mask is None else jax.tree.leaves(mask.map_arrays(lambda _, axes: axes))
-    )  # type: ignore[arg-type, return-value]
+    if mask is None:
+        return []
+    names = mask.map_arrays(lambda _, axes: axes)
+    return jax.tree.leaves(names)
 
 
 def _first_head(x: Array, axes: str) -> Array:
@@ -208,18 +213,21 @@ def _operand(operator: str, other: object) -> Mask:
         return other
     got = repr(other)
     if hasattr(other, "shape"):
-        got = f"an array of shape {np.shape(other)}; wrap it: flax_mha.masks.ArrayMask(array)"
+        got = (
+            f"an array of shape {np.shape(other)}; wrap it: "
+            "flax_mha.masks.ArrayMask(array)"
+        )
     if isinstance(other, type) and issubclass(other, Mask):
         got = f"the class {other.__name__}; call it: {other.__name__}()"
     raise ValueError(f"{operator} must combine two masks, but got a mask and {got}.")
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return a is b or (
-        readable(a)
-        and readable(b)
-        and bool(np.array_equal(np.asarray(a), np.asarray(b)))
-    )
+    if a is b:
+        return True
+    if not (readable(a) and readable(b)):
+        return False
+    return bool(np.array_equal(np.asarray(a), np.asarray(b)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -238,29 +246,28 @@ class _Combined(Mask):
     def canonical(self, shape: Shape) -> Mask:
         return type(self)(*(part.canonical(shape) for part in self.parts))
 
-    def map_arrays(self, change: Callable[[Array, str], Array]) -> Mask:
+    def map_arrays(self, change: Callable[[Array, str], Any]) -> Mask:
         return type(self)(*(part.map_arrays(change) for part in self.parts))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pair(_Combined):
-    """The base class of `And` and `Or`, which combine two masks by a logical operator."""
+    """The base class of `And` and `Or`, which combine two masks by an operator."""
 
     left: Mask
     right: Mask
     operator: ClassVar[Callable[[Any, Any], Any]]
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        return type(self).operator(self.left.tile(tile), self.right.tile(tile))
+        # From the class: an instance would pass itself.
+        operator = type(self).operator
+        return operator(self.left.tile(tile), self.right.tile(tile))
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        return Occupancy(
-            *map(
-                type(self).operator,
-                self.left.occupancy(grid),
-                self.right.occupancy(grid),
-            )
-        )
+        # For `|`, `all_visible` may be False for a tile that both fill together.
+        left = self.left.occupancy(grid)
+        right = self.right.occupancy(grid)
+        return Occupancy(*map(type(self).operator, left, right))
 
 
 @jax.tree_util.register_dataclass
@@ -272,14 +279,16 @@ class And(_Pair):
 
     @property
     def window(self) -> Window | None:
-        windows = [part.window for part in self.parts if part.window is not None]
-        if len(windows) < len(self.parts):
+        first = self.left.window
+        second = self.right.window
+        if first is None or second is None:
             return None
-        left, right = (
-            min((x for x in side if x is not None), default=None)
-            for side in zip(*windows, strict=True)
-        )
-        return left, right
+        return _nearer(first[0], second[0]), _nearer(first[1], second[1])
+
+
+def _nearer(first: int | None, second: int | None) -> int | None:
+    """Returns the lower one of two limits of a window; None is no limit."""
+    return min((x for x in (first, second) if x is not None), default=None)
 
 
 def conjuncts(mask: Mask | None) -> list[Mask]:
@@ -317,7 +326,7 @@ def visible_at(
     """Evaluates a mask whose arrays have at most one entry for each sequence, as
     `offsets` do.
     """
-    lengths = shape.query_length, shape.key_length
+    lengths = (shape.query_length, shape.key_length)
     if mask is None:
         return jnp.ones((*shape.batch, 1, *lengths), bool)
 
@@ -328,8 +337,9 @@ def visible_at(
         tile = Tile(0, 0, lengths, (first_query, first_key))
         return jnp.broadcast_to(mask.tile(tile), lengths)
 
-    sequences = mask.map_arrays(lambda x, _: by_sequence(x))
-    visible = jax.vmap(of_sequence)(sequences, *map(by_sequence, offsets))
+    masks = mask.map_arrays(lambda x, _: by_sequence(x))
+    first_queries, first_keys = map(by_sequence, offsets)
+    visible = jax.vmap(of_sequence)(masks, first_queries, first_keys)
     return visible.reshape(*shape.batch, 1, *lengths)
 
 
@@ -350,7 +360,7 @@ def shows_future(mask: Mask) -> bool:
 
 
 def _shows_past(mask: Mask) -> bool:
-    """Returns whether a mask certainly shows each query itself and all keys before it."""
+    """Returns whether a mask certainly shows each query its own key and all before."""
     if mask.window is None:
         return False
     left, right = mask.window
@@ -363,9 +373,10 @@ def hides_future(mask: Mask) -> bool:
         return any(map(hides_future, mask.parts))
     if isinstance(mask, Or):
         return all(map(hides_future, mask.parts))
-    return (
-        mask.window is not None and mask.window[1] is not None and mask.window[1] <= 0
-    )
+    if mask.window is None:
+        return False
+    _, right = mask.window
+    return right is not None and right <= 0
 
 
 @jax.tree_util.register_dataclass
@@ -394,7 +405,8 @@ class _Window(Mask):
         raise NotImplementedError
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        (left, right), visible = self.window, jnp.ones((1, 1), bool)
+        left, right = self.window
+        visible = jnp.ones((1, 1), bool)
         ahead = tile.key_positions - tile.query_positions
         if left is not None:
             visible = visible & (ahead >= _int32(-left))
@@ -403,12 +415,15 @@ class _Window(Mask):
         return visible
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        (left, right), (least, greatest) = self.window, grid.distance_bounds()
+        left, right = self.window
+        # Distances from a query to a key: least to greatest in a tile, first to last in
+        # the window.
+        least, greatest = grid.distance_bounds()
         first = SMALLEST if left is None else _int32(-left)
         last = LARGEST if right is None else _int32(right)
-        return Occupancy(
-            (greatest >= first) & (least <= last), (least >= first) & (greatest <= last)
-        )
+        any_visible = (greatest >= first) & (least <= last)
+        all_visible = (least >= first) & (greatest <= last)
+        return Occupancy(any_visible, all_visible)
 
 
 def _int32(distance: int) -> int:
@@ -448,10 +463,12 @@ class LocalMask(_Window):
 
     def __post_init__(self) -> None:
         sides = (self.left, self.right)
-        if not all(side is None or type(side) is int or is_int(side) for side in sides):
-            raise ValueError(
-                f"LocalMask(left, right) requires integers or None, but got {sides}."
-            )
+        for side in sides:
+            if not (side is None or type(side) is int or is_int(side)):
+                raise ValueError(
+                    "LocalMask(left, right) requires integers or None, but got "
+                    f"{sides}."
+                )
         if (
             self.left is not None
             and self.right is not None

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from flax_mha._src.core.tile import BoolMatrix, Grid, Offsets, Scalar, Tile
+from flax_mha._src.core.tile import Grid, Offsets, Scalar, Tile
 from flax_mha._src.core.tracing import is_key, readable
 from flax_mha._src.core.user_function import Trace, TracedFunction, trace
 from flax_mha._src.core.validation import LARGEST, Shape
@@ -44,7 +44,9 @@ class FunctionMask(Mask):
 
     Example:
       >>> from flax_mha import CausalMask, FunctionMask
-      >>> print(CausalMask() & FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 == 0))
+      >>> def every_third(b, h, q_idx, kv_idx):
+      ...     return (q_idx - kv_idx) % 3 == 0
+      >>> print(CausalMask() & FunctionMask(every_third))
       █·······
       ·█······
       ··█·····
@@ -90,12 +92,13 @@ class _Comparable:
     def of(
         cls, mask_mod: Callable[[Array, Array, Array, Array], Array]
     ) -> "_Comparable":
-        """Traces `mask_mod`; a function that cannot be traced is compared by identity."""
+        """Traces `mask_mod`; if it cannot be traced, it is compared by identity."""
         try:
             traced = trace("mask_mod", mask_mod)
         except ValueError:  # raised again when attention uses the mask
             return cls(mask_mod, None, (mask_mod,))
-        return cls(mask_mod, traced, (traced.function, *map(_key, traced.constants)))
+        key = (traced.function, *map(_key, traced.constants))
+        return cls(mask_mod, traced, key)
 
     def __reduce__(self) -> tuple:
         """Copies and pickles only the function, and traces it again: a jaxpr can be
@@ -110,7 +113,8 @@ def _key(array: Array) -> tuple:
     """
     if isinstance(array, jax.core.Tracer):
         return (id(array),)
-    values = np.asarray(jax.random.key_data(array) if is_key(array) else array)
+    data = jax.random.key_data(array) if is_key(array) else array
+    values = np.asarray(data)
     return str(array.dtype), values.shape, values.tobytes()
 
 
@@ -143,10 +147,10 @@ class TracedMask(Mask):
     cell: int = dataclasses.field(default=0, metadata={"static": True})
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        batch, head = (
-            jnp.asarray(0 if x is None else x, jnp.int32)
-            for x in (self.batch, self.head)
-        )
+        batch = 0 if self.batch is None else self.batch
+        head = 0 if self.head is None else self.head
+        batch = jnp.asarray(batch, jnp.int32)
+        head = jnp.asarray(head, jnp.int32)
         one = functools.partial(self.function, self.captured, batch, head)
         return tile.map_positions(one)
 
@@ -155,35 +159,39 @@ class TracedMask(Mask):
         of tiles at a time.
         """
         if self.known_bytes is not None:
-            *known, shape = self.known_bytes
-            return _coarser(
-                Occupancy(*(np.frombuffer(x, bool).reshape(shape) for x in known)),
-                self.cell,
-                grid,
+            some, full, shape = self.known_bytes
+            known = Occupancy(
+                np.frombuffer(some, bool).reshape(shape),
+                np.frombuffer(full, bool).reshape(shape),
             )
+            return _coarser(known, self.cell, grid)
         if self.known is not None:
             return _coarser(self.known, self.cell, grid)
-        (rows, columns), (height, width) = grid.counts, grid.tile_shape
+        rows, columns = grid.counts
+        height, width = grid.tile_shape
 
         def row(i: Int[Array, ""]) -> tuple[Array, Array]:
             whole = Tile(
-                i * height, 0, (height, columns * width), grid.offsets, grid.lengths
+                row=i * height,
+                column=0,
+                shape=(height, columns * width),
+                offsets=grid.offsets,
+                lengths=grid.lengths,
             )
             visible = self.tile(whole).reshape(height, columns, width)
             return visible.any((0, 2)), visible.all((0, 2))
 
-        return Occupancy(*lax.map(row, jnp.arange(rows, dtype=jnp.int32)))
+        # One row at a time: all of them would take T x S bytes.
+        some, full = lax.map(row, jnp.arange(rows, dtype=jnp.int32))
+        return Occupancy(some, full)
 
 
 def functions_of(mask: Any) -> list[TracedMask]:
     """Lists the `TracedMask`s, which call users' functions, in a pytree of masks that
     `Mask.canonical` returned.
     """
-    return [
-        part
-        for part in jax.tree.leaves(mask, is_leaf=_calls_function)
-        if _calls_function(part)
-    ]
+    parts = jax.tree.leaves(mask, is_leaf=_calls_function)
+    return [part for part in parts if _calls_function(part)]
 
 
 def check_lookups(
@@ -200,16 +208,19 @@ def check_lookups(
     are checked only at visible positions, and only if `with_windows` returns the window
     in which keys are visible.
     """
-    sizes = {"b": math.prod(shape.batch), "h": shape.num_heads}
-    last = {
-        name: size - 1 if isinstance(size, int) and size else None
-        for name, size in sizes.items()
-    }
+    last_entry = _last_index(math.prod(shape.batch))
+    last_head = _last_index(shape.num_heads)
     for function, window in with_windows(masks, score_mod):
-        query, key = (
-            (None, None) if window is None else _last_visible(offsets, lengths, window)
-        )
-        function.check({**last, "q_idx": query, "kv_idx": key})
+        query = None
+        key = None
+        if window is not None:
+            query, key = _last_visible(offsets, lengths, window)
+        function.check({"b": last_entry, "h": last_head, "q_idx": query, "kv_idx": key})
+
+
+def _last_index(size: int) -> int | None:
+    """Returns the last index of an axis; None if there is none, or for a symbol."""
+    return size - 1 if isinstance(size, int) and size else None
 
 
 def with_windows(
@@ -222,27 +233,31 @@ def with_windows(
     None if there is another mask, because that may hide lookups beyond an array; masks
     made of this function, causal masks and windows do not count.
     """
-    functions = [
-        *(part.function for part in functions_of(masks)),
-        *([] if score_mod is None else [score_mod]),
-    ]
+    functions = [part.function for part in functions_of(masks)]
+    if score_mod is not None:
+        functions.append(score_mod)
     return [(function, _window_beside(masks, function)) for function in functions]
 
 
 def _window_beside(
     masks: Sequence[Mask | None], function: TracedFunction
 ) -> Window | None:
-    window: Mask = LocalMask(None, None)
-    for part in (part for mask in masks for part in conjuncts(mask)):
-        others = map_functions(
-            lambda x: LocalMask(None, None) if x.function == function else x, part
-        )
-        if part.window is not None:
-            window &= part
-        elif function not in [
-            x.function for x in functions_of(part)
-        ] or jax.tree.leaves(others):
-            return None
+    nothing_hidden = LocalMask(None, None)
+
+    def without_function(part: TracedMask) -> Mask:
+        return nothing_hidden if part.function == function else part
+
+    window: Mask = nothing_hidden
+    for mask in masks:
+        for part in conjuncts(mask):
+            if part.window is not None:
+                window &= part
+                continue
+            # Other masks have leaves: arrays, or the positions of other functions.
+            others = map_functions(without_function, part)
+            calls_function = function in [x.function for x in functions_of(part)]
+            if not calls_function or jax.tree.leaves(others):
+                return None
     return window.window
 
 
@@ -256,35 +271,37 @@ def _last_visible(
     None if offsets or lengths that determine it are not known while tracing, or if no
     query has a key in its window.
     """
-    queries, keys = (
-        _span(offset, length)
-        for offset, length in zip(offsets.values, lengths, strict=True)
-    )
+    query_offset, key_offset = offsets.values
+    queries = _span(query_offset, lengths[0])
+    keys = _span(key_offset, lengths[1])
     if window == (None, None):
-        return tuple(None if x is None else int(x[1].max()) for x in (queries, keys))  # type: ignore[return-value]
+        # Every query and every key is in a window.
+        last_query = None if queries is None else int(queries[1].max())
+        last_key = None if keys is None else int(keys[1].max())
+        return last_query, last_key
     if queries is None or keys is None:
         return None, None
     # All distances, if not limited.
     left, right = (2 * LARGEST + 1 if side is None else side for side in window)
-    last_query = np.minimum(queries[1], keys[1] + left)
-    last_key = np.minimum(keys[1], queries[1] + right)
-    seen = np.maximum(queries[0], keys[0] - right) <= last_query
+    # Query i attends to key j if i - left <= j <= i + right.
+    first_queries = np.maximum(queries[0], keys[0] - right)
+    last_queries = np.minimum(queries[1], keys[1] + left)
+    last_keys = np.minimum(keys[1], queries[1] + right)
+    seen = first_queries <= last_queries
     if left + right < 0 or not seen.any():
         return None, None
-    return int(np.where(seen, last_query, -LARGEST).max()), int(
-        np.where(seen, last_key, -LARGEST).max()
-    )
+    last_query = np.where(seen, last_queries, -LARGEST).max()
+    last_key = np.where(seen, last_keys, -LARGEST).max()
+    return int(last_query), int(last_key)
 
 
 def _span(offset: int | Array, length: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Returns the first and last position of sequences that begin at `offset`; None if
     they are unknown or empty.
     """
-    if (
-        not isinstance(length, int)
-        or not length
-        or not (isinstance(offset, int) or readable(offset))
-    ):
+    if not isinstance(length, int) or not length:
+        return None
+    if not isinstance(offset, int) and not readable(offset):
         return None
     first = np.asarray(offset, np.int64)
     return first, first + length - 1
@@ -294,9 +311,11 @@ def map_functions(change: Callable[[TracedMask], Mask], mask: Any) -> Any:
     """Replaces each `TracedMask`, which calls a user's function, in the pytree `mask`
     by `change(traced_mask)`.
     """
-    return jax.tree.map(
-        lambda x: change(x) if _calls_function(x) else x, mask, is_leaf=_calls_function
-    )
+
+    def change_part(x: Any) -> Any:
+        return change(x) if _calls_function(x) else x
+
+    return jax.tree.map(change_part, mask, is_leaf=_calls_function)
 
 
 def _calls_function(part: Any) -> bool:
@@ -313,13 +332,15 @@ def store_occupancy(
     x `cell` scores, if it has no callback and its arrays are concrete. `lengths` are T
     and S, `offsets` the positions of the first query and key.
     """
-    counts = max(1, -(-lengths[0] // cell)), max(1, -(-lengths[1] // cell))
-    grid = Grid(counts, (cell, cell), offsets, lengths)
+    rows = max(1, -(-lengths[0] // cell))
+    columns = max(1, -(-lengths[1] // cell))
+    grid = Grid((rows, columns), (cell, cell), offsets, lengths)
 
     def with_known(mask: TracedMask) -> TracedMask:
         # Already evaluated by `_static_mask`.
         if mask.batch is None or mask.head is None:
             return mask
+        # A callback must run in every call.
         calls_python = any("callback" in name for name in mask.function.primitives)
         if calls_python or not all(map(readable, (*mask.captured, mask.batch))):
             return mask
@@ -327,9 +348,9 @@ def store_occupancy(
         if not mask.captured and batch.size == 1:
             return _static_mask(mask.function, grid)
         heads = dataclasses.replace(mask, batch=batch.ravel(), head=head.ravel())
-        known = Occupancy(
-            *(x.reshape(*batch.shape, *counts) for x in _evaluated(heads, grid))
-        )
+        some, full = _evaluated(heads, grid)
+        shape = (*batch.shape, rows, columns)
+        known = Occupancy(some.reshape(shape), full.reshape(shape))
         return dataclasses.replace(mask, known=known, cell=cell)
 
     return map_functions(with_known, mask)
@@ -339,22 +360,19 @@ def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:
     """Computes the occupancy of the tiles of `grid` from `known`, that of squares of
     `cell` x `cell` scores.
     """
-    some: BoolMatrix
-    full: BoolMatrix
-    some, full = known
+    some: Any = known.any_visible
+    full: Any = known.all_visible
     for axis in (0, 1):
-        first, last = (
-            np.minimum(x.ravel() // cell, some.shape[axis] - 1)
-            for x in grid.bounds(axis)
-        )
-        places = np.minimum(
-            first[:, None] + np.arange((last - first).max() + 1), last[:, None]
-        )
+        # The first and the last square of each tile along the axis.
+        first, last = (x.ravel() // cell for x in grid.bounds(axis))
+        first = np.minimum(first, some.shape[axis] - 1)
+        last = np.minimum(last, some.shape[axis] - 1)
+        # All squares between them, [tiles, most squares]; the last one is repeated.
+        steps = np.arange((last - first).max() + 1)
+        places = np.minimum(first[:, None] + steps, last[:, None])
         before = (slice(None),) * axis
-        some, full = (
-            some[(*before, places)].any(axis + 1),
-            full[(*before, places)].all(axis + 1),
-        )  # type: ignore[assignment]
+        some = some[(*before, places)].any(axis + 1)
+        full = full[(*before, places)].all(axis + 1)
     return Occupancy(some, full)
 
 
@@ -365,26 +383,30 @@ def _static_mask(function: TracedFunction, grid: Grid) -> TracedMask:
     """
     head = np.zeros(1, np.int32)
     some, full = _evaluated(TracedMask([], head, head, function), grid)
-    known = some.tobytes(), full.tobytes(), grid.counts
+    known = (some.tobytes(), full.tobytes(), grid.counts)
     return TracedMask(
-        [], None, None, function, known_bytes=known, cell=grid.tile_shape[0]
+        captured=[],
+        batch=None,
+        head=None,
+        function=function,
+        known_bytes=known,
+        cell=grid.tile_shape[0],
     )
 
 
-def _evaluated(heads: TracedMask, grid: Grid) -> Occupancy:
-    """Calls `_occupancies` at once, even while JAX traces the caller, and returns the
-    results as NumPy arrays.
+def _evaluated(heads: TracedMask, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
+    """Calls `_occupancies` immediately, even while JAX traces the caller, and returns
+    the results as NumPy arrays.
     """
+    query_offset, key_offset = grid.offsets
+    grid = grid._replace(offsets=(0, 0))
     with jax.ensure_compile_time_eval():
         offsets = (
-            jnp.asarray(grid.offsets[0], jnp.int32),
-            jnp.asarray(grid.offsets[1], jnp.int32),
+            jnp.asarray(query_offset, jnp.int32),
+            jnp.asarray(key_offset, jnp.int32),
         )
-        return Occupancy(
-            *map(
-                np.asarray, _occupancies(heads, offsets, grid._replace(offsets=(0, 0)))
-            )
-        )
+        some, full = _occupancies(heads, offsets, grid)
+        return np.asarray(some), np.asarray(full)
 
 
 @functools.partial(jax.jit, static_argnames="grid")
@@ -402,4 +424,5 @@ def _occupancies(
         mask = dataclasses.replace(heads, batch=head[0], head=head[1])
         return mask.occupancy(grid._replace(offsets=offsets))
 
-    return lax.map(one, (jnp.asarray(heads.batch), jnp.asarray(heads.head)))
+    indices = (jnp.asarray(heads.batch), jnp.asarray(heads.head))
+    return lax.map(one, indices)

@@ -1,1 +1,1 @@
-"""Kinds of attention as functions that return arguments; `flax_mha.recipes` lists them."""
+"""Kinds of attention as functions that return arguments: see `flax_mha.recipes`."""

@@ -1,4 +1,9 @@
-"""Recipes that are masks; `shifted_windows` also adds a bias."""
+"""Recipes that are masks; `shifted_windows` also adds a bias.
+
+A recipe can be copied: only its checks need private functions. They are paragraphs that
+begin with `# Check` and decorators `@made_for`, and `docs/write_pages.py` leaves them
+out of the listings on the page about masks.
+"""
 
 import math
 from collections.abc import Callable
@@ -27,7 +32,7 @@ def made_for(**sizes: int) -> Callable[[F], F]:
     """Decorates a `mask_mod` or `score_mod` that fits only certain sizes:
     `@made_for(h=8, kv_idx=1024)`.
 
-    Attention then raises a ValueError for another number of heads (`h`) or batch
+    Attention then raises a ValueError for a different number of heads (`h`) or batch
     entries (`b`), and for more positions of queries (`q_idx`) or keys (`kv_idx`); see
     `TracedFunction.check`.
     """
@@ -60,9 +65,15 @@ def prefix_lm(length: int | Int[Array, ""]) -> dict[str, Any]:
 
     While decoding, the first call must contain the whole prefix.
     """
-    length = length if is_int(length) else int32("length", length)
-    prefix = FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx < length)
-    return {"mask": CausalMask() | prefix, "is_causal": False}
+    # Check the argument.
+    if not is_int(length):
+        length = int32("length", length)
+
+    def in_prefix(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return kv_idx < length
+
+    # The causal default of decoding would hide the rest of the prefix.
+    return {"mask": CausalMask() | FunctionMask(in_prefix), "is_causal": False}
 
 
 def image_spans(ids: Int[Array, "*B S"]) -> dict[str, Any]:
@@ -94,19 +105,23 @@ def image_spans(ids: Int[Array, "*B S"]) -> dict[str, Any]:
       ███████·
       ████████
     """
+    # Check the argument.
     ids = ids_int32("ids", ids)
     if ids.ndim not in (1, 2) or not ids.size:
         raise ValueError(
             f"ids must have shape [S] or [B, S], not empty, but got {ids.shape}."
         )
+    sizes = {}
+    if ids.ndim == 2:
+        sizes["b"] = ids.shape[0]
+
     images = jnp.asarray(ids)
-    differ_by_sequence = images.ndim == 2
-    sizes = {"b": images.shape[0]} if differ_by_sequence else {}
     last = images.shape[-1] - 1
 
     def image_at(b: Array, position: Array) -> Array:
         index = jnp.clip(position, 0, last)
-        image = images[b, index] if differ_by_sequence else images[index]
+        image = images[index] if images.ndim == 1 else images[b, index]
+        # While decoding, tokens after the last id are generated text.
         return jnp.where(position <= last, image, 0)
 
     @made_for(**sizes)
@@ -128,11 +143,13 @@ def dilated(step: int) -> dict[str, Any]:
     """Lets tokens attend to their own and every `step`-th earlier position. Sparse
     Transformers, arXiv:1904.10509.
     """
+    # Check the argument.
     step = int_at_least("step", step, 1)
-    return {
-        "mask": CausalMask()
-        & FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % step == 0)
-    }
+
+    def at_a_step(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+        return (q_idx - kv_idx) % step == 0
+
+    return {"mask": CausalMask() & FunctionMask(at_a_step)}
 
 
 def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> dict[str, Any]:
@@ -144,9 +161,10 @@ def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> dict[str, 
 
     Raises:
       ValueError: If the table is not boolean with three axes, or if `block` is not an
-        integer of at least 1; in the attention, if the table has another number of
-        heads, or too few rows or columns.
+        integer of at least 1; in the attention, if the table has a different number
+        of heads, or too few rows or columns.
     """
+    # Check the arguments.
     table = as_array("table", table, "a boolean array")
     block = int_at_least("block", block, 1)
     if table.dtype != bool or table.ndim != 3:
@@ -154,7 +172,6 @@ def block_sparse(table: Bool[Array, "N rows columns"], block: int) -> dict[str, 
             f"table must be bool [heads, rows, columns], but got {table.dtype} "
             f"{table.shape}."
         )
-
     heads, rows, columns = table.shape
 
     @made_for(h=heads, q_idx=rows * block, kv_idx=columns * block)
@@ -175,7 +192,7 @@ def shared_prefix(ids: Int[Array, "*B S"]) -> dict[str, Any]:
     prompt ends.
 
     Args:
-      ids: 0 for tokens of the prompt, another number for each continuation.
+      ids: 0 for tokens of the prompt, a different number for each continuation.
 
     Example:
       >>> import jax.numpy as jnp
@@ -190,8 +207,13 @@ def shared_prefix(ids: Int[Array, "*B S"]) -> dict[str, Any]:
       ███··██·
       ███··███
     """
+    # Check the argument.
     ids = ids_int32("ids", ids)
-    return {"mask": CausalMask() & (SegmentMask(ids, ids) | SegmentMask(ids * 0, ids))}
+
+    same_part = SegmentMask(ids, ids)
+    # All queries have the prompt's id, 0.
+    prompt = SegmentMask(ids * 0, ids)
+    return {"mask": CausalMask() & (same_part | prompt)}
 
 
 def block_diffusion(length: int, block: int) -> dict[str, Any]:
@@ -224,14 +246,20 @@ def block_diffusion(length: int, block: int) -> dict[str, Any]:
       ····████
       ····████
     """
+    # Check the arguments.
     length = int_at_least("length", length, 1)
     block = int_at_least("block", block, 1)
 
     @made_for(q_idx=2 * length, kv_idx=2 * length)
     def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        q_block, kv_block = (x % length // block for x in (q_idx, kv_idx))
-        same_block = (q_block == kv_block) & ((q_idx < length) == (kv_idx < length))
-        return same_block | ((kv_idx >= length) & (kv_block < q_block))
+        # The clean text has the same blocks as the noised text before it.
+        q_block = q_idx % length // block
+        kv_block = kv_idx % length // block
+        same_place = q_block == kv_block
+        same_text = (q_idx < length) == (kv_idx < length)
+        same_block = same_place & same_text
+        is_clean = kv_idx >= length
+        return same_block | (is_clean & (kv_block < q_block))
 
     return {"mask": FunctionMask(visible)}
 
@@ -257,47 +285,55 @@ def tree_causal(
         traced. The attention raises it if the batch does not have B sequences, or if
         there are queries after the tree, unless `index` is traced.
     """
+    # Check the arguments.
     parents = int32("parents", parents)
     index = int32("index", index)
-    batches = {x.shape[0] for x, rank in ((parents, 2), (index, 1)) if x.ndim == rank}
-    if (
-        parents.ndim not in (1, 2)
-        or index.ndim > 1
-        or not parents.size
-        or len(batches) > 1
-    ):
+    sizes = {}
+    if parents.ndim == 2:
+        sizes["b"] = parents.shape[0]
+    if index.ndim == 1:
+        sizes.setdefault("b", index.shape[0])
+    fits = parents.ndim in (1, 2) and parents.size and index.ndim <= 1
+    if not fits or (index.ndim == 1 and index.shape[0] != sizes["b"]):
         raise ValueError(
             "parents must have shape [T] or [B, T], and index [] or [B], but got "
             f"{parents.shape} and {index.shape}."
         )
-    each = np.arange(parents.shape[-1], dtype=np.int32)
-    if readable(parents) and not np.all((parents >= -1) & (parents < each)):
-        raise ValueError(
-            "parents must precede their tokens or be -1, but got "
-            f"{np.asarray(parents).tolist()}."
-        )
-    sizes = {"b": max(batches)} if batches else {}
+    if readable(parents):
+        each = np.arange(parents.shape[-1], dtype=np.int32)
+        precede = (parents >= -1) & (parents < each)
+        if not np.all(precede):
+            raise ValueError(
+                "parents must precede their tokens or be -1, but got "
+                f"{np.asarray(parents).tolist()}."
+            )
     if readable(index):
-        sizes["q_idx"] = extremes(index)[1] + each.size
+        sizes["q_idx"] = extremes(index)[1] + parents.shape[-1]
 
+    shape = np.shape(parents)
+    each = np.arange(shape[-1], dtype=np.int32)
+
+    # Walk from all tokens to their roots: seen[i, j] is True if j is i or above i.
     def move_up(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         seen, node = carry
         above = jnp.take_along_axis(jnp.asarray(parents), jnp.maximum(node, 0), axis=-1)
-        return seen | jax.nn.one_hot(node, each.size, dtype=bool), jnp.where(
-            node < 0, -1, above
-        )
+        seen = seen | jax.nn.one_hot(node, each.size, dtype=bool)
+        return seen, jnp.where(node < 0, -1, above)
 
-    start = (
-        jnp.zeros((*parents.shape, each.size), bool),
-        jnp.broadcast_to(each, parents.shape),
-    )
+    nothing_seen = jnp.zeros((*shape, each.size), bool)
+    start = (nothing_seen, jnp.broadcast_to(each, shape))
     seen, _ = jax.lax.fori_loop(0, each.size, move_up, start)
 
     @made_for(**sizes)
     def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        first = jnp.asarray(index) if index.ndim == 0 else jnp.asarray(index)[b]
-        q, kv = (jnp.clip(x - first, 0, each.size - 1) for x in (q_idx, kv_idx))
-        return (kv_idx < first) | (seen[q, kv] if parents.ndim == 1 else seen[b, q, kv])
+        first = jnp.asarray(index)
+        if first.ndim:
+            first = first[b]
+        q = jnp.clip(q_idx - first, 0, each.size - 1)
+        kv = jnp.clip(kv_idx - first, 0, each.size - 1)
+        before_tree = kv_idx < first
+        in_branch = seen[q, kv] if seen.ndim == 2 else seen[b, q, kv]
+        return before_tree | in_branch
 
     return {"mask": CausalMask() & FunctionMask(visible)}
 
@@ -329,24 +365,25 @@ def neighborhood(height: int, width: int, size: int) -> dict[str, Any]:
       ·██··██·
       ··██··██
     """
-    height, width, size = (
-        int_at_least(name, x, 1)
-        for name, x in (("height", height), ("width", width), ("size", size))
-    )
+    # Check the arguments.
+    height = int_at_least("height", height, 1)
+    width = int_at_least("width", width, 1)
+    size = int_at_least("size", size, 1)
     if size > min(height, width):
         raise ValueError(
             f"size must not exceed the image size, {height} x {width}, but got {size}."
         )
 
     def is_near(q: Array, kv: Array, length: int) -> Array:
+        # Near a border, the square is moved into the image.
         first = jnp.clip(q - size // 2, 0, length - size)
         return (first <= kv) & (kv < first + size)
 
     @made_for(q_idx=height * width, kv_idx=height * width)
     def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return is_near(q_idx // width, kv_idx // width, height) & is_near(
-            q_idx % width, kv_idx % width, width
-        )
+        near_row = is_near(q_idx // width, kv_idx // width, height)
+        near_column = is_near(q_idx % width, kv_idx % width, width)
+        return near_row & near_column
 
     return {"mask": FunctionMask(visible)}
 
@@ -359,9 +396,9 @@ def _three(name: str, value: object) -> tuple[int, int, int]:
         raise ValueError(
             f"{name} must be three ints (frames, rows, columns), but got {value!r}."
         )
-    frames, rows, columns = (
-        int_at_least(f"{name}[{i}]", x, 1) for i, x in enumerate(value)
-    )
+    frames = int_at_least(f"{name}[0]", value[0], 1)
+    rows = int_at_least(f"{name}[1]", value[1], 1)
+    columns = int_at_least(f"{name}[2]", value[2], 1)
     return frames, rows, columns
 
 
@@ -393,7 +430,8 @@ def sliding_tiles(
 
     Example:
       >>> from flax_mha import recipes
-      >>> print(recipes.sliding_tiles(video=(1, 2, 4), tile=(1, 2, 1), window=(1, 1, 3))["mask"])
+      >>> video, tile, window = (1, 2, 4), (1, 2, 1), (1, 1, 3)
+      >>> print(recipes.sliding_tiles(video, tile, window)["mask"])
       ██████··
       ██████··
       ██████··
@@ -403,40 +441,44 @@ def sliding_tiles(
       ··██████
       ··██████
     """
-    video, tile, window = (
-        _three(name, x)
-        for name, x in (("video", video), ("tile", tile), ("window", window))
-    )
+    # Check the arguments.
+    video = _three("video", video)
+    tile = _three("tile", tile)
+    window = _three("window", window)
     text = int_at_least("text", text, 0)
-    tokens = math.prod(video)
-    tiles = [x // y for x, y in zip(video, tile, strict=True)]
-    if any(x % y for x, y in zip(video, tile, strict=True)):
+    if np.any(np.mod(video, tile)):
         raise ValueError(
             f"video must be a multiple of tile, {tile}, along each axis, but got "
             f"{video}."
         )
-    if any(x > y for x, y in zip(window, tiles, strict=True)):
+
+    tokens = math.prod(video)
+    frames, rows, columns = video
+    tiles = (frames // tile[0], rows // tile[1], columns // tile[2])
+
+    # Check that the window is not larger than the video.
+    if np.any(np.greater(window, tiles)):
         raise ValueError(
-            f"window must be at most video / tile = {tuple(tiles)} along each axis, "
+            f"window must be at most video / tile = {tiles} along each axis, "
             f"but got {window}."
         )
 
     def tile_of(index: Array) -> tuple[Array, Array, Array]:
         number = index // math.prod(tile)
-        return (
-            number // (tiles[1] * tiles[2]),
-            number // tiles[2] % tiles[1],
-            number % tiles[2],
-        )
+        frame = number // (tiles[1] * tiles[2])
+        row = number // tiles[2] % tiles[1]
+        return frame, row, number % tiles[2]
 
     @made_for(q_idx=tokens + text, kv_idx=tokens + text)
     def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
         near: Any = True
-        for q, kv, count, size in zip(
-            tile_of(q_idx), tile_of(kv_idx), tiles, window, strict=True
-        ):
-            first = jnp.clip(q - size // 2, 0, count - size)
-            near &= (first <= kv) & (kv < first + size)
+        q_tile = tile_of(q_idx)
+        kv_tile = tile_of(kv_idx)
+        for axis, size in enumerate(window):
+            # Near a border, the window is moved into the video.
+            last_start = tiles[axis] - size
+            first = jnp.clip(q_tile[axis] - size // 2, 0, last_start)
+            near &= (first <= kv_tile[axis]) & (kv_tile[axis] < first + size)
         if text:
             return near | (q_idx >= tokens) | (kv_idx >= tokens)
         return near
@@ -475,12 +517,14 @@ def shifted_windows(
 
     Raises:
       ValueError: If an argument is out of range; in the attention, if the table has
-        another number of heads, or if there are more than `height` x `width` positions.
+        a different number of heads, or if there are more than `height` x `width`
+        positions.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from flax_mha import recipes
-      >>> print(recipes.shifted_windows(jnp.zeros((9, 8)), height=2, width=4, window=2, shift=1)["mask"])
+      >>> table = jnp.zeros((9, 8))
+      >>> print(recipes.shifted_windows(table, 2, 4, window=2, shift=1)["mask"])
       █·······
       ·██·····
       ·██·····
@@ -490,12 +534,11 @@ def shifted_windows(
       ·····██·
       ·······█
     """
-    height, width, window = (
-        int_at_least(name, x, 1)
-        for name, x in (("height", height), ("width", width), ("window", window))
-    )
+    # Check the arguments.
+    height = int_at_least("height", height, 1)
+    width = int_at_least("width", width, 1)
+    window = int_at_least("window", window, 1)
     table = as_array("table", table, "an array [offsets, heads]")
-    side = 2 * window - 1
     if height % window or width % window:
         raise ValueError(
             f"height and width must be multiples of window, {window}, but got {height} "
@@ -503,32 +546,38 @@ def shifted_windows(
         )
     if int_at_least("shift", shift, 0) >= window:
         raise ValueError(f"shift must be less than window, {window}, but got {shift}.")
-    if table.ndim != 2 or table.shape[0] != side**2:
+    offsets = (2 * window - 1) ** 2
+    if table.ndim != 2 or table.shape[0] != offsets:
         raise ValueError(
-            f"table must have shape [(2 * window - 1)^2, heads] = ({side**2}, N), but "
+            f"table must have shape [(2 * window - 1)^2, heads] = ({offsets}, N), but "
             f"got {table.shape}."
         )
 
-    def squares(index: Array) -> tuple[list[Array], list[Array]]:
-        """Returns the [row, column] of the square that contains token `index`, and of
-        the token within this square.
-        """
-        moved = [x + window - shift for x in (index // width, index % width)]
-        return [x // window for x in moved], [x % window for x in moved]
+    def place(index: Array) -> tuple[Array, Array]:
+        # Row and column, counted from the corner of a square outside the image, so that
+        # all are positive.
+        row = index // width + window - shift
+        column = index % width + window - shift
+        return row, column
 
     @made_for(q_idx=height * width, kv_idx=height * width)
     def visible(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        (q_row, q_column), (kv_row, kv_column) = squares(q_idx)[0], squares(kv_idx)[0]
-        return (q_row == kv_row) & (q_column == kv_column)
+        q_row, q_column = place(q_idx)
+        kv_row, kv_column = place(kv_idx)
+        same_rows = q_row // window == kv_row // window
+        same_columns = q_column // window == kv_column // window
+        return same_rows & same_columns
 
     @made_for(h=table.shape[1])
     def score_mod(
         score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array
     ) -> Array:
-        down, right = (
-            q - kv + window - 1
-            for q, kv in zip(squares(q_idx)[1], squares(kv_idx)[1], strict=True)
-        )
-        return score + table[down * side + right, h].astype(score.dtype)
+        q_row, q_column = place(q_idx)
+        kv_row, kv_column = place(kv_idx)
+        # Within a square, both differences are from 0 to 2 * window - 2.
+        down = q_row % window - kv_row % window + window - 1
+        right = q_column % window - kv_column % window + window - 1
+        offset = down * (2 * window - 1) + right
+        return score + table[offset, h].astype(score.dtype)
 
     return {"mask": FunctionMask(visible), "score_mod": score_mod}

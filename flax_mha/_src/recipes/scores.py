@@ -5,7 +5,7 @@
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha._src.attention import Implementation, dot_product_attention
+from flax_mha._src.attention import dot_product_attention
 from flax_mha._src.call.arguments import Arguments, unexpected
-from flax_mha._src.call.operands import accumulation_dtype
 from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.user_function import NAMES
 from flax_mha._src.core.validation import (
@@ -41,31 +40,34 @@ def alibi(num_heads: int) -> dict[str, Any]:
 
     Raises:
       ValueError: If `num_heads` is not an integer of at least 1, or if the attention
-        has another number of heads.
+        has a different number of heads.
     """
-    return {
-        "mask": CausalMask(),
-        "score_mod": _alibi(int_at_least("num_heads", num_heads, 1)),
-    }
+    # Check the argument.
+    num_heads = int_at_least("num_heads", num_heads, 1)
+
+    return {"mask": CausalMask(), "score_mod": alibi_scores(num_heads)}
 
 
+# Cached, so that all layers of a model have the same function.
 @functools.cache
-def _alibi(num_heads: int) -> Callable[..., Array]:
+def alibi_scores(num_heads: int) -> Callable[..., Array]:
+    """Returns the `score_mod` of `alibi`."""
+    # The power of two up to the number of heads; the other heads fill the gaps.
     below = 2 ** (num_heads.bit_length() - 1)
-    exponents = [
-        *(8 * np.arange(1, below + 1) / below),
-        *(4 * np.arange(1, 2 * (num_heads - below), 2) / below),
-    ]
+    exponents = 8 * np.arange(1, below + 1) / below
+    others = 4 * np.arange(1, 2 * (num_heads - below), 2) / below
+    exponents = np.concatenate([exponents, others])
+    # Not traced, even if JAX traces the caller: the cache would keep a tracer.
     with jax.ensure_compile_time_eval():
-        slopes = jnp.asarray(2.0 ** -np.array(exponents), jnp.float32)
+        slopes = jnp.asarray(2.0**-exponents, jnp.float32)
 
     @made_for(h=num_heads)
     def score_mod(
         score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array
     ) -> Array:
-        return score - slopes[h].astype(score.dtype) * (q_idx - kv_idx).astype(
-            score.dtype
-        )
+        slope = slopes[h].astype(score.dtype)
+        distance = (q_idx - kv_idx).astype(score.dtype)
+        return score - slope * distance
 
     score_mod.__qualname__ = "alibi.score_mod"  # in errors
     return score_mod
@@ -89,6 +91,7 @@ def t5_bias(
         `max_distance` is too small for that many, or if the attention has another
         number of heads than the table.
     """
+    # Check the table.
     table = as_array("table", table, "an array [buckets, heads]")
     least = 4 if bidirectional else 2
     if table.ndim != 2 or table.shape[0] < least:
@@ -96,8 +99,13 @@ def t5_bias(
             f"table must have shape [buckets, heads] with at least {least} buckets, "
             f"but got {table.shape}."
         )
-    buckets = table.shape[0] // (2 if bidirectional else 1)
+
+    buckets = table.shape[0]
+    if bidirectional:
+        buckets = buckets // 2
     exact = buckets // 2
+
+    # Check that some buckets are left for ranges.
     max_distance = int_at_least("max_distance", max_distance, exact + 1)
 
     @made_for(h=table.shape[1])
@@ -108,13 +116,15 @@ def t5_bias(
             distance = jnp.abs(q_idx - kv_idx)
         else:
             distance = jnp.maximum(q_idx - kv_idx, 0)
-        ratio = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact) / jnp.log(
-            max_distance / exact
-        )
+        # exact + log(distance / exact) / log(max_distance / exact) * (buckets - exact)
+        times = jnp.maximum(distance, 1).astype(jnp.float32) / exact
+        ratio = jnp.log(times) / jnp.log(max_distance / exact)
         large = exact + (ratio * (buckets - exact)).astype(jnp.int32)
         bucket = jnp.where(distance < exact, distance, jnp.minimum(large, buckets - 1))
-        bucket += jnp.where(kv_idx > q_idx, buckets, 0) if bidirectional else 0
-        return score + table[bucket, h].astype(score.dtype)
+        first: Any = 0
+        if bidirectional:
+            first = jnp.where(kv_idx > q_idx, buckets, 0)
+        return score + table[bucket + first, h].astype(score.dtype)
 
     if bidirectional:
         return {"score_mod": score_mod}
@@ -160,21 +170,27 @@ def forgetting(log_gates: Float[Array, "*B S N"]) -> dict[str, Any]:
 
     Raises:
       ValueError: If `log_gates` has no axes for tokens and heads, or no floating-point
-        dtype; in the attention, if the call has other numbers of batch entries or
-        heads, or more tokens.
+        dtype; in the attention, if the call has different numbers of batch entries
+        or heads, or more tokens.
     """
+    # Check the argument.
     log_gates = _floats("log_gates", log_gates, "[batch..., tokens, heads]")
-    gates = log_gates.reshape(-1, *log_gates.shape[-2:]).astype(
-        accumulation_dtype(log_gates.dtype)
-    )
+
+    # One batch axis, as `b` counts; sums of 16 bits would lose small gates.
+    gates = log_gates.reshape(-1, *log_gates.shape[-2:])
+    gates = gates.astype(jnp.promote_types(gates.dtype, jnp.float32))
     sums = jnp.cumsum(jnp.swapaxes(gates, 1, 2), axis=2)
+
+    # Check that the attention has these sizes.
     batch, heads, length = sums.shape
 
     @made_for(b=batch, h=heads, q_idx=length, kv_idx=length)
     def score_mod(
         score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array
     ) -> Array:
-        return score + (sums[b, h, q_idx] - sums[b, h, kv_idx]).astype(score.dtype)
+        # c[i] - c[j], the sum over the tokens j + 1 to i.
+        difference = sums[b, h, q_idx] - sums[b, h, kv_idx]
+        return score + difference.astype(score.dtype)
 
     return {"mask": CausalMask(), "score_mod": score_mod}
 
@@ -207,37 +223,51 @@ def relative_terms(
     Raises:
       ValueError: If `terms` does not have three axes or more, or a floating-point
         dtype, or if W is even with `bidirectional`; in the attention, if the call has
-        other numbers of batch entries or heads, or queries after those of `terms`. If
-        positions are not known while tracing, these queries get NaN instead.
+        different numbers of batch entries or heads, or queries after those of `terms`.
+        If positions are not known while tracing, these queries get NaN instead.
     """
+    # Check the terms.
     terms = _floats("terms", terms, "[batch..., heads, queries, distances]", 3)
-    *_, heads, rows, width = terms.shape
+    width = terms.shape[-1]
     if not width or (bidirectional and width % 2 == 0):
         if bidirectional:
             kind = "an odd number of distances if bidirectional"
         else:
             kind = "at least 1 distance"
         raise ValueError(f"terms must have {kind}, but got shape {terms.shape}.")
-    terms = terms.reshape(-1, heads, rows, width)
-    first = int32("query_offset", query_offset).reshape(-1)
-    if first.size not in (1, terms.shape[0]):
-        raise ValueError(
-            f"query_offset must be one int, or one for each of {terms.shape[0]} batch "
-            f"entries, but got {first.size}."
-        )
-    zero = width // 2 if bidirectional else 0
-    sizes = {"q_idx": extremes(first)[1] + rows} if readable(first) else {}
 
-    @made_for(b=terms.shape[0], h=heads, **sizes)
+    # One batch axis, as `b` counts.
+    terms = terms.reshape(-1, *terms.shape[-3:])
+    rows, width = terms.shape[-2:]
+    # The place of distance 0 in the terms.
+    zero = width // 2 if bidirectional else 0
+
+    # Check the offset, and that the attention has these sizes.
+    batch, heads = terms.shape[:2]
+    query_offset = int32("query_offset", query_offset)
+    if query_offset.size not in (1, batch):
+        raise ValueError(
+            f"query_offset must be one int, or one for each of {batch} batch entries, "
+            f"but got {query_offset.size}."
+        )
+    sizes = {}
+    if readable(query_offset):
+        sizes["q_idx"] = extremes(query_offset)[1] + rows
+
+    first = np.reshape(query_offset, -1)
+
+    @made_for(b=batch, h=heads, **sizes)
     def score_mod(
         score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array
     ) -> Array:
         row = q_idx - (first[0] if first.size == 1 else jnp.asarray(first)[b])
         place = q_idx - kv_idx + zero
-        term = terms[
-            b, h, jnp.clip(row, 0, rows - 1), jnp.clip(place, 0, width - 1)
-        ].astype(score.dtype)
-        term = term if clip else jnp.where((place >= 0) & (place < width), term, 0.0)
+        # JAX would take another entry if an index were out of range.
+        row_within = jnp.clip(row, 0, rows - 1)
+        place_within = jnp.clip(place, 0, width - 1)
+        term = terms[b, h, row_within, place_within].astype(score.dtype)
+        if not clip:
+            term = jnp.where((place >= 0) & (place < width), term, 0.0)
         return score + jnp.where((row >= 0) & (row < rows), term, jnp.nan)
 
     if bidirectional:
@@ -267,8 +297,7 @@ def differential(
     mask: ArrayLike | Mask | None = None,
     *,
     epsilon: float = 1e-5,
-    implementation: Implementation | None = None,
-    **arguments: Unpack[Arguments],
+    **arguments: Any,
 ) -> Float[Array, "*B T N Hv"]:
     """Computes the difference of two softmaxes. Ye et al., Differential Transformer,
     arXiv:2410.05258; DiffLlama.
@@ -278,10 +307,12 @@ def differential(
     softmax, the other half for the second. With the rows q1, k1, q2, k2 of `vectors`,
     for each head
 
-        start = 0.8 - 0.6 * exp(-0.3 * layer) weight = exp(q1 . k1) - exp(q2 . k2) +
-        start heads = softmax(scale * query1 @ key1.T) @ value - weight * softmax(scale
-        * query2 @ key2.T) @ value out = (1 - start) * heads / sqrt(mean(heads^2) +
-        epsilon).
+        start = 0.8 - 0.6 * exp(-0.3 * layer)
+        weight = exp(q1 . k1) - exp(q2 . k2) + start
+        first = softmax(scale * query1 @ key1.T) @ value
+        second = softmax(scale * query2 @ key2.T) @ value
+        heads = first - weight * second
+        out = (1 - start) * heads / sqrt(mean(heads^2) + epsilon).
 
     Multiply the result by the norm's learned scale [Hv], if the model has one. The
     authors' code interleaves the heads of the two softmaxes: pass
@@ -298,7 +329,6 @@ def differential(
         both softmaxes use it.
       mask: For both softmaxes.
       epsilon: Added to the mean of squares.
-      implementation: As in `dot_product_attention`.
       **arguments: Other arguments of `dot_product_attention`, except `return_residual`
         and `return_max_score`.
 
@@ -306,7 +336,9 @@ def differential(
       ValueError: If `query` or `key` does not have twice the heads, if `vectors` does
         not have four rows of the head size, or as in `dot_product_attention`.
     """
-    for name in sorted(arguments.keys() - Arguments.__optional_keys__):
+    # Check the arguments.
+    known = {"implementation", *Arguments.__optional_keys__}
+    for name in sorted(arguments.keys() - known):
         raise unexpected("differential", name)
     query = _floats("query", query, "[batch..., queries, 2 heads, head size]", 3)
     key = _floats("key", key, "[batch..., keys, 2 key heads, head size]", 3)
@@ -323,38 +355,28 @@ def differential(
             f"{vectors.shape}."
         )
     layer = int_at_least("layer", layer, 0) if is_int(layer) else int32("layer", layer)
+
+    # The softmaxes drop different weights.
     rng = arguments.pop("dropout_rng", None)
-    rngs: Any = (None, None) if rng is None else jax.random.split(rng)
-    first, second = (
-        dot_product_attention(
-            q,
-            k,
-            value,
-            bias,
-            mask,
-            implementation=implementation,
-            **arguments | {"dropout_rng": rng},
-        )
-        for q, k, rng in zip(
-            jnp.split(query, 2, -2), jnp.split(key, 2, -2), rngs, strict=True
-        )
+    rngs = (None, None) if rng is None else jax.random.split(rng)
+    query1, query2 = jnp.split(query, 2, axis=-2)
+    key1, key2 = jnp.split(key, 2, axis=-2)
+    first = dot_product_attention(
+        query1, key1, value, bias, mask, dropout_rng=rngs[0], **arguments
     )
-    return difference(first, second, vectors, layer, epsilon)
+    second = dot_product_attention(
+        query2, key2, value, bias, mask, dropout_rng=rngs[1], **arguments
+    )
 
-
-def difference(
-    first: Array, second: Array, vectors: Array, layer: Any, epsilon: float
-) -> Array:
-    """Computes the output of `differential` from `first` and `second`, softmax @ value,
-    in float32 or higher.
-    """
-    dtype = accumulation_dtype(first.dtype)
+    # The difference and its norm, in float32 at least.
+    dtype = jnp.promote_types(first.dtype, jnp.float32)
     q1, k1, q2, k2 = vectors.astype(dtype)
     start = 0.8 - 0.6 * jnp.exp(-0.3 * jnp.asarray(layer, dtype))
     weight = jnp.exp(jnp.sum(q1 * k1)) - jnp.exp(jnp.sum(q2 * k2)) + start
     heads = first.astype(dtype) - weight * second.astype(dtype)
-    size = jnp.mean(heads**2, axis=-1, keepdims=True)
-    return ((1 - start) * heads * jax.lax.rsqrt(size + epsilon)).astype(first.dtype)
+    mean_square = jnp.mean(heads**2, axis=-1, keepdims=True)
+    output = (1 - start) * heads * jax.lax.rsqrt(mean_square + epsilon)
+    return output.astype(first.dtype)
 
 
 def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
@@ -388,10 +410,10 @@ def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
                 f"got {recipe!r}."
             )
     given: dict[str, list[Any]] = {}
-    for name, value in (
-        item for recipe in recipes for item in recipe.items() if item[1] is not None
-    ):
-        given.setdefault(name, []).append(value)
+    for recipe in recipes:
+        for name, value in recipe.items():
+            if value is not None:
+                given.setdefault(name, []).append(value)
     combined = {}
     for name, values in given.items():
         if name == "mask":
@@ -399,7 +421,8 @@ def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
         elif len(values) == 1:
             combined[name] = values[0]
         elif name == "score_mod":
-            combined[name] = made_for(**_common_sizes(values))(_in_order(values))
+            sizes = _common_sizes(values)
+            combined[name] = made_for(**sizes)(_in_order(values))
         else:
             raise ValueError(
                 f"{name} must be set by only one recipe, but {len(values)} set it."
@@ -412,15 +435,17 @@ def _common_sizes(score_mods: list[Any]) -> dict[str, int]:
     ValueError if b or h differ.
     """
     common: dict[str, int] = {}
-    for name, size in (
-        item for one in score_mods for item in getattr(one, "made_for", {}).items()
-    ):
-        if name in "bh" and common.get(name, size) != size:
-            raise ValueError(
-                f"recipes must be created for the same number of {NAMES[name]}, but "
-                f"got {common[name]} and {size}."
-            )
-        common[name] = min(common.get(name, size), size)
+    for one in score_mods:
+        sizes = getattr(one, "made_for", {})
+        for name, size in sizes.items():
+            # The shorter of two lengths limits both; numbers must be equal.
+            is_number = name in ("b", "h")
+            if is_number and common.get(name, size) != size:
+                raise ValueError(
+                    f"recipes must be created for the same number of {NAMES[name]}, "
+                    f"but got {common[name]} and {size}."
+                )
+            common[name] = min(common.get(name, size), size)
     return common
 
 

@@ -49,42 +49,41 @@ def top_blocks(
       >>> dot_product_attention(query, key, value, **blocks).shape
       (1, 1000, 4, 16)
     """
+    # Check the arguments.
     block = int_at_least("block", block, 1)
     count = int_at_least("count", count, 1)
-    size, (keys, num_heads) = query.shape[-1], key.shape[-3:-1]
+
+    *batch, keys, num_heads, size = key.shape
     number = -(-keys // block)
-    padded = jnp.pad(
-        lax.stop_gradient(key),
-        [*[(0, 0)] * (key.ndim - 3), (0, number * block - keys), (0, 0), (0, 0)],
-    )
-    sums = (
-        padded.reshape(*key.shape[:-3], number, block, num_heads, size)
-        .astype(jnp.float32)
-        .sum(-3)
-    )
+
+    # The mean key of each block, [B..., blocks, K, H]; the last block may be shorter.
+    widths = [(0, 0)] * key.ndim
+    widths[-3] = (0, number * block - keys)
+    padded = jnp.pad(lax.stop_gradient(key), widths)
+    padded = padded.reshape(*batch, number, block, num_heads, size)
+    sums = padded.astype(jnp.float32).sum(-3)
     sizes = jnp.minimum(block, keys - jnp.arange(number) * block).astype(jnp.float32)
     means = sums / jnp.broadcast_to(sizes[:, None, None], sums.shape)
-    grouped = (
-        lax.stop_gradient(query)
-        .astype(jnp.float32)
-        .reshape(*query.shape[:-2], num_heads, -1, size)
-        .sum(-2)
-    )
+
+    # Its products with the query heads that share a key head, [B..., T, K, blocks].
+    grouped = lax.stop_gradient(query).astype(jnp.float32)
+    grouped = grouped.reshape(*query.shape[:-2], num_heads, -1, size).sum(-2)
     products = jnp.einsum("...tkh,...nkh->...tkn", grouped, means)
-    own = (
-        lax.broadcasted_iota(jnp.int32, products.shape, products.ndim - 3)
-        + query_offset
-    ) // block
+
+    # A query's own block comes first; later blocks are hidden.
+    row = lax.broadcasted_iota(jnp.int32, products.shape, products.ndim - 3)
+    own = (row + query_offset) // block
     blocks = lax.broadcasted_iota(jnp.int32, products.shape, products.ndim - 1)
-    products = jnp.where(
-        blocks < own, products, jnp.where(blocks == own, jnp.inf, -jnp.inf)
-    )
+    is_earlier = blocks < own
+    own_or_later = jnp.where(blocks == own, jnp.inf, -jnp.inf)
+    products = jnp.where(is_earlier, products, own_or_later)
     best, chosen = lax.top_k(products, min(count, number))
-    indices = chosen[..., None] * block + lax.broadcasted_iota(
-        jnp.int32, (*chosen.shape, block), chosen.ndim
-    )
-    indices = jnp.where((best[..., None] > -jnp.inf) & (indices < keys), indices, -1)
-    return {
-        "mask": CausalMask(),
-        "key_indices": lax.collapse(indices, indices.ndim - 2),
-    }
+
+    # The keys in the chosen blocks, [B..., T, K, count * block]; -1 is no key.
+    first = chosen[..., None] * block
+    steps = lax.broadcasted_iota(jnp.int32, (*chosen.shape, block), chosen.ndim)
+    indices = first + steps
+    exists = (best[..., None] > -jnp.inf) & (indices < keys)
+    indices = jnp.where(exists, indices, -1)
+    indices = lax.collapse(indices, indices.ndim - 2)
+    return {"mask": CausalMask(), "key_indices": indices}

@@ -57,19 +57,24 @@ class RoPE:
     Example:
       >>> from flax_mha.rope import Linear, Llama3, Proportional, RoPE, YaRN
       >>> llama_3 = RoPE(base=500_000.0)
-      >>> llama_3_1 = RoPE(base=500_000.0, scaling=Llama3(8.0, 1.0, 4.0, original_max_position=8192))
+      >>> scaling = Llama3(8.0, 1.0, 4.0, original_max_position=8192)
+      >>> llama_3_1 = RoPE(base=500_000.0, scaling=scaling)
       >>> qwen_3 = RoPE(base=1_000_000.0)
       >>> gemma_3_local = RoPE(base=10_000.0)
-      >>> gemma_3_global = RoPE(base=1_000_000.0, scaling=Linear(8.0))  # 1B: without the scaling
+      >>> gemma_3_1b_global = RoPE(base=1_000_000.0)
+      >>> gemma_3_4b_global = RoPE(base=1_000_000.0, scaling=Linear(8.0))
       >>> gemma_4_global = RoPE(base=1_000_000.0, scaling=Proportional(0.25))
       >>> phi_2 = RoPE(fraction=0.4)
       >>> gpt_neox = RoPE(fraction=0.25)
       >>> gpt_j = RoPE(fraction=64 / 256, interleaved=True)  # rotary_dim / head size
       >>> glm_4 = RoPE(fraction=0.5, interleaved=True)
-      >>> gpt_oss = RoPE(base=150_000.0, scaling=YaRN(32.0, original_max_position=4096, truncate=False))
+      >>> scaling = YaRN(32.0, original_max_position=4096, truncate=False)
+      >>> gpt_oss = RoPE(base=150_000.0, scaling=scaling)
       >>> qwen_2_vl = RoPE(base=1_000_000.0, sections=(16, 24, 24))
-      >>> qwen_3_vl = RoPE(base=5_000_000.0, sections=(24, 20, 20), section_layout="interleaved")
-      >>> qwen_2_vl_vision = RoPE(sections=(20, 20), section_layout="axial")  # of heads with 80 features
+      >>> qwen_3_vl = RoPE(
+      ...     base=5_000_000.0, sections=(24, 20, 20), section_layout="interleaved"
+      ... )
+      >>> qwen_2_vl_vision = RoPE(sections=(20, 20), section_layout="axial")  # H = 80
 
     Source: Su et al., RoFormer, arXiv:2104.09864.
     """
@@ -99,20 +104,18 @@ class RoPE:
                 f"Proportional, but got {self.scaling!r}; for a Hugging Face dict, use "
                 "RoPE.from_config."
             )
-        object.__setattr__(
-            self, "sections", _check_sections(self.sections, self.section_layout)
-        )
+        sections = _check_sections(self.sections, self.section_layout)
+        object.__setattr__(self, "sections", sections)
 
     def rotated_size(self, head_size: int) -> int:
         """Returns R, the number of rotated features; raises a ValueError unless R is an
         even integer >= 2.
         """
         size = self.fraction * head_size
-        if (
-            round(size) < 2
-            or round(size) % 2
-            or abs(size - round(size)) > 1e-6 * head_size
-        ):
+        rotated = round(size)
+        # n / head size is not exact, nor is its product.
+        is_integer = abs(size - rotated) <= 1e-6 * head_size
+        if not is_integer or rotated < 2 or rotated % 2:
             even = max(2 * round(size / 2 - 0.25), 2)
             if even <= head_size:
                 fix = f"for example, use fraction={even} / {head_size}"
@@ -123,7 +126,7 @@ class RoPE:
                 f"are rotated in pairs, but got {self.fraction!r} * {head_size} = "
                 f"{size:g}; {fix}."
             )
-        return round(size)
+        return rotated
 
     def frequencies(self, head_size: int) -> np.ndarray:
         """Returns the frequency of each pair in radians per position: a NumPy array,
@@ -134,9 +137,11 @@ class RoPE:
         sections = self.sections or ()
         layout = self.section_layout
         if layout == "axial":
+            # Each section has all frequencies, from the fastest on.
             return np.concatenate([of_size(2 * pairs) for pairs in sections])
         found = of_size(size)
         if layout == "axial_strided":
+            # Every D-th frequency for each of the D coordinates.
             return found.reshape(-1, len(sections)).T.ravel()
         return found
 
@@ -157,6 +162,8 @@ class RoPE:
             )
         if self.section_layout != "interleaved":
             return np.repeat(np.arange(len(sections)), sections)
+        # Pairs take turns; a coordinate whose section is full leaves its turns to the
+        # first.
         turn, coordinate = divmod(np.arange(pairs), len(sections))
         found = np.where(turn < np.asarray(sections)[coordinate], coordinate, 0)
         if tuple(np.bincount(found, minlength=len(sections))) != sections:
@@ -220,9 +227,11 @@ class RoPE:
 
         Example:
           >>> from flax_mha.rope import RoPE
-          >>> RoPE.from_config({"model_type": "qwen3", "rope_theta": 1e6, "rope_scaling": None}) == RoPE(base=1e6)
+          >>> qwen_3 = {"model_type": "qwen3", "rope_theta": 1e6, "rope_scaling": None}
+          >>> RoPE.from_config(qwen_3) == RoPE(base=1e6)
           True
-          >>> gemma_3 = {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+          >>> gemma_3 = {"model_type": "gemma3_text", "rope_theta": 1e6}
+          >>> gemma_3["rope_local_base_freq"] = 1e4
           >>> RoPE.from_config(gemma_3, layer_type="sliding_attention").base
           10000.0
         """
@@ -272,34 +281,45 @@ def apply_rope(
       0.5403 0.8415
     """
     x, positions = _check(x, positions, rope)
-    size = rope.rotated_size(x.shape[-1])
+    head_size = x.shape[-1]
+    size = rope.rotated_size(head_size)
     dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    by_coordinate = positions if rope.sections else positions[..., None]
-    rotates = np.arange(by_coordinate.shape[-1])[:, None] == rope.coordinates(
-        x.shape[-1]
-    )
-    # [D, R / 2].
-    frequencies = np.where(rotates, rope.frequencies(x.shape[-1]), 0).astype(dtype)
+    if not rope.sections:
+        positions = positions[..., None]
+
+    # The frequencies of pairs for each coordinate, [D, R / 2]; 0 if another coordinate
+    # rotates the pair.
+    coordinates = np.arange(positions.shape[-1])[:, None]
+    rotates = coordinates == rope.coordinates(head_size)
+    frequencies = np.where(rotates, rope.frequencies(head_size), 0).astype(dtype)
+
+    # p * f[i], summed over coordinates: indexing by pair would be a gather.
     angles: Any = 0
-    # Only one coordinate rotates a pair; indexing by pair would be a gather.
     for i, row in enumerate(frequencies):
-        coordinate = by_coordinate[..., i]
-        coordinate = coordinate.reshape(
-            (1,) * (x.ndim - 2 - coordinate.ndim) + coordinate.shape + (1, 1)
-        )
-        angles += coordinate.astype(dtype) * row.reshape((1,) * (x.ndim - 1) + (-1,))
+        coordinate = positions[..., i]
+        missing = (1,) * (x.ndim - 2 - coordinate.ndim)
+        coordinate = coordinate.reshape((*missing, *coordinate.shape, 1, 1))
+        row = row.reshape((1,) * (x.ndim - 1) + (-1,))
+        angles += coordinate.astype(dtype) * row
+
     cos = jnp.cos(angles)
     sin = jnp.sin(angles)
     if rope.attention_factor != 1.0:
         cos = cos * rope.attention_factor
         sin = sin * rope.attention_factor
-    pairs, axis = ((size // 2, 2), -1) if rope.interleaved else ((2, size // 2), -2)
-    u, v = jnp.unstack(
-        x[..., :size].astype(dtype).reshape(*x.shape[:-1], *pairs), axis=axis
-    )
+
+    # (u, v) becomes (u c - v s, v c + u s).
+    if rope.interleaved:
+        pairs = (size // 2, 2)
+        axis = -1
+    else:
+        pairs = (2, size // 2)
+        axis = -2
+    x_pairs = x[..., :size].astype(dtype).reshape(*x.shape[:-1], *pairs)
+    u, v = jnp.unstack(x_pairs, axis=axis)
     rotated = jnp.stack([u * cos - v * sin, v * cos + u * sin], axis=axis)
     rotated = rotated.reshape(*x.shape[:-1], size).astype(x.dtype)
-    if size == x.shape[-1]:
+    if size == head_size:
         return rotated
     return jnp.concatenate([rotated, x[..., size:]], axis=-1)
 
@@ -336,17 +356,20 @@ def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
         raise ValueError(
             f"x must have a static head size, but got symbolic size {x.shape[-1]}."
         )
-    axes = (len(rope.sections),) if rope.sections else ()
-    if positions.shape not in (x.shape[:-2] + axes, x.shape[-3:-2] + axes):
-        name = ""
-        fix = "use jnp.broadcast_to for other batch axes"
-        if axes:
-            name = ", coordinates"
-            fix = f"repeat the position of a text token {axes[0]} times"
+    axes: tuple[int, ...] = ()
+    name = ""
+    fix = "use jnp.broadcast_to for other batch axes"
+    if rope.sections:
+        axes = (len(rope.sections),)
+        name = ", coordinates"
+        fix = f"repeat the position of a text token {axes[0]} times"
+    of_batch = x.shape[:-2] + axes
+    of_sequence = x.shape[-3:-2] + axes
+    if positions.shape not in (of_batch, of_sequence):
         raise ValueError(
             f"positions must be [batch..., length{name}] or [length{name}], that is "
-            f"{x.shape[:-2] + axes} or {x.shape[-3:-2] + axes} for x of shape "
-            f"{x.shape}, but got {positions.shape}; {fix}."
+            f"{of_batch} or {of_sequence} for x of shape {x.shape}, but got "
+            f"{positions.shape}; {fix}."
         )
     return x, jnp.asarray(positions)
 
@@ -367,7 +390,9 @@ def _check_sections(sections: Any, layout: Any) -> tuple[int, ...] | None:
                 "pass the number of pairs per coordinate."
             )
         return None
-    found = tuple(sections) if isinstance(sections, Iterable) else ()
+    found: tuple[Any, ...] = ()
+    if isinstance(sections, Iterable):
+        found = tuple(sections)
     if not found or not all(is_int(pairs) and pairs > 0 for pairs in found):
         raise ValueError(
             "sections must be None or positive integers (the number of rotated pairs "

@@ -16,14 +16,16 @@ def check_number(
     name: str, value: Any, *, above: float | None = None, at_least: float | None = None
 ) -> None:
     """Raises a ValueError unless `value` is a finite number in the given range."""
-    if (
-        is_finite(value)
-        and (above is None or value > above)
-        and (at_least is None or value >= at_least)
-    ):
+    is_in_range = is_finite(value)
+    bounds = ""
+    if above is not None:
+        is_in_range = is_in_range and value > above
+        bounds += f" > {above:g}"
+    if at_least is not None:
+        is_in_range = is_in_range and value >= at_least
+        bounds += f" >= {at_least:g}"
+    if is_in_range:
         return
-    bounds = "" if above is None else f" > {above:g}"
-    bounds += "" if at_least is None else f" >= {at_least:g}"
     raise ValueError(f"{name} must be a finite number{bounds}, but got {value!r}.")
 
 
@@ -176,9 +178,9 @@ class Llama3(Scaling):
         turns = self.original_max_position * kept / (2 * math.pi)
         if self.high_freq_factor == self.low_freq_factor:
             return np.where(turns < self.low_freq_factor, kept / self.factor, kept)
-        share_kept = (turns - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
+        # 0 at low_freq_factor turns, 1 at high_freq_factor turns.
+        width = self.high_freq_factor - self.low_freq_factor
+        share_kept = (turns - self.low_freq_factor) / width
         return _blend(kept, kept / self.factor, share_kept)
 
 
@@ -237,30 +239,31 @@ class YaRN(Scaling):
                 "base must be greater than 1 with YaRN, so that frequencies decrease "
                 f"from pair to pair, but got {base:g}."
             )
-        # The indices, which may be fractions, of the pairs that turn this often in the
-        # original length.
-        first, last = (
-            size
-            * math.log(self.original_max_position / (turns * 2 * math.pi))
-            / (2 * math.log(base))
-            for turns in (self.beta_fast, self.beta_slow)
-        )
+        first = self._pair_with(self.beta_fast, base, size)
+        last = self._pair_with(self.beta_slow, base, size)
         if self.truncate:
             first = math.floor(first)
             last = math.ceil(last)
         first = max(first, 0)
         last = min(last, size - 1)
         # 0.001 as published: no division by 0.
-        kept = super().frequencies(base, size)
         width = last - first or 0.001
-        return _blend(
-            kept, kept / self.factor, 1 - (np.arange(size // 2) - first) / width
-        )
+        share_kept = 1 - (np.arange(size // 2) - first) / width
+        kept = super().frequencies(base, size)
+        return _blend(kept, kept / self.factor, share_kept)
+
+    def _pair_with(self, turns: float, base: float, size: int) -> float:
+        """Returns the index i, which may be a fraction, of the pair that makes this
+        many turns in the original length L: L * base^(-2i / R) = 2 pi * turns.
+        """
+        ratio = self.original_max_position / (turns * 2 * math.pi)
+        return size * math.log(ratio) / (2 * math.log(base))
 
     @property
     def cos_sin_factor(self) -> float:
         if self.attention_factor is not None:
             return float(self.attention_factor)
+        # m(s) = 0.1 s ln(factor) + 1.
         log = 0.1 * math.log(self.factor)
         if self.mscale and self.mscale_all_dim:
             return (log * self.mscale + 1) / (log * self.mscale_all_dim + 1)
