@@ -226,8 +226,8 @@ mlir.register_lowering(_function, mlir.lower_fun(_evaluate, multiple_results=Tru
 def _types(
     *arguments: Any, function: Function, levels: Levels, jaxpr: Any
 ) -> list[Any]:
-    # In `jax.shard_map`, outputs vary over the mesh axes of the arguments, which callers
-    # make alike (`varying_alike`).
+    # In `jax.shard_map`, outputs vary over the arguments' mesh axes, which callers make
+    # alike (`varying_alike`).
     like = next(x for x in arguments if jnp.issubdtype(x.dtype, jnp.floating))
     sizes = tuple(size for size, _ in reversed(levels))
     types = []
