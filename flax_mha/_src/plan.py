@@ -247,9 +247,8 @@ def plan_tiles(call: Call) -> tuple[Plan, Call]:
     of `mask_mod`s, if known now.
     """
     call = with_occupancy(call)
-    shapes = TILE_SHAPES
-    if call.options.target.platform != "cpu":
-        shapes = TILE_SHAPES[:1]
+    on_cpu = call.options.target.platform == "cpu"
+    shapes = TILE_SHAPES if on_cpu else TILE_SHAPES[:1]
     tiling, blocks = choose_tiles(call, shapes)
     scores = tiling.height * tiling.width
     loops = _loops(call, scores)
@@ -629,8 +628,8 @@ def _may_round(options: Options) -> bool:
     """Returns whether operands of products may have 16 bits: neither the call nor JAX's
     config raises the precision.
     """
-    precisions = (options.precision, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
-    return all(precision in DEFAULT_PRECISION for precision in precisions)
+    of_jax = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return options.precision in DEFAULT_PRECISION and of_jax in DEFAULT_PRECISION
 
 
 def _loops(call: Call, scores: int) -> Loops:

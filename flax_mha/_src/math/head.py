@@ -29,7 +29,7 @@ from flax_mha._src.call.operands import (
     Options,
     Result,
 )
-from flax_mha._src.core.tile import Offsets, Tile
+from flax_mha._src.core.tile import Offsets, Scalar, Tile
 from flax_mha._src.core.tracing import T, being_traced
 from flax_mha._src.masks import Mask
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
@@ -73,12 +73,12 @@ class Head:
     @property
     def whole(self) -> Tile:
         """The tile that holds all scores of the head."""
-        first = 0
+        row: Scalar = 0
         indices = None
         if self.listed is not None:
-            first, indices = self.listed
+            row, indices = self.listed
         return Tile(
-            row=first,
+            row=row,
             column=0,
             shape=(self.query.shape[0], self.key.shape[-2]),
             offsets=self.rule.offsets.values,
