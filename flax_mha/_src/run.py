@@ -132,7 +132,7 @@ def _compute_with(call: Call, engine: Engine, operands: Operands) -> Result:
 
 
 def compute(engine: Engine, call: Call) -> Result:
-    """Plans a call on one device, guards it against NaN, and lets `engine` compute it."""
+    """Plans a call on one device, guards it against NaN, and runs `engine` on it."""
     plan, call = engine.plan(call)
     return _compute(engine, plan, *call)
 

@@ -1,11 +1,15 @@
 """Sums over the tiles of one head, with derivatives of every order in memory O(T + S).
 
 A *tile sum* calls a function for each tile with the tile's parts of its arguments, and
-adds the results to the tile's parts of the outputs. It is linear in some arguments; the
-others are its *residuals*. Its tangent is a tile sum of the function's tangent, and its
-transpose is a tile sum of the transposed function. So all derivatives visit the same
-tiles, and hold the scores of one tile at a time. A *row of tiles* is all tiles with the
-same queries.
+adds the results to the tile's parts of the outputs. It is linear in some arguments x;
+the others are its *residuals* r::
+
+    y = sum of f(r, x) over the tiles          the sum
+    dy = sum of (df/dr dr + f(r, dx))          its tangent, the sum of f's tangent
+    dx = sum of f(r, .)^T dy                   its transpose, the sum of f's transpose
+
+So all derivatives visit the same tiles, and hold the scores of one tile at a time. A
+*row of tiles* is all tiles with the same queries.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
