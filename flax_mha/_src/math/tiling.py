@@ -421,7 +421,7 @@ def _number_bands(
     """Returns the distinct bands of the `chosen` tiles, and writes each such tile's
     index among them into `band`.
 
-    `part` [..., 2] holds first and last row of each tile.
+    `part` [..., 2] holds the first row of each tile, and one past the last.
     """
     bands = sorted({TileBand(*rows) for rows in part[chosen].tolist()})
     for index, one in enumerate(bands):
