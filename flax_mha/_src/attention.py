@@ -99,7 +99,8 @@ def dot_product_attention(
     For each head, with a softmax in float32 or higher over the visible (not masked)
     keys::
 
-        out = dropout(softmax(score_mod(soft_cap(scale * query @ key.T)) + bias)) @ value
+        scores = score_mod(soft_cap(scale * query @ key.T)) + bias
+        out = dropout(softmax(scores)) @ value
 
     This is a superset of `jax.nn.dot_product_attention`: arguments with the same name
     have the same meaning. There are three main differences, and :doc:`differences
@@ -209,23 +210,52 @@ def dot_product_attention(
       >>> import jax, jax.numpy as jnp
       >>> from flax_mha import dot_product_attention
       >>> query = jax.random.normal(jax.random.key(0), (2, 5, 8, 16))  # [B, T, N, H]
-      >>> key = value = jax.random.normal(jax.random.key(1), (2, 7, 4, 16))  # [B, S, K, H]
-      >>> dot_product_attention(query, key, value, key_value_seq_lengths=jnp.array([7, 3])).shape
+      >>> key = jax.random.normal(jax.random.key(1), (2, 7, 4, 16))  # [B, S, K, H]
+      >>> lengths = jnp.array([7, 3])
+      >>> dot_product_attention(query, key, key, key_value_seq_lengths=lengths).shape
       (2, 5, 8, 16)
 
     References:
       Vaswani et al., Attention is all you need, arXiv:1706.03762; Ainslie et al., GQA,
       arXiv:2305.13245; Dao, FlashAttention-2, arXiv:2307.08691.
     """
-    arguments = dict(locals())
-    del arguments["implementation"]
-    output, lse, max_score = run(canonical(**arguments), implementation)
-    results: Any = (
-        output,
-        *([lse] if return_residual else []),
-        *([] if max_score is None else [max_score]),
+    call = canonical(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_offset=query_offset,
+        key_value_offset=key_value_offset,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        key_indices=key_indices,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        score_mod=score_mod,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        broadcast_dropout=broadcast_dropout,
+        return_residual=return_residual,
+        return_max_score=return_max_score,
+        precision=precision,
+        qkv_sharding=qkv_sharding,
     )
-    return results if len(results) > 1 else output
+    result = run(call, implementation)
+    results: list[Any] = [result.output]
+    # An engine may return the log-sum-exp although nobody asked for it.
+    if return_residual:
+        results.append(result.lse)
+    if result.largest is not None:
+        results.append(result.largest)
+    if len(results) == 1:
+        return result.output
+    return tuple(results)
 
 
 def explain_implementation(  # noqa: D417 - dot_product_attention describes the others
@@ -287,10 +317,8 @@ def explain_implementation(  # noqa: D417 - dot_product_attention describes the 
 
 
 # Shows all arguments in `help` and editors, which do not resolve `Unpack`.
+_parameters = inspect.signature(dot_product_attention).parameters
+_platform = inspect.signature(explain_implementation).parameters["platform"]
 explain_implementation.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [
-        *inspect.signature(dot_product_attention).parameters.values(),
-        inspect.signature(explain_implementation).parameters["platform"],
-    ],
-    return_annotation=Explanation,
+    [*_parameters.values(), _platform], return_annotation=Explanation
 )

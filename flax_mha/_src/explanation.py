@@ -6,7 +6,10 @@ from typing import NamedTuple
 # What an explanation assumes about a platform that this machine lacks.
 ASSUMPTIONS = {
     "cpu": None,
-    "gpu": "This assumes H100s (compute capability 9.0). cuDNN did not run, and may still reject the shapes.",
+    "gpu": (
+        "This assumes H100s (compute capability 9.0). cuDNN did not run, and may still "
+        "reject the shapes."
+    ),
     "tpu": "This assumes TPUs such as v5e. Nothing was compiled for them.",
 }
 WIDTH = 100  # columns of an explanation's print-out
@@ -40,18 +43,29 @@ class Explanation(NamedTuple):
         """
         lines: list[str] = []
         for name, reasons in self.refusals.items():
-            if name == self.chosen:
-                verdict = f"chosen{f', {self.variant}' if self.variant else ''}"
-            else:
-                verdict = "would run"
-            verdict = "chosen if compiled for a CPU" if name == self.on_cpu else verdict
-            rows = reasons or [verdict]
-            for i, row in enumerate(rows):
-                start = f"{'' if i else name:<9}  {('' if i else 'no: ').ljust(4) if reasons else ''}"
-                indent = " " * (len(start) + 2)
+            label = name
+            mark = "no: " if reasons else ""
+            for row in reasons or [self._verdict(name)]:
+                start = f"{label:<9}  {mark}"
                 lines += textwrap.wrap(
-                    start + row, WIDTH, subsequent_indent=indent, break_on_hyphens=False
+                    start + row,
+                    WIDTH,
+                    subsequent_indent=" " * (len(start) + 2),
+                    break_on_hyphens=False,
                 )
-        return "\n".join(
-            lines + ([] if self.note is None else textwrap.wrap(self.note, WIDTH))
-        )
+                # Further reasons stand below the first.
+                label = ""
+                mark = " " * len(mark)
+        if self.note is not None:
+            lines += textwrap.wrap(self.note, WIDTH)
+        return "\n".join(lines)
+
+    def _verdict(self, name: str) -> str:
+        """Says in words what becomes of an implementation that could run."""
+        if name == self.on_cpu:
+            return "chosen if compiled for a CPU"
+        if name != self.chosen:
+            return "would run"
+        if self.variant is not None:
+            return f"chosen, {self.variant}"
+        return "chosen"

@@ -40,34 +40,35 @@ def guard(call: Call, plan: Any) -> Call:
     False: then the engine does it.
     """
     operands, options = call
-    if not plan.guard_first or not may_mask(
-        operands.mask, operands.bias, options.score_mod
-    ):
+    masks = may_mask(operands.mask, operands.bias, options.score_mod)
+    if not plan.guard_first or not masks:
         return call
-    if operands.scale is None:
-        scale = options.scale
-    else:
+    # The queries that products get are scaled, and may overflow by that.
+    query = operands.query
+    if operands.scale is not None:
         scale = operands.scale.astype(options.dtype)
-    query: Array = operands.query
-    if not isinstance(scale, float) or abs(scale) > 1:  # scaled queries may overflow
         query = query.astype(options.dtype) * scale
+    elif abs(options.scale) > 1:
+        query = query.astype(options.dtype) * options.scale
     of_queries = flag(query)
     key, value, of_keys = zero_keys(operands.key, operands.value)
     nonfinite = NonFinite(
-        of_queries.astype(options.dtype), of_keys.astype(options.dtype)
+        query=of_queries.astype(options.dtype), key=of_keys.astype(options.dtype)
     )
-    return call._replace(
-        operands=operands._replace(key=key, value=value, nonfinite=nonfinite)
-    )
+    guarded = operands._replace(key=key, value=value, nonfinite=nonfinite)
+    return call._replace(operands=guarded)
 
 
 def flag(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:
     """Returns infinity for each vector [F] that holds NaN or infinity, else 0, without
     a gradient.
     """
-    is_finite = lax.reduce_and(lax.is_finite(lax.stop_gradient(x)), (x.ndim - 1,))
+    features = x.ndim - 1
+    is_finite = lax.is_finite(lax.stop_gradient(x))
+    is_finite = lax.reduce_and(is_finite, (features,))
     zeros = lax.full(is_finite.shape, 0, x.dtype)
-    return lax.select(is_finite, zeros, lax.full_like(zeros, jnp.inf))
+    infinity = lax.full_like(zeros, jnp.inf)
+    return lax.select(is_finite, zeros, infinity)
 
 
 def zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L F"]:
@@ -82,10 +83,9 @@ def zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L
 
 
 def _zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L F"]:
-    infinite = lax.broadcast_in_dim(
-        lax.eq(flags, lax.full_like(flags, jnp.inf)), x.shape, tuple(range(flags.ndim))
-    )
-    return lax.select(infinite, lax.full_like(x, 0), x)
+    is_infinite = lax.eq(flags, lax.full_like(flags, jnp.inf))
+    is_infinite = lax.broadcast_in_dim(is_infinite, x.shape, tuple(range(flags.ndim)))
+    return lax.select(is_infinite, lax.full_like(x, 0), x)
 
 
 # Saves the flags for the backward pass, not `infinite`.
@@ -108,7 +108,8 @@ def restore_nan(
     """Sets vectors whose flag is infinity to NaN. All their scores become NaN; callers
     must set masked ones to -inf.
     """
-    return x + jnp.expand_dims(flags * 0, -1).astype(x.dtype)
+    nan_or_zero = flags * 0  # infinity times 0 is NaN
+    return x + jnp.expand_dims(nan_or_zero, -1).astype(x.dtype)
 
 
 def poison_of_scores(nonfinite: NonFinite) -> Float[Array, "T S"]:
@@ -118,10 +119,9 @@ def poison_of_scores(nonfinite: NonFinite) -> Float[Array, "T S"]:
     if nonfinite.key.ndim == 2:  # each query has keys of its own
         return nonfinite.query[:, None] + nonfinite.key
     shape = (*nonfinite.query.shape, *nonfinite.key.shape)
-    return lax.add(
-        lax.broadcast_in_dim(nonfinite.query, shape, (0,)),
-        lax.broadcast_in_dim(nonfinite.key, shape, (1,)),
-    )
+    of_queries = lax.broadcast_in_dim(nonfinite.query, shape, (0,))
+    of_keys = lax.broadcast_in_dim(nonfinite.key, shape, (1,))
+    return lax.add(of_queries, of_keys)
 
 
 def poison_of_rows(nonfinite: NonFinite, unmasked: bool) -> Float[Array, " T"]:
@@ -133,19 +133,18 @@ def poison_of_rows(nonfinite: NonFinite, unmasked: bool) -> Float[Array, " T"]:
     """
     flags = nonfinite.query
     if unmasked:
-        flags = lax.max(
-            flags, lax.broadcast(lax.reduce_max(nonfinite.key, (0,)), flags.shape)
-        )
+        of_any_key = lax.reduce_max(nonfinite.key, (0,))
+        flags = lax.max(flags, lax.broadcast(of_any_key, flags.shape))
+    # Infinity times 0 is NaN.
     return lax.mul(flags, lax.full_like(flags, 0))
 
 
 def poison_rows(
     largest: Float[Array, " t"], poison: Float[Array, " t"]
 ) -> Float[Array, " t"]:
-    """Adds `poison`, NaN or 0, to the largest score of each row that has a visible key."""
-    return lax.select(
-        lax.gt(largest, lax.full_like(largest, -jnp.inf)), largest + poison, largest
-    )
+    """Adds `poison`, NaN or 0, to the largest score of each row with a visible key."""
+    has_visible_key = lax.gt(largest, lax.full_like(largest, -jnp.inf))
+    return lax.select(has_visible_key, largest + poison, largest)
 
 
 def derivative_rows(
@@ -166,23 +165,26 @@ def derivative_rows(
     weights are 0. Output and, if `keys_are_finite`, query become 0.
     """
     output, lse = result
-    finite = jnp.isfinite(lse)
-    output = jnp.where(finite[..., None], output, jnp.zeros_like(output)).astype(
-        lse.dtype
-    )
+    is_finite = jnp.isfinite(lse)
+    # P = exp(S - LSE) is 0 with LSE = inf; zeros keep products with it from being NaN.
+    output = jnp.where(is_finite[..., None], output, jnp.zeros_like(output))
+    output = output.astype(lse.dtype)
     if keys_are_finite:
-        query = jnp.where(finite[..., None], query, jnp.zeros_like(query))
-    return query, output, jnp.where(finite, lse, jnp.full_like(lse, jnp.inf)), finite
+        query = jnp.where(is_finite[..., None], query, jnp.zeros_like(query))
+    lse = jnp.where(is_finite, lse, jnp.full_like(lse, jnp.inf))
+    return query, output, lse, is_finite
 
 
 def backward_weights(
     s: Float[Array, "..."], lse: Float[Array, "..."], may_be_nan: bool
 ) -> Float[Array, "..."]:
-    """Computes the weights exp(s - lse) for derivatives; 0 where `derivative_rows` set
-    `lse` to infinity.
+    """Computes the weights P = exp(S - LSE) for derivatives; 0 where `derivative_rows`
+    set `lse` to infinity.
 
     `may_be_nan`: whether scores in those rows may be NaN, which a bias or a `score_mod`
     can cause.
     """
-    s = jnp.where(lse == jnp.inf, jnp.full_like(s, -jnp.inf), s) if may_be_nan else s
+    if may_be_nan:
+        has_no_derivative = lse == jnp.inf
+        s = jnp.where(has_no_derivative, jnp.full_like(s, -jnp.inf), s)
     return jnp.exp(s - lse)

@@ -141,7 +141,16 @@ class KeyBlocks(NamedTuple):
             return self
         if scores > MAX_SCORES_WHOLE:
             return self._replace(wide=None)
-        return self.wide if numbers <= MAX_NUMBERS_WHOLE else self
+        if numbers <= MAX_NUMBERS_WHOLE:
+            return self.wide
+        return self
+
+
+class Loops(NamedTuple):
+    """How `map_heads` runs a call's heads: the fields of `Plan` with these names."""
+
+    looped_axes: int | None
+    max_heads: int | None = None
 
 
 class Plan(NamedTuple):
@@ -177,7 +186,9 @@ class Plan(NamedTuple):
             return None
         if self.gathered is not None:
             return "keys gathered for each query"
-        return "all scores at once" if self.in_place is None else "keys read in place"
+        if self.in_place is not None:
+            return "keys read in place"
+        return "all scores at once"
 
 
 def plan_xla(call: Call) -> Plan:
@@ -190,15 +201,15 @@ def plan_xla(call: Call) -> Plan:
     if blocks is not None:
         return Plan(blocks.dtype, guard_first=False, in_place=blocks)
     scores = math.prod(call.operands.lengths)
-    looped, together = _loops(call, scores)
-    # Few scores need no loop over heads.
-    looped = 0 if _may_fuse(call, scores) else looped
+    loops = _loops(call, scores)
+    if _may_fuse(call, scores):
+        # Few scores need no loop over heads.
+        loops = loops._replace(looped_axes=0)
     return Plan(
-        product_dtype(call, tiles=False),
-        True,
-        looped,
-        together,
-        _fuses_rows(call, scores),
+        dtype=product_dtype(call, tiles=False),
+        looped_axes=loops.looped_axes,
+        max_heads=loops.max_heads,
+        fuses_rows=_fuses_rows(call, scores),
     )
 
 
@@ -210,14 +221,25 @@ def _plan_gathered(call: Call, count: int) -> Plan:
     number of keys, and adding up the gradients of keys from all blocks takes no longer
     than gathering the keys.
     """
-    (queries, keys), dtype = call.operands.lengths, product_dtype(call, tiles=False)
+    queries, keys = call.operands.lengths
+    dtype = product_dtype(call, tiles=False)
     if not call.options.has_known_sizes:
-        return Plan(dtype, False, None, gathered=queries)
-    queries = min(queries, max(keys // count, MAX_QUERIES_IN_PLACE))
-    looped, together = _loops(call, queries * count)
-    if looped is not None:  # heads that share a key head gather its keys together
-        looped = min(looped, call.operands.query.ndim - 2)
-    return Plan(dtype, False, looped, together, gathered=queries)
+        return Plan(dtype, guard_first=False, looped_axes=None, gathered=queries)
+    height = max(keys // count, MAX_QUERIES_IN_PLACE)
+    height = min(queries, height)
+    loops = _loops(call, height * count)
+    looped_axes = loops.looped_axes
+    if looped_axes is not None:
+        # Heads that share a key head gather its keys together.
+        batch_and_key_heads = call.operands.query.ndim - 2
+        looped_axes = min(looped_axes, batch_and_key_heads)
+    return Plan(
+        dtype=dtype,
+        guard_first=False,
+        looped_axes=looped_axes,
+        max_heads=loops.max_heads,
+        gathered=height,
+    )
 
 
 def plan_tiles(call: Call) -> tuple[Plan, Call]:
@@ -225,15 +247,20 @@ def plan_tiles(call: Call) -> tuple[Plan, Call]:
     of `mask_mod`s, if known now.
     """
     call = with_occupancy(call)
-    tiling, blocks = choose_tiles(
-        call, TILE_SHAPES if call.options.target.platform == "cpu" else TILE_SHAPES[:1]
-    )
+    on_cpu = call.options.target.platform == "cpu"
+    shapes = TILE_SHAPES if on_cpu else TILE_SHAPES[:1]
+    tiling, blocks = choose_tiles(call, shapes)
     scores = tiling.height * tiling.width
-    fuses = _fuses_rows(call, scores, tiling.rows)
+    loops = _loops(call, scores)
     plan = Plan(
-        product_dtype(call, tiles=True), True, *_loops(call, scores), fuses, tiling
+        dtype=product_dtype(call, tiles=True),
+        looped_axes=loops.looped_axes,
+        max_heads=loops.max_heads,
+        fuses_rows=_fuses_rows(call, scores, tiling.rows),
+        tiling=tiling,
     )
-    return plan, call._replace(operands=call.operands._replace(tiles=blocks))
+    operands = call.operands._replace(tiles=blocks)
+    return plan, call._replace(operands=operands)
 
 
 def with_occupancy(call: Call) -> Call:
@@ -244,14 +271,13 @@ def with_occupancy(call: Call) -> Call:
     some or all of them are visible.
     """
     operands = call.operands
-    if (
-        operands.mask is None
-        or not jax.tree.leaves(operands.mask)
-        or not operands.offsets.are_known
-    ):
-        return call  # a mask without arrays computes this by itself
+    mask = operands.mask
+    # A mask without arrays computes this by itself.
+    has_arrays = bool(jax.tree.leaves(mask))
+    if mask is None or not has_arrays or not operands.offsets.are_known:
+        return call
     mask = store_occupancy(
-        operands.mask, operands.lengths, operands.offsets.numbers, tilings.CELL
+        mask, operands.lengths, operands.offsets.numbers, tilings.CELL
     )
     return call._replace(operands=operands._replace(mask=mask))
 
@@ -267,23 +293,32 @@ def choose_tiles(
     arrays (`block_mask_of_one`), else at run time (`dynamic_block_mask`).
     """
     operands = call.operands
-    axes = call.operands.query.ndim - 1
+    lengths = operands.lengths
+    offsets = operands.offsets
+    head_size = product_size(call)
     arrays = jax.tree.leaves(operands.mask)
-    known = not arrays or (
-        all(map(readable, arrays)) and operands.query.size > 0 and being_traced()
-    )
-    if not operands.offsets.are_known or not known:
-        return tiling_of(operands.lengths, shapes[0]), None
-    context = operands.lengths, operands.offsets.numbers, shapes, product_size(call)
-    if not arrays or operands.mask is None:
-        return _cheapest_of_one(operands.mask, *context), None
+    if offsets.are_known and not arrays:
+        tiling = _cheapest_of_one(
+            operands.mask, lengths, offsets.numbers, shapes, head_size
+        )
+        return tiling, None
+    # Outside of a trace, every call would read the mask again.
+    is_readable = all(map(readable, arrays)) and operands.query.size > 0
+    if not offsets.are_known or not is_readable or not being_traced():
+        return tiling_of(lengths, shapes[0]), None
+
     concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
+    axes = operands.query.ndim - 1
     mask = mask_by_head(concrete, axes - 2, operands.groups)
-    head_axes = np.broadcast_shapes(*(x.shape[:axes] for x in jax.tree.leaves(mask)))
+    shapes_of_axes = [x.shape[:axes] for x in jax.tree.leaves(mask)]
+    head_axes = np.broadcast_shapes(*shapes_of_axes)
     masks = [one_of(mask, place) for place in np.ndindex(head_axes)]
-    tiling = _cheapest(masks[:: max(1, -(-len(masks) // EXAMPLES))], *context)
-    blocks = static_block_mask(tiling, masks, operands.offsets.numbers)
-    return tiling, jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
+    step = max(1, -(-len(masks) // EXAMPLES))
+    examples = masks[::step]
+    tiling = _cheapest(examples, lengths, offsets.numbers, shapes, head_size)
+    blocks = static_block_mask(tiling, masks, offsets.numbers)
+    blocks = jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
+    return tiling, blocks
 
 
 def product_size(call: Call) -> int:
@@ -307,9 +342,8 @@ def _cheapest(
     costs = []
     with jax.ensure_compile_time_eval():
         for candidate in candidates:
-            costs.append(
-                sum(_cost(candidate, mask, offsets, head_size) for mask in masks)
-            )
+            of_masks = [_cost(candidate, mask, offsets, head_size) for mask in masks]
+            costs.append(sum(of_masks))
     return candidates[int(np.argmin(costs))]
 
 
@@ -323,34 +357,46 @@ def _cheapest_of_one(mask: Mask | None, *context: Any) -> Tiling:
 def _cost(
     candidate: Tiling, mask: Mask | None, offsets: tuple[int, int], head_size: int
 ) -> float:
-    _, part, full, some = tiles_of(candidate, mask, offsets)
-    number = np.arange(part.shape[1])
-    scores = (part[..., 1] - part[..., 0]) * candidate.width
-    scores = np.where(number < full[:, None], scores, MASKED * scores)
-    each = np.where(scores * head_size < PARALLEL, SERIAL * scores, scores + STEP)
-    return float(each[number < some[:, None]].sum())
+    """Returns what a head with this mask costs, in units of one score of a large tile;
+    see `PARALLEL`.
+    """
+    tiles = tiles_of(candidate, mask, offsets)
+    height = tiles.band[..., 1] - tiles.band[..., 0]
+    number = np.arange(height.shape[1])
+    is_full = number < tiles.num_full[:, None]
+    is_tile = number < tiles.num_tiles[:, None]
+    scores = height * candidate.width
+    scores = np.where(is_full, scores, MASKED * scores)
+    is_parallel = scores * head_size >= PARALLEL
+    cost = np.where(is_parallel, scores + STEP, SERIAL * scores)
+    return float(cost[is_tile].sum())
 
 
 def is_memory_bound(call: Call) -> bool:
     """Returns whether reading the keys takes most of the time, for example in decoding:
     then "xla" is the fastest.
     """
-    return (
-        call.options.has_known_sizes and call.operands.query.shape[-3] == 1
-    ) or reads_in_place(call)
+    if reads_in_place(call):
+        return True
+    return call.options.has_known_sizes and call.operands.query.shape[-3] == 1
 
 
 def prefers_dense(call: Call) -> bool:
     """Returns whether "xla" is faster than "blockwise", or sizes are symbolic, which
     "blockwise" does not support.
     """
-    query = call.operands.query
     options = call.options
     scores = math.prod(call.operands.lengths)
     if not options.has_known_sizes or scores <= MAX_SCORES_DENSE:
         return True
-    num_heads = math.prod(query.shape[:-3]) * query.shape[-2]
-    return options.target.platform == "gpu" and num_heads * scores <= MAX_SCORES_GPU
+    scores_of_all_heads = _number_of_heads(call) * scores
+    return options.target.platform == "gpu" and scores_of_all_heads <= MAX_SCORES_GPU
+
+
+def _number_of_heads(call: Call) -> int:
+    """Returns the number of query heads in all batch entries, B * N."""
+    shape = call.operands.query.shape
+    return math.prod(shape[:-3]) * shape[-2]
 
 
 def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
@@ -362,26 +408,22 @@ def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
     """
     if not _may_fuse(call, scores):
         return False
+    scores_in_all = _number_of_heads(call) * rows * scores
     # Matrix products that use all cores are faster outside of that kernel.
-    in_all = (
-        math.prod(call.operands.query.shape[:-3])
-        * call.operands.query.shape[-2]
-        * rows
-        * scores
-    )
-    return in_all >= MIN_SCORES_FUSED_IN_ALL and scores * product_size(call) < PARALLEL
+    is_parallel = scores * product_size(call) >= PARALLEL
+    return scores_in_all >= MIN_SCORES_FUSED_IN_ALL and not is_parallel
 
 
 def _may_fuse(call: Call, scores: int) -> bool:
     operands, options = call
-    plain = options.score_mod is None and operands.dropout_rng is None
-    plain = plain and not (options.return_residual or options.return_max_score)
-    return (
-        call.options.has_known_sizes
-        and plain
-        and scores <= MAX_SCORES_DENSE
-        and options.target[:2] == ON_ONE_CPU
-    )
+    if not options.has_known_sizes or options.target[:2] != ON_ONE_CPU:
+        return False
+    # Only the output of a plain softmax becomes one kernel.
+    changes_weights = options.score_mod is not None or operands.dropout_rng is not None
+    returns_more = options.return_residual or options.return_max_score
+    if changes_weights or returns_more:
+        return False
+    return scores <= MAX_SCORES_DENSE
 
 
 def reads_in_place(call: Call) -> bool:
@@ -392,25 +434,20 @@ def reads_in_place(call: Call) -> bool:
     CPU for few queries, many keys.
     """
     operands, options = call
-    if (
-        not options.has_known_sizes
-        or not all(x.size for x in operands[:3])
-        or operands.key_indices is not None
-    ):
+    if not options.has_known_sizes or operands.key_indices is not None:
         return False
-    if (
-        options.score_mod is not None
-        and "custom_vjp_call" in options.score_mod.primitives
-    ):
+    is_empty = not all(x.size for x in operands[:3])
+    if is_empty:
+        return False
+    mod = options.score_mod
+    if mod is not None and "custom_vjp_call" in mod.primitives:
         # `in_place.py` has a rule for jax.jvp, which cannot differentiate a custom_vjp.
         return False
+    if options.cached:
+        return True
     queries, keys = operands.lengths
-    few = (
-        queries <= MAX_QUERIES_IN_PLACE
-        and keys >= MIN_KEYS_IN_PLACE
-        and options.target.platform == "cpu"
-    )
-    return few or options.cached
+    is_few_to_many = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE
+    return is_few_to_many and options.target.platform == "cpu"
 
 
 def blocks_in_place(call: Call) -> KeyBlocks | None:
@@ -419,51 +456,83 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
     """
     if not reads_in_place(call):
         return None
+    if call.options.target.platform == "cpu":
+        return _blocks_on_cpu(call)
+    return _blocks_on_accelerator(call)
+
+
+def _blocks_on_accelerator(call: Call) -> KeyBlocks:
     operands, options = call
-    queries, (keys, num_heads) = operands.query.shape[-3], operands.key.shape[-3:-1]
-    on_cpu = options.target.platform == "cpu"
+    queries, keys = operands.lengths
     height = min(queries, MAX_HEIGHT_IN_PLACE)
-    blocks_of = functools.partial(KeyBlocks, height, value_size=options.value_size)
-    if not on_cpu:
-        # 8 bits are converted.
-        if operands.cache_scale is None:
-            width = MAX_WIDTH_ACCELERATOR
-        else:
-            width = MAX_WIDTH_IN_PLACE
-        if options.target.platform != "gpu":
-            return blocks_of(min(keys, width), False, options.dtype)
-        blocks = blocks_of(min(keys, width), False, _dtype_in_place(call))
-        # Without a block-diagonal product, XLA transposes the whole cache; a GPU waits
-        # for the host at every condition.
-        is_joint = height * operands.query.shape[-2] <= MAX_JOINT_ROWS
-        return blocks._replace(
-            block_diagonal=is_joint, whole=keys <= width, unconditional=keys <= width
-        )
-    in_turn = not options.target.may_be_split
-    has_8_bits = operands.cache_scale is not None
-    dtype = _dtype_in_place(call) if in_turn else options.dtype
-    numbers = num_heads * (operands.key.shape[-1] + operands.value.shape[-1])
+    width = MAX_WIDTH_ACCELERATOR
+    if operands.cache_scale is not None:
+        width = MAX_WIDTH_IN_PLACE  # 8 bits are converted
+    blocks = KeyBlocks(
+        height=height,
+        width=min(keys, width),
+        sequential=False,
+        dtype=options.dtype,
+        value_size=options.value_size,
+    )
+    if options.target.platform != "gpu":
+        return blocks
+    # Without a block-diagonal product, XLA transposes the whole cache; a GPU waits for
+    # the host at every condition.
+    is_whole = keys <= width
+    return blocks._replace(
+        dtype=_dtype_in_place(call),
+        block_diagonal=height * operands.query.shape[-2] <= MAX_JOINT_ROWS,
+        whole=is_whole,
+        unconditional=is_whole,
+    )
+
+
+def _blocks_on_cpu(call: Call) -> KeyBlocks | None:
+    operands, options = call
+    queries, keys = operands.lengths
+    num_heads = operands.query.shape[-2]
+    num_kv_heads = operands.key.shape[-2]
+    height = min(queries, MAX_HEIGHT_IN_PLACE)
+    is_sequential = not options.target.may_be_split
+    dtype = options.dtype
+    if is_sequential:
+        dtype = _dtype_in_place(call)
+
+    # The most keys of a wide block, see MAX_BYTES_WIDE.
+    numbers = num_kv_heads * (operands.key.shape[-1] + operands.value.shape[-1])
     widest = min(
         MAX_BYTES_WIDE // dtype.itemsize // numbers,
-        MAX_SCORES_WIDE // (queries * operands.query.shape[-2]),
+        MAX_SCORES_WIDE // (queries * num_heads),
     )
-    # Keys that are converted, or multiplied in fewer bits, take fewer and larger
-    # blocks.
-    width = (2 if has_8_bits else 1) * MAX_NUMBERS_IN_PLACE // numbers
-    width = widest if in_turn and (has_8_bits or dtype != options.dtype) else width
-    width = min(
-        keys, max(MIN_WIDTH_IN_PLACE, min(width // 64 * 64, MAX_WIDTH_IN_PLACE))
-    )
-    if keys % width and not may_mask(operands.mask, operands.bias, options.score_mod):
+    has_8_bits = operands.cache_scale is not None
+    is_converted = has_8_bits or dtype != options.dtype
+    if is_sequential and is_converted:
+        # Keys that are converted, or multiplied in fewer bits, take fewer and larger
+        # blocks.
+        width = widest
+    elif has_8_bits:
+        width = 2 * MAX_NUMBERS_IN_PLACE // numbers
+    else:
+        width = MAX_NUMBERS_IN_PLACE // numbers
+    width = min(width // 64 * 64, MAX_WIDTH_IN_PLACE)
+    width = max(MIN_WIDTH_IN_PLACE, width)
+    width = min(keys, width)
+
+    masks = may_mask(operands.mask, operands.bias, options.score_mod)
+    if keys % width and not masks:
         return None  # the last block would have to mask some of its keys
-    if not in_turn:
-        return blocks_of(width, False, dtype)
-    blocks = blocks_of(
-        width,
-        True,
-        dtype,
-        num_heads * height * operands.query.shape[-2] <= MAX_JOINT_ROWS,
+    blocks = KeyBlocks(
+        height=height,
+        width=width,
+        sequential=is_sequential,
+        dtype=dtype,
+        value_size=options.value_size,
     )
+    if not is_sequential:
+        return blocks
+    joint_rows = num_kv_heads * height * num_heads
+    blocks = blocks._replace(block_diagonal=joint_rows <= MAX_JOINT_ROWS)
     return blocks._replace(wide=_wide_blocks(call, blocks, widest))
 
 
@@ -471,17 +540,16 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
     """Chooses larger blocks, of all keys or at most `widest`, to use if most keys are
     visible; None: use `blocks`.
     """
-    operands, (queries, num_heads) = call.operands, call.operands.query.shape[-3:-1]
-    keys, num_kv_heads = operands.key.shape[-3:-1]
-    scores = math.prod(operands.query.shape[:-1]) * keys
+    operands = call.operands
+    queries, keys = operands.lengths
+    num_heads = operands.query.shape[-2]
+    num_kv_heads = operands.key.shape[-2]
+    scores = _number_of_heads(call) * queries * keys
     joint_rows = queries * num_heads * num_kv_heads
-    few = (
-        scores <= MAX_SCORES_WHOLE
-        and joint_rows <= MAX_JOINT_ROWS_WHOLE
-        and queries <= MAX_HEIGHT_IN_PLACE
-    )
+    is_small = scores <= MAX_SCORES_WHOLE and joint_rows <= MAX_JOINT_ROWS_WHOLE
+    is_one_block = is_small and queries <= MAX_HEIGHT_IN_PLACE
     # Keys of another dtype would all have to be converted at once.
-    if few and operands.key.dtype == blocks.dtype:
+    if is_one_block and operands.key.dtype == blocks.dtype:
         return blocks._replace(
             width=keys, sequential=False, block_diagonal=True, whole=True
         )
@@ -492,8 +560,8 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
         width = max(MIN_WIDTH_IN_PLACE, widest // entries // 64 * 64)
         return blocks._replace(width=min(width, keys), sequential=False)
     width = min(widest, keys) // 64 * 64
-    is_wider = width > blocks.width and (has_8_bits or num_kv_heads == 1)
-    if is_wider:
+    gains = has_8_bits or num_kv_heads == 1
+    if gains and width > blocks.width:
         return blocks._replace(width=width)
     return None
 
@@ -509,15 +577,15 @@ def _dtype_in_place(call: Call) -> jnp.dtype:
     `options.dtype`.
     """
     operands, options = call
-    is_narrow = {x.dtype for x in operands[:3]} == {jnp.dtype(jnp.bfloat16)}
-    is_narrow |= (
-        operands.query.dtype == jnp.bfloat16 and operands.cache_scale is not None
-    )
-    exact = options.return_residual or not _may_round(options)
-    is_fast = options.target.platform == "gpu" or multiplies_bfloat16(
-        options.target.platform
-    )
-    if is_narrow and is_fast and not exact:
+    if options.return_residual or not _may_round(options):
+        return options.dtype
+    platform = options.target.platform
+    is_fast = platform == "gpu" or multiplies_bfloat16(platform)
+    has_8_bits = operands.cache_scale is not None
+    dtypes = {operands.query.dtype}
+    if not has_8_bits:
+        dtypes |= {operands.key.dtype, operands.value.dtype}
+    if is_fast and dtypes == {jnp.dtype(jnp.bfloat16)}:
         return operands.query.dtype
     return options.dtype
 
@@ -532,23 +600,26 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     default, use `options.dtype`. `tiles`: whether the call is computed tile by tile.
     """
     operands, options = call
+    target = options.target
     dtype = operands.query.dtype
     wide = options.dtype
     if dtype.itemsize > 2 or not _may_round(options):
         return wide
-    if options.target.platform != "cpu":
+    if target.platform != "cpu":
         # Gradients of float16 must not be rounded to it before the scale makes them
         # smaller: they would overflow.
         scales_first = not tiles or operands.scale is not None
-        return wide if dtype == jnp.float16 and scales_first else dtype
+        if dtype == jnp.float16 and scales_first:
+            return wide
+        return dtype
+    if not tiles or dtype != jnp.bfloat16 or "amx_bf16" not in cpu_features():
+        return wide
+    if not options.has_known_sizes or target.may_be_split:
+        return wide
     # XLA fails when such a program runs with odd sizes and one head: "DotThunk ... BF16
     # x BF16 = F32".
-    whole_tiles = call.options.has_known_sizes and not any(
-        x.shape[-3] % 128 for x in (operands.query, operands.key)
-    )
-    several_heads = math.prod(operands.query.shape[:-3]) * operands.query.shape[-2] > 1
-    plain = whole_tiles and several_heads and not options.target.may_be_split
-    if tiles and dtype == jnp.bfloat16 and plain and "amx_bf16" in cpu_features():
+    has_whole_tiles = not any(length % 128 for length in operands.lengths)
+    if has_whole_tiles and _number_of_heads(call) > 1:
         return dtype
     return wide
 
@@ -557,28 +628,32 @@ def _may_round(options: Options) -> bool:
     """Returns whether operands of products may have 16 bits: neither the call nor JAX's
     config raises the precision.
     """
-    precisions = (options.precision, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
-    return all(precision in DEFAULT_PRECISION for precision in precisions)
+    of_jax = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return options.precision in DEFAULT_PRECISION and of_jax in DEFAULT_PRECISION
 
 
-def _loops(call: Call, scores: int) -> tuple[int | None, int | None]:
-    """Chooses `Plan.looped_axes` and `Plan.max_heads`, so that the scores computed
-    together fit in fast memory.
+def _loops(call: Call, scores: int) -> Loops:
+    """Chooses the loops over heads, so that the scores computed together fit in fast
+    memory.
 
     `scores` counts the scores of one head that are in memory at a time.
     """
     target = call.options.target[:2]
-    query = call.operands.query
-    if target == ON_ONE_TPU and call.options.has_known_sizes:
-        return None, max(MAX_SCORES_TPU // max(scores, 1), 1)
-    if target != ON_ONE_CPU or not call.options.has_known_sizes:
+    has_known_sizes = call.options.has_known_sizes
+    if target == ON_ONE_TPU and has_known_sizes:
+        max_heads = MAX_SCORES_TPU // max(scores, 1)
+        return Loops(looped_axes=None, max_heads=max(max_heads, 1))
+    if target != ON_ONE_CPU or not has_known_sizes:
         # A GPU computes all heads together, and a mesh may split them.
-        return None, None
-    axes = query.ndim - 1
+        return Loops(looped_axes=None)
     if scores <= MAX_SCORES_ALL_HEADS:
-        return 0, None
-    together = (
+        return Loops(looped_axes=0)
+    num_axes = call.operands.query.ndim - 1  # [B..., K, G]
+    num_heads = call.operands.query.shape[-2]
+    fits = (
         scores <= MAX_SCORES_ONE_ENTRY
-        and query.shape[-2] * scores <= MAX_SCORES_ONE_ENTRY_IN_ALL
+        and num_heads * scores <= MAX_SCORES_ONE_ENTRY_IN_ALL
     )
-    return axes - 2 if together else axes, None
+    if fits:
+        return Loops(looped_axes=num_axes - 2)
+    return Loops(looped_axes=num_axes)

@@ -49,8 +49,10 @@ class _Engines(dict[str, Engine]):
     """
 
     def __missing__(self, name: str) -> Engine:
-        module, _, of_engine = f"flax_mha._src.engines.{CLASSES[name]}".rpartition(".")
-        self[name] = getattr(importlib.import_module(module), of_engine)()
+        path = f"flax_mha._src.engines.{CLASSES[name]}"
+        module, _, class_name = path.rpartition(".")
+        engine_class = getattr(importlib.import_module(module), class_name)
+        self[name] = engine_class()
         return self[name]
 
 
@@ -75,21 +77,17 @@ def run(call: Call, implementation: str | None) -> Result:
     """
     check_name(implementation)
     parts = _split_of(call)
-    if parts is None and is_linear_in_values(call.operands):
-        return as_function_of_values(call, lambda call: run(call, implementation))
     if parts is None:
-        result = on_device(
-            call if call.options.sharding is None else split.unsplit(call),
-            implementation,
-        )
+        if is_linear_in_values(call.operands):
+            return as_function_of_values(call, lambda call: run(call, implementation))
+        result = on_device(_unsplit(call), implementation)
     elif call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:
         explain(call, implementation)  # raises the errors that computing it would raise
         result = split.empty_result(call, parts)
     else:
+        run_part = _run_part(implementation, parts.context)
         on_mesh = split.run_on_mesh if being_traced() else _compiled_on_mesh
-        result = on_mesh(
-            call.operands, call.options, parts, _run_part(implementation, parts.context)
-        )
+        result = on_mesh(call.operands, call.options, parts, run_part)
     if result.largest is None:
         return result
     return result._replace(largest=_max_score(result.lse, result.largest))
@@ -100,38 +98,33 @@ def on_device(call: Call, implementation: str | None = None) -> Result:
     one.
     """
     name = implementation
-    elsewhere = None
+    on_cpu = None
     if name is None:
         name = choose(call)
-        elsewhere = _on_cpu(call, name)
+        on_cpu = _on_cpu(call, name)
     else:
         _check_supported(name, refusals(name, call))
     engine = ENGINES[name]
     if engine.platform is None:
         return compute(engine, call)
 
-    def attend(operands: Operands, platform: str | None) -> Result:
-        kernel, portable = (
-            functools.partial(_compute_with, call, x)
-            for x in (engine, ENGINES[PORTABLE])
-        )
-        return with_derivatives(kernel, portable, operands, platform)
+    # A kernel lacks some derivatives; a portable engine computes these.
+    kernel = functools.partial(_compute_with, call, engine)
+    portable = functools.partial(_compute_with, call, ENGINES[PORTABLE])
+    if on_cpu is None:
+        return with_derivatives(kernel, portable, call.operands, None)
 
-    if elsewhere is None:
-        return attend(call.operands, None)
-    on_cpu = elsewhere
+    # The program may be compiled for a CPU instead, where another engine runs.
+    platform = call.options.target.platform
+
+    def of_kernel(operands: Operands) -> Array:
+        return with_derivatives(kernel, portable, operands, platform).output
 
     def of_cpu(operands: Operands) -> Array:
         return on_device(on_cpu._replace(operands=operands)).output
 
-    platform = call.options.target.platform
-    of_kernel = functools.partial(attend, platform=platform)
-    return Result(
-        lower_for_platform(
-            platform, lambda x: of_kernel(x).output, of_cpu, call.operands
-        ),
-        None,
-    )
+    output = lower_for_platform(platform, of_kernel, of_cpu, call.operands)
+    return Result(output, None)
 
 
 def _compute_with(call: Call, engine: Engine, operands: Operands) -> Result:
@@ -139,7 +132,7 @@ def _compute_with(call: Call, engine: Engine, operands: Operands) -> Result:
 
 
 def compute(engine: Engine, call: Call) -> Result:
-    """Plans a call on one device, guards it against NaN, and computes it by `engine`."""
+    """Plans a call on one device, guards it against NaN, and runs `engine` on it."""
     plan, call = engine.plan(call)
     return _compute(engine, plan, *call)
 
@@ -152,15 +145,17 @@ def _compute(
 
 
 def choose(call: Call) -> str:
-    """Returns the name of the engine that `implementation=None` selects on one device."""
-    if plans.is_memory_bound(call) or call.operands.key_indices is not None:
-        # memory-bound: a fused kernel gains nothing; key_indices: no other engine
-        # supports them.
-        return "xla"
+    """Returns the name of the engine that `implementation=None` uses on one device."""
+    if call.operands.key_indices is not None:
+        return "xla"  # no other engine supports them
+    if plans.is_memory_bound(call):
+        return "xla"  # a fused kernel gains nothing
     for name in PREFERRED.get(call.options.target.platform, ()):
         if not refusals(name, call):
             return name
-    return "xla" if plans.prefers_dense(call) else PORTABLE
+    if plans.prefers_dense(call):
+        return "xla"
+    return PORTABLE
 
 
 def refusals(name: str, call: Call, in_ring: bool = False) -> list[str]:
@@ -213,20 +208,28 @@ def _split_of(call: Call) -> split.Split | None:
     or the devices that hold them.
     """
     sharding = call.options.sharding
-    arrays = call.operands[:3]
     if isinstance(sharding, Context):
         return split.by_context(call, sharding)
     if sharding is not None:
         return split.by_caller(call, sharding)
+    arrays = call.operands[:3]
     if any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in arrays):
         return split.by_types(call)
-    if not call.options.target.may_be_split or any(
-        isinstance(x, jax.core.Tracer) for x in arrays
-    ):
-        return None  # XLA's partitioner may split traced arrays
+    # XLA's partitioner may split traced arrays.
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    if is_traced or not call.options.target.may_be_split:
+        return None
     return split.by_placement(call)
 
 
+def _unsplit(call: Call) -> Call:
+    """Returns a call that no mesh splits without the sharding that it names."""
+    if call.options.sharding is None:
+        return call
+    return split.unsplit(call)
+
+
+# Returns the same function again, so that `jit` does not compile again.
 # Returns the same function again, so that `jit` does not compile again.
 @functools.lru_cache(maxsize=64)
 def _run_part(
@@ -236,18 +239,17 @@ def _run_part(
         return functools.partial(
             _run_in_ring, context=context, implementation=implementation
         )
-    return _exchanging(
-        context, functools.partial(on_device, implementation=implementation)
-    )
+    attend = functools.partial(on_device, implementation=implementation)
+    return _exchanging(context, attend)
 
 
 def _run_in_ring(call: Call, context: Context, implementation: str | None) -> Result:
     if implementation is not None:
-        _check_supported(
-            implementation,
-            refusals(implementation, ring.first_step(call, context), in_ring=True),
-        )
-    return ring.attention(call, context, ENGINES[implementation or PORTABLE])
+        step = ring.first_step(call, context)
+        reasons = refusals(implementation, step, in_ring=True)
+        _check_supported(implementation, reasons)
+    engine = ENGINES[implementation or PORTABLE]
+    return ring.attention(call, context, engine)
 
 
 def _exchanging(
@@ -278,7 +280,8 @@ def _max_score(
     """
     lse, largest = lax.stop_gradient((lse, largest))
     largest = jnp.max(largest, axis=-2, initial=-jnp.inf)
-    return jnp.where(jnp.isnan(lse).any(-2), jnp.nan, largest)  # `jnp.max` may lose NaN
+    # `jnp.max` may lose NaN.
+    return jnp.where(jnp.isnan(lse).any(-2), jnp.nan, largest)
 
 
 def explain(call: Call, implementation: str | None) -> Explanation:
@@ -287,37 +290,38 @@ def explain(call: Call, implementation: str | None) -> Explanation:
     """
     check_name(implementation)
     parts = _split_of(call)
-    target = call.options.target
-    found = []
     if parts is None:
-        found.append(
-            _explain_part(
-                call if call.options.sharding is None else split.unsplit(call),
-                implementation,
-            )
-        )
+        explanation = _explain_part(_unsplit(call), implementation)
     else:
-
-        def explain_part(call: Call) -> Result:
-            context = parts.context
-            in_ring = context is not None and context.strategy == "ring"
-            if context is not None and in_ring:
-                call = ring.first_step(call, context)
-            found.append(_explain_part(call, implementation, in_ring))
-            return Result(
-                jnp.zeros(
-                    (*call.operands.query.shape[:-1], call.operands.value.shape[-1])
-                ),
-                None,
-            )
-
-        part = _exchanging(parts.context, explain_part)
-        jax.eval_shape(
-            lambda operands: split.run_on_mesh(operands, call.options, parts, part),
-            call.operands,
-        )
+        explanation = _explain_on_mesh(call, implementation, parts)
+    target = call.options.target
     if target.assumed:
-        return found[0]._replace(note=ASSUMPTIONS[target.platform])
+        return explanation._replace(note=ASSUMPTIONS[target.platform])
+    return explanation
+
+
+def _explain_on_mesh(
+    call: Call, implementation: str | None, parts: split.Split
+) -> Explanation:
+    """Explains the part of one device, by tracing the split as `run` would do it."""
+    found = []
+    context = parts.context
+
+    def explain_part(call: Call) -> Result:
+        in_ring = False
+        if context is not None and context.strategy == "ring":
+            in_ring = True
+            call = ring.first_step(call, context)
+        found.append(_explain_part(call, implementation, in_ring))
+        operands = call.operands
+        shape = (*operands.query.shape[:-1], operands.value.shape[-1])
+        return Result(jnp.zeros(shape), None)
+
+    part = _exchanging(context, explain_part)
+    jax.eval_shape(
+        lambda operands: split.run_on_mesh(operands, call.options, parts, part),
+        call.operands,
+    )
     return found[0]
 
 
@@ -325,14 +329,21 @@ def _explain_part(
     call: Call, implementation: str | None, in_ring: bool = False
 ) -> Explanation:
     table = {name: refusals(name, call, in_ring) for name in NAMES}
-    if implementation is not None:
-        _check_supported(implementation, table[implementation])
-    name = implementation or (PORTABLE if in_ring else choose(call))
-    elsewhere = None if implementation or in_ring else _on_cpu(call, name)
-    if ENGINES[name].platform or in_ring:
-        variant = None
+    chosen = implementation
+    on_cpu = None
+    if chosen is not None:
+        _check_supported(chosen, table[chosen])
+    elif in_ring:
+        chosen = PORTABLE
     else:
-        variant = ENGINES[name].plan(call)[0].variant
-    return Explanation(
-        name, table, None if elsewhere is None else choose(elsewhere), variant
-    )
+        chosen = choose(call)
+        call_on_cpu = _on_cpu(call, chosen)
+        if call_on_cpu is not None:
+            on_cpu = choose(call_on_cpu)
+    variant = None
+    # Kernels and hops of a ring have one algorithm each.
+    engine = ENGINES[chosen]
+    if engine.platform is None and not in_ring:
+        plan, _ = engine.plan(call)
+        variant = plan.variant
+    return Explanation(chosen, refusals=table, on_cpu=on_cpu, variant=variant)

@@ -83,18 +83,23 @@ def linear_function(
     """
 
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
+        outputs = function(*arguments)
         if min(tangents) < first:
-            return function(*arguments), differentiate(
-                portable or evaluate, arguments, tangents
-            )
-        linear = [
-            tangents.get(i, jnp.zeros_like(x))
-            for i, x in enumerate(arguments)
-            if i >= first
-        ]
-        return function(*arguments), function(*arguments[:first], *linear)
+            differentiable = portable or evaluate
+            return outputs, differentiate(differentiable, arguments, tangents)
+        linear = []
+        for i in range(first, len(arguments)):
+            linear.append(tangents.get(i, jnp.zeros_like(arguments[i])))
+        return outputs, function(*arguments[:first], *linear)
 
-    function = Function(outputs, evaluate, jvp, transpose, first, program)
+    function = Function(
+        outputs=outputs,
+        evaluate=evaluate,
+        jvp=jvp,
+        transpose=transpose,
+        first_linear=first,
+        program=program,
+    )
     return function
 
 
@@ -104,7 +109,8 @@ def is_linear_in_values(operands: Operands) -> bool:
     """
     if not is_linearized(operands.value):
         return False
-    return sum(map(is_linearized, jax.tree.leaves(operands))) == 1
+    num_linearized = sum(map(is_linearized, jax.tree.leaves(operands)))
+    return num_linearized == 1
 
 
 def as_function_of_values(call: Call, run: Callable[[Call], Result]) -> Result:
@@ -118,36 +124,34 @@ def as_function_of_values(call: Call, run: Callable[[Call], Result]) -> Result:
     leaves, structure = jax.tree.flatten(call.operands)
     place = next(i for i, x in enumerate(leaves) if x is value)
     others = leaves[:place] + leaves[place + 1 :]
+    like_value = jax.ShapeDtypeStruct(value.shape, value.dtype)
 
     def attend(*leaves: Array) -> Result:
         *others, value = leaves
-        operands = jax.tree.unflatten(
-            structure, [*others[:place], value, *others[place:]]
-        )
+        in_order = [*others[:place], value, *others[place:]]
+        operands = jax.tree.unflatten(structure, in_order)
         return run(call._replace(operands=operands))
+
+    def evaluate(*leaves: Array) -> Sequence[Array]:
+        return [attend(*leaves).output]
 
     def transpose(
         others: Sequence[Array], cotangents: Sequence[Array]
     ) -> Sequence[Array]:
-        _, pull = jax.vjp(
-            lambda value: attend(*others, value).output,
-            jnp.zeros(value.shape, value.dtype),
-        )
+        # The output is linear in the values, so its derivative at 0 is enough.
+        zeros = jnp.zeros(value.shape, value.dtype)
+        _, pull = jax.vjp(lambda value: attend(*others, value).output, zeros)
         return pull(cotangents[0])
 
     # Log-sum-exp and largest scores do not depend on the values.
+    of_scores = Result(value, None)
     needs_others = call.options.return_residual or call.options.return_max_score
     if needs_others:
         of_scores = attend(*others, jnp.zeros(value.shape, value.dtype))
-    else:
-        of_scores = Result(value, None)
-    output = jax.eval_shape(
-        attend, *others, jax.ShapeDtypeStruct(value.shape, value.dtype)
-    ).output
-    function = linear_function(
-        [output], lambda *leaves: [attend(*leaves).output], transpose, len(others)
-    )
-    return of_scores._replace(output=function(*others, value)[0])
+    output = jax.eval_shape(attend, *others, like_value).output
+    function = linear_function([output], evaluate, transpose, first=len(others))
+    [output] = function(*others, value)
+    return of_scores._replace(output=output)
 
 
 def reverse_only(x: Array, error: str) -> Array:
@@ -161,9 +165,14 @@ def reverse_only(x: Array, error: str) -> Array:
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
         return arguments, tangent(tangents[0])
 
+    def transpose(_: Any, cotangents: Sequence[Array]) -> Sequence[Array]:
+        return cotangents
+
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
-    tangent = Function(like, refuse, jvp, lambda _, cotangents: cotangents, 0)
-    return Function(like, lambda *x: x, jvp)(x)[0]
+    # Reverse mode transposes the tangent, and never evaluates it.
+    tangent = Function(like, refuse, jvp, transpose, first_linear=0)
+    identity = Function(like, lambda *x: x, jvp)
+    return identity(x)[0]
 
 
 def differentiate(
@@ -176,9 +185,9 @@ def differentiate(
     def of_some(*some: Array) -> list[Array]:
         return list(function(*replace_at(arguments, tangents, some)))
 
-    return jax.jvp(
-        of_some, tuple(arguments[i] for i in tangents), tuple(tangents.values())
-    )[1]
+    some = tuple(arguments[i] for i in tangents)
+    _, d_outputs = jax.jvp(of_some, some, tuple(tangents.values()))
+    return d_outputs
 
 
 def replace_at(
@@ -197,7 +206,8 @@ _function.multiple_results = True
 
 def _map(function: Callable, flags_of_levels: Sequence[Sequence[bool]]) -> Callable:
     for flags in flags_of_levels:
-        function = jax.vmap(function, tuple(0 if flag else None for flag in flags))
+        axes = tuple(0 if flag else None for flag in flags)
+        function = jax.vmap(function, axes)
     return function
 
 
@@ -205,7 +215,8 @@ def _map(function: Callable, flags_of_levels: Sequence[Sequence[bool]]) -> Calla
 def _evaluate(
     *arguments: Any, function: Function, levels: Levels, jaxpr: Any
 ) -> list[Array]:
-    return list(_map(function.evaluate, [flags for _, flags in levels])(*arguments))
+    evaluate = _map(function.evaluate, [flags for _, flags in levels])
+    return list(evaluate(*arguments))
 
 
 mlir.register_lowering(_function, mlir.lower_fun(_evaluate, multiple_results=True))
@@ -215,15 +226,21 @@ mlir.register_lowering(_function, mlir.lower_fun(_evaluate, multiple_results=Tru
 def _types(
     *arguments: Any, function: Function, levels: Levels, jaxpr: Any
 ) -> list[Any]:
+    # In `jax.shard_map`, outputs vary over the arguments' mesh axes, which callers make
+    # alike (`varying_alike`).
     like = next(x for x in arguments if jnp.issubdtype(x.dtype, jnp.floating))
     sizes = tuple(size for size, _ in reversed(levels))
     types = []
     for x in function.outputs:
         shape = (*sizes, *x.shape)
-        sharding = like.sharding.update(spec=jax.P(*(None,) * len(shape)))
-        types.append(
-            like.update(shape=shape, dtype=x.dtype, weak_type=False, sharding=sharding)
+        unsplit = jax.P(*(None,) * len(shape))
+        aval = like.update(
+            shape=shape,
+            dtype=x.dtype,
+            weak_type=False,
+            sharding=like.sharding.update(spec=unsplit),
         )
+        types.append(aval)
     return types
 
 
@@ -235,26 +252,27 @@ def _batch(
     levels: Levels,
     jaxpr: Any,
 ) -> tuple[list[Array], list[int]]:
-    size = next(
-        x.shape[axis]
-        for x, axis in zip(arguments, axes, strict=True)
-        if axis is not None
-    )
-    if function.first_linear is None:
+    first_linear = function.first_linear
+    if first_linear is None:
         first_linear = len(arguments)
-    else:
-        first_linear = function.first_linear
+    sizes = []
+    for x, axis in zip(arguments, axes, strict=True):
+        if axis is not None:
+            sizes.append(x.shape[axis])
+    size = sizes[0]
+
     mapped = []
     flags = []
     for i, (x, axis) in enumerate(zip(arguments, axes, strict=True)):
+        is_linear = i >= first_linear
         if axis is not None:
             x = jnp.moveaxis(x, axis, 0)
-        # `_transpose` returns a cotangent for each mapped call; the broadcast sums
-        # them.
-        elif i >= first_linear:
+        elif is_linear:
+            # `_transpose` returns a cotangent for each mapped call; the broadcast sums
+            # them.
             x = jnp.broadcast_to(x, (size, *x.shape))
         mapped.append(x)
-        flags.append(axis is not None or i >= first_linear)
+        flags.append(axis is not None or is_linear)
     outputs = _function.bind(
         *mapped, function=function, levels=(*levels, (size, tuple(flags))), jaxpr=jaxpr
     )
@@ -273,29 +291,38 @@ def _jvp(
     jaxpr: Any,
 ) -> tuple[list[Array], list[Any]]:
     count = len(arguments)
-    places = [
-        i
-        for i, x in enumerate(tangents)
-        if not (isinstance(x, ad.Zero) or x.dtype == jax.dtypes.float0)
-    ]
+    places = []
+    for i, x in enumerate(tangents):
+        is_zero = isinstance(x, ad.Zero) or x.dtype == jax.dtypes.float0
+        if not is_zero:
+            places.append(i)
     if not places:
         outputs = _function.bind(
             *arguments, function=function, levels=levels, jaxpr=jaxpr
         )
-        return outputs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outputs]
+        return outputs, [_zero_tangent(x) for x in outputs]
 
     def jvp(*both: Any) -> tuple[list[Array], list[Array]]:
-        outputs, tangents = function.jvp(
-            both[:count], dict(zip(places, both[count:], strict=True))
-        )
+        by_place = dict(zip(places, both[count:], strict=True))
+        outputs, tangents = function.jvp(both[:count], by_place)
         return list(outputs), list(tangents)
 
-    mapped = _map(jvp, [(*flags, *(flags[i] for i in places)) for _, flags in levels])
+    # A tangent is mapped like its argument.
+    flags_of_both = []
+    for _, flags in levels:
+        flags_of_both.append((*flags, *(flags[i] for i in places)))
+    mapped = _map(jvp, flags_of_both)
     outputs, d_outputs = mapped(*arguments, *(tangents[i] for i in places))
-    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outputs]
-    return outputs, [
-        zero if x is None else x for x, zero in zip(d_outputs, zeros, strict=True)
-    ]
+    known = []
+    for x, d_x in zip(outputs, d_outputs, strict=True):
+        if d_x is None:
+            d_x = _zero_tangent(x)
+        known.append(d_x)
+    return outputs, known
+
+
+def _zero_tangent(x: Array) -> ad.Zero:
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 ad.primitive_jvps[_function] = _jvp
@@ -319,14 +346,19 @@ def _transpose(
     def pull(*both: Any) -> list[Array]:
         return list(transpose(both[:first], both[first:]))
 
-    flags = [(*flags[:first], *(True for _ in cotangents)) for _, flags in levels]
-    linear = _map(pull, flags)(
-        *arguments[:first], *map(ad.instantiate_zeros, cotangents)
-    )
-    wanted = map(ad.is_undefined_primal, arguments[first:])
-    return [None] * first + [
-        x if mine else None for x, mine in zip(linear, wanted, strict=True)
-    ]
+    # Outputs are always mapped (`_batch`), so their cotangents are.
+    flags_of_both = []
+    for _, flags in levels:
+        flags_of_both.append((*flags[:first], *(True for _ in cotangents)))
+    instantiated = map(ad.instantiate_zeros, cotangents)
+    pulled = _map(pull, flags_of_both)(*arguments[:first], *instantiated)
+
+    # JAX wants None for each argument that it does not transpose.
+    result: list[Any] = [None] * first
+    for x, argument in zip(pulled, arguments[first:], strict=True):
+        is_wanted = ad.is_undefined_primal(argument)
+        result.append(x if is_wanted else None)
+    return result
 
 
 ad.primitive_transposes[_function] = _transpose

@@ -29,7 +29,7 @@ from flax_mha._src.call.operands import (
     Options,
     Result,
 )
-from flax_mha._src.core.tile import Offsets, Tile
+from flax_mha._src.core.tile import Offsets, Scalar, Tile
 from flax_mha._src.core.tracing import T, being_traced
 from flax_mha._src.masks import Mask
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
@@ -73,13 +73,15 @@ class Head:
     @property
     def whole(self) -> Tile:
         """The tile that holds all scores of the head."""
-        shape = (self.query.shape[0], self.key.shape[-2])
-        first, indices = (0, None) if self.listed is None else self.listed
+        row: Scalar = 0
+        indices = None
+        if self.listed is not None:
+            row, indices = self.listed
         return Tile(
-            first,
-            0,
-            shape,
-            self.rule.offsets.values,
+            row=row,
+            column=0,
+            shape=(self.query.shape[0], self.key.shape[-2]),
+            offsets=self.rule.offsets.values,
             ring=self.rule.ring,
             indices=indices,
         )
@@ -95,26 +97,31 @@ def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> H
     """
     operands, options = call
     inputs, rule = scores_of(operands, options)
-    groups = operands.groups
     nonfinite = operands.nonfinite
-    stored = dtype if stored is None else stored
+    if stored is None:
+        stored = dtype
+
+    # The scale of softmax(scale * Q K^T).
     query = operands.query.astype(rule.dtype)
     if operands.scale is not None:
-        # For the gradient of the scale.
-        query = query if nonfinite is None else guard.zero(query, nonfinite.query)
+        # The gradient of the scale is a sum over the queries, so these must be finite.
+        if nonfinite is not None:
+            query = guard.zero(query, nonfinite.query)
         query = query * operands.scale.astype(rule.dtype)
     elif dtype == rule.dtype:
         query = query * options.scale
     else:  # scaling before the product would round the query
         rule = dataclasses.replace(rule, scale=options.scale)
+
+    groups = operands.groups
+    key_groups = (groups[0], 1)
     queries = split_heads(query.astype(stored), groups)
-    keys, values = (
-        split_heads(x.astype(stored), (groups[0], 1)) for x in operands[1:3]
-    )
+    keys = split_heads(operands.key.astype(stored), key_groups)
+    values = split_heads(operands.value.astype(stored), key_groups)
     if nonfinite is not None:
         nonfinite = NonFinite(
-            vectors_by_head(nonfinite.query, groups),
-            vectors_by_head(nonfinite.key, (groups[0], 1)),
+            query=vectors_by_head(nonfinite.query, groups),
+            key=vectors_by_head(nonfinite.key, key_groups),
         )
     return Head(queries, keys, values, inputs, rule, nonfinite)
 
@@ -125,25 +132,31 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
 
     Returns the arrays that get gradients, and a rule that holds everything else.
     """
-    num_heads = operands.query.shape[-2]
-    num_kv_heads = operands.key.shape[-2]
-    groups = (num_kv_heads, num_heads // num_kv_heads)
     rank = operands.query.ndim - 3
-    convert = functools.partial(by_head, batch_rank=rank, groups=groups)
+    convert = functools.partial(by_head, batch_rank=rank, groups=operands.groups)
+
+    bias = operands.bias
+    if bias is not None:
+        bias = convert(bias, "B N T S")
+    sink = operands.sinks
+    if sink is not None:
+        sink = convert(sink, "B N").astype(options.dtype)
+    captured = _captured_by_head(operands, options, convert)
+
+    batch, head, seed = ids_and_seeds(operands, options)
+    if batch is not None:
+        batch = convert(batch, "B")
+    if head is not None:
+        head = convert(head, "N")
+    if seed is not None:
+        seed = convert(seed, "B N words")
+
     mask = operands.mask
-    inputs = ScoreInputs(
-        bias=None if operands.bias is None else convert(operands.bias, "B N T S"),
-        sink=None
-        if operands.sinks is None
-        else convert(operands.sinks, "B N").astype(options.dtype),
-        captured=_captured_by_head(operands, options, convert),
-    )
-    ids = zip(ids_and_seeds(operands, options), ("B", "N", "B N words"), strict=True)
-    batch, head, seed = (None if x is None else convert(x, axes) for x, axes in ids)
+    has_arrays = bool(jax.tree.leaves(mask))
+    if mask is not None and has_arrays:
+        mask = mask.map_arrays(convert)
     rule = ScoreRule(
-        mask=mask.map_arrays(convert)
-        if mask is not None and jax.tree.leaves(mask)
-        else mask,
+        mask=mask,
         offsets=jax.tree.map(lambda x: convert(x, "B"), operands.offsets),
         dropout_seed=seed,
         batch=batch,
@@ -158,7 +171,7 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
         returns_max=options.return_max_score,
         on_gpu=options.target.platform == "gpu",
     )
-    return inputs, rule
+    return ScoreInputs(bias, sink, captured), rule
 
 
 def _captured_by_head(
@@ -171,22 +184,22 @@ def _captured_by_head(
     time. A head's entry has the shape [1, 1, ...]. `score_mod` still works, because JAX
     clamps the indices b and h to 0.
     """
+    if options.score_mod is None:
+        return [convert(x, "") for x in operands.captured]
     batch = operands.query.shape[:-3]
     num_heads = operands.query.shape[-2]
     ids = operands.ids_and_seeds
-    arrays = list(operands.captured)
-    for i, x in enumerate(arrays):
-        is_entry = (
-            options.score_mod is not None and options.score_mod.entries_of_heads[i]
-        )
-        # A slice of a larger call.
-        if is_entry and ids is not None and ids.batch is not None:
+    arrays = []
+    for i, x in enumerate(operands.captured):
+        has_entries = options.score_mod.entries_of_heads[i]
+        # A slice of a larger call gets its own entries.
+        if has_entries and ids is not None and ids.batch is not None:
             x = x[ids.batch.reshape(-1, 1), ids.head]
-        is_entry = is_entry and x.shape[:2] == (math.prod(batch), num_heads)
-        shape = (*batch, num_heads, 1, 1, *x.shape[2:])
-        arrays[i] = (
-            convert(x.reshape(shape), "B N 1 1 ...") if is_entry else convert(x, "")
-        )
+        if has_entries and x.shape[:2] == (math.prod(batch), num_heads):
+            x = x.reshape(*batch, num_heads, 1, 1, *x.shape[2:])
+            arrays.append(convert(x, "B N 1 1 ..."))
+        else:
+            arrays.append(convert(x, ""))
     return arrays
 
 
@@ -201,7 +214,9 @@ def ids_and_seeds(operands: Operands, options: Options) -> IdsAndSeeds:
         return operands.ids_and_seeds
     batch = operands.query.shape[:-3]
     num_heads = operands.query.shape[-2]
-    entry = head = seed = None
+    entry = None
+    head = None
+    seed = None
     if options.score_mod is not None:
         entry = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
         head = jnp.arange(num_heads, dtype=jnp.int32)
@@ -224,10 +239,17 @@ def by_head(
     `batch_rank` is the number of batch axes, and `groups` is (K, G).
     """
     names = axes.split()
-    batch = batch_rank if "B" in names else 0
-    head = groups if "N" in names and x.shape[batch] != 1 else (1, 1)
-    part = x.shape[batch + ("N" in names) :]
-    return x.reshape(*(x.shape[:batch] if batch else (1,) * batch_rank), *head, *part)
+    batch: tuple[int, ...] = (1,) * batch_rank
+    head = (1, 1)
+    place = 0  # the first axis of the part that belongs to one head
+    if "B" in names:
+        batch = x.shape[:batch_rank]
+        place = batch_rank
+    if "N" in names:
+        if x.shape[place] != 1:
+            head = groups
+        place += 1
+    return x.reshape(*batch, *head, *x.shape[place:])
 
 
 def mask_by_head(mask: Mask, batch_rank: int, groups: tuple[int, int]) -> Mask:
@@ -271,9 +293,9 @@ def to_caller(
     output, lse, largest = results
     output = join_heads(output).astype(dtype)
     lse = join_heads(lse[..., None])[..., 0]
-    return Result(
-        output, lse, None if largest is None else join_heads(largest[..., None])[..., 0]
-    )
+    if largest is not None:
+        largest = join_heads(largest[..., None])[..., 0]
+    return Result(output, lse, largest)
 
 
 def from_caller(
@@ -283,9 +305,8 @@ def from_caller(
     dtype; `groups` is (K, G).
     """
     lse: Any = result.lse
-    return split_heads(result.output.astype(lse.dtype), groups), vectors_by_head(
-        lse, groups
-    )
+    output = split_heads(result.output.astype(lse.dtype), groups)
+    return output, vectors_by_head(lse, groups)
 
 
 def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
@@ -323,39 +344,49 @@ def map_heads(
       max_heads: The most heads to vmap at a time; if there are more, a loop runs over
         parts of them. None: no limit.
     """
-    leaves, tree = jax.tree.flatten(operands)
-    # By axis and array.
-    is_mapped = [[leaf.shape[axis] != 1 for leaf in leaves] for axis in range(axes)]
-    sizes = [
-        next((leaf.shape[axis] for leaf in leaves if leaf.shape[axis] != 1), 1)
-        for axis in range(axes)
-    ]
-    mapped = [
-        _squeezed(x, tuple(axis for axis in range(axes) if x.shape[axis] == 1))
-        for x in leaves
-    ]
+    leaves, structure = jax.tree.flatten(operands)
+
+    # Axes of length 1 are dropped before mapping, so no array is repeated.
+    mapped = []
+    for leaf in leaves:
+        shared = tuple(axis for axis in range(axes) if leaf.shape[axis] == 1)
+        mapped.append(_squeezed(leaf, shared))
 
     def run(leaves: list) -> Any:
-        return one_head(jax.tree.unflatten(tree, leaves))
+        return one_head(jax.tree.unflatten(structure, leaves))
 
+    # The innermost axis first: each step wraps the function of the axes inside it.
+    inner = 1  # the number of heads that one call of `run` computes
+    unmapped = []
     for axis in reversed(range(axes)):
-        if not any(is_mapped[axis]):
+        is_mapped = [leaf.shape[axis] != 1 for leaf in leaves]
+        if not any(is_mapped):
+            unmapped.append(axis)
             continue
-        inner = math.prod(sizes[axis + 1 :])
-        if axis < looped_axes:
+        size = leaves[is_mapped.index(True)].shape[axis]
+        is_looped = axis < looped_axes
+        group = size  # the number of entries to vmap at a time
+        if is_looped:
             group = 1
-        elif max_heads is None:
-            group = sizes[axis]
+        elif max_heads is not None and max_heads // max(inner, 1) < size:
+            group = _largest_divisor(size, max_heads // max(inner, 1))
+        if is_looped or group < size:
+            run = functools.partial(_loop, run, is_mapped, group)
         else:
-            group = max_heads // max(inner, 1)
-        if group < sizes[axis]:
-            group = next(n for n in range(max(group, 1), 0, -1) if sizes[axis] % n == 0)
-        if axis >= looped_axes and group >= sizes[axis]:
-            run = jax.vmap(run, ([0 if flag else None for flag in is_mapped[axis]],))
-        else:
-            run = functools.partial(_loop, run, is_mapped[axis], group)
-    unit = tuple(axis for axis in range(axes) if not any(is_mapped[axis]))
-    return jax.tree.map(lambda x: lax.expand_dims(x, unit), run(mapped))
+            in_axes = [0 if flag else None for flag in is_mapped]
+            run = jax.vmap(run, (in_axes,))
+        inner *= size
+    results = run(mapped)
+    unit = tuple(reversed(unmapped))
+    return jax.tree.map(lambda x: lax.expand_dims(x, unit), results)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    """Returns the largest divisor of `number` that is at most `limit`, at least 1."""
+    divisor = max(limit, 1)
+    while number % divisor:
+        divisor -= 1
+    return divisor
 
 
 def _loop(
@@ -367,15 +398,16 @@ def _loop(
 
     def entry(mapped: list) -> Any:
         following = iter(mapped)
-        return run(
-            [
-                next(following) if flag else leaf
-                for leaf, flag in zip(leaves, is_mapped, strict=True)
-            ]
-        )
+        both = []
+        for leaf, flag in zip(leaves, is_mapped, strict=True):
+            if flag:
+                leaf = next(following)
+            both.append(leaf)
+        return run(both)
 
     mapped = [leaf for leaf, flag in zip(leaves, is_mapped, strict=True) if flag]
-    return lax.map(entry, mapped, batch_size=None if group == 1 else group)
+    batch_size = None if group == 1 else group
+    return lax.map(entry, mapped, batch_size=batch_size)
 
 
 def by_blocks(
@@ -392,13 +424,14 @@ def by_blocks(
     count = -(-queries // height)
     # The last block ends at the last query, so it may compute some queries of the block
     # before it again.
+    again = count * height - queries
     firsts = jnp.minimum(jnp.arange(count, dtype=jnp.int32) * height, queries - height)
+    # A gradient computes each block anew, instead of keeping the scores of all.
     results = lax.map(jax.checkpoint(block, prevent_cse=False), firsts)
 
     def joined(x: Array) -> Array:
         before = jnp.moveaxis(x[:-1], 0, axis)
         last = x[-1]
-        again = count * height - queries
         last = lax.slice_in_dim(last, again, height, axis=axis)
         return jnp.concatenate([lax.collapse(before, axis, axis + 2), last], axis=axis)
 
@@ -409,12 +442,14 @@ def one_of(operands: Any, place: tuple[int, ...]) -> Any:
     """Returns one head's arrays of the pytree `operands`; `place` holds the head's
     index along each leading axis.
     """
-    return jax.tree.map(
-        lambda x: x[
-            tuple(0 if n == 1 else i for i, n in zip(place, x.shape, strict=False))
-        ],
-        operands,
-    )
+
+    def entry(x: Any) -> Any:
+        index = []
+        for i, size in zip(place, x.shape, strict=False):
+            index.append(0 if size == 1 else i)
+        return x[tuple(index)]
+
+    return jax.tree.map(entry, operands)
 
 
 def _squeezed(x: Array | np.ndarray, axes: tuple[int, ...]) -> Array | np.ndarray:
@@ -434,21 +469,19 @@ def numbers_as_arrays(call: Call) -> Call:
     if being_traced():
         return call
     operands, options = call
-    offsets = Offsets.of(
-        *(
-            jnp.asarray(x, jnp.int32) if isinstance(x, int) and x else x
-            for x in operands.offsets.values
-        )
+    rank = operands.query.ndim - 3
+    values = []
+    for x in operands.offsets.values:
+        if isinstance(x, int) and x:
+            x = jnp.asarray(x, jnp.int32)
+        values.append(x)
+    offsets = jax.tree.map(
+        lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape), Offsets.of(*values)
     )
     scale: Any = operands.scale
     if scale is None:
         # A NumPy array, because creating a JAX array takes a large part of the time of
         # a small call.
         scale = np.asarray(options.scale, options.dtype)
-    rank = operands.query.ndim - 3
-    offsets = jax.tree.map(
-        lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape), offsets
-    )
-    return Call(
-        operands._replace(offsets=offsets, scale=scale), options._replace(scale=1.0)
-    )
+    operands = operands._replace(offsets=offsets, scale=scale)
+    return Call(operands, options._replace(scale=1.0))

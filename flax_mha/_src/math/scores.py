@@ -3,9 +3,8 @@ x S scores of one head.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -99,12 +98,14 @@ class ScoreRule:
         If `b` has three axes, each row of `a` is multiplied by its own matrix.
         """
         narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
-        contract = ((1,), (b.ndim - 1 if transpose_b else b.ndim - 2,))
-        batch = ((0,), (0,)) if b.ndim == 3 else ((), ())
+        contracted = b.ndim - 1 if transpose_b else b.ndim - 2
+        batch: tuple = ((), ())
+        if b.ndim == 3:
+            batch = ((0,), (0,))
         return lax.dot_general(
             a.astype(narrow),
             b.astype(narrow),
-            (contract, batch),
+            dimension_numbers=(((1,), (contracted,)), batch),
             precision=self.precision,
             preferred_element_type=self.dtype,
         )
@@ -130,9 +131,11 @@ class ScoreRule:
             # If possible, flags change the row maximum, not the scores: XLA's CPU can
             # then fuse it with the product.
             masks = self.masks_scores(inputs)
-            poison = nonfinite.key[None] if masks else None
-            row_poison = guard.poison_of_rows(nonfinite, not masks)
-        return self.tile(products, inputs.cut(tile), tile, poison), row_poison
+            if masks:
+                poison = nonfinite.key[None]
+            row_poison = guard.poison_of_rows(nonfinite, unmasked=not masks)
+        scores = self.tile(products, inputs.cut(tile), tile, poison)
+        return scores, row_poison
 
     def weigh(
         self, weights: Float[Array, "t s"], value: Float[Array, "s Hv"], tile: Tile
@@ -140,9 +143,9 @@ class ScoreRule:
         """Drops some of a tile's weights (dropout), and returns their product with the
         values.
         """
-        return self.dot(
-            times(weights, self.dropout_multiplier(tile, weights.dtype)), value
-        )
+        # O = dropout(P) V
+        dropout = self.dropout_multiplier(tile, weights.dtype)
+        return self.dot(times(weights, dropout), value)
 
     def tile(
         self,
@@ -155,36 +158,42 @@ class ScoreRule:
         """Computes the scores of one tile, -inf where masked, from products of scaled
         queries and keys.
 
+        With products X and the soft cap c::
+
+            S = score_mod(c tanh(X / c)) + bias
+
         `inputs` are already cut to the tile (`ScoreInputs.cut`). `poison`, infinity or
         0, is added to visible scores (`guard.py`). With `fused`, XLA's CPU backend can
         fuse the mask with the matrix product before it and the softmax after it; then
         no masked product may be NaN, and nothing may be differentiated.
         """
-        visible = None if self.mask is None else self.mask.tile(tile)
-        if inputs.bias is not None:
-            visible = _both(visible, inputs.bias != -jnp.inf)
+        bias = inputs.bias
+        visible = None
+        if self.mask is not None:
+            visible = self.mask.tile(tile)
+        if bias is not None:
+            visible = _both(visible, bias != -jnp.inf)
         fused = fused and self.score_mod is None
-        if (
-            visible is not None
-            and not fused
-            and (self.soft_cap is not None or self.score_mod is not None)
-        ):
+
+        # A product that overflows is no harm by itself, because masked scores are
+        # replaced. But soft cap and `score_mod` have derivatives that may be NaN there.
+        is_linear = self.soft_cap is None and self.score_mod is None
+        if visible is not None and not fused and not is_linear:
             products = _zero_masked(products, visible)
         scores = self._cap(products)
         if self.score_mod is not None:
             scores = self._apply_score_mod(scores, inputs, tile)
             visible = _both(visible, scores != -jnp.inf)
-        if inputs.bias is not None:
-            shown = jnp.where(visible, inputs.bias, jnp.zeros_like(inputs.bias))  # type: ignore[arg-type]  # with a bias
-            scores = scores + shown.astype(scores.dtype)
-        scores = scores if poison is None else scores + poison
+        if bias is not None and visible is not None:
+            scores = scores + _visible_bias(bias, visible, scores.dtype)
+        if poison is not None:
+            scores = scores + poison
         if visible is None:
             return scores
-        # XLA's CPU fuses a minimum with the product before it, not a selection.
         if fused:
-            return jnp.minimum(
-                scores, jnp.where(visible, jnp.inf, -jnp.inf).astype(scores.dtype)
-            )
+            # XLA's CPU fuses a minimum with the product before it, not a selection.
+            limit = jnp.where(visible, jnp.inf, -jnp.inf)
+            return jnp.minimum(scores, limit.astype(scores.dtype))
         return jnp.where(visible, scores, -jnp.inf)
 
     def _apply_score_mod(
@@ -213,9 +222,12 @@ class ScoreRule:
             return jax.vjp(lambda x, p: self.tile(x, p, tile), products, inputs)
         scores = self.tile(products, inputs, tile)
         visible = scores != -jnp.inf
-        return scores, jax.vjp(
-            lambda x, p: self._scores_where(visible, x, p, tile), products, inputs
-        )[1]
+
+        def of_visible(products: Array, inputs: ScoreInputs) -> Array:
+            return self._scores_where(visible, products, inputs, tile)
+
+        _, pull = jax.vjp(of_visible, products, inputs)
+        return scores, pull
 
     def _scores_where(
         self,
@@ -234,11 +246,11 @@ class ScoreRule:
         is in the sum anyway.
         """
         if not inputs.captured:
-            scores = self._apply_score_mod(
-                self._cap(_zero_masked(products, visible)), inputs, tile
-            )
+            capped = self._cap(_zero_masked(products, visible))
+            scores = self._apply_score_mod(capped, inputs, tile)
         else:
-            # XLA's CPU is slow at an argmax over the whole tile.
+            # The first visible score. XLA's CPU is slow at an argmax over the whole
+            # tile.
             row = jnp.argmax(visible.any(axis=1))
             column = jnp.argmax(visible[row])
             rows = jnp.where(
@@ -246,20 +258,17 @@ class ScoreRule:
             )
             key_positions = jnp.broadcast_to(tile.key_positions, visible.shape)
             columns = jnp.where(visible, key_positions, key_positions[row, column])
-            products = jnp.where(
-                visible, products, lax.stop_gradient(products[row, column])
-            )
-            captured = [
-                jnp.where(visible[row, column], x, lax.stop_gradient(x))
-                for x in inputs.captured
-            ]
-            scores = jax.vmap(jax.vmap(self._one_score(captured)))(
-                self._cap(products), rows, columns
-            )
+            fixed = lax.stop_gradient(products[row, column])
+            products = jnp.where(visible, products, fixed)
+            # Without any visible score, no captured array gets a gradient.
+            captured = []
+            for x in inputs.captured:
+                x = jnp.where(visible[row, column], x, lax.stop_gradient(x))
+                captured.append(x)
+            score_mod = jax.vmap(jax.vmap(self._one_score(captured)))
+            scores = score_mod(self._cap(products), rows, columns)
         if inputs.bias is not None:
-            scores = scores + jnp.where(
-                visible, inputs.bias, jnp.zeros_like(inputs.bias)
-            ).astype(scores.dtype)
+            scores = scores + _visible_bias(inputs.bias, visible, scores.dtype)
         return jnp.where(visible, scores, -jnp.inf)
 
     def _cap(self, products: Float[Array, "t s"]) -> Float[Array, "t s"]:
@@ -274,19 +283,28 @@ class ScoreRule:
         for this head's b and h.
         """
         error = self.forward_mode_error
-        mod = self.score_mod
-        marked = functools.partial(reverse_only, error=error) if error else lambda x: x
+        mod: Any = self.score_mod
+
+        def marked(x: Array) -> Array:
+            if error is None:
+                return x
+            return reverse_only(x, error)
+
         arrays = [*map(marked, captured), *self.constants]
-        return lambda score, row, column: mod(
-            arrays, marked(score), self.batch, self.head, row, column
-        )  # type: ignore[misc, arg-type]
+
+        def one_score(score: Array, row: Array, column: Array) -> Array:
+            return mod(arrays, marked(score), self.batch, self.head, row, column)
+
+        return one_score
 
     @property
     def forward_mode_error(self) -> str | None:
         """The error message if `score_mod` cannot be differentiated in forward mode,
         else None.
         """
-        if self.score_mod is None or "custom_vjp_call" not in self.score_mod.primitives:
+        if self.score_mod is None:
+            return None
+        if "custom_vjp_call" not in self.score_mod.primitives:
             return None
         return (
             f"{self.score_mod.name} must support forward mode for jax.jvp, "
@@ -304,65 +322,56 @@ class ScoreRule:
         position // 2, key position), to two random words: the first for the query at
         the even position, the second for the query at the odd position.
         """
+        if self.dropout_seed is None:
+            return None
+        # A GPU fuses one hash per score. Queries that list their own keys do not share
+        # key positions, so they cannot share counters.
         if self.on_gpu or tile.indices is not None:
-            return self._dropout_by_query(tile, dtype)
-        if self.dropout_seed is None:
-            return None
-        return self._factors(self._words_by_pairs(tile), dtype)
+            words = self._words_by_query(tile)
+        else:
+            words = self._words_by_pairs(tile)
+        # A uniform word is below rate * 2^32 with the probability `rate`.
+        limit = min(round(self.dropout_rate * 2**32), 2**32 - 1)
+        dropped = words < np.uint32(limit)
+        zero = jnp.zeros((), dtype)
+        kept = jnp.asarray(1 / (1 - self.dropout_rate), dtype)
+        return jnp.where(dropped, zero, kept)
 
-    def _dropout_by_query(
-        self, tile: Tile, dtype: DTypeLike
-    ) -> Float[Array, "t s"] | None:
-        """Computes `dropout_multiplier` by one hash per score. It uses only one of the
-        two words, but fuses on GPUs.
+    def _words_by_query(self, tile: Tile) -> UInt32[Array, "t s"]:
+        """Computes a tile's random words by one hash per score, which uses only one of
+        the two words.
         """
-        if self.dropout_seed is None:
-            return None
-        rows, columns = (
-            jnp.broadcast_to(x, tile.shape)
-            for x in (tile.query_positions, tile.key_positions)
-        )
-        first, second = (
-            lax.bitcast_convert_type(word, jnp.int32) for word in self.dropout_seed
-        )
-        even, odd = random_words(
-            (first, second), (lax.shift_right_arithmetic(rows, jnp.int32(1)), columns)
-        )
-        return self._factors(
-            lax.bitcast_convert_type(jnp.where((rows & 1) == 1, odd, even), jnp.uint32),
-            dtype,
-        )
-
-    def _factors(
-        self, words: UInt32[Array, "t s"], dtype: DTypeLike
-    ) -> Float[Array, "t s"]:
-        dropped = words < np.uint32(min(round(self.dropout_rate * 2**32), 2**32 - 1))
-        return jnp.where(
-            dropped,
-            jnp.zeros((), dtype),
-            jnp.asarray(1 / (1 - self.dropout_rate), dtype),
-        )
+        query_positions = tile.query_positions
+        key_positions = tile.key_positions
+        rows = jnp.broadcast_to(query_positions, tile.shape)
+        columns = jnp.broadcast_to(key_positions, tile.shape)
+        seed: Any = self.dropout_seed
+        first, second = (lax.bitcast_convert_type(word, jnp.int32) for word in seed)
+        pairs = lax.shift_right_arithmetic(rows, jnp.int32(1))
+        even, odd = random_words((first, second), (pairs, columns))
+        word = jnp.where((rows & 1) == 1, odd, even)
+        return lax.bitcast_convert_type(word, jnp.uint32)
 
     def _words_by_pairs(self, tile: Tile) -> UInt32[Array, "t s"]:
         """Computes a tile's random words from half as many Threefry counters: one
         serves two queries, 2n and 2n + 1.
         """
-        (height, width), (query_offset, _) = tile.shape, tile.offsets
+        height, width = tile.shape
+        query_offset = tile.offsets[0]
         first = jnp.asarray(tile.row + query_offset, jnp.int32)
         # If the offset is a number, tiles begin at even rows. (`in_place.py` begins at
         # odd ones, but only over a cache, whose offsets are arrays.) So only an odd
         # offset can separate the two queries of a counter.
         is_even = isinstance(query_offset, int) and query_offset % 2 == 0
         pairs = -(-height // 2) if is_even else height // 2 + 1
-        pair = lax.shift_right_arithmetic(first, jnp.int32(1)) + lax.broadcasted_iota(
-            jnp.int32, (pairs, width), 0
-        )
+        first_pair = lax.shift_right_arithmetic(first, jnp.int32(1))
+        pair = first_pair + lax.broadcasted_iota(jnp.int32, (pairs, width), 0)
         column = jnp.broadcast_to(tile.key_positions, (pairs, width))
         counters = jnp.concatenate([pair.ravel(), column.ravel()]).astype(jnp.uint32)
         words = jax.extend.random.threefry_2x32(self.dropout_seed, counters)
-        words = jnp.moveaxis(words.reshape(2, pairs, width), 0, 1).reshape(
-            2 * pairs, width
-        )
+        # [word of a counter, pair, key] -> [query, key]
+        words = jnp.moveaxis(words.reshape(2, pairs, width), 0, 1)
+        words = words.reshape(2 * pairs, width)
         if is_even:
             return words[:height]
         return lax.dynamic_slice_in_dim(words, first & 1, height, 0)
@@ -386,6 +395,13 @@ def _zero_masked(
     NaN.
     """
     return jnp.where(visible, products, jnp.zeros_like(products))
+
+
+def _visible_bias(
+    bias: Float[Array, "#t #s"], visible: Bool[Array, "#t #s"], dtype: DTypeLike
+) -> Float[Array, "#t #s"]:
+    """Replaces the bias of masked scores by 0: -inf would make their gradient NaN."""
+    return jnp.where(visible, bias, jnp.zeros_like(bias)).astype(dtype)
 
 
 def _both(

@@ -52,19 +52,15 @@ def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
     one) and largest score -inf. Forward and reverse mode work to every order. With
     `fuse_rows`, XLA's CPU compiles the forward pass to one kernel.
     """
+    rule = head.rule
+    masks_nothing = not rule.masks_scores(head.inputs)
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor
     # differentiate functions with a custom_vjp, such as the quantized products of qwix.
+    is_empty = not head.query.size or not head.key.size
     reverse_only = (
-        head.rule.score_mod is not None
-        and "custom_vjp_call" in head.rule.score_mod.primitives
+        rule.score_mod is not None and "custom_vjp_call" in rule.score_mod.primitives
     )
-    reverse_only = reverse_only or products_are_replaced()
-    if (
-        not head.rule.masks_scores(head.inputs)
-        or reverse_only
-        or not head.query.size
-        or not head.key.size
-    ):
+    if masks_nothing or is_empty or reverse_only or products_are_replaced():
         return _differentiable(head, fuse_rows)
     return _head(fuse_rows, head)
 
@@ -79,17 +75,22 @@ def _head_jvp(
     fuse_rows: bool, primals: tuple[Head], tangents: tuple[Head]
 ) -> tuple[ResultsOfHead, ResultsOfHead]:
     # Arrays in `rule` and `nonfinite` have no gradient.
-    [head], [tangent] = primals, tangents
+    [head] = primals
+    [tangent] = tangents
 
     def differentiable(
         query: Array, key: Array, value: Array, inputs: ScoreInputs
     ) -> ResultsOfHead:
-        return _differentiable(
-            dataclasses.replace(head, query=query, key=key, value=value, inputs=inputs)
+        part = dataclasses.replace(
+            head, query=query, key=key, value=value, inputs=inputs
         )
+        return _differentiable(part)
 
-    primal, of_tangents = ((x.query, x.key, x.value, x.inputs) for x in (head, tangent))
-    return jax.jvp(differentiable, primal, of_tangents)
+    return jax.jvp(
+        differentiable,
+        (head.query, head.key, head.value, head.inputs),
+        (tangent.query, tangent.key, tangent.value, tangent.inputs),
+    )
 
 
 def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
@@ -112,8 +113,10 @@ def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
     elif nonfinite is not None:
         query = guard.restore_nan(query, nonfinite.query)
         key = guard.restore_nan(key, nonfinite.key)
-    s = rule.tile(rule.products(query, key), head.inputs, tile, poison, fuse)
-    return _softmax(s, head.value, head.inputs, rule, tile, fuse)
+    # S = Q K^T, masked
+    products = rule.products(query, key)
+    s = rule.tile(products, head.inputs, tile, poison=poison, fused=fuse)
+    return _softmax(s, head.value, head.inputs, rule, tile, fused=fuse)
 
 
 def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
@@ -122,22 +125,23 @@ def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
     """
     rule = head.rule
     whole = head.whole
-    products = checkpoint_name(
-        rule.products(head.finite_query, head.key), "attention_scores"
-    )
+    products = rule.products(head.finite_query, head.key)
+    products = checkpoint_name(products, "attention_scores")
     s = rule.differentiable_tile(products, head.inputs, whole)
     if head.nonfinite is None:
-        return _softmax(s, head.value, head.inputs, rule, whole, fuse)
+        return _softmax(s, head.value, head.inputs, rule, whole, fused=fuse)
+
+    # A row becomes NaN if it attends to any flag: then a visible score plus the flag is
+    # infinity. Its scores are replaced before the softmax, so that its gradient is 0.
     fixed = lax.stop_gradient(s)
-    is_nan = ~jnp.all(
-        (fixed == -jnp.inf)
-        | (fixed + guard.poison_of_scores(head.nonfinite) < jnp.inf),
-        axis=1,
-    )
+    is_masked = fixed == -jnp.inf
+    has_no_flag = fixed + guard.poison_of_scores(head.nonfinite) < jnp.inf
+    is_nan = ~jnp.all(is_masked | has_no_flag, axis=1)
     s = jnp.where(is_nan[:, None], jnp.zeros_like(s), s)
     output, lse, largest = _softmax(s, head.value, head.inputs, rule, whole)
     output = jnp.where(is_nan[:, None], jnp.full_like(output, jnp.nan), output)
-    return output, jnp.where(is_nan, jnp.full_like(lse, jnp.nan), lse), largest
+    lse = jnp.where(is_nan, jnp.full_like(lse, jnp.nan), lse)
+    return output, lse, largest
 
 
 @jax.custom_jvp
@@ -164,53 +168,62 @@ def _softmax(
 ) -> ResultsOfHead:
     """Computes output, log-sum-exp and largest scores from scores and values; for
     `fused` see `ScoreRule.tile`.
+
+    With scores S, values V and a sink z, each row of the output is::
+
+        m = max(rowmax(S), z)      P = exp(S - m)      l = rowsum(P) + exp(z - m)
+        O = P V / l                LSE = m + log(l)
     """
     lowest = jnp.finfo(s.dtype).min
+    sink = inputs.sink
     # Masked scores may be replaced by the lowest number, unless a bias or `score_mod`
     # may give it to visible scores.
-    replaced = s.size > 0 and not (
-        fused or rule.on_gpu or inputs.bias is not None or rule.score_mod is not None
-    )
-    s = _raise_masked(s) if replaced else s
+    may_be_lowest = inputs.bias is not None or rule.score_mod is not None
+    replaced = s.size > 0 and not (fused or rule.on_gpu or may_be_lowest)
+    if replaced:
+        s = _raise_masked(s)
+
     # Subtracting the largest score changes no result and no gradient; it keeps exp in
     # range.
-    largest = lax.stop_gradient(
-        jnp.max(s, axis=1, keepdims=True, initial=None if replaced else -jnp.inf)
-    )
-    of_rows = None
+    initial = None if replaced else -jnp.inf
+    m = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=initial))
+    largest = None
     if rule.returns_max:
-        of_rows = (
-            jnp.where(largest <= lowest, -jnp.inf, largest) if replaced else largest
-        )[:, 0]
-    if inputs.sink is not None:
-        largest = jnp.maximum(largest, lax.stop_gradient(inputs.sink))
+        largest = m
+        if replaced:
+            largest = jnp.where(m <= lowest, -jnp.inf, m)
+        largest = largest[:, 0]
+    if sink is not None:
+        m = jnp.maximum(m, lax.stop_gradient(sink))
+    shift = m
     # XLA's CPU computes difference and exp faster if no other operation is between them
     # and the maximum.
-    shift = largest if replaced else jnp.maximum(largest, lowest)
-    e = jnp.exp(s - shift)
-    total = jnp.sum(e, axis=1, keepdims=True)
-    if inputs.sink is not None:
-        total = total + jnp.exp(inputs.sink - shift)
+    if not replaced:
+        shift = jnp.maximum(m, lowest)
+    p = jnp.exp(s - shift)
+    total = jnp.sum(p, axis=1, keepdims=True)
+    if sink is not None:
+        total = total + jnp.exp(sink - shift)
     if rule.on_gpu:
         # XLA makes one kernel of a softmax that is divided by its sum before the
         # product with the values. Where a weight is 0, its gradient may be infinite
         # (large values), and must not reach the gradient of the sum.
-        e = jnp.where(e == 0, 0, e / jnp.maximum(total, 0.5))
-    products, total = name_residuals(rule.weigh(e, value, tile), total)
+        p = jnp.where(p == 0, 0, p / jnp.maximum(total, 0.5))
+    output, total = name_residuals(rule.weigh(p, value, tile), total)
+
     if not replaced:
         # The total is 0 if no key is visible, else at least 1.
         divisor = jnp.maximum(total, 0.5)
-        output = products if rule.on_gpu else products / divisor
-        return output, (jnp.log(divisor) + largest)[:, 0], of_rows
+        if not rule.on_gpu:
+            output = output / divisor
+        lse = jnp.log(divisor) + m
+        return output, lse[:, 0], largest
     # A row without visible keys has equal weights. XLA's maximum of a row of NaN may be
     # -inf, but the row's sum is NaN.
-    is_masked = (largest <= lowest) & ~jnp.isnan(total)
-    output = jnp.where(is_masked, 0, products) / jnp.where(is_masked, 1, total)
-    return (
-        output,
-        jnp.where(is_masked, -jnp.inf, jnp.log(total) + largest)[:, 0],
-        of_rows,
-    )
+    is_masked = (m <= lowest) & ~jnp.isnan(total)
+    output = jnp.where(is_masked, 0, output) / jnp.where(is_masked, 1, total)
+    lse = jnp.where(is_masked, -jnp.inf, jnp.log(total) + m)
+    return output, lse[:, 0], largest
 
 
 class OnlineSoftmax(NamedTuple):
@@ -247,15 +260,18 @@ class OnlineSoftmax(NamedTuple):
         """
         shape = (rows,) if isinstance(rows, int) else rows
         output = jnp.zeros((*shape, features), dtype)
-        largest = jnp.full(shape, -jnp.inf, dtype) if keeps_largest else None
+        largest = None
+        if keeps_largest:
+            largest = jnp.full(shape, -jnp.inf, dtype)
         if sink is None:
-            lowest = jnp.full(shape, -jnp.inf, dtype)
-            return cls(lowest, jnp.zeros(shape, dtype), output, largest)
+            running_max = jnp.full(shape, -jnp.inf, dtype)
+            running_sum = jnp.zeros(shape, dtype)
+            return cls(running_max, running_sum, output, largest)
+        # m = z and l = exp(z - m) = 1, or 0 for a sink of -inf.
         running_max = jnp.full(shape, lax.expand_dims(sink, (sink.ndim,)), dtype)
         has_sink = running_max != -jnp.inf
-        running_sum = jnp.where(
-            has_sink, jnp.ones_like(running_max), jnp.zeros_like(running_max)
-        )
+        ones = jnp.ones_like(running_max)
+        running_sum = jnp.where(has_sink, ones, jnp.zeros_like(running_max))
         return cls(running_max, running_sum, output, largest)
 
     def rescale(
@@ -264,15 +280,19 @@ class OnlineSoftmax(NamedTuple):
         row_poison: Float[Array, " t"] | None = None,
         dtype: DTypeLike | None = None,
     ) -> tuple["OnlineSoftmax", Float[Array, "t s"]]:
-        """Adds a block of keys to maximum and sum; returns the state, and the weights
+        """Adds a block of keys to maximum and sum; returns the state, and the weights P
         by which to add values.
 
-        With the running maximum m' and sum l of the keys before these::
+        With scores S, and the running maximum m', sum l' and output O' of the keys
+        before these::
 
-            m = max(m', rowmax(s))      p = exp(s - m)      l = exp(m' - m) l + rowsum(p)
+            m = max(m', rowmax(S))    P = exp(S - m)    l = exp(m' - m) l' + rowsum(P)
+            O = exp(m' - m) O' + P V
+
+        The state holds O without the term P V, which `update` adds.
 
         Args:
-          scores: Scores s of a block of keys, -inf where masked.
+          scores: Scores S of a block of keys, -inf where masked.
           row_poison: NaN for rows whose result must be NaN if any of these keys is
             visible, else 0; None means 0.
           dtype: Dtype to which weights are rounded, also in the sum; None keeps the
@@ -284,17 +304,18 @@ class OnlineSoftmax(NamedTuple):
         running_max = lax.max(self.running_max, largest_now)
         # A row without a visible key so far has the maximum -inf. Replace it: -inf -
         # -inf would be NaN.
-        shift = lax.max(
-            running_max, lax.full_like(running_max, jnp.finfo(running_max.dtype).min)
-        )
+        lowest = lax.full_like(running_max, jnp.finfo(running_max.dtype).min)
+        shift = lax.max(running_max, lowest)
         weights = lax.exp(scores - lax.expand_dims(shift, (1,)))
         if dtype is not None:
             weights = weights.astype(dtype)
         decay = lax.exp(lax.sub(self.running_max, shift))
-        running_sum = self.running_sum * decay + jnp.sum(
-            weights, axis=1, dtype=running_max.dtype
-        )
-        largest = None if self.largest is None else lax.max(self.largest, largest_now)
+        sum_before = self.running_sum * decay
+        sum_now = jnp.sum(weights, axis=1, dtype=running_max.dtype)
+        running_sum = sum_before + sum_now
+        largest = self.largest
+        if largest is not None:
+            largest = lax.max(largest, largest_now)
         output = self.output * lax.expand_dims(decay, (1,))
         return OnlineSoftmax(running_max, running_sum, output, largest), weights
 
@@ -315,15 +336,16 @@ class OnlineSoftmax(NamedTuple):
     ) -> tuple[
         Float[Array, "*L t Hv"], Float[Array, "*L t"], Float[Array, "*L t"] | None
     ]:
-        """Converts the last state to output, log-sum-exp and largest score (None if the
-        state has none).
+        """Converts the last state to output O / l, log-sum-exp m + log(l), and largest
+        score (None if the state has none).
 
         A row without visible keys has output 0, log-sum-exp -inf (its sink, if there is
         one) and largest score -inf.
         """
         total = self.running_sum
-        total = lax.select(
-            lax.eq(total, lax.full_like(total, 0)), lax.full_like(total, 1), total
-        )
+        # Without visible keys, l is 0, and m is -inf.
+        is_zero = lax.eq(total, lax.full_like(total, 0))
+        total = lax.select(is_zero, lax.full_like(total, 1), total)
         output = self.output / lax.expand_dims(total, (total.ndim,))
-        return output, lax.log(total) + self.running_max, self.largest
+        lse = lax.log(total) + self.running_max
+        return output, lse, self.largest

@@ -1,11 +1,15 @@
 """Sums over the tiles of one head, with derivatives of every order in memory O(T + S).
 
 A *tile sum* calls a function for each tile with the tile's parts of its arguments, and
-adds the results to the tile's parts of the outputs. It is linear in some arguments; the
-others are its *residuals*. Its tangent is a tile sum of the function's tangent, and its
-transpose is a tile sum of the transposed function. So all derivatives visit the same
-tiles, and hold the scores of one tile at a time. A *row of tiles* is all tiles with the
-same queries.
+adds the results to the tile's parts of the outputs. It is linear in some arguments x;
+the others are its *residuals* r::
+
+    y = sum of f(r, x) over the tiles          the sum
+    dy = sum of (df/dr dr + f(r, dx))          its tangent, the sum of f's tangent
+    dx = sum of f(r, .)^T dy                   its transpose, the sum of f's transpose
+
+So all derivatives visit the same tiles, and hold the scores of one tile at a time. A
+*row of tiles* is all tiles with the same queries.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,27 +50,39 @@ class Argument(NamedTuple):
     def of(
         cls, kinds: Iterable[Any], arrays: Iterable[Array]
     ) -> "tuple[Argument, ...]":
-        return tuple(
-            cls(kind, x.shape, x.dtype) for kind, x in zip(kinds, arrays, strict=True)
-        )
+        pairs = zip(kinds, arrays, strict=True)
+        return tuple(cls(kind, x.shape, x.dtype) for kind, x in pairs)
+
+    @property
+    def is_of_queries(self) -> bool:
+        """Whether it has an entry for each query: a row of tiles has its part of it."""
+        return self.kind.startswith("queries")
+
+    @property
+    def is_summed_transposed(self) -> bool:
+        # A CPU multiplies matrices faster if the result is wide, [F, s], not [s, F].
+        return self.kind in ("queries transposed", "keys")
 
     def start(self, height: int | None = None) -> Array:
         """Returns zeros to accumulate the output in; with `height`, only for one row of
         tiles of this height.
-
-        The zeros for kind "keys" are transposed: a CPU multiplies matrices faster if
-        the result is wide, [F, s].
         """
-        shape = self.shape if height is None else (height, self.shape[1])
-        shape = shape[::-1] if self.kind in ("queries transposed", "keys") else shape
+        shape = self.shape
+        if height is not None:
+            shape = (height, self.shape[1])
+        if self.is_summed_transposed:
+            shape = shape[::-1]
         return jnp.zeros(shape, accumulation_dtype(jnp.dtype(self.dtype)))
 
     def finish(self, total: Array) -> Array:
         """Converts the sum accumulated from `start` to the output's layout and dtype,
         and multiplies it by `factor`.
         """
-        total = total.T if self.kind in ("queries transposed", "keys") else total
-        return (total if self.factor == 1.0 else total * self.factor).astype(self.dtype)
+        if self.is_summed_transposed:
+            total = total.T
+        if self.factor != 1.0:
+            total = total * self.factor
+        return total.astype(self.dtype)
 
 
 class TileSummand(NamedTuple):
@@ -99,17 +115,19 @@ class TileSummand(NamedTuple):
             _: bool,
         ) -> Sequence[Array]:
             def primal(*arguments: Array) -> Sequence[Array]:
-                return self.compute(
-                    rule, tile, arguments[:count], arguments[count:], True
-                )
+                residuals = arguments[:count]
+                linear = arguments[count:]
+                return self.compute(rule, tile, residuals, linear, True)
 
-            return differentiate(
-                primal, arguments, dict(zip(places, tangents, strict=True))
-            )
+            by_place = dict(zip(places, tangents, strict=True))
+            return differentiate(primal, arguments, by_place)
 
         arguments = (*self.residuals, *self.linear)
         return TileSummand(
-            compute, arguments, tuple(arguments[i] for i in places), self.outputs
+            compute=compute,
+            residuals=arguments,
+            linear=tuple(arguments[i] for i in places),
+            outputs=self.outputs,
         )
 
     def transposed(self) -> "TileSummand":
@@ -127,20 +145,23 @@ class TileSummand(NamedTuple):
             def forward(linear: list[Array]) -> list[Array]:
                 return list(self.compute(rule, tile, residuals, linear, True))
 
-            like = residuals[0]
-            zeros = [
-                varying_as(like, jnp.zeros(_part_shape(x, tile), x.dtype))
-                for x in self.linear
-            ]
+            # The function is linear, so its derivative at 0 is the function itself.
+            zeros = []
+            for x in self.linear:
+                part = jnp.zeros(_part_shape(x, tile), x.dtype)
+                zeros.append(varying_as(residuals[0], part))
             outputs, pull = jax.vjp(forward, zeros)
-            scaled = [
-                (x * y.factor).astype(out.dtype)
-                for x, y, out in zip(cotangents, self.outputs, outputs, strict=True)
-            ]
+            scaled = []
+            for x, argument, out in zip(cotangents, self.outputs, outputs, strict=True):
+                scaled.append((x * argument.factor).astype(out.dtype))
             return pull(scaled)[0]
 
-        outputs = tuple(Argument(x.kind, x.shape, x.dtype) for x in self.linear)
-        return TileSummand(compute, self.residuals, self.outputs, outputs)
+        return TileSummand(
+            compute=compute,
+            residuals=self.residuals,
+            linear=self.outputs,
+            outputs=tuple(x._replace(factor=1.0) for x in self.linear),
+        )
 
 
 def _part_shape(argument: Argument, tile: Tile) -> tuple[int, ...]:
@@ -150,14 +171,16 @@ def _part_shape(argument: Argument, tile: Tile) -> tuple[int, ...]:
     if kind == "whole":
         return shape
     if kind == "scores":
-        return tuple(
-            1 if size == 1 else part
-            for size, part in zip(shape, tile.shape, strict=True)
-        )
-    length = tile.shape[int(kind.startswith("keys"))]
-    if kind in ("queries", "keys"):
-        return length, shape[1]
-    return shape[0] if kind == "keys transposed" else shape[1], length
+        part_shape = []
+        for size, part in zip(shape, tile.shape, strict=True):
+            part_shape.append(1 if size == 1 else part)
+        return tuple(part_shape)
+    length = tile.shape[1] if kind.startswith("keys") else tile.shape[0]
+    if kind == "queries transposed":  # [T, F], cut to [F, t]
+        return shape[1], length
+    if kind == "keys transposed":  # [F, S], cut to [F, s]
+        return shape[0], length
+    return length, shape[1]
 
 
 def tile_sum(
@@ -180,7 +203,8 @@ def tile_sum(
     the sum; None uses `function.transposed`.
     """
     context, structure = jax.tree.flatten((rule, blocks))
-    return _sum_of(tiling, function, structure, backward)(*context, *residuals, *linear)
+    operation = _sum_of(tiling, function, structure, backward)
+    return operation(*context, *residuals, *linear)
 
 
 def _sum_of(
@@ -193,29 +217,32 @@ def _sum_of(
     residuals and linear arguments.
     """
     count = structure.num_leaves
-    first = structure.num_leaves + len(function.residuals)
+    num_residuals = len(function.residuals)
+    first_linear = count + num_residuals
 
     def split(arguments: Sequence[Any]) -> tuple[ScoreRule, BlockMask, Sequence[Any]]:
-        return (*jax.tree.unflatten(structure, arguments[:count]), arguments[count:])
+        rule, blocks = jax.tree.unflatten(structure, arguments[:count])
+        return rule, blocks, arguments[count:]
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         rule, blocks, values = split(arguments)
         # Rule and block mask have no tangent.
         along = {i - count: x for i, x in sorted(tangents.items()) if i >= count}
-        # Only along linear arguments: the same function of their tangents.
-        if all(count + i >= first for i in along):
-            linear = [along.get(i, jnp.zeros_like(x)) for i, x in enumerate(values)][
-                len(function.residuals) :
-            ]
-            d_result = result(*arguments[:first], *linear)
+        is_linear = all(i >= num_residuals for i in along)
+        if is_linear:
+            # The tangent is the same function of the linear arguments' tangents.
+            linear = []
+            for i in range(num_residuals, len(values)):
+                linear.append(along.get(i, jnp.zeros_like(values[i])))
+            d_result = result(*arguments[:first_linear], *linear)
         else:
             d_result = tile_sum(
-                tiling,
-                function.jvp(tuple(along)),
-                rule,
-                blocks,
-                values,
-                list(along.values()),
+                tiling=tiling,
+                function=function.jvp(tuple(along)),
+                rule=rule,
+                blocks=blocks,
+                residuals=values,
+                linear=list(along.values()),
             )
         return result(*arguments), d_result
 
@@ -225,12 +252,26 @@ def _sum_of(
         rule, blocks, values = split(residuals)
         if backward is not None:
             return backward(rule, blocks, values, cotangents)
-        return tile_sum(tiling, function.transposed(), rule, blocks, values, cotangents)
+        return tile_sum(
+            tiling=tiling,
+            function=function.transposed(),
+            rule=rule,
+            blocks=blocks,
+            residuals=values,
+            linear=cotangents,
+        )
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
-        return _sum_rows(tiling, function, *split(arguments))
+        rule, blocks, values = split(arguments)
+        return _sum_rows(tiling, function, rule, blocks, values)
 
-    result = Function(function.outputs, evaluate, jvp, transpose, first)
+    result = Function(
+        outputs=function.outputs,
+        evaluate=evaluate,
+        jvp=jvp,
+        transpose=transpose,
+        first_linear=first_linear,
+    )
     return result
 
 
@@ -244,49 +285,56 @@ def _sum_rows(
     """Evaluates a tile sum, one row of tiles after another; `arguments` are residuals,
     then linear arguments.
     """
-    kinds = [x.kind for x in (*function.residuals, *function.linear)]
+    described = (*function.residuals, *function.linear)
     outputs = function.outputs
     count = len(function.residuals)
-    of_rows = [i for i, kind in enumerate(kinds) if kind.startswith("queries")]
-    row_outputs = [i for i, x in enumerate(outputs) if x.kind.startswith("queries")]
+    # A row of tiles needs only its part of these arguments, and finishes its part of
+    # these outputs. To all other outputs every row adds something.
+    row_arguments = [i for i, x in enumerate(described) if x.is_of_queries]
+    row_outputs = [n for n, x in enumerate(outputs) if x.is_of_queries]
+    sum_outputs = [n for n, x in enumerate(outputs) if not x.is_of_queries]
 
     def row(
         sums: dict[int, Array], row_parts: tuple
     ) -> tuple[dict[int, Array], list[Array]]:
         i, blocks, *parts = row_parts
         values = list(arguments)
-        for place, part in zip(of_rows, parts, strict=True):
-            values[place] = part.T if kinds[place] == "queries transposed" else part
+        for place, part in zip(row_arguments, parts, strict=True):
+            if described[place].kind == "queries transposed":
+                part = part.T
+            values[place] = part
 
         def visit_tile(
             visit: TileVisit, rule: ScoreRule, state: dict[int, Array]
         ) -> dict[int, Array]:
-            cut = [visit.cut(kind, x) for kind, x in zip(kinds, values, strict=True)]
+            cut = []
+            for argument, x in zip(described, values, strict=True):
+                cut.append(visit.cut(argument.kind, x))
             parts = function.compute(rule, visit.tile, cut[:count], cut[count:], False)
-            return {
-                n: visit.add(outputs[n].kind, state[n], part)
-                for n, part in enumerate(parts)
-            }
+            added = {}
+            for n, part in enumerate(parts):
+                added[n] = visit.add(outputs[n].kind, state[n], part)
+            return added
 
-        start = {n: outputs[n].start(tiling.height) for n in row_outputs}
+        of_row = {n: outputs[n].start(tiling.height) for n in row_outputs}
+        of_row = varying_as(arguments[-1], of_row)
         state = over_keys(
-            blocks,
-            tiling,
-            rule,
-            i,
-            visit_tile,
-            {**sums, **varying_as(arguments[-1], start)},
+            blocks=blocks,
+            tiling=tiling,
+            rule=rule,
+            i=i,
+            step=visit_tile,
+            state={**sums, **of_row},
         )
-        return {n: state[n] for n in sums}, [
-            outputs[n].finish(state[n]) for n in row_outputs
-        ]
+        sums = {n: state[n] for n in sums}
+        return sums, [outputs[n].finish(state[n]) for n in row_outputs]
 
-    sums = {n: x.start() for n, x in enumerate(outputs) if n not in row_outputs}
-    rows = by_row(tiling, blocks, *(arguments[i] for i in of_rows))
-    sums, by_rows = lax.scan(row, varying_as(arguments[-1], sums), rows)
+    start = {n: outputs[n].start() for n in sum_outputs}
+    start = varying_as(arguments[-1], start)
+    rows = by_row(tiling, blocks, *(arguments[i] for i in row_arguments))
+    sums, parts_of_rows = lax.scan(row, start, rows)
+
     results = {n: outputs[n].finish(x) for n, x in sums.items()}
-    results |= {
-        n: x.reshape(outputs[n].shape)
-        for n, x in zip(row_outputs, by_rows, strict=True)
-    }
+    for n, parts in zip(row_outputs, parts_of_rows, strict=True):
+        results[n] = parts.reshape(outputs[n].shape)
     return [results[n] for n in range(len(outputs))]

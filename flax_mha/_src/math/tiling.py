@@ -102,10 +102,20 @@ def tiling_of(
     bands = largest.bands if fine else 1
     rows, height = _cut_up(lengths[0], largest.height, bands)
     columns, width = _cut_up(lengths[1], largest.width, 1)
-    parts = next(
-        n for n in range(max(width // CELL, 1) if fine else 1, 0, -1) if width % n == 0
+    cells_of_tile = 1
+    if fine:
+        cells_of_tile = max(width // CELL, 1)
+        while width % cells_of_tile:
+            cells_of_tile -= 1
+    return Tiling(
+        lengths=lengths,
+        rows=rows,
+        height=height,
+        width=width,
+        bands=bands,
+        cells=columns * cells_of_tile,
+        cell_width=width // cells_of_tile,
     )
-    return Tiling(lengths, rows, height, width, bands, columns * parts, width // parts)
 
 
 def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
@@ -116,9 +126,13 @@ def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
     one piece is enough and `bands` is 1, the size is `length`.
     """
     count = max(-(-length // largest), 1)
-    multiple = 16 * bands if count > 1 or bands > 1 else 1
+    multiple = 1
+    if count > 1 or bands > 1:
+        multiple = 16 * bands
     size = max(-(-length // (multiple * count)), 1) * multiple
-    return max(-(-length // size), 1), size
+    # Sizes are rounded up, so fewer pieces may be enough.
+    count = max(-(-length // size), 1)
+    return count, size
 
 
 def occupancy(
@@ -128,14 +142,17 @@ def occupancy(
     `tiling.grid`.
     """
     grid = tiling.grid(offsets)
-    mask = padded_mask(mask, tiling)
     everything = np.ones(grid.counts, bool)
-    some, full = (everything, everything) if mask is None else mask.occupancy(grid)
+    mask = padded_mask(mask, tiling)
+    if mask is None:
+        return Occupancy(everything, everything)
+    some, full = mask.occupancy(grid)
+    # A mask's own result may have an axis of length 1; `&` broadcasts it.
     return Occupancy(some & everything, full & everything)
 
 
 def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
-    """Extends the mask of one head to the length of whole tiles, and hides the padding."""
+    """Extends one head's mask to the length of whole tiles, and hides the padding."""
     if tiling.inside is None:
         return mask
     inside = InsideMask(*tiling.lengths)
@@ -152,13 +169,18 @@ def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
     stay as they are.
     """
     sizes = {"T": shape[0], "S": shape[1]}
-    widths = [
-        (0, 0 if name.endswith("|1") and size == 1 else sizes.get(name[0], size) - size)
-        for name, size in zip(part_axes(axes), x.shape, strict=False)
-    ]
+    widths = []
+    for name, size in zip(part_axes(axes), x.shape, strict=False):
+        padding = sizes.get(name[0], size) - size
+        is_broadcast = name.endswith("|1") and size == 1
+        if is_broadcast:
+            padding = 0
+        widths.append((0, padding))
     if not any(after for _, after in widths):
         return x
-    return jnp.pad(x, widths, mode="edge" if x.size else "constant")
+    # An array without entries has no last one to repeat.
+    mode = "edge" if x.size else "constant"
+    return jnp.pad(x, widths, mode=mode)
 
 
 @jax.tree_util.register_dataclass
@@ -177,8 +199,10 @@ class InsideMask(Mask):
     def occupancy(self, grid: Grid) -> Occupancy:
         some = np.ones(grid.counts, bool)
         full = np.ones(grid.counts, bool)
+        # With the grid's `lengths`, bounds would end at the last query or key.
+        unlimited = grid._replace(lengths=None)
         for axis, length in enumerate((self.queries, self.keys)):
-            first, last = grid._replace(lengths=None).bounds(axis)
+            first, last = unlimited.bounds(axis)
             some = some & (first < length)
             full = full & (last < length)
         return Occupancy(some, full)
@@ -195,17 +219,15 @@ def _join_cells(
     """
     cells_of_tile = tiling.width // tiling.cell_width
     start = _starts(np.asarray(some.any(1)), cells_of_tile)
-    cells = np.minimum(
-        start[:, None, :, None] + np.arange(cells_of_tile), tiling.cells - 1
-    )
+    # Indices [rows, bands, tiles, cells of a tile].
     row = np.arange(tiling.rows)[:, None, None, None]
     band = np.arange(tiling.bands)[None, :, None, None]
+    cells = start[:, None, :, None] + np.arange(cells_of_tile)
+    cells = np.minimum(cells, tiling.cells - 1)
     is_tile = (start < tiling.cells)[:, None]
-    return (
-        some[row, band, cells].any(-1) & is_tile,
-        full[row, band, cells].all(-1) & is_tile,
-        start,
-    )
+    some_of_tiles = some[row, band, cells].any(-1) & is_tile
+    full_of_tiles = full[row, band, cells].all(-1) & is_tile
+    return some_of_tiles, full_of_tiles, start
 
 
 def _starts(some: np.ndarray, width: int) -> np.ndarray:
@@ -222,23 +244,32 @@ def _starts(some: np.ndarray, width: int) -> np.ndarray:
     rows, cells = some.shape
     aligned = some.reshape(rows, -1, width).any(2)
     starts = np.sort(np.where(aligned, np.arange(0, cells, width), cells), axis=1)
+
+    # The next True cell at or after each cell, and `cells` after the last one.
     following = np.where(some, np.arange(cells), cells)
     following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
     following = np.pad(following, ((0, 0), (0, 1)), constant_values=cells)
+
     greedy = np.full_like(starts, cells)
-    place = np.zeros(rows, int)
+    place = np.zeros(rows, int)  # one past the last cell that a tile covers
     for step in range(starts.shape[1]):
         start = following[np.arange(rows), place]
         # At the end a tile begins earlier, if there is room.
         fits = np.minimum(start, cells - width)
-        greedy[:, step] = np.where(start < cells, np.maximum(fits, place), cells)
+        fits = np.maximum(fits, place)
+        greedy[:, step] = np.where(start < cells, fits, cells)
         place = np.minimum(greedy[:, step] + width, cells)
         if (place == cells).all():
             break
-    inside = np.where(greedy < cells, greedy, 0).max(1) + width <= cells
-    fewer = (greedy < cells).sum(1) < (starts < cells).sum(1)
-    starts = np.where((inside & fewer)[:, None], greedy, starts)
-    return starts[:, : max((starts < cells).sum(1).max(initial=0), 1)]
+
+    # Without room, the last tile would reach beyond the cells.
+    last = np.where(greedy < cells, greedy, 0).max(1)
+    is_inside = last + width <= cells
+    is_shorter = (greedy < cells).sum(1) < (starts < cells).sum(1)
+    is_better = is_inside & is_shorter
+    starts = np.where(is_better[:, None], greedy, starts)
+    most_tiles = (starts < cells).sum(1).max(initial=0)
+    return starts[:, : max(most_tiles, 1)]
 
 
 class TileBand(NamedTuple):
@@ -269,41 +300,40 @@ def tiles_of(
     """Lists the tiles to visit for one head, in NumPy arrays if its mask is known while
     tracing.
     """
-    xp: Any
-    some, full = (
-        x.reshape(tiling.rows, tiling.bands, tiling.cells)
-        for x in occupancy(tiling, mask, offsets)
-    )
-    # Then `tiling` was made without `fine`: tiles are cells.
-    if isinstance(some, jax.core.Tracer):
-        start = np.broadcast_to(np.arange(tiling.cells), (tiling.rows, tiling.cells))
+    cells = occupancy(tiling, mask, offsets)
+    shape = (tiling.rows, tiling.bands, tiling.cells)
+    some = cells.any_visible.reshape(shape)
+    full = cells.all_visible.reshape(shape)
+    is_traced = isinstance(some, jax.core.Tracer)
+    xp: Any = np
+    if is_traced:
         xp = jnp
+        # The tiling was made without `fine`: tiles are cells.
+        start = np.broadcast_to(np.arange(tiling.cells), (tiling.rows, tiling.cells))
     else:
-        (some, full, start), xp = (
-            _join_cells(np.asarray(some), np.asarray(full), tiling),
-            np,
-        )
+        some, full, start = _join_cells(np.asarray(some), np.asarray(full), tiling)
     is_full = (some & full).all(1)
     is_visible = some.any(1)
-    # Full 0, partial 1, empty 2.
+    # Full 0, partial 1, empty 2: the order in which tiles are visited.
     rank = 2 - is_full.astype(np.int32) - is_visible.astype(np.int32)
     order = xp.argsort(rank, axis=1, stable=True)
-    column = xp.take_along_axis(
-        xp.asarray(start.astype(np.int32) * np.int32(tiling.cell_width)), order, 1
-    )
-    num_full, num_tiles = (x.sum(1, dtype=np.int32) for x in (is_full, is_visible))
-    if xp is jnp:
+    column = xp.asarray(start.astype(np.int32) * np.int32(tiling.cell_width))
+    column = xp.take_along_axis(column, order, 1)
+    num_full = is_full.sum(1, dtype=np.int32)
+    num_tiles = is_visible.sum(1, dtype=np.int32)
+    if is_traced:
         return RowTiles(column, None, num_full, num_tiles)
+
+    # Known while tracing: drop the empty tiles, and compute only the bands in use.
     count = max(int(num_tiles.max(initial=0)), 1)
-    column = np.where(np.arange(column.shape[1]) < num_tiles[:, None], column, 0)[
-        :, :count
-    ]
+    order = order[:, :count]
+    is_tile = np.arange(count) < num_tiles[:, None]
+    column = np.where(is_tile, column[:, :count], 0)
     first = some.argmax(1)
     end = tiling.bands - some[:, ::-1].argmax(1)
-    band = (
-        np.stack([np.take_along_axis(x, order[:, :count], 1) for x in (first, end)], -1)
-        * tiling.band_height
-    )
+    first = np.take_along_axis(first, order, 1)
+    end = np.take_along_axis(end, order, 1)
+    band = np.stack([first, end], -1) * tiling.band_height
     return RowTiles(column, band, num_full, num_tiles)
 
 
@@ -339,46 +369,64 @@ def static_block_mask(
     """
     with jax.ensure_compile_time_eval():
         heads = [tiles_of(tiling, mask, offsets) for mask in masks]
+    # Heads may visit different numbers of tiles.
     count = max(head.column.shape[1] for head in heads)
-    column = np.stack(
-        [
-            np.pad(head.column, [(0, 0), (0, count - head.column.shape[1])])
-            for head in heads
-        ]
-    )
-    part = np.stack(
-        [
-            np.pad(head.band, [(0, 0), (0, count - head.column.shape[1]), (0, 0)])
-            for head in heads
-        ]
-    )
-    full = np.stack([head.num_full for head in heads])
-    some = np.stack([head.num_tiles for head in heads])
+    columns = []
+    parts = []
+    for head in heads:
+        padding = (0, count - head.column.shape[1])
+        columns.append(np.pad(head.column, [(0, 0), padding]))
+        parts.append(np.pad(head.band, [(0, 0), padding, (0, 0)]))
+    column = np.stack(columns)
+    part = np.stack(parts)
+    num_full = np.stack([head.num_full for head in heads])
+    num_tiles = np.stack([head.num_tiles for head in heads])
+
     # With at most one tile per row, rows without a tile and full tiles among partial
     # ones are treated as partial.
-    if count == 1 and some.any():
+    if count == 1 and num_tiles.any():
         whole = (TileBand(0, tiling.height),)
-        chosen = np.zeros_like(column)
-        ones = np.ones_like(full)
-        if full.all():
-            return BlockMask(column, chosen, ones, ones, whole, (), single=True)
+        ones = np.ones_like(num_full)
+        all_full = bool(num_full.all())
         return BlockMask(
-            column, chosen, np.zeros_like(full), ones, (), whole, single=True
+            column=column,
+            band=np.zeros_like(column),
+            num_full=ones if all_full else np.zeros_like(num_full),
+            num_tiles=ones,
+            full_bands=whole if all_full else (),
+            partial_bands=() if all_full else whole,
+            single=True,
         )
+
     number = np.arange(count)
-    is_full = number < full[..., None]
-    is_partial = (number >= full[..., None]) & (number < some[..., None])
-    full_bands, partial_bands = (
-        tuple(sorted({TileBand(*p) for p in part[mine].tolist()}))
-        for mine in (is_full, is_partial)
-    )
-    chosen = np.zeros(part.shape[:-1], np.int32)
-    for mine, parts in ((is_full, full_bands), (is_partial, partial_bands)):
-        for index, one in enumerate(parts):
-            chosen[mine & (part == one).all(-1)] = index
+    is_full = number < num_full[..., None]
+    is_partial = ~is_full & (number < num_tiles[..., None])
+    band = np.zeros(part.shape[:-1], np.int32)
+    full_bands = _number_bands(part, is_full, band)
+    partial_bands = _number_bands(part, is_partial, band)
     return BlockMask(
-        column, chosen, full, some, full_bands, partial_bands, single=False
+        column=column,
+        band=band,
+        num_full=num_full,
+        num_tiles=num_tiles,
+        full_bands=full_bands,
+        partial_bands=partial_bands,
+        single=False,
     )
+
+
+def _number_bands(
+    part: np.ndarray, chosen: np.ndarray, band: np.ndarray
+) -> tuple[TileBand, ...]:
+    """Returns the distinct bands of the `chosen` tiles, and writes each such tile's
+    index among them into `band`.
+
+    `part` [..., 2] holds the first row of each tile, and one past the last.
+    """
+    bands = sorted({TileBand(*rows) for rows in part[chosen].tolist()})
+    for index, one in enumerate(bands):
+        band[chosen & (part == one).all(-1)] = index
+    return tuple(bands)
 
 
 def dynamic_block_mask(
@@ -387,10 +435,17 @@ def dynamic_block_mask(
     """Makes the block mask of one head as part of the program, for a mask or offsets
     known only at run time.
     """
-    column, _, num_full, num_tiles = tiles_of(tiling, mask, offsets)
+    tiles = tiles_of(tiling, mask, offsets)
+    # Which bands a tile needs is not known, so each tile has one band.
     whole = (TileBand(0, tiling.height),)
     return BlockMask(
-        column, jnp.zeros_like(column), num_full, num_tiles, whole, whole, single=False
+        column=tiles.column,
+        band=jnp.zeros_like(tiles.column),
+        num_full=tiles.num_full,
+        num_tiles=tiles.num_tiles,
+        full_bands=whole,
+        partial_bands=whole,
+        single=False,
     )
 
 
@@ -431,7 +486,7 @@ class TileVisit(NamedTuple):
         return lax.slice_in_dim(x, self.first, self.first + height, axis=axis)
 
     def put_rows(self, x: Array, part: Array, axis: int = 0) -> Array:
-        """Returns `x` with `part` in place of the entries that `rows(x, axis)` returns."""
+        """Returns `x` with `part` in place of what `rows(x, axis)` returns."""
         if x.shape == part.shape:
             return part
         return lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
@@ -458,10 +513,12 @@ class TileVisit(NamedTuple):
         if kind.startswith("queries"):
             return self.put_rows(x, self.rows(x, axis) + part, axis)
         if kind.startswith("keys"):
-            part = part if axis else part.T
-            return Tile(0, self.tile.column, (part.shape[0], part.shape[1])).add(
-                x, part
-            )
+            # Sums over keys are [F, S], see `Argument.is_summed_transposed`.
+            if kind == "keys":
+                part = part.T
+            features, width = part.shape
+            columns = Tile(0, self.tile.column, (features, width))
+            return columns.add(x, part)
         if kind == "scores":
             return self.tile.add(x, part)
         return x + part
@@ -481,32 +538,37 @@ def over_keys(
     `blocks` is the block mask of the row. For full tiles, `step` gets the rule without
     its mask.
     """
-    mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
 
     def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:
         row = i * tiling.height + band.first
+        column = element(blocks.column, n)
         shape = (band.end - band.first, tiling.width)
-        tile = tiling.tile(row, element(blocks.column, n), shape, rule.offsets.values)
+        tile = tiling.tile(row, column, shape, rule.offsets.values)
         return step(TileVisit(band.first, tile), rule, state)
 
-    for bands, mask_of_tile, first, end in (
-        (blocks.full_bands, None, 0, blocks.num_full),
-        (blocks.partial_bands, mask, blocks.num_full, blocks.num_tiles),
-    ):
-        if not bands:
-            continue
-        visits = [
-            functools.partial(visit, band, dataclasses.replace(rule, mask=mask_of_tile))
-            for band in bands
-        ]
+    def visit_all(
+        bands: tuple[TileBand, ...], rule: ScoreRule, first: Any, end: Any, state: T
+    ) -> T:
+        visits = [functools.partial(visit, band, rule) for band in bands]
         if len(visits) == 1:
-            one = visits[0]
+            visit_one = visits[0]
         else:
-            one = functools.partial(_visit_band, blocks.band, visits)
+            # A band is a shape, so each has a branch of its own.
+            visit_one = functools.partial(_visit_band, blocks.band, visits)
         if blocks.single:
-            state = one(0, state)
-        else:
-            state = lax.fori_loop(first, end, one, state)
+            return visit_one(0, state)
+        return lax.fori_loop(first, end, visit_one, state)
+
+    # Full tiles first, without a mask, then partial tiles.
+    mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
+    if blocks.full_bands:
+        unmasked = dataclasses.replace(rule, mask=None)
+        state = visit_all(blocks.full_bands, unmasked, 0, blocks.num_full, state)
+    if blocks.partial_bands:
+        masked = dataclasses.replace(rule, mask=mask)
+        first = blocks.num_full
+        end = blocks.num_tiles
+        state = visit_all(blocks.partial_bands, masked, first, end, state)
     return state
 
 
@@ -528,6 +590,10 @@ def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
     """Returns the inputs of a scan over rows of tiles: each row's number, block mask
     and part of `arrays` [T, ...].
     """
-    shape = (tiling.rows, tiling.height)
-    parts = (None if x is None else x.reshape(*shape, *x.shape[1:]) for x in arrays)
-    return jnp.arange(tiling.rows, dtype=jnp.int32), blocks, *parts
+    numbers = jnp.arange(tiling.rows, dtype=jnp.int32)
+    parts = []
+    for x in arrays:
+        if x is not None:
+            x = x.reshape(tiling.rows, tiling.height, *x.shape[1:])
+        parts.append(x)
+    return numbers, blocks, *parts
