@@ -567,9 +567,9 @@ def _backward(
         # A CPU multiplies faster if the result is wide: the transposes [F, s].
         dK_j_transposed = rule.dot(_for_gradients(Q_i_transposed), d_products)
         dV_j_transposed = rule.dot(dO_i_transposed, times(P_ij, dropout))
-        of_arrays = (dQ_i, dK_j_transposed, dV_j_transposed)
+        of_arrays = [dQ_i, dK_j_transposed, dV_j_transposed]
         if d_inputs.bias is not None:
-            of_arrays = (*of_arrays, d_inputs.bias)
+            of_arrays.append(d_inputs.bias)
         return *of_arrays, *d_inputs.captured
 
     kinds = _kinds(has_bias, len(inputs))
