@@ -331,7 +331,7 @@ def check_precision(value: Any) -> Any:
     """
     if isinstance(value, list):
         value = tuple(value)
-    # JAX knows best what it accepts.
+    # JAX decides, as it does for its own products.
     try:
         _dot_with(value)
     except (TypeError, ValueError) as error:

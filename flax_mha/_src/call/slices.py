@@ -33,10 +33,11 @@ def sequence_axes(operands: Operands) -> list[SequenceAxes]:
     batch_axes = operands.query.ndim - 3
     found = []
     for x, axes in zip(jax.tree.leaves(operands), operands.axis_names(), strict=True):
-        # "B" stands for all batch axes.
         names: list[str] = []
         for name in axes.split():
-            names += ["B"] * batch_axes if name == "B" else [name]
+            # "B" stands for all batch axes.
+            count = batch_axes if name == "B" else 1
+            names += [name] * count
         numbers = {}
         for i, name in enumerate(names):
             # An axis "T|1" or "S|1" of length 1 is broadcast.

@@ -291,7 +291,7 @@ def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
             flags = jax.tree.map(visit.rows, flags_i)
             flags = _cut_flags(head.nonfinite, flags, tile)
             S_ij, row_poison = rule.tile_scores(
-                visit.rows(Q_i), K_j, head.inputs, tile, flags
+                visit.rows(Q_i), K_j, head.inputs, tile, nonfinite=flags
             )
 
             def weigh(P_ij: Array) -> Array:
@@ -581,14 +581,14 @@ def _backward(
         residuals=Argument.of((*kinds_of_rows, "keys", "keys", *kinds), residuals),
         linear=Argument.of(kinds_of_rows, linear),
         outputs=(
-            Argument("queries", query.shape, query.dtype, scale),
-            Argument("keys transposed", key.shape[::-1], key.dtype, scale),
+            Argument("queries", query.shape, query.dtype, factor=scale),
+            Argument("keys transposed", key.shape[::-1], key.dtype, factor=scale),
             Argument("keys transposed", value.shape[::-1], value.dtype),
             *Argument.of(kinds, inputs),
         ),
     )
     dQ, dK_transposed, dV_transposed, *d_inputs = tile_sum(
-        tiling, function, rule, blocks, residuals, linear
+        tiling, function, rule, blocks, residuals=residuals, linear=linear
     )
     return [dQ, dK_transposed.T, dV_transposed.T, *d_inputs]
 

@@ -269,7 +269,12 @@ def _tangent(
             return tangent(*residuals, *cotangents)
 
         gradient = linear_function(
-            program.out_avals, run, transpose_again, first, portable_gradient, program
+            program.out_avals,
+            run,
+            transpose_again,
+            first,
+            portable=portable_gradient,
+            program=program,
         )
         return gradient(*residuals, *cotangents)
 

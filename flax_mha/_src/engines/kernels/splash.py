@@ -393,7 +393,7 @@ def _mask(
         furthest = min(mask.right, furthest)
     if furthest < nearest:
         return splash_masks.FullMask(size)
-    return Band(size, mask.left, mask.right, keys)
+    return Band(size, left=mask.left, right=mask.right, keys=keys)
 
 
 def _segment_ids(

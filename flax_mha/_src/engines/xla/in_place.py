@@ -1,5 +1,5 @@
-"""Attention of few queries over many keys, as in decoding: keys and values [B..., S, K,
-H] are read where they are, not copied to the layout of one head.
+"""Attention of few queries over many keys, as in decoding: keys and values are read
+where they are, [B..., S, K, H], not copied to the layout of one head.
 
 A step of decoding then costs what has been written to the cache, not what the cache can
 hold. `plan.py` chooses among these cases (`KeyBlocks`):
@@ -8,14 +8,14 @@ hold. `plan.py` chooses among these cases (`KeyBlocks`):
   all heads. On a CPU every batch entry has a loop of its own (`sequential`);
   accelerators compute all entries together.
 - One block, `whole`, without a loop: for a small cache, because it compiles faster, or
-  if so few queries attend to most of the keys.
+  as the wide block below, for few scores.
 - One block-diagonal product for all heads (`block_diagonal`): a product for each key
   head would copy the keys of this head.
-- Wide blocks (`wide`): chosen at run time if most keys are visible, because fewer steps
-  are then faster, although they read more masked keys.
-- A second pass, only if an output is not finite: the first does not look for NaN in
-  keys and values, which would take as long as all the rest. The second reads them with
-  zeros in their place (`guarded`).
+- Wide blocks (`wide`): if more than half of the blocks hold a visible key, fewer steps
+  are faster, although they read more masked keys. A `lax.cond` decides.
+- A second pass, only if an output is not finite. The first does not look for NaN in
+  keys and values, which would take as long as all the rest; the second reads zeros in
+  their place (`guarded`).
 
 In a block-diagonal product, a query is padded with zeros to the features of all key
 heads, so the keys of other heads contribute 0, and only its own head's outputs are
@@ -284,9 +284,9 @@ def _attend(blocks: KeyBlocks, inputs: Inputs) -> Results:
     if wide is None:
         results = _entries(blocks, part)
     else:
-        most_are_visible = _seen(blocks, part, num_keys).mean() > 0.5
+        most_are_seen = _seen(blocks, part, num_keys).mean() > 0.5
         results = lax.cond(
-            most_are_visible,
+            most_are_seen,
             lambda: _entries(wide, part),
             lambda: _entries(blocks, part),
         )
@@ -437,13 +437,11 @@ def _bounds(mask: Mask | None) -> Mask | None:
     """Returns the causal, window and length masks in `mask`, which limit the keys to
     read; None if it has none.
     """
-    return merged(
-        [
-            part
-            for part in conjuncts(mask)
-            if part.window is not None or isinstance(part, LengthMask)
-        ]
-    )
+    bounds = []
+    for part in conjuncts(mask):
+        if part.window is not None or isinstance(part, LengthMask):
+            bounds.append(part)
+    return merged(bounds)
 
 
 def _step(
@@ -487,16 +485,17 @@ def _step(
         product = product + poison
         if own.flags is not None:
             poison = poison + own.flags[None]
-        s = rule.tile(product, own.inputs.cut(tile), tile, poison)
+        s = rule.tile(product, own.inputs.cut(tile), tile, poison=poison)
         # The last block begins with keys of the block before it; they count once.
         if num_keys % blocks.width:
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
 
-        # With scales, weights are rounded only after they are multiplied by these.
+        # Weights p = exp(s - m), with m and l in the state. With scales, they are
+        # rounded only after they are multiplied by these.
         rounded = None
         if own.scales is None:
             rounded = dtype
-        state, weights = own.state.rescale(s, None, rounded)
+        state, weights = own.state.rescale(s, dtype=rounded)
         weights = times(weights, rule.dropout_multiplier(tile, s.dtype))
         if own.scales is not None:
             weights = weights * own.scales[1][None, :]
@@ -511,7 +510,7 @@ def _step(
         flags=block.flags,
         state=state,
     )
-    state, weights = map_heads(one_head, of_heads, part.query.ndim - 2)
+    state, weights = map_heads(one_head, of_heads, axes=part.query.ndim - 2)
     weighted = _value_products(weights, block.value, part.rule, blocks.block_diagonal)
     return state._replace(output=state.output + weighted)
 
@@ -541,11 +540,12 @@ def _read_block(blocks: KeyBlocks, part: BatchSlice, column: Scalar) -> Block:
             scale = guard.zero(scale, of_keys)
         flags = vectors_by_head(of_keys.astype(part.rule.dtype), groups)
     if scale is None:
-        return Block(keys, value, None, flags)
+        return Block(keys, value, scales=None, flags=flags)
     # Without the barrier, XLA's CPU would read all scales again, with a stride of 2, in
     # every use of one.
     scales = [vectors_by_head(scale[..., i], groups) for i in (0, 1)]
-    return Block(keys, value, lax.optimization_barrier(scales), flags)
+    scales = lax.optimization_barrier(scales)
+    return Block(keys, value, scales=scales, flags=flags)
 
 
 def _scaled_features(blocks: KeyBlocks) -> list[slice]:
