@@ -165,9 +165,10 @@ def refusals(call: Call) -> list[str]:
     mask = kernel_mask.kernel_mask(call)
     operands = call.operands
     target = call.options.target
-    here = device(target.platform)
     if target.assumed and target.platform == "gpu":
-        here = H100
+        here = H100  # this machine may have no GPU to ask
+    else:
+        here = device(target.platform)
 
     # Arguments, then the device.
     reasons = kernel_mask.refusals(call, mask, ["bias"])
