@@ -390,9 +390,10 @@ def check_dropout(rate: float, rng: Any) -> float:
     is_typed_key = is_array and is_key(rng) and not rng.shape
     is_raw_key = is_array and rng.dtype == jnp.uint32 and rng.shape == raw_shape
     if not is_typed_key and not is_raw_key:
-        got = repr(rng)
         if hasattr(rng, "shape"):
             got = f"an array of shape {rng.shape} and dtype {rng.dtype}"
+        else:
+            got = repr(rng)
         raise ValueError(
             "dropout_rng must be a single key from jax.random.key, or a raw uint32 key "
             f"of shape {raw_shape}, but got {got}."
