@@ -226,6 +226,7 @@ def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], Results]:
         keys_are_mapped = all(jax.tree.leaves(of_keys))
 
         def here(inputs: Inputs) -> Results:
+            # Shared keys would have to be copied for each mapped entry.
             if size == 0 or not keys_are_mapped:
                 in_blocks = functools.partial(_attend, blocks._replace(wide=None))
                 axes = jax.tree.map(lambda mapped: 0 if mapped else None, is_mapped)
@@ -293,7 +294,7 @@ def _attend(blocks: KeyBlocks, inputs: Inputs) -> Results:
 
     masks = rule.masks_scores(inputs.score_inputs)
     # Without masks, NaN and infinity propagate by themselves, if no product mixes
-    # heads.
+    # heads, as one of wide blocks may.
     if not masks and not blocks.block_diagonal and wide is None:
         return results
 
