@@ -5,7 +5,7 @@ a `Call` of them.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, cast
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from flax_mha._src.call.operands import (
     Options,
     ScoreMod,
     Sharding,
+    accumulation_dtype,
 )
 from flax_mha._src.core import validation
 from flax_mha._src.core.tile import Offsets
@@ -61,10 +62,9 @@ def unexpected(function: str, name: str) -> TypeError:
     """Returns Python's error for an unknown argument `name`. If only modules accept it,
     the error says what to use.
     """
+    fix = ""
     if name in SIBLINGS:
         fix = f"; only modules accept {name}; use {SIBLINGS[name]} instead"
-    else:
-        fix = ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{fix}")
 
 
@@ -75,8 +75,9 @@ def naming_siblings(function: F) -> F:
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        if not SIBLINGS.keys().isdisjoint(keywords):
-            raise unexpected(function.__name__, min(SIBLINGS.keys() & keywords))
+        misplaced = SIBLINGS.keys() & keywords
+        if misplaced:
+            raise unexpected(function.__name__, min(misplaced))
         return function(*arguments, **keywords)
 
     return cast(F, call)
@@ -129,10 +130,17 @@ def check_inputs(
     `any_dtypes`: dtypes may differ.
     """
     meaning = "[batch..., length, heads, head size]"
-    query, key, value = (
-        x if isinstance(x, jax.Array) else as_array(name, x, f"an array {meaning}")
-        for name, x in (("query", query), ("key", key), ("value", value))
-    )
+
+    def converted(name: str, x: ArrayLike) -> Array:
+        if isinstance(x, jax.Array):
+            return x
+        return as_array(name, x, f"an array {meaning}")
+
+    query = converted("query", query)
+    key = converted("key", key)
+    value = converted("value", value)
+
+    # Shapes.
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not query.ndim == key.ndim == value.ndim:
         raise ValueError(f"query, key, value must have same rank, but got {shapes}.")
@@ -142,15 +150,15 @@ def check_inputs(
         )
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         raise ValueError(f"query, key, value batch dims must match, but got {shapes}.")
-    for name, x, y, axis in (
-        ("key, value lengths", key, value, -3),
-        ("query, key depths", query, key, -1),
-        ("key, value heads", key, value, -2),
-    ):
-        if x.shape[axis] != y.shape[axis]:
+    sizes_to_match = (
+        ("key, value lengths", key.shape[-3], value.shape[-3]),
+        ("query, key depths", query.shape[-1], key.shape[-1]),
+        ("key, value heads", key.shape[-2], value.shape[-2]),
+    )
+    for name, one, other in sizes_to_match:
+        if one != other:
             raise ValueError(
-                f"{name} must match, but got {x.shape[axis]} and {y.shape[axis]} in "
-                f"{shapes}."
+                f"{name} must match, but got {one} and {other} in {shapes}."
             )
     num_heads = query.shape[-2]
     num_kv_heads = key.shape[-2]
@@ -163,22 +171,26 @@ def check_inputs(
         )
     if query.shape[-1] < 1:
         raise ValueError(f"query head size must be at least 1, but got {shapes}.")
+
+    # Dtypes.
     same_dtype = any_dtypes or query.dtype == key.dtype == value.dtype
-    if not same_dtype or any(x.dtype.name not in DTYPES for x in (query, key, value)):
+    are_floats = all(x.dtype.name in DTYPES for x in (query, key, value))
+    if not same_dtype or not are_floats:
         raise ValueError(
             f"query, key, value must have the same dtype, one of {', '.join(DTYPES)}, "
             f"but got query {query.dtype}, key {key.dtype}, value {value.dtype}; use "
             ".astype."
         )
-    sizes = (
-        query.shape[-3],
-        key.shape[-3],
-        num_heads,
-        num_kv_heads,
-        query.shape[-1],
-        value.shape[-1],
+    shape = Shape(
+        batch=query.shape[:-3],
+        query_length=query.shape[-3],
+        key_length=key.shape[-3],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=query.shape[-1],
+        value_size=value.shape[-1],
     )
-    return query, key, value, Shape(query.shape[:-3], *sizes)
+    return query, key, value, shape
 
 
 def check_floats(
@@ -191,15 +203,49 @@ def check_floats(
         return None
     array = as_array(name, value, "an array of floats")
     if array.dtype.name not in DTYPES:
+        fix = ""
         if array.dtype == bool and name == "bias":
             fix = "; pass a boolean array as mask="
-        else:
-            fix = ""
         raise ValueError(
             f"{name} must have one of the dtypes {', '.join(DTYPES)}, but got "
             f"{array.dtype}{fix}."
         )
     return broadcastable(name, array, shape, meaning)
+
+
+class _Positions(NamedTuple):
+    """The position of a call's first query or key, and the range of all of them."""
+
+    offset: Any  # an int, or an array with an offset per sequence
+    first: int  # the lowest position
+    last: int  # the highest position
+
+
+def _positions(
+    name: str, offset: ArrayLike | None, length: int, shape: Shape
+) -> _Positions:
+    """Checks one offset, the argument `name`, of a sequence of this length."""
+    if offset is None:
+        raise ValueError(
+            f"{name} must be an integer or an array of integers, but got None; "
+            "omit it to use 0."
+        )
+    checked: Any
+    if is_int(offset):
+        checked = int(offset)
+        first = last = checked
+    else:
+        checked = validation.per_sequence(name, offset, shape)
+        first, last = validation.extremes(checked)
+    # A symbol of `jax.export` has no known size.
+    if isinstance(length, int):
+        last = last + max(length, 1) - 1
+    if first < validation.SMALLEST or last > validation.LARGEST:
+        raise ValueError(
+            f"{name} must keep positions within the int32 range, but they run from "
+            f"{first} to {last}."
+        )
+    return _Positions(checked, first, last)
 
 
 def check_offsets(
@@ -208,54 +254,35 @@ def check_offsets(
     """Checks the positions of the first query and key: all positions and distances must
     fit in int32.
     """
-    offsets = []
-    ends = []
-    for name, value, length in (
-        ("query_offset", query_offset, shape.query_length),
-        ("key_value_offset", key_offset, shape.key_length),
-    ):
-        if value is None:
-            raise ValueError(
-                f"{name} must be an integer or an array of integers, but got None; "
-                "omit it to use 0."
-            )
-        offset: Any = (
-            int(value) if is_int(value) else validation.per_sequence(name, value, shape)
-        )
-        least, most = (
-            (offset, offset) if isinstance(offset, int) else validation.extremes(offset)
-        )
-        last = most + max(length, 1) - 1 if isinstance(length, int) else most
-        if least < validation.SMALLEST or last > validation.LARGEST:
-            raise ValueError(
-                f"{name} must keep positions within the int32 range, but they run from "
-                f"{least} to {last}."
-            )
-        offsets.append(offset)
-        ends.append((least, last))
-    (q_first, q_last), (k_first, k_last) = ends
-    if max(q_last - k_first, k_last - q_first) > validation.LARGEST:
+    queries = _positions("query_offset", query_offset, shape.query_length, shape)
+    keys = _positions("key_value_offset", key_offset, shape.key_length, shape)
+    largest_distance = max(queries.last - keys.first, keys.last - queries.first)
+    if largest_distance > validation.LARGEST:
         raise ValueError(
             "query_offset and key_value_offset must keep distances within the int32 "
-            f"range, but queries are at positions {q_first} to {q_last} and keys at "
-            f"{k_first} to {k_last}."
+            f"range, but queries are at positions {queries.first} to {queries.last} "
+            f"and keys at {keys.first} to {keys.last}."
         )
-    return Offsets.of(*offsets)
+    return Offsets.of(queries.offset, keys.offset)
 
 
 def check_window(size: Any) -> tuple[int | None, int | None] | None:
     """Checks a window size; returns how far a query attends (before itself, after
     itself), or None if both are None.
     """
-    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
-    if len(pair) != 2 or not all(
-        side is None or (is_int(side) and side >= 0) for side in pair
-    ):
+    pair = (size, size)
+    if isinstance(size, tuple | list):
+        pair = tuple(size)
+    sides = [side for side in pair if side is not None]
+    are_valid = all(is_int(side) and side >= 0 for side in sides)
+    if len(pair) != 2 or not are_valid:
         raise ValueError(
             "local_window_size must be an int >= 0, or a pair (left, right) with "
             f"entries >= 0 or None, but got {size!r}."
         )
-    return None if pair == (None, None) else pair
+    if not sides:
+        return None
+    return pair
 
 
 def check_is_causal(is_causal: Any, mask: Any) -> bool:
@@ -276,12 +303,13 @@ def check_is_causal(is_causal: Any, mask: Any) -> bool:
 
 
 def check_scale(value: Any, shape: Shape) -> tuple[float, Array | None]:
-    """Checks a scale; returns (1.0, array) for a JAX array, else (number, None). A
+    """Checks a scale; returns (1.0, array) for a JAX array, otherwise (number, None). A
     `value` of None is 1 / sqrt(H).
     """
     if value is None:
         return 1 / math.sqrt(shape.head_size), None
     value = validation.unwrapped(value)
+    # Python's and NumPy's numbers are static: fused kernels take no array.
     if not isinstance(value, jax.Array):
         number = number_in(value)
         if not is_finite(number):
@@ -301,7 +329,9 @@ def check_precision(value: Any) -> Any:
     """Checks that `jax.lax.dot_general` accepts `value` as its precision, and returns
     it in a hashable form.
     """
-    value = tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        value = tuple(value)
+    # JAX decides, as it does for its own products.
     try:
         _dot_with(value)
     except (TypeError, ValueError) as error:
@@ -357,10 +387,9 @@ def check_dropout(rate: float, rng: Any) -> float:
         )
     is_array = isinstance(rng, jax.Array | np.ndarray)
     raw_shape = _raw_key_shape(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
-    is_typed = is_array and is_key(rng) and not rng.shape
-    if not is_typed and not (
-        is_array and rng.dtype == jnp.uint32 and rng.shape == raw_shape
-    ):
+    is_typed_key = is_array and is_key(rng) and not rng.shape
+    is_raw_key = is_array and rng.dtype == jnp.uint32 and rng.shape == raw_shape
+    if not is_typed_key and not is_raw_key:
         if hasattr(rng, "shape"):
             got = f"an array of shape {rng.shape} and dtype {rng.dtype}"
         else:
@@ -377,31 +406,31 @@ def _raw_key_shape(implementation: str) -> tuple[int, ...]:
     """Returns the shape of a raw key of the random number generator `implementation`,
     such as "threefry2x32".
     """
-    return jax.eval_shape(
-        lambda: jax.random.key_data(jax.random.key(0, impl=implementation))
-    ).shape
+
+    def data() -> Array:
+        return jax.random.key_data(jax.random.key(0, impl=implementation))
+
+    return jax.eval_shape(data).shape
 
 
 def check_sharding(value: Any, rank: int) -> Any:
-    if value is not None and not isinstance(
-        value, NamedSharding | PartitionSpec | Context
-    ):
+    if value is None or isinstance(value, Context):
+        return value
+    if not isinstance(value, NamedSharding | PartitionSpec):
         raise ValueError(
             "qkv_sharding must be a jax.P or a NamedSharding for the query, but got "
             f"{value!r}."
         )
-    spec: Any = (
-        ()
-        if value is None or isinstance(value, Context)
-        else getattr(value, "spec", value)
-    )
-    entries = [
-        entry if isinstance(entry, tuple) else (entry,)
-        for entry in spec
-        if entry is not None
-    ]
-    names = [name for entry in entries for name in entry]
-    if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+    spec = value.spec if isinstance(value, NamedSharding) else value
+    # An entry is the mesh axis that splits an axis of the query, or several, or None.
+    names: list[Any] = []
+    for entry in spec:
+        if isinstance(entry, tuple):
+            names.extend(entry)
+        elif entry is not None:
+            names.append(entry)
+    are_repeated = len(set(names)) < len(names)
+    if are_repeated or not all(isinstance(name, str) for name in names):
         raise ValueError(
             "qkv_sharding must contain only mesh axis names or None, with no name "
             f"repeated, but got {spec}."
@@ -431,7 +460,8 @@ def canonical(
     To explain the call for another platform, pass its name as `platform`; None means
     the one that computes the call.
     """
-    if unknown := arguments.keys() - CallArguments.__optional_keys__:
+    unknown = arguments.keys() - CallArguments.__optional_keys__
+    if unknown:
         raise unexpected("dot_product_attention", min(unknown))
     query, key, value, shape = check_inputs(query, key, value)
     target = target_of((query, key, value), platform)
@@ -440,22 +470,33 @@ def canonical(
     query_offset = arguments.get("query_offset", NO_OFFSET)
     key_offset = arguments.get("key_value_offset", NO_OFFSET)
     is_whole = query_offset is NO_OFFSET and key_offset is NO_OFFSET
-    offsets = Offsets() if is_whole else check_offsets(query_offset, key_offset, shape)
+    offsets = Offsets()
+    if not is_whole:
+        offsets = check_offsets(query_offset, key_offset, shape)
+
+    masks: list[Mask | None] = []
+    if _flag("is_causal", arguments.get("is_causal", False)):
+        masks.append(CausalMask())
+    if window is not None:
+        masks.append(LocalMask(*window))
+    masks.append(_length_mask(arguments, shape, is_whole))
     query_ids = arguments.get("query_segment_ids")
     key_ids = arguments.get("key_value_segment_ids")
-    has_segments = query_ids is not None or key_ids is not None
-    masks = [
-        CausalMask() if _flag("is_causal", arguments.get("is_causal", False)) else None,
-        None if window is None else LocalMask(*window),
-        _length_mask(arguments, shape, is_whole),
-        SegmentMask(*validation.segment_ids(query_ids, key_ids, shape))
-        if has_segments
-        else None,
-        given_mask(mask, shape),
-    ]
+    if query_ids is not None or key_ids is not None:
+        ids = validation.segment_ids(query_ids, key_ids, shape)
+        masks.append(SegmentMask(*ids))
+    masks.append(given_mask(mask, shape))
+
     indices = validation.key_indices(arguments.get("key_indices"), shape)
     return with_keys(
-        scoring, key, value, shape, bias, masks, offsets, key_indices=indices
+        scoring,
+        key=key,
+        value=value,
+        shape=shape,
+        bias=bias,
+        masks=masks,
+        offsets=offsets,
+        key_indices=indices,
     )
 
 
@@ -470,33 +511,47 @@ def check_scoring(
     and traces `score_mod`.
     """
     number, scale_array = check_scale(arguments.get("scale"), shape)
-    dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
+    dtype = accumulation_dtype(query.dtype)
     score_mod = arguments.get("score_mod")
-    function, captured, constants = (
-        (None, [], []) if score_mod is None else trace("score_mod", score_mod, dtype)
-    )
+    function = None
+    captured: list[Array] = []
+    constants: list[Array] = []
+    if score_mod is not None:
+        function, captured, constants = trace("score_mod", score_mod, dtype)
     dropout_rng = arguments.get("dropout_rng")
+    rate = 0.0
     if "dropout_rate" in arguments:
         rate = check_dropout(arguments["dropout_rate"], dropout_rng)
-    else:
-        rate = 0.0
+    if rate == 0:
+        dropout_rng = None
+    soft_cap = check_soft_cap(arguments.get("logits_soft_cap"))
+    broadcast_dropout = arguments.get("broadcast_dropout", False)
+    broadcast_dropout = _flag("broadcast_dropout", broadcast_dropout)
+    return_residual = _flag("return_residual", return_residual)
+    precision = check_precision(arguments.get("precision"))
+    sharding = check_sharding(arguments.get("qkv_sharding"), query.ndim)
+    return_max_score = arguments.get("return_max_score", False)
+    return_max_score = _flag("return_max_score", return_max_score)
+    sinks = check_floats(
+        "sinks",
+        arguments.get("sinks"),
+        shape=(*shape.batch, shape.num_heads),
+        meaning="[batch..., heads]",
+    )
+
     options = Options(
         scale=number,
-        soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
+        soft_cap=soft_cap,
         score_mod=function,
         dropout_rate=rate,
-        broadcast_dropout=_flag(
-            "broadcast_dropout", arguments.get("broadcast_dropout", False)
-        ),
-        return_residual=_flag("return_residual", return_residual),
-        precision=check_precision(arguments.get("precision")),
+        broadcast_dropout=broadcast_dropout,
+        return_residual=return_residual,
+        precision=precision,
         target=target,
-        sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
+        sharding=sharding,
         has_known_sizes=False,  # set with the keys
         dtype=dtype,
-        return_max_score=_flag(
-            "return_max_score", arguments.get("return_max_score", False)
-        ),
+        return_max_score=return_max_score,
     )
     missing: Any = None
     operands = Operands(
@@ -504,18 +559,13 @@ def check_scoring(
         key=missing,
         value=missing,
         bias=None,
-        sinks=check_floats(
-            "sinks",
-            arguments.get("sinks"),
-            (*shape.batch, shape.num_heads),
-            "[batch..., heads]",
-        ),
+        sinks=sinks,
         mask=None,
         captured=captured,
         constants=constants,
         offsets=Offsets(),
         scale=scale_array,
-        dropout_rng=dropout_rng if rate else None,
+        dropout_rng=dropout_rng,
     )
     return Call(operands, options)
 
@@ -535,19 +585,22 @@ def with_keys(
     checks bias and functions.
     """
     present = [mask for mask in masks if mask is not None]
+    checked_bias = check_floats(
+        "bias", bias, shape=shape.scores, meaning="[batch..., heads, queries, keys]"
+    )
     operands = scoring.operands._replace(
         key=key,
         value=value,
-        bias=check_floats(
-            "bias", bias, shape.scores, "[batch..., heads, queries, keys]"
-        ),
+        bias=checked_bias,
         mask=merged(present),
         offsets=offsets,
         cache_scale=cache_scale,
         key_indices=key_indices,
     )
-    is_known = all(isinstance(n, int) for x in operands[:3] for n in x.shape)
-    options = scoring.options._replace(has_known_sizes=is_known)
+    # `jax.export` may replace sizes by symbols.
+    sizes = (*operands.query.shape, *key.shape, *value.shape)
+    has_known_sizes = all(isinstance(size, int) for size in sizes)
+    options = scoring.options._replace(has_known_sizes=has_known_sizes)
     # Masks without arrays call no function.
     if options.score_mod is not None or jax.tree.leaves(operands.mask):
         check_lookups(shape, options.score_mod, present, offsets, operands.lengths)
@@ -566,19 +619,16 @@ def _length_mask(arguments: CallArguments, shape: Shape, is_whole: bool) -> Mask
     if query_lengths is None and key_lengths is None:
         return None
     # With an offset, the arrays are a slice of longer sequences, to which the lengths
-    # refer.
+    # refer: they may then exceed the arrays.
+    most_queries = None
+    most_keys = None
+    if is_whole:
+        most_queries = shape.query_length
+        most_keys = shape.key_length
     queries = validation.lengths(
-        "query_seq_lengths",
-        query_lengths,
-        shape,
-        shape.query_length if is_whole else None,
+        "query_seq_lengths", query_lengths, shape, most_queries
     )
-    keys = validation.lengths(
-        "key_value_seq_lengths",
-        key_lengths,
-        shape,
-        shape.key_length if is_whole else None,
-    )
+    keys = validation.lengths("key_value_seq_lengths", key_lengths, shape, most_keys)
     return LengthMask(keys, queries)
 
 

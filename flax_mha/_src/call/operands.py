@@ -64,19 +64,23 @@ class Context(NamedTuple):
         `rank` is the query's number of axes. `sharding` is a PartitionSpec or
         NamedSharding, or None to add nothing.
         """
-        if sharding is None or rank < 3:  # a query of rank < 3 is refused later
+        if sharding is None or rank < 3:  # a query of rank < 3 is rejected later
             return self
         spec: PartitionSpec = getattr(sharding, "spec", sharding)
-        *batch, length, heads, size = tuple(spec) + (None,) * (rank - len(spec))
+        mesh = getattr(sharding, "mesh", None)
+        # A spec may leave out its last entries.
+        entries = tuple(spec) + (None,) * (rank - len(spec))
+        *batch, length, heads, size = entries
+        first_batch_axis = batch[0] if batch else None
         both = self._replace(
-            batch_axes=(batch[0] if batch else None) or self.batch_axes,
+            batch_axes=first_batch_axis or self.batch_axes,
             head_axis=heads or self.head_axis,
-            mesh=getattr(sharding, "mesh", None) or self.mesh,
+            mesh=mesh or self.mesh,
         )
-        agrees = all(
-            new == old for new, old in zip(both, self, strict=True) if old is not None
-        )
-        if not agrees or size or any(batch[1:]) or length not in (None, self.axis):
+        pairs = zip(both, self, strict=True)
+        agrees = all(new == old for new, old in pairs if old is not None)
+        splits_others = bool(size) or any(batch[1:])
+        if not agrees or splits_others or length not in (None, self.axis):
             raise ValueError(
                 "qkv_sharding and context_parallel must use the same mesh axes for the "
                 f"first batch axis, the sequence and the heads, but got {spec} and "
@@ -160,6 +164,7 @@ class Operands(NamedTuple):
             (self.value, "B S K H"),
             (self.bias, "B N T|1 S|1"),
             (self.sinks, "B N"),
+            # A mask names the axes of its own arrays.
             *((axes, axes) for axes in axes_of(self.mask)),
             ((self.captured, self.constants), ""),
             (self.offsets, "B"),
@@ -169,7 +174,10 @@ class Operands(NamedTuple):
             (self.cache_scale, "B S K H"),
             (self.key_indices, "B T K k"),
         ]
-        return [axes for tree, axes in named for _ in jax.tree.leaves(tree)]
+        names: list[str] = []
+        for tree, axes in named:
+            names += [axes] * len(jax.tree.leaves(tree))
+        return names
 
 
 class Options(NamedTuple):
@@ -218,6 +226,8 @@ class Result(NamedTuple):
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """Returns the dtype of softmax and sums for inputs of `dtype`: float64 for float64,
-    else float32.
+    otherwise float32.
     """
-    return jnp.dtype("float64" if dtype == jnp.float64 else "float32")
+    if dtype == jnp.float64:
+        return jnp.dtype("float64")
+    return jnp.dtype("float32")

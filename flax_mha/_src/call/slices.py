@@ -30,20 +30,26 @@ def sequence_axes(operands: Operands) -> list[SequenceAxes]:
     """Finds the axes of queries and keys in each array of `operands`, in the order of
     `jax.tree.leaves`.
     """
-    batch = ["B"] * (operands.query.ndim - 3)
+    batch_axes = operands.query.ndim - 3
     found = []
     for x, axes in zip(jax.tree.leaves(operands), operands.axis_names(), strict=True):
-        names = [
-            axis for name in axes.split() for axis in (batch if name == "B" else [name])
-        ]
-        # An axis "T|1" or "S|1" of length 1 is broadcast.
-        numbers = {
-            name[0]: i
-            for i, name in enumerate(names)
-            if not name.endswith("|1") or x.shape[i] != 1
-        }
+        names: list[str] = []
+        for name in axes.split():
+            # "B" stands for all batch axes.
+            count = batch_axes if name == "B" else 1
+            names += [name] * count
+        numbers = {}
+        for i, name in enumerate(names):
+            # An axis "T|1" or "S|1" of length 1 is broadcast.
+            is_broadcast = name.endswith("|1") and x.shape[i] == 1
+            if not is_broadcast:
+                numbers[name[0]] = i
         found.append(
-            SequenceAxes(numbers.get("T"), numbers.get("S"), travels_with_keys(names))
+            SequenceAxes(
+                queries=numbers.get("T"),
+                keys=numbers.get("S"),
+                travels=travels_with_keys(names),
+            )
         )
     return found
 
@@ -73,24 +79,25 @@ def slice_call(
     hold all keys. `positions` is (increase of the query offset, increase of the key
     offset).
     """
-    first_held, first_of_all, width = (
-        (0, 0, operands.lengths[1]) if keys is None else keys
-    )
+    first_query, num_queries = queries
+    if keys is None:
+        keys = (0, 0, operands.lengths[1])
+    first_held, first_of_all, num_keys = keys
+
+    def cut_axis(x: Array, axis: int | None, first: Scalar, length: int) -> Array:
+        if axis is None or x.shape[axis] == length:
+            return x
+        return lax.dynamic_slice_in_dim(x, first, length, axis)
 
     def cut(x: Array, axes: SequenceAxes) -> Array:
         first_key = first_held if axes.travels else first_of_all
-        for axis, first, length in (
-            (axes.queries, *queries),
-            (axes.keys, first_key, width),
-        ):
-            if axis is not None and x.shape[axis] != length:
-                x = lax.dynamic_slice_in_dim(x, first, length, axis)
-        return x
+        x = cut_axis(x, axes.queries, first_query, num_queries)
+        return cut_axis(x, axes.keys, first_key, num_keys)
 
+    # Offsets have an entry per batch entry.
     shape = (1,) * (operands.query.ndim - 3)
-    offsets = operands.offsets.moved(
-        *(jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in positions)
-    )
+    increases = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in positions]
+    offsets = operands.offsets.moved(*increases)
     return map_arrays(cut, operands)._replace(offsets=offsets)
 
 
@@ -98,4 +105,5 @@ def map_arrays(
     change: Callable[[Array, SequenceAxes], Array], operands: Operands
 ) -> Operands:
     leaves, structure = jax.tree.flatten(operands)
-    return jax.tree.unflatten(structure, map(change, leaves, sequence_axes(operands)))
+    changed = map(change, leaves, sequence_axes(operands))
+    return jax.tree.unflatten(structure, changed)

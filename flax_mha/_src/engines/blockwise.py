@@ -1,10 +1,33 @@
-"""`implementation="blockwise"`: attention tile by tile, in memory O(T + S), forward and
-backward.
+"""`implementation="blockwise"`: FlashAttention, attention tile by tile in memory
+O(T + S), forward and backward.
 
-Forward: Dao et al., FlashAttention, arXiv:2205.14135, algorithm 1. Backward: Dao,
-FlashAttention-2, arXiv:2307.08691, algorithm 2, with the outer loop over rows of tiles
-(tiles with the same queries). It computes the scores of each tile again, and needs only
-query, key, value, output and log-sum-exp.
+i counts rows of tiles (tiles with the same queries), and j the tiles in a row.
+
+Forward: Dao et al., FlashAttention, arXiv:2205.14135, algorithm 1, with the outer loop
+over rows of tiles, as in Dao, FlashAttention-2, arXiv:2307.08691, algorithm 1. For each
+tile, with m_i', l_i' and O_i' from the tiles before it::
+
+    S_ij  = scale Q_i K_j^T, masked
+    m_i   = max(m_i', rowmax(S_ij))
+    P_ij  = exp(S_ij - m_i)
+    l_i   = exp(m_i' - m_i) l_i' + rowsum(P_ij)
+    O_i   = exp(m_i' - m_i) O_i' + P_ij V_j
+
+After the last tile, O_i is divided by l_i, and LSE_i = m_i + log(l_i).
+
+Backward: FlashAttention-2, algorithm 2, also with the outer loop over rows. It computes
+the scores of each tile again, and needs only Q, K, V, O and LSE::
+
+    D_i   = rowsum(dO_i * O_i)
+    P_ij  = exp(S_ij - LSE_i)
+    dV_j += P_ij^T dO_i
+    dP_ij = dO_i V_j^T
+    dS_ij = P_ij * (dP_ij - D_i)
+    dQ_i += scale dS_ij K_j
+    dK_j += scale dS_ij^T Q_i
+
+The forward pass is `_output`. The backward pass is `_backward`, the transpose of the
+sum over tiles in `_tangent`, from which JAX derives all further derivatives.
 """
 
 import dataclasses
@@ -82,48 +105,53 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
     """
     tiling: Any = plan.tiling
     head = heads_of(call, plan.dtype)
+    axes = call.operands.query.ndim - 1  # B..., K and G
     blocks = call.operands.tiles
-    axes = call.operands.query.ndim - 1
     if blocks is None:
         blocks = _block_mask(head.rule, tiling, axes)
-    # Heads with different numbers of tiles must not be vmapped: each would run the
-    # longest loop.
-    looped_axes = plan.looped_axes
-    if looped_axes is not None and not blocks.single:
-        looped_axes = max(
-            [
-                looped_axes,
-                *(axis + 1 for axis in range(axes) if blocks.column.shape[axis] > 1),
-            ]
-        )
+
+    looped_axes = plan.looped_axes or 0
+    if plan.looped_axes is not None and not blocks.single:
+        # Heads with different numbers of tiles must not be vmapped: each would run the
+        # longest loop.
+        for axis in range(axes):
+            if blocks.column.shape[axis] > 1:
+                looped_axes = max(looped_axes, axis + 1)
     if products_are_replaced():
         looped_axes = axes  # see `map_heads`
-    known = None if result is None else from_caller(result, call.operands.groups)
-    one_head = functools.partial(
-        blockwise_head, tiling, blocks.single and plan.fuses_rows
-    )
-    operands_of_heads = varying_alike((head, blocks, known))
+
+    known = None
+    if result is not None:
+        known = from_caller(result, call.operands.groups)
+    fuse_rows = blocks.single and plan.fuses_rows
+    one_head = functools.partial(blockwise_head, tiling, fuse_rows)
     results = map_heads(
-        one_head, operands_of_heads, axes, looped_axes or 0, plan.max_heads
+        one_head,
+        varying_alike((head, blocks, known)),
+        axes,
+        looped_axes=looped_axes,
+        max_heads=plan.max_heads,
     )
     return to_caller(results, call.operands.query.dtype)
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
     """Lists the tiles that each head visits: while tracing if mask and offsets hold no
-    arrays, else at run time.
+    arrays, otherwise at run time.
 
     The arrays have `axes` leading axes, [B..., K, G]. If all heads along an axis share
     a list, its length is 1.
     """
-    if not jax.tree.leaves((rule.mask, rule.offsets)):
-        blocks = block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
-        return jax.tree.map(lambda x: x[(None,) * (axes - 1)], blocks)
-    return map_heads(
-        lambda x: dynamic_block_mask(tiling, x[0], x[1].values),
-        (rule.mask, rule.offsets),
-        axes,
-    )
+    if jax.tree.leaves((rule.mask, rule.offsets)):
+
+        def of_one_head(own: tuple) -> BlockMask:
+            mask, offsets = own
+            return dynamic_block_mask(tiling, mask, offsets.values)
+
+        return map_heads(of_one_head, (rule.mask, rule.offsets), axes)
+    blocks = block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
+    new_axes = (None,) * (axes - 1)
+    return jax.tree.map(lambda x: x[new_axes], blocks)
 
 
 def blockwise_head(
@@ -138,37 +166,43 @@ def blockwise_head(
 
     Args:
       tiling: How the scores are cut into tiles.
-      fuse_rows: Whether to compute all rows of tiles at once, which requires a single
+      fuse_rows: Whether to compute all rows of tiles together, which requires a single
         tile in each row. Under differentiation, rows are computed one after another in
         any case.
       operands: The head, the tiles to visit, and None or, for `Engine.share`, the
         output and log-sum-exp to return.
     """
-    head, blocks, result = operands
-    head, (queries, _), (rows, _) = _pad(head, tiling), tiling.lengths, tiling.shape
-    known = None if result is None else tuple(_pad_to(x, rows) for x in result)
-    results = [x[:queries] for x in _attention(tiling, fuse_rows, head, blocks, known)]
-    return results[0], results[1], results[2] if head.rule.returns_max else None
+    head, blocks, known = operands
+    queries, _ = tiling.lengths
+    padded_queries, _ = tiling.shape
+    head = _pad(head, tiling)
+    if known is not None:
+        output, lse = known
+        known = (_pad_to(output, padded_queries), _pad_to(lse, padded_queries))
+    results = _attention(tiling, fuse_rows, head, blocks, known)
+    results = [x[:queries] for x in results]
+    if head.rule.returns_max:
+        return results[0], results[1], results[2]
+    return results[0], results[1], None
 
 
 def _pad(head: Head, tiling: Tiling) -> Head:
     """Pads queries, keys, values, flags and bias of a head with zeros to
     `tiling.shape`, the lengths of whole tiles.
     """
-    (queries, keys), nonfinite = tiling.shape, head.nonfinite
+    queries, keys = tiling.shape
+    nonfinite = head.nonfinite
     if nonfinite is not None:
         nonfinite = NonFinite(
-            _pad_to(nonfinite.query, queries), _pad_to(nonfinite.key, keys)
+            query=_pad_to(nonfinite.query, queries), key=_pad_to(nonfinite.key, keys)
         )
     bias = head.inputs.bias
-    if bias is not None:  # axes of length 1 are broadcast
-        bias = _pad_to(
-            bias,
-            *(
-                1 if size == 1 else n
-                for size, n in zip(bias.shape, tiling.shape, strict=True)
-            ),
-        )
+    if bias is not None:
+        lengths = [queries, keys]
+        for axis in (0, 1):
+            if bias.shape[axis] == 1:  # it is broadcast
+                lengths[axis] = 1
+        bias = _pad_to(bias, *lengths)
     return dataclasses.replace(
         head,
         query=_pad_to(head.query, queries),
@@ -183,11 +217,11 @@ def _pad_to(x: Array, *lengths: int) -> Array:
     """Pads the ends of the first axes of `x` with zeros; `lengths` are the new lengths
     of these axes.
     """
-    widths = [
-        (0, length - size) for size, length in zip(x.shape, lengths, strict=False)
-    ]
+    widths = [(0, 0)] * x.ndim
+    for axis, length in enumerate(lengths):
+        widths[axis] = (0, length - x.shape[axis])
     if any(after for _, after in widths):
-        return jnp.pad(x, widths + [(0, 0)] * (x.ndim - len(widths)))
+        return jnp.pad(x, widths)
     return x
 
 
@@ -200,10 +234,10 @@ def _attention(
     returned, not computed.
     """
     leaves, structure = jax.tree.flatten((head, blocks, known))
-    shapes = (
-        (tiling.shape[0], head.value.shape[1]),
-        *((tiling.shape[0],) for _ in range(1 + head.rule.returns_max)),
-    )
+    queries = tiling.shape[0]
+    shapes = [(queries, head.value.shape[1]), (queries,)]
+    if head.rule.returns_max:
+        shapes.append((queries,))
     outputs = [jax.ShapeDtypeStruct(shape, head.rule.dtype) for shape in shapes]
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
@@ -211,72 +245,85 @@ def _attention(
         if known is not None:
             return known
         if fuse_rows:
-            return jax.tree.leaves(_output_of_single_tiles(tiling, True, head, blocks))
-        return jax.tree.leaves(_output(tiling, head, blocks))
+            results = _output_of_single_tiles(tiling, True, head, blocks)
+        else:
+            results = _output(tiling, head, blocks)
+        return jax.tree.leaves(results)
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        head, blocks, known = jax.tree.unflatten(structure, arguments)
-        output, lse, *largest = known or _attention(tiling, False, head, blocks, None)
-        result = known or name_residuals(output, lse)
+        head, blocks, result = jax.tree.unflatten(structure, arguments)
+        largest: list[Array] = []
+        if result is None:
+            output, lse, *largest = _attention(tiling, False, head, blocks, None)
+            result = name_residuals(output, lse)
         d_arguments = [
             tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)
         ]
-        tangent = _tangent(
-            tiling, head, blocks, result, jax.tree.unflatten(structure, d_arguments)[0]
-        )
-        return [*result, *largest], [*tangent, *(None for _ in largest)]
+        d_head, _, _ = jax.tree.unflatten(structure, d_arguments)
+        d_result = _tangent(tiling, head, blocks, result, d_head)
+        # The largest scores have no derivative.
+        d_largest = [None for _ in largest]
+        return [*result, *largest], [*d_result, *d_largest]
 
     return Function(outputs, evaluate, jvp)(*leaves)
 
 
 @functools.partial(jit_products, static_argnums=0, inline=True)
 def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
+    """Computes FlashAttention's forward pass: a loop over rows i of tiles, and in each
+    row an online softmax over the tiles j that it visits.
+    """
     if blocks.single:
         return _output_of_single_tiles(tiling, False, head, blocks)
-    rule = head.rule
 
     def row(part: tuple) -> ResultsOfHead:
-        i, blocks, q, flags = part
-        q = q if flags is None else guard.zero(q, flags)
+        i, blocks, Q_i, flags_i = part
+        if flags_i is not None:
+            Q_i = guard.zero(Q_i, flags_i)
 
         def visit_tile(
             visit: TileVisit, rule: ScoreRule, state: OnlineSoftmax
         ) -> OnlineSoftmax:
-            keys, values = (
-                visit.tile.cut_columns(x, 0) for x in (head.key, head.value)
+            tile = visit.tile
+            K_j = tile.cut_columns(head.key, 0)
+            V_j = tile.cut_columns(head.value, 0)
+            # Of a tile on the mask's edge, only a part of the rows may be computed.
+            flags = jax.tree.map(visit.rows, flags_i)
+            flags = _cut_flags(head.nonfinite, flags, tile)
+            S_ij, row_poison = rule.tile_scores(
+                visit.rows(Q_i), K_j, head.inputs, tile, nonfinite=flags
             )
-            flags_of_tile = _cut_flags(
-                head.nonfinite, jax.tree.map(visit.rows, flags), visit.tile
-            )
-            s, row_poison = rule.tile_scores(
-                visit.rows(q), keys, head.inputs, visit.tile, flags_of_tile
-            )
-            before = jax.tree.map(visit.rows, state)
-            after = before.update(
-                s, lambda p: rule.weigh(p, values, visit.tile), row_poison
-            )
-            return jax.tree.map(visit.put_rows, state, after)
 
-        features = head.value.shape[1]
-        sink = head.inputs.sink
+            def weigh(P_ij: Array) -> Array:
+                return rule.weigh(P_ij, V_j, tile)
+
+            part = jax.tree.map(visit.rows, state)
+            part = part.update(S_ij, weigh, row_poison)
+            return jax.tree.map(visit.put_rows, state, part)
+
+        # m_i = -inf, l_i = 0, O_i = 0; a sink is a score before the first tile.
         start = OnlineSoftmax.start(
-            tiling.height, features, sink, rule.dtype, rule.returns_max
+            rows=tiling.height,
+            features=head.value.shape[1],
+            sink=head.inputs.sink,
+            dtype=head.rule.dtype,
+            keeps_largest=head.rule.returns_max,
         )
-        return over_keys(
-            blocks, tiling, rule, i, visit_tile, varying_as(q, start)
-        ).finish()
+        start = varying_as(Q_i, start)
+        state = over_keys(blocks, tiling, head.rule, i, visit_tile, start)
+        return state.finish()
 
-    return _join_rows(
-        lax.map(
-            row,
-            by_row(
-                tiling,
-                blocks,
-                head.query,
-                None if head.nonfinite is None else head.nonfinite.query,
-            ),
-        )
-    )
+    return _join_rows(lax.map(row, _rows(tiling, head, blocks)))
+
+
+def _rows(tiling: Tiling, head: Head, blocks: BlockMask) -> tuple:
+    """Returns the inputs of a loop over rows of tiles: for each row its number, block
+    mask, queries, and the flags of these, or None.
+    """
+    flags = None
+    if head.nonfinite is not None:
+        flags = head.nonfinite.query
+    return by_row(tiling, blocks, head.query, flags)
 
 
 def _join_rows(results: Any) -> ResultsOfHead:
@@ -297,36 +344,37 @@ def _cut_flags(
 def _output_of_single_tiles(
     tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask
 ) -> ResultsOfHead:
-    """Computes a head whose rows of tiles have one tile each: row after row or, with
-    `fuse_rows`, all rows at once.
+    """Computes a head whose rows of tiles have one tile each, which needs no online
+    softmax: row after row or, with `fuse_rows`, all rows together.
     """
-    mask = padded_mask(head.rule.mask, tiling) if blocks.partial_bands else None
+    mask = None
+    if blocks.partial_bands:
+        mask = padded_mask(head.rule.mask, tiling)
     rule = dataclasses.replace(head.rule, mask=mask)
 
     def row(part: tuple) -> ResultsOfHead:
-        i, blocks, q, flags = part
-        shape = tiling.height, tiling.width
+        i, blocks, Q_i, flags_i = part
         tile = tiling.tile(
-            i * tiling.height, element(blocks.column, 0), shape, rule.offsets.values
+            row=i * tiling.height,
+            column=element(blocks.column, 0),
+            shape=(tiling.height, tiling.width),
+            offsets=rule.offsets.values,
         )
         head_of_tile = dataclasses.replace(
             head,
-            query=q,
+            query=Q_i,
             key=tile.cut_columns(head.key, 0),
             value=tile.cut_columns(head.value, 0),
             inputs=head.inputs.cut(tile),
             rule=rule,
-            nonfinite=_cut_flags(head.nonfinite, flags, tile),
+            nonfinite=_cut_flags(head.nonfinite, flags_i, tile),
         )
         return rows_of(head_of_tile, tile, fuse_rows)
 
-    rows = by_row(
-        tiling,
-        blocks,
-        head.query,
-        None if head.nonfinite is None else head.nonfinite.query,
-    )
-    return _join_rows(jax.vmap(row)(rows) if fuse_rows else lax.map(row, rows))
+    rows = _rows(tiling, head, blocks)
+    if fuse_rows:
+        return _join_rows(jax.vmap(row)(rows))
+    return _join_rows(lax.map(row, rows))
 
 
 def _tangent(
@@ -339,59 +387,79 @@ def _tangent(
     """Computes the tangents of output and log-sum-exp (`result`) from `d_head`, the
     tangents of the head's arrays.
 
-    With weights p = exp(s - lse) and tangents s' of scores and v' of values, lse' is
-    the sum of p s' over keys and sink, and the output's tangent is (p s') v + p v' -
-    output lse'. The transpose of this linear function is FlashAttention-2's backward
-    pass.
+    With P = exp(S - LSE), tangents dS and dV, and sums over keys and sink::
+
+        dLSE = rowsum(P * dS)
+        dO   = (P * dS) V + P dV - O * dLSE
+
+    The transpose of this linear function is FlashAttention-2's backward pass.
     """
-    query, output, lse, finite = guard.derivative_rows(
+    query, output, lse, is_finite = guard.derivative_rows(
         head.query, result, head.nonfinite is not None
     )
-    function = _tangent_of_tile(head, lse)
-    arguments = _arguments(head)
-    residuals = [query, lse[:, None], *arguments]
     backward = functools.partial(
         _backward, tiling, head.rule.scale, head.inputs.bias is not None
     )
-    tangents = [d_head.query, *_arguments(d_head)]
+    # Summed over tiles: (P * dS) V + P dV, and rowsum(P * dS).
     weighted, d_lse = tile_sum(
-        tiling, function, head.rule, blocks, residuals, tangents, backward
+        tiling,
+        _tangent_of_tile(head, lse),
+        head.rule,
+        blocks,
+        residuals=[query, lse[:, None], *_arguments(head)],
+        linear=[d_head.query, *_arguments(d_head)],
+        backward=backward,
     )
     d_lse = d_lse[:, 0]
-    if head.inputs.sink is not None and d_head.inputs.sink is not None:
-        d_lse = d_lse + jnp.exp(head.inputs.sink - lse) * d_head.inputs.sink
+    sink = head.inputs.sink
+    d_sink = d_head.inputs.sink
+    if sink is not None and d_sink is not None:
+        d_lse = d_lse + jnp.exp(sink - lse) * d_sink
     d_output = weighted - output * d_lse[:, None]
-    return guard.zero(d_output, lse), jnp.where(finite, d_lse, jnp.zeros_like(lse))
+    # Rows without derivatives (`derivative_rows`) have the log-sum-exp infinity.
+    d_output = guard.zero(d_output, lse)
+    return d_output, jnp.where(is_finite, d_lse, jnp.zeros_like(lse))
 
 
 def _arguments(head: Head) -> list[Array]:
     """Lists the arrays that `_tangent` passes to its tile sum last: keys, values, bias
     if any, captured arrays.
     """
-    bias = [] if head.inputs.bias is None else [head.inputs.bias]
-    return [head.key, head.value, *bias, *head.inputs.captured]
+    arrays = [head.key, head.value]
+    if head.inputs.bias is not None:
+        arrays.append(head.inputs.bias)
+    return [*arrays, *head.inputs.captured]
+
+
+def _kinds(has_bias: bool, count: int) -> list[str]:
+    """Lists the kinds (see `Argument`) of the last `count` of these arrays: the bias
+    (if `has_bias`), then captured arrays.
+    """
+    if has_bias:
+        return ["scores"] + ["whole"] * (count - 1)
+    return ["whole"] * count
 
 
 def _inputs(arguments: Sequence[Array], has_bias: bool) -> ScoreInputs:
-    """Makes a tile's `ScoreInputs` from its `arguments`: the bias (if `has_bias`), then
-    captured arrays.
+    """Makes a tile's `ScoreInputs` from the last of these arrays: the bias (if
+    `has_bias`), then captured arrays.
     """
-    bias, captured = (arguments[0], arguments[1:]) if has_bias else (None, arguments)
-    bias = None if bias is None else bias.astype(accumulation_dtype(bias.dtype))
-    return ScoreInputs(bias, None, list(captured))
+    if has_bias:
+        bias, *captured = arguments
+        # Gradients are summed in float32 at least.
+        bias = bias.astype(accumulation_dtype(bias.dtype))
+        return ScoreInputs(bias, None, captured)
+    return ScoreInputs(None, None, list(arguments))
 
 
 def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
     """Makes the function that `_tangent` sums over tiles; for the symbols below, see
     there.
 
-    The function returns (p s') v + p v' [t, Hv], and the sum of p s' over the tile's
-    keys [t, 1]. `lse` is the log-sum-exp of each row over all keys.
+    The function returns (P * dS) V + P dV [t, Hv], and the sum of P * dS over the
+    tile's keys [t, 1]. `lse` is the log-sum-exp of each row over all keys.
     """
-    has_bias, (rows, features) = (
-        head.inputs.bias is not None,
-        (head.query.shape[0], head.value.shape[1]),
-    )
+    has_bias = head.inputs.bias is not None
     may_be_nan = has_bias or head.rule.score_mod is not None
 
     def compute(
@@ -403,45 +471,42 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
     ) -> tuple:
         if rule.forward_mode_error:
             raise NotImplementedError(rule.forward_mode_error)
-        query, lse, key, value, *inputs = residuals
-        d_query, d_key, d_value, *d_inputs = linear
-        d_products = rule.products(d_query, key) + rule.products(query, d_key)
-        primals = rule.products(query, key), _inputs(inputs, has_bias)
+        Q_i, LSE_i, K_j, V_j, *inputs = residuals
+        dQ_i, dK_j, dV_j, *d_inputs = linear
+
+        # S_ij and dS_ij: from Q K^T through cap, `score_mod`, bias and mask.
         scores = rule.differentiable_tile if safe else rule.tile
-        s, d_s = jax.jvp(
-            lambda x, p: scores(x, p, tile),
-            primals,
+        d_products = rule.products(dQ_i, K_j) + rule.products(Q_i, dK_j)
+        products = rule.products(Q_i, K_j)
+        S_ij, dS_ij = jax.jvp(
+            lambda products, inputs: scores(products, inputs, tile),
+            (products, _inputs(inputs, has_bias)),
             (d_products, _inputs(d_inputs, has_bias)),
         )
-        if rule.score_mod is None:
-            d_s = d_s
-        else:
-            d_s = jnp.where(s == -jnp.inf, jnp.zeros_like(d_s), d_s)
-        weights = guard.backward_weights(s, lse, may_be_nan)
-        kept = rule.dropout_multiplier(tile, s.dtype)
-        d_weights = weights * d_s
-        weighted = rule.dot(times(d_weights, kept), _for_gradients(value)) + rule.dot(
-            times(weights, kept), d_value
-        )
-        return weighted, jnp.sum(d_weights, axis=1, keepdims=True)
+        if rule.score_mod is not None:
+            # Its derivative may be NaN at a masked score.
+            dS_ij = jnp.where(S_ij == -jnp.inf, jnp.zeros_like(dS_ij), dS_ij)
 
+        P_ij = guard.backward_weights(S_ij, LSE_i, may_be_nan)  # exp(S_ij - LSE_i)
+        dropout = rule.dropout_multiplier(tile, S_ij.dtype)
+        P_dS = P_ij * dS_ij
+        of_scores = rule.dot(times(P_dS, dropout), _for_gradients(V_j))
+        of_values = rule.dot(times(P_ij, dropout), dV_j)
+        return of_scores + of_values, jnp.sum(P_dS, axis=1, keepdims=True)
+
+    rows = head.query.shape[0]
     shared = _arguments(head)
+    kinds = ["queries", "keys", "keys", *_kinds(has_bias, len(shared) - 2)]
+    query, *others = Argument.of(kinds, (head.query, *shared))
     dtype = head.rule.dtype
-    kinds = (
-        ["queries", "keys", "keys"]
-        + ["scores"] * has_bias
-        + ["whole"] * len(head.inputs.captured)
-    )
-    linear = Argument.of(kinds, (head.query, *shared))
-    outputs = (
-        Argument("queries", (rows, features), dtype),
-        Argument("queries", (rows, 1), dtype),
-    )
     return TileSummand(
         compute,
-        (linear[0], Argument("queries", (rows, 1), lse.dtype), *linear[1:]),
-        linear,
-        outputs,
+        residuals=(query, Argument("queries", (rows, 1), lse.dtype), *others),
+        linear=(query, *others),
+        outputs=(
+            Argument("queries", (rows, head.value.shape[1]), dtype),
+            Argument("queries", (rows, 1), dtype),
+        ),
     )
 
 
@@ -463,10 +528,9 @@ def _backward(
     keys, values, bias (if `has_bias`) and captured arrays.
     """
     query, lse, key, value, *inputs = residuals
-    # The transpose of the last lines of `_tangent` makes `d_lse` the log-sum-exp's
-    # cotangent minus FlashAttention-2's delta, which is the output's cotangent times
-    # the output, summed over features.
-    d_output, d_lse = cotangents
+    # JAX transposes the last lines of `_tangent`: the cotangent of rowsum(P * dS) is
+    # that of the log-sum-exp minus D, where D = rowsum(dO * O).
+    d_output, minus_D = cotangents
     d_output = d_output.astype(query.dtype)
     may_be_nan = has_bias or rule.score_mod is not None
 
@@ -477,46 +541,56 @@ def _backward(
         linear: Sequence[Array],
         safe: bool,
     ) -> tuple:
-        (
-            (query, query_transposed, lse, key, value, *inputs),
-            (d_output, d_output_transposed, d_lse),
-        ) = residuals, linear
-        primals = rule.products(query, key), _inputs(inputs, has_bias)
+        Q_i, Q_i_transposed, LSE_i, K_j, V_j, *inputs = residuals
+        dO_i, dO_i_transposed, minus_D_i = linear
+
+        # S_ij, and `pull` from dS_ij to the cotangents of Q_i K_j^T and of the inputs.
+        products = rule.products(Q_i, K_j)
+        score_inputs = _inputs(inputs, has_bias)
         if safe:
-            s, pull = jax.vjp(
-                lambda x, p: rule.differentiable_tile(x, p, tile), *primals
+            S_ij, pull = jax.vjp(
+                lambda products, inputs: rule.differentiable_tile(
+                    products, inputs, tile
+                ),
+                products,
+                score_inputs,
             )
         else:
-            s, pull = rule.tile_vjp(*primals, tile)
-        weights = guard.backward_weights(s, lse, may_be_nan)
-        kept = rule.dropout_multiplier(tile, s.dtype)
-        d_weights = times(rule.dot(d_output, value, transpose_b=True), kept)
-        d_products, d_inputs = pull(weights * (d_weights + d_lse))
-        d_query = rule.dot(d_products, _for_gradients(key))
-        d_key = rule.dot(_for_gradients(query_transposed), d_products)
-        d_value = rule.dot(d_output_transposed, times(weights, kept))
-        bias = [] if d_inputs.bias is None else [d_inputs.bias]
-        return d_query, d_key, d_value, *bias, *d_inputs.captured
+            S_ij, pull = rule.tile_vjp(products, score_inputs, tile)
 
-    kinds = ["scores"] * has_bias + ["whole"] * (len(inputs) - has_bias)
-    of_rows = "queries", "queries transposed", "queries"
+        P_ij = guard.backward_weights(S_ij, LSE_i, may_be_nan)  # exp(S_ij - LSE_i)
+        dropout = rule.dropout_multiplier(tile, S_ij.dtype)
+        dP_ij = times(rule.dot(dO_i, V_j, transpose_b=True), dropout)
+        dS_ij = P_ij * (dP_ij + minus_D_i)
+        d_products, d_inputs = pull(dS_ij)
+        dQ_i = rule.dot(d_products, _for_gradients(K_j))
+        # A CPU multiplies faster if the result is wide: the transposes [F, s].
+        dK_j_transposed = rule.dot(_for_gradients(Q_i_transposed), d_products)
+        dV_j_transposed = rule.dot(dO_i_transposed, times(P_ij, dropout))
+        of_arrays = [dQ_i, dK_j_transposed, dV_j_transposed]
+        if d_inputs.bias is not None:
+            of_arrays.append(d_inputs.bias)
+        return *of_arrays, *d_inputs.captured
+
+    kinds = _kinds(has_bias, len(inputs))
+    kinds_of_rows = ("queries", "queries transposed", "queries")
     residuals = [query, query, lse, key, value, *inputs]
-    linear = [d_output, d_output, d_lse]
-    outputs = (
-        Argument("queries", query.shape, query.dtype, scale),
-        Argument("keys transposed", key.shape[::-1], key.dtype, scale),
-        Argument("keys transposed", value.shape[::-1], value.dtype),
-        *Argument.of(kinds, inputs),
+    linear = [d_output, d_output, minus_D]
+    function = TileSummand(
+        compute,
+        residuals=Argument.of((*kinds_of_rows, "keys", "keys", *kinds), residuals),
+        linear=Argument.of(kinds_of_rows, linear),
+        outputs=(
+            Argument("queries", query.shape, query.dtype, factor=scale),
+            Argument("keys transposed", key.shape[::-1], key.dtype, factor=scale),
+            Argument("keys transposed", value.shape[::-1], value.dtype),
+            *Argument.of(kinds, inputs),
+        ),
     )
-    arguments = (
-        Argument.of((*of_rows, "keys", "keys", *kinds), residuals),
-        Argument.of(of_rows, linear),
+    dQ, dK_transposed, dV_transposed, *d_inputs = tile_sum(
+        tiling, function, rule, blocks, residuals=residuals, linear=linear
     )
-    function = TileSummand(compute, *arguments, outputs)
-    d_query, d_key, d_value, *d_inputs = tile_sum(
-        tiling, function, rule, blocks, residuals, linear
-    )
-    return [d_query, d_key.T, d_value.T, *d_inputs]
+    return [dQ, dK_transposed.T, dV_transposed.T, *d_inputs]
 
 
 def _for_gradients(x: Float[Array, "m n"]) -> Float[Array, "m n"]:

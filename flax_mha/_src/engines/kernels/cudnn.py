@@ -64,12 +64,11 @@ def device(platform: str) -> Device:
     if platform != "gpu":
         return Device(platform, None)
     first = jax.devices("gpu")[0]
-    version = re.fullmatch(
-        r"(\d+)\.(\d+)", str(getattr(first, "compute_capability", ""))
-    )
-    return Device(
-        first.device_kind, (int(version[1]), int(version[2])) if version else None
-    )
+    text = str(getattr(first, "compute_capability", ""))
+    version = re.fullmatch(r"(\d+)\.(\d+)", text)
+    if version is None:  # GPUs of other makers have none, or one of another form
+        return Device(first.device_kind, None)
+    return Device(first.device_kind, (int(version[1]), int(version[2])))
 
 
 class Kernel(NamedTuple):
@@ -120,27 +119,29 @@ class Kernel(NamedTuple):
 def _kernel(call: Call, mask: KernelMask) -> Kernel:
     query = call.operands.query
     key = call.operands.key
-    (queries, keys), batch = call.operands.lengths, math.prod(query.shape[:-3])
-    rows, columns = (length + -length % SIDE for length in (queries, keys))
-    if mask.right == 0:
+    batch = math.prod(query.shape[:-3])
+    queries, keys = call.operands.lengths
+    rows = queries + -queries % SIDE
+    columns = keys + -keys % SIDE
+    is_causal = mask.right == 0
+    if is_causal:
         # cuDNN's causal masks are square: cut keys after the last query, or pad missing
         # keys.
         columns = rows
-    padded = (
-        rows > queries
-        or columns > keys
-        or mask.query_lengths is not None
-        or mask.key_lengths is not None
-    )
+    has_padding = rows > queries or columns > keys
+    has_lengths = mask.query_lengths is not None or mask.key_lengths is not None
+    window = None
+    if mask.left is not None:
+        window = (mask.left, 0)
     return Kernel(
-        (batch, rows, *query.shape[-2:]),
-        (batch, columns, *key.shape[-2:]),
-        query.dtype,
-        call.options.scale,
-        mask.right == 0,
-        None if mask.left is None else (mask.left, 0),
-        padded,
-        call.operands.bias is not None,
+        query=(batch, rows, *query.shape[-2:]),
+        key=(batch, columns, *key.shape[-2:]),
+        dtype=query.dtype,
+        scale=call.options.scale,
+        is_causal=is_causal,
+        window=window,
+        padded=has_padding or has_lengths,
+        has_bias=call.operands.bias is not None,
     )
 
 
@@ -162,15 +163,16 @@ def refusals(call: Call) -> list[str]:
     the call; it compiles nothing.
     """
     mask = kernel_mask.kernel_mask(call)
-    target = call.options.target
     operands = call.operands
+    target = call.options.target
     if target.assumed and target.platform == "gpu":
-        here = H100
+        here = H100  # this machine may have no GPU to ask
     else:
         here = device(target.platform)
-    head_size = operands.query.shape[-1]
-    value_size = operands.value.shape[-1]
-    reasons = kernel_mask.refusals(call, mask, ["bias"]) + _refusals_of_bias(call)
+
+    # Arguments, then the device.
+    reasons = kernel_mask.refusals(call, mask, ["bias"])
+    reasons += _refusals_of_bias(call)
     if here.capability is None:
         reasons.append(reason_against_platform("cuda", "NVIDIA GPUs", here.name))
     elif here.capability < (8, 0):
@@ -180,11 +182,16 @@ def refusals(call: Call) -> list[str]:
             "A100 or a newer GPU"
         )
     else:
-        reasons += cudnn_faults.reasons_against_version(
-            here.capability, _facts(call, mask)
-        )
+        facts = _facts(call, mask)
+        reasons += cudnn_faults.reasons_against_version(here.capability, facts)
+
+    # Dtype and sizes.
     reasons += reasons_against_dtype(DTYPES, operands.query.dtype)
-    largest = 256 if here.capability is not None and here.capability >= (9, 0) else 128
+    head_size = operands.query.shape[-1]
+    value_size = operands.value.shape[-1]
+    largest = 128
+    if here.capability is not None and here.capability >= (9, 0):
+        largest = 256
     if head_size % 8 or head_size > largest:
         reasons.append(
             f"the head size must be a multiple of 8 up to {largest}, but is "
@@ -198,27 +205,32 @@ def refusals(call: Call) -> list[str]:
         )
     if 0 in operands.query.shape or 0 in operands.key.shape:
         reasons.append(EMPTY)
+
+    # The mask: a limit on the left needs one on the right, at the query itself.
     if mask.segments is not None:
         reasons.append(
             "jax.nn does not pass segment ids to it: make each document a batch row, "
             "and pass lengths"
         )
-    if mask.right not in (None, 0) or (
-        mask.left is not None and (mask.right is None or mask.left < 0)
-    ):
+    ends_elsewhere = mask.right not in (None, 0)
+    only_left = mask.left is not None and mask.right is None
+    begins_later = mask.left is not None and mask.left < 0
+    if ends_elsewhere or only_left or begins_later:
         reasons.append(
             "a causal mask or window must end at the query itself: pass is_causal=True "
             "or local_window_size=(left, 0), and equal offsets"
         )
-    return reasons or ([] if target.assumed else failure(_kernel(call, mask)))
+    if reasons or target.assumed:
+        return reasons
+    return failure(_kernel(call, mask))
 
 
 def _refusals_of_bias(call: Call) -> list[str]:
     operands, options = call
     bias = operands.bias
-    batch = operands.query.shape[:-3]
     if bias is None:
         return []
+    *batch, queries, num_heads, _ = operands.query.shape
     reasons = []
     if bias.dtype not in DTYPES_OF_BIAS or bias.dtype != operands.query.dtype:
         # It would round float32, and float16 has no finite number that masks like -inf.
@@ -232,14 +244,12 @@ def _refusals_of_bias(call: Call) -> list[str]:
             f"{bias.shape[-2:]}: use jnp.broadcast_to, or pass lengths if it only "
             "masks padding"
         )
-    if bias.shape[:-3] not in (batch, (1,) * len(batch)):
+    if bias.shape[:-3] not in (tuple(batch), (1,) * len(batch)):
         reasons.append(
-            f"the batch axes of bias must be {batch} or all 1, but are "
+            f"the batch axes of bias must be {tuple(batch)} or all 1, but are "
             f"{bias.shape[:-3]}: use jnp.broadcast_to"
         )
-    scores = math.prod(
-        (*operands.query.shape[:-3], operands.query.shape[-2], *operands.lengths)
-    )
+    scores = math.prod(batch) * num_heads * queries * operands.key.shape[-3]
     if scores > MAX_SCORES_OF_BIAS:
         reasons.append(
             "it copies bias for every batch entry and head, up to "
@@ -259,17 +269,16 @@ def failure(kernel: Kernel) -> list[str]:
     """Compiles the kernel, forward and backward; returns a list with cuDNN's error if
     that fails, else [].
     """
+    batch, rows, num_heads, _ = kernel.query
+    columns = kernel.key[1]
     query = jax.ShapeDtypeStruct(kernel.query, kernel.dtype)
     key = jax.ShapeDtypeStruct(kernel.key, kernel.dtype)
+    lengths = None
     if kernel.padded:
-        lengths = jax.ShapeDtypeStruct(kernel.query[:1], jnp.int32)
-    else:
-        lengths = None
-    (batch, rows, num_heads, _), (_, columns, *_) = kernel.query, kernel.key
+        lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    bias = None
     if kernel.has_bias:
         bias = jax.ShapeDtypeStruct((batch, num_heads, rows, columns), kernel.dtype)
-    else:
-        bias = None
 
     def both(
         query: Array,
@@ -311,26 +320,31 @@ class Masked(NamedTuple):
         If `differentiated`, the gradients are then correct, too. Queries without
         visible keys get the output 0.
         """
-        query, key, value, bias, _ = arrays
+        query = arrays.query
+        key = arrays.key
+        bias = arrays.bias
         batch = query.shape[0]
         lengths = (query.shape[1], key.shape[1])
         all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)
-        if all_see_keys:
-            visible = None
-        else:
+        visible = None
+        if not all_see_keys:
             visible = kernel_mask.visible_range(mask, batch, lengths)
         output, lse = _padded(self.kernel, arrays, visible, residual=True)
+
+        # cuDNN's output is arbitrary if all keys of a query are masked.
         if bias is not None or not all_see_keys:
             masked = kernel_mask.masked_rows(mask, batch, lengths, bias)
             output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
             lse = jnp.where(masked, jnp.zeros_like(lse), lse)
+
         # Without gradients, a query affects only its own output. Then check its
         # log-sum-exp, which is much smaller.
+        of_queries = query if differentiated else lse
         if bias is None:
-            finite_bias = ()
-        else:
-            finite_bias = (jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias),)
-        return output, (query if differentiated else lse, key, value, *finite_bias)
+            return output, (of_queries, key, arrays.value)
+        # -inf in a bias only masks.
+        bias = jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias)
+        return output, (of_queries, key, arrays.value, bias)
 
     def clean(self, arrays: Arrays, mask: KernelMask) -> tuple[Arrays, Array]:
         return kernel_mask.clean(arrays, mask, self.kernel.scale)
@@ -351,35 +365,39 @@ class CuDNN(Engine):
 
     def forward(self, plan: Plan, call: Call) -> Result:
         operands, options = call
+        shape = operands.query.shape
+        axes = len(shape) - 3
         mask = kernel_mask.kernel_mask(call)
-        axes = operands.query.ndim - 3
         kernel = _kernel(call, mask)
-        mask = mask.flat(operands.query.shape[:axes])
+        mask = mask.flat(shape[:axes])
+
+        # A causal kernel takes no keys after its last query (`_kernel`).
         query, key, value = (kernel_mask.flat(x, axes) for x in operands[:3])
         columns = kernel.key[1]
-        bias = None if operands.bias is None else _bias_of(operands)[..., :columns]
+        bias = None
+        if operands.bias is not None:
+            bias = _flat_bias(operands.bias, operands)[..., :columns]
         arrays = Arrays(query, key[:, :columns], value[:, :columns], bias)
-        if not (mask.masks_scores or operands.bias is not None):
+
+        if bias is None and not mask.masks_scores:
             [output] = _padded(kernel, arrays, None)
-        # No `lax.cond`: devices might take different branches.
         elif options.target.may_be_split:
+            # No `lax.cond`: devices might take different branches.
             output = guarded.on_guarded(Masked(kernel), arrays, mask)
         else:
-            output = guarded.around_kernel(
-                Masked(kernel), *varying_alike((arrays, mask))
-            )
-        return Result(output.reshape(operands.query.shape), None)
+            arrays, mask = varying_alike((arrays, mask))
+            output = guarded.around_kernel(Masked(kernel), arrays, mask)
+        return Result(output.reshape(shape), None)
 
 
-def _bias_of(operands: Operands) -> Float[Array, "B T N S"]:
-    """Returns a call's bias, broadcast to all batch entries and heads, in the layout of
+def _flat_bias(bias: Array, operands: Operands) -> Float[Array, "B T N S"]:
+    """Broadcasts a call's bias to all batch entries and heads, in the layout of
     `Arrays` (one batch axis).
     """
     *batch, queries, num_heads, _ = operands.query.shape
-    whole = jnp.broadcast_to(
-        operands.bias, (*batch, num_heads, queries, operands.key.shape[-3])
-    )  # type: ignore[arg-type]
-    return jnp.swapaxes(kernel_mask.flat(whole, len(batch)), 1, 2)
+    keys = operands.key.shape[-3]
+    bias = jnp.broadcast_to(bias, (*batch, num_heads, queries, keys))
+    return jnp.swapaxes(kernel_mask.flat(bias, len(batch)), 1, 2)
 
 
 def _padded(
@@ -391,26 +409,27 @@ def _padded(
     `visible` holds each query's first visible key, and one past its last; None if every
     query has a visible key.
     """
-    query, key, value, bias, _ = arrays
-    batch, queries = query.shape[:2]
-    lengths: Lengths = None, None
+    batch, queries = arrays.query.shape[:2]
+    lengths: Lengths = (None, None)
     if kernel.padded:
         # Queries with a visible key come first, so cuDNN gets their number, at least 1,
         # as the query length.
         rows = jnp.full(batch, queries, jnp.int32)
-        columns = jnp.full(batch, key.shape[1], jnp.int32)
+        columns = jnp.full(batch, arrays.key.shape[1], jnp.int32)
         if visible is not None:
             first, end = visible
             rows = jnp.sum(first < end, axis=1, dtype=jnp.int32)
             columns = jnp.max(end, axis=1)
-        lengths = jnp.maximum(rows, 1), jnp.maximum(columns, 1)
-    query = kernel_mask.pad_to(query, 1, kernel.query[1])
-    key, value = (kernel_mask.pad_to(x, 1, kernel.key[1]) for x in (key, value))
-    bias = None if bias is None else _finite_bias(kernel, bias)
-    return [
-        x[:, :queries]
-        for x in _run(kernel, residual, Arrays(query, key, value, bias), lengths)
-    ]
+        lengths = (jnp.maximum(rows, 1), jnp.maximum(columns, 1))
+    padded = Arrays(
+        query=kernel_mask.pad_to(arrays.query, 1, kernel.query[1]),
+        key=kernel_mask.pad_to(arrays.key, 1, kernel.key[1]),
+        value=kernel_mask.pad_to(arrays.value, 1, kernel.key[1]),
+    )
+    if arrays.bias is not None:
+        padded = padded._replace(bias=_finite_bias(kernel, arrays.bias))
+    results = _run(kernel, residual, padded, lengths)
+    return [x[:, :queries] for x in results]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -422,24 +441,37 @@ def _run(
 
     Forward and backward, `jax.vmap` maps either all arrays or none: see `_vmap_alike`.
     """
-    return _call(kernel, residual, *_vmap_alike((arrays, lengths)))
+    arrays, lengths = _vmap_alike((arrays, lengths))
+    return _call(kernel, residual, arrays, lengths)
 
 
 def _call(
     kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths
 ) -> list[Array]:
-    query, key, value, bias, _ = arrays
-    answer = kernel(query, key, value, *lengths, residual, bias)
+    query_lengths, key_lengths = lengths
+    results = kernel(
+        arrays.query,
+        arrays.key,
+        arrays.value,
+        query_lengths,
+        key_lengths,
+        residual=residual,
+        bias=arrays.bias,
+    )
     if residual:
-        return list(answer)
-    return [answer]
+        return list(results)
+    return [results]
 
 
 def _forward(
     kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths
 ) -> tuple[list[Array], Any]:
     arrays, lengths = _vmap_alike((arrays, lengths))
-    return jax.vjp(lambda arrays: _call(kernel, residual, arrays, lengths), arrays)
+
+    def call(arrays: Arrays) -> list[Array]:
+        return _call(kernel, residual, arrays, lengths)
+
+    return jax.vjp(call, arrays)
 
 
 def _backward(
@@ -447,7 +479,8 @@ def _backward(
 ) -> tuple[Arrays, None]:
     # `jax.vmap` may map only cotangents, as in `jax.jacrev`.
     pull, cotangents = _vmap_alike((pull, cotangents))
-    return *pull(cotangents), None
+    [gradients] = pull(cotangents)
+    return gradients, None
 
 
 _run.defvjp(_forward, _backward)
@@ -461,10 +494,15 @@ def _vmap_alike(tree: T) -> T:
     removes the added operations.
     """
     firsts = [x.ravel()[0] for x in jax.tree.leaves(tree) if x.size]
-    never = functools.reduce(jnp.logical_or, (x != x for x in firsts)) & False
-    return jax.tree.map(
-        lambda x: jnp.where(never, jnp.zeros_like(x), x) if x.size else x, tree
-    )
+    any_is_nan = functools.reduce(jnp.logical_or, (x != x for x in firsts))
+    never = any_is_nan & False
+
+    def depend(x: Array) -> Array:
+        if x.size == 0:
+            return x
+        return jnp.where(never, jnp.zeros_like(x), x)
+
+    return jax.tree.map(depend, tree)
 
 
 def _finite_bias(
@@ -473,8 +511,9 @@ def _finite_bias(
     """Replaces -inf in a bias by a very negative number; converts it to the kernel's
     axes and padded lengths.
     """
+    # Not the lowest number: with a negative score added, it would be -inf again.
     lowest = jnp.asarray(0.7 * float(jnp.finfo(bias.dtype).min), bias.dtype)
-    bias = jnp.swapaxes(jnp.where(bias == -jnp.inf, lowest, bias), 1, 2)
-    return kernel_mask.pad_to(
-        kernel_mask.pad_to(bias, 2, kernel.query[1]), 3, kernel.key[1]
-    )
+    bias = jnp.where(bias == -jnp.inf, lowest, bias)
+    bias = jnp.swapaxes(bias, 1, 2)
+    bias = kernel_mask.pad_to(bias, 2, kernel.query[1])
+    return kernel_mask.pad_to(bias, 3, kernel.key[1])

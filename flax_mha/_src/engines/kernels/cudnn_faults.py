@@ -24,7 +24,8 @@ Version = tuple[int, int, int]
 Capability = tuple[int, int]  # CUDA compute capability: (9, 0) is Hopper
 
 TRANSFORMER_ENGINE = (
-    "https://github.com/NVIDIA/TransformerEngine/blob/d0067d0da6cb01811b8072a7d304f0e00344ce2b/"
+    "https://github.com/NVIDIA/TransformerEngine/blob/"
+    "d0067d0da6cb01811b8072a7d304f0e00344ce2b/"
     "transformer_engine/common/fused_attn/fused_attn.cpp"
 )
 
@@ -93,7 +94,10 @@ FAULTS = (
         oldest=(8, 0),
         newer=None,
         concerns=_window_with_lengths,
-        what="can return NaN with a window and lengths (or padding) for more than 1024 keys",
+        what=(
+            "can return NaN with a window and lengths (or padding) for more than 1024 "
+            "keys"
+        ),
         source="https://github.com/NVIDIA/TransformerEngine/pull/2344",
     ),
     Fault(
@@ -115,7 +119,10 @@ FAULTS = (
         newer=(13, 0),
         concerns=_one_query,
         what="can return wrong results for one query on Blackwell GPUs",
-        source="https://github.com/pytorch/pytorch/issues/193893, https://github.com/pytorch/pytorch/pull/194927",
+        source=(
+            "https://github.com/pytorch/pytorch/issues/193893, "
+            "https://github.com/pytorch/pytorch/pull/194927"
+        ),
     ),
 )
 

@@ -46,18 +46,18 @@ def with_derivatives(
     """
     leaves, structure = jax.tree.flatten(varying_alike(operands))
 
-    def of_leaves(attend: Attend) -> Callable[..., list[Array]]:
-        return lambda *leaves: jax.tree.leaves(
-            attend(jax.tree.unflatten(structure, leaves))
-        )
+    def of_kernel(*leaves: Array) -> list[Array]:
+        return jax.tree.leaves(kernel(jax.tree.unflatten(structure, leaves)))
 
-    program = jax.make_jaxpr(of_leaves(kernel))(*leaves)
+    program = jax.make_jaxpr(of_kernel)(*leaves)
     count = len(program.out_avals)  # one less if the kernel returns no log-sum-exp
+
+    def of_portable(*leaves: Array) -> list[Array]:
+        results = jax.tree.leaves(portable(jax.tree.unflatten(structure, leaves)))
+        return results[:count]
+
     functions = _Functions(
-        of_leaves(kernel),
-        lambda *leaves: of_leaves(portable)(*leaves)[:count],
-        platform,
-        count,
+        kernel=of_kernel, portable=of_portable, platform=platform, num_results=count
     )
     output, *rows = _attention(functions, program)(*leaves)
     if rows:
@@ -116,32 +116,36 @@ class _ForwardPass(NamedTuple):
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:
-            some = tuple(leaves[i] for i in argnums)
-            results, pull = jax.vjp(
-                lambda *some: functions.kernel(*replace_at(leaves, argnums, some)),
-                *some,
-            )
+            def of_some(*some: Array) -> list[Array]:
+                return functions.kernel(*replace_at(leaves, argnums, some))
+
+            results, pull = jax.vjp(of_some, *(leaves[i] for i in argnums))
             residuals, structure = jax.tree.flatten(pull)
             structures.append(structure)
             return [*results, *residuals]
 
         program = jax.make_jaxpr(forward)(*arguments)
-        results = functions.num_results
         count = len(program.out_avals)
-        kept = [
-            i < results
-            or _runs_kernel(with_outputs(program, [i == j for j in range(count)]))
-            for i in range(count)
-        ]
-        # No kernel was found by name.
-        kept = kept if any(kept[results:]) else [True] * count
-        inputs = with_outputs(program, [not flag for flag in kept])
+
+        # Keep the results, and the residuals whose computation runs the kernel.
+        def is_kept(i: int) -> bool:
+            if i < functions.num_results:
+                return True
+            only_this = with_outputs(program, [i == j for j in range(count)])
+            return _runs_kernel(only_this)
+
+        kept = [is_kept(i) for i in range(count)]
+        of_kernel = kept[functions.num_results :]
+        if not any(of_kernel):
+            # No kernel was found by name.
+            kept = [True] * count
+            of_kernel = kept[functions.num_results :]
         return cls(
-            with_outputs(program, kept),
-            inputs,
-            tuple(kept[results:]),
-            argnums,
-            structures[0],
+            program=with_outputs(program, kept),
+            inputs=with_outputs(program, [not flag for flag in kept]),
+            of_kernel=tuple(of_kernel),
+            argnums=argnums,
+            pull=structures[0],
         )
 
     def all_residuals(
@@ -152,9 +156,16 @@ class _ForwardPass(NamedTuple):
         `kept` are those from the kernel; the others are cheap, and are computed again
         from `arguments`.
         """
-        computed = iter(as_function(self.inputs)(*lax.stop_gradient(list(arguments))))
+        arguments = lax.stop_gradient(list(arguments))
+        cheap = iter(as_function(self.inputs)(*arguments))
         known = iter(kept)
-        return [next(known if flag else computed) for flag in self.of_kernel]
+        residuals = []
+        for is_of_kernel in self.of_kernel:
+            if is_of_kernel:
+                residuals.append(next(known))
+            else:
+                residuals.append(next(cheap))
+        return residuals
 
 
 def _attention(
@@ -171,40 +182,42 @@ def _attention(
         return functions.run(program, arguments)
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
+        # Run the forward pass that saves what the gradient needs.
         argnums = tuple(sorted(tangents))
         if saved is not None and saved.argnums == argnums:
             current = saved
+            outputs = attend(*arguments)
         else:
             current = _ForwardPass.of(functions, argnums, arguments)
-        outputs = (
-            attend
-            if current is saved
-            else _attention(functions, current.program, current)
-        )(*arguments)
+            outputs = _attention(functions, current.program, current)(*arguments)
+
+        # Name results and residuals for policies of `jax.checkpoint`: the largest
+        # residuals like the output, the others like the log-sum-exp.
         results = outputs[: functions.num_results]
         kept = outputs[functions.num_results :]
-        named = [
-            checkpoint_name(x, name)
-            for x, name in zip(results, RESIDUALS, strict=False)
-        ]
-        results = [*named, *results[len(RESIDUALS) :]]
+        for i, name in enumerate(RESIDUALS[: len(results)]):
+            results[i] = checkpoint_name(results[i], name)
         largest = max((x.size for x in kept), default=0)
         kept = [checkpoint_name(x, RESIDUALS[int(x.size < largest)]) for x in kept]
-        # Residuals have no tangent: only the kernel's gradient uses them.
+
         tangent = _tangent(
-            functions, current, len(arguments), attend.outputs[: functions.num_results]
+            functions,
+            current,
+            num_leaves=len(arguments),
+            outputs=attend.outputs[: functions.num_results],
         )
-        d_results = tangent(
-            *arguments,
-            *current.all_residuals(arguments, kept),
-            *(tangents[i] for i in argnums),
-        )
+        residuals = current.all_residuals(arguments, kept)
+        d_some = [tangents[i] for i in argnums]
+        d_results = tangent(*arguments, *residuals, *d_some)
+
         if saved is None or saved is current:
             primal = [*results, *kept]
         else:
             primal = attend(*arguments)
         primal = primal[: len(attend.outputs)]
-        return primal, [*d_results, *(None for _ in primal[functions.num_results :])]
+        # Residuals have no tangent: only the kernel's gradient uses them.
+        d_residuals = [None] * (len(primal) - functions.num_results)
+        return primal, [*d_results, *d_residuals]
 
     attend = Function(program.out_avals, evaluate, jvp, program=program)
     return attend
@@ -230,28 +243,38 @@ def _tangent(
 
     def portable_gradient(*arguments: Any) -> Sequence[Array]:
         leaves = arguments[:num_leaves]
-        some = tuple(leaves[i] for i in argnums)
-        _, pull = jax.vjp(
-            lambda *some: functions.portable(*replace_at(leaves, argnums, some)), *some
-        )
-        return list(pull(list(arguments[first:])))
+        cotangents = list(arguments[first:])
+
+        def of_some(*some: Array) -> list[Array]:
+            return functions.portable(*replace_at(leaves, argnums, some))
+
+        _, pull = jax.vjp(of_some, *(leaves[i] for i in argnums))
+        return list(pull(cotangents))
 
     def transpose(
         residuals: Sequence[Any], cotangents: Sequence[Array]
     ) -> Sequence[Array]:
         def pull(*both: Array) -> list[Array]:
-            return list(
-                jax.tree.unflatten(saved.pull, both[:num_saved])(list(both[num_saved:]))
-            )
+            kernel_gradient = jax.tree.unflatten(saved.pull, both[:num_saved])
+            return list(kernel_gradient(list(both[num_saved:])))
 
         program = jax.make_jaxpr(pull)(*residuals[num_leaves:], *cotangents)
+
+        def run(*arguments: Any) -> Sequence[Array]:
+            return functions.run(program, arguments[num_leaves:])
+
+        def transpose_again(
+            residuals: Sequence[Any], cotangents: Sequence[Array]
+        ) -> Sequence[Array]:
+            return tangent(*residuals, *cotangents)
+
         gradient = linear_function(
             program.out_avals,
-            lambda *arguments: functions.run(program, arguments[num_leaves:]),
-            lambda residuals, cotangents: tangent(*residuals, *cotangents),
+            run,
+            transpose_again,
             first,
-            portable_gradient,
-            program,
+            portable=portable_gradient,
+            program=program,
         )
         return gradient(*residuals, *cotangents)
 

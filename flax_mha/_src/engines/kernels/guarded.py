@@ -32,44 +32,49 @@ class Fused(Protocol):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def around_kernel(fused: Fused, arrays: Any, mask: Any) -> Array:
-    """Returns the output of `fused.run` if it is correct, else of `on_guarded`;
+    """Returns the output of `fused.run` if it is correct, otherwise of `on_guarded`;
     `arrays` get first-order gradients.
     """
-    output, decisive = fused.run(arrays, mask, False)
-    return lax.cond(
-        all_finite(*decisive), lambda: output, lambda: on_guarded(fused, arrays, mask)
-    )
+    output, decisive = fused.run(arrays, mask, differentiated=False)
+    is_correct = all_finite(*decisive)
+    return lax.cond(is_correct, lambda: output, lambda: on_guarded(fused, arrays, mask))
 
 
 def _forward(fused: Fused, arrays: Any, mask: Any) -> tuple[Array, tuple]:
-    output, pull, decisive = jax.vjp(
-        lambda arrays: fused.run(arrays, mask, True), arrays, has_aux=True
+    def run(arrays: Any) -> tuple[Array, tuple[Array, ...]]:
+        return fused.run(arrays, mask, differentiated=True)
+
+    output, pull, decisive = jax.vjp(run, arrays, has_aux=True)
+    is_correct = all_finite(*decisive)
+    chosen = lax.cond(
+        is_correct, lambda: output, lambda: on_guarded(fused, arrays, mask)
     )
-    finite = all_finite(*decisive)
-    chosen = lax.cond(finite, lambda: output, lambda: on_guarded(fused, arrays, mask))
+
     # The kernel's gradient stores the output. Store `chosen` instead, which then is
     # equal, so that there is one copy.
-    pull = jax.tree.map(lambda x: chosen if x is output else x, pull)
-    return chosen, (pull, finite, arrays, mask)
+    def stored(x: Array) -> Array:
+        if x is output:
+            return chosen
+        return x
+
+    pull = jax.tree.map(stored, pull)
+    return chosen, (pull, is_correct, arrays, mask)
 
 
 def _backward(fused: Fused, saved: tuple, cotangent: Array) -> tuple[Any, None]:
-    pull, finite, arrays, mask = saved
+    pull, is_correct, arrays, mask = saved
     [gradients] = pull(cotangent)
 
+    # Both branches of a `lax.cond` must return the same dtypes.
     def cast(gradients: Any) -> Any:
-        return jax.tree.map(
-            lambda gradient, x: gradient.astype(x.dtype), gradients, arrays
-        )
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), gradients, arrays)
 
     def of_guarded() -> Any:
-        return cast(
-            jax.vjp(lambda arrays: on_guarded(fused, arrays, mask), arrays)[1](
-                cotangent
-            )[0]
-        )
+        _, pull = jax.vjp(lambda arrays: on_guarded(fused, arrays, mask), arrays)
+        [gradients] = pull(cotangent)
+        return cast(gradients)
 
-    return lax.cond(finite, lambda: cast(gradients), of_guarded), None
+    return lax.cond(is_correct, lambda: cast(gradients), of_guarded), None
 
 
 around_kernel.defvjp(_forward, _backward)
@@ -80,7 +85,7 @@ def on_guarded(fused: Fused, arrays: Any, mask: Any) -> Array:
     infinity become NaN (gradient 0).
     """
     finite, is_nan = fused.clean(arrays, mask)
-    output, _ = fused.run(finite, mask, False)
+    output, _ = fused.run(finite, mask, differentiated=False)
     return jnp.where(is_nan, jnp.full_like(output, jnp.nan), output)
 
 
@@ -109,8 +114,10 @@ def _combine_alike(flags: list[Array]) -> list[Array]:
     """Combines the boolean arrays of each shape by `and`; returns one array for each
     shape.
     """
-    shapes = dict.fromkeys(x.shape for x in flags)
-    return [
-        functools.reduce(jnp.logical_and, [x for x in flags if x.shape == shape])
-        for shape in shapes
-    ]
+    combined: dict[tuple[int, ...], Array] = {}
+    for x in flags:
+        if x.shape in combined:
+            combined[x.shape] = jnp.logical_and(combined[x.shape], x)
+        else:
+            combined[x.shape] = x
+    return list(combined.values())

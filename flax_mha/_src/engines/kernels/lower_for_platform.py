@@ -1,5 +1,5 @@
 """Runs a kernel for one platform in a program that may be compiled for other platforms,
-or for several at once.
+or for several together.
 
 The platform is not known while a program is traced: `jit(backend="cpu")`, arrays on
 another device and `jax.export` decide it later, and `jax.lax.platform_dependent`
@@ -34,9 +34,8 @@ def lower_for_platform(
     fused kernel must be called by `compile_for`, which compiles it for its own platform
     only.
     """
-    return lax.platform_dependent(
-        operands, **{_lowering_name(platform): kernel}, default=elsewhere
-    )
+    branches = {_lowering_name(platform): kernel}
+    return lax.platform_dependent(operands, **branches, default=elsewhere)
 
 
 def compile_for(platform: str, program: Program) -> Callable[..., list[Array]]:
@@ -49,7 +48,9 @@ def compile_for(platform: str, program: Program) -> Callable[..., list[Array]]:
 
 
 def _lowering_name(platform: str) -> str:
-    return {"gpu": "cuda"}.get(platform, platform)
+    if platform == "gpu":
+        return "cuda"
+    return platform
 
 
 _compiled_for_p = Primitive("compiled_for")
@@ -62,13 +63,13 @@ def _types(*_: Any, jaxpr: Program, name: str) -> list[Any]:
 
 
 def _batched(arguments: Any, axes: Any, *, jaxpr: Program, name: str) -> Any:
-    together = jax.make_jaxpr(jax.vmap(as_function(jaxpr), axes))(*arguments)
-    return _compiled_for_p.bind(*arguments, jaxpr=together, name=name), [0] * len(
-        together.out_avals
-    )
+    program = jax.make_jaxpr(jax.vmap(as_function(jaxpr), axes))(*arguments)
+    results = _compiled_for_p.bind(*arguments, jaxpr=program, name=name)
+    return results, [0] * len(results)
 
 
 def _lowered(context: Any, *arguments: Any, jaxpr: Program, name: str) -> Any:
+    # Within this program, only the kernel's platform exists.
     module = context.module_context.replace(platforms=(name,))
     rule = mlir.lower_fun(as_function(jaxpr), multiple_results=True)
     return rule(context.replace(module_context=module), *arguments)

@@ -42,20 +42,19 @@ class KernelMask:
     @property
     def masks_scores(self) -> bool:
         """True if any score may be masked."""
-        return (
-            self.left is not None
-            or self.right is not None
-            or bool(jax.tree.leaves(self))
-        )
+        has_window = self.left is not None or self.right is not None
+        return has_window or bool(jax.tree.leaves(self))
 
     def flat(self, batch: tuple[int, ...]) -> "KernelMask":
         """Broadcasts the batch axes of all arrays to the sizes `batch`, and flattens
         them to one axis.
         """
         rank = len(batch)
-        return jax.tree.map(
-            lambda x: flat(jnp.broadcast_to(x, (*batch, *x.shape[rank:])), rank), self
-        )
+
+        def flatten(x: Array) -> Array:
+            return flat(jnp.broadcast_to(x, (*batch, *x.shape[rank:])), rank)
+
+        return jax.tree.map(flatten, self)
 
 
 def kernel_mask(call: Call) -> KernelMask:
@@ -65,6 +64,7 @@ def kernel_mask(call: Call) -> KernelMask:
     If an offset is an array, `left` and `right` are 0 for a limit and None for no
     limit: `refusals` needs no more.
     """
+    # Masks that are combined by `&`: the tightest limits hold.
     left = right = query_lengths = key_lengths = segments = None
     others = []
     for part in conjuncts(call.operands.mask):
@@ -79,13 +79,15 @@ def kernel_mask(call: Call) -> KernelMask:
             segments = part
         else:
             others.append(type(part).__name__.strip("_"))
-    (queries, keys), (query_offset, key_offset) = (
-        call.operands.lengths,
-        call.operands.offsets.values,
-    )
+
     # Convert positions to rows and columns. A limit that masks nothing becomes None;
     # one that masks everything is clamped to the size of the arrays.
-    shift: Any = query_offset - key_offset if call.operands.offsets.are_known else 0
+    queries, keys = call.operands.lengths
+    query_offset, key_offset = call.operands.offsets.values
+    are_known = call.operands.offsets.are_known
+    shift: Any = 0
+    if are_known:
+        shift = query_offset - key_offset
     if left is None or left - shift >= queries - 1:
         left = None
     else:
@@ -94,16 +96,28 @@ def kernel_mask(call: Call) -> KernelMask:
         right = None
     else:
         right = max(right + shift, -queries)
-    if not call.operands.offsets.are_known:  # then any limit is a reason to refuse
-        left, right = (None if side is None else 0 for side in (left, right))
-    query_lengths = None if query_lengths is None else query_lengths - query_offset
-    key_lengths = None if key_lengths is None else key_lengths - key_offset
-    return KernelMask(left, right, query_lengths, key_lengths, segments, tuple(others))
+    if not are_known:  # then any limit is a reason to refuse
+        left = None if left is None else 0
+        right = None if right is None else 0
+    if query_lengths is not None:
+        query_lengths = query_lengths - query_offset
+    if key_lengths is not None:
+        key_lengths = key_lengths - key_offset
+    return KernelMask(
+        left=left,
+        right=right,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        segments=segments,
+        others=tuple(others),
+    )
 
 
 def _smaller(a: Any, b: Any) -> Any:
-    if a is None or b is None:
-        return a if b is None else b
+    if a is None:
+        return b
+    if b is None:
+        return a
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
     return jnp.minimum(a, b)
@@ -119,46 +133,69 @@ def refusals(
     not.
     """
     operands, options = call
+    offsets = operands.offsets
     has_band = mask.left is not None or mask.right is not None
-    fixed = "is an array, but the kernel can shift a causal mask or window only by a constant: pass a Python int"
-    masks_only = "if it only masks, pass a causal mask, window or lengths instead"
-    unknown = {
-        "bias": operands.bias is not None and f"is not supported: {masks_only}",
-        "logits_soft_cap": options.soft_cap is not None
-        and "is not supported: leave it out",
-        "sinks": operands.sinks is not None and "are not supported: leave them out",
-        "score_mod": options.score_mod is not None
-        and f"is not supported: {masks_only}",
-        "dropout_rate": options.dropout_rate > 0
-        and "must be 0, because dropout_rng is not supported: pass 0, or pass deterministic=True to the module",
-        "return_residual": options.return_residual
-        and "requires a float32 log-sum-exp with a gradient, which it does not return: leave it out",
-        "return_max_score": options.return_max_score
-        and "requires the running maximum, which it does not return: leave it out (sow_max_score in a module)",
-        "query_offset": has_band and operands.offsets.query_array is not None and fixed,
-        "key_value_offset": has_band
-        and operands.offsets.key_array is not None
-        and fixed,
-        "scale": operands.scale is not None
-        and "is an array, but must be a Python float: pass a float, or multiply the query by the array and pass 1.0",
-        "precision": options.precision not in DEFAULT_PRECISION
-        and f"must be the default, but is {options.precision}: leave it out",
+    masks_only = (
+        "is not supported: if it only masks, pass a causal mask, window or lengths "
+        "instead"
+    )
+    cannot_shift = (
+        "is an array, but the kernel can shift a causal mask or window only by a "
+        "constant: pass a Python int"
+    )
+    # Each argument: whether the call uses it, and what to do instead.
+    arguments = {
+        "bias": (operands.bias is not None, masks_only),
+        "logits_soft_cap": (
+            options.soft_cap is not None,
+            "is not supported: leave it out",
+        ),
+        "sinks": (operands.sinks is not None, "are not supported: leave them out"),
+        "score_mod": (options.score_mod is not None, masks_only),
+        "dropout_rate": (
+            options.dropout_rate > 0,
+            "must be 0, because dropout_rng is not supported: pass 0, or pass "
+            "deterministic=True to the module",
+        ),
+        "return_residual": (
+            options.return_residual,
+            "requires a float32 log-sum-exp with a gradient, which it does not "
+            "return: leave it out",
+        ),
+        "return_max_score": (
+            options.return_max_score,
+            "requires the running maximum, which it does not return: leave it out "
+            "(sow_max_score in a module)",
+        ),
+        "query_offset": (has_band and offsets.query_array is not None, cannot_shift),
+        "key_value_offset": (has_band and offsets.key_array is not None, cannot_shift),
+        "scale": (
+            operands.scale is not None,
+            "is an array, but must be a Python float: pass a float, or multiply the "
+            "query by the array and pass 1.0",
+        ),
+        "precision": (
+            options.precision not in DEFAULT_PRECISION,
+            f"must be the default, but is {options.precision}: leave it out",
+        ),
     }
-    reasons = [
-        f"{name} {why}"
-        for name, why in unknown.items()
-        if why and name not in supported
-    ]
+    reasons = []
+    for name, (is_used, why) in arguments.items():
+        if is_used and name not in supported:
+            reasons.append(f"{name} {why}")
+
+    # Masks.
     if mask.segments is not None and mask.segments.query_ids.dtype != jnp.int32:
         reasons.append(
             f"segment ids must be int32, but are {mask.segments.query_ids.dtype}: use "
             ".astype(jnp.int32)"
         )
-    return reasons + [
-        f"the mask contains {name}, which is not a causal, window, length or segment "
-        "mask: use only these, combined with &, if possible"
-        for name in mask.others
-    ]
+    for name in mask.others:
+        reasons.append(
+            f"the mask contains {name}, which is not a causal, window, length or "
+            "segment mask: use only these, combined with &, if possible"
+        )
+    return reasons
 
 
 def pad_to(x: Array, axis: int, multiple: int) -> Array:
@@ -193,15 +230,16 @@ def visible_range(
     else:
         end = jnp.clip(rows + mask.right + 1, 0, keys)
     if mask.key_lengths is not None:
-        end = jnp.minimum(
-            *jnp.broadcast_arrays(end, jnp.maximum(mask.key_lengths, 0)[..., None])
-        )
+        used = jnp.maximum(mask.key_lengths, 0)[..., None]
+        end, used = jnp.broadcast_arrays(end, used)
+        end = jnp.minimum(end, used)
     if mask.query_lengths is not None:
-        rows, end, used = jnp.broadcast_arrays(rows, end, mask.query_lengths[..., None])
+        # Queries that are not used attend to no key.
+        used = mask.query_lengths[..., None]
+        rows, end, used = jnp.broadcast_arrays(rows, end, used)
         end = jnp.where(rows < used, end, jnp.zeros_like(end))
-    return jnp.broadcast_to(first, (batch, queries)), jnp.broadcast_to(
-        end, (batch, queries)
-    )
+    shape = (batch, queries)
+    return jnp.broadcast_to(first, shape), jnp.broadcast_to(end, shape)
 
 
 def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
@@ -209,15 +247,13 @@ def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
     segments; `lengths`: T, S.
     """
     queries, keys = lengths
-    if (
-        mask.query_lengths is not None
-        or mask.key_lengths is not None
-        or mask.segments is not None
-    ):
+    has_lengths = mask.query_lengths is not None or mask.key_lengths is not None
+    if has_lengths or mask.segments is not None:
         return False
-    return (mask.right is None or mask.right >= 0) and (
-        mask.left is None or queries <= keys + mask.left
-    )
+    # The first query's window must end at a key, and the last one's begin at a key.
+    first_sees_a_key = mask.right is None or mask.right >= 0
+    last_sees_a_key = mask.left is None or queries <= keys + mask.left
+    return first_sees_a_key and last_sees_a_key
 
 
 def masked_rows(
@@ -226,7 +262,7 @@ def masked_rows(
     lengths: tuple[int, int],
     bias: Float[Array, "B T N S"] | None = None,
 ) -> Bool[Array, "B T #N"]:
-    """Computes which queries have no visible key; a bias of -inf hides a key, too.
+    """Computes which queries have no visible key; a bias of -inf also hides a key.
     Arguments as in `visible_range`.
     """
     if mask.segments is None and bias is None:
@@ -241,10 +277,12 @@ def _visible(
     lengths: tuple[int, int],
     bias: Float[Array, "B T N S"] | None,
 ) -> Bool[Array, "B T #N S"]:
-    """Computes which of T * S scores (`lengths`) are visible; callers reduce them at
-    once, so that XLA stores none.
+    """Computes which of T * S scores (`lengths`) are visible; callers reduce them
+    immediately, so that XLA stores none.
     """
-    first, end = (x[:, :, None, None] for x in visible_range(mask, batch, lengths))
+    first, end = visible_range(mask, batch, lengths)
+    first = first[:, :, None, None]
+    end = end[:, :, None, None]
     places = jnp.arange(lengths[1], dtype=jnp.int32)[None, None, None, :]
     visible = (first <= places) & (places < end)
     if mask.segments is not None:
@@ -274,42 +312,48 @@ def clean(
 
     Also returns which rows with visible keys must be NaN: their query, or a visible
     key, value or bias, was replaced. -inf in a bias stays, because it masks. A query
-    that overflows when multiplied by `scale` is replaced, too.
+    that overflows when multiplied by `scale` is also replaced.
     """
-    query, key, value, bias, _ = arrays
-    batch = query.shape[0]
-    lengths = (query.shape[1], key.shape[1])
-    groups = query.shape[2] // key.shape[2]
-    key, value, of_keys = guard.zero_keys(key, value)
+    query = arrays.query
+    bias = arrays.bias
+    batch, queries, num_heads, _ = query.shape
+    keys, num_kv_heads = arrays.key.shape[1:3]
+    lengths = (queries, keys)
+    key, value, of_keys = guard.zero_keys(arrays.key, arrays.value)
     of_queries = guard.flag(query.astype(jnp.float32) * scale)
-    is_bad_bias: Any = (
-        None if bias is None else ~((bias == -jnp.inf) | jnp.isfinite(bias))
-    )
-    bad_keys = jnp.repeat(of_keys == jnp.inf, groups, axis=2)
+    is_bad_bias: Any = None
+    if bias is not None:
+        is_bad_bias = ~((bias == -jnp.inf) | jnp.isfinite(bias))
+
+    # Which queries attend to a key that was replaced. A window needs no T x S scores.
+    bad_keys = jnp.repeat(of_keys == jnp.inf, num_heads // num_kv_heads, axis=2)
     if mask.segments is None and bias is None:
-        sees_bad = _count(bad_keys, *visible_range(mask, batch, lengths)) > 0
+        first, end = visible_range(mask, batch, lengths)
+        sees_bad = _count(bad_keys, first, end) > 0
     else:
         bad = jnp.swapaxes(bad_keys, 1, 2)[:, None]
-        bad = bad if bias is None else bad | is_bad_bias
+        if bias is not None:
+            bad = bad | is_bad_bias
         sees_bad = (_visible(mask, batch, lengths, bias) & bad).any(-1)
-    is_nan = sees_bad | (
-        (of_queries == jnp.inf) & ~masked_rows(mask, batch, lengths, bias)
-    )
+    is_bad_query = of_queries == jnp.inf
+    is_masked = masked_rows(mask, batch, lengths, bias)
+    is_nan = sees_bad | (is_bad_query & ~is_masked)
+
     if bias is not None:
         bias = jnp.where(is_bad_bias, jnp.zeros_like(bias), bias)
     query = guard.zero(query, of_queries.astype(query.dtype))
-    return arrays._replace(query=query, key=key, value=value, bias=bias), is_nan[
-        ..., None
-    ]
+    finite = arrays._replace(query=query, key=key, value=value, bias=bias)
+    return finite, is_nan[..., None]
 
 
 def _count(
     flags: Bool[Array, "B S N"], first: Int[Array, "B T"], end: Int[Array, "B T"]
 ) -> Int[Array, "B T N"]:
     """Counts, for each query, the keys from `first` to `end - 1` whose flag is True."""
-    sums = jnp.pad(jnp.cumsum(flags, axis=1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
-    at_end, at_first = (
-        jnp.take_along_axis(sums, i[:, :, None], axis=1)
-        for i in (jnp.maximum(first, end), first)
-    )
-    return at_end - at_first
+    # sums[n] is the number of flags before key n.
+    sums = jnp.cumsum(flags, axis=1, dtype=jnp.int32)
+    sums = jnp.pad(sums, ((0, 0), (1, 0), (0, 0)))
+    end = jnp.maximum(first, end)
+    before_end = jnp.take_along_axis(sums, end[:, :, None], axis=1)
+    before_first = jnp.take_along_axis(sums, first[:, :, None], axis=1)
+    return before_end - before_first

@@ -8,7 +8,6 @@ result.
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -80,14 +79,12 @@ class Band(splash_masks.Mask):
         return visible
 
     def __getitem__(self, tile: tuple[slice, slice]) -> np.ndarray:
-        rows, columns = (
-            np.arange(side.start, side.stop, dtype=np.int32) for side in tile
-        )
+        rows = np.arange(tile[0].start, tile[0].stop, dtype=np.int32)
+        columns = np.arange(tile[1].start, tile[1].stop, dtype=np.int32)
         # If the two corners with the largest distances are visible, so is all of the
         # tile.
-        if self.mask_function(rows[-1], columns[0]) and self.mask_function(
-            rows[0], columns[-1]
-        ):
+        sees_first_key = self.mask_function(rows[-1], columns[0])
+        if sees_first_key and self.mask_function(rows[0], columns[-1]):
             return np.ones((1, 1), bool)
         before = self.left is not None and columns[-1] < rows[0] - self.left
         ahead = self.right is not None and columns[0] > rows[-1] + self.right
@@ -104,23 +101,22 @@ def tile_size(length: int, largest: int | None = None) -> int:
     upper limit; None sets none.
     """
     tiles = [tile for tile in TILES if largest is None or tile <= largest]
-    padded = [length + -length % tile for tile in tiles]
-    return next(
-        tile
-        for tile, total in zip(tiles, padded, strict=True)
-        if 8 * total <= 9 * padded[-1]
-    )
+    least = length + -length % tiles[-1]
+    for tile in tiles:
+        padded = length + -length % tile
+        if 8 * padded <= 9 * least:
+            return tile
+    return tiles[-1]
 
 
 def refusals(call: Call) -> list[str]:
-    (queries, keys), mask = call.operands.lengths, kernel_mask.kernel_mask(call)
-    reasons = kernel_mask.refusals(
-        call, mask, ["logits_soft_cap", "sinks"]
-    ) + _refusals_of_device(call)
-    if (
-        math.prod(-(-length // tile_size(length)) for length in (queries, keys))
-        > MOST_TILES
-    ):
+    queries, keys = call.operands.lengths
+    mask = kernel_mask.kernel_mask(call)
+    reasons = kernel_mask.refusals(call, mask, ["logits_soft_cap", "sinks"])
+    reasons += _refusals_of_device(call)
+    rows_of_tiles = -(-queries // tile_size(queries))
+    columns_of_tiles = -(-keys // tile_size(keys))
+    if rows_of_tiles * columns_of_tiles > MOST_TILES:
         reasons.append(
             f"its tile table does not fit for {queries} queries and {keys} keys: use "
             'shorter sequences, or implementation="blockwise"'
@@ -136,7 +132,9 @@ def refusals(call: Call) -> list[str]:
 
 def _refusals_of_device(call: Call) -> list[str]:
     """Lists the reasons that dtypes, sizes and devices give."""
-    (query, key, value), target, reasons = call.operands[:3], call.options.target, []
+    query, key, value = call.operands[:3]
+    target = call.options.target
+    reasons = []
     if target.platform != "tpu":
         reasons.append(reason_against_platform("tpu", "TPUs", target.platform))
     reasons += reasons_against_dtype((jnp.float32, jnp.bfloat16), query.dtype)
@@ -178,8 +176,9 @@ class Kernel(NamedTuple):
     ) -> Float[Array, "B N T Hv"]:
         # Built in every trace, because a kernel holds arrays of the trace that it was
         # built in.
+        mask_of_heads = splash_masks.MultiHeadMask([self.mask] * self.num_heads)
         attend = splash.make_splash_mha(
-            splash_masks.MultiHeadMask([self.mask] * self.num_heads),
+            mask_of_heads,
             block_sizes=_block_sizes(*self.sides),
             attn_logits_soft_cap=self.soft_cap,
             head_shards=1,
@@ -223,16 +222,20 @@ def _forward_with_sinks(
     # The kernel's gradient stores output and log-sum-exp. Find them there, instead of
     # storing them twice.
     leaves = jax.tree.leaves(pull)
-    of_output = [i for i, x in enumerate(leaves) if x is output]
-    of_lse = [
-        i
-        for i, x in enumerate(leaves)
-        if x.shape == output.shape[:-1] and x.dtype == jnp.float32
-    ]
-    # Not as in the versions of JAX that were tried.
-    if len(of_output) != 1 or len(of_lse) != 1:
-        return output, SavedWithSinks(pull, inputs.sinks, None, None)
-    return output, SavedWithSinks(pull, inputs.sinks, of_output[0], of_lse[0])
+    of_output = []
+    of_lse = []
+    for i, x in enumerate(leaves):
+        if x is output:
+            of_output.append(i)
+        if x.shape == output.shape[:-1] and x.dtype == jnp.float32:
+            of_lse.append(i)
+    saved = SavedWithSinks(pull, inputs.sinks, output_index=None, lse_index=None)
+    # In the versions of JAX that were tried, there is one of each.
+    if len(of_output) == 1 and len(of_lse) == 1:
+        saved = dataclasses.replace(
+            saved, output_index=of_output[0], lse_index=of_lse[0]
+        )
+    return output, saved
 
 
 def _backward_with_sinks(
@@ -244,8 +247,9 @@ def _backward_with_sinks(
     leaves = jax.tree.leaves(saved.pull)
     output = leaves[saved.output_index].astype(jnp.float32)
     lse = leaves[saved.lse_index]
-    # p_sink = exp(sink - lse), d_sink = -sum_rows p_sink (o . do)
+    # P_sink = exp(sink - LSE), d_sink = -sum over rows of P_sink (O . dO)
     sinks = saved.sinks[..., None]
+    # Without a sink, not -inf + inf.
     exponent = jnp.where(sinks == -jnp.inf, jnp.full_like(lse, -jnp.inf), sinks - lse)
     products = jnp.sum(output * d_output.astype(jnp.float32), axis=-1)
     d_sinks = -jnp.sum(jnp.exp(exponent) * products, axis=-1)
@@ -270,27 +274,34 @@ class Masked(NamedTuple):
         is correct if all are finite.
         """
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
-        lengths = query.shape[2], key.shape[2]
-        sides = tile_size(lengths[0]), tile_size(lengths[1])
+        batch, num_heads, queries, _ = query.shape
+        keys = key.shape[2]
+        lengths = (queries, keys)
+        rows = tile_size(queries)
+        columns = tile_size(keys)
+        sides = (rows, columns)
         kernel = Kernel(
             mask=_mask(mask, lengths, sides),
-            num_heads=query.shape[1],
+            num_heads=num_heads,
             sides=sides,
             soft_cap=self.soft_cap,
             interpret=self.interpret,
         )
         inputs = KernelInputs(
-            query=kernel_mask.pad_to(query, 2, sides[0]),
-            key=kernel_mask.pad_to(key, 2, sides[1]),
-            value=kernel_mask.pad_to(value, 2, sides[1]),
+            query=kernel_mask.pad_to(query, 2, rows),
+            key=kernel_mask.pad_to(key, 2, columns),
+            value=kernel_mask.pad_to(value, 2, columns),
             sinks=arrays.sinks,
         )
-        segment_ids = _segment_ids(mask, query.shape[0], lengths, sides)
-        run = kernel if arrays.sinks is None else functools.partial(_with_sinks, kernel)
-        output = run(inputs, segment_ids)[:, :, : lengths[0]]
-        output = jnp.swapaxes(output, 1, 2)
+        segment_ids = _segment_ids(mask, batch, lengths, sides)
+        if arrays.sinks is None:
+            output = kernel(inputs, segment_ids)
+        else:
+            output = _with_sinks(kernel, inputs, segment_ids)
+        output = jnp.swapaxes(output[:, :, :queries], 1, 2)
+        # Splash's output is arbitrary if all keys of a query are masked.
         if not kernel_mask.every_row_sees_a_key(mask, lengths):
-            masked = kernel_mask.masked_rows(mask, query.shape[0], lengths)
+            masked = kernel_mask.masked_rows(mask, batch, lengths)
             output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
         return output, arrays[:3]
 
@@ -314,27 +325,30 @@ class Splash(Engine):
 
     def forward(self, plan: Plan, call: Call) -> Result:
         operands, options = call
-        batch = operands.query.shape[:-3]
-        mask = kernel_mask.kernel_mask(call).flat(operands.query.shape[:-3])
-        query, key, value = (kernel_mask.flat(x, len(batch)) for x in operands[:3])
+        *batch, queries, num_heads, _ = operands.query.shape
+        axes = len(batch)
+        mask = kernel_mask.kernel_mask(call).flat(tuple(batch))
+        query, key, value = (kernel_mask.flat(x, axes) for x in operands[:3])
         arrays = Arrays(_scaled(query, options.scale), key, value)
         if operands.sinks is not None:
-            sinks = jnp.broadcast_to(operands.sinks, (*batch, query.shape[2])).astype(
-                jnp.float32
-            )
-            arrays = arrays._replace(sinks=kernel_mask.flat(sinks, len(batch)))
+            sinks = jnp.broadcast_to(operands.sinks, (*batch, num_heads))
+            sinks = sinks.astype(jnp.float32)
+            arrays = arrays._replace(sinks=kernel_mask.flat(sinks, axes))
         kernel = Masked(options.soft_cap, self.interpret)
         if mask.masks_scores:
-            output = guarded.around_kernel(kernel, *varying_alike((arrays, mask)))
+            arrays, mask = varying_alike((arrays, mask))
+            output = guarded.around_kernel(kernel, arrays, mask)
         else:
-            output, _ = kernel.run(arrays, mask, False)
-        return Result(output.reshape(*operands.query.shape[:-1], value.shape[-1]), None)
+            output, _ = kernel.run(arrays, mask, differentiated=False)
+        output = output.reshape(*batch, queries, num_heads, value.shape[-1])
+        return Result(output, None)
 
 
 def _scaled(query: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N H"]:
     number = np.asarray(scale, query.dtype)
     if float(number) == scale:
         return query * number
+    # A rounded scale would change all scores in one direction.
     return (query.astype(jnp.float32) * scale).astype(query.dtype)
 
 
@@ -366,13 +380,20 @@ def _mask(
     `Masked.run` zeroes the output.
     """
     queries, keys = lengths
-    size = queries + -queries % sides[0], keys + -keys % sides[1]
-    nearest = 1 - queries if mask.left is None else max(-mask.left, 1 - queries)
-    furthest = keys - 1 if mask.right is None else min(mask.right, keys - 1)
-    everything = mask.left is None and mask.right is None and size[1] == keys
-    if everything or furthest < nearest:
+    size = (queries + -queries % sides[0], keys + -keys % sides[1])
+    pads_keys = size[1] != keys
+    if mask.left is None and mask.right is None and not pads_keys:
         return splash_masks.FullMask(size)
-    return Band(size, mask.left, mask.right, keys)
+    # Distances, key minus query, that are visible and that occur.
+    nearest = 1 - queries
+    furthest = keys - 1
+    if mask.left is not None:
+        nearest = max(-mask.left, nearest)
+    if mask.right is not None:
+        furthest = min(mask.right, furthest)
+    if furthest < nearest:
+        return splash_masks.FullMask(size)
+    return Band(size, left=mask.left, right=mask.right, keys=keys)
 
 
 def _segment_ids(
@@ -386,18 +407,17 @@ def _segment_ids(
     """
     if mask.segments is None and mask.key_lengths is None:
         return None
+    queries, keys = lengths
     if mask.segments is None:
-        query_ids, key_ids = (
-            jnp.zeros((batch, length), jnp.int32) for length in lengths
-        )
+        query_ids = jnp.zeros((batch, queries), jnp.int32)
+        key_ids = jnp.zeros((batch, keys), jnp.int32)
     else:
         query_ids = mask.segments.query_ids
         key_ids = mask.segments.key_value_ids
     if mask.key_lengths is not None:
-        inside = (
-            jnp.arange(lengths[1], dtype=jnp.int32)[None, :] < mask.key_lengths[:, None]
-        )
-        key_ids = jnp.where(inside, key_ids, _unused(query_ids)[:, None])
+        columns = jnp.arange(keys, dtype=jnp.int32)[None, :]
+        is_used = columns < mask.key_lengths[:, None]
+        key_ids = jnp.where(is_used, key_ids, _unused(query_ids)[:, None])
     return splash.SegmentIds(
         kernel_mask.pad_to(query_ids, 1, sides[0]),
         kernel_mask.pad_to(key_ids, 1, sides[1]),

@@ -1,4 +1,4 @@
-"""`implementation="xla"`: all scores of a head at once, or keys read in place or
+"""`implementation="xla"`: all scores of a head together, or keys read in place or
 gathered. It supports every call.
 """
 

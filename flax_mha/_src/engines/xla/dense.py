@@ -1,4 +1,4 @@
-"""Dense attention: all scores of a head at once. It is the fastest for short sequences."""
+"""Dense attention: all scores of a head at a time, the fastest for short sequences."""
 
 import functools
 
@@ -10,10 +10,13 @@ from flax_mha._src.plan import Plan
 
 
 def attention(plan: Plan, call: Call) -> Result:
-    """Computes a call: each head with all its scores at once."""
+    """Computes a call: each head with a matrix of all its scores."""
     head = varying_alike(heads_of(call, plan.dtype))
-    one_head = functools.partial(dense_head, plan.fuses_rows)
     results = map_heads(
-        one_head, head, head.query.ndim - 2, plan.looped_axes or 0, plan.max_heads
+        functools.partial(dense_head, plan.fuses_rows),
+        head,
+        axes=head.query.ndim - 2,
+        looped_axes=plan.looped_axes or 0,
+        max_heads=plan.max_heads,
     )
     return to_caller(results, call.operands.query.dtype)

@@ -3,8 +3,8 @@ grow with T k.
 
 Each block of queries gathers its keys and values, [t, k, H] for each head, and is then
 computed like a head by `dense_head`, except that each query has its own keys. Few
-queries, as in decoding, gather from the cache before anything else reads it. All
-derivatives are JAX's; those of keys and values are scatter-adds.
+queries, as in decoding, gather from the cache first, before anything else reads all of
+it. All derivatives are JAX's; those of keys and values are scatter-adds.
 """
 
 import dataclasses
@@ -41,40 +41,54 @@ from flax_mha._src.plan import Plan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ListedMask(Mask):
-    """A mask that hides the entries of `key_indices` that are -1, which means no key."""
+    """A mask that hides the entries -1 of `key_indices`, which mean no key."""
 
     def tile(self, tile: Tile) -> Bool[Array, "t s"]:
         return jnp.asarray(tile.indices) >= 0
 
 
 def attention(plan: Plan, call: Call) -> Result:
-    """Computes a call with `key_indices`; for few queries, their keys are gathered at
-    once, else block by block.
+    """Computes a call with `key_indices`; for few queries, all their keys are gathered
+    first, otherwise block by block.
     """
     operands, options = call
+    queries, keys = operands.lengths
     height = plan.gathered
-    ring = operands.key.shape[-3] if options.ring else None
     assert operands.key_indices is not None
-    indices, is_beyond = _unique(operands.key_indices, operands.key.shape[-3])
-    are_few = height == operands.lengths[0]
-    key, value = _gathered(operands, options, indices if are_few else None)
-    mask = ListedMask() if operands.mask is None else operands.mask & ListedMask()
+    indices, is_beyond = _unique(operands.key_indices, keys)
+    are_few = height == queries
+    if are_few:
+        key, value = _gathered(operands, options, indices)
+    else:
+        key, value = _gathered(operands, options, None)
+
+    mask: Mask = ListedMask()
+    if operands.mask is not None:
+        mask = operands.mask & mask
     operands = operands._replace(
         key=key, value=value, mask=mask, cache_scale=None, key_indices=None
     )
-    head = heads_of(
-        guard.guard(Call(operands, options), plan._replace(guard_first=True)),
-        plan.dtype,
-    )
-    head = dataclasses.replace(head, rule=dataclasses.replace(head.rule, ring=ring))
-    groups = indices.shape[-2], 1
-    lists = split_heads(indices, groups), vectors_by_head(is_beyond, groups)
+    call = guard.guard(Call(operands, options), plan._replace(guard_first=True))
+    head = heads_of(call, plan.dtype)
+    if options.ring:
+        # Indices count the slots of the whole cache, not the gathered keys.
+        rule = dataclasses.replace(head.rule, ring=keys)
+        head = dataclasses.replace(head, rule=rule)
+
+    groups = (indices.shape[-2], 1)
+    listed = split_heads(indices, groups)
+    is_beyond = vectors_by_head(is_beyond, groups)
     one_head = functools.partial(_one_head, None if are_few else height)
     axes = operands.query.ndim - 1
-    # See `map_heads`.
-    looped_axes = axes if products_are_replaced() else plan.looped_axes or 0
+    looped_axes = plan.looped_axes or 0
+    if products_are_replaced():
+        looped_axes = axes  # see `map_heads`
     results = map_heads(
-        one_head, varying_alike((head, *lists)), axes, looped_axes, plan.max_heads
+        one_head,
+        varying_alike((head, listed, is_beyond)),
+        axes,
+        looped_axes=looped_axes,
+        max_heads=plan.max_heads,
     )
     return to_caller(results, operands.query.dtype)
 
@@ -88,19 +102,22 @@ def _gathered(
     Listed keys come in the order of queries, the k keys of query 0, then those of query
     1, and so on; S is then T k.
     """
-    arrays: Any = operands.key, operands.value, operands.cache_scale
+    arrays: Any = (operands.key, operands.value, operands.cache_scale)
     if indices is not None:
-        batch, (queries, num_heads, count) = indices.shape[:-3], indices.shape[-3:]
-        places = jnp.swapaxes(indices, -1, -2).reshape(
-            *batch, queries * count, num_heads, 1
-        )
-        arrays = jax.tree.map(
-            lambda x: jnp.take_along_axis(x, places, axis=-3, mode="clip"), arrays
-        )
+        *batch, queries, num_heads, count = indices.shape
+        places = jnp.swapaxes(indices, -1, -2)
+        places = places.reshape(*batch, queries * count, num_heads, 1)
+
+        def take(x: Array) -> Array:
+            return jnp.take_along_axis(x, places, axis=-3, mode="clip")
+
+        arrays = jax.tree.map(take, arrays)
     key, value, scale = arrays
     if scale is None:
         return key, value
-    return dequantize_cache(key, value, scale, options.value_size, operands.query.dtype)
+    return dequantize_cache(
+        key, value, scale, value_size=options.value_size, dtype=operands.query.dtype
+    )
 
 
 def _unique(
@@ -128,27 +145,27 @@ def _one_head(
     because their lists are out of range.
     """
     head, indices, is_beyond = own
-    (queries, count), nonfinite = indices.shape, head.nonfinite
+    queries, count = indices.shape
+    nonfinite = head.nonfinite
     assert nonfinite is not None
-    head = dataclasses.replace(
-        head,
-        nonfinite=nonfinite._replace(
-            query=jnp.where(is_beyond, jnp.inf, nonfinite.query)
-        ),
-    )
+    # A flag of infinity makes a row NaN, as if its query were not finite.
+    of_queries = jnp.where(is_beyond, jnp.inf, nonfinite.query)
+    nonfinite = nonfinite._replace(query=of_queries)
+    head = dataclasses.replace(head, nonfinite=nonfinite)
     if height is None:
-        return _block(
-            head,
-            jnp.int32(0),
-            indices,
-            lambda x: x.reshape(queries, count, *x.shape[1:]),
-        )
+
+        def split(x: Array) -> Array:
+            return x.reshape(queries, count, *x.shape[1:])
+
+        return _block(head, jnp.int32(0), indices, split)
 
     def block(first: Int[Array, ""]) -> ResultsOfHead:
         listed = lax.dynamic_slice_in_dim(indices, first, height)
-        return _block(
-            head, first, listed, lambda x: jnp.take(x, listed, axis=0, mode="clip")
-        )
+
+        def gather(x: Array) -> Array:
+            return jnp.take(x, listed, axis=0, mode="clip")
+
+        return _block(head, first, listed, gather)
 
     return by_blocks(block, queries, height, 0)
 
@@ -176,6 +193,5 @@ def _block(
         nonfinite=NonFinite(cut(nonfinite.query), gather(nonfinite.key)),
         listed=Listed(first, indices),
     )
-    return dense_head(
-        False, dataclasses.replace(part, inputs=head.inputs.cut(part.whole))
-    )
+    part = dataclasses.replace(part, inputs=head.inputs.cut(part.whole))
+    return dense_head(False, part)

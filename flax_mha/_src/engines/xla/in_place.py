@@ -1,28 +1,30 @@
 """Attention of few queries over many keys, as in decoding: keys and values are read
-where they are.
+where they are, [B..., S, K, H], not copied to the layout of one head.
 
-Other algorithms copy keys and values to the layout of one head, which reads and writes
-all of them. Here a loop reads blocks of keys [B..., S, K, H] where they are, a block
-for all heads, and only from the first to the last block that holds a visible key: of
-each batch entry on a CPU, of any batch entry on accelerators. So a step of decoding
-costs what has been written to the cache, not what the cache can hold. If most of the
-cache has been written, blocks are larger, or all of it is one block, not copied. So is
-a cache that is small (`plan.MAX_NUMBERS_WHOLE`), however empty it is.
+A step of decoding then costs what has been written to the cache, not what the cache can
+hold. `plan.py` chooses among these cases (`KeyBlocks`):
 
-A matrix product for each key head copies the keys of this head. For few queries, one
-block-diagonal product for all heads is faster: every query is padded with zeros to the
-features of all key heads, so that the keys of other heads contribute 0, and of its
-outputs only those of the query's head are used. That multiplies K times as much, but
-reads every key once, in place. In such a product, a key that is not finite makes the
-products of other heads NaN, too.
+- Blocks in a loop: from the first to the last block that holds a visible key, each for
+  all heads. On a CPU every batch entry has a loop of its own (`sequential`);
+  accelerators compute all entries together.
+- One block, `whole`, without a loop: for a small cache, because it compiles faster, or
+  as the wide block below, for few scores.
+- One block-diagonal product for all heads (`block_diagonal`): a product for each key
+  head would copy the keys of this head.
+- Wide blocks (`wide`): if more than half of the blocks hold a visible key, fewer steps
+  are faster, although they read more masked keys. A `lax.cond` decides.
+- A second pass, only if an output is not finite. The first does not look for NaN in
+  keys and values, which would take as long as all the rest; the second reads zeros in
+  their place (`guarded`).
+
+In a block-diagonal product, a query is padded with zeros to the features of all key
+heads, so the keys of other heads contribute 0, and only its own head's outputs are
+used. It multiplies K times as much, but reads every key once, in place. A key that is
+not finite makes the products of other heads NaN, which also needs the second pass.
 
 Numbers in 8 bits are exact in bfloat16. If the CPU multiplies bfloat16, keys in
 bfloat16 or 8 bits are multiplied as they are, and the scales multiply scores and
 weights.
-
-Looking for keys and values that are not finite would take as long as all the rest. So
-only if an output is not finite, it is computed again with zeros for these keys
-(`guard.py`). Visible products that are not finite make outputs NaN.
 """
 
 import functools
@@ -74,6 +76,22 @@ Results = tuple[
 BITS = {"float8_e4m3fn": jnp.uint8, "bfloat16": jnp.uint16}
 
 
+class Inputs(NamedTuple):
+    """The arrays of a call, and the rule that makes scores from products; queries in
+    the layout of one head (`head.py`), keys and values not copied.
+    """
+
+    query: Float[Array, "*B K G T H"]
+    key: Shaped[Array, "*B S K H"]
+    value: Shaped[Array, "*B S K Hv"]
+    scale: Float[Array, "*#B 1 1 1 1"]  # factor of the products
+    # Bias, sink and captured arrays, which also enter the scores.
+    score_inputs: ScoreInputs
+    rule: ScoreRule
+    # Scales of all keys and values, if they are in 8 bits (`KVCache.scale`), else None.
+    cache_scale: Float[Array, "*B S K _"] | None
+
+
 class BatchSlice(NamedTuple):
     """Some queries of all batch entries, or of one (batch axes of length 1), and
     everything their attention needs.
@@ -108,6 +126,32 @@ class BatchSlice(NamedTuple):
     cache_scale: Float[Array, "*B S K _"] | None
 
 
+class Block(NamedTuple):
+    """A block of keys that was read, in the dtype of the products."""
+
+    # One array or, if keys hold the values (`KeyBlocks.value_size`), two: the features
+    # after the values, then the values.
+    keys: list[Array]
+    value: Float[Array, "*B s K Hv"]
+    # Of keys and of values, each [B..., K, 1, s]; None unless the cache is in 8 bits.
+    scales: list[Array] | None
+    # Infinity if a key or its value was not finite and became zeros, else 0; None
+    # unless `BatchSlice.guarded`.
+    flags: Float[Array, "*B K 1 s"] | None
+
+
+class HeadInBlock(NamedTuple):
+    """What one head needs of a block to add it to the online softmax."""
+
+    products: list[Float[Array, "t s"]]  # for each array in `Block.keys`
+    query_scale: Float[Array, ""] | None
+    scales: list[Float[Array, " s"]] | None
+    inputs: ScoreInputs
+    rule: ScoreRule
+    flags: Float[Array, " s"] | None
+    state: OnlineSoftmax
+
+
 def attention(plan: Plan, call: Call) -> Result:
     """Computes a call in blocks of keys, with the sizes in `plan.in_place`. Derivatives
     use dense attention.
@@ -117,154 +161,176 @@ def attention(plan: Plan, call: Call) -> Result:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _differentiable(plan: Plan, options: Options, operands: Operands) -> Result:
-    inputs, rule = scores_of(operands, options)
+    score_inputs, rule = scores_of(operands, options)
     if operands.scale is None:
         scale = jnp.asarray(options.scale, rule.dtype)
     else:
         scale = operands.scale.astype(rule.dtype)
-    arrays = *operands[:3], scale, inputs, rule, operands.cache_scale
-    query, key, value, scale, *others = varying_alike(arrays)
-    queries = split_heads(query, operands.groups)
-    blocks: Any = plan.in_place
-    return to_caller(
-        _mapped(blocks)(
-            queries, key, value, scale.reshape((1,) * queries.ndim), *others
-        ),
-        query.dtype,
+    inputs = Inputs(
+        query=operands.query,
+        key=operands.key,
+        value=operands.value,
+        scale=scale,
+        score_inputs=score_inputs,
+        rule=rule,
+        cache_scale=operands.cache_scale,
     )
+    inputs = varying_alike(inputs)
+    query = split_heads(inputs.query, operands.groups)
+    scale = inputs.scale.reshape((1,) * query.ndim)
+    inputs = inputs._replace(query=query, scale=scale)
+    blocks: Any = plan.in_place
+    results = _with_vmap_rule(blocks)(inputs)
+    return to_caller(results, operands.query.dtype)
 
 
 @_differentiable.defjvp
 def _differentiable_jvp(
     plan: Plan, options: Options, primals: tuple[Operands], tangents: tuple[Operands]
 ) -> tuple[Result, Result]:
+    dtype = options.dtype
+    plan = plan._replace(dtype=dtype, guard_first=True, in_place=None)
+
     def dense_of(operands: Operands) -> Result:
-        scale = operands.cache_scale
-        wide = options.dtype
-        query = operands.query
-        if scale is not None:
+        if operands.cache_scale is not None:
             key, value = dequantize_cache(
-                operands.key, operands.value, scale, options.value_size, wide
+                operands.key,
+                operands.value,
+                operands.cache_scale,
+                value_size=options.value_size,
+                dtype=dtype,
             )
             operands = operands._replace(key=key, value=value, cache_scale=None)
-        of_all_scores = plan._replace(dtype=wide, guard_first=True, in_place=None)
-        result = dense.attention(
-            of_all_scores, guard.guard(Call(operands, options), of_all_scores)
-        )
-        return result._replace(output=result.output.astype(query.dtype))
+        call = guard.guard(Call(operands, options), plan)
+        result = dense.attention(plan, call)
+        output = result.output.astype(operands.query.dtype)
+        return result._replace(output=output)
 
     return jax.jvp(dense_of, primals, tangents)
 
 
-def _mapped(blocks: KeyBlocks) -> Callable[..., Results]:
+def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], Results]:
     """Returns `_attend` with a rule for `jax.vmap`, which makes the mapped axis one
     more batch axis.
 
     Without this rule `jax.vmap` would compute both branches of every `lax.cond`, and
-    visit for each entry as many blocks as the longest one needs. Where mapped entries
+    visit for each entry as many blocks as the longest one needs. If mapped entries
     share keys, the rule adds no axis: that would copy them.
     """
-    call = jax.custom_batching.custom_vmap(functools.partial(_attend, blocks))
+    attend = jax.custom_batching.custom_vmap(functools.partial(_attend, blocks))
 
-    @call.def_vmap
-    def one_more_axis(
-        size: int, is_batched: tuple, *operands: Any
-    ) -> tuple[Results, Any]:
-        def here(*operands: Any) -> Results:
-            has_queries, *has_keys_and_values = is_batched[:3]
-            has_keys_and_values += jax.tree.leaves(is_batched[-1])
+    @attend.def_vmap
+    def one_more_axis(size: int, is_mapped: Any, inputs: Inputs) -> tuple[Results, Any]:
+        [is_mapped] = is_mapped
+        of_keys = (is_mapped.key, is_mapped.value, is_mapped.cache_scale)
+        keys_are_mapped = all(jax.tree.leaves(of_keys))
+
+        def here(inputs: Inputs) -> Results:
             # Shared keys would have to be copied for each mapped entry.
-            if not (size and all(has_keys_and_values)):
-                axes = jax.tree.map(
-                    lambda batched: 0 if batched else None, tuple(is_batched)
-                )
+            if size == 0 or not keys_are_mapped:
                 in_blocks = functools.partial(_attend, blocks._replace(wide=None))
-                return jax.vmap(in_blocks, axes)(*operands)
-            queries, *others = jax.tree.map(
-                lambda x, batched: x if batched else x[None],
-                operands,
-                tuple(is_batched),
-            )
-            if has_queries:
-                queries = queries
-            else:
-                queries = jnp.broadcast_to(
-                    queries, (len(others[0]), *queries.shape[1:])
-                )
-            return _mapped(blocks)(queries, *others)
+                axes = jax.tree.map(lambda mapped: 0 if mapped else None, is_mapped)
+                return jax.vmap(in_blocks, (axes,))(inputs)
 
-        results = by_mapped_axis(here, operands, tuple(is_batched))
+            def with_axis(x: Array, mapped: bool) -> Array:
+                if mapped:
+                    return x
+                return x[None]
+
+            inputs = jax.tree.map(with_axis, inputs, is_mapped)
+            if not is_mapped.query:
+                # Results have the batch axes of the queries.
+                query = inputs.query
+                shape = (len(inputs.key), *query.shape[1:])
+                inputs = inputs._replace(query=jnp.broadcast_to(query, shape))
+            return _with_vmap_rule(blocks)(inputs)
+
+        results = by_mapped_axis(here, (inputs,), (is_mapped,))
         return results, jax.tree.map(lambda _: True, results)
 
-    return call
+    return attend
 
 
-def _attend(
-    blocks: KeyBlocks,
-    queries: Float[Array, "*B K G T H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
-    scale: Float[Array, "*#B 1 1 1 1"],
-    inputs: ScoreInputs,
-    rule: ScoreRule,
-    cache_scale: Float[Array, "*B S K _"] | None,
-) -> Results:
-    blocks = blocks.fitting(
-        math.prod(queries.shape[:-1]) * key.shape[-3], key.size + value.size
-    )
-    masks = rule.masks_scores(inputs)
-    wide = blocks.wide
-    is_narrow = blocks.dtype != rule.dtype
-    if is_narrow:
-        query = queries.astype(blocks.dtype)
+def _attend(blocks: KeyBlocks, inputs: Inputs) -> Results:
+    """Computes all queries, in `blocks` or in wider ones; and again, guarded, if an
+    output is not finite.
+    """
+    queries = inputs.query
+    key = inputs.key
+    rule = inputs.rule
+    num_keys = key.shape[-3]
+    num_scores = math.prod(queries.shape[:-1]) * num_keys
+    blocks = blocks.fitting(num_scores, key.size + inputs.value.size)
+    if blocks.dtype == rule.dtype:
+        query = queries.astype(rule.dtype) * inputs.scale
+        query_scale = None
     else:
-        query = queries.astype(rule.dtype) * scale
-    query_scale = scale if is_narrow else None
-    first = (0,) * (queries.ndim - 4)
+        # Scaling before the conversion to fewer bits would round the queries.
+        query = queries.astype(blocks.dtype)
+        query_scale = inputs.scale
     part = BatchSlice(
-        first, query, query_scale, key, value, False, 0, inputs, rule, cache_scale
+        first=(0,) * (queries.ndim - 4),
+        query=query,
+        query_scale=query_scale,
+        key=key,
+        value=inputs.value,
+        guarded=False,
+        row=0,
+        inputs=inputs.score_inputs,
+        rule=rule,
+        cache_scale=inputs.cache_scale,
     )
+
+    wide = blocks.wide
+    if wide is None:
+        results = _entries(blocks, part)
+    else:
+        most_are_seen = _seen(blocks, part, num_keys).mean() > 0.5
+        results = lax.cond(
+            most_are_seen,
+            lambda: _entries(wide, part),
+            lambda: _entries(blocks, part),
+        )
+
+    masks = rule.masks_scores(inputs.score_inputs)
+    # Without masks, NaN and infinity propagate by themselves, if no product mixes
+    # heads, as one of wide blocks may.
+    if not masks and not blocks.block_diagonal and wide is None:
+        return results
 
     def again() -> Results:
         if masks:
             return _entries(blocks, part._replace(guarded=True))
-        # Without masks, NaN and infinity propagate by themselves, if no product mixes
-        # heads.
         return _entries(blocks._replace(block_diagonal=False), part)
 
-    if wide is None:
-        results = _entries(blocks, part)
-    else:
-        most_seen = _seen(blocks, part, key.shape[-3]).mean() > 0.5
-        results = lax.cond(
-            most_seen, lambda: _entries(wide, part), lambda: _entries(blocks, part)
-        )
-    if masks or blocks.block_diagonal or wide is not None:
-        results = lax.cond(jnp.isfinite(results[0]).all(), lambda: results, again)
-    return results
+    output = results[0]
+    return lax.cond(jnp.isfinite(output).all(), lambda: results, again)
 
 
 def _entries(blocks: KeyBlocks, part: BatchSlice) -> Results:
     """Computes all batch entries; if `blocks.sequential`, in a loop, so that each reads
     only the keys that it needs.
     """
-    batch = part.query.shape[:-4]
     if not blocks.sequential:
         return _blocks_of_rows(blocks, part)
+    batch = part.query.shape[:-4]
 
     def one_entry(i: Int[Array, ""]) -> Results:
         place = jnp.unravel_index(i, batch)
-        arrays = part.query, part.query_scale, part.inputs, part.rule
-        query, scale, inputs, rule = _of_entry(arrays, place)
         own = part._replace(
-            first=place, query=query, query_scale=scale, inputs=inputs, rule=rule
+            first=place,
+            query=_of_entry(part.query, place),
+            query_scale=_of_entry(part.query_scale, place),
+            inputs=_of_entry(part.inputs, place),
+            rule=_of_entry(part.rule, place),
         )
         return _blocks_of_rows(blocks, own)
 
-    answers = lax.map(one_entry, jnp.arange(math.prod(batch), dtype=jnp.int32))
-    return jax.tree.map(
-        lambda x: x.reshape(*batch, *x.shape[len(batch) + 1 :]), answers
-    )
+    def with_batch(x: Array) -> Array:
+        return x.reshape(*batch, *x.shape[len(batch) + 1 :])
+
+    results = lax.map(one_entry, jnp.arange(math.prod(batch), dtype=jnp.int32))
+    return jax.tree.map(with_batch, results)
 
 
 def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
@@ -274,7 +340,8 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
 
     def own(x: Array) -> Array:
         for axis, i in enumerate(place):
-            x = x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, i, 1, axis)
+            if x.shape[axis] != 1:
+                x = lax.dynamic_slice_in_dim(x, i, 1, axis)
         return x
 
     return jax.tree.map(own, tree)
@@ -297,13 +364,16 @@ def _blocks_of_rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
 
 
 def _rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
-    """Computes one block of queries, in a loop over the blocks of keys that may hold
-    visible keys.
+    """Computes one block of queries, by an online softmax over the blocks of keys that
+    may hold visible keys.
     """
-    shape = (*part.query.shape[:-2], blocks.height)
     value_size = blocks.value_size or part.value.shape[-1]
     state = OnlineSoftmax.start(
-        shape, value_size, part.inputs.sink, part.rule.dtype, part.rule.returns_max
+        rows=(*part.query.shape[:-2], blocks.height),
+        features=value_size,
+        sink=part.inputs.sink,
+        dtype=part.rule.dtype,
+        keeps_largest=part.rule.returns_max,
     )
     state = varying_as(part.query, state)
     step = functools.partial(_step, blocks, part)
@@ -313,117 +383,170 @@ def _rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
     if blocks.whole:
         # Not a loop: XLA (jax 0.10) would fuse reading with writing new keys, outside
         # of it, and copy the cache.
-        return lax.cond(begin < end, lambda: step(0, state), lambda: state).finish()
-    return lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, state).finish()
+        state = lax.cond(begin < end, lambda: step(0, state), lambda: state)
+        return state.finish()
+    state = lax.fori_loop(jnp.int32(begin), jnp.int32(end), step, state)
+    return state.finish()
+
+
+def _visited(
+    blocks: KeyBlocks, part: BatchSlice, num_keys: int
+) -> tuple[Scalar, Scalar]:
+    """Returns the range of key blocks to read, as first and end (exclusive); all
+    visible keys are in it.
+    """
+    some = _seen(blocks, part, num_keys)
+    some = some.any(range(some.ndim - 1))
+    backwards = some[::-1]
+    before = jnp.argmax(some).astype(jnp.int32)
+    after = jnp.argmax(backwards).astype(jnp.int32)
+    return before, jnp.where(some.any(), some.size - after, 0)
+
+
+def _seen(
+    blocks: KeyBlocks, part: BatchSlice, num_keys: int
+) -> Bool[Array, "*#B #K #G count"]:
+    """Returns, for each block of keys, whether any query of `part` may attend to a key
+    in it.
+    """
+    rule = part.rule
+    count = -(-num_keys // blocks.width)
+    if rule.ring is not None:
+        # Of a ring cache, all slots that have been written.
+        newest = jnp.asarray(rule.offsets.values[1])
+        firsts = jnp.arange(count, dtype=newest.dtype) * blocks.width
+        return jax.vmap(lambda first: first <= newest, out_axes=-1)(firsts)
+    mask = _bounds(rule.mask)
+    if mask is None:
+        return jnp.ones((count,), bool)
+
+    def one_head(own: tuple) -> Bool[Array, " count"]:
+        mask, offsets = own
+        first_query, first_key = offsets.values
+        grid = Grid(
+            (1, count),
+            (blocks.height, blocks.width),
+            (first_query + part.row, first_key),
+        )
+        visible = mask.occupancy(grid).any_visible
+        return jnp.broadcast_to(visible, (1, count))[0]
+
+    return map_heads(one_head, (mask, rule.offsets), part.query.ndim - 2)
+
+
+def _bounds(mask: Mask | None) -> Mask | None:
+    """Returns the causal, window and length masks in `mask`, which limit the keys to
+    read; None if it has none.
+    """
+    bounds = []
+    for part in conjuncts(mask):
+        if part.window is not None or isinstance(part, LengthMask):
+            bounds.append(part)
+    return merged(bounds)
 
 
 def _step(
-    blocks: KeyBlocks, part: BatchSlice, i: Scalar, carry: OnlineSoftmax
+    blocks: KeyBlocks, part: BatchSlice, i: Scalar, state: OnlineSoftmax
 ) -> OnlineSoftmax:
-    """Adds block `i` of the keys to `carry`, the state of the online softmax, and
-    returns the new state.
+    """Reads block `i` of the keys, computes its scores, and adds it to `state`, the
+    online softmax; returns the new state.
     """
-    length = part.key.shape[-3]
+    num_keys = part.key.shape[-3]
     dtype = part.query.dtype
     # The last block ends at the last key.
-    column = jnp.minimum(i * blocks.width, length - blocks.width)
-    keys, v, scales, flags = _read_block(blocks, part, column)
+    column = jnp.minimum(i * blocks.width, num_keys - blocks.width)
+    block = _read_block(blocks, part, column)
 
-    def one_head(own: tuple) -> tuple[OnlineSoftmax, Array]:
-        products, query_scale, scales, inputs, rule, flags, state = own
-        if query_scale is None:
-            products = products
-        else:
-            products = [x * query_scale for x in products]
-        if scales is not None:
-            products = [
-                x * scale[None, :] for x, scale in zip(products, scales, strict=False)
-            ]
-        product = sum(products[1:], products[0])
+    products = []
+    for features, keys in zip(_scaled_features(blocks), block.keys, strict=True):
+        query = part.query[..., features]
+        products.append(_key_products(query, keys, part.rule, blocks.block_diagonal))
+
+    def one_head(own: HeadInBlock) -> tuple[OnlineSoftmax, Array]:
+        rule = own.rule
         tile = Tile(
             part.row,
             column,
-            (blocks.height, blocks.width),
-            rule.offsets.values,
+            shape=(blocks.height, blocks.width),
+            offsets=rule.offsets.values,
             ring=rule.ring,
         )
+        products = own.products
+        if own.query_scale is not None:
+            products = [x * own.query_scale for x in products]
+        if own.scales is not None:
+            # If keys hold no values, the second scale is only for the values.
+            pairs = zip(products, own.scales, strict=False)
+            products = [x * scale[None, :] for x, scale in pairs]
+        product = sum(products[1:], products[0])
+
         # Infinite products become NaN: -inf would get the weight 0. NaN is added twice,
         # as `score_mod` may hide it.
         poison = product * 0
-        s = rule.tile(
-            product + poison,
-            inputs.cut(tile),
-            tile,
-            poison if flags is None else poison + flags[None],
-        )
-        # Then the last block begins with keys of the block before it.
-        if length % blocks.width:
+        product = product + poison
+        if own.flags is not None:
+            poison = poison + own.flags[None]
+        s = rule.tile(product, own.inputs.cut(tile), tile, poison=poison)
+        # The last block begins with keys of the block before it; they count once.
+        if num_keys % blocks.width:
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
-        state, weights = state.rescale(s, None, dtype if scales is None else None)
+
+        # Weights p = exp(s - m), with m and l in the state. With scales, they are
+        # rounded only after they are multiplied by these.
+        rounded = None
+        if own.scales is None:
+            rounded = dtype
+        state, weights = own.state.rescale(s, dtype=rounded)
         weights = times(weights, rule.dropout_multiplier(tile, s.dtype))
-        weights = weights if scales is None else weights * scales[1][None, :]
+        if own.scales is not None:
+            weights = weights * own.scales[1][None, :]
         return state, weights.astype(dtype)
 
-    products = [
-        _key_products(part.query[..., features], k, part.rule, blocks.block_diagonal)
-        for features, k in zip(_scaled_features(blocks), keys, strict=True)
-    ]
-    operands = (
-        products,
-        part.query_scale,
-        scales,
-        part.inputs,
-        part.rule,
-        flags,
-        carry,
+    of_heads = HeadInBlock(
+        products=products,
+        query_scale=part.query_scale,
+        scales=block.scales,
+        inputs=part.inputs,
+        rule=part.rule,
+        flags=block.flags,
+        state=state,
     )
-    state, weights = map_heads(one_head, operands, part.query.ndim - 2)
-    of_values = _value_products(weights, v, part.rule, blocks.block_diagonal)
-    return state._replace(output=state.output + of_values)
+    state, weights = map_heads(one_head, of_heads, axes=part.query.ndim - 2)
+    weighted = _value_products(weights, block.value, part.rule, blocks.block_diagonal)
+    return state._replace(output=state.output + weighted)
 
 
-def _read_block(
-    blocks: KeyBlocks, part: BatchSlice, column: Scalar
-) -> tuple[list[Array], Array, list[Array] | None, Float[Array, "*B K 1 s"] | None]:
-    """Reads the block of keys that begins at key `column`: returns its keys, values,
-    scales and flags.
-
-    The keys are one array or, if keys hold the values (`blocks.value_size`), two: the
-    features after the values, then the values. The scales of a cache in 8 bits are two
-    arrays, of keys and of values, else None. Flags are None unless `part.guarded`; then
-    a flag is infinity if the key or its value was not finite and became zeros, else 0.
-    """
+def _read_block(blocks: KeyBlocks, part: BatchSlice, column: Scalar) -> Block:
+    """Reads the block of keys that begins at key `column`, in place."""
     groups = (part.key.shape[-2], 1)
-    scale = None
-    flags = None
-    read = functools.partial(_block, part=part, column=column, width=blocks.width)
-    keys = [
-        read(part.key, features, dtype=part.query.dtype)
-        for features in _scaled_features(blocks)
-    ]
+    dtype = part.query.dtype
+    read = functools.partial(_read, part=part, column=column, width=blocks.width)
+    keys = [read(part.key, x, dtype=dtype) for x in _scaled_features(blocks)]
     if blocks.value_size is None:
-        v = read(part.value, slice(None), dtype=part.query.dtype)
+        value = read(part.value, slice(None), dtype=dtype)
     else:
-        v = keys[1]
+        value = keys[1]
+    scale = None
     if part.cache_scale is not None:
         scale = read(part.cache_scale, slice(None), dtype=part.rule.dtype)
+
+    flags = None
     if part.guarded:
         if scale is None:
-            keys[0], v, of_keys = guard.zero_keys(keys[0], v)
-        # Numbers in 8 bits are finite; a key or value that was not finite has a scale
-        # of NaN.
+            keys[0], value, of_keys = guard.zero_keys(keys[0], value)
         else:
+            # Numbers in 8 bits are finite; a key or value that was not finite has a
+            # scale of NaN.
             of_keys = guard.flag(scale)
             scale = guard.zero(scale, of_keys)
         flags = vectors_by_head(of_keys.astype(part.rule.dtype), groups)
     if scale is None:
-        return keys, v, None, flags
+        return Block(keys, value, scales=None, flags=flags)
     # Without the barrier, XLA's CPU would read all scales again, with a stride of 2, in
     # every use of one.
-    scales = lax.optimization_barrier(
-        [vectors_by_head(scale[..., i], groups) for i in (0, 1)]
-    )
-    return keys, v, scales, flags
+    scales = [vectors_by_head(scale[..., i], groups) for i in (0, 1)]
+    scales = lax.optimization_barrier(scales)
+    return Block(keys, value, scales=scales, flags=flags)
 
 
 def _scaled_features(blocks: KeyBlocks) -> list[slice]:
@@ -436,7 +559,7 @@ def _scaled_features(blocks: KeyBlocks) -> list[slice]:
     return [slice(number, None), slice(number)]
 
 
-def _block(
+def _read(
     x: Shaped[Array, "*B S K F"],
     features: slice,
     part: BatchSlice,
@@ -449,27 +572,30 @@ def _block(
 
     The block has `width` keys, from key `column` on, and the slice `features` of each.
     """
-    bits = BITS.get(x.dtype.name) if platform() == "cpu" else None
+    batch = part.query.shape[:-4]
+    num_keys, num_heads, size = x.shape[-3:]
     has_8_bits = x.dtype.itemsize == 1
-    batch, (length, num_heads, size) = part.query.shape[:-4], x.shape[-3:]
+    bits = None
+    if platform() == "cpu":
+        bits = BITS.get(x.dtype.name)
 
     def convert(block: Array) -> Array:
         if has_8_bits:
             return as_floats(block, dtype)
         return lax.bitcast_convert_type(block, x.dtype).astype(dtype)
 
-    if width == length and batch == x.shape[:-3] and not (has_8_bits and bits):
+    is_all_of_x = width == num_keys and batch == x.shape[:-3]
+    if is_all_of_x and not (has_8_bits and bits is not None):
         return convert(x[..., features])
     start = [jnp.asarray(i, jnp.int32) for i in (*part.first, column, 0, 0)]
     shape = (*batch, width, num_heads, size)
 
     def read() -> Array:
-        block = x if bits is None else lax.bitcast_convert_type(x, bits)
-        return convert(
-            lax.dynamic_slice(block, start, shape, allow_negative_indices=False)[
-                ..., features
-            ]
-        )
+        array = x
+        if bits is not None:
+            array = lax.bitcast_convert_type(x, bits)
+        block = lax.dynamic_slice(array, start, shape, allow_negative_indices=False)
+        return convert(block[..., features])
 
     if bits is None:
         return read()
@@ -481,59 +607,6 @@ def _block(
     return lax.cond(always, read, lambda: nothing)
 
 
-def _visited(
-    blocks: KeyBlocks, part: BatchSlice, num_keys: int
-) -> tuple[Scalar, Scalar]:
-    """Returns the range of key blocks to read, as first and end (exclusive); all
-    visible keys are in it.
-    """
-    some = _seen(blocks, part, num_keys)
-    some = some.any(range(some.ndim - 1))
-    before, after = (jnp.argmax(x).astype(jnp.int32) for x in (some, some[::-1]))
-    return before, jnp.where(some.any(), some.size - after, 0)
-
-
-def _seen(
-    blocks: KeyBlocks, part: BatchSlice, num_keys: int
-) -> Bool[Array, "*#B #K #G count"]:
-    """Returns, for each block of keys, whether any query of `part` may attend to a key
-    in it.
-    """
-    rule = part.rule
-    count = -(-num_keys // blocks.width)
-    if rule.ring is not None:  # in a ring cache, all slots that have been written
-        newest = jnp.asarray(rule.offsets.values[1])
-        return jax.vmap(lambda first: first <= newest, out_axes=-1)(
-            jnp.arange(count, dtype=newest.dtype) * blocks.width
-        )
-    mask = _bounds(rule.mask)
-    if mask is None:
-        return jnp.ones((count,), bool)
-
-    def one_head(own: tuple) -> Bool[Array, " count"]:
-        mask, offsets = own
-        first, first_key = offsets.values
-        grid = Grid(
-            (1, count), (blocks.height, blocks.width), (first + part.row, first_key)
-        )
-        return jnp.broadcast_to(mask.occupancy(grid).any_visible, (1, count))[0]
-
-    return map_heads(one_head, (mask, rule.offsets), part.query.ndim - 2)
-
-
-def _bounds(mask: Mask | None) -> Mask | None:
-    """Returns the causal, window and length masks in `mask`, which limit the keys to
-    read; None if it has none.
-    """
-    return merged(
-        [
-            part
-            for part in conjuncts(mask)
-            if part.window is not None or isinstance(part, LengthMask)
-        ]
-    )
-
-
 def _key_products(
     query: Float[Array, "*B K G t H"],
     key: Float[Array, "*B s K H"],
@@ -543,27 +616,25 @@ def _key_products(
     """Computes products of queries and keys, by one matrix product for all heads if
     `block_diagonal`.
     """
-    *batch, num_heads, _, _, size = query.shape
+    *batch, num_heads, groups, length, size = query.shape
 
     def product(pair: tuple[Array, Array]) -> Array:
         query, key = pair
         if query.dtype != rule.dtype:  # of 16 bits
             return rule.dot(query, key, transpose_b=True)
         # In the other order, or without the barrier, XLA would transpose the keys.
-        return lax.optimization_barrier(rule.dot(key, query, transpose_b=True)).T
+        transposed = rule.dot(key, query, transpose_b=True)
+        return lax.optimization_barrier(transposed).T
 
     if not block_diagonal:
-        return map_heads(
-            product, (query, split_heads(key, (num_heads, 1))), len(batch) + 2
-        )
-    rows = jnp.where(
-        jnp.eye(num_heads, dtype=bool)[:, None, None, :, None], query[..., None, :], 0
-    )
-    # Not -1: there may be no features.
-    rows = rows.reshape(*batch, math.prod(query.shape[-4:-1]), num_heads * size)
-    products = map_heads(
-        product, (rows, key.reshape(*key.shape[:-2], num_heads * size)), len(batch)
-    )
+        keys = split_heads(key, (num_heads, 1))
+        return map_heads(product, (query, keys), len(batch) + 2)
+    # Row (k, g, t) holds the query's features in the place of key head k, and zeros in
+    # those of other heads.
+    rows = jnp.where(_is_own_head(num_heads), query[..., None, :], 0)
+    rows = rows.reshape(*batch, num_heads * groups * length, num_heads * size)
+    keys = key.reshape(*key.shape[:-2], num_heads * size)
+    products = map_heads(product, (rows, keys), len(batch))
     return products.reshape(*query.shape[:-1], -1)
 
 
@@ -579,18 +650,19 @@ def _value_products(
     *batch, num_heads, _, _, length = weights.shape
 
     def product(pair: tuple[Array, Array]) -> Array:
-        return rule.dot(*pair)
+        weights, value = pair
+        return rule.dot(weights, value)
 
     if not block_diagonal:
-        return map_heads(
-            product, (weights, split_heads(value, (num_heads, 1))), len(batch) + 2
-        )
-    of_all = map_heads(
-        product,
-        (weights.reshape(*batch, -1, length), value.reshape(*value.shape[:-2], -1)),
-        len(batch),
-    )
-    of_all = of_all.reshape(*weights.shape[:-1], num_heads, -1)
-    return jnp.where(
-        jnp.eye(num_heads, dtype=bool)[:, None, None, :, None], of_all, 0
-    ).sum(-2)
+        values = split_heads(value, (num_heads, 1))
+        return map_heads(product, (weights, values), len(batch) + 2)
+    rows = weights.reshape(*batch, -1, length)
+    values = value.reshape(*value.shape[:-2], -1)
+    # A row holds sums of the values of all heads; keep those of its own head.
+    of_all_heads = map_heads(product, (rows, values), len(batch))
+    of_all_heads = of_all_heads.reshape(*weights.shape[:-1], num_heads, -1)
+    return jnp.where(_is_own_head(num_heads), of_all_heads, 0).sum(-2)
+
+
+def _is_own_head(num_heads: int) -> Bool[Array, "K 1 1 K 1"]:
+    return jnp.eye(num_heads, dtype=bool)[:, None, None, :, None]
