@@ -194,9 +194,12 @@ CASES = {
         },
     ),
 }
+# Every fifth key, from a first key that differs between the queries.
+_every_fifth = _lists(2, T, 1) + 5 * np.arange(9, dtype=np.int32)
 # No engine except "xla" computes these, so the tests do not run them with every
 # implementation.
 LISTS = {
+    "9 keys per query": Case(traced={"key_indices": _every_fifth % S}),
     "60 keys per query, some repeated or -1": Case(
         traced={"key_indices": _lists(2, T, 60)}
     ),
@@ -205,6 +208,3 @@ LISTS = {
     ),
     "only -1 as keys": Case(traced={"key_indices": np.full((2, T, 9), -1, np.int32)}),
 }
-# Every fifth key, from a first key that differs between the queries.
-_every_fifth = _lists(2, T, 1) + 5 * np.arange(9, dtype=np.int32)
-LISTS["9 keys per query"] = Case(traced={"key_indices": _every_fifth % S})
