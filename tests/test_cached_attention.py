@@ -628,7 +628,7 @@ STRUCTURES = {
         WINDOWED | OF_HEADS, cached="bfloat16", ring=True, value_size=4
     ),
     # One rounding of an output of this size, and of each product's operands in 16 bits.
-    # (In bfloat16: `test_scan`.)
+    # (In bfloat16: `test_decoding_in_a_scan_equals_one_call`.)
     "float16, bias and mask of slots": Structure(
         OF_EACH_SLOT, dtype="float16", cached="float16", tolerance=2**-9
     ),
