@@ -61,6 +61,7 @@ def compute_for_cudnn(patch, kernel=cases.dense_kernel):
     pytest.MonkeyPatch.
     """
     patch.setattr(cudnn.Kernel, "__call__", kernel)
+    # Comparisons in float32 are exact enough to find any mistake.
     patch.setattr(cudnn, "DTYPES", (jnp.float32,))
     patch.setattr(cudnn, "DTYPES_OF_BIAS", (jnp.float32,))
 
@@ -96,6 +97,7 @@ def lowered(
 
 def explained(arrays, **arguments):
     """The explanation of a call that is traced."""
+    # An explanation is no array, so the traced function cannot return it.
     explanations = []
     explain = functools.partial(explain_implementation, **arguments)
     jax.eval_shape(lambda *arrays: explanations.append(explain(*arrays)), *arrays)

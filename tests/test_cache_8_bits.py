@@ -54,6 +54,7 @@ def rounding_error(x, largest, dtype):
 
 
 def rounded(x, dtype):
+    # x is about numbers * scale, with one scale a row.
     numbers, scale = quantize(jnp.asarray(x), jnp.dtype(dtype))
     return np.asarray(dequantize(numbers, scale, jnp.float32))
 
@@ -195,6 +196,7 @@ def test_latents_beside_other_features_of_any_size(dtype):
         cache = empty(dtype, heads=1, value_size=values).update(old * factors, None)
         return attend(query / factors, new * factors, None, cache)[0]
 
+    # One scale for all features would round the smaller ones away.
     got = output(1)
     for ratio in (1 / 128, 16, 128):
         np.testing.assert_array_equal(output(ratio), got)

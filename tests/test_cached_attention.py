@@ -26,6 +26,7 @@ B = 2
 N = 4
 K = 2
 H = 6
+# A cache of S slots, of which LENGTH are filled.
 S = 43
 LENGTH = 31
 WINDOW = 5
@@ -349,6 +350,7 @@ def test_64_bit_types_are_accepted_and_keep_their_precision(dtype, window):
         attend = functools.partial(cached_attention, local_window_size=window)
 
         output, cache = attend(*new, cache, lengths=np.array([LENGTH, 20]))
+        # Indices of 64 bits keep the cache's own in 32.
         cache = cache.truncate(jnp.int64(17)).take(jnp.arange(2))
         assert (output.dtype, cache.index.dtype) == (jnp.float64, jnp.int32)
         last, cache = jax.jit(attend)(*cut(new, 17, 18), cache)
@@ -787,6 +789,7 @@ def test_any_split_equals_one_call_as_on_an_accelerator(
     """All batch entries together."""
     programs.cache_clear()
     compiled_for(monkeypatch, platform)
+    # No kernel: the portable computation, with an accelerator's sizes.
     monkeypatch.setattr(cudnn, "device", lambda platform: cudnn.Device(platform, None))
     monkeypatch.setattr(schedule, "MAX_WIDTH_ACCELERATOR", width)
     for seed in range(2):

@@ -35,6 +35,7 @@ T = 256
 N = 4
 K = 2
 H = 64
+# JAX exports only custom calls that it knows to be stable.
 CUDNN_CALLS = [
     jax.export.DisabledSafetyCheck.custom_call(f"__cudnn$fmhaSoftmax{x}")
     for x in ("", "Backward")
@@ -632,6 +633,7 @@ def test_a_prompt_for_an_empty_cache_uses_the_kernel(hopper, lengths, window):
         traced = jax.jit(prompt).trace(*inputs(number, number), cache)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
+    # One token is read in place.
     assert "__cudnn$fmhaSoftmax" in program(T, lengths)
     assert "__cudnn" not in program(1, None)
 
@@ -675,6 +677,7 @@ def test_products_have_operands_in_16_bits(
             **arguments,
         )
         found = product.findall(text)
+        # Two products forward, and five backward.
         assert len(found) >= (7 if gradient else 2)
         of_operands = set()
         for left, right, result in found:
@@ -742,6 +745,7 @@ def test_unknown_platforms_are_refused():
 def test_explain_takes_the_arguments_of_the_attention():
     parameters = inspect.signature(dot_product_attention).parameters
     explained = dict(inspect.signature(explain_implementation).parameters)
+    # The only one that is not of the attention.
     assert explained.pop("platform").default is None
     assert list(explained.items()) == list(parameters.items())
     x = jnp.ones((1, 3, 2, 4))

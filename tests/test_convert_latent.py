@@ -115,6 +115,7 @@ def test_describe_refuses_layers_of_linear_attention():
 def test_weights_are_the_same_after_a_round_trip():
     layers = {f"{PREFIX}{key}": x for key, x in weights().items()}
     of_another_layer = PREFIX.replace("1", "0")
+    # Weights of other layers do not count.
     layers[f"{of_another_layer}x"] = np.ones(2)
 
     module = convert.from_hf(CONFIG, layers, 1)
@@ -130,6 +131,7 @@ def test_weights_are_the_same_after_a_round_trip():
 
 # Weights that do not fit --------------------------------------------------------------
 
+# A gate for each feature of a value, and one for each head.
 GATE = np.ones((N * 5, D), np.float32)
 GATE_OF_HEADS = np.ones((N, D), np.float32)
 
@@ -209,6 +211,7 @@ def test_the_gate_must_be_in_both_or_in_neither():
     does_not_fit(message, weights(gate_proj__weight=GATE))
     message = r'gate.kernel is missing in the module .*; .* gate=Gate\("head"\)'
     does_not_fit(message, weights(g_proj__weight=GATE_OF_HEADS))
+    # Checkpoints name either kind of gate differently.
     two = weights(g_proj__weight=GATE_OF_HEADS, gate_proj__weight=GATE)
     does_not_fit("of one gate, but got g_proj.weight and gate_proj", two)
     message = (
@@ -222,6 +225,7 @@ def test_a_module_without_rope_must_say_so():
     does_not_fit(message, weights(), rope=None)
 
 
+# Numbers without their scales are not the weights.
 FLOAT8 = {
     key: x.astype(ml_dtypes.float8_e4m3fn) if x.ndim == 2 else x
     for key, x in weights().items()

@@ -161,6 +161,7 @@ def constructor(api):
 
 @of_flax(constructor)
 def test_constructor_takes_the_arguments_of_flax(api, name, default):
+    # Only one argument at a time differs from the defaults.
     options = {"deterministic": True}
     if name in EINSUMS:
         # Flax takes both or neither.

@@ -191,6 +191,7 @@ def test_a_mask_of_other_numbers_gives_nan(caller):
     for additive in (ADDITIVE * -1e9, jnp.where(ADDITIVE == 1, -jnp.inf, 0.0)):
         refused("mask must be bool, or contain only 0 and 1", call, additive)
         assert jnp.isnan(jitted(additive)).all()
+    # 0 and 1 of any dtype are a mask.
     for dtype in (jnp.float32, jnp.int32):
         mask = (1 - ADDITIVE).astype(dtype)
         want = call(mask.astype(bool))
@@ -250,6 +251,7 @@ def test_restored_variables_of_linen_are_not_written_into(kind):
     _, stored = layer.apply(
         variables, *inputs, store_keys=kind == "stored", mutable="cache"
     )
+    # NumPy raises an error if one is written into.
     host = jax.tree.map(read_only, variables | stored)
     before = jax.tree.map(np.copy, host)
     got, _ = layer.apply(host, X[:, 2:3], mutable="cache")

@@ -146,6 +146,7 @@ def test_decoding_in_nnx_while_loop_equals_the_whole_forward(remat):
 
     layers = make_layers(slots=T)
     assert_close(decode(layers), causal(LAYERS)[1])
+    # Each layer has a cache of its own.
     assert (layers.cache_index[...] == T).all()
 
 
@@ -212,6 +213,7 @@ def test_linen_caches_in_nn_scan_decode_as_the_whole_forward():
 
         return jax.lax.scan(step, cache, x)[1]
 
+    # [T, B, 1, D]: the scan takes a token a step.
     got = decode(zeros(shapes["cache"]), np.moveaxis(X[:, :, None], 1, 0))
     assert_close(jnp.moveaxis(got, 0, 1), causal(LAYERS)[1])
 
@@ -297,6 +299,7 @@ def test_orbax_restores_parameters_and_caches(tmp_path):
         "bfloat16": nnx.state(Layer("bfloat16")),
         "linen": filled(variables),
     }
+    # A cache in 8 bits, one in 16, and the variables of linen.
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
@@ -324,6 +327,7 @@ def test_copies_of_layers_masks_and_caches_compute_the_same(name):
     copied = committed(COPIES[name](layer))
     assert nnx.graphdef(copied) == nnx.graphdef(layer)
     got = call(copied, X[:, 2:4])
+    # The copy's call did not write into the original.
     assert layer.attention.cache_index[...] == 2
     assert_same(got, call(layer, X[:, 2:4]))
 

@@ -79,6 +79,7 @@ def test_a_model_has_the_parameters_keys_and_outputs_of_flax(name):
         model = Model(library, attention_fn)
         variables.append(model.init(rngs, X, mask, deterministic=False))
         keys.append(calls[0]["dropout_rng"])
+        # Ours runs with Flax's variables.
         outputs.append(model.apply(variables[0], X, mask, deterministic=True))
     assert_same(*variables)
     assert variables[0]["params"].keys() == {
@@ -153,6 +154,7 @@ def test_dot_generals_are_used(name, used):
         calls.append(arguments)
         return jax.lax.dot_general(*arguments, **options)
 
+    # Flax takes the function, or a function that makes it.
     for options in ({name: counted}, {f"{name}_cls": lambda: counted}):
         calls.clear()
         make(OURS, **options).init(KEY, X)

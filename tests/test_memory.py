@@ -65,6 +65,7 @@ def dense_temporaries(t, gradient):
 def test_four_times_the_length_takes_at_most_five_times_the_memory(name, gradient):
     short = temporaries(lowered(2048, gradient, CASES[name](2048)))
     long = temporaries(lowered(8192, gradient, CASES[name](8192)))
+    # Four times, and some for what does not grow evenly.
     assert long <= 5 * short
     assert long <= dense_temporaries(8192, gradient) / 10
 
@@ -126,5 +127,6 @@ def test_the_backward_pass_gets_no_more_than_inputs_output_and_rows():
     attend = functools.partial(dot_product_attention, is_causal=True)
     _, saved = jax.eval_shape(functools.partial(jax.vjp, attend), x, x, x)
     sizes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
+    # Query, key, value and output; the rest has one number a row.
     arrays = 4 * x.size * x.dtype.itemsize
     assert arrays <= sizes <= 1.15 * arrays

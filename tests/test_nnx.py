@@ -77,6 +77,7 @@ def test_sown_largest_scores():
     module = make(OURS, dtype=jnp.bfloat16)
     x = X
     heads = module.query(x), module.key(x), module.value(x)
+    # The projections are bfloat16, as the module computes them.
     with jax.numpy_dtype_promotion("standard"):
         _, expected = flax_mha.dot_product_attention(
             *heads, is_causal=True, return_max_score=True
@@ -107,7 +108,7 @@ def test_sown_weights_of_a_query_without_keys_are_zero_and_of_a_nan_row_nan():
     mask = visible(BATCH, 1, QUERIES, QUERIES)
     mask[..., 3] = False
     mask[1, :, 3, 3] = True  # only row 3 uses the NaN
-    mask[1, :, 5] = False
+    mask[1, :, 5] = False  # row 5 has no keys
     module = make(OURS, bias_init=nnx.initializers.ones_init())
 
     result, sown = capture(module, jnp.asarray(inputs), mask=mask)
@@ -122,6 +123,7 @@ def test_sown_weights_of_a_query_without_keys_are_zero_and_of_a_nan_row_nan():
     # Rounding of a sum of QUERIES weights of at most 1.
     tolerance = QUERIES * np.finfo(np.float32).eps
     np.testing.assert_allclose(weights.sum(-1), sums, rtol=0, atol=tolerance)
+    # Attention returns 0, so only the bias is left.
     np.testing.assert_array_equal(result[1, 5], module.out.bias[...])
 
 
@@ -235,6 +237,7 @@ def test_each_call_draws_another_dropout_mask_and_the_same_rngs_the_same(run):
     other = step(first, X)
     assert not np.allclose(one, other)
     assert_close([step(second, X), step(second, X)], [one, other])
+    # The call decides, and draws nothing.
     kept = first(X, deterministic=True)
     assert not np.allclose(kept, one)
     assert_same(kept, make(OURS)(X))
@@ -267,6 +270,7 @@ def test_shapes_that_do_not_fit_a_cache_are_refused():
     )
     for shape in ((BATCH, KEYS, FEATURES - 1), (BATCH, KEYS, HEADS, 5)):
         refused(message, module.init_cache, shape)
+    # Another batch than that of the cache.
     module.init_cache((BATCH, KEYS, FEATURES), per_row=True)
     message = (
         r"cache shape error, expected key shape \(2, 1, 3, 4\) instead got \(3, 1,"

@@ -243,6 +243,7 @@ def test_positions_of_any_shape_and_integer_dtype():
     for row in range(2):
         same(apply(x, POSITIONS[row])[row], want[row])
         same(apply(x[row], POSITIONS[row]), want[row])
+    # Any number of batch axes.
     with_another_axis = apply(x[:, None], POSITIONS[:, None])
     same(with_another_axis[:, 0], want)
 
@@ -257,6 +258,7 @@ def test_positions_of_any_shape_and_integer_dtype():
 @pytest.mark.parametrize("name", ["yarn", "partial, interleaved"])
 @pytest.mark.parametrize("shape", [(2, 0, 3, H), (0, 5, 3, H), (0, 3, H), (2, 5, 0, H)])
 def test_empty_arrays_stay_empty(name, shape):
+    # Without sequences, tokens or heads.
     x = np.zeros(shape, np.float32)
     positions = np.zeros(shape[:-2], np.int32)
     apply = jax.jit(functools.partial(apply_rope, rope=ROPES[name]))

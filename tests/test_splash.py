@@ -144,6 +144,7 @@ def test_output_and_gradients_equal_the_dense_computation(name):
         key[..., 150, 0, :] = np.nan
         value[..., 20, -1, 0] = np.inf
         expected = dense(arrays)
+        # Rows without visible keys.
         query[(expected[0] == 0).all(-1)] = np.nan
         close(ours(arrays), expected)
 
@@ -296,6 +297,7 @@ def test_a_tpu_gets_the_kernels(name):
     arrays, arguments = CHOSEN[name]
     text = kernels.lowered(arrays, **arguments)
     names = kernels_in(text, r'kernel_name = "(\w+)"')
+    # Forward, and backward for queries and for keys with values.
     assert len(names) == 3
     for phase in ("fwd", "dq", "dkv"):
         assert any(f"splash_mha_{phase}" in name for name in names)

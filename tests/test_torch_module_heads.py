@@ -39,6 +39,7 @@ def scaled(query, key, value):
     return query, key, value * 0.5
 
 
+# An epsilon of 0.5 is large enough to show where it is added.
 KINDS = {
     "gate of heads": {"gate": Gate("head"), "use_bias": False},
     "norm of each head": {
@@ -91,6 +92,7 @@ APIS = ("nnx", "linen")
 close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
 
 
+# What the calls take that is no array.
 STATIC = ("is_causal", "store_keys", "process_heads", "return_kv")
 CALL = nnx.jit(flax_mha.MultiHeadAttention.__call__, static_argnames=STATIC)
 
@@ -110,6 +112,7 @@ def module_of(kind, decode=False, cache=None, length=T, **options):
         [jnp.asarray(0.5 * rng.standard_normal(x.shape), x.dtype) for x in leaves]
     )
     module = nnx.merge(graph, params, rest)
+    # linen's module takes the same parameters.
     pure = jax.tree.map(np.array, nnx.to_pure_dict(params))
     if kind == "nnx":
         if decode:
@@ -215,6 +218,7 @@ def test_options_of_heads_equal_pytorch(name, kind):
     module, params = module_of(kind, **options)
     expected = torch_layer(params, X, options)
 
+    # Outputs of padding are not compared, but must not be NaN.
     padded = jnp.asarray(X).at[1, 4:, 3].set(jnp.nan)
     got = module(padded, is_causal=True, lengths=LENGTHS)
     close(got[0], expected[0])
@@ -263,6 +267,7 @@ def test_rings_of_values_of_another_size_equal_one_call(kind, dtype, tolerance):
         cached = holder.cached_value[...]
     else:
         cached = holder["cache"]["cached_value"]
+    # A window of 3, its query, and 64 spare slots.
     assert (cached.shape, cached.dtype) == ((B, 3 + 1 + 64, K, 10), dtype)
     got = jnp.concatenate(steps, 1)
     expected = module(x, is_causal=True)

@@ -210,6 +210,7 @@ def test_numbers_of_processes_are_in_range():
     processes_refused(message, "a:9", "2", "2")
 
 
+# Every command that takes --out.
 WITH_FOLDERS = [
     ["train"],
     ["train", "--resume"],
@@ -308,6 +309,7 @@ def make_obstacles(folder):
 def test_errors_send_no_control_characters(capsys, monkeypatch, tmp_path, arguments):
     monkeypatch.chdir(tmp_path)
     said = refusal(capsys, *arguments)
+    # Printable characters stay, and the others are escaped.
     assert not set(UNSAFE) - set("[31m") & set(said)
     assert "x1b[31m" in said
 
@@ -342,6 +344,7 @@ def test_the_help_names_the_defaults_of_each_size_and_optimizer(capsys):
         values = ", ".join(values)
         assert f"(default: {values})" in said
     assert "(default: 0.03 for muon, 0.004 for adamw)" in said
+    # Defaults of one size would be wrong for the others.
     assert "(default: 1500)" not in said
     assert "(default: 0.03)" not in said
     assert "options that are not given keep the values of the run" in said
@@ -431,6 +434,7 @@ def test_the_newest_run_is_the_default(
     monkeypatch.chdir(tmp_path)
     for name, time in (("old", 1), ("new", 3), ("middle", 2)):
         shutil.copytree(run.out, tmp_path / "runs" / name)
+        # Copies have the time of the original.
         os.utime(tmp_path / "runs" / name / run_folder.CONFIG, (time, time))
     with as_users_have_it():
         assert main(command) == 0
@@ -469,6 +473,7 @@ WRITTEN = {
     "json nested deeply": "[" * 100_000,
 }
 FILES = ("config.json", "metrics.jsonl", "samples.jsonl")
+# What happens to which file of a run.
 DAMAGES = [*itertools.product(FILES, (*WRITTEN, "truncated", "a folder", "deleted"))]
 DAMAGES += [(place, "deleted") for place in ("checkpoints", "lock", "loss.png")]
 DAMAGES += [
@@ -510,6 +515,7 @@ def test_a_damaged_file_gives_one_line_or_is_not_needed(
             assert "contains no complete checkpoint" in complaint
 
 
+# Values that no run writes.
 CONFIG_HARMS = {
     "settings": [None, 3, {}, {"steps": 4}],
     "vocabulary": [

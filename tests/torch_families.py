@@ -54,6 +54,7 @@ def core(
         # A sink is the score of one more key, whose value is 0.
         of_sinks = sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, of_sinks], dim=-1)
+    # softmax(q k^T scale + bias) v
     weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
     return (weights @ v).transpose(1, 2).flatten(2)
 
@@ -218,6 +219,7 @@ def laguna(w, x, number, kv_number) -> Tensor:
     q, k, v = projected(w, x, number, kv_number)
     q, k = normed(w, q, k, 1e-6)
     out = decoder(q, k, v, rotate=rotary(x, 5e5, q.shape[-1] // 2))
+    # [batch, length, heads]
     gate = F.softplus(linear(w, "g_proj", x))
     out = heads(out, number) * gate[..., None]
     return linear(w, "o_proj", out.flatten(2))
@@ -259,6 +261,7 @@ def latent(
             q = linear(w, "q_proj", x)
         q = heads(q, number)
     c, r = linear(w, "kv_a_proj_with_mqa", x).split([size, rotary], dim=-1)
+    # c is the latent, and r the part that rotates.
     c = rms_norm(c, w["kv_a_layernorm.weight"])
     kv = heads(linear(w, "kv_b_proj", c), number)
     k = kv[..., :content]
@@ -552,6 +555,7 @@ def codegen(w, x, number, size) -> Tensor:
 def falcon(w, x, number, kv_number) -> Tensor:
     """Each key head follows its query heads, and its values follow it."""
     of_group = number // kv_number + 2
+    # [batch, length, key heads, query heads of each + 2, size]
     fused = linear(w, "query_key_value", x).unflatten(-1, (kv_number, of_group, -1))
     q = fused[..., :-2, :].flatten(2, 3)
     k = fused[..., -2, :]
