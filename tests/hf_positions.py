@@ -19,13 +19,12 @@ from hf_families import LENGTH, TOLERANCE, D, K, N, check_part
 
 from flax_mha.rope import RoPE, apply_rope
 
+# Two layers, since some differ from the first.
 TEXT: dict[str, Any] = {
     "hidden_size": D,
     "num_attention_heads": N,
     "num_key_value_heads": K,
     "num_hidden_layers": 2,
-}
-TEXT |= {
     "intermediate_size": 48,
     "vocab_size": 99,
     "max_position_embeddings": 128,
@@ -47,13 +46,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Glm4vTextModel": ({}, {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}),
 }
+# Module of Transformers: the beginning of its classes' names.
 VISION = {
     "qwen2_vl": "Qwen2VL",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
-}
-VISION |= {
     "qwen3_5": "Qwen3_5",
     "glm4v": "Glm4v",
     "glm4v_moe": "Glm4vMoe",
@@ -70,22 +68,24 @@ def coordinates() -> torch.Tensor:
 
 
 def compare_text(name: str) -> float:
-    """Returns the largest difference of the layers of a text model, whole and decoded."""
+    """Returns the largest difference of a text model's layers, whole and decoded."""
     changes, rope = MODELS[name]
     kind = getattr(transformers.models, name, None) or getattr(transformers, name)
     rope = {"rope_type": "default", "rope_theta": 100.0} | rope
     torch.manual_seed(0)
     model = kind(kind.config_class(**TEXT | changes | {"rope_parameters": rope})).eval()
+    # Its own initial values are so small that rotations would hardly show.
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            parameter.data.copy_(
-                torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
-            )
+            drawn = torch.randn_like(parameter)
+            parameter.data.copy_(drawn * parameter.shape[-1] ** -0.5)
     positions = jnp.asarray(np.moveaxis(coordinates().numpy(), 0, -1))
     inputs = {"inputs_embeds": torch.randn(1, LENGTH, D), "position_ids": coordinates()}
-    return check_part(
-        model.config.model_type, model, model.config.to_dict(), "", positions, **inputs
-    ).difference
+    config = model.config
+    result = check_part(
+        config.model_type, model, config.to_dict(), "", positions, **inputs
+    )
+    return result.difference
 
 
 def compare_vision(name: str) -> float:
@@ -97,9 +97,9 @@ def compare_vision(name: str) -> float:
     size = 2 * len(rope.coordinates(4 * rope.sections[0]))
     if name == "llama4":
         side = config.image_size // config.patch_size
-        places = [
-            (column + 1, row + 1) for row in range(side) for column in range(side)
-        ] + [(0, 0)]
+        places = [(x + 1, y + 1) for y in range(side) for x in range(side)]
+        # The class token, which does not turn, comes last.
+        places.append((0, 0))
         x = torch.randn(1, len(places), 2, size)
         expected = modeling.vision_apply_rotary_emb(x, x, rotary(x))[0]
     else:
@@ -107,15 +107,13 @@ def compare_vision(name: str) -> float:
         x = torch.randn(1, len(places), 2, size)
         cos, sin = rotary(x, torch.tensor(places))
         if name == "pixtral":
-            expected = modeling.apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=-2)[
-                0
-            ]
+            rotate = modeling.apply_rotary_pos_emb
+            expected, _ = rotate(x, x, cos, sin, unsqueeze_dim=-2)
         else:
-            expected = modeling.apply_rotary_pos_emb_vision(x, x, cos, sin)[0]
+            expected, _ = modeling.apply_rotary_pos_emb_vision(x, x, cos, sin)
+    expected = expected.numpy()
     result = apply_rope(jnp.asarray(x.numpy()), jnp.asarray(places), rope)
-    return float(
-        np.abs(result - expected.numpy()).max() / np.abs(expected.numpy()).max()
-    )
+    return float(np.abs(result - expected).max() / np.abs(expected).max())
 
 
 def main() -> int:

@@ -18,7 +18,8 @@ from flax_mha._src.engines.kernels import cudnn, splash
 
 
 def shapes(t=256, s=256, *, batch=(2,), n=2, k=1, h=32, hv=None):
-    return (*batch, t, n, h), (*batch, s, k, h), (*batch, s, k, h if hv is None else hv)
+    hv = h if hv is None else hv
+    return (*batch, t, n, h), (*batch, s, k, h), (*batch, s, k, hv)
 
 
 def call(arrays, **arguments):
@@ -41,12 +42,13 @@ close = functools.partial(cases.close, at_least=1.0)
 
 def as_if_cudnn_were_here(patch):
     """As on an H200 whose plans all compile. `patch` is a pytest.MonkeyPatch."""
-    hopper = cudnn.Device("NVIDIA H200", (9, 0))
-    patch.setattr(
-        cudnn,
-        "device",
-        lambda platform: hopper if platform == "gpu" else cudnn.Device(platform, None),
-    )
+
+    def device(platform):
+        if platform == "gpu":
+            return cudnn.Device("NVIDIA H200", (9, 0))
+        return cudnn.Device(platform, None)
+
+    patch.setattr(cudnn, "device", device)
     patch.setattr(cudnn, "failure", lambda kernel: [])
     patch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
     patch.setattr(
@@ -59,6 +61,7 @@ def compute_for_cudnn(patch, kernel=cases.dense_kernel):
     pytest.MonkeyPatch.
     """
     patch.setattr(cudnn.Kernel, "__call__", kernel)
+    # Comparisons in float32 are exact enough to find any mistake.
     patch.setattr(cudnn, "DTYPES", (jnp.float32,))
     patch.setattr(cudnn, "DTYPES_OF_BIAS", (jnp.float32,))
 
@@ -82,18 +85,19 @@ def lowered(
     """
     attend = functools.partial(attend, **arguments)
 
-    def both(*arrays):
+    def run(*arrays):
+        if not gradient:
+            return attend(*arrays)
         output, pull = jax.vjp(attend, *arrays)
         return output, pull(output)
 
-    traced = jax.jit(both if gradient else lambda *arrays: attend(*arrays)).trace(
-        *arrays
-    )
+    traced = jax.jit(run).trace(*arrays)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 def explained(arrays, **arguments):
     """The explanation of a call that is traced."""
+    # An explanation is no array, so the traced function cannot return it.
     explanations = []
     explain = functools.partial(explain_implementation, **arguments)
     jax.eval_shape(lambda *arrays: explanations.append(explain(*arrays)), *arrays)
@@ -164,17 +168,15 @@ def in_bfloat16_by_the_rule_of_flash_attention(name, sizes, visible, **arguments
         visible=visible,
         logits_soft_cap=arguments.get("logits_soft_cap"),
     )
-    ours, exact = (
-        functools.partial(dot_product_attention, implementation=x, **arguments)
-        for x in (name, "xla")
-    )
+    attend = functools.partial(dot_product_attention, **arguments)
+    ours = functools.partial(attend, implementation=name)
+    exact = functools.partial(attend, implementation="xla")
 
     @functools.partial(jax.jit, static_argnums=0)
     def answers(attend, arrays):
         output, pull = jax.vjp(attend, *arrays)
-        return output, *pull(
-            jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype)
-        )
+        cotangent = jnp.cos(jnp.arange(output.size)).reshape(output.shape)
+        return output, *pull(cotangent.astype(output.dtype))
 
     arrays = normal(*sizes, dtype=jnp.bfloat16)
     truth = answers(exact, [x.astype(jnp.float32) for x in arrays])
@@ -202,19 +204,12 @@ def kernels_of_two_blocks(primitives, x, platform=None, **arguments):
 
         traced = jax.jit(jax.grad(loss)).trace(x)
         if platform is not None:
-            assert (
-                "tpu_custom_call"
-                in traced.lower(lowering_platforms=(platform,)).as_text()
-            )
-        return sum(
-            x.primitive.name in primitives for x in cases.equations(traced.jaxpr.jaxpr)
-        )
+            lowered = traced.lower(lowering_platforms=(platform,))
+            assert "tpu_custom_call" in lowered.as_text()
+        equations = cases.equations(traced.jaxpr.jaxpr)
+        return sum(x.primitive.name in primitives for x in equations)
 
-    return [
-        count(change)
-        for change in (
-            functools.partial(jax.checkpoint, policy=save),
-            lambda f: f,
-            jax.checkpoint,
-        )
-    ]
+    saved = count(functools.partial(jax.checkpoint, policy=save))
+    without = count(lambda f: f)
+    anew = count(jax.checkpoint)
+    return saved, without, anew

@@ -52,11 +52,12 @@ class Case:
             "key": (*batch, s, k, h),
             "value": (*batch, s, k, hv),
         }
-        self.shapes = shapes | {
-            n: shape
-            for n, shape in (("bias", bias), ("sinks", sinks))
-            if shape is not None
-        }
+        # Random arrays are drawn in this order.
+        if bias is not None:
+            shapes["bias"] = bias
+        if sinks is not None:
+            shapes["sinks"] = sinks
+        self.shapes: dict[str, tuple[int, ...]] = shapes
         self.output_shapes = (*batch, t, n, hv), (*batch, t, n)
         self.traced = dict(traced or {})
         self.static = static
@@ -80,19 +81,21 @@ class Case:
         [B..., T, N].
         """
         rng = np.random.default_rng(seed)
-        return tuple(
-            rng.standard_normal(shape).astype(dtype) for shape in self.output_shapes
-        )
+        of_output, of_lse = self.output_shapes
+        output = rng.standard_normal(of_output)
+        lse = rng.standard_normal(of_lse)
+        return output.astype(dtype), lse.astype(dtype)
 
 
 def _bool(*shape: int, seed: int = 2, share: float = 0.6) -> NDArray:
-    return np.random.default_rng(seed).random(shape) < share
+    rng = np.random.default_rng(seed)
+    return rng.random(shape) < share
 
 
 def _ids(*shape: int, seed: int = 3) -> NDArray:
-    return np.sort(np.random.default_rng(seed).integers(0, 4, shape), -1).astype(
-        np.int32
-    )
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 4, shape)
+    return np.sort(ids, -1).astype(np.int32)
 
 
 def _int(*values: int) -> NDArray:
@@ -101,7 +104,8 @@ def _int(*values: int) -> NDArray:
 
 def _lists(*shape: int, seed: int = 4) -> NDArray:
     """Draws lists of keys, some of which are repeated or -1."""
-    return np.random.default_rng(seed).integers(-1, S, shape, np.int32)
+    rng = np.random.default_rng(seed)
+    return rng.integers(-1, S, shape, np.int32)
 
 
 CASES = {
@@ -111,6 +115,7 @@ CASES = {
     "6 query heads, 2 key heads": Case(k=2),
     "6 query heads, 1 key head": Case(k=1),
     "values of size 5, keys of size 8": Case(k=3, hv=5),
+    # Causality, and windows of keys around each query.
     "one causal query at offset 20": Case(t=1, is_causal=True, query_offset=20),
     "one key": Case(s=1),
     "scale 0.3": Case(scale=0.3),
@@ -128,6 +133,7 @@ CASES = {
     "causal, window of 9, query offset 16": Case(
         local_window_size=(9, 5), is_causal=True, query_offset=16
     ),
+    # Parts of sequences: lengths, and segments that attend only to themselves.
     "a sequence of length 0": Case(
         traced={"query_seq_lengths": _int(37, 20), "key_value_seq_lengths": _int(31, 0)}
     ),
@@ -147,6 +153,7 @@ CASES = {
             "key_value_segment_ids": _ids(1, S),
         },
     ),
+    # Masks and biases of every shape that broadcasts to the scores.
     "mask per sequence and head": Case(k=2, traced={"mask": _bool(2, N, T, S)}),
     "mask of padded keys": Case(traced={"mask": _bool(2, 1, 1, S)}),
     "whole heads masked": Case(traced={"mask": _bool(N, 1, 1)}),
@@ -158,6 +165,7 @@ CASES = {
     "bias per sequence and query": Case(bias=(2, 1, T, 1)),
     "scalar bias": Case(bias=()),
     "bias with two batch axes": Case(batch=(2, 3), t=5, s=7, bias=(3, 1, 5, 7)),
+    # What changes the scores, or the denominator of the softmax.
     "soft cap": Case(k=2, logits_soft_cap=1.5),
     "soft cap, then bias and mask": Case(
         logits_soft_cap=0.7, bias=(N, 1, S), traced={"mask": _bool(2, 1, T, S)}
@@ -186,12 +194,12 @@ CASES = {
         },
     ),
 }
+# Every fifth key, from a first key that differs between the queries.
+_every_fifth = _lists(2, T, 1) + 5 * np.arange(9, dtype=np.int32)
 # No engine except "xla" computes these, so the tests do not run them with every
 # implementation.
 LISTS = {
-    "9 keys per query": Case(
-        traced={"key_indices": (_lists(2, T, 1) + 5 * np.arange(9, dtype=np.int32)) % S}
-    ),
+    "9 keys per query": Case(traced={"key_indices": _every_fifth % S}),
     "60 keys per query, some repeated or -1": Case(
         traced={"key_indices": _lists(2, T, 60)}
     ),

@@ -5,6 +5,7 @@ devices that this host lacks.
 import functools
 import inspect
 import re
+from typing import NamedTuple
 
 import cases
 import jax
@@ -19,7 +20,6 @@ from cases import (
     dense_gradients,
     forget_programs,
     kernels_in,
-    refused,
     with_gradients,
 )
 from jax import lax
@@ -35,6 +35,7 @@ T = 256
 N = 4
 K = 2
 H = 64
+# JAX exports only custom calls that it knows to be stable.
 CUDNN_CALLS = [
     jax.export.DisabledSafetyCheck.custom_call(f"__cudnn$fmhaSoftmax{x}")
     for x in ("", "Backward")
@@ -62,7 +63,9 @@ def bias_of(*shape, masked=False):
     """
     bias = np.random.default_rng(4).standard_normal(shape, np.float32)
     if masked:
-        bias[..., 7, :], bias[..., 9, 1:], bias[..., 30] = -np.inf, -np.inf, -np.inf
+        bias[..., 7, :] = -np.inf
+        bias[..., 9, 1:] = -np.inf
+        bias[..., 30] = -np.inf
     return jnp.asarray(bias, jnp.bfloat16)
 
 
@@ -75,12 +78,12 @@ def lengths(of_queries, of_keys):
 
 KEY_LENGTHS = {"key_value_seq_lengths": jnp.array([200, 0])}
 BOTH_LENGTHS = lengths([100, 300], [200, 30])
-OFFSETS = {
-    "query_offset": jnp.array([-20, 30]),
-    "key_value_offset": jnp.array([5]),
-} | lengths([100, 256], [250, 300])
+OFFSETS = {"query_offset": jnp.array([-20, 30]), "key_value_offset": jnp.array([5])}
+OFFSETS |= lengths([100, 256], [250, 300])
+# Equal offsets shift lengths, but change no causal mask.
 SHIFTED = {"query_offset": 30, "key_value_offset": 30} | lengths([130, 286], [280, 300])
 MASKED = {"bias": bias_of(N, 301, 170, masked=True), "is_causal": True}
+# Arrays and arguments that cuDNN's kernel computes.
 FUSED = {
     "plain": call(inputs()),
     "float16": call(inputs(dtype=jnp.float16)),
@@ -114,42 +117,6 @@ FUSED = {
     "bias, two batch axes, fewer keys": (inputs(301, 170, batch=(1, 2)), MASKED),
     "bias, lengths": call(inputs(), bias=bias_of(N, T, T, masked=True), **KEY_LENGTHS),
 }
-NOT_FUSED = {
-    "float32": (
-        inputs(dtype=jnp.float32),
-        {},
-        "are float32: pass dtype=jnp.bfloat16 to the module, or cast",
-    ),
-    "head size": (inputs(h=60), {}, "multiple of 8"),
-    "large head size": (inputs(h=264), {}, "multiple of 8"),
-    "value head size": (inputs(hv=32), {}, "value head size"),
-    "bias, float32": (
-        inputs(),
-        {"bias": jnp.zeros((1, T, T))},
-        "bias and query must be bfloat16",
-    ),
-    "bias of keys": (
-        inputs(),
-        {"bias": bias_of(N, 1, T)},
-        r"the last two axes of bias must be \(256, 256\)",
-    ),
-    "bias of some batch axes": (
-        inputs(batch=(2, 3)),
-        {"bias": bias_of(3, 1, T, T)},
-        "batch axes of bias",
-    ),
-    **{name: (inputs(), *given) for name, given in kernels.REFUSED_BY_BOTH.items()},
-    "segments": (inputs(), {"query_segment_ids": IDS}, "segment ids"),
-    "soft cap": (inputs(), {"logits_soft_cap": 30.0}, "logits_soft_cap"),
-    "sinks": (inputs(), {"sinks": jnp.zeros(N)}, "sinks"),
-    "window ahead": (inputs(), {"local_window_size": (100, 5)}, "window must end"),
-    "window ahead only": (
-        inputs(),
-        {"local_window_size": (None, 5)},
-        "window must end",
-    ),
-    "offset": (inputs(), {"is_causal": True, "query_offset": 7}, "window must end"),
-}
 
 
 @pytest.mark.core
@@ -160,48 +127,104 @@ def test_a_gpu_chooses_the_fused_kernel(name):
     assert explained(arrays, **arguments).chosen == "cudnn"
 
 
-LOWERED = (
-    "plain",
-    "causal, more queries, lengths",
-    "causal window",
-    "lengths",
-    "mask objects",
-    "head size 256",
-)
-LOWERED += (
-    "offsets of each sequence, lengths",
-    "two batch axes",
-    "bias",
-    "bias, two batch axes, fewer keys",
-)
+def calls_of_cudnn(text):
+    return kernels_in(text, r"@__cudnn\$fmha(\w+)\(")
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
-    "name", with_core(LOWERED, "plain", "causal window", "lengths")
+    "name",
+    with_core(
+        (
+            "plain",
+            "causal, more queries, lengths",
+            "causal window",
+            "lengths",
+            "mask objects",
+            "head size 256",
+            "offsets of each sequence, lengths",
+            "two batch axes",
+        ),
+        "plain",
+        "causal window",
+        "lengths",
+    ),
 )
-def test_a_gpu_gets_the_fused_kernel(name):
+def test_a_gpu_gets_the_fused_kernel_without_a_mask_as_an_array(name):
     arrays, arguments = FUSED[name]
     text = lowered(arrays, gradient=True, **arguments)
-    kind = "ScaleBias" if "bias" in arguments else ""  # no mask as an array
-    assert kernels_in(text, r"@__cudnn\$fmha(\w+)\(") == [
-        f"{kind}Softmax",
-        f"{kind}SoftmaxBackward",
-    ]
-    assert kind or "ScaleBias" not in text
+    assert calls_of_cudnn(text) == ["Softmax", "SoftmaxBackward"]
+    # cuDNN would get an array of a mask as a bias.
+    assert "ScaleBias" not in text
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", ["bias", "bias, two batch axes, fewer keys"])
+def test_a_gpu_gets_the_fused_kernel_with_a_bias(name):
+    arrays, arguments = FUSED[name]
+    text = lowered(arrays, gradient=True, **arguments)
+    assert calls_of_cudnn(text) == ["ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward"]
+
+
+# Calls that the kernel would compute differently --------------------------------------
+
+
+def not_fused(reason, arrays=None, **arguments):
+    """A GPU gets portable code, and on every platform the explanation has lines that
+    are not too long, and says what to change.
+    """
+    arrays = inputs() if arrays is None else arrays
+    kernels.assert_refused("cudnn", arrays, arguments, reason)
+    for platform in ("cpu", "cuda", "tpu"):
+        explanation = explained(arrays, platform=platform, **arguments)
+        for reasons in explanation.refusals.values():
+            assert all(map(REMEDY.search, reasons))
+        assert max(map(len, str(explanation).splitlines())) <= 100
 
 
 @pytest.mark.core
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", NOT_FUSED)
-def test_a_gpu_gets_portable_code_if_the_kernel_would_return_something_else(name):
-    arrays, arguments, reason = NOT_FUSED[name]
-    kernels.assert_refused("cudnn", arrays, arguments, reason)
-    for platform in ("cpu", "cuda", "tpu"):
-        explanation = explained(arrays, platform=platform, **arguments)
-        reasons = [x for reasons in explanation.refusals.values() for x in reasons]
-        assert [x for x in reasons if not REMEDY.search(x)] == []
-        assert max(map(len, str(explanation).splitlines())) <= 100
+@pytest.mark.parametrize("name", kernels.REFUSED_BY_BOTH)
+def test_what_no_kernel_supports_is_not_fused(name):
+    arguments, reason = kernels.REFUSED_BY_BOTH[name]
+    not_fused(reason, **arguments)
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("hopper")
+def test_other_dtypes_and_sizes_are_not_fused():
+    float32 = inputs(dtype=jnp.float32)
+    not_fused("are float32: pass dtype=jnp.bfloat16 to the module, or cast", float32)
+    not_fused("multiple of 8", inputs(h=60))
+    not_fused("multiple of 8", inputs(h=264))
+    not_fused("value head size", inputs(hv=32))
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("hopper")
+def test_other_biases_are_not_fused():
+    float32 = jnp.zeros((1, T, T))
+    not_fused("bias and query must be bfloat16", bias=float32)
+    of_keys = bias_of(N, 1, T)
+    not_fused(r"the last two axes of bias must be \(256, 256\)", bias=of_keys)
+    of_some_axes = bias_of(3, 1, T, T)
+    not_fused("batch axes of bias", inputs(batch=(2, 3)), bias=of_some_axes)
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("hopper")
+def test_segments_soft_caps_and_sinks_are_not_fused():
+    not_fused("segment ids", query_segment_ids=IDS)
+    not_fused("logits_soft_cap", logits_soft_cap=30.0)
+    not_fused("sinks", sinks=jnp.zeros(N))
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("hopper")
+def test_windows_that_end_elsewhere_than_at_the_query_are_not_fused():
+    not_fused("window must end", local_window_size=(100, 5))
+    not_fused("window must end", local_window_size=(None, 5))
+    not_fused("window must end", is_causal=True, query_offset=7)
 
 
 @pytest.mark.core
@@ -214,39 +237,33 @@ def test_every_reason_is_named():
             logits_soft_cap=1.0,
             local_window_size=3,
         )
-    for reason in (
-        "float16",
-        "multiple of 8",
-        "logits_soft_cap",
-        "window",
-        "Pass None",
-    ):
-        assert reason in str(error.value)
-    assert "__cudnn" not in lowered(inputs(t=1))  # one query needs no kernel
+    said = str(error.value)
+    assert "float16" in said
+    assert "multiple of 8" in said
+    assert "logits_soft_cap" in said
+    assert "window" in said
+    assert "Pass None" in said
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("hopper")
+def test_one_query_gets_no_kernel():
+    assert "__cudnn" not in lowered(inputs(t=1))
 
 
 @pytest.mark.usefixtures("hopper")
 def test_a_plan_that_fails_is_a_reason(monkeypatch):
     """Also for arrays on a CPU, if the given platform is available."""
-    monkeypatch.setattr(
-        cudnn,
-        "failure",
-        lambda kernel: ["cuDNN has no execution plan for it: out of luck"],
-    )
+    reason = "cuDNN has no execution plan for it: out of luck"
+    monkeypatch.setattr(cudnn, "failure", lambda kernel: [reason])
+
     assert "__cudnn" not in lowered(inputs())
-    refused(
-        "out of luck",
-        lowered,
-        inputs(),
-        implementation="cudnn",
-        error=NotImplementedError,
-    )
+    with pytest.raises(NotImplementedError, match="out of luck"):
+        lowered(inputs(), implementation="cudnn")
+
     explanation = explain_implementation(*half(), platform="cuda")
-    assert (
-        explanation.chosen
-        == explain_implementation(*half(), platform="cpu").chosen
-        == "xla"
-    )
+    assert explanation.chosen == "xla"
+    assert explain_implementation(*half(), platform="cpu").chosen == "xla"
     assert "out of luck" in explanation.refusals["cudnn"][0]
     assert "did not run" not in str(explanation)
 
@@ -254,13 +271,15 @@ def test_a_plan_that_fails_is_a_reason(monkeypatch):
 @pytest.mark.core
 def test_a_kernel_that_does_not_compile_has_no_plan():
     # There is no cuDNN on a CPU, and on a GPU none for float32.
-    kernel = cudnn.Kernel(
-        (1, 128, 1, 64), (1, 128, 1, 64), jnp.dtype("float32"), 1.0, True, None, False
-    )
+    shape = (1, 128, 1, 64)
+    dtype = jnp.dtype("float32")
+    kernel = cudnn.Kernel(shape, shape, dtype, 1.0, True, None, False)
     [reason] = cudnn.failure(kernel)
     assert reason.startswith("cuDNN has no execution plan for this call (")
     assert REMEDY.search(reason)
 
+
+# Around the kernel --------------------------------------------------------------------
 
 # The others have these arguments together with lengths, or with more queries than keys.
 COVERED_BY_OTHERS = (
@@ -271,76 +290,102 @@ COVERED_BY_OTHERS = (
     "head size 256",
     "bias",
 )
-# Numbers in a key and a value; in a key and value that the bias masks for all queries;
-# in the bias itself, whose row 60 comes before key 100.
-FINITE = {"finite": ()}
-SPOILT = {"key and value": ((1, (150, 0), np.nan), (2, (20, 1), np.inf))}
-SPOILT_BIAS = {
-    "masked key and value": ((1, (30, 0), np.nan), (2, (30, 0), np.nan)),
-    "masked bias": ((3, (60, 100), np.nan),),
-    "visible bias": ((3, (200, 100), np.nan),),
-    "infinite bias": ((3, (200, 100), np.inf),),
-}
+CALLS = [x for x in FUSED if x not in COVERED_BY_OTHERS and "bias" not in x]
+# In these, NaN in a visible value spreads as in the kernel.
+WITHOUT_MASK = ("plain", "two batch axes", "odd lengths", "window wider than the keys")
+
+
+def assert_same_answers(ours, dense, arrays):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        got = ours(*arrays)
+        want = dense(*arrays)
+    for answer, expected in zip(got, want, strict=True):
+        np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-4)
+    return got[0]
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("name", "devices"),
     with_core_tuples(
-        [(name, 1) for name in FUSED if name not in COVERED_BY_OTHERS]
-        + [
-            (name, 2)
-            for name in (
-                "causal, more queries, lengths",
-                "offsets of each sequence, lengths",
-            )
+        [
+            *((name, 1) for name in CALLS),
+            # No device knows all arrays.
+            ("causal, more queries, lengths", 2),
+            ("offsets of each sequence, lengths", 2),
         ],
         ("causal, more queries, lengths", 1),
-        ("bias of all, causal", 1),
     ),
 )
 def test_our_semantics_around_the_kernel(name, devices, monkeypatch):
     """With a dense computation instead of the kernel: masked rows, NaN in masked and in
     visible places.
-
-    With a bias, under vmap. With several devices, no device knows all arrays.
     """
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     kernels.compute_for_cudnn(monkeypatch)
     shapes, arguments = FUSED[name]
-    others = {name: x for name, x in arguments.items() if name != "bias"}
-    arrays = normal(*(x.shape for x in shapes))
-    if "bias" in arguments:
-        arrays = [
-            *(np.stack([x, x[::-1]]) for x in arrays),
-            np.array(arguments["bias"], np.float32),
-        ]
-        fillings = FINITE | (SPOILT_BIAS if name == "bias of all, causal" else {})
-    else:  # without a mask, NaN spreads as in the kernel
-        fillings = FINITE | (
-            SPOILT if arguments and name != "window wider than the keys" else {}
-        )
-    axes = (0, 0, 0, None) if "bias" in arguments else None
+    ours = jax.jit(with_gradients("cudnn", **arguments))
+    if "mask" in arguments:
+        dense = jax.jit(with_gradients("xla", **arguments))
+    else:
+
+        def dense(*arrays):
+            return dense_gradients(arrays, **arguments)
+
+    query, key, value = normal(*(x.shape for x in shapes))
+    assert_same_answers(ours, dense, [query, key, value])
+
+    if name not in WITHOUT_MASK:
+        key[..., 150, 0, :] = np.nan
+        value[..., 20, 1, :] = np.inf
+        assert_same_answers(ours, dense, [query, key, value])
+
+
+def programs_with_bias(name, monkeypatch):
+    """Under vmap: the kernel's and the dense program, and arrays."""
+    kernels.compute_for_cudnn(monkeypatch)
+    shapes, arguments = FUSED[name]
+    others = {key: x for key, x in arguments.items() if key != "bias"}
+    axes = (0, 0, 0, None)
     ours, dense = (jax.jit(with_gradients(x, axes, **others)) for x in ("cudnn", "xla"))
-    if not {"bias", "mask"} & set(arguments):
-        dense = lambda *arrays: dense_gradients(arrays, **arguments)  # noqa: E731
-    for filling, places in fillings.items():
-        given = [x.copy() for x in arrays]
-        for which, place, number in places:
-            given[which][
-                (..., *place) if which == 3 else (..., *place, slice(None))
-            ] = number
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            got = ours(*given)
-            want = dense(*given)
-        for answer, expected in zip(got, want, strict=True):
-            np.testing.assert_allclose(
-                answer, expected, rtol=0, atol=1e-4, err_msg=filling
-            )
-        if axes:
-            assert np.isnan(got[0]).any() == (
-                filling in ("visible bias", "infinite bias")
-            ), filling
+    arrays = [np.stack([x, x[::-1]]) for x in normal(*(x.shape for x in shapes))]
+    return ours, dense, [*arrays, np.array(arguments["bias"], np.float32)]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    "name", ["bias that masks", "bias, two batch axes, fewer keys", "bias, lengths"]
+)
+def test_our_semantics_around_the_kernel_with_a_bias(name, monkeypatch):
+    ours, dense, arrays = programs_with_bias(name, monkeypatch)
+    output = assert_same_answers(ours, dense, arrays)
+    assert np.isfinite(output).all()
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("hopper")
+def test_only_a_visible_nan_reaches_the_output_around_the_kernel(monkeypatch):
+    """Also infinity in the bias, which hides no key."""
+    name = "bias of all, causal"
+    ours, dense, arrays = programs_with_bias(name, monkeypatch)
+
+    def has_nan(*arrays):
+        return np.isnan(assert_same_answers(ours, dense, arrays)).any()
+
+    def with_number(array, place, number):
+        changed = array.copy()
+        changed[(..., *place)] = number
+        return changed
+
+    query, key, value, bias = arrays
+    assert not has_nan(query, key, value, bias)
+    # The bias masks key 30 for all queries, and causality hides key 100 from query 60.
+    masked_key = with_number(key, (30, 0, slice(None)), np.nan)
+    masked_value = with_number(value, (30, 0, slice(None)), np.nan)
+    assert not has_nan(query, masked_key, masked_value, bias)
+    assert not has_nan(query, key, value, with_number(bias, (60, 100), np.nan))
+    assert has_nan(query, key, value, with_number(bias, (200, 100), np.nan))
+    assert has_nan(query, key, value, with_number(bias, (200, 100), np.inf))
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs cuDNN's kernel")
@@ -350,19 +395,22 @@ def test_the_kernel_of_this_gpu(name):
     masked for all queries.
     """
     shapes, arguments = FUSED[name]
-    others = {name: x for name, x in arguments.items() if name != "bias"}
+    others = dict(arguments)
+    bias = others.pop("bias", None)
     dtype = shapes[0].dtype
     arrays = normal(*(x.shape for x in shapes), dtype=dtype)
-    if "bias" in arguments:
-        arrays.append(arguments["bias"])
+    if bias is not None:
+        arrays.append(bias)
+    # Without NaN: what is exact must not depend on our handling of it.
     exact = [x.astype(jnp.float32) for x in arrays]
     if "masked" in name or "bias of all" in name:
         for array in arrays[1:3]:
             array[..., 30, :, :] = np.nan
 
     def answers(arrays, implementation, **more):
+        run = jax.jit(with_gradients(implementation, **others, **more))
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return jax.jit(with_gradients(implementation, **others, **more))(*arrays)
+            return run(*arrays)
 
     truth = answers(exact, "xla", precision="highest")
     got = answers(arrays, "cudnn")
@@ -388,7 +436,10 @@ def kernel_with_a_gradient(
 
     run_once = jax.custom_vjp(run)
     run_once.defvjp(forward, lambda pull, cotangents: pull(cotangents))
-    return run_once([query, key, value] if bias is None else [query, key, value, bias])
+    arrays = [query, key, value]
+    if bias is not None:
+        arrays.append(bias)
+    return run_once(arrays)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -401,41 +452,51 @@ def test_derivatives_of_every_order_around_a_kernel(monkeypatch):
 
     @functools.partial(jax.jit, static_argnums=0)
     def derivatives(implementation, arrays):
-        def loss(arrays):
-            attend = functools.partial(
-                dot_product_attention, is_causal=True, implementation=implementation
-            )
-            return jnp.sin(jax.vmap(attend, (0, 0, 0, None))(*arrays)).sum()
-
-        tangents = jax.tree.map(jnp.cos, arrays)
-        gradient = jax.grad(loss)
-        products = jax.jvp(gradient, (arrays,), (tangents,))[1]
-        across = jax.grad(lambda x: jax.jvp(loss, (x,), (tangents,))[1])(arrays)
-        squares = jax.grad(lambda x: sum((y**2).sum() for y in gradient(x)))(arrays)
-        return (
-            jax.jvp(loss, (arrays,), (tangents,)),
-            gradient(arrays),
-            products,
-            across,
-            squares,
+        attend = functools.partial(
+            dot_product_attention, is_causal=True, implementation=implementation
         )
+        mapped = jax.vmap(attend, (0, 0, 0, None))
+        tangents = jax.tree.map(jnp.cos, arrays)
+
+        def loss(arrays):
+            return jnp.sin(mapped(*arrays)).sum()
+
+        gradient = jax.grad(loss)
+
+        def along(x):
+            _, tangent = jax.jvp(loss, (x,), (tangents,))
+            return tangent
+
+        def squares(x):
+            return sum((y**2).sum() for y in gradient(x))
+
+        return {
+            "tangent": jax.jvp(loss, (arrays,), (tangents,)),
+            "gradient": gradient(arrays),
+            "tangent of the gradient": jax.jvp(gradient, (arrays,), (tangents,))[1],
+            "gradient of the tangent": jax.grad(along)(arrays),
+            "gradient of the gradient": jax.grad(squares)(arrays),
+        }
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        expected, *answers = (
-            derivatives(name, arrays) for name in ("xla", None, "cudnn")
-        )
-    for got in answers:
-        close(got, expected)
+        expected = derivatives("xla", arrays)
+        close(derivatives(None, arrays), expected)
+        close(derivatives("cudnn", arrays), expected)
 
 
 @pytest.mark.core
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("implementation", [None, "cudnn"])
 @pytest.mark.parametrize(
-    "arguments", [{}, {"is_causal": True, "key_value_seq_lengths": np.int32([300])}]
+    ("arguments", "in_forward"),
+    [
+        ({}, 1),
+        # With masks, also the branch for NaN has one.
+        ({"is_causal": True, "key_value_seq_lengths": np.int32([300])}, 2),
+    ],
 )
 def test_policies_that_save_by_name_do_not_run_the_kernel_again(
-    implementation, arguments
+    implementation, arguments, in_forward
 ):
     """As many kernels as without `jax.checkpoint`; without names each block runs one
     more.
@@ -445,7 +506,6 @@ def test_policies_that_save_by_name_do_not_run_the_kernel_again(
     saved, without, again = kernels.kernels_of_two_blocks(
         kernel, x, implementation=implementation, **arguments
     )
-    in_forward = 2 if arguments else 1  # with masks also the branch for NaN has one
     assert 0 < saved == without == again - 2 * in_forward
 
 
@@ -462,43 +522,51 @@ def half(dtype=jnp.bfloat16):
 
 def near(got, expected):
     """Results below 2 in bfloat16, each rounded once."""
-    np.testing.assert_allclose(
-        np.asarray(got, np.float32),
-        np.asarray(expected, np.float32),
-        rtol=0,
-        atol=2**-7,
-    )
+    got = np.asarray(got, np.float32)
+    expected = np.asarray(expected, np.float32)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2**-7)
+
+
+def in_float32():
+    """The output for `half()`, exactly."""
+    exact = (x.astype(jnp.float32) for x in half())
+    return dot_product_attention(*exact, is_causal=True, implementation="xla")
 
 
 @pytest.mark.usefixtures("hopper")
-def test_on_a_gpu_host_a_program_for_a_cpu_is_right():
-    """Arrays on a CPU, and jit(backend="cpu"), which is unknown while tracing."""
+def test_on_a_gpu_host_arrays_on_a_cpu_get_a_program_for_it():
     arrays = half()
-    expected = dot_product_attention(
-        *(x.astype(jnp.float32) for x in arrays), is_causal=True, implementation="xla"
-    )
+
     explanation = explain_implementation(*arrays, is_causal=True)
+    output = dot_product_attention(*arrays, is_causal=True)
+
     assert (explanation.chosen, explanation.on_cpu) == ("xla", None)
     assert "this call runs on cpu" in explanation.refusals["cudnn"][0]
-    near(dot_product_attention(*arrays, is_causal=True), expected)
+    near(output, in_float32())
 
+
+@pytest.mark.usefixtures("hopper")
+def test_on_a_gpu_host_a_traced_call_also_runs_on_a_cpu():
+    """jit(backend="cpu") is unknown while tracing."""
+    arrays = half()
     explained = []
 
     def attend(*arrays):
         explained.append(explain_implementation(*arrays, is_causal=True))
         return dot_product_attention(*arrays, is_causal=True)
 
-    near(jax.jit(attend)(*arrays), expected)
+    def total(*arrays):
+        return attend(*arrays).sum().astype(jnp.float32)
+
+    near(jax.jit(attend)(*arrays), in_float32())
     assert (explained[0].chosen, explained[0].on_cpu) == ("cudnn", "xla")
     assert "chosen if compiled for a CPU" in str(explained[0])
-    gradient = jax.jit(
-        jax.grad(lambda *arrays: attend(*arrays).sum().astype(jnp.float32))
-    )(*arrays)
+    gradient = jax.jit(jax.grad(total))(*arrays)
     assert jnp.isfinite(gradient).all()
 
 
 @pytest.mark.usefixtures("hopper")
-def test_exported_for_two_platforms():
+def test_a_program_exported_for_two_platforms_is_right_on_a_cpu():
     """With lengths that are data, gradients and a batch axis of vmap."""
 
     def run(lengths, *arrays):
@@ -511,10 +579,13 @@ def test_exported_for_two_platforms():
     program = jax.jit(jax.vmap(run, (0, None, None, None)))
     lengths = jnp.array([[200, 3], [7, 256]], jnp.int32)
     arrays = half()
-    exported = jax.export.export(
+    export = jax.export.export(
         program, platforms=("cpu", "cuda"), disabled_checks=CUDNN_CALLS
-    )(lengths, *inputs())
-    assert all(name.is_custom_call() in exported.mlir_module() for name in CUDNN_CALLS)
+    )
+    exported = export(lengths, *inputs())
+    for name in CUDNN_CALLS:
+        assert name.is_custom_call() in exported.mlir_module()
+
     expected = program(lengths, *(x.astype(jnp.float32) for x in arrays))
     for got, want in zip(exported.call(lengths, *arrays), expected, strict=True):
         scale = jnp.abs(want).max()
@@ -522,7 +593,7 @@ def test_exported_for_two_platforms():
 
 
 @pytest.mark.core
-def test_on_this_host():
+def test_the_explanation_on_this_host_has_all_implementations():
     x = jnp.ones((1, 1000, 2, 64), jnp.bfloat16)
     explanation = explain_implementation(x, x, x, is_causal=True)
     assert list(explanation.refusals) == ["xla", "blockwise", "cudnn", "splash"]
@@ -533,53 +604,38 @@ def test_on_this_host():
 
 @pytest.mark.core
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads errors for a CPU")
-def test_on_a_cpu():
+@pytest.mark.parametrize(
+    ("name", "device"), [("cudnn", "NVIDIA GPUs"), ("splash", "TPUs")]
+)
+def test_a_cpu_refuses_fused_kernels(name, device):
     x = jnp.ones((1, 8, 2, 64))
     assert explain_implementation(x, x, x).chosen == "xla"
-    for name, device in {"cudnn": "NVIDIA GPUs", "splash": "TPUs"}.items():
-        with pytest.raises(
-            NotImplementedError,
-            match=f"runs only on {device}, but this call runs on cpu",
-        ):
-            dot_product_attention(x, x, x, implementation=name)
+    message = f"runs only on {device}, but this call runs on cpu"
+    with pytest.raises(NotImplementedError, match=message):
+        dot_product_attention(x, x, x, implementation=name)
 
 
 @pytest.mark.parametrize(
     ("lengths", "window"),
-    [(None, None), (jnp.array([200, 3]), (99, 0))],
+    [(None, None), (jnp.array([200, 3]), 99)],
     ids=["all", "ring"],
 )
 def test_a_prompt_for_an_empty_cache_uses_the_kernel(hopper, lengths, window):
     """Under jit, the program finds out whether the cache is empty."""
-    query, key, value = inputs()
-    create = functools.partial(
-        KVCache.create, window=window and window[0], per_row=True
+    cache = jax.eval_shape(
+        lambda: KVCache.create(B, 512, K, H, jnp.bfloat16, window, per_row=True)
     )
-    cache = jax.eval_shape(lambda: create(B, 512, K, H, jnp.bfloat16))
 
-    def prompt(query, key, value, cache):
-        return cached_attention(
-            query, key, value, cache, lengths=lengths, local_window_size=window
+    def program(number, lengths):
+        prompt = functools.partial(
+            cached_attention, lengths=lengths, local_window_size=window and (window, 0)
         )
+        traced = jax.jit(prompt).trace(*inputs(number, number), cache)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    text = (
-        jax.jit(prompt)
-        .trace(query, key, value, cache)
-        .lower(lowering_platforms=("cuda",))
-        .as_text()
-    )
-    assert "__cudnn$fmhaSoftmax" in text
-    step = [
-        jax.ShapeDtypeStruct((B, 1, *x.shape[2:]), x.dtype) for x in (query, key, value)
-    ]
-    lengths = None
-    assert (
-        "__cudnn"
-        not in jax.jit(prompt)
-        .trace(*step, cache)
-        .lower(lowering_platforms=("cuda",))
-        .as_text()
-    )
+    # One token is read in place.
+    assert "__cudnn$fmhaSoftmax" in program(T, lengths)
+    assert "__cudnn" not in program(1, None)
 
 
 @pytest.mark.core
@@ -599,45 +655,59 @@ def test_a_prompt_for_an_empty_cache_uses_the_kernel(hopper, lengths, window):
         ),
     ],
 )
-def test_products_in_16_bits(
+def test_products_have_operands_in_16_bits(
     platform, dtype, arguments, operands, monkeypatch, request
 ):
     """Unless `precision` or JAX's default asks for float32; results have 32 bits."""
     compiled_for(monkeypatch, platform)
     request.addfinalizer(forget_programs)
     target = "cuda" if platform == "gpu" else platform
+    # JAX's own gradient of "xla" multiplies float32, and so do ours of scores in
+    # float16, which may overflow.
+    gradient = arguments["implementation"] == "blockwise" and dtype != "float16"
+    tensors = r"\(tensor<\S+x(\w+)>, tensor<\S+x(\w+)>\) -> tensor<\S+x(\w+)>"
+    product = re.compile(rf"stablehlo.dot_general.*: {tensors}")
 
-    def products():
+    def types_of_operands():
         forget_programs()
-        # JAX's own gradient of "xla" multiplies float32, and so do ours of scores in
-        # float16, which may overflow.
-        gradient = arguments["implementation"] == "blockwise" and dtype != "float16"
         text = lowered(
             inputs(dtype=jnp.dtype(dtype)),
             platform=target,
             gradient=gradient,
             **arguments,
         )
-        tensors = r"\(tensor<\S+x(\w+)>, tensor<\S+x(\w+)>\) -> tensor<\S+x(\w+)>"
-        found = re.findall(rf"stablehlo.dot_general.*: {tensors}", text)
+        found = product.findall(text)
+        # Two products forward, and five backward.
         assert len(found) >= (7 if gradient else 2)
-        assert {types[2] for types in found} == {"f32"}
-        return {x for types in found for x in types[:2]}
+        of_operands = set()
+        for left, right, result in found:
+            assert result == "f32"
+            of_operands |= {left, right}
+        return of_operands
 
-    assert products() == {operands}
+    assert types_of_operands() == {operands}
     with jax.default_matmul_precision("float32"):
-        assert products() == {"f32"}
+        assert types_of_operands() == {"f32"}
+
+
+class Elsewhere(NamedTuple):
+    """A call, and its implementation on a platform that this host may lack."""
+
+    platform: str
+    chosen: str
+    arrays: list
+    arguments: dict = {}  # noqa: RUF012
 
 
 ELSEWHERE = {
-    "cuda": ("cuda", inputs(), {"is_causal": True}, "cudnn"),
+    "cuda": Elsewhere("cuda", "cudnn", inputs(), {"is_causal": True}),
     # The head size of an H100.
-    "gpu": ("gpu", inputs(h=256), {"is_causal": True}, "cudnn"),
+    "gpu": Elsewhere("gpu", "cudnn", inputs(h=256), {"is_causal": True}),
     # The budget of GPUs.
-    "cuda, float32": ("cuda", inputs(1024, 1024, dtype=jnp.float32), {}, "xla"),
-    "cuda, named": ("cuda", inputs(), {"implementation": "cudnn"}, "cudnn"),
-    "tpu": ("tpu", inputs(), {"query_segment_ids": IDS}, "splash"),
-    "cpu": ("cpu", inputs(1024, 1024), {}, "blockwise"),
+    "cuda, float32": Elsewhere("cuda", "xla", inputs(1024, 1024, dtype=jnp.float32)),
+    "cuda, named": Elsewhere("cuda", "cudnn", inputs(), {"implementation": "cudnn"}),
+    "tpu": Elsewhere("tpu", "splash", inputs(), {"query_segment_ids": IDS}),
+    "cpu": Elsewhere("cpu", "blockwise", inputs(1024, 1024)),
 }
 
 
@@ -647,38 +717,37 @@ def test_the_choice_for_another_platform(name):
     """Without its device: nothing is compiled, and the explanation says that cuDNN did
     not run.
     """
-    platform, arrays, arguments, chosen = ELSEWHERE[name]
+    platform, chosen, arrays, arguments = ELSEWHERE[name]
     concrete = [jnp.zeros(x.shape, x.dtype) for x in arrays]
+    explain = functools.partial(explain_implementation, *concrete, **arguments)
     cudnn.failure.cache_clear()
+
     traced = explained(arrays, platform=platform, **arguments)
-    for explanation in (
-        traced,
-        explain_implementation(*concrete, platform=platform, **arguments),
-    ):
+    for explanation in (traced, explain(platform=platform)):
         assert explanation.chosen == chosen
         assert explanation.on_cpu is None
-        assert ("cuDNN did not run" in str(explanation)) == (
-            platform in ("cuda", "gpu")
-        )
+        says_so = "cuDNN did not run" in str(explanation)
+        assert says_so == (platform in ("cuda", "gpu"))
     assert cudnn.failure.cache_info().misses == 0
-    if platform == "cpu" == jax.default_backend():
-        assert explain_implementation(*concrete, **arguments) == explanation
+    if platform == jax.default_backend() == "cpu":
+        assert explain() == explain(platform="cpu")
 
 
 @pytest.mark.core
 def test_unknown_platforms_are_refused():
     x = jnp.ones((1, 8, 2, 4))
+    message = 'platform must be "cpu", "cuda", "tpu" or None, but got'
     for platform in ("rocm", "CUDA", "", 3, ["tpu"]):
-        with pytest.raises(
-            ValueError, match='platform must be "cpu", "cuda", "tpu" or None, but got'
-        ):
+        with pytest.raises(ValueError, match=message):
             explain_implementation(x, x, x, platform=platform)
 
 
 def test_explain_takes_the_arguments_of_the_attention():
     parameters = inspect.signature(dot_product_attention).parameters
     explained = dict(inspect.signature(explain_implementation).parameters)
+    # The only one that is not of the attention.
     assert explained.pop("platform").default is None
     assert list(explained.items()) == list(parameters.items())
+    x = jnp.ones((1, 3, 2, 4))
     with pytest.raises(TypeError, match="unexpected keyword argument 'is_casual'"):
-        explain_implementation(*(jnp.ones((1, 3, 2, 4)),) * 3, is_casual=True)
+        explain_implementation(x, x, x, is_casual=True)

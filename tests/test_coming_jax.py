@@ -32,7 +32,7 @@ def remat3():
 @pytest.mark.usefixtures("remat3")
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
 @pytest.mark.parametrize("name", CASES)
-def test_remat3(name, implementation):
+def test_gradients_with_remat3_equal_those_without_checkpoints(name, implementation):
     """Gradients, also of a function that saves by name or saves nothing, and under
     `vmap`.
     """
@@ -48,7 +48,9 @@ def test_remat3(name, implementation):
         def loss(x):
             return jnp.sum(change(lambda x: attend(jnp.sin(x), x, x))(x) ** 2)
 
-        return jax.jit(jax.grad(loss))(x), jax.jit(jax.vmap(jax.grad(loss)))(x[None])[0]
+        gradient = jax.grad(loss)
+        mapped = jax.jit(jax.vmap(gradient))(x[None])
+        return jax.jit(gradient)(x), mapped[0]
 
     plain = gradients(lambda attend: attend)
     close(plain[1], plain[0])

@@ -24,8 +24,6 @@ CONFIG = {
     "num_attention_heads": N,
     "hidden_size": D,
     "kv_lora_rank": C,
-}
-CONFIG |= {
     "q_lora_rank": None,
     "qk_nope_head_dim": 7,
     "qk_rope_head_dim": R,
@@ -35,8 +33,9 @@ SHAPES = {
     "q_proj.weight": (N * 13, D),
     "kv_a_proj_with_mqa.weight": (C + R, D),
     "kv_a_layernorm.weight": (C,),
+    "kv_b_proj.weight": (N * 12, C),
+    "o_proj.weight": (D, N * 5),
 }
-SHAPES |= {"kv_b_proj.weight": (N * 12, C), "o_proj.weight": (D, N * 5)}
 PREFIX = "model.layers.1.self_attn."
 
 
@@ -56,198 +55,190 @@ def make_module(**options):
     return flax_mha.MultiHeadLatentAttention(**arguments, rngs=nnx.Rngs(0))
 
 
+def assert_described(config, **expected):
+    assert convert.describe(config).items() >= expected.items()
+
+
 @pytest.mark.core
-def test_describe():
-    given = {
-        "in_features": D,
-        "num_heads": N,
-        "kv_lora_rank": C,
-        "q_lora_rank": None,
-        "use_bias": False,
-    }
-    assert (
-        convert.describe(CONFIG).items()
-        >= (given | {"rope": RoPE(interleaved=True)}).items()
+def test_describe_returns_the_arguments_of_a_latent_layer():
+    assert_described(
+        CONFIG,
+        in_features=D,
+        num_heads=N,
+        kv_lora_rank=C,
+        q_lora_rank=None,
+        use_bias=False,
+        rope=RoPE(interleaved=True),
     )
-    of_kimi_k2 = {
-        "model_type": "kimi_k2",
-        "num_attention_heads": 64,
-        "hidden_size": 7168,
-        "rope_theta": 50_000.0,
-    }
-    of_kimi_k2["rope_scaling"] = {
+
+
+@pytest.mark.core
+def test_describe_returns_the_published_sizes_of_kimi_k2():
+    scaling = {
         "type": "yarn",
         "factor": 32.0,
         "original_max_position_embeddings": 4096,
-    }
-    of_kimi_k2["rope_scaling"] |= {
         "beta_fast": 1.0,
         "beta_slow": 1.0,
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     }
-    sizes = {
-        "num_heads": 64,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+    config = {
+        "model_type": "kimi_k2",
+        "num_attention_heads": 64,
+        "hidden_size": 7168,
+        "rope_theta": 50_000.0,
+        "rope_scaling": scaling,
     }
-    rope = RoPE(
-        50_000.0,
-        interleaved=True,
-        scaling=YaRN(32.0, 4096, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0),
-    )
-    assert convert.describe(of_kimi_k2).items() >= (sizes | {"rope": rope}).items()
-    linear = CONFIG | {
-        "model_type": "kimi_linear",
-        "linear_attn_config": {"full_attn_layers": [4, 8]},
-    }
-    refused(
-        "layer 4 of kimi_linear has type 'linear_attention'",
-        convert.describe,
-        linear,
-        4,
+    yarn = YaRN(32.0, 4096, 1.0, 1.0, mscale=1.0, mscale_all_dim=1.0)
+    # Defaults of the model, which its config leaves out.
+    assert_described(
+        config,
+        num_heads=64,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        rope=RoPE(50_000.0, interleaved=True, scaling=yarn),
     )
 
 
 @pytest.mark.core
-def test_round_trip():
-    layers = {f"{PREFIX}{key}": x for key, x in weights().items()} | {
-        PREFIX.replace("1", "0") + "x": np.ones(2)
-    }
+def test_describe_refuses_layers_of_linear_attention():
+    of_layers = {"full_attn_layers": [4, 8]}
+    config = CONFIG | {"model_type": "kimi_linear", "linear_attn_config": of_layers}
+    message = "layer 4 of kimi_linear has type 'linear_attention'"
+    refused(message, convert.describe, config, 4)
+
+
+@pytest.mark.core
+def test_weights_are_the_same_after_a_round_trip():
+    layers = {f"{PREFIX}{key}": x for key, x in weights().items()}
+    of_another_layer = PREFIX.replace("1", "0")
+    # Weights of other layers do not count.
+    layers[f"{of_another_layer}x"] = np.ones(2)
+
     module = convert.from_hf(CONFIG, layers, 1)
     params = convert.from_torch(layers, N, prefix=PREFIX)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        nnx.to_pure_dict(nnx.state(module, nnx.Param)),
-        params,
-    )
+
+    of_module = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, of_module, params)
+    expected = {key: x.tobytes() for key, x in weights().items()}
     for given in (module, params):
         back = convert.to_torch(given, "hf_deepseek")
-        assert {key: array.tobytes() for key, array in back.items()} == {
-            k: x.tobytes() for k, x in weights().items()
-        }
+        assert {key: x.tobytes() for key, x in back.items()} == expected
 
 
-BIASES = {
-    "o_proj__bias": np.ones(D, np.float32),
-    "kv_a_proj_with_mqa__bias": np.ones(C + R, np.float32),
-}
+# Weights that do not fit --------------------------------------------------------------
+
+# A gate for each feature of a value, and one for each head.
 GATE = np.ones((N * 5, D), np.float32)
-REFUSED = [
-    (
-        weights(q_proj__weight=None),
-        {},
-        "must contain q_proj, or q_a_proj, q_a_layernorm and q_b_proj, but got none",
-    ),
-    (
-        weights(q_a_proj__weight=np.ones((3, D), np.float32)),
-        {},
-        "but got q_a_proj, q_proj",
-    ),
-    (
-        weights(indexer__wk__weight=np.ones(3)),
-        {},
-        "weights of a latent .* layer, but also has indexer.wk.weight",
-    ),
-    (
-        weights(kv_b_proj__weight=np.ones((N * 12, C + 1), np.float32)),
-        {},
-        r"kv_b_proj/kernel must have shape \(10, 4",
-    ),
-    (
-        weights(kv_b_proj__weight=np.ones((N * 12, C), np.int8)),
-        {},
-        "kv_b_proj.weight must be floating point",
-    ),
-    (
-        weights(),
-        {"num_heads": 3},
-        "num_heads must divide the 52 features of q_proj/kernel, but got 3",
-    ),
-    (
-        weights(),
-        {"v_head_dim": 6},
-        r"kv_b_proj.kernel is \(10, 4, 13\) in the module but \(10, 4, 12\) in state_dict",
-    ),
-    (
-        weights(),
-        {"q_lora_rank": 8},
-        "q_a_proj.kernel is .* in the module but missing in state_dict; .*q_lora_rank",
-    ),
-    (
-        weights(),
-        {"use_bias": True},
-        "o_proj.bias is .* but missing in state_dict; create the .* use_bias=False",
-    ),
-    (
-        weights(**BIASES),
-        {},
-        r"o_proj.bias is missing in the module but \(24,\) in .*; create the .* use_bias=True",
-    ),
-    (
-        weights(sinks=np.ones(N, np.float32)),
-        {},
-        r"sinks is missing in the module but \(4,\) .*; .* sinks=True",
-    ),
-    (
-        weights(),
-        {"sinks": True},
-        r"sinks is \(4,\) in the module but missing in state_dict; .* sinks=False",
-    ),
-    (
-        weights(gate_proj__weight=GATE),
-        {},
-        r"gate.kernel is missing in the module .*; create the module with gate=True",
-    ),
-    (
-        weights(g_proj__weight=GATE[:N]),
-        {},
-        r'gate.kernel is missing in the module .*; .* gate=Gate\("head"\)',
-    ),
-    (
-        weights(g_proj__weight=GATE[:N], gate_proj__weight=GATE),
-        {},
-        "of one gate, but got g_proj.weight and gate_proj",
-    ),
-    (
-        weights(),
-        {"gate": True},
-        "gate.kernel is .* but missing in state_dict; create the module with "
-        "gate=False",
-    ),
-    (
-        weights(),
-        {"rope": None},
-        "rope is None: these models use rope; pass check_options=False",
-    ),
-]
+GATE_OF_HEADS = np.ones((N, D), np.float32)
 
 
-@pytest.mark.parametrize(("state_dict", "options", "message"), REFUSED)
-def test_weights_that_do_not_fit(state_dict, options, message):
+def does_not_fit(message, state_dict, **options):
+    """The error, in one or several lines, leaves the module as it was."""
     module = make_module(**options)
     before = nnx.to_pure_dict(nnx.state(module))
-    with pytest.raises(ValueError, match=message):  # some in several lines
+    with pytest.raises(ValueError, match=message):
         convert.load_torch(module, state_dict)
-    jax.tree.map(
-        np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(module)), before
+    after = nnx.to_pure_dict(nnx.state(module))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_weights_must_be_those_of_one_latent_layer():
+    message = (
+        "must contain q_proj, or q_a_proj, q_a_layernorm and q_b_proj, but got none"
     )
+    does_not_fit(message, weights(q_proj__weight=None))
+    both = weights(q_a_proj__weight=np.ones((3, D), np.float32))
+    does_not_fit("but got q_a_proj, q_proj", both)
+    message = "weights of a latent .* layer, but also has indexer.wk.weight"
+    does_not_fit(message, weights(indexer__wk__weight=np.ones(3)))
 
 
+def test_weights_must_have_fitting_shapes_and_dtypes():
+    another_rank = np.ones((N * 12, C + 1), np.float32)
+    message = r"kv_b_proj/kernel must have shape \(10, 4"
+    does_not_fit(message, weights(kv_b_proj__weight=another_rank))
+    int8 = np.ones((N * 12, C), np.int8)
+    message = "kv_b_proj.weight must be floating point"
+    does_not_fit(message, weights(kv_b_proj__weight=int8))
+    message = "num_heads must divide the 52 features of q_proj/kernel, but got 3"
+    does_not_fit(message, weights(), num_heads=3)
+    message = (
+        r"kv_b_proj.kernel is \(10, 4, 13\) in the module but \(10, 4, 12\) in "
+        "state_dict"
+    )
+    does_not_fit(message, weights(), v_head_dim=6)
+
+
+def test_the_query_must_be_compressed_in_both_or_in_neither():
+    message = (
+        "q_a_proj.kernel is .* in the module but missing in state_dict; .*q_lora_rank"
+    )
+    does_not_fit(message, weights(), q_lora_rank=8)
+
+
+def test_the_bias_must_be_in_both_or_in_neither():
+    message = (
+        "o_proj.bias is .* but missing in state_dict; create the .* use_bias=False"
+    )
+    does_not_fit(message, weights(), use_bias=True)
+    biased = weights(
+        o_proj__bias=np.ones(D, np.float32),
+        kv_a_proj_with_mqa__bias=np.ones(C + R, np.float32),
+    )
+    message = (
+        r"o_proj.bias is missing in the module but \(24,\) in .*; create the .* "
+        "use_bias=True"
+    )
+    does_not_fit(message, biased)
+
+
+def test_sinks_must_be_in_both_or_in_neither():
+    with_sinks = weights(sinks=np.ones(N, np.float32))
+    message = r"sinks is missing in the module but \(4,\) .*; .* sinks=True"
+    does_not_fit(message, with_sinks)
+    message = r"sinks is \(4,\) in the module but missing in state_dict; .* sinks=False"
+    does_not_fit(message, weights(), sinks=True)
+
+
+def test_the_gate_must_be_in_both_or_in_neither():
+    message = (
+        r"gate.kernel is missing in the module .*; create the module with gate=True"
+    )
+    does_not_fit(message, weights(gate_proj__weight=GATE))
+    message = r'gate.kernel is missing in the module .*; .* gate=Gate\("head"\)'
+    does_not_fit(message, weights(g_proj__weight=GATE_OF_HEADS))
+    # Checkpoints name either kind of gate differently.
+    two = weights(g_proj__weight=GATE_OF_HEADS, gate_proj__weight=GATE)
+    does_not_fit("of one gate, but got g_proj.weight and gate_proj", two)
+    message = (
+        "gate.kernel is .* but missing in state_dict; create the module with gate=False"
+    )
+    does_not_fit(message, weights(), gate=True)
+
+
+def test_a_module_without_rope_must_say_so():
+    message = "rope is None: these models use rope; pass check_options=False"
+    does_not_fit(message, weights(), rope=None)
+
+
+# Numbers without their scales are not the weights.
 FLOAT8 = {
     key: x.astype(ml_dtypes.float8_e4m3fn) if x.ndim == 2 else x
     for key, x in weights().items()
 }
+SCALE_OF_A_BLOCK = np.ones((1, 1), np.float32)
+SCALES_OF_ROWS = np.ones((D, 1), np.float32)
 QUANTIZED = {
     "FP8 with scales of blocks": FLOAT8
-    | {"kv_b_proj.weight_scale_inv": np.ones((1, 1), np.float32)},
-    "FP8 with scales of rows": FLOAT8
-    | {"o_proj.weight_scale": np.ones((D, 1), np.float32)},
+    | {"kv_b_proj.weight_scale_inv": SCALE_OF_A_BLOCK},
+    "FP8 with scales of rows": FLOAT8 | {"o_proj.weight_scale": SCALES_OF_ROWS},
     "FP8 without scales": FLOAT8,
     "scales of weights that are no FP8": weights(
-        kv_b_proj__weight_scale_inv=np.ones((1, 1), np.float32)
+        kv_b_proj__weight_scale_inv=SCALE_OF_A_BLOCK
     ),
     "bitsandbytes": weights(q_proj__SCB=np.ones(3)),
     "packed": {
@@ -279,43 +270,40 @@ def test_weights_without_axes_are_refused(name):
     refused("must", convert.load_torch, make_module(), state_dict)
 
 
-def test_other_attentions():
-    """Weights of one kind of attention do not load into the other."""
-    other = flax_mha.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
-    refused(
-        "module must be a MultiHeadLatentAttention for latent weights",
-        convert.load_torch,
-        other,
-        weights(),
-    )
+OTHER = flax_mha.MultiHeadAttention(N, D, rngs=nnx.Rngs(0))
+
+
+def test_weights_load_only_into_their_kind_of_attention():
+    message = "module must be a MultiHeadLatentAttention for latent weights"
+    refused(message, convert.load_torch, OTHER, weights())
     square = {f"{name}_proj.weight": np.ones((D, D), np.float32) for name in "qkvo"}
-    with pytest.raises(
-        ValueError, match="module must be a MultiHeadAttention for layout 'hf_llama'"
-    ):
+    message = "module must be a MultiHeadAttention for layout 'hf_llama'"
+    with pytest.raises(ValueError, match=message):
         convert.load_torch(make_module(num_heads=N), square)
-    with pytest.raises(
-        ValueError,
-        match=r"qk_norm_offset must be None for latent attention, but got 1\.0",
-    ):
+
+
+def test_latent_attention_has_no_norm_with_an_offset():
+    message = r"qk_norm_offset must be None for latent attention, but got 1\.0"
+    with pytest.raises(ValueError, match=message):
         convert.load_torch(make_module(), weights(), qk_norm_offset=1.0)
-    for params, layout in ((make_module(), "hf_llama"), (other, "hf_deepseek")):
-        refused(
-            "layout must be 'hf_deepseek' if and only if the attention is latent",
-            convert.to_torch,
-            params,
-            layout,
-        )
-    with pytest.raises(
-        ValueError, match=r"prefix must select one attention layer(.|\n)*self_attn"
-    ):
-        convert.load_torch(
-            make_module(), {f"{PREFIX}{key}": x for key, x in weights().items()}
-        )
-    params = nnx.to_pure_dict(nnx.state(make_module(), nnx.Param)) | {
-        "other": np.ones(3)
-    }
-    with pytest.raises(
-        ValueError,
-        match=r"the parameters of one attention layer; missing \[\], extra \['other'\]",
-    ):
+
+
+def test_only_latent_attention_has_the_layout_of_deepseek():
+    message = "layout must be 'hf_deepseek' if and only if the attention is latent"
+    refused(message, convert.to_torch, make_module(), "hf_llama")
+    refused(message, convert.to_torch, OTHER, "hf_deepseek")
+
+
+def test_a_prefix_must_select_one_layer():
+    layers = {f"{PREFIX}{key}": x for key, x in weights().items()}
+    message = r"prefix must select one attention layer(.|\n)*self_attn"
+    with pytest.raises(ValueError, match=message):
+        convert.load_torch(make_module(), layers)
+
+
+def test_parameters_must_be_those_of_one_layer():
+    params = nnx.to_pure_dict(nnx.state(make_module(), nnx.Param))
+    params["other"] = np.ones(3)
+    message = r"the parameters of one attention layer; missing \[\], extra \['other'\]"
+    with pytest.raises(ValueError, match=message):
         convert.to_torch(params, "hf_deepseek")

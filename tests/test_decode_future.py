@@ -3,6 +3,7 @@ image, attend to each other.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +41,21 @@ ROW = np.arange(LENGTH)[:, None]
 COLUMN = np.arange(LENGTH)
 CAUSAL = COLUMN <= ROW
 SAME_IMAGE = (IDS[:, :, None] == IDS[:, None, :]) & (IDS[:, :, None] > 0)
-# name -> (the recipe, the visible scores as a dense array [B, T, S])
+
+
+class Pattern(NamedTuple):
+    """A recipe, and its visible scores as a dense array [B, T, S]."""
+
+    recipe: dict
+    visible: np.ndarray
+
+
+OF_PREFIX = np.broadcast_to(CAUSAL | (COLUMN < PREFIX), (BATCH, LENGTH, LENGTH))
 PATTERNS = {
-    "prefix": (
-        recipes.prefix_lm(PREFIX),
-        np.broadcast_to(CAUSAL | (COLUMN < PREFIX), (BATCH, LENGTH, LENGTH)),
-    ),
-    "images": (recipes.image_spans(IDS[:, :30]), CAUSAL | SAME_IMAGE),
+    "prefix": Pattern(recipes.prefix_lm(PREFIX), OF_PREFIX),
+    "images": Pattern(recipes.image_spans(IDS[:, :30]), CAUSAL | SAME_IMAGE),
 }
+IMAGES = PATTERNS["images"]
 # Ends of calls. No image and no prefix is cut.
 CALLS = {
     "prompt": (LENGTH,),
@@ -92,24 +100,22 @@ MODULES = {
 
 def expected(module, visible):
     """The call over the whole sequence, with a dense mask."""
-    return jax.jit(
-        lambda x: module(x, decode=False, is_causal=False, mask=visible[:, None])
-    )(X)
+    run = functools.partial(module, decode=False, is_causal=False)
+    return jax.jit(run)(X, mask=visible[:, None])
 
 
 @functools.partial(nnx.jit, static_argnums=2)
 def step(module, x, pattern):
-    recipe = dict(PATTERNS[pattern][0])
-    return module(x, decode=True, **recipe)
+    return module(x, decode=True, **PATTERNS[pattern].recipe)
 
 
 def decoded(module, ends, pattern):
-    starts = (0, *ends[:-1])
-    calls = [
-        step(module, X[:, start:end], pattern)
-        for start, end in zip(starts, ends, strict=True)
-    ]
-    return np.concatenate(calls, axis=1)
+    outputs = []
+    start = 0
+    for end in ends:
+        outputs.append(step(module, X[:, start:end], pattern))
+        start = end
+    return np.concatenate(outputs, axis=1)
 
 
 CASES = [
@@ -135,7 +141,7 @@ def test_any_split_equals_one_call_with_a_dense_mask(
     name, pattern, calls, slots, per_row
 ):
     module = MODULES[name]()
-    visible = PATTERNS[pattern][1]
+    visible = PATTERNS[pattern].visible
     if name == "window":
         visible = visible & (ROW - COLUMN <= WINDOW)
     module.init_cache((BATCH, slots, FEATURES), per_row=per_row)
@@ -148,13 +154,11 @@ def test_any_split_equals_one_call_with_a_dense_mask(
 @pytest.mark.parametrize("slots", [SLOTS, RING])
 def test_sown_weights_show_the_whole_image(slots):
     module = MODULES["window"]()
-    visible = PATTERNS["images"][1] & (ROW - COLUMN <= WINDOW)
+    visible = IMAGES.visible & (ROW - COLUMN <= WINDOW)
     module.init_cache((BATCH, slots, FEATURES))
 
-    sowing = nnx.capture(module, nnx.Intermediate)
-    output, sown = sowing(
-        X[:, :26], decode=True, sow_weights=True, **PATTERNS["images"][0]
-    )
+    run = nnx.capture(module, nnx.Intermediate)
+    output, sown = run(X[:, :26], decode=True, sow_weights=True, **IMAGES.recipe)
 
     [weights] = sown["attention_weights"].get_value()
     # A ring's empty slots come first.
@@ -171,21 +175,17 @@ def test_arrays_narrow_what_is_written(function):
     Flax's function gets a mask.
     """
     module = make(attention_fn=function)
-    visible = PATTERNS["images"][1]
+    visible = IMAGES.visible
     module.init_cache((BATCH, SLOTS, FEATURES))
-    slots = np.pad(
-        visible, ((0, 0), (0, 0), (0, SLOTS - LENGTH)), constant_values=True
-    )[:, None]
+    # The array shows all slots that are never written.
+    slots = np.ones((BATCH, 1, LENGTH, SLOTS), bool)
+    slots[..., :LENGTH] = visible[:, None]
+    run = functools.partial(module, decode=True, is_causal=False)
 
     with jax.numpy_rank_promotion("allow"):  # Flax's own
         outputs = [
-            module(
-                X[:, start:end],
-                decode=True,
-                is_causal=False,
-                mask=slots[:, :, start:end],
-            )
-            for start, end in ((0, 14), (14, 40))
+            run(X[:, :14], mask=slots[:, :, :14]),
+            run(X[:, 14:40], mask=slots[:, :, 14:40]),
         ]
 
     close(np.concatenate(outputs, axis=1), expected(make(), visible)[:, :40])
@@ -193,32 +193,30 @@ def test_arrays_narrow_what_is_written(function):
 
 def test_8_bits_differ_by_rounding_alone():
     module = MODULES["few key heads"]()
-    visible = PATTERNS["images"][1]
+    visible = IMAGES.visible
     module.init_cache((BATCH, SLOTS, FEATURES), dtype=jnp.int8)
 
     outputs = decoded(module, CALLS["short calls"], "images")
 
-    np.testing.assert_allclose(
-        outputs, expected(module, visible)[:, : outputs.shape[1]], rtol=0, atol=0.02
-    )
+    exact = expected(module, visible)[:, : outputs.shape[1]]
+    np.testing.assert_allclose(outputs, exact, rtol=0, atol=0.02)
 
 
-def test_linen():
+def test_linen_decodes_images_as_one_call():
     layer = linen.MultiHeadDotProductAttention(HEADS)
     params = layer.init(jax.random.key(0), X)["params"]
-    visible = PATTERNS["images"][1]
+    visible = IMAGES.visible
     whole = layer.apply({"params": params}, X, mask=visible[:, None])
     decoding = layer.clone(decode=True, per_row=True)
-    cache = decoding.init(jax.random.key(0), jnp.zeros((BATCH, SLOTS, FEATURES)))[
-        "cache"
-    ]
+    slots = jnp.zeros((BATCH, SLOTS, FEATURES))
+    cache = decoding.init(jax.random.key(0), slots)["cache"]
 
     outputs = []
     start = 0
     for end in CALLS["two prompts"]:
         variables = {"params": params, "cache": cache}
         output, changed = decoding.apply(
-            variables, X[:, start:end], mutable=["cache"], **PATTERNS["images"][0]
+            variables, X[:, start:end], mutable=["cache"], **IMAGES.recipe
         )
         cache = changed["cache"]
         start = end
@@ -227,22 +225,21 @@ def test_linen():
     close(np.concatenate(outputs, axis=1), whole[:, :start])
 
 
-def test_layers_that_share_keys():
+def test_layers_that_share_keys_decode_images_as_one_call():
     first = make()
     later = make(reuse_kv=True)
-    recipe, visible = PATTERNS["images"]
+    recipe, visible = IMAGES
     first.init_cache((BATCH, SLOTS, FEATURES))
 
     def both(x, **arguments):
         x, kv = first(x, return_kv=True, **arguments)
         return later(x, kv=kv, **arguments)
 
-    outputs = [
-        both(X[:, start:end], decode=True, **recipe)
-        for start, end in ((0, 14), (14, 40))
-    ]
+    prompt = both(X[:, :14], decode=True, **recipe)
+    others = both(X[:, 14:40], decode=True, **recipe)
 
-    close(np.concatenate(outputs, axis=1), both(X, mask=visible[:, None])[:, :40])
+    whole = both(X, mask=visible[:, None])
+    close(np.concatenate([prompt, others], axis=1), whole[:, :40])
 
 
 @pytest.mark.parametrize("number", [pytest.param(3, marks=pytest.mark.core), 20, 40])
@@ -259,16 +256,20 @@ def test_slots_that_are_not_written_are_never_visible(number, window):
     everything = CausalMask() | ~CausalMask()
 
     dirty = KVCache(nan, nan, cache.index, cache.window)
-    output, _ = jax.jit(
+    attend = jax.jit(
         functools.partial(cached_attention, is_causal=False, mask=everything, **sides)
-    )(query, key, value, dirty, lengths=lengths)
+    )
+    output, _ = attend(query, key, value, dirty, lengths=lengths)
 
-    arguments = {
-        "query_seq_lengths": lengths,
-        "key_value_seq_lengths": lengths,
+    among_tokens = flax_mha.dot_product_attention(
+        query,
+        key,
+        value,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
         **sides,
-    }
-    close(output, flax_mha.dot_product_attention(query, key, value, **arguments))
+    )
+    close(output, among_tokens)
 
 
 def test_listed_keys_may_come_later():
@@ -289,14 +290,13 @@ def test_a_single_token_sees_no_difference():
     query, key, value = jax.random.normal(jax.random.key(0), (3, BATCH, 1, 2, 8))
     cache = KVCache.create(BATCH, 30, 2, 8, window=5).update(key, value)
 
-    outputs = [
-        cached_attention(
-            query, key, value, cache, is_causal=x, local_window_size=(5, 0)
-        )[0]
-        for x in (None, False)
-    ]
+    attend = functools.partial(
+        cached_attention, query, key, value, cache, local_window_size=(5, 0)
+    )
+    causal, _ = attend(is_causal=None)
+    output, _ = attend(is_causal=False)
 
-    np.testing.assert_array_equal(*outputs)
+    np.testing.assert_array_equal(output, causal)
 
 
 SAME_IMAGE_MASK = FunctionMask(lambda b, h, q_idx, kv_idx: q_idx // 3 == kv_idx // 3)
@@ -325,12 +325,10 @@ def test_a_mask_that_shows_later_tokens_needs_is_causal_false(name, is_causal):
     module = make()
     module.init_cache((BATCH, 4, FEATURES))
 
+    run = functools.partial(module, X[:, :4], mask=OPENING[name], decode=True)
     message = "is_causal must be False if mask shows later tokens"
-    refused(
-        message,
-        lambda: module(X[:, :4], mask=OPENING[name], decode=True, is_causal=is_causal),
-    )
-    module(X[:, :4], mask=OPENING[name], decode=True, is_causal=False)
+    refused(message, run, is_causal=is_causal)
+    run(is_causal=False)
 
 
 @pytest.mark.parametrize("name", NOT_OPENING)
@@ -349,30 +347,24 @@ def test_other_masks_narrow_a_causal_call(name):
 def test_the_call_overrides_is_causal_of_a_partial(decode):
     module = make(attention_fn=functools.partial(flax_mha.attention_fn, is_causal=True))
     module.init_cache((BATCH, LENGTH, FEATURES))
-    mask = PATTERNS["images"][0]["mask"]
+    mask = IMAGES.recipe["mask"]
 
     refused("is_causal must be False", lambda: module(X, mask=mask, decode=decode))
     output = module(X, mask=mask, is_causal=False, decode=decode)
 
-    close(output, make()(X, mask=PATTERNS["images"][1][:, None]))
+    close(output, make()(X, mask=IMAGES.visible[:, None]))
 
 
 def test_is_causal_must_be_known():
+    cache = KVCache.create(1, 4, 2, 8)
+    x = jnp.ones((1, 2, 2, 8))
+    attend = jax.jit(functools.partial(cached_attention, x, x, x, cache))
+    refused("is_causal must be a concrete True or False", attend, is_causal=False)
+
     module = make()
     module.init_cache((BATCH, 4, FEATURES))
-
-    refused(
-        "is_causal must be a concrete True or False",
-        lambda: jax.jit(
-            lambda x, is_causal: cached_attention(
-                x, x, x, KVCache.create(1, 4, 2, 8), is_causal=is_causal
-            )
-        )(jnp.ones((1, 2, 2, 8)), False),
-    )
-    refused(
-        "is_causal must be True or False",
-        lambda: module(X[:, :4], decode=True, is_causal="no"),
-    )
+    message = "is_causal must be True or False"
+    refused(message, module, X[:, :4], decode=True, is_causal="no")
 
 
 def test_same_masks_as_transformers():
@@ -391,24 +383,24 @@ def test_same_masks_as_transformers():
         "config": config,
         "inputs_embeds": torch.zeros(BATCH, LENGTH, 8),
         "attention_mask": None,
+        "cache": None,
+        "position_ids": torch.arange(LENGTH)[None],
     }
-    given |= {"cache": None, "position_ids": torch.arange(LENGTH)[None]}
+    # Tokens of a block see each other; text has the id -1.
+    of_images = torch.from_numpy(IDS - 1)
+    masks = create_masks_for_vision_model(**given, block_sequence_ids=of_images)
     is_prefix = torch.arange(LENGTH) < PREFIX
-    masks = create_masks_for_vision_model(
-        **given, block_sequence_ids=torch.from_numpy(IDS - 1)
-    )
-    prefix_mask = create_causal_mask(
-        **given, block_sequence_ids=torch.where(is_prefix, 0, -1).expand(BATCH, -1)
-    )
+    of_prefix = torch.where(is_prefix, 0, -1).expand(BATCH, -1)
+    prefix_mask = create_causal_mask(**given, block_sequence_ids=of_prefix)
+
+    def assert_equal(ours, theirs):
+        # Theirs are added to the scores: 0 is visible.
+        np.testing.assert_array_equal(shown(ours), theirs.numpy()[:, 0] == 0)
 
     images = recipes.image_spans(IDS)["mask"]
-    window = LocalMask(WINDOW, None)
-    for ours, theirs in [
-        (images, masks["full_attention"]),
-        (images & window, masks["sliding_attention"]),
-        (recipes.prefix_lm(PREFIX)["mask"], prefix_mask),
-    ]:
-        np.testing.assert_array_equal(shown(ours), theirs.numpy()[:, 0] == 0)
+    assert_equal(images, masks["full_attention"])
+    assert_equal(images & LocalMask(WINDOW, None), masks["sliding_attention"])
+    assert_equal(recipes.prefix_lm(PREFIX)["mask"], prefix_mask)
 
 
 def shown(mask):
@@ -417,9 +409,5 @@ def shown(mask):
     """
     zeros = jnp.zeros((BATCH, LENGTH, 1, 8))
     values = jnp.broadcast_to(jnp.eye(LENGTH)[:, None], (BATCH, LENGTH, 1, LENGTH))
-    return (
-        np.asarray(flax_mha.dot_product_attention(zeros, zeros, values, mask=mask))[
-            :, :, 0
-        ]
-        > 0
-    )
+    output = flax_mha.dot_product_attention(zeros, zeros, values, mask=mask)
+    return np.asarray(output)[:, :, 0] > 0

@@ -1,6 +1,7 @@
 """A step of decoding copies no cache: XLA reports its temporaries exactly."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,30 +30,43 @@ def nbytes(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def compiled(
-    number=1,
-    steps=None,
-    dtype=jnp.float32,
-    num_kv_heads=N,
-    per_row=False,
-    window=None,
-    stored=None,
-):
-    """XLA's memory analysis of a donated step of the nnx module, or of several in a
-    scan, and its cache's bytes.
+class Step(NamedTuple):
+    """A step of decoding, or several in a scan, and its cache."""
+
+    dtype: type = jnp.float32
+    num_kv_heads: int = N
+    per_row: bool = False
+    window: int | None = None
+    # The number of tokens, and of steps in a scan.
+    number: int = 1
+    steps: int | None = None
+    stored: str | None = None  # the cache's dtype, if it is another one
+
+
+def compiled(case):
+    """XLA's memory analysis of a donated step of the nnx module, and its cache's
+    bytes.
     """
     module = flax_mha.MultiHeadAttention(
-        N, FEATURES, N * H, num_kv_heads=num_kv_heads, decode=True, rngs=nnx.Rngs(0), local_window_size=window,
-        dtype=dtype, param_dtype=dtype, kernel_init=nnx.initializers.zeros_init(), attention_fn=PARTIAL,
-    )  # fmt: skip
-    shapes = jax.eval_shape(
-        lambda: KVCache.create(
-            B, SLOTS, num_kv_heads, H, stored or dtype, window, per_row
-        )
+        N,
+        FEATURES,
+        N * H,
+        num_kv_heads=case.num_kv_heads,
+        decode=True,
+        rngs=nnx.Rngs(0),
+        local_window_size=case.window,
+        dtype=case.dtype,
+        param_dtype=case.dtype,
+        kernel_init=nnx.initializers.zeros_init(),
+        attention_fn=PARTIAL,
     )
-    module.cached_key, module.cached_value, module.cache_index, *scale = map(
-        nnx.Cache, shapes.arrays
+    create = functools.partial(
+        KVCache.create, B, SLOTS, case.num_kv_heads, H, case.stored or case.dtype
     )
+    # Shapes alone: the cache is never allocated.
+    shapes = jax.eval_shape(lambda: create(case.window, case.per_row))
+    variables = map(nnx.Cache, shapes.arrays)
+    module.cached_key, module.cached_value, module.cache_index, *scale = variables
     module.cached_scale = scale[0] if scale else nnx.data(None)
     graph, cache, rest = nnx.split(module, nnx.Cache, ...)
 
@@ -62,63 +76,51 @@ def compiled(
         return nnx.state(module, nnx.Cache), output
 
     def several(cache, rest, x):
-        return jax.lax.scan(
-            lambda cache, _: step(cache, rest, x), cache, None, length=steps
-        )
+        def one(cache, _):
+            return step(cache, rest, x)
 
-    x = jax.ShapeDtypeStruct((B, number, FEATURES), dtype)
-    return donated(step if steps is None else several, cache, rest, x), nbytes(cache)
+        return jax.lax.scan(one, cache, None, length=case.steps)
+
+    run = step if case.steps is None else several
+    x = jax.ShapeDtypeStruct((B, case.number, FEATURES), case.dtype)
+    return donated(run, cache, rest, x), nbytes(cache)
 
 
 def donated(function, cache, *arguments):
     """XLA's memory analysis of a function that is given a cache."""
-    return (
-        jax.jit(function, donate_argnums=0)
-        .lower(cache, *arguments)
-        .compile()
-        .memory_analysis()
-    )
-
-
-def table(names, *rows):
-    return [dict(zip(names.split(), row, strict=True)) for row in rows]
+    lowered = jax.jit(function, donate_argnums=0).lower(cache, *arguments)
+    return lowered.compile().memory_analysis()
 
 
 DTYPES = (jnp.float32, jnp.bfloat16)
-CASES = [
-    *table(
-        "dtype num_kv_heads per_row steps",
-        *pairwise(DTYPES, (8, 2, 1), (False, True), (None, 5)),
-    ),
-    # Rings, and drafts of a few tokens.
-    *table(
-        "dtype num_kv_heads per_row window steps",
-        *((dtype, 2, True, WINDOW, 5) for dtype in DTYPES),
-    ),
-    *table(
-        "dtype num_kv_heads per_row number", *((dtype, 2, True, 5) for dtype in DTYPES)
-    ),
-    # In 8 bits: a step, some tokens, many after others; never is a whole cache
-    # dequantized.
-    *table(
-        "stored number num_kv_heads per_row dtype",
-        ("int8", 1, 8, False, jnp.float32),
-        ("float8_e4m3fn", 5, 8, True, jnp.bfloat16),
-        ("int8", 40, 8, False, jnp.float32),
-        ("float8_e4m3fn", 1, 8, True, jnp.float32),
-    ),
+PLAIN = [
+    Step(dtype, num_kv_heads, per_row, steps=steps)
+    for dtype, num_kv_heads, per_row, steps in pairwise(
+        DTYPES, (8, 2, 1), (False, True), (None, 5)
+    )
 ]
+RINGS = [Step(dtype, 2, per_row=True, window=WINDOW, steps=5) for dtype in DTYPES]
+DRAFTS = [Step(dtype, 2, per_row=True, number=5) for dtype in DTYPES]
+# In 8 bits: a step, some tokens, many after others; never is a whole cache dequantized.
+IN_8_BITS = [
+    Step(stored="int8"),
+    Step(jnp.bfloat16, per_row=True, number=5, stored="float8_e4m3fn"),
+    Step(number=40, stored="int8"),
+    Step(per_row=True, stored="float8_e4m3fn"),
+]
+CASES = [*PLAIN, *RINGS, *DRAFTS, *IN_8_BITS]
 
 
 def name(case):
-    return " ".join(getattr(x, "__name__", f"{key}={x}") for key, x in case.items())
+    values = case._asdict().items()
+    return " ".join(getattr(x, "__name__", f"{key}={x}") for key, x in values)
 
 
 @pytest.mark.parametrize("case", with_core(CASES, CASES[0]), ids=name)
 def test_a_step_copies_no_cache(case):
-    analysis, size = compiled(**case)
+    analysis, size = compiled(case)
     # Queries, keys, values and outputs, in parts.
-    of_new = case.get("number", 1) * B * N * H * 4
+    of_new = case.number * B * N * H * 4
     # Three arrays of at most 256 K scores, or a block of keys and values of 2 MiB and
     # the scores of it.
     assert analysis.temp_size_in_bytes <= 3 * 2**20 + size / 100 + 6 * of_new
@@ -157,7 +159,7 @@ def test_a_step_of_a_linen_module_with_a_partial_copies_no_cache():
     ),
 )
 def test_a_prompt_copies_no_cache(dtype, kind, mapped):
-    """It is written into its slots, also by mapped calls; some of it may be converted."""
+    """It is written into its slots, also by mapped calls; a part may be converted."""
     number = 100
     window = SLOTS if kind == "ring" else None
     per_row = kind in ("an index each", "lengths")
@@ -169,15 +171,19 @@ def test_a_prompt_copies_no_cache(dtype, kind, mapped):
         lambda x: jax.ShapeDtypeStruct((*outer, *x.shape), x.dtype), cache
     )
     new = [jax.ShapeDtypeStruct((*outer, B, number, N, H), dtype)] * 2
+    lengths = []
     if kind == "lengths":
         lengths = [jax.ShapeDtypeStruct((*outer, B), jnp.int32)]
-    else:
-        lengths = []
-    analysis = donated(
-        jax.vmap(KVCache.update) if mapped else KVCache.update, cache, *new, *lengths
-    )
-    copied = 1 if dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12) else 0
-    assert analysis.temp_size_in_bytes <= copied * nbytes(new) + 2**16
+    update = KVCache.update
+    if mapped:
+        update = jax.vmap(update)
+
+    analysis = donated(update, cache, *new, *lengths)
+
+    # Until JAX 0.12, the new tokens are converted if they are bfloat16.
+    may_convert = dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12)
+    converted = nbytes(new) if may_convert else 0
+    assert analysis.temp_size_in_bytes <= converted + 2**16
     # What is donated is written to.
     assert analysis.alias_size_in_bytes >= nbytes(cache)
 
@@ -200,9 +206,9 @@ def test_several_batch_axes_copy_no_cache(sizes, dtype, per_row, mapped):
     )
     new = jax.ShapeDtypeStruct((*shape, 1, heads, size), dtype)
     if not per_row:
-        cache = KVCache(
-            cache.key, cache.value, jax.ShapeDtypeStruct(shape[:mapped], jnp.int32)
-        )
+        # One index for each mapped call.
+        index = jax.ShapeDtypeStruct(shape[:mapped], jnp.int32)
+        cache = KVCache(cache.key, cache.value, index)
     update = KVCache.update
     for _ in range(mapped):
         update = jax.vmap(update)

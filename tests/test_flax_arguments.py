@@ -2,8 +2,9 @@
 order, with the same effect.
 """
 
-import contextlib
 import inspect
+from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -29,61 +30,68 @@ from flax_mha import linen
 
 
 def parameters(function):
-    return {
-        name: x
-        for name, x in inspect.signature(function).parameters.items()
-        if name not in ("self", "parent")
-    }
+    found = dict(inspect.signature(function).parameters)
+    found.pop("self", None)
+    found.pop("parent", None)
+    return found
 
 
 def of_flax(function):
     """Each API with each argument of a function of Flax's class, and its default."""
-    cases = [
-        (api, x.name, x.default)
-        for api in APIS.values()
-        for x in parameters(function(api)).values()
-    ]
-    ids = [f"{api.__name__}-{name}" for api, name, _ in cases]
-    return pytest.mark.parametrize(("api", "name", "default"), cases, ids=ids)
+    cases = []
+    for api in APIS.values():
+        for x in parameters(function(api)).values():
+            name = f"{api.__name__}-{x.name}"
+            cases.append(pytest.param(api, x.name, x.default, id=name))
+    return pytest.mark.parametrize(("api", "name", "default"), cases)
 
 
+class Order(NamedTuple):
+    """Two signatures, and the arguments whose defaults differ."""
+
+    ours: Callable
+    flax: Callable
+    differ: set
+
+
+# Our attention functions broadcast no dropout by default.
+OF_LINEN = {"attention_fn", "broadcast_dropout"}
 ORDERS = {
-    "nnx": (Nnx.ours.__init__, Nnx.flax.__init__),
-    "nnx, the call": (Nnx.ours.__call__, Nnx.flax.__call__),
-    **{
-        name: (getattr(linen, name), getattr(nn, name))
-        for name in ("MultiHeadAttention", "SelfAttention")
-    },
-    "MultiHeadDotProductAttention": (Linen.ours, Linen.flax),
+    "nnx": Order(Nnx.ours.__init__, Nnx.flax.__init__, OF_LINEN),
+    # None means causal while decoding, as in Flax, where False does not say otherwise.
+    "nnx, the call": Order(Nnx.ours.__call__, Nnx.flax.__call__, {"is_causal"}),
+    "MultiHeadAttention": Order(
+        linen.MultiHeadAttention, nn.MultiHeadAttention, OF_LINEN
+    ),
+    "SelfAttention": Order(linen.SelfAttention, nn.SelfAttention, OF_LINEN),
+    "MultiHeadDotProductAttention": Order(Linen.ours, Linen.flax, OF_LINEN),
 }
+
+
+def positional(arguments):
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [n for n, x in arguments.items() if x.kind == kind and n != "name"]
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", ORDERS)
 def test_order_and_defaults_equal_those_of_flax(name):
-    """New arguments follow, or are keywords."""
-    ours, flax = map(parameters, ORDERS[name])
-    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    mine, theirs = (
-        [n for n, x in each.items() if x.kind == positional and n != "name"]
-        for each in (ours, flax)
-    )
+    """New arguments of nnx are keywords; in linen they follow Flax's."""
+    ours = parameters(ORDERS[name].ours)
+    flax = parameters(ORDERS[name].flax)
+
+    theirs = positional(flax)
+    mine = positional(ours)
     new = mine[len(theirs) :]
     assert mine[: len(theirs)] == theirs
     assert "nnx" not in name or new == []
     assert all(ours[name].default in (None, False) for name in new)
-    differ = {
-        name
-        for name in ours.keys() & flax.keys()
-        if ours[name].default != flax[name].default
-    }
-    # None means causal while decoding, as in Flax, where False does not say otherwise.
-    assert differ == (
-        {"is_causal"}
-        if name == "nnx, the call"
-        else {"attention_fn", "broadcast_dropout"}
-    )
-    assert "broadcast_dropout" not in differ or not ours["broadcast_dropout"].default
+
+    shared = ours.keys() & flax.keys()
+    differ = {name for name in shared if ours[name].default != flax[name].default}
+    assert differ == ORDERS[name].differ
+    if "broadcast_dropout" in differ:
+        assert not ours["broadcast_dropout"].default
 
 
 def identity_dtype(arrays, *, dtype=None):
@@ -144,19 +152,30 @@ def state_and_output(module):
     return module.init_with_output(KEY, X)[::-1]
 
 
-@of_flax(lambda api: api.flax if api is Linen else api.flax.__init__)
+def constructor(api):
+    # Classes of linen are dataclasses.
+    if api is Linen:
+        return api.flax
+    return api.flax.__init__
+
+
+@of_flax(constructor)
 def test_constructor_takes_the_arguments_of_flax(api, name, default):
-    options = {"deterministic": True} | (EINSUMS if name in EINSUMS else {})
+    # Only one argument at a time differs from the defaults.
+    options = {"deterministic": True}
+    if name in EINSUMS:
+        # Flax takes both or neither.
+        options |= EINSUMS
     if name.startswith(("query_ln", "key_ln", "ln_")):
         options["normalize_qk"] = True
     values = VALUES | {"attention_fn": api.attention, "decode": api is Linen}
     if name in values or default is not inspect.Parameter.empty:
         options[name] = values.get(name, default)
     with flax_rules():  # for float16 parameters next to float32 inputs
-        ours, flax = (api.make(kind, **options) for kind in (api.ours, api.flax))
-        (state, output), (expected_state, expected) = map(
-            state_and_output, (ours, flax)
-        )
+        ours = api.make(api.ours, **options)
+        flax = api.make(api.flax, **options)
+        state, output = state_and_output(ours)
+        expected_state, expected = state_and_output(flax)
     assert_same(state, expected_state)
     assert_close(output, expected)
     if name not in ("attention_fn", "broadcast_dropout", "rngs"):
@@ -168,8 +187,6 @@ CALL = {
     "inputs_v": normal(2, BATCH, KEYS, FEATURES),
     "inputs_kv": Y,
     "deterministic": True,
-}
-CALL |= {
     "mask": np.tri(QUERIES, dtype=bool)[None, None],
     "is_causal": True,
     "dropout_rng": KEY,
@@ -179,19 +196,21 @@ CALL |= {
 
 @of_flax(lambda api: api.flax.__call__)
 def test_call_takes_the_arguments_of_flax(api, name, default):
-    arguments = {} if name == "inputs_q" else {name: CALL.get(name, default)}
+    arguments = {}
+    if name != "inputs_q":
+        arguments[name] = CALL.get(name, default)
     if name == "inputs_v":
         arguments["inputs_k"] = Y
-    deprecated = pytest.warns(
-        DeprecationWarning, match="The inputs_kv arg will be deprecated soon"
-    )
-    with (
-        deprecated
-        if name == "inputs_kv"
-        else contextlib.nullcontext([1, 2]) as warnings
-    ):
-        assert_close(*both(api, Case(arguments=arguments)))
-    assert len(warnings) == 2  # of Flax and of ours
+    case = Case(arguments=arguments)
+
+    if name == "inputs_kv":
+        message = "The inputs_kv arg will be deprecated soon"
+        with pytest.warns(DeprecationWarning, match=message) as warnings:
+            results = both(api, case)
+        assert len(warnings) == 2  # of Flax and of ours
+    else:
+        results = both(api, case)
+    assert_close(*results)
 
 
 @pytest.mark.core
@@ -205,9 +224,5 @@ def test_call_takes_the_arguments_of_flax(api, name, default):
 )
 def test_decoding_refuses_another_shape(api, shape, message):
     step, _ = api.decoder(api.ours, None, X)
-    refused(
-        f"Autoregressive cache shape error, expected {message}",
-        step,
-        jnp.ones(shape),
-        {},
-    )
+    message = f"Autoregressive cache shape error, expected {message}"
+    refused(message, step, jnp.ones(shape), {})

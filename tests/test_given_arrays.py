@@ -21,13 +21,13 @@ S = 5
 D = 16
 N = 4
 draw = np.random.default_rng(0)
-X, Y = (draw.standard_normal((B, n, D)).astype(np.float32) for n in (T, S))
+X = draw.standard_normal((B, T, D)).astype(np.float32)
+Y = draw.standard_normal((B, S, D)).astype(np.float32)
 LENGTHS = jnp.array([6, 4])
 KEY_LENGTHS = jnp.array([2, 5])
-INSIDE, KEYS_INSIDE = (
-    (jnp.arange(n)[None] < x[:, None])[..., None]
-    for n, x in ((T, LENGTHS), (S, KEY_LENGTHS))
-)
+# Which tokens are no padding.
+INSIDE = (jnp.arange(T)[None] < LENGTHS[:, None])[..., None]
+KEYS_INSIDE = (jnp.arange(S)[None] < KEY_LENGTHS[:, None])[..., None]
 SIZES = {
     "kv_lora_rank": 8,
     "qk_nope_head_dim": 4,
@@ -42,26 +42,27 @@ def module_of(api, kind, **options):
     """Returns the parameters of a module, and a function of parameters, inputs and
     keyword arguments that calls it.
     """
-    latent = kind == "latent"
     options = {"num_heads": N} | options
+    if api == "linen":
+        layer = linen.MultiHeadDotProductAttention(**options)
+        return layer.init(jax.random.key(0), X), layer.apply
+
+    given = {"decode": False}
     if kind == "prompt":
-        graph, params, rest = nnx.split(
-            decoding(20, per_row=True, gate=True), nnx.Param, ...
-        )
-        return params, lambda params, x, **given: nnx.merge(
-            graph, params, jax.tree.map(lambda x: x, rest)
-        )(x, **given)
-    if api == "nnx":
-        cls = LATENT if latent else flax_mha.MultiHeadAttention
-        graph, params, rest = nnx.split(
-            cls(in_features=D, rngs=nnx.Rngs(0), **options), nnx.Param, ...
-        )
-        return params, lambda params, *inputs, **given: nnx.merge(graph, params, rest)(
-            *inputs, decode=False, **given
-        )
-    layer = linen.MultiHeadDotProductAttention(**options)
-    params = layer.init(jax.random.key(0), X)
-    return params, layer.apply
+        layer = decoding(20, per_row=True, gate=True)
+        given = {}
+    elif kind == "latent":
+        layer = LATENT(in_features=D, rngs=nnx.Rngs(0), **options)
+    else:
+        layer = flax_mha.MultiHeadAttention(in_features=D, rngs=nnx.Rngs(0), **options)
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def call(params, *inputs, **arguments):
+        # A copy, whose cache the call may change.
+        state = jax.tree.map(lambda x: x, rest)
+        return nnx.merge(graph, params, state)(*inputs, **given, **arguments)
+
+    return params, call
 
 
 def decoding(
@@ -103,59 +104,79 @@ def test_padding_never_affects_gradients(api, kind):
     @jax.jit
     @jax.value_and_grad
     def loss(given, lengths):
-        return jnp.where(INSIDE, call(*given, lengths=lengths, is_causal=True), 0).var()
+        output = call(*given, lengths=lengths, is_causal=True)
+        return jnp.where(INSIDE, output, 0).var()
 
     def padded(filling):
         queries = jnp.where(INSIDE, X, filling)
+        if kind != "keys":
+            return loss((params, queries), LENGTHS)
         keys = jnp.where(KEYS_INSIDE, Y, filling)
-        both = (params, queries, keys), (LENGTHS, KEY_LENGTHS)
-        if kind == "keys":
-            return loss(*both)
-        return loss((params, queries), LENGTHS)
+        return loss((params, queries, keys), (LENGTHS, KEY_LENGTHS))
 
     for filling in jnp.float32([np.nan, np.inf]):
         got = padded(filling)
         assert_same(got, padded(jnp.float32(0)))
-        assert (got[1][1][1, 4:] == 0).all()
+        _, (_, of_queries, *_) = got
+        assert (of_queries[1, 4:] == 0).all()
 
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])
-def test_lengths_fit_the_inputs(api):
+@pytest.mark.parametrize(
+    ("inputs", "lengths", "most"),
+    [
+        ([X], jnp.array([6, 7]), 6),
+        ([X, Y], (None, jnp.array([5, 6])), 5),
+        ([X], 7, 6),
+    ],
+    ids=["array", "of keys", "number"],
+)
+def test_lengths_of_a_module_must_fit_the_inputs(api, inputs, lengths, most):
     params, call = module_of(api, "plain")
-    for lengths, most in (
-        (jnp.array([6, 7]), 6),
-        ((None, jnp.array([5, 6])), 5),
-        (7, 6),
-    ):
-        inputs = (X, Y) if isinstance(lengths, tuple) else (X,)
-        with pytest.raises(
-            ValueError,
-            match=f"lengths must be at most {most}, the length of the array, but got",
-        ):
-            call(params, *inputs, lengths=lengths)
+    message = f"lengths must be at most {most}, the length of the array, but got"
+    with pytest.raises(ValueError, match=message):
+        call(params, *inputs, lengths=lengths)
 
 
 @pytest.mark.core
-def test_lengths_of_the_function_fit_its_arrays():
-    """A slice, which has offsets, belongs to longer sequences; so may a mask object."""
+@pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
+def test_lengths_of_the_function_must_fit_its_arrays(name):
     x = jnp.ones((B, T, N, 4))
-    for name in ("query_seq_lengths", "key_value_seq_lengths"):
-        with pytest.raises(
-            ValueError,
-            match=f"{name} must be at most 6, the length of the array, but got 7",
-        ):
-            flax_mha.dot_product_attention(x, x, x, **{name: jnp.array([7, 3])})
-        for offset in (0, 6):
-            given = {
-                "query_offset": offset,
-                "key_value_offset": offset,
-                name: jnp.array([12, 3]),
-            }
-            flax_mha.dot_product_attention(x, x, x, **given)
+    attend = functools.partial(flax_mha.dot_product_attention, x, x, x)
+    message = f"{name} must be at most 6, the length of the array, but got 7"
+    with pytest.raises(ValueError, match=message):
+        attend(**{name: jnp.array([7, 3])})
+    # A slice, which has offsets, belongs to longer sequences.
+    for offset in (0, 6):
+        longer = {name: jnp.array([12, 3])}
+        attend(query_offset=offset, key_value_offset=offset, **longer)
+
+
+@pytest.mark.core
+def test_lengths_of_a_mask_object_may_be_longer_than_the_arrays():
+    x = jnp.ones((B, T, N, 4))
     flax_mha.dot_product_attention(x, x, x, mask=flax_mha.LengthMask(100))
 
 
 ADDITIVE = jnp.triu(jnp.ones((T, T)), 1)
+
+
+def taking_a_mask(caller):
+    """A function of a mask."""
+    if caller == "attention_fn":
+        x = jnp.ones((B, T, N, 4))
+        return lambda mask: flax_mha.attention_fn(x, x, x, mask=mask)
+    if caller == "decode":
+        graph, state = nnx.split(decoding(T))
+
+        def call(mask):
+            # A copy, whose cache the call may change.
+            layer = nnx.merge(graph, jax.tree.map(lambda x: x, state))
+            return layer(X, mask=mask)
+
+        return call
+    params, apply = module_of(caller, "plain")
+    return lambda mask: apply(params, X, mask=mask)
 
 
 @pytest.mark.parametrize(
@@ -165,25 +186,16 @@ def test_a_mask_of_other_numbers_gives_nan(caller):
     """Its values are refused if they are known; under `jit`, an additive mask would
     otherwise be inverted.
     """
-    if caller == "attention_fn":
-        x = jnp.ones((B, T, N, 4))
-        call = lambda mask: flax_mha.attention_fn(x, x, x, mask=mask)  # noqa: E731
-    elif caller == "decode":
-        graph, state = nnx.split(decoding(T))
-        call = lambda mask: nnx.merge(graph, jax.tree.map(lambda x: x, state))(
-            X, mask=mask
-        )  # noqa: E731
-    else:
-        params, apply = module_of(caller, "plain")
-        call = lambda mask: apply(params, X, mask=mask)  # noqa: E731
+    call = taking_a_mask(caller)
     jitted = jax.jit(call)
     for additive in (ADDITIVE * -1e9, jnp.where(ADDITIVE == 1, -jnp.inf, 0.0)):
         refused("mask must be bool, or contain only 0 and 1", call, additive)
         assert jnp.isnan(jitted(additive)).all()
+    # 0 and 1 of any dtype are a mask.
     for dtype in (jnp.float32, jnp.int32):
         mask = (1 - ADDITIVE).astype(dtype)
         want = call(mask.astype(bool))
-        for got in (call(mask), jax.jit(call)(mask)):
+        for got in (call(mask), jitted(mask)):
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
@@ -193,9 +205,13 @@ def read_only(x):
     return x
 
 
-RESTORED = list(
-    itertools.product(("plain", "latent", "int8", "ring"), (np.array, read_only))
-)
+OF_DECODING = {
+    "plain": {},
+    "latent": {"cls": LATENT},
+    "int8": {"dtype": jnp.int8},
+    "ring": WINDOWED,
+}
+RESTORED = list(itertools.product(OF_DECODING, (np.array, read_only)))
 
 
 @pytest.mark.parametrize(
@@ -206,11 +222,11 @@ def test_restored_state_is_not_written_into(kind, convert):
     from them share nothing.
     """
     options = {"slots": 80, "dropout_rate": 0.5, "deterministic": False}
-    options |= {
-        "latent": {"cls": LATENT},
-        "int8": {"dtype": jnp.int8},
-        "ring": WINDOWED,
-    }.get(kind, {})
+    options |= OF_DECODING[kind]
+
+    def three_tokens(layer):
+        return [layer(X[:, i : i + 1]) for i in range(3)]
+
     layer = decoding(**options)
     layer(X)
     stored = nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngKey)))
@@ -219,11 +235,9 @@ def test_restored_state_is_not_written_into(kind, convert):
     for _ in range(2):
         restored = decoding(**options)
         nnx.update(restored, host)
-        outputs.append([restored(X[:, i : i + 1]) for i in range(3)])
+        outputs.append(three_tokens(restored))
     np.testing.assert_array_equal(*outputs)
-    np.testing.assert_array_equal(
-        outputs[0], [layer(X[:, i : i + 1]) for i in range(3)]
-    )
+    np.testing.assert_array_equal(outputs[0], three_tokens(layer))
     assert_same(host, jax.tree.map(np.array, stored))
 
 
@@ -237,12 +251,11 @@ def test_restored_variables_of_linen_are_not_written_into(kind):
     _, stored = layer.apply(
         variables, *inputs, store_keys=kind == "stored", mutable="cache"
     )
+    # NumPy raises an error if one is written into.
     host = jax.tree.map(read_only, variables | stored)
     before = jax.tree.map(np.copy, host)
-    got, want = (
-        layer.apply(x, X[:, 2:3], mutable="cache")[0]
-        for x in (host, variables | stored)
-    )
+    got, _ = layer.apply(host, X[:, 2:3], mutable="cache")
+    want, _ = layer.apply(variables | stored, X[:, 2:3], mutable="cache")
     assert_same((got, host), (want, before))
 
 
@@ -257,18 +270,16 @@ def test_cross_attention_is_not_decoded(api):
     else:
         layer = linen.MultiHeadDotProductAttention(num_heads=N, decode=True)
         variables = layer.init(jax.random.key(0), X)
-        call = lambda *inputs: layer.apply(variables, *inputs, mutable="cache")[0]  # noqa: E731
-    for queries, keys in (
-        (X, np.array(X)),
-        (X[:, :1], Y),
-        (X, Y[:, :1]),
-        (X[:, :3], Y[:, :3]),
-    ):
-        refused(
-            r"Autoregressive cache shape error.*store_keys=True.*decode=False",
-            call,
-            queries,
-            keys,
-        )
+
+        def call(*inputs):
+            output, _ = layer.apply(variables, *inputs, mutable="cache")
+            return output
+
+    message = r"Autoregressive cache shape error.*store_keys=True.*decode=False"
+    refused(message, call, X, np.array(X))
+    refused(message, call, X[:, :1], Y)
+    refused(message, call, X, Y[:, :1])
+    refused(message, call, X[:, :3], Y[:, :3])
     token = X[:, :1]
-    assert call(token, np.array(token)).shape == call(token, token).shape == token.shape
+    assert call(token, np.array(token)).shape == token.shape
+    assert call(token, token).shape == token.shape

@@ -43,13 +43,11 @@ def filled(params):
     linen get the same ones.
     """
     leaves, structure = jax.tree.flatten(params)
-    numbers = [
-        np.random.default_rng(i).normal(size=w.shape, scale=0.25)
-        for i, w in enumerate(leaves)
-    ]
-    return jax.tree.unflatten(
-        structure, [jnp.asarray(x.astype(np.float32)) for x in numbers]
-    )
+    numbers = []
+    for i, leaf in enumerate(leaves):
+        x = np.random.default_rng(i).normal(size=leaf.shape, scale=0.25)
+        numbers.append(jnp.asarray(x.astype(np.float32)))
+    return jax.tree.unflatten(structure, numbers)
 
 
 def zeros(shapes):
@@ -87,9 +85,8 @@ def causal(layers=None):
     """The gradients of the parameters, and the output, of one module or of this many
     layers in a plain loop.
     """
-    graph, params, others = nnx.split(
-        make(**MORE) if layers is None else make_layers(), nnx.Param, ...
-    )
+    module = make(**MORE) if layers is None else make_layers()
+    graph, params, others = nnx.split(module, nnx.Param, ...)
 
     @functools.partial(jax.grad, has_aux=True)
     def gradients(params):
@@ -138,19 +135,18 @@ def test_decoding_in_nnx_while_loop_equals_the_whole_forward(remat):
     def decode(layers):
         def step(state):
             layers, outputs, i = state
-            y = run(layers, jax.lax.dynamic_slice_in_dim(X, i, 1, axis=1), remat)
-            return (
-                layers,
-                jax.lax.dynamic_update_slice_in_dim(outputs, y, i, axis=1),
-                i + 1,
-            )
+            x = jax.lax.dynamic_slice_in_dim(X, i, 1, axis=1)
+            y = run(layers, x, remat)
+            outputs = jax.lax.dynamic_update_slice_in_dim(outputs, y, i, axis=1)
+            return layers, outputs, i + 1
 
-        return nnx.while_loop(
-            lambda state: state[2] < T, step, (layers, jnp.zeros_like(X), jnp.int32(0))
-        )[1]
+        start = layers, jnp.zeros_like(X), jnp.int32(0)
+        _, outputs, _ = nnx.while_loop(lambda state: state[2] < T, step, start)
+        return outputs
 
     layers = make_layers(slots=T)
     assert_close(decode(layers), causal(LAYERS)[1])
+    # Each layer has a cache of its own.
     assert (layers.cache_index[...] == T).all()
 
 
@@ -172,8 +168,12 @@ def test_linen_layers_with_dropout_equal_those_of_flax():
     """nn.scan of nn.vmap of nn.remat; both classes call the same attention function
     with the keys that they draw.
     """
-    options = {"dropout_rate": 0.5, "deterministic": False, "broadcast_dropout": False}
-    options["attention_fn"] = flax_mha.attention_fn
+    options = {
+        "dropout_rate": 0.5,
+        "deterministic": False,
+        "broadcast_dropout": False,
+        "attention_fn": flax_mha.attention_fn,
+    }
     split = {
         "variable_axes": {"params": 0},
         "split_rngs": {"params": True, "dropout": True},
@@ -213,6 +213,7 @@ def test_linen_caches_in_nn_scan_decode_as_the_whole_forward():
 
         return jax.lax.scan(step, cache, x)[1]
 
+    # [T, B, 1, D]: the scan takes a token a step.
     got = decode(zeros(shapes["cache"]), np.moveaxis(X[:, :, None], 1, 0))
     assert_close(jnp.moveaxis(got, 0, 1), causal(LAYERS)[1])
 
@@ -220,8 +221,8 @@ def test_linen_caches_in_nn_scan_decode_as_the_whole_forward():
 # Bridges ------------------------------------------------------------------------------
 
 
-def test_nnx_module_as_one_of_linen():
-    """ToLinen of a module that makes its own cache, called with two chunks of a prompt."""
+def test_an_nnx_module_decodes_as_one_of_linen():
+    """ToLinen of a module that makes its own cache, called twice with parts of x."""
     module = nnx.bridge.ToLinen(make, kwargs=MORE | {"slots": T})
     shapes = jax.eval_shape(module.init, KEY, X)
     step = linen_step(
@@ -230,7 +231,7 @@ def test_nnx_module_as_one_of_linen():
     assert_close(in_parts(step, X, (3, 3)), np.asarray(causal()[1]))
 
 
-def test_linen_module_as_one_of_nnx():
+def test_a_linen_module_decodes_as_one_of_nnx():
     """ToNNX inside another module, whose parameters and empty cache lazy_init makes."""
 
     class Model(nnx.Module):
@@ -298,6 +299,7 @@ def test_orbax_restores_parameters_and_caches(tmp_path):
         "bfloat16": nnx.state(Layer("bfloat16")),
         "linen": filled(variables),
     }
+    # A cache in 8 bits, one in 16, and the variables of linen.
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
@@ -319,12 +321,13 @@ COPIES = {
 @pytest.mark.core
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_of_layers_masks_and_caches_compute_the_same(name):
-    """A copy has its own cache, and the same graph, so that nothing is compiled for it."""
+    """A copy has its own cache, and the same graph, so nothing is compiled for it."""
     layer = committed(Layer("int8"))
     call(layer, X[:, :2])
     copied = committed(COPIES[name](layer))
     assert nnx.graphdef(copied) == nnx.graphdef(layer)
     got = call(copied, X[:, 2:4])
+    # The copy's call did not write into the original.
     assert layer.attention.cache_index[...] == 2
     assert_same(got, call(layer, X[:, 2:4]))
 
@@ -342,8 +345,9 @@ def test_a_serialized_export_of_a_module_with_symbolic_sizes():
         jax.ShapeDtypeStruct((batch,), jnp.int32),
     )
     program = export.deserialize(export.export(apply)(*shapes).serialize())
-    expected = apply(X, np.array([T, 2], np.int32))
-    assert_close(program.call(X, np.array([T, 2], np.int32)), expected)
+    lengths = np.array([T, 2], np.int32)
+    expected = apply(X, lengths)
+    assert_close(program.call(X, lengths), expected)
     assert_close(program.call(X[:1, :5], np.array([5], np.int32)), expected[:1, :5])
 
 
@@ -367,10 +371,10 @@ def test_attention_of_keras_computes_with_this_package(monkeypatch, tmp_path):
     ]
 
     def gradients(x):
-        return [
-            jax.grad(lambda x, use=use: (layer(x, x, **use) ** 2).sum())(x)
-            for use in uses
-        ]
+        def loss(x, use):
+            return (layer(x, x, **use) ** 2).sum()
+
+        return [jax.grad(loss)(x, use) for use in uses]
 
     def attend(*arrays, **arguments):
         output = flax_mha.dot_product_attention(*arrays, **arguments)

@@ -1,7 +1,6 @@
 """flax_mha.linen's modules replace those of flax.linen."""
 
 import inspect
-import operator
 import re
 
 import flax
@@ -62,24 +61,26 @@ def test_a_model_has_the_parameters_keys_and_outputs_of_flax(name):
                     HEADS, dropout_rate=0.5, deterministic=deterministic, **options
                 )
                 x = nn.LayerNorm()(x)
-                x = x + (
-                    layer(x, mask) if name == "SelfAttention" else layer(x, mask=mask)
-                )
+                if name == "SelfAttention":
+                    x = x + layer(x, mask)
+                else:
+                    x = x + layer(x, mask=mask)
             return x
 
     assert getattr(linen, name).__name__ == name
     variables = []
     outputs = []
     keys = []
+    mask = jnp.asarray(CAUSAL)
+    of_params, of_dropout = jax.random.split(KEY)
+    rngs = {"params": of_params, "dropout": of_dropout}
     for library in (nn, linen):
         attention_fn, calls = flax_cases.recording()
         model = Model(library, attention_fn)
-        rngs = dict(zip(("params", "dropout"), jax.random.split(KEY), strict=True))
-        variables.append(model.init(rngs, X, jnp.asarray(CAUSAL), deterministic=False))
+        variables.append(model.init(rngs, X, mask, deterministic=False))
         keys.append(calls[0]["dropout_rng"])
-        outputs.append(
-            model.apply(variables[0], X, jnp.asarray(CAUSAL), deterministic=True)
-        )
+        # Ours runs with Flax's variables.
+        outputs.append(model.apply(variables[0], X, mask, deterministic=True))
     assert_same(*variables)
     assert variables[0]["params"].keys() == {
         "LayerNorm_0",
@@ -97,9 +98,10 @@ def test_self_attention_takes_our_additional_arguments():
     call = inspect.signature(linen.SelfAttention.__call__).parameters
     keys = {"inputs_k", "inputs_v", "inputs_kv", "store_keys"}
     assert call.keys() == inspect.signature(OURS.__call__).parameters.keys() - keys
-    assert [name for name, x in call.items() if x.kind is not x.KEYWORD_ONLY] == [
-        *inspect.signature(nn.SelfAttention.__call__).parameters
-    ]
+    positional = [name for name, x in call.items() if x.kind is not x.KEYWORD_ONLY]
+    of_flax = inspect.signature(nn.SelfAttention.__call__).parameters
+    assert positional == list(of_flax)
+
     layer = linen.SelfAttention(HEADS)
     ids = jnp.arange(QUERIES)[None] // 3
     variables = layer.init(KEY, X)
@@ -107,15 +109,11 @@ def test_self_attention_takes_our_additional_arguments():
         "is_causal": True,
         "segment_ids": jnp.broadcast_to(ids, X.shape[:2]),
         "lengths": jnp.array([7, 4]),
-    }
-    arguments |= {
         "bias": CAUSAL * 0.5,
         "score_mod": lambda score, b, h, q_idx, kv_idx: 0.5 * score,
     }
-    assert_close(
-        layer.apply(variables, X, **arguments),
-        OURS(HEADS).apply(variables, X, **arguments),
-    )
+    expected = OURS(HEADS).apply(variables, X, **arguments)
+    assert_close(layer.apply(variables, X, **arguments), expected)
     assert layer.explain(X, None, True, is_causal=True).chosen == "xla"
     refused("inputs_k", layer.apply, variables, X, inputs_k=Y, error=TypeError)
 
@@ -136,20 +134,14 @@ def test_quantized_einsums_reach_flax():
         calls.append(arguments[0])
         return jnp.einsum(*arguments)
 
-    names = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
+    of_scores = {"qk_attn_weights_einsum_cls": lambda: counted}
+    of_output = {"attn_weights_value_einsum_cls": lambda: counted}
     with flax_rules():
-        results = [
-            make(cls, **dict.fromkeys(names, lambda: counted)).init_with_output(KEY, X)
-            for cls in BOTH
-        ]
-        assert_same(*results)
+        layers = [make(cls, **of_scores, **of_output) for cls in BOTH]
+        assert_same(*(layer.init_with_output(KEY, X) for layer in layers))
         assert calls == ["...qhd,...khd->...hqk", "...hqk,...khd->...qhd"] * 2
-        refused(
-            "must be specified together",
-            make(OURS, **{names[0]: lambda: counted}).init,
-            KEY,
-            X,
-        )
+        alone = make(OURS, **of_scores)
+        refused("must be specified together", alone.init, KEY, X)
 
 
 @pytest.mark.parametrize(
@@ -162,37 +154,40 @@ def test_dot_generals_are_used(name, used):
         calls.append(arguments)
         return jax.lax.dot_general(*arguments, **options)
 
+    # Flax takes the function, or a function that makes it.
     for options in ({name: counted}, {f"{name}_cls": lambda: counted}):
         calls.clear()
         make(OURS, **options).init(KEY, X)
         assert len(calls) == used, options
 
 
-@pytest.mark.parametrize("force", [True, False])
-def test_sown_weights_have_the_dtype_of_flax(force):
+@pytest.mark.parametrize(
+    ("force", "dtype"), [(True, jnp.float32), (False, jnp.bfloat16)]
+)
+def test_sown_weights_have_the_dtype_of_flax(force, dtype):
     sown = []
     for cls in BOTH:
         with flax_rules():
             module = make(cls, dtype=jnp.bfloat16, force_fp32_for_softmax=force)
+            variables = module.init(KEY, X)
             _, sown_by = module.apply(
-                module.init(KEY, X), X, sow_weights=True, mutable=["intermediates"]
+                variables, X, sow_weights=True, mutable=["intermediates"]
             )
         (weights,) = sown_by["intermediates"]["attention_weights"]
-        sown.append(weights)
-    assert sown[0].dtype == sown[1].dtype == (jnp.float32 if force else jnp.bfloat16)
+        assert weights.dtype == dtype
+        sown.append(weights.astype(jnp.float32))
     # Flax's weights come from scores in bfloat16, off by 2**-9 of themselves; these are
     # below 4.
-    np.testing.assert_allclose(
-        *(w.astype(jnp.float32) for w in sown), rtol=0, atol=4 * 2**-8
-    )
+    np.testing.assert_allclose(*sown, rtol=0, atol=4 * 2**-8)
 
 
 @pytest.mark.core
 def test_cache_has_the_dtype_of_the_computation():
-    layers = (make(cls, decode=True, dtype=jnp.bfloat16) for cls in BOTH)
-    assert operator.eq(
-        *(jax.eval_shape(layer.init, KEY, X)["cache"] for layer in layers)
-    )
+    caches = []
+    for cls in BOTH:
+        layer = make(cls, decode=True, dtype=jnp.bfloat16)
+        caches.append(jax.eval_shape(layer.init, KEY, X)["cache"])
+    assert caches[0] == caches[1]
 
 
 @pytest.mark.core
@@ -219,11 +214,9 @@ def test_attention_fn_gets_the_arguments_of_flax(attribute, call, given):
 
 @pytest.mark.core
 def test_inputs_kv_and_separate_inputs_are_refused():
+    message = "If either `inputs_k` or `inputs_v` is not None, `inputs_kv` must be"
     for given in ({"inputs_k": Y}, {"inputs_k": Y, "inputs_v": Y}):
-        with pytest.raises(
-            ValueError,
-            match="If either `inputs_k` or `inputs_v` is not None, `inputs_kv` must be",
-        ):
+        with pytest.raises(ValueError, match=message):
             make(OURS).init(KEY, X, inputs_kv=Y, **given)
 
 
@@ -252,7 +245,10 @@ def test_a_mask_as_the_values_gets_the_error_of_flax(shape):
     argument.
     """
     x = jnp.ones((2, 10, 1))
-    warned = f"of shape {re.escape(str(shape))} to the `inputs_v` arg.* function signature of MultiHeadDotProductAtt"
+    warned = (
+        f"of shape {re.escape(str(shape))} to the `inputs_v` arg.* function signature "
+        "of MultiHeadDotProductAtt"
+    )
     with pytest.warns(DeprecationWarning, match=warned) as warnings:
         same_error(FLAX(1).init(KEY, x), x, x, jnp.ones(shape), num_heads=1)
     assert len(warnings) == 2  # of Flax and of ours
@@ -261,13 +257,13 @@ def test_a_mask_as_the_values_gets_the_error_of_flax(shape):
 def test_square_values_are_values():
     """They are projected once, by the parameters of Flax."""
     inputs = jnp.ones((2, 5, 3)), jnp.ones((2, 4, 3)), jax.random.normal(KEY, (2, 4, 4))
-    with pytest.warns(
-        DeprecationWarning, match="you may have intended to pass it to the `mask`"
-    ):
-        got, want = (
-            cls(3, qkv_features=6).init_with_output(KEY, *inputs) for cls in BOTH
-        )
-    jax.tree.map(assert_close, got, want)
+    results = []
+    message = "you may have intended to pass it to the `mask`"
+    for cls in BOTH:
+        layer = cls(3, qkv_features=6)
+        with pytest.warns(DeprecationWarning, match=message):
+            results.append(layer.init_with_output(KEY, *inputs))
+    jax.tree.map(assert_close, *results)
 
 
 @pytest.mark.core

@@ -29,15 +29,14 @@ FLAX = Nnx.flax
 make = Nnx.make
 
 
-def test_half_precision_inputs():
+def test_half_precision_inputs_are_no_less_exact_than_in_flax():
     """Without a `dtype`, the inputs and the weights determine it, as in Flax."""
-    ours, flax = (make(cls, param_dtype=jnp.bfloat16) for cls in (OURS, FLAX))
+    flax = make(FLAX, param_dtype=jnp.bfloat16)
     x = X.astype(jnp.bfloat16)
-    got = ours(x)
+    got = make(OURS, param_dtype=jnp.bfloat16)(x)
     exact = make(OURS)
-    nnx.update(
-        exact, jax.tree.map(lambda w: w.astype(jnp.float32), nnx.state(flax, nnx.Param))
-    )
+    weights = nnx.state(flax, nnx.Param)
+    nnx.update(exact, jax.tree.map(lambda w: w.astype(jnp.float32), weights))
     with flax_rules():
         assert_no_worse(got, flax(x), exact(x.astype(jnp.float32)))
 
@@ -59,12 +58,9 @@ def test_complex_inputs_work_as_in_flax(options, arguments):
     params = Nnx.params(FLAX, [], **options)
     options = options | {"dropout_rate": 0.5, "deterministic": True}
     with flax_rules():
-        assert_close(
-            *(
-                Nnx.call(kind, params, [inputs], options, **arguments)
-                for kind in (OURS, FLAX)
-            )
-        )
+        ours = Nnx.call(OURS, params, [inputs], options, **arguments)
+        flax = Nnx.call(FLAX, params, [inputs], options, **arguments)
+        assert_close(ours, flax)
 
 
 def capture(module, *inputs, **arguments):
@@ -80,32 +76,29 @@ def test_sown_largest_scores():
     """
     module = make(OURS, dtype=jnp.bfloat16)
     x = X
-    query = module.query(x)
-    key = module.key(x)
-    value = module.value(x)
+    heads = module.query(x), module.key(x), module.value(x)
+    # The projections are bfloat16, as the module computes them.
     with jax.numpy_dtype_promotion("standard"):
         _, expected = flax_mha.dot_product_attention(
-            query, key, value, is_causal=True, return_max_score=True
+            *heads, is_causal=True, return_max_score=True
         )
-    output, sown = nnx.capture(module, nnx.Intermediate)(
-        x, is_causal=True, sow_max_score=True
-    )
+
+    run = nnx.capture(module, nnx.Intermediate)
+    output, sown = run(x, is_causal=True, sow_max_score=True)
+
     [max_score] = nnx.to_pure_dict(sown)["attention_max_score"]
     assert max_score.dtype == jnp.float32
     np.testing.assert_allclose(max_score, expected, rtol=1e-2)
-    assert_close(
-        output.astype(jnp.float32), module(x, is_causal=True).astype(jnp.float32)
-    )
-    assert (
-        "return_max_score" in module.explain(x, sow_max_score=True).refusals["cudnn"][0]
-    )
+    unsown = module(x, is_causal=True)
+    assert_close(output.astype(jnp.float32), unsown.astype(jnp.float32))
+    refusals = module.explain(x, sow_max_score=True).refusals
+    assert "return_max_score" in refusals["cudnn"][0]
 
 
 def test_sown_weights_have_the_dtype_of_the_module():
     _, sown = capture(make(OURS, dtype=jnp.bfloat16), X)
-    assert {weights.dtype for weights in jax.tree.leaves(sown)} == {
-        jnp.dtype(jnp.bfloat16)
-    }
+    dtypes = {weights.dtype for weights in jax.tree.leaves(sown)}
+    assert dtypes == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.core
@@ -115,32 +108,30 @@ def test_sown_weights_of_a_query_without_keys_are_zero_and_of_a_nan_row_nan():
     mask = visible(BATCH, 1, QUERIES, QUERIES)
     mask[..., 3] = False
     mask[1, :, 3, 3] = True  # only row 3 uses the NaN
-    mask[1, :, 5] = False
+    mask[1, :, 5] = False  # row 5 has no keys
     module = make(OURS, bias_init=nnx.initializers.ones_init())
+
     result, sown = capture(module, jnp.asarray(inputs), mask=mask)
+
     (weights,) = sown["attention_weights"]
     assert np.isnan(result[1, 3]).all()
     assert np.isnan(weights[1, :, 3]).all()
     assert np.isnan(weights).sum() == HEADS * QUERIES
+    has_nan = np.isnan(inputs).any(-1)[:, None]
+    sums = np.where(has_nan, np.nan, mask.any(-1))
+    sums = np.broadcast_to(sums, (BATCH, HEADS, QUERIES))
     # Rounding of a sum of QUERIES weights of at most 1.
-    sums = np.broadcast_to(
-        np.where(np.isnan(inputs).any(-1)[:, None], np.nan, mask.any(-1)),
-        (BATCH, HEADS, QUERIES),
-    )
-    np.testing.assert_allclose(
-        weights.sum(-1), sums, rtol=0, atol=QUERIES * np.finfo(np.float32).eps
-    )
+    tolerance = QUERIES * np.finfo(np.float32).eps
+    np.testing.assert_allclose(weights.sum(-1), sums, rtol=0, atol=tolerance)
+    # Attention returns 0, so only the bias is left.
     np.testing.assert_array_equal(result[1, 5], module.out.bias[...])
 
 
 def test_decode_of_the_call_overrides_that_of_the_module():
     x = normal(0, BATCH, 1, FEATURES)
     module = make(OURS, decode=True)
-    refused(
-        r"call ``init_cache`` first: layer.init_cache\(\(\*batch, max_length,",
-        module,
-        x,
-    )
+    message = r"call ``init_cache`` first: layer.init_cache\(\(\*batch, max_length,"
+    refused(message, module, x)
     assert_same(module(x, decode=False), make(OURS)(x))
     module = make(OURS)
     module.init_cache(x.shape)
@@ -167,43 +158,42 @@ def test_cache_has_the_dtype_of_the_computation(options, given, expected):
     assert module.cache_index.dtype == jnp.int32
     module = make(OURS, **options)
     module.set_view(decode=True, batch_size=BATCH, max_length=KEYS)
-    assert module.cached_key.dtype == (expected if given is None else options["dtype"])
+    # A view takes no dtype, so it has that of the module.
+    if given is None:
+        assert module.cached_key.dtype == expected
+    else:
+        assert module.cached_key.dtype == options["dtype"]
 
 
 @pytest.mark.core
 def test_view_makes_a_cache():
     module = make(OURS, num_kv_heads=1, dtype=jnp.float32, decode=None)
     view = nnx.view(module, decode=True, batch_size=BATCH, max_length=QUERIES)
-    assert (
-        view.cached_key.shape
-        == view.cached_value.shape
-        == (BATCH, QUERIES, 1, FEATURES // HEADS)
-    )
+    shape = (BATCH, QUERIES, 1, FEATURES // HEADS)
+    assert view.cached_key.shape == shape
+    assert view.cached_value.shape == shape
     assert module.cached_key is None
     assert module.decode is None
-    assert nnx.view(view, decode=True).cached_key.shape == view.cached_key.shape
-    assert nnx.view(view, batch_size=(2, 3), max_length=5).cached_key.shape == (
-        2,
-        3,
-        5,
-        1,
-        FEATURES // HEADS,
-    )
+    assert nnx.view(view, decode=True).cached_key.shape == shape
+    larger = nnx.view(view, batch_size=(2, 3), max_length=5)
+    assert larger.cached_key.shape == (2, 3, 5, 1, FEATURES // HEADS)
     assert nnx.view(module, deterministic=True).deterministic
     assert "max_length" in nnx.view_info(module)
 
 
 @pytest.mark.core
-def test_view_needs_the_size_of_the_cache():
-    for arguments, missing in (
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
         ({"decode": True}, "batch_size"),
         ({"decode": True, "batch_size": 2}, "max_length"),
         ({"max_length": 5}, "batch"),
-    ):
-        with pytest.raises(
-            TypeError, match=f"'{missing}.*must be provided when initializing cache"
-        ):
-            make(OURS).set_view(**arguments)
+    ],
+)
+def test_view_needs_the_size_of_the_cache(arguments, missing):
+    message = f"'{missing}.*must be provided when initializing cache"
+    with pytest.raises(TypeError, match=message):
+        make(OURS).set_view(**arguments)
 
 
 RNGS = [
@@ -220,24 +210,20 @@ RNGS = [
 )
 def test_attention_fn_gets_the_arguments_of_flax(constructor, call, keep_rngs, rngs):
     def run(kind, options):
-        make(kind, deterministic=constructor, keep_rngs=keep_rngs, **options)(
-            X, deterministic=call, rngs=rngs()
-        )
+        module = make(kind, deterministic=constructor, keep_rngs=keep_rngs, **options)
+        module(X, deterministic=call, rngs=rngs())
 
-    drops = not (constructor if call is None else call)
-    assert (attention_arguments(run, OURS, FLAX)["dropout_rng"] is not None) == drops
+    deterministic = constructor if call is None else call
+    arguments = attention_arguments(run, OURS, FLAX)
+    assert (arguments["dropout_rng"] is None) == deterministic
 
 
 @pytest.mark.core
 def test_dropout_needs_deterministic_and_rngs():
     refused("No `deterministic` argument was provided", make(OURS, dropout_rate=0.5), X)
     module = make(OURS, dropout_rate=0.5, keep_rngs=False)
-    refused(
-        r"'rngs' must be provided to __call__.*keep_rngs=False",
-        module,
-        X,
-        deterministic=False,
-    )
+    message = r"'rngs' must be provided to __call__.*keep_rngs=False"
+    refused(message, module, X, deterministic=False)
     make(OURS)(X)  # needs neither
 
 
@@ -245,13 +231,13 @@ def test_dropout_needs_deterministic_and_rngs():
 @pytest.mark.parametrize("run", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_each_call_draws_another_dropout_mask_and_the_same_rngs_the_same(run):
     step = run(lambda module, x: module(X))
-    first, second = (
-        make(OURS, dropout_rate=0.5, deterministic=False) for _ in range(2)
-    )
+    first = make(OURS, dropout_rate=0.5, deterministic=False)
+    second = make(OURS, dropout_rate=0.5, deterministic=False)
     one = step(first, X)
     other = step(first, X)
     assert not np.allclose(one, other)
     assert_close([step(second, X), step(second, X)], [one, other])
+    # The call decides, and draws nothing.
     kept = first(X, deterministic=True)
     assert not np.allclose(kept, one)
     assert_same(kept, make(OURS)(X))
@@ -264,30 +250,27 @@ def test_positions_of_the_call_reach_attention_fn():
 
     module = make(OURS, attention_fn=attention, use_bias=False)
     positions = normal(6, BATCH, QUERIES)
-    assert_close(
-        module(X, input_positions=positions),
-        module.out(module.query(X) * positions[..., None, None]),
-    )
+    expected = module.out(module.query(X) * positions[..., None, None])
+    assert_close(module(X, input_positions=positions), expected)
 
 
-def test_sharded_projections():
+def test_sharded_projections_give_the_same_output():
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Explicit,))
     expected = make(OURS)(X)
     with jax.set_mesh(mesh):
-        got = make(OURS)(
-            X, qkv_sharding=jax.P(None, None, "heads", None), out_sharding=jax.P()
-        )
+        of_heads = jax.P(None, None, "heads", None)
+        got = make(OURS)(X, qkv_sharding=of_heads, out_sharding=jax.P())
     assert_close(got, expected)
 
 
 def test_shapes_that_do_not_fit_a_cache_are_refused():
     module = make(OURS, qkv_features=4 * HEADS, decode=True, rope=flax_mha.rope.RoPE())
+    message = (
+        rf"input_shape must be \(batch..., length, {FEATURES}\), .*module sets the"
+    )
     for shape in ((BATCH, KEYS, FEATURES - 1), (BATCH, KEYS, HEADS, 5)):
-        refused(
-            rf"input_shape must be \(batch..., length, {FEATURES}\), .*module sets the",
-            module.init_cache,
-            shape,
-        )
+        refused(message, module.init_cache, shape)
+    # Another batch than that of the cache.
     module.init_cache((BATCH, KEYS, FEATURES), per_row=True)
     message = (
         r"cache shape error, expected key shape \(2, 1, 3, 4\) instead got \(3, 1,"
@@ -297,8 +280,7 @@ def test_shapes_that_do_not_fit_a_cache_are_refused():
 
 def test_an_argument_given_twice_does_not_print_the_module():
     mask = {"mask": None}
-    with pytest.raises(
-        TypeError, match="got multiple values for keyword argument 'mask'"
-    ) as error:
+    message = "got multiple values for keyword argument 'mask'"
+    with pytest.raises(TypeError, match=message) as error:
         make(OURS)(X, **mask, **mask)
     assert len(str(error.value)) < 120

@@ -1,7 +1,9 @@
 """`apply_rope` against float64, and under transformations."""
 
 import dataclasses
+import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,18 +52,17 @@ def rotated(x, angles, rope):
     """
     size = 2 * angles.shape[-1]
     if rope.interleaved:
-        pairs = [x[..., :size:2], x[..., 1:size:2]]
+        axis = -1
+        real = x[..., :size:2]
+        imaginary = x[..., 1:size:2]
     else:
-        pairs = np.split(x[..., :size], 2, axis=-1)
-    turned = (
-        (pairs[0] + 1j * pairs[1])
-        * np.exp(1j * angles[..., None, :])
-        * rope.attention_factor
-    )
-    turned = np.stack(
-        [turned.real, turned.imag], axis=-1 if rope.interleaved else -2
-    ).reshape(*x.shape[:-1], size)
-    return np.concatenate([turned, x[..., size:]], axis=-1)
+        axis = -2
+        real, imaginary = np.split(x[..., :size], 2, axis=-1)
+    turned = (real + 1j * imaginary) * np.exp(1j * angles[..., None, :])
+    turned = turned * rope.attention_factor
+    pairs = np.stack([turned.real, turned.imag], axis)
+    pairs = pairs.reshape(*x.shape[:-1], size)
+    return np.concatenate([pairs, x[..., size:]], axis=-1)
 
 
 def tolerance(x, positions, rope, unit):
@@ -79,20 +80,18 @@ def test_float32_and_float64_equal_numpy(name):
     rope = ROPES[name]
     want = rotated(X, POSITIONS[..., None] * rope.frequencies(H), rope)
     x = jnp.asarray(X, jnp.float32)
-    mapped = jax.vmap(lambda x, positions: apply_rope(x, positions, rope))(x, POSITIONS)
-    for got in (apply_rope(x, POSITIONS, rope), mapped):
+    mapped = jax.vmap(lambda x, positions: apply_rope(x, positions, rope))
+    near = tolerance(X, POSITIONS, rope, 2.0**-24)
+    for got in (apply_rope(x, POSITIONS, rope), mapped(x, POSITIONS)):
         assert got.dtype == jnp.float32
-        np.testing.assert_allclose(
-            got, want, rtol=0, atol=tolerance(X, POSITIONS, rope, 2.0**-24)
-        )
+        np.testing.assert_allclose(got, want, rtol=0, atol=near)
+
+    apply = jax.jit(apply_rope, static_argnums=2)
     with jax.enable_x64(True):
-        got = jax.jit(apply_rope, static_argnums=2)(
-            jnp.asarray(X), POSITIONS.astype(np.int64), rope
-        )
+        got = apply(jnp.asarray(X), POSITIONS.astype(np.int64), rope)
     assert got.dtype == jnp.float64
-    np.testing.assert_allclose(
-        got, want, rtol=0, atol=tolerance(X, POSITIONS, rope, 2.0**-53)
-    )
+    near = tolerance(X, POSITIONS, rope, 2.0**-53)
+    np.testing.assert_allclose(got, want, rtol=0, atol=near)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -101,11 +100,9 @@ def test_half_precision_is_rounded_once(name, dtype):
     x = jnp.asarray(X, dtype)
     rope = ROPES[name]
     got = apply_rope(x, POSITIONS, rope)
-    want = apply_rope(x.astype(jnp.float32), POSITIONS, rope)
+    want = apply_rope(x.astype(jnp.float32), POSITIONS, rope).astype(dtype)
     assert got.dtype == dtype
-    np.testing.assert_array_equal(
-        got.astype(jnp.float32), want.astype(dtype).astype(jnp.float32)
-    )
+    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
 
 
 @pytest.mark.core
@@ -113,11 +110,12 @@ def test_frequencies_by_hand():
     plain = RoPE(1000.0).frequencies(H)
     np.testing.assert_allclose(plain, [1000 ** (-i / 8) for i in range(8)], rtol=1e-15)
     assert plain.dtype == np.float64
-    linear, ntk, longrope = (
-        ROPES[name].frequencies(H) / plain for name in ("linear", "ntk", "longrope")
-    )
+    linear = ROPES["linear"].frequencies(H) / plain
     np.testing.assert_allclose(linear, np.full(8, 1 / 4), rtol=1e-15)
+    longrope = ROPES["longrope"].frequencies(H) / plain
     np.testing.assert_allclose(longrope, 1 / np.array(FACTORS), rtol=1e-15)
+    # The fastest pair keeps its frequency, and the slowest is divided by the factor.
+    ntk = ROPES["ntk"].frequencies(H) / plain
     np.testing.assert_allclose(ntk[[0, -1]], [1, 1 / 4], rtol=1e-14)
 
 
@@ -126,9 +124,9 @@ def test_frequencies_by_hand():
     [(64, [1, 2 / 3, 1 / 3, 0, 0, 0, 0, 0]), (6, [1, 0, 0, 0, 0, 0, 0, 0])],
 )
 def test_yarn_after_a_short_pretraining(original_max_position, kept):
-    ratio = RoPE(1000.0, scaling=YaRN(4.0, original_max_position)).frequencies(
-        H
-    ) / RoPE(1000.0).frequencies(H)
+    """Of each frequency this share is kept, and the rest is divided by 4."""
+    rope = RoPE(1000.0, scaling=YaRN(4.0, original_max_position))
+    ratio = rope.frequencies(H) / RoPE(1000.0).frequencies(H)
     np.testing.assert_allclose(ratio, np.array(kept) * 0.75 + 0.25, rtol=1e-14)
 
 
@@ -144,26 +142,39 @@ def test_attention_factor(scaling, want):
     assert RoPE(scaling=scaling).attention_factor == pytest.approx(want, rel=1e-15)
 
 
+class Sections(NamedTuple):
+    """Of each pair the coordinate that turns it and, unless None, the pair of the plain
+    embedding whose frequency it has.
+    """
+
+    rope: RoPE
+    coordinates: list[int]
+    frequencies: list[int] | None
+
+
+# Each section begins again with the fastest pairs, or goes on with slower ones.
 SECTIONS = {
-    "contiguous": (RoPE(100.0, sections=(2, 3, 3)), [0, 0, 1, 1, 1, 2, 2, 2], range(8)),
-    "interleaved": (
+    "contiguous": Sections(
+        RoPE(100.0, sections=(2, 3, 3)), [0, 0, 1, 1, 1, 2, 2, 2], [*range(8)]
+    ),
+    "interleaved": Sections(
         RoPE(100.0, sections=(4, 2, 2), section_layout="interleaved"),
         [0, 1, 2, 0, 1, 2, 0, 0],
-        range(8),
+        [*range(8)],
     ),
-    "axial": (
+    "axial": Sections(
         RoPE(100.0, sections=(4, 4), section_layout="axial"),
-        [0] * 4 + [1] * 4,
-        [0, 2, 4, 6] * 2,
+        [0, 0, 0, 0, 1, 1, 1, 1],
+        [0, 2, 4, 6, 0, 2, 4, 6],
     ),
-    "axial of two sizes": (
+    "axial of two sizes": Sections(
         RoPE(100.0, sections=(4, 2, 2), section_layout="axial"),
-        [0] * 4 + [1, 1, 2, 2],
+        [0, 0, 0, 0, 1, 1, 2, 2],
         None,
     ),
-    "strided": (
+    "strided": Sections(
         RoPE(100.0, sections=(4, 4), section_layout="axial_strided"),
-        [0] * 4 + [1] * 4,
+        [0, 0, 0, 0, 1, 1, 1, 1],
         [0, 2, 4, 6, 1, 3, 5, 7],
     ),
 }
@@ -187,105 +198,109 @@ CHANGES = {
 def test_each_coordinate_turns_its_pairs(name, change):
     """Also under vmap, and differentiated: the transpose rotates backward."""
     rope, of_pairs, of_frequencies = SECTIONS[name]
-    x = RNG.standard_normal((2, 5, 3, 2 * H if "fraction" in CHANGES[change] else H))
     rope = dataclasses.replace(rope, **CHANGES[change])
-    assert rope.coordinates(x.shape[-1]).tolist() == of_pairs
-    plain = dataclasses.replace(rope, sections=None, section_layout="contiguous")
-    if of_frequencies is not None:
-        want = plain.frequencies(x.shape[-1])[[*of_frequencies]]
-        np.testing.assert_allclose(rope.frequencies(x.shape[-1]), want, rtol=1e-14)
+    # Of a head of twice the size, half of the features rotate.
+    size = 2 * H if "fraction" in CHANGES[change] else H
+    x = RNG.standard_normal((2, 5, 3, size))
+    exact = jnp.asarray(x, jnp.float32)
     positions = RNG.integers(-50, 300, (2, 5, len(rope.sections)))
-    want = rotated(x, positions[..., of_pairs] * rope.frequencies(x.shape[-1]), rope)
+
+    assert rope.coordinates(size).tolist() == of_pairs
+    frequencies = rope.frequencies(size)
+    if of_frequencies is not None:
+        plain = dataclasses.replace(rope, sections=None, section_layout="contiguous")
+        want = plain.frequencies(size)[of_frequencies]
+        np.testing.assert_allclose(frequencies, want, rtol=1e-14)
+
+    apply = functools.partial(apply_rope, rope=rope)
 
     @jax.jit
     def run(x, positions):
-        output, vjp = jax.vjp(lambda x: apply_rope(x, positions, rope), x)
-        return (
-            output,
-            jax.vmap(lambda x, p: apply_rope(x, p, rope))(x, positions),
-            vjp(output)[0],
-        )
+        output, vjp = jax.vjp(lambda x: apply(x, positions), x)
+        (back,) = vjp(output)
+        return output, jax.vmap(apply)(x, positions), back
 
-    output, mapped, back = run(jnp.asarray(x, jnp.float32), jnp.asarray(positions))
-    for got in (output, mapped):
-        np.testing.assert_allclose(got, want, rtol=0, atol=5e-4)
-    # The transpose turns back.
-    size = np.where(np.arange(x.shape[-1]) < H, rope.attention_factor**2, 1)
-    np.testing.assert_allclose(back, x * size, rtol=0, atol=1e-5)
-    of_all = apply_rope(jnp.asarray(x, jnp.float32), positions[1], rope)
-    np.testing.assert_array_equal(
-        of_all[1], apply_rope(jnp.asarray(x, jnp.float32), positions, rope)[1]
-    )
+    output, mapped, back = run(exact, jnp.asarray(positions))
+    want = rotated(x, positions[..., of_pairs] * frequencies, rope)
+    np.testing.assert_allclose(output, want, rtol=0, atol=5e-4)
+    np.testing.assert_allclose(mapped, want, rtol=0, atol=5e-4)
+    # The transpose turns back, and multiplies by the factor again.
+    factor = np.where(np.arange(size) < H, rope.attention_factor**2, 1)
+    np.testing.assert_allclose(back, x * factor, rtol=0, atol=1e-5)
+    # Positions without a batch axis are those of every sequence.
+    of_all = apply(exact, positions[1])
+    np.testing.assert_array_equal(of_all[1], apply(exact, positions)[1])
 
 
 def test_positions_of_any_shape_and_integer_dtype():
     """A JAX array that `jax.jit` captures is known, but JAX arrays that are computed
     from it there are not.
     """
-    x = jnp.asarray(X, jnp.float32)
+    apply = functools.partial(apply_rope, rope=RoPE())
     same = np.testing.assert_array_equal
+    x = jnp.asarray(X, jnp.float32)
+    want = apply(x, POSITIONS)
     for row in range(2):
-        want = apply_rope(x, POSITIONS, RoPE())[row]
-        same(apply_rope(x, POSITIONS[row], RoPE())[row], want)
-        same(apply_rope(x[row], POSITIONS[row], RoPE()), want)
-    same(
-        apply_rope(x[:, None], POSITIONS[:, None], RoPE())[:, 0],
-        apply_rope(x, POSITIONS, RoPE()),
-    )
+        same(apply(x, POSITIONS[row])[row], want[row])
+        same(apply(x[row], POSITIONS[row]), want[row])
+    # Any number of batch axes.
+    with_another_axis = apply(x[:, None], POSITIONS[:, None])
+    same(with_another_axis[:, 0], want)
+
     positions = jnp.arange(5) + 100
-    want = apply_rope(x, positions, RoPE())
+    want = apply(x, positions)
     for dtype in (np.int8, np.int16, np.uint8, np.uint32):
-        same(apply_rope(x, np.asarray(positions, dtype), RoPE()), want, str(dtype))
-    np.testing.assert_allclose(
-        jax.jit(lambda x: apply_rope(x, positions, RoPE()))(x), want, rtol=0, atol=1e-6
-    )
+        same(apply(x, np.asarray(positions, dtype)), want, str(dtype))
+    got = jax.jit(lambda x: apply(x, positions))(x)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["yarn", "partial, interleaved"])
-def test_empty(name):
-    @jax.jit
-    def run(arrays, positions):
-        outputs = [
-            apply_rope(x, p, ROPES[name])
-            for x, p in zip(arrays, positions, strict=True)
-        ]
-        return outputs, jax.grad(
-            lambda x: apply_rope(x, positions[0], ROPES[name]).sum()
-        )(arrays[0])
+@pytest.mark.parametrize("shape", [(2, 0, 3, H), (0, 5, 3, H), (0, 3, H), (2, 5, 0, H)])
+def test_empty_arrays_stay_empty(name, shape):
+    # Without sequences, tokens or heads.
+    x = np.zeros(shape, np.float32)
+    positions = np.zeros(shape[:-2], np.int32)
+    apply = jax.jit(functools.partial(apply_rope, rope=ROPES[name]))
 
-    arrays = [
-        np.zeros(shape, np.float32)
-        for shape in ((2, 0, 3, H), (0, 5, 3, H), (0, 3, H), (2, 5, 0, H))
-    ]
-    outputs, gradient = run(arrays, [np.zeros(x.shape[:-2], np.int32) for x in arrays])
-    assert [x.shape for x in outputs] == [x.shape for x in arrays]
-    assert gradient.shape == arrays[0].shape
+    gradient = jax.grad(lambda x: apply(x, positions).sum())(x)
+
+    assert apply(x, positions).shape == shape
+    assert gradient.shape == shape
 
 
 def test_symbolic_head_size_is_refused():
     (size,) = export.symbolic_shape("size")
-    shapes = (
-        jax.ShapeDtypeStruct((5, 3, size), jnp.float32),
-        jax.ShapeDtypeStruct((5,), jnp.int32),
-    )
+    x = jax.ShapeDtypeStruct((5, 3, size), jnp.float32)
+    positions = jax.ShapeDtypeStruct((5,), jnp.int32)
+    run = export.export(jax.jit(lambda x, positions: apply_rope(x, positions, RoPE())))
     with pytest.raises(ValueError, match=r"x must have a static head size"):
-        export.export(jax.jit(lambda x, p: apply_rope(x, p, RoPE())))(*shapes)
+        run(x, positions)
 
 
-def test_embeddings_are_values():
-    """Equality and hashes depend on the numbers, whatever the type of their sequence."""
+def test_equal_embeddings_have_equal_hashes():
     for rope in ROPES.values():
-        copy = dataclasses.replace(
-            rope, scaling=rope.scaling and dataclasses.replace(rope.scaling)
-        )
+        scaling = rope.scaling and dataclasses.replace(rope.scaling)
+        copy = dataclasses.replace(rope, scaling=scaling)
         assert {rope: 1}[copy] == 1
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, iter])
+def test_factors_and_sections_may_be_any_sequence(kind):
+    assert LongRoPE(kind(FACTORS), 1.2) == SCALINGS["longrope"]
+    assert type(LongRoPE(kind(FACTORS)).factors) is tuple
+    sections = RoPE(sections=kind([2, 3, 3]))
+    assert {RoPE(sections=(2, 3, 3)): 1}[sections] == 1
+
+
+def test_embeddings_with_other_numbers_differ():
+    for rope in ROPES.values():
         assert RoPE(1000.0, 0.5, scaling=rope.scaling) != rope
-    for kind in (list, tuple, np.array, iter):
-        assert LongRoPE(kind(FACTORS), 1.2) == SCALINGS["longrope"]
-        assert type(LongRoPE(kind(FACTORS)).factors) is tuple
-        assert {RoPE(sections=(2, 3, 3)): 1}[RoPE(sections=kind([2, 3, 3]))] == 1
     assert LongRoPE(FACTORS, 1.2) != LongRoPE(FACTORS[::-1], 1.2)
     assert RoPE(sections=(2, 3, 3)) != RoPE(sections=(3, 3, 2))
     assert Linear(2.0) != NTK(2.0)
+
+
+def test_embeddings_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         RoPE().base = 1.0

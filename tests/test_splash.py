@@ -4,6 +4,7 @@ or refused.
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +31,8 @@ N = 2
 K = 1
 H = 32
 # Unsorted ids, with the smallest and the largest of int32.
-SEGMENTS = np.random.default_rng(1).choice(
-    np.array([-(2**31), -1, 0, 1, 2**31 - 1], np.int32), (B, T)
-)
+IDS = np.array([-(2**31), -1, 0, 1, 2**31 - 1], np.int32)
+SEGMENTS = np.random.default_rng(1).choice(IDS, (B, T))
 PACKED = np.sort(SEGMENTS, axis=-1)
 
 
@@ -53,6 +53,7 @@ def lengths(*numbers):
     return np.array(numbers, np.int32)
 
 
+# No key is masked in these, so NaN would spread as in the kernels.
 PLAIN = {
     "as many heads": call(shapes(k=N), scale=-0.3),
     "odd lengths, groups, value head size": call(shapes(200, 333, n=6, k=2, h=8, hv=5)),
@@ -60,6 +61,7 @@ PLAIN = {
         shapes(130, batch=(2, 1)), local_window_size=(1000, 1000)
     ),
 }
+# Each of these masks some keys.
 HIDING = {
     "causal window, soft cap, one length for all": call(
         shapes(),
@@ -123,7 +125,7 @@ HIDING = {
 @pytest.mark.parametrize(
     "name", with_core([*PLAIN, *HIDING], "no batch, window ahead, offset, length")
 )
-def test_output_and_gradients(name):
+def test_output_and_gradients_equal_the_dense_computation(name):
     """If keys are masked, also with NaN in a key, infinity in a value, and NaN in
     queries without visible keys.
     """
@@ -133,58 +135,70 @@ def test_output_and_gradients(name):
     if "mask" in arguments:
         dense = gradients("xla", arguments)
     arrays = query, key, value = normal(*sizes)
+
     expected = dense(arrays)
     assert all(np.isfinite(x).all() for x in expected)
     close(ours(arrays), expected)
+
     if name in HIDING:
         key[..., 150, 0, :] = np.nan
         value[..., 20, -1, 0] = np.inf
         expected = dense(arrays)
+        # Rows without visible keys.
         query[(expected[0] == 0).all(-1)] = np.nan
         close(ours(arrays), expected)
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_bfloat16_by_the_rule_of_flash_attention():
-    arguments = {
-        "query_segment_ids": PACKED[:1],
-        "is_causal": True,
-        "logits_soft_cap": 3.0,
-    }
-    visible = np.tri(T, dtype=bool) & (PACKED[0][:, None] == PACKED[0][None, :])
+    ids = PACKED[0]
     kernels.in_bfloat16_by_the_rule_of_flash_attention(
-        "splash", shapes(), visible, **arguments
+        "splash",
+        shapes(),
+        visible=np.tri(T, dtype=bool) & (ids[:, None] == ids),
+        query_segment_ids=ids[None],
+        is_causal=True,
+        logits_soft_cap=3.0,
     )
 
 
+class Sinks(NamedTuple):
+    """Sinks of heads, or of the heads of each sequence."""
+
+    sinks: list
+    arguments: dict = {}  # noqa: RUF012
+
+
+_, LENGTHS = HIDING["lengths"]
+_, CAUSAL_WINDOW = HIDING["causal window, soft cap, one length for all"]
 SINKS = {
-    "of heads": ([0.5, 3.0], {}),
-    "of heads, lengths": ([0.5, 3.0], HIDING["lengths"][1]),
-    "of minus infinity, lengths": ([-np.inf, 0.5], HIDING["lengths"][1]),
-    "of sequences": (
-        [[-np.inf, 1.0], [80.0, -2.0]],
-        HIDING["causal window, soft cap, one length for all"][1],
-    ),
+    "of heads": Sinks([0.5, 3.0]),
+    "of heads, lengths": Sinks([0.5, 3.0], LENGTHS),
+    "of minus infinity, lengths": Sinks([-np.inf, 0.5], LENGTHS),
+    "of sequences": Sinks([[-np.inf, 1.0], [80.0, -2.0]], CAUSAL_WINDOW),
 }
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", SINKS)
-def test_sinks(name):
-    """One for each head, or for each head of each sequence, with gradients, also in
-    rows without visible keys.
-
-    There, a sink of minus infinity is as none, and has no gradient.
+def test_sinks_and_their_gradients_equal_the_dense_computation(name):
+    """Also in rows without visible keys. There, a sink of minus infinity is as none,
+    and has no gradient.
     """
-    sinks = np.float32(SINKS[name][0])
-    arguments = SINKS[name][1]
-    ours, dense = (gradients(name, arguments) for name in ("splash", "xla"))
+    sinks = np.float32(SINKS[name].sinks)
+    arguments = SINKS[name].arguments
+    ours = gradients("splash", arguments)
+    dense = gradients("xla", arguments)
     _, key, value = arrays = normal(*shapes())
+
     expected = dense(arrays, sinks=sinks)
     assert all(np.isfinite(x).all() for x in expected)
+    # The gradient of the sinks is no rounding error.
     assert np.abs(expected[-1]).max() > 1e-4
     close(ours(arrays, sinks=sinks), expected)
+
     if arguments:
+        # Masked for all queries.
         key[0, 245] = np.nan
         value[1, 130, 0, 3] = np.inf
         close(ours(arrays, sinks=sinks), dense(arrays, sinks=sinks))
@@ -204,10 +218,9 @@ def test_gradient_of_sinks_in_bfloat16_although_its_terms_cancel():
     of_all_keys = np.float64(value[:, :1])
     d_output = np.random.default_rng(1).standard_normal((B, 1, N, H))
     # Orthogonal to the output, so that the products with it almost cancel.
-    along = (d_output * of_all_keys).sum(-1, keepdims=True) / (of_all_keys**2).sum(
-        -1, keepdims=True
-    )
-    d_output = d_output - along * of_all_keys
+    product = (d_output * of_all_keys).sum(-1, keepdims=True)
+    square = (of_all_keys**2).sum(-1, keepdims=True)
+    d_output = d_output - product / square * of_all_keys
     d_output = np.broadcast_to(d_output.astype(jnp.bfloat16), (B, T, N, H))
 
     def gradient(attend, arrays):
@@ -230,16 +243,14 @@ def test_visible_infinity_gives_nan():
     """Also if all products with it are minus infinity, which the kernels treat as
     masked scores.
     """
-    ours, dense = (
-        gradients(implementation, {"is_causal": True})
-        for implementation in ("splash", "xla")
-    )
+    ours = gradients("splash", {"is_causal": True})
+    dense = gradients("xla", {"is_causal": True})
     for which, infinity in itertools.product(range(3), (np.inf, -np.inf)):
         arrays = [np.abs(x) for x in normal(*shapes())]
         arrays[which][0, 200, :, 5] = infinity
-        output = ours(arrays)[0]
-        np.testing.assert_array_equal(np.isnan(output), np.isnan(dense(arrays)[0]))
-        assert np.isnan(output[0, 200]).all()
+        is_nan = np.isnan(ours(arrays)[0])
+        np.testing.assert_array_equal(is_nan, np.isnan(dense(arrays)[0]))
+        assert is_nan[0, 200].all()
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -253,13 +264,13 @@ def test_gradients_under_vmap():
     lengths = np.array([[T, 250], [250, T], [T, 100]], np.int32)
 
     def mapped(implementation):
+        attend = functools.partial(
+            dot_product_attention, is_causal=True, implementation=implementation
+        )
+
         def loss(query, key, value, length):
-            attend = functools.partial(
-                dot_product_attention, is_causal=True, implementation=implementation
-            )
-            return jnp.sum(
-                jnp.cos(attend(query, key, value, key_value_seq_lengths=length))
-            )
+            output = attend(query, key, value, key_value_seq_lengths=length)
+            return jnp.sum(jnp.cos(output))
 
         return jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2))))(query, key, value, lengths)
 
@@ -277,26 +288,6 @@ CHOSEN = {
     for name, (sizes, arguments) in (PLAIN | HIDING).items()
     if "shared segments" not in name  # a length of -1 can only be data
 }
-REFUSED = {
-    "float16": (
-        abstract(dtype=jnp.float16),
-        {},
-        "float32 and bfloat16, but the inputs are float16",
-    ),
-    "head size": (abstract(h=264), {}, "head sizes must be at most 256"),
-    "value head size": (abstract(hv=264), {}, "head sizes must be at most 256"),
-    **{name: (abstract(), *given) for name, given in kernels.REFUSED_BY_BOTH.items()},
-    "bias": (abstract(), {"bias": jnp.zeros((1, T, T))}, "bias"),
-    "not": (abstract(), {"mask": ~masks.CausalMask()}, "Not"),
-    "two segmentations": (
-        abstract(),
-        {"query_segment_ids": PACKED, "mask": masks.SegmentMask(SEGMENTS, SEGMENTS)},
-        "SegmentMask",
-    ),
-    "131072 keys": (abstract(2**17, 2**17), {}, "its tile table does not fit"),
-    "no keys": (abstract(s=0), {}, "an axis has length 0"),
-    "no value features": (abstract(hv=0), {}, "an axis has length 0"),
-}
 
 
 @pytest.mark.parametrize(
@@ -306,15 +297,42 @@ def test_a_tpu_gets_the_kernels(name):
     arrays, arguments = CHOSEN[name]
     text = kernels.lowered(arrays, **arguments)
     names = kernels_in(text, r'kernel_name = "(\w+)"')
+    # Forward, and backward for queries and for keys with values.
     assert len(names) == 3
     for phase in ("fwd", "dq", "dkv"):
         assert any(f"splash_mha_{phase}" in name for name in names)
 
 
+def not_chosen(reason, arrays=None, **arguments):
+    """A TPU gets the portable computation, for this reason."""
+    arrays = abstract() if arrays is None else arrays
+    kernels.assert_refused("splash", arrays, arguments, reason)
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_tpu_gets_the_portable_computation_if_the_kernels_refuse(name):
-    kernels.assert_refused("splash", *REFUSED[name])
+@pytest.mark.parametrize("name", kernels.REFUSED_BY_BOTH)
+def test_what_no_kernel_supports_is_not_chosen(name):
+    arguments, reason = kernels.REFUSED_BY_BOTH[name]
+    not_chosen(reason, **arguments)
+
+
+@pytest.mark.core
+def test_other_dtypes_and_sizes_are_not_chosen():
+    float16 = abstract(dtype=jnp.float16)
+    not_chosen("float32 and bfloat16, but the inputs are float16", float16)
+    not_chosen("head sizes must be at most 256", abstract(h=264))
+    not_chosen("head sizes must be at most 256", abstract(hv=264))
+    not_chosen("its tile table does not fit", abstract(2**17, 2**17))
+    not_chosen("an axis has length 0", abstract(s=0))
+    not_chosen("an axis has length 0", abstract(hv=0))
+
+
+@pytest.mark.core
+def test_biases_and_other_masks_are_not_chosen():
+    not_chosen("bias", bias=jnp.zeros((1, T, T)))
+    not_chosen("Not", mask=~masks.CausalMask())
+    segments = masks.SegmentMask(SEGMENTS, SEGMENTS)
+    not_chosen("SegmentMask", query_segment_ids=PACKED, mask=segments)
 
 
 MESH = AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -344,7 +362,7 @@ def mesh():
     return jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def test_inside_shard_map():
+def test_shard_map_gets_the_kernels_only_without_check_vma():
     """The kernels do not declare how their results vary over the mesh, which
     `check_vma` requires.
     """
@@ -353,14 +371,14 @@ def test_inside_shard_map():
         attend = functools.partial(
             dot_product_attention, is_causal=True, implementation=name
         )
-        specs = {
-            "in_specs": jax.P("x"),
-            "out_specs": jax.P("x"),
-            "check_vma": check_vma,
-        }
-        return kernels.lowered(
-            abstract(k=2), jax.shard_map(attend, mesh=mesh(), **specs)
+        split = jax.shard_map(
+            attend,
+            mesh=mesh(),
+            in_specs=jax.P("x"),
+            out_specs=jax.P("x"),
+            check_vma=check_vma,
         )
+        return kernels.lowered(abstract(k=2), split)
 
     # Three, and more in the branch for NaN.
     assert lowered_with(False, "splash").count("tpu_custom_call") > 3

@@ -74,33 +74,37 @@ def case(request):
 def attend(params, *inputs):
     """Attention in float64 of inputs [batch, length, features]."""
     names = zip(("query", "key", "value"), inputs, strict=True)
-    arrays = [
-        np.einsum("btd,dnh->btnh", x, params[n]["kernel"]) + params[n].get("bias", 0.0)
-        for n, x in names
-    ]
+    arrays = []
+    for name, x in names:
+        layer = params[name]
+        heads = np.einsum("btd,dnh->btnh", x, layer["kernel"])
+        arrays.append(heads + layer.get("bias", 0.0))
     output, _ = reference.attention(*arrays)
-    return np.einsum("btnh,nho->bto", output, params["out"]["kernel"]) + params[
-        "out"
-    ].get("bias", 0.0)
+    layer = params["out"]
+    output = np.einsum("btnh,nho->bto", output, layer["kernel"])
+    return output + layer.get("bias", 0.0)
 
 
 @pytest.mark.core
-def test_outputs_agree(case):
+def test_converted_weights_give_the_output_of_the_module(case):
     _, module, features = case
+    # NoteMHA expects as many keys as queries.
     length = QUERIES if isinstance(module, NoteMHA) else KEYS
     sizes = zip((QUERIES, length, length), features, strict=False)
     inputs = [torch.randn(BATCH, *size, dtype=torch.float64) for size in sizes]
+    given = inputs
     if isinstance(module, BertSelfAttention | MaskedSelfAttention):
+        # Self-attention takes one array.
         given = inputs[:1]
-    else:
-        given = inputs
+        inputs = inputs[:1] * 3
+
     with torch.no_grad():
         expected = module.double()(*given)
     params = convert.from_torch(module.state_dict(), HEADS)
-    got = attend(
-        params, *(x.numpy() for x in (given * 3 if len(given) == 1 else given))
-    )
-    expected = expected[0] if isinstance(expected, tuple) else expected
+    got = attend(params, *(x.numpy() for x in inputs))
+
+    if isinstance(expected, tuple):
+        expected, _ = expected
     np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=1e-12)
 
 
@@ -109,49 +113,43 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.float32, torch.float64, torch.bfloat16], ids=str
+    ("dtype", "of_arrays"),
+    [
+        (torch.float16, np.float16),
+        (torch.float32, np.float32),
+        (torch.float64, np.float64),
+        (torch.bfloat16, ml_dtypes.bfloat16),
+    ],
+    ids=str,
 )
-def test_modules_load_the_result_of_to_torch(case, dtype):
+def test_modules_load_the_result_of_to_torch(case, dtype, of_arrays):
     layout, module, _ = case
-    original = {
-        key: value.clone() for key, value in module.to(dtype).state_dict().items()
-    }
-    params = convert.from_torch(original, HEADS)
-    narrow = dtype == torch.bfloat16
-    numpy_dtype = np.dtype(
-        ml_dtypes.bfloat16 if narrow else str(dtype).removeprefix("torch.")
-    )
-    assert {leaf.dtype for param in params.values() for leaf in param.values()} == {
-        numpy_dtype
-    }
+    weights = module.to(dtype).state_dict()
+    original = {key: value.clone() for key, value in weights.items()}
 
+    params = convert.from_torch(original, HEADS)
+    arrays = convert.to_torch(params, layout)
+
+    assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(of_arrays)}
     for parameter in module.parameters():
         nn.init.zeros_(parameter)
-    arrays = convert.to_torch(params, layout).items()
-    tensors = {
-        key: torch.from_numpy(array.astype("float32") if narrow else array)
-        for key, array in arrays
-    }
-    module.load_state_dict(tensors)
+    # PyTorch takes no arrays of bfloat16, and float32 holds them exactly.
+    if dtype == torch.bfloat16:
+        arrays = {key: x.astype(np.float32) for key, x in arrays.items()}
+    module.load_state_dict({key: torch.from_numpy(x) for key, x in arrays.items()})
     for key, value in module.state_dict().items():
         assert torch.equal(bits(value), bits(original[key])), key
 
 
 @pytest.mark.core
 def test_every_bfloat16_is_exact():
-    numbers = (
-        torch.arange(2**16, dtype=torch.int32)
-        .to(torch.uint16)
-        .view(torch.bfloat16)
-        .reshape(256, 256)
-    )
-    state_dict = {f"{name}_proj.weight": numbers for name in "qkvo"}
-    result = convert.to_torch(convert.from_torch(state_dict, 2), "hf_llama")[
-        "k_proj.weight"
-    ]
-    np.testing.assert_array_equal(
-        result.view(np.uint16), numbers.view(torch.uint16).numpy()
-    )
+    numbers = torch.arange(2**16, dtype=torch.int32).reshape(256, 256)
+    numbers = numbers.to(torch.uint16)
+    weight = numbers.view(torch.bfloat16)
+    state_dict = {f"{name}_proj.weight": weight for name in "qkvo"}
+    params = convert.from_torch(state_dict, 2)
+    result = convert.to_torch(params, "hf_llama")["k_proj.weight"]
+    np.testing.assert_array_equal(result.view(np.uint16), numbers.numpy())
 
 
 def test_results_share_no_memory_with_parameters():
@@ -191,15 +189,15 @@ def test_load_torch_takes_views_that_are_not_contiguous():
         for key, value in weights.items()
     }
     assert not strided["in_proj_weight"].is_contiguous()
-    one = make_module()
-    other = make_module()
-    convert.load_torch(one, strided)
-    convert.load_torch(other, {key: value.bfloat16() for key, value in weights.items()})
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        nnx.state(one, nnx.Param),
-        nnx.state(other, nnx.Param),
-    )
+    contiguous = {key: value.bfloat16() for key, value in weights.items()}
+
+    def loaded(state_dict):
+        module = make_module()
+        convert.load_torch(module, state_dict)
+        return nnx.state(module, nnx.Param)
+
+    expected = loaded(contiguous)
+    jax.tree.map(np.testing.assert_array_equal, loaded(strided), expected)
 
 
 def changed(change):
@@ -242,8 +240,5 @@ def test_load_torch_refuses_before_anything_changes(make, message):
     with pytest.raises(ValueError, match=message) as error:
         convert.load_torch(module, make())
     assert len(str(error.value).splitlines()) <= 10
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        nnx.to_pure_dict(nnx.state(module, nnx.Param)),
-        before,
-    )
+    after = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, after, before)

@@ -39,6 +39,7 @@ def scaled(query, key, value):
     return query, key, value * 0.5
 
 
+# An epsilon of 0.5 is large enough to show where it is added.
 KINDS = {
     "gate of heads": {"gate": Gate("head"), "use_bias": False},
     "norm of each head": {
@@ -91,6 +92,7 @@ APIS = ("nnx", "linen")
 close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
 
 
+# What the calls take that is no array.
 STATIC = ("is_causal", "store_keys", "process_heads", "return_kv")
 CALL = nnx.jit(flax_mha.MultiHeadAttention.__call__, static_argnames=STATIC)
 
@@ -99,6 +101,7 @@ def module_of(kind, decode=False, cache=None, length=T, **options):
     """Returns a function (inputs, **arguments) of a module with random parameters, and
     the parameters.
     """
+    cache = cache or {}
     module = flax_mha.MultiHeadAttention(
         in_features=D, decode=decode, rngs=nnx.Rngs(0), **SIZES | options
     )
@@ -109,21 +112,20 @@ def module_of(kind, decode=False, cache=None, length=T, **options):
         [jnp.asarray(0.5 * rng.standard_normal(x.shape), x.dtype) for x in leaves]
     )
     module = nnx.merge(graph, params, rest)
+    # linen's module takes the same parameters.
     pure = jax.tree.map(np.array, nnx.to_pure_dict(params))
     if kind == "nnx":
         if decode:
-            module.init_cache((B, length, D), **cache or {})
+            module.init_cache((B, length, D), **cache)
         return functools.partial(CALL, module), pure
     layer = linen.MultiHeadDotProductAttention(decode=decode, **SIZES | options)
     variables = {"params": pure}
     if decode:
         layer = layer.copy(
-            per_row=(cache or {}).get("per_row", False),
-            cache_dtype=(cache or {}).get("dtype"),
+            per_row=cache.get("per_row", False), cache_dtype=cache.get("dtype")
         )
-        variables["cache"] = jax.jit(layer.init)(
-            jax.random.key(0), jnp.zeros((B, length, D))
-        )["cache"]
+        slots = jnp.zeros((B, length, D))
+        variables["cache"] = jax.jit(layer.init)(jax.random.key(0), slots)["cache"]
     apply = jax.jit(
         functools.partial(layer.apply, mutable="cache"), static_argnames=STATIC
     )
@@ -137,9 +139,12 @@ def module_of(kind, decode=False, cache=None, length=T, **options):
 
 
 def rotated(y):
-    angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, H, 2) / H)
-    cos, sin = (torch.cat([f(angles)] * 2, -1)[:, None] for f in (torch.cos, torch.sin))
-    return y * cos + torch.cat([-y[..., H // 2 :], y[..., : H // 2]], -1) * sin
+    frequencies = 10000.0 ** (-torch.arange(0, H, 2) / H)
+    angles = torch.arange(T)[:, None] * frequencies
+    # Both halves of a head turn by the same angles.
+    angles = torch.cat([angles, angles], -1)[:, None]
+    low, high = y.chunk(2, dim=-1)
+    return y * torch.cos(angles) + torch.cat([-high, low], -1) * torch.sin(angles)
 
 
 def torch_layer(params, x, options):
@@ -150,14 +155,18 @@ def torch_layer(params, x, options):
         return torch.tensordot(x, w[name]["kernel"], 1) + w[name].get("bias", 0)
 
     def normalized(y, name, norm):
-        axes = (-2, -1) if norm.over == "all_heads" else (-1,)
         leaves = w.get(name, {})
+        axes = (-1,)
+        if norm.over == "all_heads":
+            axes = (-2, -1)
         if norm.kind == "layer":
             y = y - y.mean(axes, keepdim=True)
         unit = y * torch.rsqrt(y.square().mean(axes, keepdim=True) + norm.epsilon)
         return unit * leaves.get("scale", 1) + leaves.get("bias", 0)
 
-    q, k, v = (project(name) for name in ("query", "key", "value"))
+    q = project("query")
+    k = project("key")
+    v = project("value")
     norm = options.get("normalize_qk")
     if norm and not norm.after_rope:
         q = normalized(q, "query_ln", norm)
@@ -172,27 +181,29 @@ def torch_layer(params, x, options):
     if norm and norm.after_rope:
         q = normalized(q, "query_ln", norm)
         k = normalized(k, "key_ln", norm)
-    k, v = (y.repeat_interleave(N // K, dim=2) for y in (k, v))
+    k = k.repeat_interleave(N // K, dim=2)
+    v = v.repeat_interleave(N // K, dim=2)
     scores = torch.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
     if cap := options.get("logits_soft_cap"):
         scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
     if "sinks" in options:
+        # The score of one more key, whose value is 0.
         sinks = w["sinks"][:, None, None].expand(B, N, T, 1)
-    else:
-        sinks = scores[..., :0]
-    y = torch.einsum(
-        "bnts,bsnh->btnh", torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :T], v
-    )
+        scores = torch.cat([scores, sinks], -1)
+    weights = torch.softmax(scores, -1)[..., :T]
+    y = torch.einsum("bnts,bsnh->btnh", weights, v)
     if gate := options.get("gate"):
         gate = Gate() if gate is True else gate
-        factor = getattr(torch.nn.functional, gate.activation)(project("gate"))
-        y = y * (factor[..., None] if gate.per == "head" else factor)
+        activation = getattr(torch.nn.functional, gate.activation)
+        factor = activation(project("gate"))
+        if gate.per == "head":
+            factor = factor[..., None]
+        y = y * factor
     if "out_norm" in options:
         y = normalized(y, "out_norm", options["out_norm"])
-    return torch.einsum("btnh,nhd->btd", y, w["out"]["kernel"]) + w["out"].get(
-        "bias", 0
-    )
+    out = torch.einsum("btnh,nhd->btd", y, w["out"]["kernel"])
+    return out + w["out"].get("bias", 0)
 
 
 @pytest.mark.parametrize(
@@ -201,16 +212,19 @@ def torch_layer(params, x, options):
         itertools.product(KINDS, APIS), ("all", "nnx"), ("norm after rope", "linen")
     ),
 )
-def test_equals_pytorch(name, kind):
+def test_options_of_heads_equal_pytorch(name, kind):
     """With padding, and in steps over a cache with an index for each sequence."""
     options = KINDS[name]
     module, params = module_of(kind, **options)
     expected = torch_layer(params, X, options)
+
+    # Outputs of padding are not compared, but must not be NaN.
     padded = jnp.asarray(X).at[1, 4:, 3].set(jnp.nan)
     got = module(padded, is_causal=True, lengths=LENGTHS)
     close(got[0], expected[0])
     close(got[1, :4], expected[1, :4])
     assert jnp.isfinite(got).all()
+
     decoder, _ = module_of(kind, decode=True, cache={"per_row": True}, **options)
     close(decoder(X[:, :3]), expected[:, :3])
     close(decoder(X[:, 3:6]), expected[:, 3:6])
@@ -220,40 +234,44 @@ def test_equals_pytorch(name, kind):
 def test_gradients_equal_pytorch():
     options = KINDS["all"]
     module, params = module_of("linen", **options)
-    expected = jax.tree.map(lambda x: torch.tensor(x, requires_grad=True), params)
-    torch_layer(expected, X, options).sin().sum().backward()
-    got = jax.grad(
-        lambda params: jnp.sin(module.func({"params": params}, X, is_causal=True)).sum()
-    )(params)
-    for path, slope in jax.tree.leaves_with_path(got):
-        want = functools.reduce(lambda tree, key: tree[key.key], path, expected).grad
-        np.testing.assert_allclose(slope, want, rtol=0, atol=1e-4, err_msg=str(path))
+
+    def loss(params):
+        return jnp.sin(module.func({"params": params}, X, is_causal=True)).sum()
+
+    got = jax.grad(loss)(params)
+    of_torch = jax.tree.map(lambda x: torch.tensor(x, requires_grad=True), params)
+    torch_layer(of_torch, X, options).sin().sum().backward()
+    expected = jax.tree.map(lambda x: x.grad.numpy(), of_torch)
+    near = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
+    jax.tree.map(near, got, expected)
 
 
+@pytest.mark.parametrize("kind", APIS)
 @pytest.mark.parametrize(
-    ("kind", "dtype"), list(itertools.product(APIS, (jnp.float32, jnp.int8)))
+    ("dtype", "tolerance"),
+    [(jnp.float32, 2e-5), (jnp.int8, 0.05)],
+    ids=["float32", "int8"],
 )
-def test_caches(kind, dtype):
-    """Rings, and caches of 8 bits, with values of another size."""
+def test_rings_of_values_of_another_size_equal_one_call(kind, dtype, tolerance):
     options = KINDS["all"] | {"local_window_size": (3, 0)}
     x = jnp.tile(X, (1, 12, 1))
-    expected = module_of(kind, **options)[0](x, is_causal=True)
+    module, _ = module_of(kind, **options)
     decoder, _ = module_of(
         kind, decode=True, cache={"dtype": dtype}, length=x.shape[1], **options
     )
+
     steps = [decoder(part) for part in jnp.split(x, [40, 41, 42, 43, 83], axis=1)]
+
     (holder,) = decoder.args
     if kind == "nnx":
         cached = holder.cached_value[...]
     else:
         cached = holder["cache"]["cached_value"]
+    # A window of 3, its query, and 64 spare slots.
     assert (cached.shape, cached.dtype) == ((B, 3 + 1 + 64, K, 10), dtype)
-    np.testing.assert_allclose(
-        jnp.concatenate(steps, 1),
-        expected,
-        rtol=0,
-        atol=2e-5 if dtype == jnp.float32 else 0.05,
-    )
+    got = jnp.concatenate(steps, 1)
+    expected = module(x, is_causal=True)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", APIS)
@@ -282,8 +300,9 @@ def test_values_of_the_first_layer_mixed_into_later_ones(kind):
     same call.
     """
     options = {"use_bias": False, "rope": RoPE()}
-    (first, params), (later, _) = (module_of(kind, **options) for _ in range(2))
+    layers = [module_of(kind, **options)[0] for _ in range(2)]
     steps = [module_of(kind, decode=True, **options)[0] for _ in range(2)]
+    _, params = module_of(kind, **options)
 
     def both(layers, x, **arguments):
         y, kv = layers[0](x, return_kv=True, **arguments)
@@ -293,18 +312,18 @@ def test_values_of_the_first_layer_mixed_into_later_ones(kind):
 
         return layers[1](x + 0.1 * y, process_heads=mix, **arguments)
 
-    got = both((first, later), X, is_causal=True)
+    got = both(layers, X, is_causal=True)
     decoded = [both(steps, part) for part in np.split(X, [3, 6], axis=1)]
 
-    of_first = torch.tensordot(
-        torch.as_tensor(X), torch.as_tensor(params["value"]["kernel"]), 1
-    )
-    mixed = options | {
-        "process_heads": lambda q, k, v: (q, k, 0.3 * v + 0.7 * of_first)
-    }
-    expected = torch_layer(
-        params, torch.as_tensor(X) + 0.1 * torch_layer(params, X, options), mixed
-    )
+    x = torch.as_tensor(X)
+    kernel = torch.as_tensor(params["value"]["kernel"])
+    of_first = torch.tensordot(x, kernel, 1)
+
+    def mix(query, key, value):
+        return query, key, 0.3 * value + 0.7 * of_first
+
+    y = torch_layer(params, X, options)
+    expected = torch_layer(params, x + 0.1 * y, options | {"process_heads": mix})
     # The largest entry is about 20.
     near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
     near(got, expected)
@@ -322,26 +341,27 @@ def test_embeddings_of_tokens_added_to_values():
     close(got, torch_layer(params, X, added))
 
 
+def whole(**options):
+    """A module that does not decode."""
+    return flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0), **options)
+
+
 @pytest.mark.core
 def test_a_module_as_process_heads_learns():
-    layer = flax_mha.MultiHeadAttention(
-        N, D, decode=False, process_heads=Mixed(), rngs=nnx.Rngs(0)
-    )
-    plain = flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0))
-    names, names_without = (
-        nnx.to_pure_dict(nnx.state(x, nnx.Param)).keys() for x in (layer, plain)
-    )
+    layer = whole(process_heads=Mixed())
+    names = nnx.to_pure_dict(nnx.state(layer, nnx.Param)).keys()
+    names_without = nnx.to_pure_dict(nnx.state(whole(), nnx.Param)).keys()
     assert names - names_without == {"process_heads"}
 
+    weight = layer.process_heads.weight
     slope = nnx.grad(lambda layer: layer(X).sum())(layer).process_heads.weight[...]
 
-    with_weight = [
-        layer.process_heads.weight.set_value(jnp.array(x)) or layer(X).sum()
-        for x in (0.4, 0.6)
-    ]
-    np.testing.assert_allclose(
-        slope, (with_weight[1] - with_weight[0]) / 0.2, rtol=1e-3
-    )
+    weight.set_value(jnp.array(0.4))
+    below = layer(X).sum()
+    weight.set_value(jnp.array(0.6))
+    above = layer(X).sum()
+    # The output is linear in the weight.
+    np.testing.assert_allclose(slope, (above - below) / 0.2, rtol=1e-3)
 
 
 @pytest.mark.core
@@ -355,31 +375,30 @@ def test_processed_keys_and_values_are_cached_and_returned():
     np.testing.assert_array_equal(holder.cached_value[...], kv.value)
 
 
-PROCESSED = [
-    (
-        lambda q, k, v: (q, k),
-        r"must return three arrays \(query, key, value\), but got 2 of them",
-    ),
-    (lambda q, k, v: None, "must return three arrays .* but got NoneType"),
-    (
-        lambda q, k, v: (q, k, v[..., :3]),
-        r"must return the value with shape \(2, 7, 2, 6\) and dtype float32, but got",
-    ),
-    (
-        lambda q, k, v: (q, k.astype(jnp.bfloat16), v),
-        "the key with shape .* and dtype bfloat16; use .astype if only",
-    ),
-    (lambda q, k, v: (1.0, k, v), "must return the query with shape .* but got float"),
-]
+# Errors -------------------------------------------------------------------------------
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("function", "message"), PROCESSED)
-def test_what_process_heads_must_return(function, message):
+def test_process_heads_must_return_three_arrays_like_its_arguments():
     layer = flax_mha.MultiHeadAttention(
         **SIZES, in_features=D, decode=False, rngs=nnx.Rngs(0)
     )
-    refused(message, lambda: layer(X, process_heads=function))
+
+    def result_refused(message, function):
+        refused(message, layer, X, process_heads=function)
+
+    message = r"must return three arrays \(query, key, value\), but got 2 of them"
+    result_refused(message, lambda q, k, v: (q, k))
+    message = "must return three arrays .* but got NoneType"
+    result_refused(message, lambda q, k, v: None)
+    message = (
+        r"must return the value with shape \(2, 7, 2, 6\) and dtype float32, but got"
+    )
+    result_refused(message, lambda q, k, v: (q, k, v[..., :3]))
+    message = "the key with shape .* and dtype bfloat16; use .astype if only"
+    result_refused(message, lambda q, k, v: (q, k.astype(jnp.bfloat16), v))
+    message = "must return the query with shape .* but got float"
+    result_refused(message, lambda q, k, v: (1.0, k, v))
 
 
 @pytest.mark.core
@@ -387,105 +406,94 @@ def test_process_heads_needs_keys_of_this_call():
     layer = flax_mha.MultiHeadAttention(
         N, D, decode=True, process_heads=scaled, rngs=nnx.Rngs(0)
     )
-    refused(
-        "process_heads must be None .* store_keys=True",
-        lambda: layer(X, X[:, 1:], store_keys=True),
-    )
-    first = flax_mha.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0))
-    later = flax_mha.MultiHeadAttention(
-        N, D, decode=False, reuse_kv=True, rngs=nnx.Rngs(0)
-    )
-    _, kv = first(X, return_kv=True)
-    refused(
-        "got keys from an earlier layer", lambda: later(X, kv=kv, process_heads=scaled)
-    )
+    message = "process_heads must be None .* store_keys=True"
+    refused(message, layer, X, X[:, 1:], store_keys=True)
+
+    _, kv = whole()(X, return_kv=True)
+    later = whole(reuse_kv=True)
+    message = "got keys from an earlier layer"
+    refused(message, later, X, kv=kv, process_heads=scaled)
 
 
-REFUSED = [
-    (
-        {"gate": "head"},
-        "gate must be True, False or a flax_mha.Gate, but got 'head'; pass Gate\\(\"head\"\\)",
-    ),
-    (
-        {"normalize_qk": "rms_norm"},
-        "normalize_qk must be True, .* but got 'rms_norm'; pass Norm\\(\"rms\"\\)",
-    ),
-    ({"value_norm": True}, "value_norm must be a flax_mha.Norm or None, but got True"),
-    (
-        {"out_norm": "rms_norm"},
-        'out_norm must be .*; pass Norm\\("rms", scale="heads", over="all_heads"\\)',
-    ),
-    ({"out_norm": Norm(after_rope=True)}, "out_norm must have after_rope=False"),
-    (
-        {"process_heads": 3},
-        r"process_heads must be a function of \(query, key, value\) or None, but got 3",
-    ),
-    (
-        {"process_heads": scaled, "reuse_kv": True},
-        "process_heads must be None with reuse_kv=True",
-    ),
-    (
-        {"value_norm": Norm(), "reuse_kv": True},
-        "value_norm must be None with reuse_kv=True",
-    ),
-    *(
-        ({"value_dim": x}, f"value_dim must be an int >= 1, but got {x}")
-        for x in (0, 2.0, True)
-    ),
-]
-
-
-@pytest.mark.core
-@pytest.mark.parametrize(("options", "message"), REFUSED)
-@pytest.mark.parametrize("kind", APIS)
-def test_refused(options, message, kind):
+def options_refused(message, kind, **options):
     def call():
         if kind == "nnx":
-            return flax_mha.MultiHeadAttention(
-                N, D, decode=False, rngs=nnx.Rngs(0), **options
-            )(X)
-        return linen.MultiHeadDotProductAttention(N, **options).init(
-            jax.random.key(0), X
-        )
+            return whole(**options)(X)
+        layer = linen.MultiHeadDotProductAttention(N, **options)
+        return layer.init(jax.random.key(0), X)
 
     refused(message, call)
 
 
-VALUES = [
-    (Norm, {"kind": "batch"}, 'kind must be "rms" or "layer", but got \'batch\''),
-    (
-        Norm,
-        {"scale": "all"},
-        'scale must be None, "head_dim" or "heads", but got \'all\'',
-    ),
-    (Norm, {"over": None}, 'over must be "head" or "all_heads", but got None'),
-    (
-        Norm,
-        {"over": "all_heads"},
-        'scale must be "heads" or None with over="all_heads"',
-    ),
-    (Norm, {"bias": True}, "bias must be False unless kind is"),
-    (
-        Norm,
-        {"kind": "layer", "scale": "heads", "bias": True},
-        "bias must be False unless",
-    ),
-    (Norm, {"bias": 1}, "bias must be True or False, but got 1"),
-    (Norm, {"epsilon": 0.0}, "epsilon must be a finite number > 0, but got 0.0"),
-    (Norm, {"after_rope": "yes"}, "after_rope must be True or False"),
-    (Gate, {"per": "row"}, 'per must be "feature" or "head", but got \'row\''),
-    (
-        Gate,
-        {"activation": "relu"},
-        'activation must be "sigmoid" or "softplus", but got \'relu\'',
-    ),
-]
+@pytest.mark.core
+@pytest.mark.parametrize("kind", APIS)
+def test_norms_and_gates_must_be_values_of_their_classes(kind):
+    message = (
+        "gate must be True, False or a flax_mha.Gate, but got 'head'; "
+        'pass Gate\\("head"\\)'
+    )
+    options_refused(message, kind, gate="head")
+    message = "normalize_qk must be True, .* but got 'rms_norm'; pass Norm\\(\"rms\"\\)"
+    options_refused(message, kind, normalize_qk="rms_norm")
+    message = "value_norm must be a flax_mha.Norm or None, but got True"
+    options_refused(message, kind, value_norm=True)
+    message = (
+        'out_norm must be .*; pass Norm\\("rms", scale="heads", over="all_heads"\\)'
+    )
+    options_refused(message, kind, out_norm="rms_norm")
+    message = "out_norm must have after_rope=False"
+    options_refused(message, kind, out_norm=Norm(after_rope=True))
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("kind", "options", "message"), VALUES)
-def test_values_are_checked(kind, options, message):
-    refused(message, lambda: kind(**options))
+@pytest.mark.parametrize("kind", APIS)
+def test_process_heads_must_be_a_function(kind):
+    message = (
+        r"process_heads must be a function of \(query, key, value\) or None, but got 3"
+    )
+    options_refused(message, kind, process_heads=3)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", APIS)
+def test_reused_keys_and_values_are_not_changed(kind):
+    message = "process_heads must be None with reuse_kv=True"
+    options_refused(message, kind, process_heads=scaled, reuse_kv=True)
+    message = "value_norm must be None with reuse_kv=True"
+    options_refused(message, kind, value_norm=Norm(), reuse_kv=True)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", APIS)
+@pytest.mark.parametrize("size", [0, 2.0, True])
+def test_value_dim_must_be_a_positive_int(kind, size):
+    message = f"value_dim must be an int >= 1, but got {size}"
+    options_refused(message, kind, value_dim=size)
+
+
+@pytest.mark.core
+def test_fields_of_a_norm_are_checked():
+    message = 'kind must be "rms" or "layer", but got \'batch\''
+    refused(message, Norm, kind="batch")
+    message = 'scale must be None, "head_dim" or "heads", but got \'all\''
+    refused(message, Norm, scale="all")
+    refused('over must be "head" or "all_heads", but got None', Norm, over=None)
+    message = 'scale must be "heads" or None with over="all_heads"'
+    refused(message, Norm, over="all_heads")
+    refused("bias must be False unless kind is", Norm, bias=True)
+    heads = {"kind": "layer", "scale": "heads"}
+    refused("bias must be False unless", Norm, **heads, bias=True)
+    refused("bias must be True or False, but got 1", Norm, bias=1)
+    message = "epsilon must be a finite number > 0, but got 0.0"
+    refused(message, Norm, epsilon=0.0)
+    refused("after_rope must be True or False", Norm, after_rope="yes")
+
+
+@pytest.mark.core
+def test_fields_of_a_gate_are_checked():
+    refused('per must be "feature" or "head", but got \'row\'', Gate, per="row")
+    message = 'activation must be "sigmoid" or "softplus", but got \'relu\''
+    refused(message, Gate, activation="relu")
 
 
 @pytest.mark.core
@@ -500,8 +508,4 @@ def test_values_are_checked(kind, options, message):
 )
 def test_errors_name_what_replaces_an_argument(name, replacement):
     message = f"unexpected keyword argument '{name}'; pass .*{replacement}"
-    refused(
-        message,
-        lambda: flax_mha.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **{name: 1}),
-        error=TypeError,
-    )
+    refused(message, whole, error=TypeError, **{name: 1})

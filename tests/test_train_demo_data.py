@@ -1,5 +1,7 @@
 """The demo's data: folders, characters, packed documents."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,14 +72,15 @@ def test_the_validation_texts_depend_only_on_the_texts(folder):
         before.validation, before.vocabulary
     )
     assert after.sha256 != before.sha256  # another order
+
+
+def test_equal_texts_are_all_for_training_or_all_for_validation(folder):
     for name, text in TEXTS.items():
         (folder / f"copy-{name}").write_text(text)
     text = data.load(str(folder), 8)
-    sides = [
-        set(texts_of(part, text.vocabulary))
-        for part in (text.training, text.validation)
-    ]
-    assert not sides[0] & sides[1]  # equal texts stay on one side
+    training = texts_of(text.training, text.vocabulary)
+    validation = texts_of(text.validation, text.vocabulary)
+    assert not set(training) & set(validation)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,7 @@ def test_at_most_a_tenth_or_one_document_is_held_out(tmp_path, sizes, held):
         ({"a": b"same" * 99, "b": b"same" * 99}, ["has 0 characters for training"]),
     ],
 )
-def test_bad_folders(tmp_path, files, words):
+def test_folders_without_enough_text_are_refused(tmp_path, files, words):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     assert_refused([str(tmp_path), *words], data.load, str(tmp_path), 8)
@@ -119,7 +122,7 @@ def test_a_folder_with_one_text_equals_that_text(tmp_path):
     np.testing.assert_array_equal(one.training, other.training)
 
 
-def test_characters_and_their_numbers():
+def test_characters_survive_encoding_and_others_are_refused():
     text = "a says: äää √2 “x”\r\n\t😀"
     tokens = Vocabulary("".join(sorted(set(text))))
     numbers = tokens.encode(text)
@@ -133,10 +136,9 @@ def test_characters_and_their_numbers():
 def test_a_folder_that_changed_is_refused(folder, tmp_path):
     out = tmp_path / "run"
     out.mkdir()
-    run_folder.write_config(
-        out,
-        run_folder.prepare(out, str(folder), {"context_length": 8}, resume=False)[0],
-    )
+    given = {"context_length": 8}
+    config, _ = run_folder.prepare(out, str(folder), given, resume=False)
+    run_folder.write_config(out, config)
     (folder / "a.txt").write_text("a says: something else")
     with pytest.raises(UserError, match="the sha256 of --data was"):
         run_folder.prepare(out, None, {}, resume=True)
@@ -155,14 +157,13 @@ def test_the_validation_windows_predict_every_character():
 
 
 @pytest.mark.core
-def test_the_parts_of_a_text(tmp_path):
+def test_the_last_tenth_of_a_text_is_for_validation(tmp_path):
     (tmp_path / "text").write_text(TEXT)
     loaded = data.load(str(tmp_path / "text"), 8)
-    parts = [
-        loaded.vocabulary.decode(part) for part in (loaded.training, loaded.validation)
-    ]
-    assert "".join(parts) == TEXT
-    assert len(parts[1]) == len(TEXT) // 10
+    training = loaded.vocabulary.decode(loaded.training)
+    validation = loaded.vocabulary.decode(loaded.validation)
+    assert training + validation == TEXT
+    assert len(validation) == len(TEXT) // 10
 
 
 def test_the_python_documentation_is_the_default():
@@ -213,11 +214,12 @@ def test_packed_documents_have_the_losses_of_separate_ones(model, windows):
             # The model is causal, so all can be repeated to one length and share a
             # program.
             logits = run(params, np.resize(numbers, (1, 12)))[0]
-            losses += [
-                -row[n] for row, n in zip(logits, numbers[1:].tolist(), strict=False)
-            ]
+            # Nothing precedes the first token of a document, so none predicts it.
+            targets = numbers[1:].tolist()
+            losses += [-row[n] for row, n in zip(logits, targets, strict=False)]
     together = make_validate(structure, packed=True)(params, windows[None])
     np.testing.assert_allclose(together, np.mean(losses), rtol=1e-5)
+    # Five documents begin within a window.
     assert len(losses) == 4 * 12 - 5
 
 
@@ -231,14 +233,14 @@ def test_an_update_predicts_no_first_token(model, windows):
     @jax.jit
     def update_by_validation(params, start):
         step_key = jax.random.fold_in(jax.random.key(SETTINGS.seed), 1)
-        starts = jax.random.randint(
-            jax.random.split(step_key)[0], (4, 1), 0, len(text) - 12
-        )
+        # The windows that the update draws for its first step.
+        key_of_windows, _ = jax.random.split(step_key)
+        starts = jax.random.randint(key_of_windows, (4, 1), 0, len(text) - 12)
         drawn = jnp.asarray(text)[starts + jnp.arange(13)[None]][None]
-        loss, gradients = jax.value_and_grad(make_validate(structure, packed=True))(
-            params, drawn
-        )
-        return loss, optimizer.update(gradients, start, params)[1]
+        validate = make_validate(structure, packed=True)
+        loss, gradients = jax.value_and_grad(validate)(params, drawn)
+        _, state = optimizer.update(gradients, start, params)
+        return loss, state
 
     start = jax.jit(optimizer.init)(params)
     expected, optimizer_state = update_by_validation(params, start)
@@ -248,9 +250,5 @@ def test_an_update_predicts_no_first_token(model, windows):
         np.testing.assert_allclose(loss, expected, rtol=1e-5)
         # The optimizer's moments hold the gradients before their sizes are divided
         # away.
-        for got, want in zip(
-            jax.tree.leaves(state.optimizer),
-            jax.tree.leaves(optimizer_state),
-            strict=True,
-        ):
-            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+        near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+        jax.tree.map(near, state.optimizer, optimizer_state)

@@ -55,14 +55,13 @@ BAD_SAMPLING = {
 
 
 @pytest.mark.core
-def test_bad_numbers(capsys, tmp_path):
+def test_bad_numbers_are_refused_before_anything_is_written(capsys, tmp_path):
+    out = tmp_path / "run"
     for option, value in BAD_NUMBERS:
-        said = refusal(
-            capsys, "train", "--out", tmp_path / "run", f"--{option}={value}"
-        )
+        said = refusal(capsys, "train", "--out", out, f"--{option}={value}")
         assert f"--{option}" in said
         assert f"got {value!r}" in said
-        assert not (tmp_path / "run").exists()
+        assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -94,12 +93,15 @@ def test_bad_numbers(capsys, tmp_path):
         ),
     ],
 )
-def test_bad_text(capsys, tmp_path, make, words):
+def test_bad_texts_are_refused_before_anything_is_written(
+    capsys, tmp_path, make, words
+):
     path = tmp_path / "text.txt"
+    out = tmp_path / "run"
     make(path)
-    said = refusal(capsys, "--data", path, "--out", tmp_path / "run", *TINY)
+    said = refusal(capsys, "--data", path, "--out", out, *TINY)
     assert all(word in said for word in [str(path), *words])
-    assert not (tmp_path / "run").exists()
+    assert not out.exists()
 
 
 @pytest.mark.core
@@ -122,37 +124,18 @@ def test_bad_text(capsys, tmp_path, make, words):
         (["plan"], ["plan"]),
         (["--fsdp", "3"], ["--fsdp 3", "number of devices"]),
         (["sample", "--out", "x"], ["--prompt"]),
-        *(
-            (
-                ["sample", "--out", "x", "--prompt", "x", f"--{option}={bad}"],
-                [f"--{option}", f"got '{bad}'"],
-            )
-            for option, bads in BAD_SAMPLING.items()
-            for bad in bads
-        ),
         (
             ["sample", "--out", "x", "--prompt", "x", "--prompt", ""],
             ["--prompt is empty"],
         ),
         (["sample", "--out", "x", "--prompt", "x", "--length", "5"], ["--length"]),
-        (
-            ["sample", "--out", "no-such-folder", "--prompt", "x"],
-            ["no-such-folder contains no run", "start one"],
-        ),
-        *(
-            (
-                [command, "--out", "no-such-folder"],
-                ["no-such-folder contains no run", "start one"],
-            )
-            for command in ("report", "export")
-        ),
-        *(
-            (command, ["train a model with python -m train_demo"])
-            for command in (["sample", "--prompt", "x"], ["report"], ["export"])
-        ),
     ],
 )
 def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
+    assert_nothing_written(capsys, monkeypatch, tmp_path, arguments, words)
+
+
+def assert_nothing_written(capsys, monkeypatch, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
     said = refusal(capsys, *arguments)
     assert all(word in said for word in words), said
@@ -161,42 +144,73 @@ def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("address", "number", "index", "words"),
-    [
-        (
-            "localhost:1",
-            None,
-            None,
-            "missing JAX_NUM_PROCESSES and JAX_PROCESS_ID: set all of",
-        ),
-        (None, "2", "0", "missing JAX_COORDINATOR_ADDRESS"),
-        ("localhost", "2", "0", "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"),
-        ("a:99999", "2", "0", "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"),
-        ("a b:9", "2", "0", "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"),
-        (":9", "2", "0", "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"),
-        ("a:9", "0", "0", "JAX_NUM_PROCESSES: expected a whole number from 1"),
-        ("a:9", "two", "0", "JAX_NUM_PROCESSES: expected a whole number from 1"),
-        ("a:9", "2", "-1", "JAX_PROCESS_ID: expected a whole number from 0"),
-        (
-            "a:9",
-            "2",
-            "2",
-            "JAX_PROCESS_ID 2 is out of range: with JAX_NUM_PROCESSES 2, it must be "
-            "between 0 and 1",
-        ),
-    ],
+    ("option", "bad"), [(x, bad) for x, bads in BAD_SAMPLING.items() for bad in bads]
 )
-def test_environments_of_processes(address, number, index, words):
-    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    given = dict(zip(names, (address, number, index), strict=True))
-    assert_refused(
-        [words],
-        processes_in,
-        {name: value for name, value in given.items() if value is not None},
-    )
+def test_bad_numbers_of_sampling(capsys, monkeypatch, tmp_path, option, bad):
+    arguments = ["sample", "--out", "x", "--prompt", "x", f"--{option}={bad}"]
+    words = [f"--{option}", f"got '{bad}'"]
+    assert_nothing_written(capsys, monkeypatch, tmp_path, arguments, words)
+
+
+OF_A_RUN = [["sample", "--prompt", "x"], ["report"], ["export"]]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("command", OF_A_RUN)
+def test_a_folder_without_a_run(capsys, monkeypatch, tmp_path, command):
+    arguments = [*command, "--out", "no-such-folder"]
+    words = ["no-such-folder contains no run", "start one"]
+    assert_nothing_written(capsys, monkeypatch, tmp_path, arguments, words)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("command", OF_A_RUN)
+def test_no_run_and_no_folder(capsys, monkeypatch, tmp_path, command):
+    words = ["train a model with python -m train_demo"]
+    assert_nothing_written(capsys, monkeypatch, tmp_path, command, words)
+
+
+def processes_refused(message, address=None, number=None, index=None):
+    given = {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": number,
+        "JAX_PROCESS_ID": index,
+    }
+    environment = {name: value for name, value in given.items() if value is not None}
+    assert_refused([message], processes_in, environment)
+
+
+@pytest.mark.core
+def test_variables_of_processes_are_given_together():
+    message = "missing JAX_NUM_PROCESSES and JAX_PROCESS_ID: set all of"
+    processes_refused(message, "localhost:1")
+    processes_refused("missing JAX_COORDINATOR_ADDRESS", None, "2", "0")
+    # An empty one counts as none.
     assert processes_in({"JAX_PROCESS_ID": ""}) is None
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("address", ["localhost", "a:99999", "a b:9", ":9"])
+def test_the_address_of_processes_has_a_host_and_a_port(address):
+    message = "JAX_COORDINATOR_ADDRESS: expected HOST:PORT"
+    processes_refused(message, address, "2", "0")
+
+
+@pytest.mark.core
+def test_numbers_of_processes_are_in_range():
+    message = "JAX_NUM_PROCESSES: expected a whole number from 1"
+    processes_refused(message, "a:9", "0", "0")
+    processes_refused(message, "a:9", "two", "0")
+    message = "JAX_PROCESS_ID: expected a whole number from 0"
+    processes_refused(message, "a:9", "2", "-1")
+    message = (
+        "JAX_PROCESS_ID 2 is out of range: with JAX_NUM_PROCESSES 2, it must be "
+        "between 0 and 1"
+    )
+    processes_refused(message, "a:9", "2", "2")
+
+
+# Every command that takes --out.
 WITH_FOLDERS = [
     ["train"],
     ["train", "--resume"],
@@ -204,7 +218,7 @@ WITH_FOLDERS = [
     ["report"],
     ["export"],
 ]
-LONG = "x" * 300
+LONG = "x" * 300  # above the limit of file systems
 NOT_FOLDERS = {
     "text.txt": "text.txt is a file",
     "text.txt/run": "text.txt is a file",
@@ -258,8 +272,12 @@ def test_a_folder_that_cannot_be_made_or_written(
     closed.mkdir()
     # Root may write everywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).resolve() != closed)
-    option = "--out" if command == ["train"] else "--to"
-    rest = ["--data", text] if command == ["train"] else ["--out", run.out]
+    if command == ["train"]:
+        option = "--out"
+        rest = ["--data", text]
+    else:
+        option = "--to"
+        rest = ["--out", run.out]
     for place in ("closed", "closed/new/run"):
         said = refusal(capsys, *command, *rest, option, place)
         assert (
@@ -291,6 +309,7 @@ def make_obstacles(folder):
 def test_errors_send_no_control_characters(capsys, monkeypatch, tmp_path, arguments):
     monkeypatch.chdir(tmp_path)
     said = refusal(capsys, *arguments)
+    # Printable characters stay, and the others are escaped.
     assert not set(UNSAFE) - set("[31m") & set(said)
     assert "x1b[31m" in said
 
@@ -321,11 +340,11 @@ def test_the_help_names_the_defaults_of_each_size_and_optimizer(capsys):
         main(["train", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     for name in SIZES["tiny"]:
-        values = ", ".join(
-            f"{preset[name]} for {size}" for size, preset in SIZES.items()
-        )
+        values = [f"{preset[name]} for {size}" for size, preset in SIZES.items()]
+        values = ", ".join(values)
         assert f"(default: {values})" in said
     assert "(default: 0.03 for muon, 0.004 for adamw)" in said
+    # Defaults of one size would be wrong for the others.
     assert "(default: 1500)" not in said
     assert "(default: 0.03)" not in said
     assert "options that are not given keep the values of the run" in said
@@ -384,30 +403,18 @@ def test_presets_do_not_replace_numbers_of_a_saved_run(capsys, text, tmp_path):
         (None, {}),
         ("tiny", {"batch_size": 6, "optimizer": "adamw"}),
     ]:
-        assert again(given=given, size=size)[0].settings == config.settings
-    assert (
-        again(given={"steps": 3000, "batch_size": 6}, size="tiny")[0].settings.steps
-        == 3000
-    )
+        resumed, _ = again(given=given, size=size)
+        assert resumed.settings == config.settings
+    # What is passed counts.
+    resumed, _ = again(given={"steps": 3000, "batch_size": 6}, size="tiny")
+    assert resumed.settings.steps == 3000
 
-    said = refusal(capsys, "--resume", "--size", "tiny", "--out", tmp_path)
+    resume = functools.partial(refusal, capsys, "--resume", "--out", tmp_path)
+    said = resume("--size", "tiny")
     assert "(--batch-size was 6, now 12 from --size tiny)" in said
-    said = refusal(
-        capsys,
-        "--resume",
-        "--size",
-        "tiny",
-        "--batch-size",
-        6,
-        "--optimizer",
-        "muon",
-        "--out",
-        tmp_path,
-    )
+    said = resume("--size", "tiny", "--batch-size", 6, "--optimizer", "muon")
     assert "(--optimizer was adamw, now muon)" in said
-    said = refusal(
-        capsys, "--resume", "--steps", 100, "--learning-rate", 0.03, "--out", tmp_path
-    )
+    said = resume("--steps", 100, "--learning-rate", 0.03)
     assert "(--steps was 2000, now 100; --learning-rate was 0.004, now 0.03)" in said
 
 
@@ -427,6 +434,7 @@ def test_the_newest_run_is_the_default(
     monkeypatch.chdir(tmp_path)
     for name, time in (("old", 1), ("new", 3), ("middle", 2)):
         shutil.copytree(run.out, tmp_path / "runs" / name)
+        # Copies have the time of the original.
         os.utime(tmp_path / "runs" / name / run_folder.CONFIG, (time, time))
     with as_users_have_it():
         assert main(command) == 0
@@ -465,6 +473,7 @@ WRITTEN = {
     "json nested deeply": "[" * 100_000,
 }
 FILES = ("config.json", "metrics.jsonl", "samples.jsonl")
+# What happens to which file of a run.
 DAMAGES = [*itertools.product(FILES, (*WRITTEN, "truncated", "a folder", "deleted"))]
 DAMAGES += [(place, "deleted") for place in ("checkpoints", "lock", "loss.png")]
 DAMAGES += [
@@ -475,16 +484,23 @@ DAMAGES += [
 
 
 @pytest.mark.parametrize(("place", "harm"), DAMAGES)
-def test_a_damaged_file(fast, capfd, copy, tmp_path, place, harm):
+def test_a_damaged_file_gives_one_line_or_is_not_needed(
+    fast, capfd, copy, tmp_path, place, harm
+):
     path = copy / place
-    content = path.read_bytes() if path.is_file() else b"xx"
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    content = b"xx"
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        content = path.read_bytes()
+        path.unlink()
     if harm == "a folder":
         path.mkdir()
     elif harm in ("truncated", "a file"):
         path.write_bytes(content[: len(content) // 2])
     elif harm != "deleted":
         path.write_text(WRITTEN[harm])
+    # Lines that are damaged are left out.
     lines = place in ("metrics.jsonl", "samples.jsonl")
     for command in reversed(COMMANDS):
         try:
@@ -499,6 +515,7 @@ def test_a_damaged_file(fast, capfd, copy, tmp_path, place, harm):
             assert "contains no complete checkpoint" in complaint
 
 
+# Values that no run writes.
 CONFIG_HARMS = {
     "settings": [None, 3, {}, {"steps": 4}],
     "vocabulary": [
@@ -523,44 +540,48 @@ SETTING_HARMS = {
 }
 
 
-DELETED = object()
 # These are valid, but do not match the checkpoint or the text.
 FITTING = [("model_version", 5), ("layers", 2), ("context_length", 16), ("features", 8)]
 
 
+def assert_config_refused(copy, config, message):
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        run_folder.read_config(copy)
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("where", ["", "settings"])
-def test_a_damaged_configuration(copy, where):
+@pytest.mark.parametrize("where", ["config", "settings"])
+def test_a_damaged_configuration_is_refused(copy, where):
     config = json.loads((copy / "config.json").read_bytes())
-    for name, values in (SETTING_HARMS if where else CONFIG_HARMS).items():
-        for value in [*values, DELETED]:
-            harmed = json.loads(json.dumps(config))
-            place = harmed[where] if where else harmed
+    damaged = r"config\.json is damaged|contains a run with model version"
+    place = config if where == "config" else config["settings"]
+    table = CONFIG_HARMS if where == "config" else SETTING_HARMS
+    for name, values in table.items():
+        intact = place.pop(name)
+        assert_config_refused(copy, config, damaged)
+        for value in values:
             place[name] = value
-            if value is DELETED:
-                del place[name]
-            (copy / "config.json").write_text(json.dumps(harmed))
             if (name, value) in FITTING:
+                (copy / "config.json").write_text(json.dumps(config))
                 run_folder.read_config(copy)
-                continue
-            with pytest.raises(
-                UserError,
-                match=r"config\.json is damaged|contains a run with model version",
-            ):
-                run_folder.read_config(copy)
-    for version in (1, 4):
-        (copy / "config.json").write_text(
-            json.dumps(config | {"model_version": version})
-        )
-        with pytest.raises(
-            UserError,
-            match=f"contains a run with model version {version}, .*train again",
-        ):
-            run_folder.read_config(copy)
+            else:
+                assert_config_refused(copy, config, damaged)
+        place[name] = intact
 
 
-def test_damaged_lines_of_metrics(tmp_path):
-    for line in (
+@pytest.mark.core
+@pytest.mark.parametrize("version", [1, 4])
+def test_a_run_of_an_earlier_model_version_must_be_trained_again(copy, version):
+    config = json.loads((copy / "config.json").read_bytes())
+    config["model_version"] = version
+    message = f"contains a run with model version {version}, .*train again"
+    assert_config_refused(copy, config, message)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
         "[]",
         "7",
         '"step"',
@@ -569,8 +590,10 @@ def test_damaged_lines_of_metrics(tmp_path):
         '{"loss": 1.5}',
         "\\ud800",
         '{"step": 3, "lo',
-    ):
-        (tmp_path / metrics.METRICS).write_text(
-            line + '\n{"step": 1, "loss": 1.5, "seconds": 1.0}\n'
-        )
-        assert metrics.read(tmp_path) == [{"step": 1, "loss": 1.5, "seconds": 1.0}]
+    ],
+)
+def test_damaged_lines_of_metrics_are_left_out(tmp_path, line):
+    intact = {"step": 1, "loss": 1.5, "seconds": 1.0}
+    lines = f"{line}\n{json.dumps(intact)}\n"
+    (tmp_path / metrics.METRICS).write_text(lines)
+    assert metrics.read(tmp_path) == [intact]

@@ -43,12 +43,8 @@ def test_rematerialized_blocks_need_less_memory():
         structure, _ = blueprint(VOCABULARY, settings, layout)
         shapes = jax.eval_shape(lambda: first_state(VOCABULARY, settings))
         update = jax.jit(make_update(structure, settings, layout))
-        return (
-            update.lower(shapes, 1, TEXT)
-            .compile(quickly)
-            .memory_analysis()
-            .temp_size_in_bytes
-        )
+        program = update.lower(shapes, 1, TEXT).compile(quickly)
+        return program.memory_analysis().temp_size_in_bytes
 
     assert memory(Layout(remat=True)) < memory(Layout()) / 2
 
@@ -64,6 +60,7 @@ def test_muon_makes_the_gradients_of_matrices_orthogonal():
     updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
     rate = settings.learning_rate / WARM_UP  # of the first step
 
+    # Newton-Schulz changes singular values alone: x -> a x + b x^3 + c x^5.
     def singular(tree, layer, name, shape):
         matrix = np.asarray(tree["blocks"][0][layer][name]["kernel"]).reshape(shape)
         return np.linalg.svd(matrix, compute_uv=False)

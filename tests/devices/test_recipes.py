@@ -2,6 +2,9 @@
 that split both.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import numpy as np
 import pytest
@@ -18,17 +21,23 @@ def listed(*shape):
     return lambda sinks: {"key_indices": indices, "sinks": sinks}
 
 
-# Key heads, a function that makes the arguments of a call, and the array that it takes,
-# with a gradient.
+class Call(NamedTuple):
+    kv_heads: int
+    # Makes the arguments of a call from the array, which gets a gradient.
+    make: Callable
+    learned: jax.Array
+
+
+FORGETTING = "forgetting"
+TERMS = "relative terms"
+LISTS = "lists"
+SHARED_LISTS = "lists of key heads that several devices share"
+GATES = jax.nn.log_sigmoid(floats(3, 2, 40, 8))
 CALLS = {
-    "forgetting": (4, recipes.forgetting, jax.nn.log_sigmoid(floats(3, 2, 40, 8))),
-    "relative terms": (4, recipes.relative_terms, floats(4, 2, 8, 40, 5)),
-    "lists": (4, listed(2, 40, 3), floats(5, 2, 8)),
-    "lists of key heads that several devices share": (
-        2,
-        listed(2, 40, 2, 3),
-        floats(5, 2, 8),
-    ),
+    FORGETTING: Call(4, recipes.forgetting, GATES),
+    TERMS: Call(4, recipes.relative_terms, floats(4, 2, 8, 40, 5)),
+    LISTS: Call(4, listed(2, 40, 3), floats(5, 2, 8)),
+    SHARED_LISTS: Call(2, listed(2, 40, 2, 3), floats(5, 2, 8)),
 }
 
 
@@ -37,17 +46,21 @@ def arrays(kv_heads):
 
 
 def run(attend, make, *operands, **more):
-    return jax.jit(gradients, static_argnums=0)(
-        lambda x, *arrays: attend(*arrays, **make(x), **more), *operands
-    )
+    def call(x, *arrays):
+        return attend(*arrays, **make(x), **more)
+
+    return jax.jit(gradients, static_argnums=0)(call, *operands)
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "implementation"),
     [
-        ("forgetting", "auto", "blockwise"),
-        ("relative terms", "auto", "xla"),
-        *((name, kind, None) for name in [*CALLS][2:] for kind in ("auto", "explicit")),
+        (FORGETTING, "auto", "blockwise"),
+        (TERMS, "auto", "xla"),
+        (LISTS, "auto", None),
+        (LISTS, "explicit", None),
+        (SHARED_LISTS, "auto", None),
+        (SHARED_LISTS, "explicit", None),
     ],
 )
 def test_as_on_one_device(name, kind, implementation):
@@ -55,29 +68,23 @@ def test_as_on_one_device(name, kind, implementation):
     want = run(dot_product_attention, make, learned, *arrays(kv_heads))
     mesh = mesh_of(kind)
     spec = jax.P("data", None, "model")
-    split = [
-        put(x, mesh, *spec if x.shape[2] > 2 else ("data",)) for x in arrays(kv_heads)
-    ]
-    more = {
-        "qkv_sharding": spec if kind == "auto" else None,
-        "implementation": implementation,
-    }
+    split = []
+    for x in arrays(kv_heads):
+        # More devices than key heads: each has all of them.
+        split.append(put(x, mesh, *(spec if x.shape[2] > 2 else ("data",))))
+    more = {"implementation": implementation}
+    if kind == "auto":
+        more["qkv_sharding"] = spec
+
     with jax.set_mesh(mesh):
-        close(
-            run(
-                dot_product_attention, make, put(learned, mesh, "data"), *split, **more
-            ),
-            want,
-        )
+        learned = put(learned, mesh, "data")
+        got = run(dot_product_attention, make, learned, *split, **more)
+        close(got, want)
 
 
-@pytest.mark.parametrize("name", ["forgetting", "relative terms"])
+@pytest.mark.parametrize("name", [FORGETTING, TERMS])
 def test_sequences_may_be_split(name):
     kv_heads, make, learned = CALLS[name]
     split = context_parallel("context", mesh=mesh_of_one_axis(context=4))
-    close(
-        *(
-            run(attend, make, learned, *arrays(kv_heads))
-            for attend in (split, dot_product_attention)
-        )
-    )
+    got = run(split, make, learned, *arrays(kv_heads))
+    close(got, run(dot_product_attention, make, learned, *arrays(kv_heads)))
