@@ -346,127 +346,153 @@ def test_recipes_combine():
     assert both == {"score_mod": mods[0], "logits_soft_cap": 3.0}
 
 
-REFUSED = [
-    (
-        lambda: recipes.combine(recipes.soft_cap(3.0), recipes.soft_cap(5.0)),
-        "logits_soft_cap must be set by only one",
-    ),
-    (
-        lambda: recipes.combine(recipes.alibi(4), recipes.t5_bias(TABLE)),
-        "number of heads, but got 4 and 6",
-    ),
-    (
-        lambda: recipes.combine({}, recipes.causal()["mask"]),
-        r'a recipe must be a dict .*, such as {"mask": mask}',
-    ),
-    (
-        lambda: recipes.tree_causal([-1, 2, 0]),
-        r"parents must precede their tokens.* \[-1, 2, 0\]",
-    ),
-    (lambda: recipes.tree_causal([-2]), "parents must precede their tokens or be -1"),
-    (
-        lambda: recipes.tree_causal(3),
-        r"parents must have shape \[T\] or .*, but got \(\) and ",
-    ),
-    (
-        lambda: recipes.tree_causal(np.full((2, 3), -1), [1, 2, 3]),
-        r"got \(2, 3\) and \(3,\)",
-    ),
-    (lambda: recipes.tree_causal([0.0]), "parents must have an integer dtype"),
-    (lambda: recipes.alibi(0), "num_heads must be an int >= 1, but got 0"),
-    (
-        lambda: recipes.prefix_lm(2.5),
-        "length must have an integer dtype, but got float64",
-    ),
-    (lambda: recipes.image_spans([0.5]), "ids must have an integer dtype"),
-    (
-        lambda: recipes.image_spans(1),
-        r"ids must have shape \[S\] or \[B, S\], not empty, but got \(\)",
-    ),
-    (lambda: recipes.dilated(0), "step must be an int >= 1, but got 0"),
-    (lambda: recipes.block_sparse(BLOCKS, 0), "block must be an int >= 1, but got 0"),
-    (
-        lambda: recipes.block_sparse(BLOCKS[0], 8),
-        r"table must be bool .*, but got bool \(9, 9\)",
-    ),
-    (
-        lambda: recipes.block_sparse(BLOCKS * 1.0, 8),
-        "table must be bool .*, but got float",
-    ),
-    (
-        lambda: recipes.t5_bias(TABLE[0]),
-        r"table must have shape .* at least 2 buckets, but got \(6,\)",
-    ),
-    (
-        lambda: recipes.t5_bias(TABLE[:3], bidirectional=True),
-        r"with at least 4 buckets, .* \(3, 6\)",
-    ),
-    (
-        lambda: recipes.t5_bias(TABLE, max_distance=6),
-        "max_distance must be an int >= 7, but got 6",
-    ),
-    (
-        lambda: recipes.block_diffusion(8, 2.0),
-        r"block must be an int >= 1, but got 2\.0",
-    ),
-    (
-        lambda: recipes.neighborhood(3, 9, 5),
-        "size must not exceed the image size, 3 x 9, but got 5",
-    ),
-    (
-        lambda: recipes.shifted_windows(OFFSETS, 8, 10, 4),
-        "multiples of window, 4, but got 8 and 10",
-    ),
-    (
-        lambda: recipes.shifted_windows(OFFSETS, 8, 8, 4, 4),
-        "shift must be less than window, 4, but",
-    ),
-    (
-        lambda: recipes.shifted_windows(TABLE, 8, 8, 4),
-        r"heads\] = \(49, N\), but got \(12, 6\)",
-    ),
-    (
-        lambda: recipes.forgetting(SINKS),
-        r"log_gates must be floats \[.*\], but got float32 \(6,\)",
-    ),
-    (lambda: recipes.forgetting(IDS), "log_gates must be floats .*, but got int"),
-    (
-        lambda: recipes.relative_terms(TABLE),
-        r"terms must be floats \[.*\], but got float32 \(12, 6\)",
-    ),
-    (
-        lambda: recipes.relative_terms(np.zeros((2, 3, 0))),
-        "terms must have at least 1 distance",
-    ),
-    (
-        lambda: recipes.relative_terms(GATES[..., :4], bidirectional=True),
-        r"an odd number .*67, 4\)",
-    ),
-    (
-        lambda: recipes.relative_terms(GATES, [1, 2]),
-        "one for each of 1 batch entries, but got 2",
-    ),
-    (
-        lambda: recipes.relative_terms(GATES, 0.5),
-        "query_offset must have an integer dtype",
-    ),
-    (
-        lambda: recipes.sliding_tiles((4, 4), (1, 2, 2), (1, 1, 1)),
-        r"video must be three ints .*\(4, 4\)",
-    ),
-    (
-        lambda: recipes.sliding_tiles((4, 4, 4), (1, 0, 2), (1, 1, 1)),
-        r"tile\[1\] must be an int >= 1",
-    ),
-    (
-        lambda: recipes.sliding_tiles((4, 4, 4), (1, 3, 2), (1, 1, 1)),
-        "multiple of tile, .* but got ",
-    ),
-    (
-        lambda: recipes.sliding_tiles((4, 4, 4), (1, 2, 2), (1, 3, 1)),
-        r"window must be at most video / tile = \(4, 2, 2\) along each axis, but got \(1, 3, 1\)",
-    ),
-]
+REFUSED = Refusals()
+REFUSED.add(
+    "logits_soft_cap must be set by only one",
+    recipes.combine,
+    recipes.soft_cap(3.0),
+    recipes.soft_cap(5.0),
+)
+REFUSED.add(
+    "number of heads, but got 4 and 6",
+    recipes.combine,
+    recipes.alibi(4),
+    recipes.t5_bias(TABLE),
+)
+REFUSED.add(
+    r'a recipe must be a dict .*, such as {"mask": mask}',
+    recipes.combine,
+    {},
+    recipes.causal()["mask"],
+)
+REFUSED.add(
+    r"parents must precede their tokens.* \[-1, 2, 0\]", recipes.tree_causal, [-1, 2, 0]
+)
+REFUSED.add("parents must precede their tokens or be -1", recipes.tree_causal, [-2])
+REFUSED.add(
+    r"parents must have shape \[T\] or .*, but got \(\) and ", recipes.tree_causal, 3
+)
+REFUSED.add(
+    r"got \(2, 3\) and \(3,\)", recipes.tree_causal, np.full((2, 3), -1), [1, 2, 3]
+)
+REFUSED.add("parents must have an integer dtype", recipes.tree_causal, [0.0])
+REFUSED.add("num_heads must be an int >= 1, but got 0", recipes.alibi, 0)
+REFUSED.add(
+    "length must have an integer dtype, but got float64", recipes.prefix_lm, 2.5
+)
+REFUSED.add("ids must have an integer dtype", recipes.image_spans, [0.5])
+REFUSED.add(
+    r"ids must have shape \[S\] or \[B, S\], not empty, but got \(\)",
+    recipes.image_spans,
+    1,
+)
+REFUSED.add("step must be an int >= 1, but got 0", recipes.dilated, 0)
+REFUSED.add("block must be an int >= 1, but got 0", recipes.block_sparse, BLOCKS, 0)
+REFUSED.add(
+    r"table must be bool .*, but got bool \(9, 9\)", recipes.block_sparse, BLOCKS[0], 8
+)
+REFUSED.add(
+    "table must be bool .*, but got float", recipes.block_sparse, BLOCKS * 1.0, 8
+)
+REFUSED.add(
+    r"table must have shape .* at least 2 buckets, but got \(6,\)",
+    recipes.t5_bias,
+    TABLE[0],
+)
+REFUSED.add(
+    r"with at least 4 buckets, .* \(3, 6\)",
+    recipes.t5_bias,
+    TABLE[:3],
+    bidirectional=True,
+)
+REFUSED.add(
+    "max_distance must be an int >= 7, but got 6",
+    recipes.t5_bias,
+    TABLE,
+    max_distance=6,
+)
+REFUSED.add(r"block must be an int >= 1, but got 2\.0", recipes.block_diffusion, 8, 2.0)
+REFUSED.add(
+    "size must not exceed the image size, 3 x 9, but got 5",
+    recipes.neighborhood,
+    3,
+    9,
+    5,
+)
+REFUSED.add(
+    "multiples of window, 4, but got 8 and 10",
+    recipes.shifted_windows,
+    OFFSETS,
+    8,
+    10,
+    4,
+)
+REFUSED.add(
+    "shift must be less than window, 4, but",
+    recipes.shifted_windows,
+    OFFSETS,
+    8,
+    8,
+    4,
+    4,
+)
+REFUSED.add(
+    r"heads\] = \(49, N\), but got \(12, 6\)", recipes.shifted_windows, TABLE, 8, 8, 4
+)
+REFUSED.add(
+    r"log_gates must be floats \[.*\], but got float32 \(6,\)",
+    recipes.forgetting,
+    SINKS,
+)
+REFUSED.add("log_gates must be floats .*, but got int", recipes.forgetting, IDS)
+REFUSED.add(
+    r"terms must be floats \[.*\], but got float32 \(12, 6\)",
+    recipes.relative_terms,
+    TABLE,
+)
+REFUSED.add(
+    "terms must have at least 1 distance", recipes.relative_terms, np.zeros((2, 3, 0))
+)
+REFUSED.add(
+    r"an odd number .*67, 4\)",
+    recipes.relative_terms,
+    GATES[..., :4],
+    bidirectional=True,
+)
+REFUSED.add(
+    "one for each of 1 batch entries, but got 2", recipes.relative_terms, GATES, [1, 2]
+)
+REFUSED.add(
+    "query_offset must have an integer dtype", recipes.relative_terms, GATES, 0.5
+)
+REFUSED.add(
+    r"video must be three ints .*\(4, 4\)",
+    recipes.sliding_tiles,
+    (4, 4),
+    (1, 2, 2),
+    (1, 1, 1),
+)
+REFUSED.add(
+    r"tile\[1\] must be an int >= 1",
+    recipes.sliding_tiles,
+    (4, 4, 4),
+    (1, 0, 2),
+    (1, 1, 1),
+)
+REFUSED.add(
+    "multiple of tile, .* but got ",
+    recipes.sliding_tiles,
+    (4, 4, 4),
+    (1, 3, 2),
+    (1, 1, 1),
+)
+REFUSED.add(
+    r"window must be at most video / tile = \(4, 2, 2\) along each axis, but got \(1, 3, 1\)",
+    recipes.sliding_tiles,
+    (4, 4, 4),
+    (1, 2, 2),
+    (1, 3, 1),
+)
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
