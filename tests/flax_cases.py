@@ -54,27 +54,28 @@ def visible(*shape):
 
 
 CROSS = (FEATURES, FEATURES)
-CASES = {}
-CASES["self"] = Case()
-CASES["no batch"] = Case(batch=())
-CASES["two batch axes"] = Case(batch=(2, 3))
-CASES["keys and values"] = Case(features=(FEATURES,) * 3)
-CASES["mask"] = Case(
-    features=CROSS, arguments={"mask": visible(BATCH, HEADS, QUERIES, KEYS)}
-)
-CASES["padding"] = Case(features=CROSS, arguments={"mask": visible(BATCH, 1, 1, KEYS)})
-CASES["mask without batch"] = Case(
-    batch=(), arguments={"mask": visible(HEADS, QUERIES, QUERIES)}
-)
-CASES["mask with two batch axes"] = Case(
-    batch=(2, 3), arguments={"mask": visible(2, 3, 1, QUERIES, QUERIES)}
-)
-CASES["mask of numbers"] = Case(
-    arguments={"mask": np.tri(QUERIES, dtype=np.float32)[None, None]}
-)
-CASES["without bias"] = Case({"use_bias": False})
-CASES["sizes"] = Case({"qkv_features": 21, "out_features": 13}, features=CROSS)
-CASES["normalized"] = Case({"normalize_qk": True})
+CASES = {
+    "self": Case(),
+    "no batch": Case(batch=()),
+    "two batch axes": Case(batch=(2, 3)),
+    "keys and values": Case(features=(FEATURES,) * 3),
+    "mask": Case(
+        features=CROSS, arguments={"mask": visible(BATCH, HEADS, QUERIES, KEYS)}
+    ),
+    "padding": Case(features=CROSS, arguments={"mask": visible(BATCH, 1, 1, KEYS)}),
+    "mask without batch": Case(
+        batch=(), arguments={"mask": visible(HEADS, QUERIES, QUERIES)}
+    ),
+    "mask with two batch axes": Case(
+        batch=(2, 3), arguments={"mask": visible(2, 3, 1, QUERIES, QUERIES)}
+    ),
+    "mask of numbers": Case(
+        arguments={"mask": np.tri(QUERIES, dtype=np.float32)[None, None]}
+    ),
+    "without bias": Case({"use_bias": False}),
+    "sizes": Case({"qkv_features": 21, "out_features": 13}, features=CROSS),
+    "normalized": Case({"normalize_qk": True}),
+}
 
 
 @contextlib.contextmanager
@@ -185,43 +186,41 @@ EVERYTHING = Case(
     },
     arguments=MODIFIED | THINNED,
 )
-ADDED = {}
-ADDED["logits_soft_cap"] = Case({"logits_soft_cap": 0.5})
-ADDED["sinks"] = Case({"sinks": True})
-ADDED["score_mod"] = Case(arguments=MODIFIED)
-ADDED["rms_norm"] = Case({"normalize_qk": Norm("rms")})
-ADDED["window"] = Case({"local_window_size": (2, 1)})
-ADDED["causal, segments"] = Case(
-    arguments={
-        "is_causal": True,
-        "segment_ids": jnp.broadcast_to(IDS, (BATCH, QUERIES)),
-    }
-)
-ADDED["everything"] = EVERYTHING
+ADDED = {
+    "logits_soft_cap": Case({"logits_soft_cap": 0.5}),
+    "sinks": Case({"sinks": True}),
+    "score_mod": Case(arguments=MODIFIED),
+    "rms_norm": Case({"normalize_qk": Norm("rms")}),
+    "window": Case({"local_window_size": (2, 1)}),
+    "causal, segments": Case(
+        arguments={
+            "is_causal": True,
+            "segment_ids": jnp.broadcast_to(IDS, (BATCH, QUERIES)),
+        }
+    ),
+    "everything": EVERYTHING,
+}
 # Two at a time, since every case is compiled for each implementation; of what needs
 # positions there is one in each.
-DECODING_ADDED = {}
-DECODING_ADDED["sinks, score_mod"] = Case({"sinks": True}, arguments=MODIFIED)
-DECODING_ADDED["logits_soft_cap, FunctionMask"] = Case(
-    {"logits_soft_cap": 0.5}, arguments=THINNED
-)
-DECODING_ADDED["rms_norm, SegmentMask"] = Case(
-    {"normalize_qk": Norm("rms")}, arguments=SEGMENTS
-)
-DECODING_ADDED["CausalMask, LocalMask"] = Case(
-    arguments={"mask": masks.CausalMask(-1) & masks.LocalMask(2, 1)}
-)
-DECODING_ADDED["bias, window with mask"] = Case(
-    {"local_window_size": 2},
-    arguments={
-        "mask": visible(BATCH, 1, 1, QUERIES),
-        "bias": np.asarray(normal(7, HEADS, QUERIES, QUERIES)),
-    },
-)
-DECODING_ADDED["two batch axes, window with key heads"] = Case(
-    {"num_kv_heads": 1, "local_window_size": (3, None)}, batch=(2, 3)
-)
-DECODING_ADDED["everything"] = EVERYTHING
+DECODING_ADDED = {
+    "sinks, score_mod": Case({"sinks": True}, arguments=MODIFIED),
+    "logits_soft_cap, FunctionMask": Case({"logits_soft_cap": 0.5}, arguments=THINNED),
+    "rms_norm, SegmentMask": Case({"normalize_qk": Norm("rms")}, arguments=SEGMENTS),
+    "CausalMask, LocalMask": Case(
+        arguments={"mask": masks.CausalMask(-1) & masks.LocalMask(2, 1)}
+    ),
+    "bias, window with mask": Case(
+        {"local_window_size": 2},
+        arguments={
+            "mask": visible(BATCH, 1, 1, QUERIES),
+            "bias": np.asarray(normal(7, HEADS, QUERIES, QUERIES)),
+        },
+    ),
+    "two batch axes, window with key heads": Case(
+        {"num_kv_heads": 1, "local_window_size": (3, None)}, batch=(2, 3)
+    ),
+    "everything": EVERYTHING,
+}
 
 
 def trained(params):
@@ -329,34 +328,36 @@ refuses_option(
 X = jnp.ones((BATCH, QUERIES, FEATURES))
 Y = jnp.ones((BATCH, KEYS, FEATURES))
 REFUSED_CALLS = RefusedCalls()
+refuses = REFUSED_CALLS.add
+
 # Inputs that do not fit one another.
-REFUSED_CALLS.add(r"inputs must have the same rank.*\(2, 7, 15\).*\(11, 15\)", X, Y[0])
-REFUSED_CALLS.add("same rank, at least 2", X[0, 0])
-REFUSED_CALLS.add("batch dims must match", X, Y[:1])
-REFUSED_CALLS.add("key and value lengths must match", X, Y, Y[:, :7])
-REFUSED_CALLS.add("`inputs_k` cannot be None if `inputs_v` is not None", X, None, Y)
+refuses(r"inputs must have the same rank.*\(2, 7, 15\).*\(11, 15\)", X, Y[0])
+refuses("same rank, at least 2", X[0, 0])
+refuses("batch dims must match", X, Y[:1])
+refuses("key and value lengths must match", X, Y, Y[:, :7])
+refuses("`inputs_k` cannot be None if `inputs_v` is not None", X, None, Y)
+
 # Arguments that do not fit the inputs.
-REFUSED_CALLS.add(
+refuses(
     r"mask must broadcast.*\(2, 3, 7, 7\).*\(7, 11\)", X, mask=np.ones((7, 11), bool)
 )
-REFUSED_CALLS.add("mask must broadcast", X, mask=np.ones((1, 1, 1, 1, 1), bool))
-REFUSED_CALLS.add("bias must broadcast", X, bias=np.ones((2, 7, 7), np.float32))
-REFUSED_CALLS.add(
+refuses("mask must broadcast", X, mask=np.ones((1, 1, 1, 1, 1), bool))
+refuses("bias must broadcast", X, bias=np.ones((2, 7, 7), np.float32))
+refuses(
     r"score_mod\(score, b, h, q_idx, kv_idx\) must", X, score_mod=lambda score: score
 )
-REFUSED_CALLS.add(
+refuses(
     r"^segment_ids must have shape \[batch",
     X,
     segment_ids=jnp.ones((BATCH, KEYS), int),
 )
-REFUSED_CALLS.add(
+refuses(
     "^segment_ids must be a pair", X, Y, segment_ids=jnp.ones((BATCH, QUERIES), int)
 )
+
 # What a CPU, or a decoding module, does not have.
-REFUSED_CALLS.add(
-    "cudnn", X, options={"implementation": "cudnn"}, error=NotImplementedError
-)
-REFUSED_CALLS.add(
+refuses("cudnn", X, options={"implementation": "cudnn"}, error=NotImplementedError)
+refuses(
     "segment_ids .*decod",
     X[:, :1],
     options={"decode": True},

@@ -117,6 +117,7 @@ class Nnx:
 
         module = cls.make(kind, params, **options)
         argnums = tuple(range(len(inputs) + 1))
+        # Of the module, and of every input.
         grad = nnx.jit(nnx.grad(loss, argnums=argnums, has_aux=True))
         (weights, *arrays), result = grad(module, *inputs)
         return result, nnx.to_pure_dict(weights), arrays

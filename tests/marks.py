@@ -2,27 +2,19 @@
 of options.
 """
 
+import functools
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import pytest
 
 
-class Refusal(NamedTuple):
-    """A call that raises an error whose message matches a pattern."""
-
-    message: str
-    call: Callable
-    arguments: tuple
-    keywords: dict[str, Any]
-
-
-class Refusals(list[Refusal]):
-    """A table of refusals; `add` takes what `cases.refused` takes."""
+class Refusals(list):
+    """A table of messages and of calls that raise errors with them; `add` takes what
+    `cases.refused` takes.
+    """
 
     def add(self, message, call, *arguments, **keywords):
-        self.append(Refusal(message, call, arguments, keywords))
+        self.append((message, functools.partial(call, *arguments, **keywords)))
 
 
 def named(text):

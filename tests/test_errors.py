@@ -2,8 +2,6 @@
 anything is computed.
 """
 
-from operator import attrgetter
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +87,7 @@ refuses(
     "must not capture complex arrays, .*x.real and",
     score_mod=lambda score, b, h, q, k: score + COMPLEX[k].real,
 )
+
 # Shapes and dtypes of the inputs.
 refuses(
     r"query, key, value must have same rank, .*\(7, 3, 4\)",
@@ -120,6 +119,7 @@ refuses(
     dtypes=dict.fromkeys(SHAPES, jnp.int32),
 )
 refuses("complex64", dtypes=dict.fromkeys(SHAPES, jnp.complex64))
+
 # Masks: the remedy depends on the shape, which shows what was meant.
 refuses(
     r"mask must be bool .*float32; use mask.astype\(bool\)",
@@ -156,6 +156,7 @@ refuses(
     mask=np.where(np.ones((T, S)), 0, -1e9),
 )
 refuses("mask must broadcast to", mask=np.ones((1, B, N, T, S), bool))
+
 # Biases.
 refuses(
     "bias must have one of the dtypes .*bool; pass a boolean array as mask=",
@@ -166,6 +167,7 @@ refuses(
     r"bias must broadcast to .*got shape \(5, 6\)",
     bias=np.ones((T, 6), np.float32),
 )
+
 # Lengths and segments.
 refuses(
     r"key_value_seq_lengths must broadcast to .*\(2,\)",
@@ -210,6 +212,7 @@ refuses(
     "query_segment_ids must also be passed",
     key_value_segment_ids=np.ones((B, S), int),
 )
+
 # Dropout.
 refuses(
     r"dropout_rate must be a concrete number in \[0, 1\), .*got 1.0",
@@ -231,6 +234,7 @@ refuses(
     dropout_rate=0.1,
     dropout_rng=jax.random.split(RNG),
 )
+
 # Numbers and flags, for which True is no 1.
 refuses(
     r"local_window_size must be an int >= 0, .*got \(3, -1\)",
@@ -273,12 +277,14 @@ refuses(
     "logits_soft_cap must be a concrete finite number > 0, .*got '30'",
     logits_soft_cap="30",
 )
+
 # Sinks.
 refuses(
     r"sinks must broadcast to .*\(2, 6\), but got shape \(3,\)",
     sinks=np.ones(K, np.float32),
 )
 refuses("sinks must have one of the dtypes .*int", sinks=np.ones(N, int))
+
 # Functions of users: what they return, and what they raise.
 refuses("score_mod must be a function of scalars, but got 3.0", score_mod=3.0)
 refuses("mask_mod must be a function of scalars, but got 3", mask=FunctionMask(3))
@@ -328,9 +334,9 @@ refuses(
 )
 
 
-@pytest.mark.parametrize("refusal", REFUSED, ids=attrgetter("message"))
-def test_wrong_arguments_raise_errors_of_one_line(refusal):
-    refused(refusal.message, refusal.call, **refusal.keywords)
+@pytest.mark.parametrize(("message", "call"), REFUSED)
+def test_wrong_arguments_raise_errors_of_one_line(message, call):
+    refused(message, call)
 
 
 NO_MASKS = Refusals()
@@ -358,9 +364,9 @@ NO_MASKS.add(
 )
 
 
-@pytest.mark.parametrize("refusal", NO_MASKS, ids=attrgetter("message"))
-def test_mask_objects_refuse_what_they_cannot_hold_or_combine(refusal):
-    refused(refusal.message, refusal.call, *refusal.arguments)
+@pytest.mark.parametrize(("message", "call"), NO_MASKS)
+def test_mask_objects_refuse_what_they_cannot_hold_or_combine(message, call):
+    refused(message, call)
 
 
 def test_errors_are_raised_while_tracing_before_any_compute():

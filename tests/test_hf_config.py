@@ -22,61 +22,62 @@ SIZES = {
 }
 # Parameters of all kinds of scaling, where they are nested in a config, and a family
 # that reads them.
-SCALINGS = {}
-SCALINGS["linear"] = "llama", {"rope_type": "linear", "factor": 2.0}
-SCALINGS["dynamic"] = "llama", {"rope_type": "dynamic", "alpha": 2.0}
-SCALINGS["llama3"] = (
-    "llama",
-    {
-        "rope_type": "llama3",
-        "factor": 2.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    },
-)
-SCALINGS["yarn"] = (
-    "llama",
-    {
-        "rope_type": "yarn",
-        "factor": 2.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-)
-SCALINGS["yarn, attention_factor"] = (
-    "phi3",
-    {
-        "rope_type": "yarn",
-        "attention_factor": 1.5,
-        "truncate": False,
-        "original_max_position_embeddings": 64,
-    },
-)
-SCALINGS["longrope"] = (
-    "llama",
-    {
-        "rope_type": "longrope",
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-        "short_mscale": 1.0,
-        "factor": 2.0,
-    },
-)
-SCALINGS["mrope"] = (
-    "qwen2_vl_text",
-    {"rope_type": "mrope", "mrope_section": [2, 1, 1], "mrope_interleaved": True},
-)
-SCALINGS["default"] = (
-    "ministral3",
-    {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
-        "llama_4_scaling_beta": 0.1,
-    },
-)
+SCALINGS = {
+    "linear": ("llama", {"rope_type": "linear", "factor": 2.0}),
+    "dynamic": ("llama", {"rope_type": "dynamic", "alpha": 2.0}),
+    "llama3": (
+        "llama",
+        {
+            "rope_type": "llama3",
+            "factor": 2.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    ),
+    "yarn": (
+        "llama",
+        {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    ),
+    "yarn, attention_factor": (
+        "phi3",
+        {
+            "rope_type": "yarn",
+            "attention_factor": 1.5,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "longrope": (
+        "llama",
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "short_mscale": 1.0,
+            "factor": 2.0,
+        },
+    ),
+    "mrope": (
+        "qwen2_vl_text",
+        {"rope_type": "mrope", "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    ),
+    "default": (
+        "ministral3",
+        {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
+}
 INTEGERS = (
     "num_heads",
     "qkv_features",

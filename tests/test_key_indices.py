@@ -4,7 +4,6 @@ and memory is linear.
 
 import functools
 import itertools
-from operator import attrgetter
 from typing import NamedTuple
 
 import jax
@@ -175,6 +174,10 @@ def test_listed_keys_equal_a_mask_that_shows_them(name, call, dtype):
             close(got, want, tolerance, at_least=1)
 
 
+def attend_causally(query, key, value, indices):
+    return dot_product_attention(query, key, value, key_indices=indices, is_causal=True)
+
+
 @pytest.mark.core
 def test_memory_is_linear_and_a_tenth_of_the_dense_memory():
     def temporaries(length, attend):
@@ -184,19 +187,15 @@ def test_memory_is_linear_and_a_tenth_of_the_dense_memory():
         program = jax.jit(gradient).lower((x, x, x), indices).compile()
         return program.memory_analysis().temp_size_in_bytes
 
-    def listed(query, key, value, indices):
-        return dot_product_attention(
-            query, key, value, key_indices=indices, is_causal=True
-        )
-
     def dense(query, key, value, indices):
         return dot_product_attention(
             query, key, value, is_causal=True, implementation="xla"
         )
 
-    short = temporaries(2048, listed)
-    long = temporaries(8192, listed)
+    short = temporaries(2048, attend_causally)
+    long = temporaries(8192, attend_causally)
 
+    # Four times as many queries, with as many keys each.
     assert long <= 5 * short
     assert long <= temporaries(8192, dense) / 10
 
@@ -252,6 +251,7 @@ def test_nan_reaches_only_queries_that_list_its_key():
 def test_traced_index_beyond_the_keys_makes_its_query_nan():
     (query, key, value), indices = drawn(TWENTY)
     indices[0, 8, 0] = 9
+    # Under jit, it cannot raise an error, and must not count as the last key.
     output = attend(query, key, value, indices)
     np.testing.assert_array_equal(rows_with_nan(output), np.arange(20) == 8)
 
@@ -277,9 +277,9 @@ refuses("key_indices must have shape", 0)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("refusal", REFUSED, ids=attrgetter("message"))
-def test_wrong_indices_raise_errors(refusal):
-    refused(refusal.message, refusal.call, *refusal.arguments, **refusal.keywords)
+@pytest.mark.parametrize(("message", "call"), REFUSED)
+def test_wrong_indices_raise_errors(message, call):
+    refused(message, call)
 
 
 @pytest.mark.core
@@ -291,10 +291,6 @@ def test_only_xla_takes_key_indices():
     explanation = explain_implementation(*ARRAYS, key_indices=INDICES, platform="cuda")
     assert explanation.chosen == "xla"
     assert explanation.variant == "keys gathered for each query"
-
-
-def attend_causally(query, key, value, indices):
-    return dot_product_attention(query, key, value, key_indices=indices, is_causal=True)
 
 
 OF_HEADS = Sizes(3, 20, 30, 4, 2, 8, 8, count=5, by_head=True)
@@ -353,6 +349,12 @@ CACHES = {
 }
 
 
+def window_of(name):
+    if "window" not in CACHES[name]:
+        return {}
+    return {"local_window_size": (CACHES[name]["window"], 0)}
+
+
 # The largest features, to which the scales of 8 bits are exact.
 EXACT_8_BITS = {jnp.int8: 127, jnp.float8_e4m3fn: 448}
 SEQUENCE = Sizes(2, 29, 29, 4, 2, 8, 8, count=6, by_head=True)
@@ -361,7 +363,7 @@ SEQUENCE = Sizes(2, 29, 29, 4, 2, 8, 8, count=6, by_head=True)
 @pytest.mark.parametrize("name", with_core(CACHES, "each sequence its own index"))
 def test_decoding_equals_the_whole_sequence(name):
     cache_options = CACHES[name]
-    # Some of the listed positions are in the future.
+    # Some of the listed positions are in the future, which a cache does not hold yet.
     (query, key, value), indices = drawn(SEQUENCE)
     # Exact in 8 bits.
     key = np.round(key * 4)
@@ -373,9 +375,7 @@ def test_decoding_equals_the_whole_sequence(name):
     key[..., 0] = largest
     value[..., 0] = largest
     query[..., 0] = 0
-    options = {}
-    if "window" in cache_options:
-        options = {"local_window_size": (cache_options["window"], 0)}
+    options = window_of(name)
     want = dot_product_attention(
         query, key, value, key_indices=indices, is_causal=True, **options
     )
@@ -397,12 +397,8 @@ def test_decoding_equals_the_whole_sequence(name):
 def test_wrong_indices_raise_errors_while_decoding(name):
     (query, key, value), indices = drawn(SEQUENCE)
     cache = KVCache.create(2, 29, num_kv_heads=2, head_size=8, **CACHES[name])
-    options = {}
-    if "window" in CACHES[name]:
-        options = {"local_window_size": (CACHES[name]["window"], 0)}
-    step = functools.partial(
-        cached_attention, query[:, :1], key[:, :1], value[:, :1], cache, **options
-    )
+    arrays = (query[:, :1], key[:, :1], value[:, :1])
+    step = functools.partial(cached_attention, *arrays, cache, **window_of(name))
     with pytest.raises(ValueError, match="key_indices must have shape"):
         step(key_indices=indices[:, :2])
     with pytest.raises(ValueError, match="key_indices must be from 0 to"):

@@ -4,7 +4,6 @@ refusals.
 
 import dataclasses
 import functools
-from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +68,7 @@ def assert_holds(cache, index):
     np.testing.assert_array_equal(np.where(held, cache.value, 0), -key)
 
 
+# NaN is not equal to itself, and 0 equals -0.
 def same_bits(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -305,6 +305,7 @@ def test_keep_of_a_slot_that_follows_the_index_changes_nothing():
 def test_keep_marks_sequences_without_a_path():
     cache = filled(9, [9, 9, 5], per_row=True)
     slots = np.array([[4, 6], [6, 6], [4, 6]])
+    # A slot twice, and a slot that the third sequence has not written.
     marked = jax.jit(KVCache.keep)(cache, slots)
     np.testing.assert_array_equal(marked.index, [6, -1, -1])
     same_bits(marked.key[1:], cache.key[1:])
@@ -333,6 +334,7 @@ def test_take_keeps_a_shared_index():
 @pytest.mark.core
 def test_rows_that_do_not_exist_become_nan():
     cache = filled(7, [7, 3, 5], per_row=True)
+    # Under jit, they cannot raise an error.
     beams = jax.jit(KVCache.take)(cache, jnp.array([0, B, -1, 1]))
     np.testing.assert_array_equal(beams.index, [7, -1, -1, 3])
     np.testing.assert_array_equal(beams.key[::3], cache.key[:2])
@@ -377,6 +379,7 @@ def test_room_of_each_sequence_is_traced():
 
 @pytest.mark.core
 def test_ring_has_room_until_the_largest_position():
+    # Old tokens make room, but positions are int32.
     ring = KVCache(*tokens(0, RING), jnp.asarray(2**31 - 3, jnp.int32), WINDOW)
     assert ring.has_room(2) is True
     refused("the cache is too short", ring.has_room, 3)
@@ -542,11 +545,12 @@ NEW = tokens(0, 2)
 
 FLOATS = [x.astype(jnp.bfloat16) for x in NEW]
 REFUSED = Refusals()
-REFUSED.add("batch must be an int >= 0, but got -1", create, batch=(2, -1))
-REFUSED.add("batch must be an int >= 0, but got True", create, batch=True)
-REFUSED.add("max_length must be an int >= 1, but got 1000.0", create, max_length=1e3)
-REFUSED.add("num_kv_heads must be an int >= 1, but got 0", create, num_kv_heads=0)
-REFUSED.add("head_size must be an int >= 1, but got '8'", create, head_size="8")
+refuses = REFUSED.add
+refuses("batch must be an int >= 0, but got -1", create, batch=(2, -1))
+refuses("batch must be an int >= 0, but got True", create, batch=True)
+refuses("max_length must be an int >= 1, but got 1000.0", create, max_length=1e3)
+refuses("num_kv_heads must be an int >= 1, but got 0", create, num_kv_heads=0)
+refuses("head_size must be an int >= 1, but got '8'", create, head_size="8")
 for dtype, shown in (
     (jnp.int16, "int16"),
     (jnp.float8_e5m2, "float8_e5m2"),
@@ -554,128 +558,120 @@ for dtype, shown in (
     ("float33", "'float33'"),
 ):
     dtypes = "of at least 16 bits, int8 or float8_e4m3fn"
-    REFUSED.add(f"{dtypes}, but got {shown}; ", create, dtype=dtype)
-REFUSED.add("per_row must be True or False, but got 1", create, per_row=1)
-REFUSED.add(
-    r"window must be an int >= 0 or None, but got \(3, 0\)", create, window=(3, 0)
-)
+    refuses(f"{dtypes}, but got {shown}; ", create, dtype=dtype)
+refuses("per_row must be True or False, but got 1", create, per_row=1)
+refuses(r"window must be an int >= 0 or None, but got \(3, 0\)", create, window=(3, 0))
+
 # Updates: room, shapes, dtypes and lengths.
-REFUSED.add(
+refuses(
     "end at position 12, but there are only 11 slots; create a",
     ONE.update,
     *tokens(7, 5),
 )
-REFUSED.add(
+refuses(
     "the cache is full: all 11 slots .*; create a longer",
     ONE.update(*tokens(7, 4)).update,
     *tokens(11, 1),
 )
-REFUSED.add("end at position 12", ROWS.update, *tokens(0, 6), lengths=[5, 1, 1])
-REFUSED.add(
+refuses("end at position 12", ROWS.update, *tokens(0, 6), lengths=[5, 1, 1])
+refuses(
     "too short: got 12 new tokens for 11 slots",
     jax.eval_shape,
     lambda c: c.update(*tokens(0, S + 1)),
     ONE,
 )
-REFUSED.add(
+refuses(
     r"expected key shape \(3, T, 2, 5\) instead got \(2, 2, 2, 5\)",
     ONE.update,
     *tokens(0, 2, (2,)),
 )
-REFUSED.add(
+refuses(
     r"expected key shape .* instead got \(2, 2, 5\)", ONE.update, NEW[0][0], NEW[1][0]
 )
-REFUSED.add(
+refuses(
     r"expected value shape .* instead got \(3, 2, 2, 3\)",
     ONE.update,
     NEW[0],
     NEW[1][..., :3],
 )
-REFUSED.add(
+refuses(
     r"key must have .* dtype, float32, but got bfloat16; use \.astype",
     ONE.update,
     FLOATS[0],
     NEW[1],
 )
-REFUSED.add("value must have the cache's dtype, .*16", ONE.update, NEW[0], FLOATS[1])
-REFUSED.add("the same length, but got 2 and 1", ONE.update, NEW[0], NEW[1][:, :1])
-REFUSED.add("lengths must be None .*per_row=True", ONE.update, *NEW, lengths=[1, 1, 1])
-REFUSED.add(
+refuses("value must have the cache's dtype, .*16", ONE.update, NEW[0], FLOATS[1])
+refuses("the same length, but got 2 and 1", ONE.update, NEW[0], NEW[1][:, :1])
+refuses("lengths must be None .*per_row=True", ONE.update, *NEW, lengths=[1, 1, 1])
+refuses(
     "lengths must be between 0 and 2.*got values from -1 to 1",
     ROWS.update,
     *NEW,
     lengths=[1, -1, 1],
 )
-REFUSED.add(
+refuses(
     r"lengths must have shape \[batch...\] = \(3,\)", ROWS.update, *NEW, lengths=[1, 1]
 )
-REFUSED.add(
+refuses(
     "lengths must have an integer dtype.*bool",
     ROWS.update,
     *NEW,
     lengths=jnp.ones(B, bool),
 )
+
 # Tokens that are taken back.
-REFUSED.add(
+refuses(
     r"index must be between 0 and 7 \(the number of tokens so far\)", ONE.truncate, 8
 )
-REFUSED.add(
+refuses(
     r"index must be between 0 and 3 \(.*but got values from 4 to 4", ROWS.truncate, 4
 )
-REFUSED.add(
-    "index must be between 0 and .*but got values from -1 to -1", ONE.truncate, -1
-)
-REFUSED.add("index must have an integer dtype, but got float64", ONE.truncate, 1.0)
-REFUSED.add(
+refuses("index must be between 0 and .*but got values from -1 to -1", ONE.truncate, -1)
+refuses("index must have an integer dtype, but got float64", ONE.truncate, 1.0)
+refuses(
     r"index must have the same shape as the cache's index, \(3,\)",
     ROWS.truncate,
     [1, 1],
 )
+
 # Paths of drafts.
-REFUSED.add(
+refuses(
     r"slots must be in ascending order, at least index \(4\) .* \(7\), .* \[4, 3\]",
     ONE.keep,
     [4, 3],
 )
-REFUSED.add(
-    r"slots must .* at least index \(4\) and less than .* \(7\)", ONE.keep, [4, 7]
-)
-REFUSED.add(
+refuses(r"slots must .* at least index \(4\) and less than .* \(7\)", ONE.keep, [4, 7])
+refuses(
     "lengths must be between 0 and 2, but got .* and lengths 3", ONE.keep, [4, 5], 3
 )
-REFUSED.add(
+refuses(
     r"slots must .* at least index \(5\) and less than .* \(7\)", ONE.keep, [4], index=5
 )
-REFUSED.add(
+refuses(
     r"slots must have shape \(3, n\) with n >= 1, but got \(2,\)", ROWS.keep, [1, 2]
 )
-REFUSED.add(
-    r"lengths must have the same shape as .* \(3,\)", ROWS.keep, [[1]] * 3, [1, 1]
-)
-REFUSED.add(
+refuses(r"lengths must have the same shape as .* \(3,\)", ROWS.keep, [[1]] * 3, [1, 1])
+refuses(
     "keep does not support ring caches, because the window of 4 positions would count",
     RING_CACHE.keep,
     [0],
 )
+
 # Rows.
-REFUSED.add(
-    "rows must be between 0 and 2, but got values from 0 to 3", ONE.take, [0, 3]
-)
-REFUSED.add(
-    "rows must be between 0 and 2, but got values from -1 to -1", ONE.take, [-1]
-)
-REFUSED.add(
+refuses("rows must be between 0 and 2, but got values from 0 to 3", ONE.take, [0, 3])
+refuses("rows must be between 0 and 2, but got values from -1 to -1", ONE.take, [-1])
+refuses(
     r"rows must have shape \[B'\] .*, but got .* for .* batch shape \(3,\)", ONE.take, 1
 )
-REFUSED.add(
+refuses(
     r"rows must have shape \[B'\].*for a cache with batch shape \(\)",
     create(batch=()).take,
     [0],
 )
-REFUSED.add("rows must have an integer dtype, but got float64", ONE.take, [0.0])
+refuses("rows must have an integer dtype, but got float64", ONE.take, [0.0])
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("refusal", REFUSED, ids=attrgetter("message"))
-def test_wrong_arguments_raise_errors_of_one_line(refusal):
-    refused(refusal.message, refusal.call, *refusal.arguments, **refusal.keywords)
+@pytest.mark.parametrize(("message", "call"), REFUSED)
+def test_wrong_arguments_raise_errors_of_one_line(message, call):
+    refused(message, call)

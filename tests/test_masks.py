@@ -63,42 +63,45 @@ SHORT = FunctionMask(lambda b, h, q, k: k < 20 * (b + 1))
 NEAR = FunctionMask(lambda b, h, q, k: (k <= q) & (k >= q - 3))
 position = row + each(OFFSETS)
 
-MASKS = {}
-MASKS["causal"] = MaskCase(CausalMask(), column <= row)
-MASKS["causal, later"] = MaskCase(CausalMask(3), column <= row + 3)
-MASKS["causal, offset"] = MaskCase(CausalMask(), column <= row + 7, query_offset=7)
-MASKS["local"] = MaskCase(LocalMask(5, 2), (column >= row - 5) & (column <= row + 2))
-MASKS["local, one side"] = MaskCase(LocalMask(None, 2), column <= row + 2)
-MASKS["lengths"] = MaskCase(
-    LengthMask(LENGTHS[0], LENGTHS[1]),
-    (column < each(LENGTHS[0])) & (row < each(LENGTHS[1])),
-)
-MASKS["segments"] = MaskCase(
-    SegmentMask(IDS[:, :T], IDS), IDS[:, None, :T, None] == IDS[:, None, None, :]
-)
-MASKS["array"] = MaskCase(ArrayMask(ARRAY), ARRAY)
-MASKS["array of keys"] = MaskCase(ArrayMask(ARRAY[:1, :1, :1]), ARRAY[:1, :1, :1])
-MASKS["function"] = MaskCase(FunctionMask(every_fifth), (row - column) % 5 == 0)
-MASKS["function, offset"] = MaskCase(
-    FunctionMask(every_fifth), (row + 7 - column) % 5 == 0, query_offset=7
-)
-MASKS["function of head"] = MaskCase(
-    FunctionMask(of_tiles), TABLE[:, row // 8, column // 8]
-)
-MASKS["function of batch"] = MaskCase(SHORT, column < each([20, 40]))
-MASKS["function, offset a sequence"] = MaskCase(
-    NEAR, (column <= position) & (column >= position - 3), query_offset=OFFSETS
-)
-MASKS["and, or, not"] = MaskCase(
-    (CausalMask() & ~LocalMask(9, 9)) | FIRST_KEYS,
-    ((column <= row) & (abs(row - column) > 9)) | (column < 4),
-)
-MASKS["not of and"] = MaskCase(
-    ~(CausalMask() & ArrayMask(ARRAY)), ~((column <= row) & ARRAY)
-)
+MASKS = {
+    "causal": MaskCase(CausalMask(), column <= row),
+    "causal, later": MaskCase(CausalMask(3), column <= row + 3),
+    "causal, offset": MaskCase(CausalMask(), column <= row + 7, query_offset=7),
+    "local": MaskCase(LocalMask(5, 2), (column >= row - 5) & (column <= row + 2)),
+    "local, one side": MaskCase(LocalMask(None, 2), column <= row + 2),
+    "lengths": MaskCase(
+        LengthMask(LENGTHS[0], LENGTHS[1]),
+        (column < each(LENGTHS[0])) & (row < each(LENGTHS[1])),
+    ),
+    "segments": MaskCase(
+        SegmentMask(IDS[:, :T], IDS), IDS[:, None, :T, None] == IDS[:, None, None, :]
+    ),
+    "array": MaskCase(ArrayMask(ARRAY), ARRAY),
+    "array of keys": MaskCase(ArrayMask(ARRAY[:1, :1, :1]), ARRAY[:1, :1, :1]),
+    "function": MaskCase(FunctionMask(every_fifth), (row - column) % 5 == 0),
+    "function, offset": MaskCase(
+        FunctionMask(every_fifth), (row + 7 - column) % 5 == 0, query_offset=7
+    ),
+    "function of head": MaskCase(
+        FunctionMask(of_tiles), TABLE[:, row // 8, column // 8]
+    ),
+    "function of batch": MaskCase(SHORT, column < each([20, 40])),
+    "function, offset a sequence": MaskCase(
+        NEAR, (column <= position) & (column >= position - 3), query_offset=OFFSETS
+    ),
+    "and, or, not": MaskCase(
+        (CausalMask() & ~LocalMask(9, 9)) | FIRST_KEYS,
+        ((column <= row) & (abs(row - column) > 9)) | (column < 4),
+    ),
+    "not of and": MaskCase(
+        ~(CausalMask() & ArrayMask(ARRAY)), ~((column <= row) & ARRAY)
+    ),
+}
 CORE = ("local", "function of head", "and, or, not")
 
 
+# Empty tiles are skipped, and full ones need no mask: a wrong one would be an error, or
+# lost time.
 def assert_occupancy(mask, array, offset=0):
     """Exactly the right tiles of 8 x 8 count as empty, and as full."""
     grid = Grid((T // 8, S // 8), (8, 8), (offset, 0))

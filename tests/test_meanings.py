@@ -51,6 +51,7 @@ def test_dropout_keeps_the_right_share_and_scales_it(rate):
     drop = {"dropout_rate": rate, "dropout_rng": jax.random.key(0)}
     weights = dropped((4, 256, 4, 256), **drop)
     kept = weights != 0
+    # Of a mean of independent draws.
     standard_error = np.sqrt(rate * (1 - rate) / kept.size)
     assert kept.size > 1e6
     assert abs(kept.mean() - (1 - rate)) < 4 * standard_error
@@ -111,6 +112,7 @@ def test_traced_scale_has_a_gradient(implementation):
         return jnp.sum(jnp.sin(output))
 
     step = 1e-2
+    # The central difference.
     above, _ = run(np.float32(0.3 + step))
     below, _ = run(np.float32(0.3 - step))
     _, gradient = run(np.float32(0.3))

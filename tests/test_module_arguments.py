@@ -111,25 +111,26 @@ class Preset(NamedTuple):
     arguments: dict = {}  # noqa: RUF012
 
 
-PRESETS = {}
-PRESETS["scale, is_causal"] = Preset(
-    {"scale": 0.3, "is_causal": True},
-    options={"scale": 0.3},
-    arguments={"is_causal": True},
-)
-PRESETS["local_window_size"] = Preset(
-    {"local_window_size": (2, 0)}, options={"local_window_size": (2, 0)}
-)
-PRESETS["mask"] = Preset({"mask": CausalMask()}, arguments={"mask": CausalMask()})
-PRESETS["bias, logits_soft_cap"] = Preset(
-    {"bias": X[:, None, :, :T], "logits_soft_cap": 1.0},
-    options={"logits_soft_cap": 1.0},
-    arguments={"bias": X[:, None, :, :T]},
-)
-PRESETS["key_value_seq_lengths"] = Preset(
-    {"key_value_seq_lengths": jnp.array([3, 5])},
-    arguments={"lengths": (None, jnp.array([3, 5]))},
-)
+PRESETS = {
+    "scale, is_causal": Preset(
+        {"scale": 0.3, "is_causal": True},
+        options={"scale": 0.3},
+        arguments={"is_causal": True},
+    ),
+    "local_window_size": Preset(
+        {"local_window_size": (2, 0)}, options={"local_window_size": (2, 0)}
+    ),
+    "mask": Preset({"mask": CausalMask()}, arguments={"mask": CausalMask()}),
+    "bias, logits_soft_cap": Preset(
+        {"bias": X[:, None, :, :T], "logits_soft_cap": 1.0},
+        options={"logits_soft_cap": 1.0},
+        arguments={"bias": X[:, None, :, :T]},
+    ),
+    "key_value_seq_lengths": Preset(
+        {"key_value_seq_lengths": jnp.array([3, 5])},
+        arguments={"lengths": (None, jnp.array([3, 5]))},
+    ),
+}
 
 
 @pytest.mark.core
@@ -143,6 +144,7 @@ def test_partial_sets_arguments_that_the_module_does_not(make, name):
     got = call(make(attention_fn=attention_fn), X)
 
     assert_close(got, want)
+    # They make a difference.
     assert jnp.abs(got - call(make(), X)).max() > 1e-6
     # Both may set the same.
     twice = call(make(**options, attention_fn=attention_fn), X)
@@ -180,6 +182,7 @@ def test_functions_of_flax_and_jax_refuse_mask_objects(make, function):
     module = make(attention_fn=function)
     combined = CausalMask() & masks.LengthMask(jnp.array([3, 4]))
     refused(NO_MASK_OBJECT, call, module, X, mask=CausalMask())
+    # The error names the combination, not its parts.
     refused("but got a And", call, module, X, mask=combined)
 
 
@@ -528,18 +531,12 @@ IDS = jnp.ones((B, T), int)
 REFUSED = []
 
 
-class Refused(NamedTuple):
-    message: str
-    options: dict = {}  # noqa: RUF012
-    arguments: dict = {}  # noqa: RUF012
-
-
 def refuses_option(message, **options):
-    REFUSED.append(Refused(message, options=options))
+    REFUSED.append((message, options, {}))
 
 
 def refuses(message, **arguments):
-    REFUSED.append(Refused(message, arguments=arguments))
+    REFUSED.append((message, {}, arguments))
 
 
 refuses_option("num_heads must be an int, but got 4.0", num_heads=4.0)
@@ -584,13 +581,10 @@ refuses(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("refusal", REFUSED)
+@pytest.mark.parametrize(("message", "options", "arguments"), REFUSED)
 @MAKES
-def test_wrong_options_and_arguments_raise_errors(refusal, make):
-    refused(
-        refusal.message,
-        lambda: call(make(**refusal.options), X, **refusal.arguments),
-    )
+def test_wrong_options_and_arguments_raise_errors(message, options, arguments, make):
+    refused(message, lambda: call(make(**options), X, **arguments))
 
 
 @pytest.mark.core
@@ -631,6 +625,7 @@ def test_remat_traces_flags_but_not_mask_objects():
 @pytest.mark.core
 @MAKES
 def test_errors_of_misspelled_arguments_name_the_call_or_the_function(make):
+    # Of modules the call, of partials the function that they call.
     unexpected = r"\(\) got an unexpected keyword argument "
     refused(f"__call__{unexpected}'maks'", call, make(), X, maks=None, error=TypeError)
 
@@ -780,6 +775,7 @@ def test_attention_fn_takes_every_argument_of_flax():
 
 def test_einsum_dot_general_computes_both_products():
     query = jnp.asarray(rng.standard_normal((B, T, N, 4)), jnp.float32)
+    # The scores, and the sum over values.
     calls = []
 
     def counted(*arguments, **keywords):

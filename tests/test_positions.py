@@ -4,7 +4,6 @@ equal parts of a whole call.
 
 import functools
 import itertools
-from operator import attrgetter
 from typing import NamedTuple
 
 import jax
@@ -165,41 +164,42 @@ def test_lengths_and_ids_may_have_64_bits(implementation):
 
 
 REFUSED = Refusals()
-REFUSED.add(
+refuses = REFUSED.add
+refuses(
     "query_offset must keep positions within the int32 range",
     attend,
     query_offset=2**31 - T + 1,
 )
-REFUSED.add(
+refuses(
     "key_value_offset must keep positions",
     attend,
     key_value_offset=np.array([0, 2**31 - 3]),
 )
-REFUSED.add(
+refuses(
     "must keep distances within .* positions 2147483548",
     attend,
     query_offset=2**31 - 100,
     key_value_offset=-1000,
 )
-REFUSED.add(
+refuses(
     r"query_segment_ids must be in the int32 .*ids, return_inverse=True",
     attend,
     query_segment_ids=np.arange(T) * 2**32,
 )
 # In int32, these ids would be equal.
-REFUSED.add(
+refuses(
     "query_segment_ids must be in the int32 range",
     attend,
     query_segment_ids=np.full(T, 2**32 - 1, np.uint32),
     key_value_segment_ids=np.full(T, -1),
 )
-REFUSED.add("key_value_offset must have an integer dtype", attend, key_value_offset=0.5)
+refuses("key_value_offset must have an integer dtype", attend, key_value_offset=0.5)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("refusal", REFUSED, ids=attrgetter("message"))
-def test_positions_beyond_int32_raise_errors(refusal):
-    refused(refusal.message, refusal.call, **refusal.keywords)
+@pytest.mark.parametrize(("message", "call"), REFUSED)
+def test_positions_beyond_int32_raise_errors(message, call):
+    refused(message, call)
 
 
 LENGTHS_OF_KEYS = np.array([22, 37])

@@ -5,10 +5,8 @@ mesh, in either module.
 import contextlib
 import functools
 import re
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import contexts
 import jax
@@ -343,15 +341,9 @@ X = jnp.ones((2, 16, 4, 8))
 REFUSED = []
 
 
-class Refused(NamedTuple):
-    message: str
-    made: dict
-    called: dict
-
-
 def refuses(message, made=None, **called):
     """Adds a case: arguments of `context_parallel`, and of the function it returns."""
-    REFUSED.append(Refused(message, made or {}, called))
+    REFUSED.append((message, made or {}, called))
 
 
 refuses("'context'; no mesh is set; use jax.set_mesh, or mesh=", made={"mesh": None})
@@ -408,11 +400,11 @@ refuses(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("refusal", REFUSED, ids=attrgetter("message"))
-def test_wrong_meshes_axes_and_arguments_raise_errors(refusal):
-    made = {"axis": "context", "mesh": mesh_of(data=2, context=4)} | refusal.made
-    called = dict.fromkeys(QKV, X) | refusal.called
-    refused(refusal.message, lambda: flax_mha.context_parallel(**made)(**called))
+@pytest.mark.parametrize(("message", "made", "called"), REFUSED)
+def test_wrong_meshes_axes_and_arguments_raise_errors(message, made, called):
+    made = {"axis": "context", "mesh": mesh_of(data=2, context=4)} | made
+    called = dict.fromkeys(QKV, X) | called
+    refused(message, lambda: flax_mha.context_parallel(**made)(**called))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

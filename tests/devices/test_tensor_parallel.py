@@ -119,6 +119,7 @@ def check(function, state, mesh, kind, expected):
         program = forward.lower(state, x).compile()
         answer = jax.jit(function)(state, x)
     close(answer, expected)
+    # Only the output layer sums over heads.
     assert collectives(program.as_text()) == {"all-reduce": 1}
 
 
@@ -149,6 +150,7 @@ def test_linen_module_with_split_heads_equals_one_device(num_kv_heads, kind):
     layer = linen_layer(num_kv_heads, head_axis="model")
     with jax.set_mesh(mesh):
         boxed = jax.jit(layer.init)(jax.random.key(0), inputs())
+    # Each device draws its part of the same weights.
     close(nn.unbox(boxed), variables)
     specs = nn.get_partition_spec(boxed)
     assert specs["params"]["query"]["kernel"] == jax.P(None, "model", None)
