@@ -37,6 +37,7 @@ def softmax(scores):
     return powers / powers.sum()
 
 
+# Ties at the limit of a filter, and numbers whose sums or powers overflow.
 LOGITS = np.random.default_rng(0).normal(size=97).astype(np.float32) * 3
 TIES = np.float32([1.0, 2.0, 2.0, 0.0, 2.0, 1.0, 2.0, -1.0])
 UNIFORM = np.zeros(8, np.float32)
@@ -173,6 +174,7 @@ def test_texts_beyond_the_context_equal_one_windowed_pass(model, prompt):
     logits = logits_of(model, numbers_of(whole))
     expected = VOCABULARY.decode(np.argmax(logits, axis=-1))
     assert text == expected[len(prompt) - 1 : -1]
+    # A model that repeats one character would pass with any window.
     assert len(set(text)) > 3
 
 

@@ -61,6 +61,7 @@ def shown(out, run=None):
     report.write(out, run or config())
     page = Page((out / report.FILE).read_text())
     assert "script" not in page.elements
+    # The two pictures are part of the page.
     assert page.loads == ["data:image/png;base64,cGljdHVyZQ=="] * 2
     return page.text
 
@@ -71,6 +72,7 @@ def test_page_escapes_texts_and_loads_nothing(out):
 
     text = shown(out, config(data=f"/x/{HOSTILE[:9]}<b>.txt"))
 
+    # In the prompt once, in the text twice.
     assert text.count("<script>alert(1)</script>") == 3
     assert "\\x1b[31m" in text  # as on a terminal
     assert "<b>.txt" in text
