@@ -40,9 +40,8 @@ class Case(NamedTuple):
 
 
 def normal(seed, *shape):
-    return jnp.asarray(
-        np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-    )
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=shape).astype(np.float32))
 
 
 def visible(*shape):
@@ -96,9 +95,8 @@ def scaled(key, shape, dtype, out_sharding=None):
     """A quick initializer of kernels and biases: nothing is compiled for it."""
     # Linen only traces for shapes.
     seed = 0 if isinstance(key, jax.core.Tracer) else np.asarray(raw(key))
-    return (np.random.default_rng(seed).normal(size=shape) / np.sqrt(FEATURES)).astype(
-        dtype
-    )
+    weights = np.random.default_rng(seed).normal(size=shape) / np.sqrt(FEATURES)
+    return weights.astype(dtype)
 
 
 def assert_same(got, expected):
@@ -161,10 +159,8 @@ def recording(attention_fn=flax_mha.attention_fn):
 
 def by_distance(score, b, h, q_idx, kv_idx):
     """A score_mod that depends on both positions and on the head."""
-    return (
-        score * 2
-        - (q_idx - kv_idx).astype(score.dtype) * (h + 1).astype(score.dtype) / 8
-    )
+    distance = (q_idx - kv_idx).astype(score.dtype)
+    return score * 2 - distance * (h + 1).astype(score.dtype) / 8
 
 
 def thinned(b, h, q_idx, kv_idx):
@@ -180,7 +176,7 @@ THINNED = {"mask": masks.FunctionMask(thinned)}
 MODIFIED = {"score_mod": jax.tree_util.Partial(by_distance)}
 # Options and call arguments of ours that Flax lacks, the same in both modules.
 GROUPED = {"num_heads": 6, "num_kv_heads": 2, "qkv_features": 30}
-EVERYTHING = (
+EVERYTHING = Case(
     GROUPED
     | {
         "sinks": True,
@@ -188,17 +184,19 @@ EVERYTHING = (
         "normalize_qk": Norm("rms"),
         "local_window_size": (3, 1),
     },
-    MODIFIED | THINNED,
+    arguments=MODIFIED | THINNED,
 )
 ADDED = {
-    "logits_soft_cap": ({"logits_soft_cap": 0.5}, {}),
-    "sinks": ({"sinks": True}, {}),
-    "score_mod": ({}, MODIFIED),
-    "rms_norm": ({"normalize_qk": Norm("rms")}, {}),
-    "window": ({"local_window_size": (2, 1)}, {}),
-    "causal, segments": (
-        {},
-        {"is_causal": True, "segment_ids": jnp.broadcast_to(IDS, (BATCH, QUERIES))},
+    "logits_soft_cap": Case({"logits_soft_cap": 0.5}),
+    "sinks": Case({"sinks": True}),
+    "score_mod": Case(arguments=MODIFIED),
+    "rms_norm": Case({"normalize_qk": Norm("rms")}),
+    "window": Case({"local_window_size": (2, 1)}),
+    "causal, segments": Case(
+        arguments={
+            "is_causal": True,
+            "segment_ids": jnp.broadcast_to(IDS, (BATCH, QUERIES)),
+        }
     ),
     "everything": EVERYTHING,
 }
@@ -221,7 +219,7 @@ DECODING_ADDED = {
     "two batch axes, window with key heads": Case(
         {"num_kv_heads": 1, "local_window_size": (3, None)}, batch=(2, 3)
     ),
-    "everything": Case(EVERYTHING[0], arguments=EVERYTHING[1]),
+    "everything": EVERYTHING,
 }
 
 
@@ -229,7 +227,11 @@ def trained(params):
     """Changes vectors: sinks and the scales of norms start as zeros and ones, which
     would hide errors.
     """
-    return jax.tree.map(lambda w: w + normal(4, *w.shape) if w.ndim == 1 else w, params)
+
+    def change(w):
+        return w + normal(4, *w.shape) if w.ndim == 1 else w
+
+    return jax.tree.map(change, params)
 
 
 def cut(arguments, t):
@@ -249,15 +251,15 @@ def attention_arguments(run, ours, flax):
     """Our module and Flax's, made with some options, pass the same to their attention
     functions.
     """
+    options = {
+        "dropout_rate": 0.5,
+        "broadcast_dropout": True,
+        "dtype": jnp.float32,
+        "precision": "highest",
+    }
     calls = []
     for kind in (ours, flax):
         attention_fn, recorded = recording()
-        options = {
-            "dropout_rate": 0.5,
-            "broadcast_dropout": True,
-            "dtype": jnp.float32,
-            "precision": "highest",
-        }
         run(kind, options | {"attention_fn": attention_fn})
         calls += recorded
     of_ours, of_flax = calls
@@ -267,107 +269,97 @@ def attention_arguments(run, ours, flax):
         if isinstance(expected, jax.Array | np.ndarray):
             np.testing.assert_array_equal(raw(given), raw(expected))
         elif name != "module":
+            # What Flax switches off, ours may leave out.
             assert given == expected or (given is None and expected is False)
     return of_ours
 
 
-# Refusals of both modules when they are made or called: options, inputs and arguments
-# of the call, error and message.
-REFUSED_OPTIONS = [
-    ({"num_heads": 0}, "num_heads and num_kv_heads must be at least 1, but got 0"),
-    ({"num_kv_heads": 0}, "must be at least 1, but got 3 and 0"),
-    (
-        {"num_heads": 4},
-        r"Memory dimension \(15\) must be divisible by 'num_heads' heads \(4\)",
-    ),
-    ({"qkv_features": 16}, r"Memory dimension \(16\) must be divisible"),
-    ({"qkv_features": 0}, r"Memory dimension \(0\) must be divisible"),
-    ({"num_kv_heads": 2}, r"num_heads \(3\) must be divisible by num_kv_heads \(2\)"),
-    ({"local_window_size": -1}, "local_window_size must be an int >= 0, .* but got -1"),
-    ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be .*got 0\.0"),
-    (
-        {"normalize_qk": "batch_norm"},
-        "normalize_qk must be True, False or a flax_mha.Norm, but got 'batch_norm'",
-    ),
-    ({"normalize_qk": ""}, "normalize_qk must be .*got ''"),
-    ({"implementation": "fast"}, "implementation must be \"xla\".*but got 'fast'"),
-    *(
-        ({"dropout_rate": rate}, "dropout_rate must be a concrete number in")
-        for rate in (1.0, 1.5, -0.1, float("nan"))
-    ),
-    (
-        {"sinks": np.zeros(HEADS, np.float32)},
-        r"sinks must be True or False, but got array\(\[0",
-    ),
-]
+class Refused(NamedTuple):
+    """What both modules refuse when they are made or called."""
+
+    message: str
+    options: dict = {}  # noqa: RUF012
+    inputs: tuple = ()
+    arguments: dict = {}  # noqa: RUF012
+    error: type[Exception] = ValueError
+
+
+class RefusedCalls(list[Refused]):
+    """A table of refused calls, with a statement for each."""
+
+    def add(self, message, *inputs, options=None, error=ValueError, **arguments):
+        self.append(Refused(message, options or {}, inputs, arguments, error))
+
+
+REFUSED_OPTIONS = []
+
+
+def refuses_option(message, **options):
+    REFUSED_OPTIONS.append(Refused(message, options))
+
+
+refuses_option("num_heads and num_kv_heads must be at least 1, but got 0", num_heads=0)
+refuses_option("must be at least 1, but got 3 and 0", num_kv_heads=0)
+refuses_option(
+    r"Memory dimension \(15\) must be divisible by 'num_heads' heads \(4\)", num_heads=4
+)
+refuses_option(r"Memory dimension \(16\) must be divisible", qkv_features=16)
+refuses_option(r"Memory dimension \(0\) must be divisible", qkv_features=0)
+refuses_option(
+    r"num_heads \(3\) must be divisible by num_kv_heads \(2\)", num_kv_heads=2
+)
+refuses_option(
+    "local_window_size must be an int >= 0, .* but got -1", local_window_size=-1
+)
+refuses_option(r"logits_soft_cap must be .*got 0\.0", logits_soft_cap=0.0)
+refuses_option(
+    "normalize_qk must be True, False or a flax_mha.Norm, but got 'batch_norm'",
+    normalize_qk="batch_norm",
+)
+refuses_option("normalize_qk must be .*got ''", normalize_qk="")
+refuses_option("implementation must be \"xla\".*but got 'fast'", implementation="fast")
+for rate in (1.0, 1.5, -0.1, float("nan")):
+    refuses_option("dropout_rate must be a concrete number in", dropout_rate=rate)
+refuses_option(
+    r"sinks must be True or False, but got array\(\[0",
+    sinks=np.zeros(HEADS, np.float32),
+)
+
 X = jnp.ones((BATCH, QUERIES, FEATURES))
 Y = jnp.ones((BATCH, KEYS, FEATURES))
-REFUSED_CALLS = [
-    (
-        {},
-        [X, Y[0]],
-        {},
-        ValueError,
-        r"inputs must have the same rank.*\(2, 7, 15\).*\(11, 15\)",
-    ),
-    ({}, [X[0, 0]], {}, ValueError, "same rank, at least 2"),
-    ({}, [X, Y[:1]], {}, ValueError, "batch dims must match"),
-    ({}, [X, Y, Y[:, :7]], {}, ValueError, "key and value lengths must match"),
-    (
-        {},
-        [X, None, Y],
-        {},
-        ValueError,
-        "`inputs_k` cannot be None if `inputs_v` is not None",
-    ),
-    (
-        {},
-        [X],
-        {"mask": np.ones((7, 11), bool)},
-        ValueError,
-        r"mask must broadcast.*\(2, 3, 7, 7\).*\(7, 11\)",
-    ),
-    (
-        {},
-        [X],
-        {"mask": np.ones((1, 1, 1, 1, 1), bool)},
-        ValueError,
-        "mask must broadcast",
-    ),
-    (
-        {},
-        [X],
-        {"bias": np.ones((2, 7, 7), np.float32)},
-        ValueError,
-        "bias must broadcast",
-    ),
-    (
-        {},
-        [X],
-        {"score_mod": lambda score: score},
-        ValueError,
-        r"score_mod\(score, b, h, q_idx, kv_idx\) must",
-    ),
-    (
-        {},
-        [X],
-        {"segment_ids": jnp.ones((BATCH, KEYS), int)},
-        ValueError,
-        r"^segment_ids must have shape \[batch",
-    ),
-    (
-        {},
-        [X, Y],
-        {"segment_ids": jnp.ones((BATCH, QUERIES), int)},
-        ValueError,
-        "^segment_ids must be a pair",
-    ),
-    ({"implementation": "cudnn"}, [X], {}, NotImplementedError, "cudnn"),
-    (
-        {"decode": True},
-        [X[:, :1]],
-        {"segment_ids": jnp.ones((BATCH, 1), int)},
-        ValueError,
-        "segment_ids .*decod",
-    ),
-]
+REFUSED_CALLS = RefusedCalls()
+refuses = REFUSED_CALLS.add
+
+# Inputs that do not fit one another.
+refuses(r"inputs must have the same rank.*\(2, 7, 15\).*\(11, 15\)", X, Y[0])
+refuses("same rank, at least 2", X[0, 0])
+refuses("batch dims must match", X, Y[:1])
+refuses("key and value lengths must match", X, Y, Y[:, :7])
+refuses("`inputs_k` cannot be None if `inputs_v` is not None", X, None, Y)
+
+# Arguments that do not fit the inputs.
+refuses(
+    r"mask must broadcast.*\(2, 3, 7, 7\).*\(7, 11\)", X, mask=np.ones((7, 11), bool)
+)
+refuses("mask must broadcast", X, mask=np.ones((1, 1, 1, 1, 1), bool))
+refuses("bias must broadcast", X, bias=np.ones((2, 7, 7), np.float32))
+refuses(
+    r"score_mod\(score, b, h, q_idx, kv_idx\) must", X, score_mod=lambda score: score
+)
+refuses(
+    r"^segment_ids must have shape \[batch",
+    X,
+    segment_ids=jnp.ones((BATCH, KEYS), int),
+)
+refuses(
+    "^segment_ids must be a pair", X, Y, segment_ids=jnp.ones((BATCH, QUERIES), int)
+)
+
+# What a CPU, or a decoding module, does not have.
+refuses("cudnn", X, options={"implementation": "cudnn"}, error=NotImplementedError)
+refuses(
+    "segment_ids .*decod",
+    X[:, :1],
+    options={"decode": True},
+    segment_ids=jnp.ones((BATCH, 1), int),
+)

@@ -1,4 +1,4 @@
-"""Modules of flax.nnx and flax.linen behind one interface, for tests that run for both."""
+"""Modules of flax.nnx and flax.linen behind one interface, for tests of both."""
 
 import functools
 
@@ -67,11 +67,11 @@ class Nnx:
             "decode": False,
             "rngs": nnx.Rngs(0, dropout=1),
         }
-        given |= (
-            {"kernel_init": nnx.initializers.zeros}
-            if params
-            else {"kernel_init": scaled, "bias_init": scaled}
-        )
+        if params:
+            # They are replaced below; zeros are the quickest to make.
+            given |= {"kernel_init": nnx.initializers.zeros}
+        else:
+            given |= {"kernel_init": scaled, "bias_init": scaled}
         module = cls(**given | options)
         nnx.update(module, params or {})
         return module
@@ -83,6 +83,7 @@ class Nnx:
     @classmethod
     def initial(cls, kind, case):
         """All that a new module holds, from seed 0 and Flax's own initializers."""
+        # `make` has initializers of its own.
         defaults = {
             "kernel_init": nnx.initializers.lecun_normal(),
             "bias_init": nnx.initializers.zeros_init(),
@@ -91,11 +92,13 @@ class Nnx:
 
     @classmethod
     def params(cls, kind, inputs, **options):
-        return nnx.to_pure_dict(nnx.state(cls.make(kind, **options), nnx.Param))
+        module = cls.make(kind, **options)
+        return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
     @classmethod
     def call(cls, kind, params, inputs, options=None, **arguments):
-        return cls.make(kind, params, **options or {})(*inputs, **arguments)
+        module = cls.make(kind, params, **options or {})
+        return module(*inputs, **arguments)
 
     @classmethod
     def capture(cls, kind, params, inputs, options=None, **arguments):
@@ -112,10 +115,11 @@ class Nnx:
             result = module(*inputs, **arguments)
             return jnp.sum(result * cotangent), result
 
-        grad = nnx.jit(
-            nnx.grad(loss, argnums=tuple(range(len(inputs) + 1)), has_aux=True)
-        )
-        (weights, *arrays), result = grad(cls.make(kind, params, **options), *inputs)
+        module = cls.make(kind, params, **options)
+        argnums = tuple(range(len(inputs) + 1))
+        # Of the module, and of every input.
+        grad = nnx.jit(nnx.grad(loss, argnums=argnums, has_aux=True))
+        (weights, *arrays), result = grad(module, *inputs)
         return result, nnx.to_pure_dict(weights), arrays
 
     @classmethod
@@ -128,11 +132,12 @@ class Nnx:
             return module(x, **arguments, **fixed)
 
         def cache():
-            return jax.tree.map(
-                np.asarray, nnx.to_pure_dict(nnx.state(module, nnx.Cache))
-            )
+            state = nnx.to_pure_dict(nnx.state(module, nnx.Cache))
+            return jax.tree.map(np.asarray, state)
 
-        return functools.partial(nnx.jit(step) if jit else step, module), cache
+        if jit:
+            step = nnx.jit(step)
+        return functools.partial(step, module), cache
 
 
 class Linen:
@@ -147,32 +152,30 @@ class Linen:
 
     @staticmethod
     def make(cls, **options):
-        return cls(
-            **{"num_heads": HEADS, "kernel_init": scaled, "bias_init": scaled} | options
-        )
+        given = {"num_heads": HEADS, "kernel_init": scaled, "bias_init": scaled}
+        return cls(**given | options)
 
     @staticmethod
     def initial(kind, case):
-        return kind(HEADS, **case.options).init(KEY, *case.inputs())
+        module = kind(HEADS, **case.options)
+        return module.init(KEY, *case.inputs())
 
     @classmethod
     def params(cls, kind, inputs, **options):
-        return cls.make(kind, **options).init({"params": KEY, "dropout": KEY}, *inputs)[
-            "params"
-        ]
+        module = cls.make(kind, **options)
+        return module.init({"params": KEY, "dropout": KEY}, *inputs)["params"]
 
     @staticmethod
     def fresh(module, inputs, arguments):
-        return module.init_with_output(
-            {"params": KEY, "dropout": KEY}, *inputs, **arguments
-        )[0]
+        keys = {"params": KEY, "dropout": KEY}
+        output, _ = module.init_with_output(keys, *inputs, **arguments)
+        return output
 
     @classmethod
     def call(cls, kind, params, inputs, options=None, **arguments):
         module = cls.make(kind, **options or {})
-        return module.apply(
-            {"params": params}, *inputs, **arguments, rngs={"dropout": KEY}
-        )
+        rngs = {"dropout": KEY}
+        return module.apply({"params": params}, *inputs, **arguments, rngs=rngs)
 
     @classmethod
     def capture(cls, kind, params, inputs, options=None, **arguments):
@@ -200,14 +203,18 @@ class Linen:
         def step(variables, x, arguments):
             return module.apply(variables, x, **arguments, **fixed, mutable=["cache"])
 
-        step = jax.jit(step) if jit else step
+        if jit:
+            step = jax.jit(step)
 
         def one(x, arguments):
             result, changed = step(variables, x, arguments)
             variables.update(changed)
             return result
 
-        return one, lambda: jax.tree.map(np.asarray, variables["cache"])
+        def cache():
+            return jax.tree.map(np.asarray, variables["cache"])
+
+        return one, cache
 
 
 APIS = {"nnx": Nnx, "linen": Linen}
@@ -219,13 +226,14 @@ def each(of_nnx=None, of_linen=None, core="", cases=None):
     are the core of both.
     """
     pairs = []
+    core = core.split(", ")
     for (name, api), names in zip(APIS.items(), (of_nnx, of_linen), strict=True):
         table = cases or api.cases
-        for case in table if names is None else names.split(", "):
-            marks = pytest.mark.core if case in core.split(", ") else ()
-            pairs.append(
-                pytest.param(api, table[case], id=f"{name}-{case}", marks=marks)
-            )
+        chosen = table if names is None else names.split(", ")
+        for case in chosen:
+            marks = [pytest.mark.core] if case in core else []
+            id_ = f"{name}-{case}"
+            pairs.append(pytest.param(api, table[case], id=id_, marks=marks))
     return pytest.mark.parametrize(("api", "case"), pairs)
 
 
@@ -236,19 +244,20 @@ def both(api, case, method="call", ours=None, **options):
     inputs = case.inputs()
     options = case.options | options
     run = getattr(api, method)
+    # Flax promotes dtypes and ranks implicitly, which is an error in tests.
     with flax_rules():
         params = api.params(api.flax, inputs, **options)
         expected = run(api.flax, params, inputs, options, **case.arguments)
-    return run(
-        api.ours, params, inputs, options | (ours or {}), **case.arguments
-    ), expected
+    of_ours = options | (ours or {})
+    got = run(api.ours, params, inputs, of_ours, **case.arguments)
+    return got, expected
 
 
 def decode(step, x, **by_query):
     """One token a call."""
     x = np.asarray(x)
-    steps = [
-        step(jnp.asarray(x[..., t : t + 1, :]), flax_cases.cut(by_query, t))
-        for t in range(x.shape[-2])
-    ]
-    return np.concatenate(steps, axis=-2)
+    outputs = []
+    for t in range(x.shape[-2]):
+        new = jnp.asarray(x[..., t : t + 1, :])
+        outputs.append(step(new, flax_cases.cut(by_query, t)))
+    return np.concatenate(outputs, axis=-2)

@@ -2,9 +2,19 @@
 of options.
 """
 
+import functools
 import itertools
 
 import pytest
+
+
+class Refusals(list):
+    """A table of messages and of calls that raise errors with them; `add` takes what
+    `cases.refused` takes.
+    """
+
+    def add(self, message, call, *arguments, **keywords):
+        self.append((message, functools.partial(call, *arguments, **keywords)))
 
 
 def named(text):
@@ -24,33 +34,36 @@ def with_core(cases, *core):
     cases = list(cases)
     unknown = [case for case in core if case not in cases]
     assert not unknown, f"the core must be cases of the test, but got {unknown}"
-    return [
-        pytest.param(case, marks=pytest.mark.core if case in core else ())
-        for case in cases
-    ]
+    marked = []
+    for case in cases:
+        marks = [pytest.mark.core] if case in core else []
+        marked.append(pytest.param(case, marks=marks))
+    return marked
 
 
 def with_core_tuples(cases, *core):
     """Does the same as `with_core` for a test with several parameters: each case is a
     tuple of them.
     """
-    return [
-        pytest.param(*param.values[0], marks=param.marks)
-        for param in with_core(map(tuple, cases), *core)
-    ]
+    marked = with_core(map(tuple, cases), *core)
+    return [pytest.param(*case.values[0], marks=case.marks) for case in marked]
 
 
 def pairwise(*axes):
     """Chooses tuples with one value per axis, so that any two values of different axes
     occur together in a tuple.
     """
-    cases = list(itertools.product(*map(range, map(len, axes))))
+    indices = [range(len(axis)) for axis in axes]
+    cases = list(itertools.product(*indices))
     pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
     unmet = set().union(*pairs.values())
     chosen = []
+    # Greedily: always the case that adds the most pairs.
     while unmet:
-        chosen.append(max(cases, key=lambda case: len(pairs[case] & unmet)))
-        unmet -= pairs[chosen[-1]]
-    return [
-        tuple(axis[i] for axis, i in zip(axes, case, strict=True)) for case in chosen
-    ]
+        best = max(cases, key=lambda case: len(unmet & pairs[case]))
+        chosen.append(best)
+        unmet -= pairs[best]
+    values = []
+    for case in chosen:
+        values.append(tuple(axis[i] for axis, i in zip(axes, case, strict=True)))
+    return values

@@ -26,7 +26,8 @@ BIAS = "bias per sequence and head"
 def window_too_wide(*arrays, local_window_size=None, **arguments):
     """The left side of a window shows one key more."""
     if isinstance(local_window_size, tuple):
-        local_window_size = (local_window_size[0] + 1, local_window_size[1])
+        left, right = local_window_size
+        local_window_size = (left + 1, right)
     return jax.nn.dot_product_attention(
         *arrays, local_window_size=local_window_size, **arguments
     )
@@ -36,16 +37,16 @@ def ends_aligned(query, key, value, *, is_causal=False, **arguments):
     """The last query is at the last key, not the first at the first."""
     rows = query.shape[-3]
     columns = key.shape[-3]
+    mask = None
     if is_causal:
         mask = jnp.tri(rows, columns, columns - rows, dtype=bool)[None, None]
-    else:
-        mask = None
     return jax.nn.dot_product_attention(query, key, value, mask=mask, **arguments)
 
 
 def no_gradient_of_bias(*arrays, bias=None, **arguments):
     """The bias gets no gradient."""
-    bias = None if bias is None else jax.lax.stop_gradient(bias)
+    if bias is not None:
+        bias = jax.lax.stop_gradient(bias)
     return jax.nn.dot_product_attention(*arrays, bias=bias, **arguments)
 
 
@@ -59,13 +60,11 @@ ones_in_masked_rows = functools.partial(in_masked_rows, 1.0)
 
 
 def cap_of_score_and_bias(query, key, value, *, bias, mask, logits_soft_cap):
-    scores = (
-        jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5 + bias[None]
-    )
-    scores = jnp.where(
-        mask, logits_soft_cap * jnp.tanh(scores / logits_soft_cap), -jnp.inf
-    )
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), value)
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) / query.shape[-1] ** 0.5
+    # Right would be cap * tanh(scores / cap) + bias.
+    scores = logits_soft_cap * jnp.tanh((scores + bias[None]) / logits_soft_cap)
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
 def masked_nan_leaks(*arrays, mask=None):
@@ -75,10 +74,9 @@ def masked_nan_leaks(*arrays, mask=None):
 
 def keys_counted_twice(query, key, value, *, key_indices):
     """Repeated keys count each time, and -1 is the last key."""
-    key, value = (
-        jnp.take_along_axis(x[:, None], key_indices[..., None, None], 2)
-        for x in (key, value)
-    )
+    listed = key_indices[..., None, None]
+    key = jnp.take_along_axis(key[:, None], listed, 2)
+    value = jnp.take_along_axis(value[:, None], listed, 2)
     scores = jnp.einsum("btnh,btknh->btnk", query, key) / query.shape[-1] ** 0.5
     return jnp.einsum("btnk,btknh->btnh", jax.nn.softmax(scores), value)
 
@@ -155,7 +153,7 @@ OURS_IN_CORE = (
 
 
 @pytest.mark.parametrize("name", with_core(OURS, *OURS_IN_CORE))
-def test_nothing_of_ours_is_wrong(name):
+def test_checks_find_no_error_in_dot_product_attention(name):
     result = check(flax_mha.dot_product_attention, name)
     assert result.kind == "computes", result
 
@@ -165,70 +163,63 @@ FEW |= {"everything masked": "other convention", "NaN in a masked value": "wrong
 
 
 @pytest.mark.core
-def test_the_table(monkeypatch, capsys):
-    monkeypatch.setattr(
-        "conformance.__main__.CHECKS", {name: CHECKS[name] for name in FEW}
-    )
+def test_page_has_a_row_per_check_and_explains_conventions_and_errors(
+    monkeypatch, capsys
+):
+    few = {name: CHECKS[name] for name in FEW}
+    monkeypatch.setattr("conformance.__main__.CHECKS", few)
+
     assert main(["jax.nn.dot_product_attention", "--markdown"]) == 1
     page = capsys.readouterr().out
+
     for name, kind in FEW.items():
         assert f"| {name} | {CELLS[kind]} |\n" in page
     assert "| *total* | computes 1, refuses 1, other convention 1, wrong 1 |" in page
-    other, wrong = page.partition(
-        "## Other conventions in `jax.nn.dot_product_attention`"
-    )[2].split("## Wrong in")
-    assert (
-        "- everything masked: queries without visible keys return the mean of the "
-        "values" in other
-    )
+    title = "## Other conventions in `jax.nn.dot_product_attention`"
+    _, _, rest = page.partition(title)
+    other, wrong = rest.split("## Wrong in")
+    convention = "queries without visible keys return the mean of the values"
+    assert f"- everything masked: {convention}" in other
     assert "- NaN in a masked value: output: 37 of 3552 entries are NaN" in wrong
+
     assert main(["flax_mha.dot_product_attention"]) == 0
-    assert (
-        "computes 4, refuses 0, other convention 0, wrong 0" in capsys.readouterr().out
-    )
+    total = "computes 4, refuses 0, other convention 0, wrong 0"
+    assert total in capsys.readouterr().out
 
 
 @pytest.mark.core
 def test_the_documentation_shows_the_output_of_the_script():
-    """Its rows are the checks, its totals fit its cells, and its text is what the
-    script prints.
-    """
     lines = PAGE.read_text().splitlines()
-    head, _, *rows, totals = [
-        [x.strip(" `") for x in line.strip("|").split("|")]
-        for line in lines
-        if line[:1] == "|"
-    ]
+    table = [line for line in lines if line.startswith("|")]
+    cells = [[x.strip(" `") for x in line.strip("|").split("|")] for line in table]
+    head, _, *rows, totals = cells
     assert [row[0] for row in rows] == list(CHECKS)
+
+    # Totals fit their cells.
+    kinds = {cell: kind for kind, cell in CELLS.items()}
     columns = {}
-    for function, total, *cells in zip(
-        head[1:], totals[1:], *(row[1:] for row in rows), strict=True
-    ):
-        kinds = {cell: kind for kind, cell in CELLS.items()}
-        columns[function] = [
-            Result(name, kinds[cell]) for name, cell in zip(CHECKS, cells, strict=True)
-        ]
-        assert total == ", ".join(
-            f"{kind} {cells.count(cell)}" for kind, cell in CELLS.items()
-        )
-    assert {result.kind for result in columns["flax_mha.dot_product_attention"]} == {
-        "computes"
-    }
-    assert all(
-        Result(*x) in columns["jax.nn.dot_product_attention"] for x in FEW.items()
-    )
+    for i, function in enumerate(head[1:], 1):
+        found = [kinds[row[i]] for row in rows]
+        columns[function] = list(map(Result, CHECKS, found))
+        total = ", ".join(f"{kind} {found.count(kind)}" for kind in CELLS)
+        assert totals[i] == total
+    ours = columns["flax_mha.dot_product_attention"]
+    assert {result.kind for result in ours} == {"computes"}
+    for name, kind in FEW.items():
+        assert Result(name, kind) in columns["jax.nn.dot_product_attention"]
+
+    # The text up to the versions is what the script prints.
+    written = page_of(columns)
     titles = [line for line in lines if line.startswith("## ")]
-    assert titles == [line for line in page_of(columns) if line.startswith("## ")]
-    legend = lines.index(
-        next(line for line in lines if line.startswith("The versions were"))
-    )
-    assert lines[:legend] == page_of(columns)[:legend]
+    assert titles == [line for line in written if line.startswith("## ")]
+    legend = [line.startswith("The versions were") for line in lines].index(True)
+    assert lines[:legend] == written[:legend]
 
 
 @pytest.mark.parametrize(
     "name", ["no_such_package.f", "jax.nn.no_such_function", "jax.nn"]
 )
-def test_names_without_a_function(name, capsys):
+def test_names_without_a_function_end_the_command(name, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([name])
     said = capsys.readouterr().err
@@ -237,23 +228,18 @@ def test_names_without_a_function(name, capsys):
 
 
 @pytest.mark.core
-def test_a_function_of_something_else(monkeypatch, capsys):
+def test_function_that_always_raises_is_no_attention_function(monkeypatch, capsys):
     few = {name: CHECKS[name] for name in ("no mask or bias", "rejects a float mask")}
     monkeypatch.setattr("conformance.__main__.CHECKS", few)
     with pytest.raises(SystemExit, match="2"):
         main(["os.getcwd"])
-    assert (
-        "error: os.getcwd must be an attention function, but every call raised an error"
-        in capsys.readouterr().err
-    )
+    must = "error: os.getcwd must be an attention function, but every call raised an"
+    assert f"{must} error" in capsys.readouterr().err
 
 
-def test_the_command():
-    command = [
-        sys.executable,
-        PAGE.parent.parent / "benchmarks" / "conformance",
-        "jax.nn.no_such_function",
-    ]
+def test_folder_can_be_run_as_a_command():
+    folder = PAGE.parent.parent / "benchmarks" / "conformance"
+    command = [sys.executable, folder, "jax.nn.no_such_function"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert "error: PACKAGE.FUNCTION must be " in ran.stderr.splitlines()[-1]

@@ -46,12 +46,13 @@ assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
 def grown(params):
     """Changes vectors, which start as zeros or ones and would hide errors."""
     added = np.linspace(-0.5, 0.5, N)
-    return jax.tree.map(
-        lambda x: (
-            x + jnp.asarray(np.resize(added, x.shape), x.dtype) if x.ndim == 1 else x
-        ),
-        params,
-    )
+
+    def grow(x):
+        if x.ndim != 1:
+            return x
+        return x + jnp.asarray(np.resize(added, x.shape), x.dtype)
+
+    return jax.tree.map(grow, params)
 
 
 class Nnx:
@@ -98,18 +99,12 @@ class Linen:
     def __init__(self, **options):
         self.options = {"num_heads": N, **options}
         layer = linen.MultiHeadDotProductAttention(**self.options)
-        self.params = grown(
-            layer.init(jax.random.key(0), X, deterministic=True)["params"]
-        )
+        variables = layer.init(jax.random.key(0), X, deterministic=True)
+        self.params = grown(variables["params"])
 
     def full(self, x, deterministic=None, **arguments):
-        return linen_full(
-            linen.MultiHeadDotProductAttention(**self.options),
-            self.params,
-            x,
-            arguments,
-            deterministic,
-        )
+        layer = linen.MultiHeadDotProductAttention(**self.options)
+        return linen_full(layer, self.params, x, arguments, deterministic)
 
     def set(self, **options):
         self.layer = self.layer.clone(**options)
@@ -120,9 +115,7 @@ class Linen:
         )
         init = functools.partial(self.layer.init, deterministic=True)
         shapes = jax.eval_shape(init, jax.random.key(0), jnp.zeros((B, slots, D)))
-        self.cache = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), shapes["cache"]
-        )
+        self.cache = jax.tree.map(jnp.zeros_like, shapes["cache"])
 
     def step(self, x, **arguments):
         output, changed = linen_step(self.layer, self.params, self.cache, x, arguments)
@@ -160,13 +153,14 @@ def decoded(
     options=None,
     **arguments,
 ):
-    """The outputs of calls that follow one another, in a new cache, with `options` set."""
+    """The outputs of consecutive calls in a new cache, with `options` set."""
     module.start(SLOTS[slots], per_row)
     module.set(**options or {})
     outputs = []
     for first, end in calls:
-        given = {} if positions is None else {"positions": positions[:, first:end]}
-        outputs.append(module.step(X[:, first:end], **given, **arguments))
+        if positions is not None:
+            arguments["positions"] = positions[:, first:end]
+        outputs.append(module.step(X[:, first:end], **arguments))
     return np.concatenate(outputs, 1)
 
 
@@ -180,68 +174,64 @@ def made(api):
 @pytest.mark.parametrize(("api", "kind"), [(Nnx, "slots"), (Linen, "ring")])
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_split_of_each_sequence(api, kind, data):
-    """With `lengths`; the padding is not finite."""
+def test_any_split_of_each_sequence_equals_the_whole_forward(api, kind, data):
     module, expected = made(api)
     module.start(SLOTS[kind], per_row=True)
-    at = np.zeros(B, int)
-    x = np.asarray(X)
+    filled = np.zeros(B, int)
     for _ in range(data.draw(st.integers(1, 5))):
         size = data.draw(st.sampled_from(SIZES))
-        lengths = np.minimum(
-            [data.draw(st.integers(0, size)) for _ in range(B)],
-            min(LENGTH, SLOTS[kind]) - at,
-        )
+        lengths = [data.draw(st.integers(0, size)) for _ in range(B)]
+        lengths = np.minimum(lengths, min(LENGTH, SLOTS[kind]) - filled)
+        ends = filled + lengths
+        # The padding is not finite.
         new = np.full((B, size, D), np.nan, np.float32)
         for row in range(B):
-            new[row, : lengths[row]] = x[row, at[row] : at[row] + lengths[row]]
-        output = np.asarray(
-            module.step(jnp.asarray(new), lengths=jnp.asarray(lengths, jnp.int32))
-        )
+            new[row, : lengths[row]] = X[row, filled[row] : ends[row]]
+
+        lengths = jnp.asarray(lengths, jnp.int32)
+        output = np.asarray(module.step(jnp.asarray(new), lengths=lengths))
+
         for row in range(B):
-            got = output[row, : lengths[row]]
-            wanted = expected[row, at[row] : at[row] + lengths[row]]
-            assert_close(got, wanted)
-        at = at + lengths
-        np.testing.assert_array_equal(module.index, at)
+            wanted = expected[row, filled[row] : ends[row]]
+            assert_close(output[row, : lengths[row]], wanted)
+        filled = ends
+        np.testing.assert_array_equal(module.index, filled)
 
 
 @pytest.mark.core
 def test_positions_only_change_the_rotation():
     module, _ = made(Linen)
-    positions = jnp.asarray(
-        np.random.default_rng(1).integers(0, 999, (B, 48)), jnp.int32
-    )
-    assert_close(
-        decoded(module, positions, per_row=False),
-        module.full(X[:, :48], positions=positions),
-    )
+    drawn = np.random.default_rng(1).integers(0, 999, (B, 48))
+    positions = jnp.asarray(drawn, jnp.int32)
+    want = module.full(X[:, :48], positions=positions)
+    assert_close(decoded(module, positions, per_row=False), want)
 
 
-def test_positions_of_several_coordinates():
-    """Tokens of an image share a frame, and later tokens have smaller positions than
-    their slots.
-    """
+def of_text(positions):
+    return np.repeat(np.arange(*positions)[:, None], 3, axis=1)
+
+
+def test_positions_may_have_several_coordinates():
     module = Nnx(**EVERYTHING | {"rope": RoPE(sections=(1, 1, 1))})
     assert_close(module.full(X), made(Nnx)[1], atol=1e-6)  # only text
-    text = np.arange(11)
-    image = 11 + np.stack([np.zeros(24, int), *np.divmod(np.arange(24), 6)], axis=-1)
-    positions = np.concatenate(
-        [text[:, None].repeat(3, 1), image, np.arange(17, 30)[:, None].repeat(3, 1)]
-    )
+    # Tokens of an image share a frame, and later tokens have smaller positions than
+    # their slots.
+    height, width = np.divmod(np.arange(24), 6)
+    image = 11 + np.stack([np.zeros(24, int), height, width], axis=-1)
+    positions = np.concatenate([of_text((0, 11)), image, of_text((17, 30))])
     positions = jnp.asarray(np.stack([positions, positions[::-1]]), jnp.int32)
+
     expected = np.asarray(module.full(X[:, :48], positions=positions))
+
     assert np.abs(expected - made(Nnx)[1][:, :48]).max() > 1e-2
     assert_close(decoded(module, positions), expected)
-    # The same for all sequences; and another number of coordinates.
-    assert_close(
-        module.full(X[:, :48], positions=positions[0])[0], expected[0], atol=1e-6
-    )
+    # The same for all sequences.
+    of_all = module.full(X[:, :48], positions=positions[0])
+    assert_close(of_all[0], expected[0], atol=1e-6)
+    # A different number of coordinates.
+    message = r"positions must be \[batch..., length, coordinates\] .* \(2, 48, 3\)"
     for wrong in (positions[..., :2], positions[..., 0]):
-        with pytest.raises(
-            ValueError,
-            match=r"positions must be \[batch..., length, coordinates\] .* \(2, 48, 3\)",
-        ):
+        with pytest.raises(ValueError, match=message):
             module.full(X[:, :48], positions=wrong)
 
 
@@ -249,68 +239,64 @@ FLAX = {Nnx: nnx.dot_product_attention, Linen: nn.dot_product_attention}
 
 
 @pytest.mark.parametrize(("api", "window"), [(Nnx, WINDOW), (Linen, None)])
-def test_attention_functions_of_flax(api, window):
-    """They get all keys, those of a ring in the order of their positions, and a mask of
-    the visible ones.
-    """
+def test_attention_functions_of_flax_get_all_keys_and_a_mask(api, window):
     module = api(rope=RoPE(), local_window_size=window)
     expected = np.asarray(module.full(X))
-    given = {"options": {"attention_fn": FLAX[api]}, "mask": np.ones((1, 1), bool)}
+    calls = ((0, 40), (40, 80), (80, 81), (81, 88))
+    options = {"attention_fn": FLAX[api]}
+    mask = np.ones((1, 1), bool)
+
+    # The keys of a ring are in the order of their positions.
     with jax.numpy_rank_promotion("allow"):  # Flax's own
-        got = decoded(
-            module, slots="ring", calls=((0, 40), (40, 80), (80, 81), (81, 88)), **given
-        )
+        got = decoded(module, slots="ring", calls=calls, options=options, mask=mask)
+
     assert_close(got, expected[:, :88])
 
 
 @pytest.mark.parametrize("kind", SLOTS)
-def test_sown_weights(kind):
-    """Of every slot; in a ring of the slots and then the new tokens, by position. Also
-    the largest score.
-
-    Sowing does not change which weights are dropped.
-    """
+def test_sown_weights_and_scores_equal_those_of_the_whole_forward(kind):
     module = Linen(**EVERYTHING, dropout_rate=0.4)
     dropout = {"deterministic": False, "dropout_rng": jax.random.key(3)}
+    sow = {"sow_weights": True, "sow_max_score": True}
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def sowing(decode, x, cache):
-        arguments = {} if decode else {"is_causal": True}
-        arguments |= {
-            "sow_weights": True,
-            "sow_max_score": True,
-            "mutable": ["cache", "intermediates"],
-            **dropout,
-        }
-        layer = module.layer if decode else module.layer.clone(decode=False)
+    @functools.partial(jax.jit, static_argnums=0, static_argnames="is_causal")
+    def apply(layer, x, variables, **arguments):
         output, changed = layer.apply(
-            {"params": module.params, **cache}, x, **arguments
+            {"params": module.params, **variables},
+            x,
+            mutable=["cache", "intermediates"],
+            **dropout,
+            **sow,
+            **arguments,
         )
-        [weights], [max_score] = (
-            changed["intermediates"][f"attention_{name}"]
-            for name in ("weights", "max_score")
-        )
-        return output, max_score, weights, {"cache": changed["cache"]} if decode else {}
+        [weights] = changed["intermediates"]["attention_weights"]
+        [max_score] = changed["intermediates"]["attention_max_score"]
+        return output, max_score, weights, changed.get("cache")
 
+    # A prompt and a token, and both in one call.
     module.start(SLOTS[kind], per_row=False)
-    _, largest, whole, _ = sowing(False, X[:, :48], {})
-    *first, _, cache = sowing(True, X[:, :47], {"cache": module.cache})
-    *then, last, cache = sowing(True, X[:, 47:48], cache)
-    np.testing.assert_allclose(np.maximum(first[1], then[1]), largest, rtol=1e-5)
-    assert_close(
-        np.concatenate([first[0], then[0]], 1), module.full(X[:, :48], **dropout)
-    )
-    slots = cache["cache"]["cached_key"].shape[1]
-    assert last.shape == (B, N, 1, slots + (kind == "ring"))
-    end = last.shape[-1] if kind == "ring" else 48  # after the newest token
-    assert_close(last[..., end - 48 : end], whole[:, :, 47:], atol=1e-6)
-    np.testing.assert_array_equal(last[..., end:], 0)
-    np.testing.assert_array_equal(last[..., : end - 48], 0)
+    layer = module.layer
+    start = {"cache": module.cache}
+    output, of_prompt, _, cache = apply(layer, X[:, :47], start)
+    last, of_last, weights, cache = apply(layer, X[:, 47:48], {"cache": cache})
+    whole_layer = layer.clone(decode=False)
+    _, largest, whole, _ = apply(whole_layer, X[:, :48], {}, is_causal=True)
+
+    np.testing.assert_allclose(np.maximum(of_prompt, of_last), largest, rtol=1e-5)
+    # Sowing does not change which weights are dropped.
+    want = module.full(X[:, :48], **dropout)
+    assert_close(np.concatenate([output, last], 1), want)
+    # Of every slot; in a ring of the slots and then the new tokens, by position.
+    slots = cache["cached_key"].shape[1]
+    assert weights.shape == (B, N, 1, slots + (kind == "ring"))
+    end = weights.shape[-1] if kind == "ring" else 48  # after the newest token
+    assert_close(weights[..., end - 48 : end], whole[:, :, 47:], atol=1e-6)
+    np.testing.assert_array_equal(weights[..., end:], 0)
+    np.testing.assert_array_equal(weights[..., : end - 48], 0)
 
 
 @APIS
 def test_dropout_drops_the_same_weights_as_the_whole_forward(api):
-    """Dropout depends on key and position, so one key for all calls drops the same."""
     module = api(num_kv_heads=K, dropout_rate=0.4)
 
     def dropping(seed):
@@ -320,86 +306,68 @@ def test_dropout_drops_the_same_weights_as_the_whole_forward(api):
         return {"rngs": nnx.Rngs(dropout=key)}
 
     expected = module.full(X[:, :48], deterministic=False, **dropping(3))
+    other = module.full(X[:, :48], deterministic=False, **dropping(4))
+    assert np.abs(other - expected).max() > 0.01
+
+    # Dropout depends on key and position, so one key for all calls drops the same.
     module.start(SLOTS["slots"], per_row=True)
     module.set(deterministic=False)
-    assert_close(
-        np.concatenate([module.step(X[:, a:b], **dropping(3)) for a, b in CALLS], 1),
-        expected,
-    )
-    assert (
-        np.abs(
-            module.full(X[:, :48], deterministic=False, **dropping(4)) - expected
-        ).max()
-        > 0.01
-    )
+    outputs = []
+    for first, end in CALLS:
+        outputs.append(module.step(X[:, first:end], **dropping(3)))
+    assert_close(np.concatenate(outputs, 1), expected)
 
 
-PRESET = {
-    "logits_soft_cap": 0.5,
-    "local_window_size": (WINDOW, 0),
-    "mask": FunctionMask(lambda b, h, q, k: q % 7 != k),
-}
+def thinned(b, h, q, k):
+    return q % 7 != k
 
 
 @pytest.mark.parametrize(
     ("api", "promote"), [(Nnx, {"promote_dtype": dtypes.promote_dtype}), (Linen, {})]
 )
 def test_arguments_of_a_partial_count_as_those_of_the_call(api, promote):
-    """For a prompt and for a token, whether keys are read in place or the function has
-    to be called.
-    """
-    *options, mask = PRESET.items()
-    preset = api(
-        attention_fn=functools.partial(
-            flax_mha.attention_fn, is_causal=True, **promote, **PRESET
-        )
+    # Keys are read in place, or `promote_dtype` makes the function be called.
+    options = {"logits_soft_cap": 0.5, "local_window_size": (WINDOW, 0)}
+    mask = FunctionMask(thinned)
+    attention_fn = functools.partial(
+        flax_mha.attention_fn, is_causal=True, mask=mask, **options, **promote
     )
-    both = (preset, {}), (api(**dict(options)), dict([mask]))
-    got, want = (
-        decoded(module, calls=((0, 9), (9, 10)), **arguments)
-        for module, arguments in both
-    )
+
+    # A prompt, and a token.
+    calls = ((0, 9), (9, 10))
+    got = decoded(api(attention_fn=attention_fn), calls=calls)
+    want = decoded(api(**options), calls=calls, mask=mask)
     assert_close(got, want)
 
 
 @pytest.mark.core
 @APIS
 @pytest.mark.parametrize("name", ["query_offset", "key_value_seq_lengths"])
-def test_a_partial_that_sets_positions_is_refused(api, name):
-    module = api(
-        attention_fn=functools.partial(
-            flax_mha.attention_fn, **{name: jnp.array([3, 4])}
-        )
-    )
+def test_partial_that_sets_positions_is_refused(api, name):
+    attention_fn = functools.partial(flax_mha.attention_fn, **{name: jnp.array([3, 4])})
+    module = api(attention_fn=attention_fn)
     module.start(LENGTH, per_row=False)
     refused(f"attention_fn must not set {name} while decoding", module.step, X[:, :3])
 
 
 @pytest.mark.core
-def test_views():
-    """Each view has its own cache, with an index for each sequence if `per_row`."""
+def test_view_has_a_cache_with_an_index_per_sequence():
     module, expected = made(Nnx)
-    view = nnx.view(
-        module.module,
-        decode=True,
-        batch_size=B,
-        max_length=SLOTS["slots"],
-        per_row=True,
-    )
+    sizes = {"batch_size": B, "max_length": SLOTS["slots"]}
+    view = nnx.view(module.module, decode=True, per_row=True, **sizes)
     assert view.cache_index.shape == (B,)
     assert view.cache_index is not module.module.cache_index
+
     nnx_step(view, X[:, :40], {"lengths": jnp.array([40, 11])})
-    output = nnx_step(
-        view, jnp.stack([X[0, 40:41], X[1, 11:12]]), {"lengths": jnp.array([1, 1])}
-    )
+    new = jnp.stack([X[0, 40:41], X[1, 11:12]])
+    output = nnx_step(view, new, {"lengths": jnp.array([1, 1])})
+
     assert_close(output, jnp.stack([expected[0, 40:41], expected[1, 11:12]]))
     np.testing.assert_array_equal(view.cache_index[...], [41, 12])
 
 
-def test_a_donated_step():
-    """As in the documentation of decoding: the cache is an argument and a result, and
-    all steps share one trace.
-    """
+def test_steps_that_donate_the_cache_share_one_trace():
+    # As in the documentation of decoding.
     module, expected = made(Nnx)
     module.start(SLOTS["ring"], per_row=True)
     graph, cache, rest = nnx.split(module.module, nnx.Cache, ...)
@@ -446,19 +414,17 @@ class LinenCross:
     def __init__(self, **options):
         given = {"num_heads": 2, "num_kv_heads": 1, "decode": True}
         self.module = linen.MultiHeadDotProductAttention(**given | options)
+        positions = {}
         if "rope" in options:
-            given = {"positions": (jnp.arange(1), jnp.arange(11))}
-        else:
-            given = {}
+            positions = {"positions": (jnp.arange(1), jnp.arange(11))}
         self.variables = self.module.init(
-            jax.random.key(0), TARGET[:, :1], ENCODED, store_keys=True, **given
+            jax.random.key(0), TARGET[:, :1], ENCODED, store_keys=True, **positions
         )
 
     def __call__(self, *inputs, decode=True, **arguments):
         if not decode:
-            return self.module.clone(decode=False).apply(
-                self.variables, *inputs, **arguments
-            )
+            module = self.module.clone(decode=False)
+            return module.apply(self.variables, *inputs, **arguments)
         output, cache = self.module.apply(
             self.variables, *inputs, **arguments, mutable=["cache"]
         )
@@ -473,7 +439,9 @@ def decode_cross(module, first, positions=None):
     """The outputs of a call that stores the keys, and of calls that use them."""
     outputs = []
     for number, part in enumerate(SPLITS):
-        given = {} if positions is None else {"positions": positions[part]}
+        given = {}
+        if positions is not None:
+            given["positions"] = positions[part]
         if number == 0:
             given = {name: (x, jnp.arange(11)) for name, x in given.items()}
             given |= {"inputs_k": ENCODED, "store_keys": True, **first}
@@ -483,7 +451,7 @@ def decode_cross(module, first, positions=None):
 
 @CROSS
 @pytest.mark.parametrize("lengths", [None, core(np.array([11, 4], np.int64))])
-def test_stored_keys_equal_those_of_the_inputs(make, lengths):
+def test_stored_keys_give_the_outputs_of_keys_that_are_passed(make, lengths):
     module = make()
     given = {} if lengths is None else {"lengths": (None, lengths)}
     want = module(TARGET, ENCODED, decode=False, **given)
@@ -493,46 +461,39 @@ def test_stored_keys_equal_those_of_the_inputs(make, lengths):
 
 
 @CROSS
-def test_rotary_positions(make):
+def test_rotary_positions_of_stored_keys_and_of_queries(make):
     module = make(rope=RoPE())
     positions = jnp.arange(100, 107)
     want = module(TARGET, ENCODED, decode=False, positions=(positions, jnp.arange(11)))
+
     assert_close(decode_cross(module, {}, positions), want, atol=1e-6)
-    refused(
-        r"positions must be a single array .* if rope is used with stored",
-        module,
-        TARGET[:, :1],
-    )
+    message = r"positions must be a single array .* if rope is used with stored"
+    refused(message, module, TARGET[:, :1])
 
 
-def test_axial_positions_are_not_counted():
+def test_axial_positions_of_stored_keys_and_of_queries():
     module = nnx_cross(rope=RoPE(sections=(2, 1), section_layout="axial"))
-    positions = (
-        jnp.stack(jnp.divmod(jnp.arange(7), 3), axis=-1),
-        jnp.stack(jnp.divmod(jnp.arange(11), 4), axis=-1),
+    queries = jnp.stack(jnp.divmod(jnp.arange(7), 3), axis=-1)
+    keys = jnp.stack(jnp.divmod(jnp.arange(11), 4), axis=-1)
+    want = module(TARGET, ENCODED, decode=False, positions=(queries, keys))
+
+    first = (queries[:2], keys)
+    module(TARGET[:, :2], ENCODED, store_keys=True, positions=first)
+    got = module(TARGET[:, 2:], positions=queries[2:])
+    assert_close(got, want[:, 2:], atol=1e-6)
+
+    # They cannot be counted.
+    message = (
+        r"positions must be \[..., T, coordinates\] if rope is axial, but got None"
     )
-    want = module(TARGET, ENCODED, decode=False, positions=positions)
-    module(
-        TARGET[:, :2],
-        ENCODED,
-        store_keys=True,
-        positions=(positions[0][:2], positions[1]),
-    )
-    assert_close(
-        module(TARGET[:, 2:], positions=positions[0][2:]), want[:, 2:], atol=1e-6
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"positions must be \[..., T, coordinates\] if rope is axial, but got None",
-    ):
+    with pytest.raises(ValueError, match=message):
         module(TARGET, ENCODED, decode=False)
 
 
 @CROSS
 def test_other_attention_functions_get_the_lengths_as_a_mask(make):
-    module = make(
-        num_kv_heads=2, attention_fn=FLAX[Nnx if make is nnx_cross else Linen]
-    )
+    api = Nnx if make is nnx_cross else Linen
+    module = make(num_kv_heads=2, attention_fn=FLAX[api])
     shown = (jnp.arange(11)[None] < LENGTHS[:, None])[:, None, None]
     want = module(TARGET, ENCODED, decode=False, mask=shown)
     module(TARGET[:, :1], ENCODED, store_keys=True)
@@ -544,63 +505,65 @@ def test_other_attention_functions_get_the_lengths_as_a_mask(make):
     assert_close(module(TARGET, mask=jnp.ones((2, 1, 7, 11), bool)), want, atol=1e-6)
 
 
+REFUSED = []
+
+
+def refuses(message, *inputs, **arguments):
+    REFUSED.append((message, inputs, arguments))
+
+
+refuses(
+    "inputs_k must be None if keys are already stored.*store_keys=True", TARGET, ENCODED
+)
+refuses("lengths must be None if keys are already stored", TARGET, lengths=LENGTHS)
+refuses("store_keys=True requires inputs_k, but got None", TARGET, store_keys=True)
+refuses(
+    "store_keys=True requires decode=True",
+    TARGET,
+    ENCODED,
+    store_keys=True,
+    decode=False,
+)
+refuses("store_keys must be True or False", TARGET, ENCODED, store_keys=1)
+refuses(
+    "lengths must be at most",
+    TARGET,
+    ENCODED,
+    store_keys=True,
+    lengths=(None, np.array([2**40, 4])),
+)
+
+
 @pytest.mark.core
 @CROSS
-def test_refusals_of_cross_attention(make):
+@pytest.mark.parametrize(("message", "inputs", "arguments"), REFUSED)
+def test_wrong_calls_with_stored_keys_raise_errors(make, message, inputs, arguments):
     module = make()
-    if not isinstance(module, LinenCross):
+    # The linen module stores keys when it is made.
+    if make is nnx_cross:
         module(TARGET, ENCODED, store_keys=True)
-    for inputs, arguments, expected in (
-        (
-            [TARGET, ENCODED],
-            {},
-            "inputs_k must be None if keys are already stored.*store_keys=True",
-        ),
-        (
-            [TARGET],
-            {"lengths": LENGTHS},
-            "lengths must be None if keys are already stored",
-        ),
-        (
-            [TARGET],
-            {"store_keys": True},
-            "store_keys=True requires inputs_k, but got None",
-        ),
-        (
-            [TARGET, ENCODED],
-            {"store_keys": True, "decode": False},
-            "store_keys=True requires decode=True",
-        ),
-        ([TARGET, ENCODED], {"store_keys": 1}, "store_keys must be True or False"),
-        (
-            [TARGET, ENCODED],
-            {"store_keys": True, "lengths": (None, np.array([2**40, 4]))},
-            "lengths must be at most",
-        ),
-    ):
-        refused(expected, module, *inputs, **arguments)
+    refused(message, module, *inputs, **arguments)
+
+
+def unchanged(score, b, h, q_idx, kv_idx):
+    return score
 
 
 @CROSS
-@pytest.mark.parametrize("name", ["mask", "score_mod", "local_window_size"])
-def test_arguments_that_depend_on_positions_are_refused(make, name):
-    """A later call begins at an unknown position; counted from 0, its output would be
-    silently wrong.
-    """
-    window = {"local_window_size": 2} if name == "local_window_size" else {}
-    options = {
-        "mask": CausalMask(),
-        "score_mod": lambda score, b, h, q_idx, kv_idx: score,
-    }
-    arguments = {} if window else {name: options[name]}
-    module = make(**window)
+@pytest.mark.parametrize(
+    ("name", "options", "arguments"),
+    [
+        ("mask", {}, {"mask": CausalMask()}),
+        ("score_mod", {}, {"score_mod": unchanged}),
+        ("local_window_size", {"local_window_size": 2}, {}),
+    ],
+)
+def test_arguments_that_depend_on_positions_are_refused(make, name, options, arguments):
+    module = make(**options)
     module(TARGET[:, :1], ENCODED, store_keys=True, **arguments)
-    refused(
-        f"{name} must not depend on positions if keys are stored",
-        module,
-        TARGET[:, 1:2],
-        **arguments,
-    )
+    # This call begins at an unknown position; counted from 0, it would be wrong.
+    message = f"{name} must not depend on positions if keys are stored"
+    refused(message, module, TARGET[:, 1:2], **arguments)
 
 
 def test_making_a_cache_forgets_the_stored_keys():
@@ -608,25 +571,22 @@ def test_making_a_cache_forgets_the_stored_keys():
     module(TARGET, TARGET + 1, store_keys=True)
     module.init_cache(TARGET.shape)
     assert module.cached_lengths is None
-    assert_close(
-        module(TARGET), module(TARGET, decode=False, is_causal=True), atol=1e-6
-    )
+    want = module(TARGET, decode=False, is_causal=True)
+    assert_close(module(TARGET), want, atol=1e-6)
 
 
-def test_steps_are_pure_under_jit():
+def test_steps_with_stored_keys_are_pure_under_jit():
     module = nnx_cross()
     module(TARGET[:, :1], ENCODED, store_keys=True)
     graph, cache, rest = nnx.split(module, nnx.Cache, ...)
-    output = jax.jit(lambda cache, rest, x: nnx.merge(graph, cache, rest)(x))(
-        cache, rest, TARGET
-    )
-    assert_close(output, module(TARGET), atol=1e-6)
+    step = jax.jit(lambda cache, rest, x: nnx.merge(graph, cache, rest)(x))
+    assert_close(step(cache, rest, TARGET), module(TARGET), atol=1e-6)
 
 
-def test_one_length_without_a_batch_axis():
+def test_stored_keys_without_a_batch_axis_have_one_length():
     module = nnx_cross()
-    stored = module(
-        TARGET[0, :1], ENCODED[0], lengths=(None, np.array([4])), store_keys=True
-    )
-    assert_close(module(TARGET[0, :1]), stored, atol=1e-6)
+    first = TARGET[0, :1]
+    lengths = (None, np.array([4]))
+    stored = module(first, ENCODED[0], lengths=lengths, store_keys=True)
+    assert_close(module(first), stored, atol=1e-6)
     assert module.cached_lengths.shape == ()

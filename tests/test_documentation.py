@@ -86,9 +86,9 @@ def test_links_to_files_have_targets(page):
     """
     folder = (ROOT / page).parent
     text = (ROOT / page).read_text()
-    for target in re.findall(r"\]\(([^)#\s]+)", text) + re.findall(
-        r'src(?:set)?="([^"]+)"', text
-    ):
+    targets = re.findall(r"\]\(([^)#\s]+)", text)
+    targets += re.findall(r'src(?:set)?="([^"]+)"', text)
+    for target in targets:
         assert re.match(r"https?://", target) or (folder / target).exists(), target
 
 
@@ -96,7 +96,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # The module or file of a command, and its arguments, which may continue on further
 # lines in docstrings of scripts.
 COMMAND = re.compile(
-    r"\bpython (?:-m )?(train_demo|benchmarks/conformance|[\w/]+\.py)\b([^`#\n]*(?:\n +\[--[^\n]*)*)"
+    r"\bpython (?:-m )?(train_demo|benchmarks/conformance|[\w/]+\.py)\b"
+    r"([^`#\n]*(?:\n +\[--[^\n]*)*)"
 )
 SCRIPTS = (
     "benchmarks/*.py",
@@ -114,30 +115,35 @@ def test_commands_name_files_options_and_extras_that_exist(files):
     commands.
     """
     text = "\n".join(path.read_text() for path in ROOT.glob(files))
-    assert set(re.findall(r"'\.\[([\w-]+)\]'", text)) <= {
-        *PROJECT["project"]["optional-dependencies"]
-    }
-    assert set(re.findall(r"--group (\w+)", text)) <= {*PROJECT["dependency-groups"]}
+    extras = re.findall(r"'\.\[([\w-]+)\]'", text)
+    assert PROJECT["project"]["optional-dependencies"].keys() >= set(extras)
+    groups = re.findall(r"--group (\w+)", text)
+    assert PROJECT["dependency-groups"].keys() >= set(groups)
     for name, words in COMMAND.findall(text):
         if name == "train_demo":
-            chosen = shlex.split(re.split(r" &|;", words)[0].replace("$i", "0"))
-            command = [] if chosen and not chosen[0].startswith("-") else ["train"]
-            command_line.make_parser().parse_args(
-                [*command, *(word for word in chosen if word != "--help")]
-            )
-            continue
-        file = ROOT / (name if name.endswith(".py") else f"{name}/__main__.py")
-        source = "".join(
-            path.read_text() for path in (file, *file.parent.glob("measure.py"))
-        )
-        known = {
-            f"--{word.replace('_', '-')}"
-            for word in re.findall(r'"(?:--)?([a-z][\w-]*)"', source)
-        }
-        assert set(re.findall(r"(?<!\S)\[?(--[a-z][\w-]*)", words)) <= known, (
-            name,
-            words,
-        )
+            parse_demo_command(words)
+        else:
+            options = re.findall(r"(?<!\S)\[?(--[a-z][\w-]*)", words)
+            assert options_of(name).issuperset(options), (name, words)
+
+
+def parse_demo_command(words):
+    words = re.split(r" &|;", words)[0].replace("$i", "0")
+    arguments = [word for word in shlex.split(words) if word != "--help"]
+    if not arguments or arguments[0].startswith("-"):
+        arguments = ["train", *arguments]
+    command_line.make_parser().parse_args(arguments)
+
+
+def options_of(script):
+    """The words in a script, and in `measure.py` beside it, that may be options."""
+    file = ROOT / script
+    if file.suffix != ".py":
+        file = file / "__main__.py"
+    files = (file, *file.parent.glob("measure.py"))
+    source = "".join(path.read_text() for path in files)
+    words = re.findall(r'"(?:--)?([a-z][\w-]*)"', source)
+    return {f"--{word.replace('_', '-')}" for word in words}
 
 
 @pytest.mark.core
@@ -151,10 +157,8 @@ def test_github_shows_the_whole_page(page):
         r"^\s*(```|:::)\s*\{|\{[\w:-]+\}`|^\(\S+\)=$|^%|\A---$", text, re.MULTILINE
     )
     assert text.count("<!-- begin: ") == text.count("<!-- end -->")
-    both = re.findall(
-        r'<picture>.*srcset="(\S+)-dark.svg".*"\1-light.svg".*</picture>', text
-    )
-    assert both == re.findall(r'src="(\S+)-light\.svg"', text)
+    picture = r'<picture>.*srcset="(\S+)-dark.svg".*"\1-light.svg".*</picture>'
+    assert re.findall(picture, text) == re.findall(r'src="(\S+)-light\.svg"', text)
 
 
 @pytest.mark.core
@@ -166,10 +170,9 @@ def test_pages_hold_what_the_script_writes(write_pages):
 
 def test_pictures_are_what_the_script_draws(write_pages):
     """If this fails, run `python docs/write_pages.py`."""
-    drawn = write_pages.pictures.draw()
-    assert {
-        path.name: path.read_text() for path in (DOCS / "_static").glob("*.svg")
-    } == drawn
+    files = (DOCS / "_static").glob("*.svg")
+    shown = {path.name: path.read_text() for path in files}
+    assert shown == write_pages.pictures.draw()
 
 
 @pytest.fixture
@@ -182,13 +185,11 @@ def write_pages(monkeypatch):
 def test_every_known_issue_is_listed_linked_and_asserted():
     text = (DOCS / "known-issues.md").read_text()
     _, *entries = re.split(r"^### ", text, flags=re.MULTILINE)
-    assert re.findall(r"^\| \[(.*)\]\(#\S+\) \|", text, re.MULTILINE) == [
-        x.partition("\n")[0] for x in entries
-    ]
+    linked = re.findall(r"^\| \[(.*)\]\(#\S+\) \|", text, re.MULTILINE)
+    assert linked == [entry.partition("\n")[0] for entry in entries]
+    issue = r"github\.com/\S+/(?:issues|pull)/\d+|No issue that we know of"
     for entry in entries:
-        assert re.search(
-            r"github\.com/\S+/(?:issues|pull)/\d+|No issue that we know of", entry
-        ), entry
+        assert re.search(issue, entry), entry
         assert re.search(r"```python\n[^`]*^ *assert ", entry, re.MULTILINE), entry
 
 
@@ -202,10 +203,8 @@ def public_names():
     """The names that users may import: at the top level, and those that a public module
     defines or lists.
     """
-    for module in (
-        flax_mha,
-        *(importlib.import_module(f"flax_mha.{name}") for name in MODULES),
-    ):
+    modules = [importlib.import_module(f"flax_mha.{name}") for name in MODULES]
+    for module in (flax_mha, *modules):
         for name in module.__all__:
             yield name, getattr(module, name)  # some on first use
 
@@ -217,9 +216,8 @@ def test_the_reference_names_every_public_name():
     documented = [vars(recipes)[name] for name in (*gallery(), "combine")]
     # Users type these names; importing would find a module even if a function of the
     # package hides it.
-    for path in re.findall(
-        r"^\.\. auto(?:function|class|module):: flax_mha\.(\S+)", text, re.MULTILINE
-    ):
+    directive = r"^\.\. auto(?:function|class|module):: flax_mha\.(\S+)"
+    for path in re.findall(directive, text, re.MULTILINE):
         documented.append(operator.attrgetter(path)(flax_mha))
     undocumented = sorted(name for name, x in public_names() if x not in documented)
     assert undocumented == sorted(INTERNAL)
@@ -230,26 +228,18 @@ def test_examples_of_every_public_name_are_collected():
     """Names are defined in `_src`, where pytest looks for examples, and not in the
     modules that re-export them.
     """
-    files = (ROOT / "flax_mha" / "_src").rglob("*.py")
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    collected = set()
     finder = doctest.DocTestFinder(exclude_empty=True)
-    modules = [
-        importlib.import_module(name) for name in names if not name.endswith("__init__")
-    ]
-    collected = {test.name for module in modules for test in finder.find(module)}
+    for path in (ROOT / "flax_mha" / "_src").rglob("*.py"):
+        if path.stem != "__init__":
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            tests = finder.find(importlib.import_module(name))
+            collected.update(test.name for test in tests)
 
-    shown = [
-        x for _, x in public_names() if ">>>" in (getattr(x, "__doc__", None) or "")
-    ]
-    lost = [
-        x
-        for x in shown
-        if hasattr(x, "__qualname__")
-        and f"{x.__module__}.{x.__qualname__}" not in collected
-    ]
-
+    shown = [x for _, x in public_names() if ">>>" in (x.__doc__ or "")]
+    named = [x for x in shown if hasattr(x, "__qualname__")]
     assert len(shown) > 30
-    assert lost == []
+    assert {f"{x.__module__}.{x.__qualname__}" for x in named} <= collected
 
 
 def gallery():
@@ -258,44 +248,33 @@ def gallery():
 
 @pytest.mark.core
 def test_features_of_models_name_arguments_and_families_that_exist():
-    rows = re.findall(
-        r"^\| (.*) \| (.*) \| (.*) \|$",
-        (DOCS / "model-features.md").read_text(),
-        re.MULTILINE,
-    )
-    modules = flax_mha.MultiHeadAttention, flax_mha.MultiHeadLatentAttention
-    functions = [
-        f for module in modules for f in (module, module.__call__, module.init_cache)
-    ]
-    values = flax_mha.Norm, flax_mha.Gate, flax_mha.Indexer, flax_mha.RoPE
-    taken = {
-        name for f in (*functions, *values) for name in inspect.signature(f).parameters
-    }
+    page = (DOCS / "model-features.md").read_text()
+    rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", page, re.MULTILINE)
+    takers = [flax_mha.Norm, flax_mha.Gate, flax_mha.Indexer, flax_mha.RoPE]
+    for module in (flax_mha.MultiHeadAttention, flax_mha.MultiHeadLatentAttention):
+        takers += [module, module.__call__, module.init_cache]
+    taken = set()
+    for taker in takers:
+        taken.update(inspect.signature(taker).parameters)
     known = {"recipes": vars(recipes), "convert": vars(flax_mha.convert)}
     for _, arguments, families in rows:
         assert taken.issuperset(re.findall(r"(\w+)=", arguments))
-        assert all(
-            name in known[module]
-            for module, name in re.findall(r"(recipes|convert)\.(\w+)", arguments)
-        )
-        assert not [
-            name for name in re.findall(r"`(\w+)`", families) if FAMILIES[name].refused
-        ]
+        for module, name in re.findall(r"(recipes|convert)\.(\w+)", arguments):
+            assert name in known[module]
+        for name in re.findall(r"`(\w+)`", families):
+            assert not FAMILIES[name].refused
 
 
 @pytest.mark.core
 def test_pages_have_every_table_and_every_recipe(write_pages):
-    text = {
-        page: (DOCS / f"{page}.md").read_text() for page in ("performance", "masks")
-    }
-    assert sorted(re.findall(r"begin: table (\w+)", text["performance"])) == sorted(
-        write_pages.tables.TABLES
-    )
+    tables = re.findall(r"begin: table (\w+)", (DOCS / "performance.md").read_text())
+    assert sorted(tables) == sorted(write_pages.tables.TABLES)
+    masks = (DOCS / "masks.md").read_text()
     assert set(write_pages.pictures.RECIPES) == gallery()
     for name in gallery():
-        assert f"_static/{name}-light.svg" in text["masks"]
-        assert f"<!-- begin: code {name} -->" in text["masks"]
-        assert f"recipes.{name}(" in text["masks"]
+        assert f"_static/{name}-light.svg" in masks
+        assert f"<!-- begin: code {name} -->" in masks
+        assert f"recipes.{name}(" in masks
 
 
 @pytest.mark.parametrize("name", with_core(sorted(gallery()), "tree_causal"))
@@ -333,17 +312,13 @@ def test_notebooks_are_the_pages_and_were_run(monkeypatch):
     """
     monkeypatch.syspath_prepend(str(DOCS))
     notebooks = importlib.import_module("notebooks")
-    assert sorted(path.stem for path in (DOCS / "notebooks").glob("*.ipynb")) == sorted(
-        notebooks.PAGES
-    )
+    files = (DOCS / "notebooks").glob("*.ipynb")
+    assert sorted(path.stem for path in files) == sorted(notebooks.PAGES)
     for page in notebooks.PAGES:
         cells = run_cells(DOCS / "notebooks" / f"{page}.ipynb")
-        assert [
-            (cell["cell_type"], "".join(cell["source"])) for cell in cells
-        ] == notebooks.cells(page)
-        code = [
-            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"
-        ]
+        written = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+        assert written == notebooks.cells(page)
+        code = [source for kind, source in written if kind == "code"]
         for cell, block in zip(code[1:], blocks(f"docs/{page}.md"), strict=True):
             assert cell.startswith(block.strip())
     assert '"image/png"' in (DOCS / "notebooks" / "masks.ipynb").read_text()
@@ -358,13 +333,11 @@ def run_cells(path):
     cells = json.loads(path.read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
-    assert not any(
-        output["output_type"] == "error" for cell in code for output in cell["outputs"]
-    )
+    for cell in code:
+        assert all(output["output_type"] != "error" for output in cell["outputs"])
+    # The first installs the package, if it has to.
     assert all(cell["outputs"] for cell in code[1:])
-    relative = re.findall(
-        r"(?:\]\(|src(?:set)?=\")(?!https?://|#)",
-        "".join("".join(cell["source"]) for cell in cells),
-    )
+    text = "".join("".join(cell["source"]) for cell in cells)
+    relative = re.findall(r"(?:\]\(|src(?:set)?=\")(?!https?://|#)", text)
     assert not relative
     return cells

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from flax_mha.masks import (
     FunctionMask,
     LengthMask,
     LocalMask,
+    Mask,
     SegmentMask,
 )
 
@@ -41,60 +42,66 @@ def each(numbers):
     return np.array(numbers)[:, None, None, None]
 
 
-# mask, the same as an array that broadcasts to [B, N, T, S], query offset
+class MaskCase(NamedTuple):
+    """A mask object, and the same mask as an array that broadcasts to [B, N, T, S]."""
+
+    mask: Mask
+    array: np.ndarray
+    query_offset: int | np.ndarray = 0
+
+
+def every_fifth(b, h, q, k):
+    return (q - k) % 5 == 0
+
+
+def of_tiles(b, h, q, k):
+    return jnp.asarray(TABLE)[h, q // 8, k // 8]
+
+
+FIRST_KEYS = FunctionMask(lambda b, h, q, k: k < 4)
+SHORT = FunctionMask(lambda b, h, q, k: k < 20 * (b + 1))
+NEAR = FunctionMask(lambda b, h, q, k: (k <= q) & (k >= q - 3))
+position = row + each(OFFSETS)
+
 MASKS = {
-    "causal": (CausalMask(), column <= row, 0),
-    "causal, later": (CausalMask(3), column <= row + 3, 0),
-    "causal, offset": (CausalMask(), column <= row + 7, 7),
-    "local": (LocalMask(5, 2), (column >= row - 5) & (column <= row + 2), 0),
-    "local, one side": (LocalMask(None, 2), column <= row + 2, 0),
-    "lengths": (
+    "causal": MaskCase(CausalMask(), column <= row),
+    "causal, later": MaskCase(CausalMask(3), column <= row + 3),
+    "causal, offset": MaskCase(CausalMask(), column <= row + 7, query_offset=7),
+    "local": MaskCase(LocalMask(5, 2), (column >= row - 5) & (column <= row + 2)),
+    "local, one side": MaskCase(LocalMask(None, 2), column <= row + 2),
+    "lengths": MaskCase(
         LengthMask(LENGTHS[0], LENGTHS[1]),
         (column < each(LENGTHS[0])) & (row < each(LENGTHS[1])),
-        0,
     ),
-    "segments": (
-        SegmentMask(IDS[:, :T], IDS),
-        IDS[:, None, :T, None] == IDS[:, None, None, :],
-        0,
+    "segments": MaskCase(
+        SegmentMask(IDS[:, :T], IDS), IDS[:, None, :T, None] == IDS[:, None, None, :]
     ),
-    "array": (ArrayMask(ARRAY), ARRAY, 0),
-    "array of keys": (ArrayMask(ARRAY[:1, :1, :1]), ARRAY[:1, :1, :1], 0),
-    "function": (
-        FunctionMask(lambda b, h, q, k: (q - k) % 5 == 0),
-        (row - column) % 5 == 0,
-        0,
+    "array": MaskCase(ArrayMask(ARRAY), ARRAY),
+    "array of keys": MaskCase(ArrayMask(ARRAY[:1, :1, :1]), ARRAY[:1, :1, :1]),
+    "function": MaskCase(FunctionMask(every_fifth), (row - column) % 5 == 0),
+    "function, offset": MaskCase(
+        FunctionMask(every_fifth), (row + 7 - column) % 5 == 0, query_offset=7
     ),
-    "function, offset": (
-        FunctionMask(lambda b, h, q, k: (q - k) % 5 == 0),
-        (row + 7 - column) % 5 == 0,
-        7,
+    "function of head": MaskCase(
+        FunctionMask(of_tiles), TABLE[:, row // 8, column // 8]
     ),
-    "function of head": (
-        FunctionMask(lambda b, h, q, k: jnp.asarray(TABLE)[h, q // 8, k // 8]),
-        TABLE[:, row // 8, column // 8],
-        0,
+    "function of batch": MaskCase(SHORT, column < each([20, 40])),
+    "function, offset a sequence": MaskCase(
+        NEAR, (column <= position) & (column >= position - 3), query_offset=OFFSETS
     ),
-    "function of batch": (
-        FunctionMask(lambda b, h, q, k: k < 20 * (b + 1)),
-        column < each([20, 40]),
-        0,
-    ),
-    "function, offset a sequence": (
-        FunctionMask(lambda b, h, q, k: (k <= q) & (k >= q - 3)),
-        (column <= row + each(OFFSETS)) & (column >= row + each(OFFSETS) - 3),
-        OFFSETS,
-    ),
-    "and, or, not": (
-        (CausalMask() & ~LocalMask(9, 9)) | FunctionMask(lambda b, h, q, k: k < 4),
+    "and, or, not": MaskCase(
+        (CausalMask() & ~LocalMask(9, 9)) | FIRST_KEYS,
         ((column <= row) & (abs(row - column) > 9)) | (column < 4),
-        0,
     ),
-    "not of and": (~(CausalMask() & ArrayMask(ARRAY)), ~((column <= row) & ARRAY), 0),
+    "not of and": MaskCase(
+        ~(CausalMask() & ArrayMask(ARRAY)), ~((column <= row) & ARRAY)
+    ),
 }
 CORE = ("local", "function of head", "and, or, not")
 
 
+# Empty tiles are skipped, and full ones need no mask: a wrong one would be an error, or
+# lost time.
 def assert_occupancy(mask, array, offset=0):
     """Exactly the right tiles of 8 x 8 count as empty, and as full."""
     grid = Grid((T // 8, S // 8), (8, 8), (offset, 0))
@@ -105,18 +112,23 @@ def assert_occupancy(mask, array, offset=0):
 
 
 @pytest.mark.core
-def test_windows_and_lengths_find_all_empty_and_full_tiles():
-    """Wherever their edges are inside the tiles."""
-    ahead = column - row
-    for left, right in itertools.product((None, *range(9)), repeat=2):
-        array = (
-            (left is None or ahead - 5 >= -left)
-            & (right is None or ahead - 5 <= right)
-            & np.ones((T, S), bool)
-        )
+@pytest.mark.parametrize("left", [None, *range(9)])
+def test_windows_find_all_empty_and_full_tiles(left):
+    ahead = column - row - 5
+    # Edges at every place inside the tiles.
+    for right in (None, *range(9)):
+        array = np.ones((T, S), bool)
+        if left is not None:
+            array &= ahead >= -left
+        if right is not None:
+            array &= ahead <= right
         assert_occupancy(LocalMask(left, right), array, 5)
+
+
+@pytest.mark.core
+def test_causal_masks_and_lengths_find_all_empty_and_full_tiles():
     for number in range(-9, 10):
-        assert_occupancy(CausalMask(number), ahead <= number)
+        assert_occupancy(CausalMask(number), column - row <= number)
         lengths = LengthMask(20 + number, query_lengths=30 - number)
         assert_occupancy(lengths, (column < 20 + number) & (row < 30 - number))
 
@@ -124,20 +136,19 @@ def test_windows_and_lengths_find_all_empty_and_full_tiles():
 # Every mask in tiles, with arrays that are known while tracing or not; the most
 # important masks with both.
 BOTH = (*CORE, "lengths", "segments", "array")
-ATTENDED = [
-    (name, "blockwise", traced)
-    for i, name in enumerate(MASKS)
-    for traced in (False, True)
-    if name in BOTH or traced == i % 2
-]
-ATTENDED += [(name, "xla", False) for name in CORE]
+ATTENDED = []
+for i, name in enumerate(MASKS):
+    for traced in (False, True):
+        if name in BOTH or traced == i % 2:
+            ATTENDED.append((name, "blockwise", traced))
+for name in CORE:
+    ATTENDED.append((name, "xla", False))
 IN_CORE = [
     ("local", "blockwise", False),
     ("local", "blockwise", True),
     ("function of head", "blockwise", True),
-]
-IN_CORE += [
-    ("and, or, not", implementation, False) for implementation in ("blockwise", "xla")
+    ("and, or, not", "blockwise", False),
+    ("and, or, not", "xla", False),
 ]
 
 
@@ -145,91 +156,86 @@ IN_CORE += [
 @pytest.mark.parametrize(
     ("name", "implementation", "traced"), with_core_tuples(ATTENDED, *IN_CORE)
 )
-def test_a_mask_object_equals_an_array(name, implementation, traced):
-    """Also if the arrays of the mask are arguments of the jitted function, and thus
-    unknown while tracing.
-    """
+def test_mask_object_equals_the_mask_as_an_array(name, implementation, traced):
     mask, array, offset = MASKS[name]
     shapes = {"query": (B, T, N, 8), "key": (B, S, 2, 8), "value": (B, S, 2, 8)}
-    inputs = {
-        name: rng.standard_normal(shape).astype(np.float32)
-        for name, shape in shapes.items()
-    }
+    inputs = {}
+    for argument, shape in shapes.items():
+        inputs[argument] = rng.standard_normal(shape).astype(np.float32)
     cotangents = np.ones((B, T, N, 8), np.float32), np.zeros((B, T, N), np.float32)
 
-    def outputs(inputs, mask=mask, offset=offset):
-        more = {"mask": mask, "query_offset": offset, "implementation": implementation}
-        output, pull = jax.vjp(
-            lambda inputs: dot_product_attention(**inputs, **more), inputs
-        )
+    @jax.jit
+    def run(inputs, mask=mask, offset=offset):
+        def attend(inputs):
+            return dot_product_attention(
+                **inputs, mask=mask, query_offset=offset, implementation=implementation
+            )
+
+        output, pull = jax.vjp(attend, inputs)
         return output, pull(jnp.ones_like(output))[0]
 
-    output, grads = (
-        jax.jit(outputs)(inputs, mask, offset) if traced else jax.jit(outputs)(inputs)
-    )
+    # As arguments of the jitted function, the mask's arrays are unknown while tracing.
+    given = (mask, offset) if traced else ()
+    output, grads = run(inputs, *given)
+
     (want, _), want_grads = reference.attention(
         **inputs, mask=array, cotangents=cotangents
     )
-    for got, expected in zip(
-        (output, *(grads[n] for n in inputs)), (want, *want_grads), strict=True
-    ):
-        np.testing.assert_allclose(
-            got, expected, rtol=0, atol=(T + S) * np.finfo(np.float32).eps * 4
-        )
+    tolerance = (T + S) * np.finfo(np.float32).eps * 4
+    np.testing.assert_allclose(output, want, rtol=0, atol=tolerance)
+    for argument, expected in zip(inputs, want_grads, strict=True):
+        np.testing.assert_allclose(grads[argument], expected, rtol=0, atol=tolerance)
+
+
+def lines_of(mask):
+    return str(mask).splitlines()
 
 
 @pytest.mark.core
-def test_pictures():
-    """Batched, longer than the picture, of all heads, of functions: they show the first
-    queries of the first head.
-    """
-    assert str(CausalMask() & LocalMask(2, 0)).splitlines()[:4] == [
-        "█·······",
-        "██······",
-        "███·····",
-        "·███····",
-    ]
-    assert (
-        str(SegmentMask(np.array([0, 0, 1]), np.array([0, 1, 1, 1])))
-        == "█···\n█···\n·███"
-    )
+def test_text_of_a_mask_shows_its_first_queries_and_keys():
+    window = CausalMask() & LocalMask(2, 0)
+    assert lines_of(window)[:4] == ["█·······", "██······", "███·····", "·███····"]
+    segments = SegmentMask(np.array([0, 0, 1]), np.array([0, 1, 1, 1]))
+    assert lines_of(segments) == ["█···", "█···", "·███"]
     assert repr(CausalMask(2)) == "CausalMask(offset=2)"
+
+
+@pytest.mark.core
+def test_text_of_a_batched_mask_shows_its_first_sequence_and_head():
+    ids = np.repeat(np.arange(100)[None] // 3, 2, axis=0)
+    long = SegmentMask(ids, ids)
+    assert lines_of(long)[0] == "███" + "·" * 29
+    of_heads = ArrayMask(np.ones((2, 6, 100, 7), bool))
+    assert len(lines_of(of_heads)) == 32
+    assert lines_of(LengthMask([3, 9])) == ["███·····"] * 8
+    function = FunctionMask(lambda b, h, q, k: q == k) & ~LengthMask(3)
+    assert lines_of(function)[3] == "···█····"
+    of_keys = ArrayMask(np.ones((1, 1, 1, 5), bool)) & CausalMask()
+    assert lines_of(of_keys)[0] == "█····"
+
+
+@pytest.mark.core
+def test_plot_shows_the_mask_and_how_much_is_visible():
     axes = plot.plot_mask(~CausalMask(), 5, 7)
     assert axes.get_title() == "visible: 57 % of 5 x 7"
     np.testing.assert_array_equal(axes.images[0].get_array(), ~np.tri(5, 7, dtype=bool))
+
     ids = np.arange(100)[None] // 3
-    assert (
-        str(SegmentMask(np.repeat(ids, 2, 0), np.repeat(ids, 2, 0))).splitlines()[0]
-        == "███" + "·" * 29
-    )
-    assert len(str(ArrayMask(np.ones((2, 6, 100, 7), bool))).splitlines()) == 32
-    assert str(LengthMask([3, 9])).splitlines() == ["███·····"] * 8
-    assert (
-        str(FunctionMask(lambda b, h, q, k: q == k) & ~LengthMask(3)).splitlines()[3]
-        == "···█····"
-    )
-    assert (
-        str(ArrayMask(np.ones((1, 1, 1, 5), bool)) & CausalMask()).splitlines()[0]
-        == "█····"
-    )
-    assert (
-        plot.plot_mask(SegmentMask(ids, ids), 5, 5).get_title()
-        == "visible: 52 % of 5 x 5"
-    )
+    axes = plot.plot_mask(SegmentMask(ids, ids), 5, 5)
+    assert axes.get_title() == "visible: 52 % of 5 x 5"
 
 
-def test_a_picture_for_a_terminal_without_these_characters():
-    with contextlib.redirect_stdout(
-        io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    ) as terminal:
+def test_text_for_a_terminal_without_block_characters_is_ascii():
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with contextlib.redirect_stdout(terminal):
         print(LocalMask(0, 0))
+
     terminal.seek(0)
     assert terminal.read().splitlines()[:2] == ["#.......", ".#......"]
 
 
 @pytest.mark.core
-def test_masks_compare_and_hash():
-    """By their contents, which may be anything, and while tracing."""
+def test_masks_are_equal_if_their_contents_are():
     same = [
         lambda: CausalMask(2) & LocalMask(1, 0),
         lambda: SegmentMask(IDS, IDS.copy()),
@@ -244,7 +250,16 @@ def test_masks_compare_and_hash():
         assert make() in {make(): None}
     assert SegmentMask(IDS, IDS) != SegmentMask(IDS, IDS + 1)
     assert LengthMask(jnp.array([3, 4])) != LengthMask(jnp.array([3, 5]))
-    assert jax.jit(lambda x: LengthMask(x) == LengthMask(x))(jnp.array([3]))
-    assert jax.jit(lambda x: LengthMask(x) != LengthMask(x + 1))(jnp.array([3]))
+
+
+@pytest.mark.core
+def test_traced_masks_are_equal_if_they_hold_the_same_arrays():
+    lengths = jnp.array([3])
+    assert jax.jit(lambda x: LengthMask(x) == LengthMask(x))(lengths)
+    assert jax.jit(lambda x: LengthMask(x) != LengthMask(x + 1))(lengths)
+
+
+@pytest.mark.core
+def test_masks_are_immutable():
     with pytest.raises(AttributeError):
         CausalMask().offset = 1

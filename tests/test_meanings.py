@@ -19,15 +19,15 @@ pytestmark = pytest.mark.usefixtures("small_tiles")
 
 @pytest.mark.core
 @BOTH
-def test_logits_of_ten_thousand(implementation):
+def test_largest_of_huge_logits_takes_the_whole_weight(implementation):
     query, key, value = inputs()
-    output, *others = gradients(implementation, {}, return_residual=True)(
-        [query * 1e4, key, value]
-    )
+    run = gradients(implementation, {}, return_residual=True)
+    output, *others = run([query * 1e4, key, value])
     assert all(np.isfinite(x).all() for x in (output, *others))
-    best = np.argmax(
-        np.einsum("btngh,bsnh->btngs", query.reshape(2, T, 2, 3, 8), key), -1
-    ).reshape(2, T, N)
+
+    grouped = query.reshape(2, T, 2, 3, 8)
+    scores = np.einsum("btngh,bsnh->btngs", grouped, key)
+    best = np.argmax(scores, -1).reshape(2, T, N)
     picked = np.take_along_axis(np.repeat(value, 3, 2), best[..., None], 1)
     certain = np.abs(output - picked).max(-1) < 1e-5
     assert certain.mean() > 0.99  # few have two keys within rounding of each other
@@ -41,18 +41,17 @@ def dropped(shape, **arguments):
     query = np.zeros((batch, t, n, 1), np.float32)
     key = np.zeros((batch, s, n, 1), np.float32)
     identity = np.broadcast_to(np.eye(s, dtype=np.float32)[:, None], (batch, s, n, s))
-    weights = jax.jit(functools.partial(dot_product_attention, **arguments))(
-        query, key, identity
-    )
-    return np.moveaxis(np.asarray(weights), -2, 1) * s
+    attend = jax.jit(functools.partial(dot_product_attention, **arguments))
+    weights = np.asarray(attend(query, key, identity))
+    return np.moveaxis(weights, -2, 1) * s
 
 
 @pytest.mark.parametrize("rate", with_core([0.1, 0.5, 0.9], 0.1))
 def test_dropout_keeps_the_right_share_and_scales_it(rate):
-    weights = dropped(
-        (4, 256, 4, 256), dropout_rate=rate, dropout_rng=jax.random.key(0)
-    )
+    drop = {"dropout_rate": rate, "dropout_rng": jax.random.key(0)}
+    weights = dropped((4, 256, 4, 256), **drop)
     kept = weights != 0
+    # Of a mean of independent draws.
     standard_error = np.sqrt(rate * (1 - rate) / kept.size)
     assert kept.size > 1e6
     assert abs(kept.mean() - (1 - rate)) < 4 * standard_error
@@ -60,71 +59,72 @@ def test_dropout_keeps_the_right_share_and_scales_it(rate):
 
 
 def test_neighboring_weights_are_dropped_independently():
-    """Along every axis, both are kept or dropped in half of the pairs."""
-    kept = (
-        dropped((2, 256, 4, 256), dropout_rate=0.5, dropout_rng=jax.random.key(0)) != 0
-    )
+    drop = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
+    kept = dropped((2, 256, 4, 256), **drop) != 0
     for axis in range(4):
         first = np.take(kept, np.arange(kept.shape[axis] - 1), axis)
         second = np.take(kept, np.arange(1, kept.shape[axis]), axis)
-        assert abs((first == second).mean() - 0.5) < 4 * np.sqrt(0.25 / first.size)
+        # Both are kept or dropped in half of the pairs, up to 4 standard errors.
+        equal = (first == second).mean()
+        assert abs(equal - 0.5) < 4 * np.sqrt(0.25 / first.size)
 
 
 @pytest.mark.core
 @BOTH
 def test_broadcast_dropout_is_shared_and_plain_dropout_is_not(implementation):
-    shared = dropped(
-        (2, 19, 3, 23), **DROP, broadcast_dropout=True, implementation=implementation
-    )
+    shape = (2, 19, 3, 23)
+    drop = DROP | {"implementation": implementation}
+
+    shared = dropped(shape, **drop, broadcast_dropout=True)
     assert (shared == shared[:1, :1]).all()
-    own = dropped((2, 19, 3, 23), **DROP, implementation=implementation)
-    assert not any(
-        (own[i, j] == own[0, 0]).all()
-        for i in range(2)
-        for j in range(3)
-        if (i, j) != (0, 0)
-    )
+
+    own = dropped(shape, **drop).reshape(6, 19, 23)
+    for of_head in own[1:]:
+        assert not (of_head == own[0]).all()
 
 
 @pytest.mark.core
 def test_dropout_takes_every_kind_of_key():
     new = jax.random.key(7)
+    raw = jax.random.key_data(new)
     weights = functools.partial(dropped, (1, 5, 1, 7), dropout_rate=0.5)
-    np.testing.assert_array_equal(
-        weights(dropout_rng=new), weights(dropout_rng=jax.random.key_data(new))
-    )
+    np.testing.assert_array_equal(weights(dropout_rng=new), weights(dropout_rng=raw))
     weights(dropout_rng=jax.random.key(7, impl="rbg"))
-    # Without a rate, the key is ignored.
-    assert (dropped((1, 5, 1, 7), dropout_rng=new) == 1).all()
+
+
+@pytest.mark.core
+def test_key_is_ignored_without_a_rate():
+    weights = dropped((1, 5, 1, 7), dropout_rng=jax.random.key(7))
+    assert (weights == 1).all()
 
 
 @pytest.mark.core
 @BOTH
-def test_a_traced_scale_has_a_gradient(implementation):
+def test_traced_scale_has_a_gradient(implementation):
     arrays = inputs()
-    loss = lambda scale: jnp.sum(
-        jnp.sin(
-            dot_product_attention(*arrays, scale=scale, implementation=implementation)
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(scale):
+        output = dot_product_attention(
+            *arrays, scale=scale, implementation=implementation
         )
-    )  # noqa: E731
+        return jnp.sum(jnp.sin(output))
+
     step = 1e-2
-    run = jax.jit(jax.value_and_grad(loss))
-    (above, _), (below, _), (_, gradient) = (
-        run(np.float32(scale)) for scale in (0.3 + step, 0.3 - step, 0.3)
-    )
+    # The central difference.
+    above, _ = run(np.float32(0.3 + step))
+    below, _ = run(np.float32(0.3 - step))
+    _, gradient = run(np.float32(0.3))
     np.testing.assert_allclose(gradient, (above - below) / (2 * step), rtol=1e-2)
 
 
 @pytest.mark.core
-def test_the_signature_is_a_superset_of_jax_nn():
-    ours, theirs = (
-        inspect.signature(f).parameters
-        for f in (dot_product_attention, jax.nn.dot_product_attention)
-    )
+def test_signature_extends_that_of_jax_nn():
+    ours = inspect.signature(dot_product_attention).parameters
+    theirs = inspect.signature(jax.nn.dot_product_attention).parameters
     assert set(theirs) <= set(ours)
     assert [*ours][:5] == [*theirs][:5] == ["query", "key", "value", "bias", "mask"]
     for name, parameter in theirs.items():
-        assert (ours[name].kind, ours[name].default) == (
-            parameter.kind,
-            parameter.default,
-        )
+        assert ours[name].kind == parameter.kind
+        assert ours[name].default == parameter.default

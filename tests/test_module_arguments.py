@@ -6,6 +6,7 @@ import functools
 import inspect
 import pydoc
 import re
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -27,14 +28,13 @@ D = 16
 N = 4
 K = 2
 rng = np.random.default_rng(0)
-X, Y = (np.float32(rng.standard_normal((B, n, D))) for n in (T, S))
+X = np.float32(rng.standard_normal((B, T, D)))
+Y = np.float32(rng.standard_normal((B, S, D)))
 
 
 def nnx_module(**options):
-    return flax_mha.MultiHeadAttention(
-        **{"num_heads": N, "in_features": D, "decode": False, "rngs": nnx.Rngs(0)}
-        | options
-    )
+    given = {"num_heads": N, "in_features": D, "decode": False, "rngs": nnx.Rngs(0)}
+    return flax_mha.MultiHeadAttention(**given | options)
 
 
 def linen_module(**options):
@@ -46,7 +46,8 @@ def call(module, *inputs, **arguments):
     if isinstance(module, nnx.Module):
         return module(*inputs, **arguments)
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    return module.init_with_output(keys, *inputs, **arguments)[0]
+    output, _ = module.init_with_output(keys, *inputs, **arguments)
+    return output
 
 
 def partial(**preset):
@@ -59,72 +60,95 @@ assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6)
 
 @pytest.mark.core
 @MAKES
-def test_lengths_are_a_mask_of_padding(make):
-    """And what padding holds affects nothing."""
+def test_lengths_equal_a_mask_of_padding_and_hide_nan_in_it(make):
     lengths = jnp.array([9, 4])
     module = make(use_bias=False)
-    got = call(module, jnp.asarray(X).at[1, 4:].set(jnp.nan), lengths=lengths)
+    padded = jnp.asarray(X).at[1, 4:].set(jnp.nan)
     inside = jnp.arange(T)[None] < lengths[:, None]
-    assert_close(
-        got, call(module, X, mask=(inside[:, None, :, None] & inside[:, None, None, :]))
-    )
+    mask = inside[:, None, :, None] & inside[:, None, None, :]
+
+    assert_close(call(module, padded, lengths=lengths), call(module, X, mask=mask))
 
 
 @pytest.mark.core
 @MAKES
-def test_explain(make):
+def test_explain_names_the_choice_and_the_reasons_against_others(make):
     module = make(num_kv_heads=K, sinks=True)
     assert module.explain(X).chosen == "xla"
-    explanation = module.explain(
-        jnp.ones((1, 700, D)), is_causal=True, lengths=jnp.array([650])
-    )
+
+    long = jnp.ones((1, 700, D))
+    explanation = module.explain(long, is_causal=True, lengths=jnp.array([650]))
     assert explanation.chosen == "blockwise"
     assert any("sinks" in reason for reason in explanation.refusals["cudnn"])
-    nested = functools.partial(
-        partial(implementation="xla", is_causal=True), implementation="blockwise"
-    )
-    for options in ({"implementation": "blockwise"}, {"attention_fn": nested}):
-        assert make(**options).explain(X).chosen == "blockwise"
+
+
+@pytest.mark.core
+@MAKES
+def test_explain_knows_the_implementation_of_options_and_partials(make):
+    xla = partial(implementation="xla", is_causal=True)
+    nested = functools.partial(xla, implementation="blockwise")
+    assert make(implementation="blockwise").explain(X).chosen == "blockwise"
+    assert make(attention_fn=nested).explain(X).chosen == "blockwise"
+
+
+@pytest.mark.core
+@MAKES
+def test_explain_raises_where_the_call_would_or_the_function_is_not_ours(make):
     other = make(attention_fn=nnx.dot_product_attention)
-    refused(
-        r"only attention_fn=flax_mha\.attention_fn can be explained", other.explain, X
-    )
-    with pytest.raises(
-        NotImplementedError, match='implementation="cudnn" does not support this call'
-    ):
+    message = r"only attention_fn=flax_mha\.attention_fn can be explained"
+    refused(message, other.explain, X)
+
+    message = 'implementation="cudnn" does not support this call'
+    with pytest.raises(NotImplementedError, match=message):
         make(implementation="cudnn").explain(X)
 
 
+class Preset(NamedTuple):
+    """Arguments of a partial, and the options and arguments that set the same."""
+
+    preset: dict
+    options: dict = {}  # noqa: RUF012
+    arguments: dict = {}  # noqa: RUF012
+
+
+PRESETS = {
+    "scale, is_causal": Preset(
+        {"scale": 0.3, "is_causal": True},
+        options={"scale": 0.3},
+        arguments={"is_causal": True},
+    ),
+    "local_window_size": Preset(
+        {"local_window_size": (2, 0)}, options={"local_window_size": (2, 0)}
+    ),
+    "mask": Preset({"mask": CausalMask()}, arguments={"mask": CausalMask()}),
+    "bias, logits_soft_cap": Preset(
+        {"bias": X[:, None, :, :T], "logits_soft_cap": 1.0},
+        options={"logits_soft_cap": 1.0},
+        arguments={"bias": X[:, None, :, :T]},
+    ),
+    "key_value_seq_lengths": Preset(
+        {"key_value_seq_lengths": jnp.array([3, 5])},
+        arguments={"lengths": (None, jnp.array([3, 5]))},
+    ),
+}
+
+
 @pytest.mark.core
 @MAKES
-@pytest.mark.parametrize(
-    ("preset", "options", "arguments"),
-    [
-        ({"scale": 0.3, "is_causal": True}, {"scale": 0.3}, {"is_causal": True}),
-        ({"local_window_size": (2, 0)}, {"local_window_size": (2, 0)}, {}),
-        ({"mask": CausalMask()}, {}, {"mask": CausalMask()}),
-        (
-            {"bias": X[:, None, :, :T], "logits_soft_cap": 1.0},
-            {"logits_soft_cap": 1.0},
-            {"bias": X[:, None, :, :T]},
-        ),
-        (
-            {"key_value_seq_lengths": jnp.array([3, 5])},
-            {},
-            {"lengths": (None, jnp.array([3, 5]))},
-        ),
-    ],
-    ids=lambda x: " ".join(x),
-)
-def test_a_partial_sets_arguments_that_the_module_does_not(
-    make, preset, options, arguments
-):
-    kept = {name: x for name, x in options.items() if name not in preset}
-    got = call(make(**kept, attention_fn=partial(**preset)), X)
+@pytest.mark.parametrize("name", PRESETS)
+def test_partial_sets_arguments_that_the_module_does_not(make, name):
+    preset, options, arguments = PRESETS[name]
+    attention_fn = partial(**preset)
     want = call(make(**options), X, **arguments)
+
+    got = call(make(attention_fn=attention_fn), X)
+
     assert_close(got, want)
+    # They make a difference.
     assert jnp.abs(got - call(make(), X)).max() > 1e-6
-    assert_close(call(make(**options, attention_fn=partial(**preset)), X), want)
+    # Both may set the same.
+    twice = call(make(**options, attention_fn=attention_fn), X)
+    assert_close(twice, want)
 
 
 FUNCTIONS_WITHOUT_MASK_OBJECTS = {
@@ -140,60 +164,73 @@ FUNCTIONS_WITHOUT_MASK_OBJECTS = {
 }
 
 
-@pytest.mark.core
-@MAKES
-@pytest.mark.parametrize(
+OTHER_FUNCTIONS = pytest.mark.parametrize(
     "function",
     FUNCTIONS_WITHOUT_MASK_OBJECTS.values(),
     ids=FUNCTIONS_WITHOUT_MASK_OBJECTS,
 )
-def test_functions_of_flax_and_jax_get_no_mask_objects(make, function):
-    """Also while decoding, where the mask of visible keys would be added to the object."""
-    error = r"mask must be an array for attention_fn=.*dot_product_attention.*, but got a CausalMask; pass an array, or"
+NO_MASK_OBJECT = (
+    "mask must be an array for attention_fn=.*dot_product_attention.*, "
+    "but got a CausalMask; pass an array, or"
+)
+
+
+@pytest.mark.core
+@MAKES
+@OTHER_FUNCTIONS
+def test_functions_of_flax_and_jax_refuse_mask_objects(make, function):
     module = make(attention_fn=function)
-    refused(error, call, module, X, mask=CausalMask())
-    refused(
-        "but got a And",
-        call,
-        module,
-        X,
-        mask=CausalMask() & masks.LengthMask(jnp.array([3, 4])),
-    )
-    decoding = make(attention_fn=function, decode=True)
-    if isinstance(decoding, nnx.Module):
-        decoding.init_cache((B, T, D))
-        refused(error, decoding, X[:, :1], mask=CausalMask())
-        return
-    variables = make(decode=True).init(jax.random.key(0), X)
-    refused(
-        error, decoding.apply, variables, X[:, :1], mask=CausalMask(), mutable=["cache"]
-    )
+    combined = CausalMask() & masks.LengthMask(jnp.array([3, 4]))
+    refused(NO_MASK_OBJECT, call, module, X, mask=CausalMask())
+    # The error names the combination, not its parts.
+    refused("but got a And", call, module, X, mask=combined)
+
+
+# While decoding, the mask of visible keys would be added to the object.
+
+
+@pytest.mark.core
+@OTHER_FUNCTIONS
+def test_functions_of_flax_and_jax_refuse_mask_objects_while_decoding_in_nnx(function):
+    module = nnx_module(attention_fn=function, decode=True)
+    module.init_cache((B, T, D))
+    refused(NO_MASK_OBJECT, module, X[:, :1], mask=CausalMask())
+
+
+@pytest.mark.core
+@OTHER_FUNCTIONS
+def test_functions_of_flax_and_jax_refuse_mask_objects_while_decoding_in_linen(
+    function,
+):
+    variables = linen_module(decode=True).init(jax.random.key(0), X)
+    module = linen_module(attention_fn=function, decode=True)
+    step = functools.partial(module.apply, variables, mutable=["cache"])
+    refused(NO_MASK_OBJECT, step, X[:, :1], mask=CausalMask())
 
 
 @MAKES
-def test_a_mask_object_in_a_partial_of_a_function_of_flax(make):
-    module = make(
-        attention_fn=functools.partial(nnx.dot_product_attention, mask=CausalMask())
-    )
+def test_partial_of_a_function_of_flax_refuses_its_mask_object(make):
+    attention_fn = functools.partial(nnx.dot_product_attention, mask=CausalMask())
+    module = make(attention_fn=attention_fn)
+
     refused("mask must be an array for attention_fn", call, module, X)
-    assert_close(call(module, X, mask=jnp.ones((T, T), bool)), call(make(), X))
+
+    # The mask of the call replaces it.
+    got = call(module, X, mask=jnp.ones((T, T), bool))
+    assert_close(got, call(make(), X))
 
 
-def test_a_function_of_flax_gets_no_mask_objects_with_latents():
-    sizes = {
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 4,
-        "qk_rope_head_dim": 2,
-        "v_head_dim": 4,
-    }
-    options = {
-        "num_heads": 2,
-        "in_features": D,
-        "decode": False,
-        "rngs": nnx.Rngs(0),
-    } | sizes
+def test_functions_of_flax_refuse_mask_objects_with_latents():
     latent = flax_mha.MultiHeadLatentAttention(
-        **options, attention_fn=nnx.dot_product_attention
+        2,
+        D,
+        kv_lora_rank=8,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=2,
+        v_head_dim=4,
+        decode=False,
+        attention_fn=nnx.dot_product_attention,
+        rngs=nnx.Rngs(0),
     )
     refused("mask must be an array for attention_fn", latent, X, mask=CausalMask())
 
@@ -213,13 +250,12 @@ def test_functions_of_users_get_mask_objects(make):
 
 
 @MAKES
-def test_partials_on_a_mesh(make):
+def test_partials_set_arguments_on_a_mesh(make):
     """Around `context_parallel`, and with the sharding that a module with `head_axis`
     would set.
     """
-    mesh = jax.make_mesh(
-        (1, 1), ("context", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-    )
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((1, 1), ("context", "model"), axis_types=(auto, auto))
     split = functools.partial(flax_mha.context_parallel("context"), logits_soft_cap=1.0)
     heads = partial(logits_soft_cap=1.0, qkv_sharding=jax.P(None, None, "model"))
     want = call(make(logits_soft_cap=1.0), X)
@@ -231,16 +267,17 @@ def test_partials_on_a_mesh(make):
             module = make(**options)
             assert_close(call(module, X), want)
             assert module.explain(X).chosen in ("xla", "blockwise")
-    decoding = nnx_module(attention_fn=split, decode=True)
-    decoding.init_cache((B, T, D))
-    refused("decode must be False with context_parallel", decoding, X)
+
+
+def test_context_parallel_does_not_decode():
+    split = functools.partial(flax_mha.context_parallel("context"), logits_soft_cap=1.0)
+    module = nnx_module(attention_fn=split, decode=True)
+    module.init_cache((B, T, D))
+    refused("decode must be False with context_parallel", module, X)
 
 
 @pytest.mark.core
 def test_explain_of_decoding_depends_on_the_cache_and_leaves_it_alone():
-    """A prompt may use any implementation while the cache is empty; later calls read
-    keys in the cache.
-    """
     module = nnx_module(decode=True, dropout_rate=0.5)
     module.init_cache((1, 900, D))
     prompt = jnp.ones((1, 700, D))
@@ -249,21 +286,36 @@ def test_explain_of_decoding_depends_on_the_cache_and_leaves_it_alone():
         explanation = module.explain(prompt, deterministic=True)
         return any(name in reason for reason in explanation.refusals["cudnn"])
 
+    # A prompt may use any implementation while the cache is empty.
     assert not refuses("ArrayMask")
     assert not refuses("query_offset")
     assert module.explain(prompt, deterministic=False).chosen == "blockwise"
     assert not any(x.any() for x in jax.tree.leaves(nnx.state(module, nnx.Cache)))
     assert module.attention_fn is flax_mha.attention_fn
+
+    # Later calls read keys in the cache.
     module(jnp.ones((1, 20, D)), deterministic=True)
     assert refuses("query_offset")
     assert module.explain(prompt[:, :1], deterministic=False).chosen == "xla"
+
+
+@pytest.mark.core
+def test_explain_of_decoding_in_linen_leaves_the_cache_alone():
     layer = linen_module(decode=True)
-    bound = layer.bind(layer.init(jax.random.key(0), jnp.ones((1, 900, D))))
+    prompt = jnp.ones((1, 700, D))
+    variables = layer.init(jax.random.key(0), jnp.ones((1, 900, D)))
+    bound = layer.bind(variables)
+
     assert bound.explain(prompt).chosen == "blockwise"
     assert bound.explain(prompt[:, :1]).chosen == "xla"
     np.testing.assert_array_equal(bound.variables["cache"]["cache_index"], 0)
-    storing = {"lengths": (None, jnp.array([7])), "store_keys": True}
-    explanation = nnx_module(decode=True).explain(X[:1], X[:1], **storing)
+
+
+@pytest.mark.core
+def test_explain_of_storing_keys_makes_no_mask():
+    module = nnx_module(decode=True)
+    lengths = (None, jnp.array([7]))
+    explanation = module.explain(X[:1], X[:1], lengths=lengths, store_keys=True)
     assert not any("mask" in reason for reason in explanation.refusals["cudnn"])
 
 
@@ -283,51 +335,70 @@ MODULES = {
 }
 
 
+PLATFORMS = (
+    ("cuda", "cudnn"),
+    ("tpu", "splash"),
+    ("cpu", "blockwise"),
+    (None, "blockwise"),
+)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("name", MODULES)
-def test_explain_for_another_platform(name):
+def test_explain_for_another_platform_names_its_kernel(name):
     x = jnp.ones((1, 1024, D))
-    half, whole = (
-        MODULES[name](decode=False, dtype=dtype)
-        for dtype in (jnp.bfloat16, jnp.float32)
-    )
-    for platform, chosen in (
-        ("cuda", "cudnn"),
-        ("tpu", "splash"),
-        ("cpu", "blockwise"),
-        (None, "blockwise"),
-    ):
-        with jax.numpy_dtype_promotion("standard"):  # norms of Flax
-            assert half.explain(x, is_causal=True, platform=platform).chosen == chosen
-    [reason] = whole.explain(x, is_causal=True, platform="cuda").refusals["cudnn"]
-    assert reason.endswith(
-        "pass dtype=jnp.bfloat16 to the module, or cast query, key and value"
-    )
-    with jax.numpy_dtype_promotion("standard"):
-        refused("platform must be", half.explain, x, platform="rocm")
+    module = MODULES[name](decode=False, dtype=jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):  # norms of Flax
+        for platform, chosen in PLATFORMS:
+            explanation = module.explain(x, is_causal=True, platform=platform)
+            assert explanation.chosen == chosen
+        refused("platform must be", module.explain, x, platform="rocm")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", MODULES)
+def test_explain_for_a_gpu_says_which_dtype_cudnn_needs(name):
+    x = jnp.ones((1, 1024, D))
+    module = MODULES[name](decode=False, dtype=jnp.float32)
+    [reason] = module.explain(x, is_causal=True, platform="cuda").refusals["cudnn"]
+    remedy = "pass dtype=jnp.bfloat16 to the module, or cast query, key and value"
+    assert reason.endswith(remedy)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
-@pytest.mark.parametrize("latent", [False, True])
-def test_explain_of_a_prompt_and_a_step_for_another_platform(latent, dtype):
-    module = MODULES["nnx, latent" if latent else "nnx"](
-        decode=True, dtype=jnp.bfloat16
-    )
+@pytest.mark.parametrize("name", ["nnx", "nnx, latent"])
+@pytest.mark.parametrize(("platform", "chosen"), PLATFORMS[:2])
+def test_explain_of_a_prompt_and_a_step_for_another_platform(
+    name, dtype, platform, chosen
+):
+    module = MODULES[name](decode=True, dtype=jnp.bfloat16)
     module.init_cache((1, 1024, D), dtype)
-    for platform, chosen in (("cuda", "cudnn"), ("tpu", "splash")):
-        with jax.numpy_dtype_promotion("standard"):
-            assert (
-                module.explain(jnp.ones((1, 1024, D)), platform=platform).chosen
-                == chosen
-            )
-            step = module.explain(jnp.ones((1, 1, D)), platform=platform)
-        assert (step.chosen, step.on_cpu) == ("xla", None)
-        assert "this call runs on cpu" not in str(step)
+
+    with jax.numpy_dtype_promotion("standard"):
+        prompt = module.explain(jnp.ones((1, 1024, D)), platform=platform)
+        step = module.explain(jnp.ones((1, 1, D)), platform=platform)
+
+    assert prompt.chosen == chosen
+    assert step.chosen == "xla"
+    assert step.on_cpu is None
+    assert "this call runs on cpu" not in str(step)
 
 
-def of_flax(query, key, value, mask=None, broadcast_dropout=True, dropout_rng=None, dropout_rate=0.0,
-            deterministic=False, dtype=None, precision=None, module=None, is_causal=False):  # fmt: skip
+def of_flax(
+    query,
+    key,
+    value,
+    mask=None,
+    broadcast_dropout=True,
+    dropout_rng=None,
+    dropout_rate=0.0,
+    deterministic=False,
+    dtype=None,
+    precision=None,
+    module=None,
+    is_causal=False,
+):
     return query
 
 
@@ -336,37 +407,29 @@ def of_arrays(query, key, value, deterministic=True):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("make", "attention", "options", "arguments", "name"),
-    [
-        *(
-            (make, of_flax, {"scale": 1.0}, {}, "scale")
-            for make in (nnx_module, linen_module)
-        ),
-        *(
-            (make, of_flax, {}, {"lengths": jnp.array([3, 4])}, "lengths")
-            for make in (nnx_module, linen_module)
-        ),
-        (linen_module, of_arrays, {}, {"mask": CausalMask()}, "mask"),
-        (
-            linen_module,
-            of_arrays,
-            {"dropout_rate": 0.5},
-            {"deterministic": False},
-            "dropout",
-        ),
-    ],
-)
-def test_an_attention_function_without_an_argument_that_is_used_raises(
-    make, attention, options, arguments, name
-):
-    assert call(make(attention_fn=attention), X).shape == X.shape
-    with pytest.raises(TypeError, match=name):
-        call(make(attention_fn=attention, **options), X, **arguments)
+@MAKES
+def test_functions_like_flax_cannot_take_our_options_and_arguments(make):
+    module = make(attention_fn=of_flax)
+    assert call(module, X).shape == X.shape
+    with pytest.raises(TypeError, match="scale"):
+        call(make(attention_fn=of_flax, scale=1.0), X)
+    with pytest.raises(TypeError, match="lengths"):
+        call(module, X, lengths=jnp.array([3, 4]))
+
+
+@pytest.mark.core
+def test_functions_of_arrays_cannot_take_masks_and_dropout_in_linen():
+    module = linen_module(attention_fn=of_arrays)
+    assert call(module, X).shape == X.shape
+    with pytest.raises(TypeError, match="mask"):
+        call(module, X, mask=CausalMask())
+    dropping = linen_module(attention_fn=of_arrays, dropout_rate=0.5)
+    with pytest.raises(TypeError, match="dropout"):
+        call(dropping, X, deterministic=False)
 
 
 @MAKES
-def test_a_wrapper_of_the_attention_function_is_called(make):
+def test_wrapper_of_the_attention_function_is_called(make):
     """Also one by `functools.wraps`, which copies the attribute by which modules know
     our function.
     """
@@ -380,18 +443,19 @@ def test_a_wrapper_of_the_attention_function_is_called(make):
 
 
 @pytest.mark.core
-def test_a_decoding_call_that_raises_leaves_the_cache():
+def test_decoding_call_that_raises_leaves_the_cache():
     module = nnx_module(decode=True)
-    layer = linen_module(decode=True)
     module.init_cache((B, T, D))
+    layer = linen_module(decode=True)
     bound = layer.bind(layer.init(jax.random.key(0), X), mutable=["cache"])
-    for run in (module, bound):
+    wrong_mask = jnp.ones((3, 1, 1, T), bool)
+    one_index = r"lengths must be None if all sequences share one index.*per_row=True"
+
+    for step in (module, bound):
         with pytest.raises((ValueError, TypeError), match=r"mask|broadcast"):
-            run(X[:, :1], mask=jnp.ones((3, 1, 1, T), bool))
-        one_index = (
-            r"lengths must be None if all sequences share one index.*per_row=True"
-        )
-        refused(one_index, run, X[:, :1], lengths=jnp.array([1, 1]))
+            step(X[:, :1], mask=wrong_mask)
+        refused(one_index, step, X[:, :1], lengths=jnp.array([1, 1]))
+
     assert module.cache_index[...] == 0
     assert (module.cached_key[...] == 0).all()
     assert bound.variables["cache"]["cache_index"] == 0
@@ -404,203 +468,201 @@ ARRAYS_OF_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ARRAYS_OF_NUMBERS)
-def test_options_may_be_0d_arrays(kind):
-    """As in Flax, also under `jit`, where the arrays are constants."""
-    numbers = {"dropout_rate": 0.25, "logits_soft_cap": 2.0}
-    arrays = {name: ARRAYS_OF_NUMBERS[kind](x) for name, x in numbers.items()}
+def of_module(name, **options):
+    module = MODULES[name](decode=False, **options)
+    return call(module, X, deterministic=False)
+
+
+def of_function(function, **options):
     query = X.reshape(B, T, N, -1)
+    key = jax.random.key(1)
+    return function(query, query, query, dropout_rng=key, **options)
 
-    def of_module(name, **options):
-        return call(MODULES[name](decode=False, **options), X, deterministic=False)
 
-    functions = [
-        functools.partial(of_module, name) for name in ("nnx", "nnx, latent", "linen")
-    ]
-    for function in (flax_mha.dot_product_attention, flax_mha.attention_fn):
-        functions.append(
-            functools.partial(
-                function, query, query, query, dropout_rng=jax.random.key(1)
-            )
-        )
-    for function in functions:
-        want = function(**numbers)
-        np.testing.assert_array_equal(function(**arrays), want)
-        np.testing.assert_allclose(
-            jax.jit(functools.partial(function, **arrays))(), want, atol=1e-6
-        )
+TAKE_NUMBERS = {
+    "nnx": functools.partial(of_module, "nnx"),
+    "nnx, latent": functools.partial(of_module, "nnx, latent"),
+    "linen": functools.partial(of_module, "linen"),
+    "function": functools.partial(of_function, flax_mha.dot_product_attention),
+    "attention_fn": functools.partial(of_function, flax_mha.attention_fn),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS_OF_NUMBERS)
+@pytest.mark.parametrize("name", TAKE_NUMBERS)
+def test_options_may_be_0d_arrays(name, kind):
+    to_array = ARRAYS_OF_NUMBERS[kind]
+    run = TAKE_NUMBERS[name]
+    want = run(dropout_rate=0.25, logits_soft_cap=2.0)
+    arrays = {"dropout_rate": to_array(0.25), "logits_soft_cap": to_array(2.0)}
+
+    np.testing.assert_array_equal(run(**arrays), want)
+    # As in Flax, also under `jit`, where the arrays are constants.
+    jitted = jax.jit(functools.partial(run, **arrays))
+    np.testing.assert_allclose(jitted(), want, atol=1e-6)
 
 
 @pytest.mark.core
 @MAKES
-def test_module_and_call_override_a_partial(make):
-    """Its keywords are defaults."""
-    preset = {
-        "scale": 0.3,
-        "mask": CausalMask(),
-        "score_mod": lambda score, b, h, q, k: 2 * score,
-    }
-    own = {"scale": 0.4}
-    mask = LocalMask(3, 1)
+def test_module_and_call_override_the_keywords_of_a_partial(make):
+    def doubled(score, b, h, q_idx, kv_idx):
+        return 2 * score
 
     def unchanged(score, b, h, q_idx, kv_idx):
         return score
 
-    output = call(
-        make(**own, attention_fn=partial(**preset)), X, mask=mask, score_mod=unchanged
-    )
+    preset = partial(scale=0.3, mask=CausalMask(), score_mod=doubled)
+    mask = LocalMask(3, 1)
 
-    np.testing.assert_array_equal(output, call(make(**own), X, mask=mask))
-    others = {"mask": preset["mask"], "score_mod": preset["score_mod"]}
-    np.testing.assert_array_equal(
-        call(make(attention_fn=partial(**preset)), X),
-        call(make(scale=0.3), X, **others),
-    )
+    module = make(scale=0.4, attention_fn=preset)
+    output = call(module, X, mask=mask, score_mod=unchanged)
+    want = call(make(scale=0.4), X, mask=mask)
+    np.testing.assert_array_equal(output, want)
+
+    # Without them, the keywords count.
+    output = call(make(attention_fn=preset), X)
+    want = call(make(scale=0.3), X, mask=CausalMask(), score_mod=doubled)
+    np.testing.assert_array_equal(output, want)
 
 
 # What is refused with Flax: `flax_cases.py`.
 NUMBERS = jnp.where(jnp.tri(T, dtype=bool), 0.0, -1e9)
 IDS = jnp.ones((B, T), int)
-REFUSED = [
-    ({"num_heads": 4.0}, {}, "num_heads must be an int, but got 4.0"),
-    ({"gate": 1}, {}, "gate must be True, False or a flax_mha.Gate, but got 1"),
-    ({"dropout_rate": np.zeros(1)}, {}, "dropout_rate must be a concrete number in"),
-    ({"dropout_rate": np.array(None)}, {}, "dropout_rate must be a concrete number in"),
-    ({"scale": "big"}, {}, "scale must be a finite number, but got 'big'"),
-    (
-        {},
-        {"mask": NUMBERS},
-        "mask must be bool, or contain only 0 and 1.*-1000000000.0; pass it as bias=",
-    ),
-    (
-        {},
-        {"mask": CausalMask},
-        r"mask must be a boolean array or a mask object .*call it: CausalMask\(\)",
-    ),
-    (
-        {},
-        {"mask": jnp.ones((B, T), bool)},
-        r"got shape \(2, 9\); use mask\[:, None, None, :\]",
-    ),
-    ({}, {"lengths": jnp.array([3, -1])}, "^lengths must be at least 0, but got -1"),
-    ({}, {"lengths": jnp.array([3, 1, 2])}, "^lengths must broadcast to"),
-    (
-        {},
-        {"lengths": jnp.array([3, 4]), "inputs_k": Y},
-        r"lengths must be a pair \(queries, keys\).*\(None, lengths\)",
-    ),
-    (
-        {},
-        {"lengths": (jnp.ones(B, int),) * 3},
-        "lengths must be one array or a pair .* but got 3 arrays",
-    ),
-    (
-        {},
-        {"segment_ids": (IDS,) * 3},
-        "segment_ids must be one array or a pair .* but got 3 arrays",
-    ),
-    (
-        {},
-        {"segment_ids": jnp.ones((B, T))},
-        "^segment_ids must have an integer dtype, but got float32",
-    ),
-    (
-        {},
-        {"segment_ids": (IDS, IDS[:, :4])},
-        r"^segment_ids of keys must have shape \[batch..., 9\]",
-    ),
-]
+REFUSED = []
+
+
+def refuses_option(message, **options):
+    REFUSED.append((message, options, {}))
+
+
+def refuses(message, **arguments):
+    REFUSED.append((message, {}, arguments))
+
+
+refuses_option("num_heads must be an int, but got 4.0", num_heads=4.0)
+refuses_option("gate must be True, False or a flax_mha.Gate, but got 1", gate=1)
+refuses_option("dropout_rate must be a concrete number in", dropout_rate=np.zeros(1))
+refuses_option("dropout_rate must be a concrete number in", dropout_rate=np.array(None))
+refuses_option("scale must be a finite number, but got 'big'", scale="big")
+refuses(
+    "mask must be bool, or contain only 0 and 1.*-1000000000.0; pass it as bias=",
+    mask=NUMBERS,
+)
+refuses(
+    r"mask must be a boolean array or a mask object .*call it: CausalMask\(\)",
+    mask=CausalMask,
+)
+refuses(
+    r"got shape \(2, 9\); use mask\[:, None, None, :\]", mask=jnp.ones((B, T), bool)
+)
+refuses("^lengths must be at least 0, but got -1", lengths=jnp.array([3, -1]))
+refuses("^lengths must broadcast to", lengths=jnp.array([3, 1, 2]))
+refuses(
+    r"lengths must be a pair \(queries, keys\).*\(None, lengths\)",
+    lengths=jnp.array([3, 4]),
+    inputs_k=Y,
+)
+refuses(
+    "lengths must be one array or a pair .* but got 3 arrays",
+    lengths=(jnp.ones(B, int),) * 3,
+)
+refuses(
+    "segment_ids must be one array or a pair .* but got 3 arrays",
+    segment_ids=(IDS,) * 3,
+)
+refuses(
+    "^segment_ids must have an integer dtype, but got float32",
+    segment_ids=jnp.ones((B, T)),
+)
+refuses(
+    r"^segment_ids of keys must have shape \[batch..., 9\]",
+    segment_ids=(IDS, IDS[:, :4]),
+)
 
 
 @pytest.mark.core
-def test_modules_need_features():
+@pytest.mark.parametrize(("message", "options", "arguments"), REFUSED)
+@MAKES
+def test_wrong_options_and_arguments_raise_errors(message, options, arguments, make):
+    refused(message, lambda: call(make(**options), X, **arguments))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("size", [0, -1, "8"])
+def test_modules_of_nnx_need_features(size):
     latent = functools.partial(
         flax_mha.MultiHeadLatentAttention, N, rngs=nnx.Rngs(0), **LATENT
     )
-    for size in (0, -1, "8"):
-        message = f"must be an int >= 1, but got {size!r}"
-        for name in ("in_features", "in_kv_features", "out_features"):
-            refused(f"{name} {message}", nnx_module, **{name: size})
-        refused(f"in_features {message}", latent, size)
-        refused(f"out_features {message}", latent, D, out_features=size)
-    for name in ("inputs_q", "inputs_k", "inputs_v"):
-        inputs = {"inputs_q": X, "inputs_k": X, "inputs_v": X} | {name: X[..., :0]}
-        message = f"{name} must have at least one feature.* got shape \\(2, 9, 0\\)"
-        refused(message, call, linen_module(qkv_features=D), **inputs)
+    message = f"must be an int >= 1, but got {size!r}"
+    for name in ("in_features", "in_kv_features", "out_features"):
+        refused(f"{name} {message}", nnx_module, **{name: size})
+    refused(f"in_features {message}", latent, size)
+    refused(f"out_features {message}", latent, D, out_features=size)
 
 
 @pytest.mark.core
-def test_remat_traces_keyword_arguments():
-    """So `is_causal=True` is not a bool inside; a mask object stays the same."""
+@pytest.mark.parametrize("name", ["inputs_q", "inputs_k", "inputs_v"])
+def test_modules_of_linen_need_features(name):
+    inputs = {"inputs_q": X, "inputs_k": X, "inputs_v": X} | {name: X[..., :0]}
+    message = f"{name} must have at least one feature.* got shape \\(2, 9, 0\\)"
+    refused(message, call, linen_module(qkv_features=D), **inputs)
+
+
+@pytest.mark.core
+def test_remat_traces_flags_but_not_mask_objects():
     module = nn.remat(linen.MultiHeadDotProductAttention)(N)
-    fix = r"got a traced value; pass mask=flax_mha.CausalMask\(\) instead.* nn.remat"
-    refused(
-        "is_causal must be a concrete True or False, .*" + fix,
-        call,
-        module,
-        X,
-        is_causal=True,
+    message = (
+        "is_causal must be a concrete True or False, .*got a traced value; "
+        r"pass mask=flax_mha.CausalMask\(\) instead.* nn.remat"
     )
+    refused(message, call, module, X, is_causal=True)
+
     want = call(linen_module(), X, is_causal=True)
-    np.testing.assert_allclose(call(module, X, mask=CausalMask()), want, atol=1e-6)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize(("options", "arguments", "message"), REFUSED)
-@MAKES
-def test_refused(options, arguments, message, make):
-    refused(message, lambda: call(make(**options), X, **arguments))
+    got = call(module, X, mask=CausalMask())
+    np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 @pytest.mark.core
 @MAKES
 def test_errors_of_misspelled_arguments_name_the_call_or_the_function(make):
+    # Of modules the call, of partials the function that they call.
     unexpected = r"\(\) got an unexpected keyword argument "
     refused(f"__call__{unexpected}'maks'", call, make(), X, maks=None, error=TypeError)
-    refused(
-        f"attention_fn{unexpected}'scal'",
-        call,
-        make(attention_fn=partial(scal=0.3)),
-        X,
-        error=TypeError,
-    )
+
+    module = make(attention_fn=partial(scal=0.3))
+    refused(f"attention_fn{unexpected}'scal'", call, module, X, error=TypeError)
 
 
 @pytest.mark.core
-def test_a_key_of_jax_random_is_no_rngs():
+def test_key_of_jax_random_is_no_rngs():
     key = jax.random.key(0)
+    message = (
+        r"rngs must be nnx.Rngs, but got PRNGKeyArray; pass a key as nnx.Rngs\(key\)"
+    )
+    refused(message, nnx_module, rngs=key)
+
     module = nnx_module(dropout_rate=0.5, deterministic=False)
-    refused(
-        r"rngs must be nnx.Rngs, but got PRNGKeyArray; pass a key as nnx.Rngs\(key\)",
-        nnx_module,
-        rngs=key,
-    )
-    refused(
-        r"rngs must be nnx.Rngs or nnx.RngStream, but got PRNGKeyArray",
-        module,
-        X,
-        rngs=key,
-    )
+    message = r"rngs must be nnx.Rngs or nnx.RngStream, but got PRNGKeyArray"
+    refused(message, module, X, rngs=key)
 
 
 @pytest.mark.core
-def test_names_of_the_package():
-    """`dir` lists only public names, and a star import leaves Flax's modules alone."""
+def test_names_of_the_package_are_those_of_its_modules():
     assert flax_mha.recipes.causal()["mask"] == CausalMask()
-    assert (flax_mha.linen, flax_mha.convert) == (linen, convert)
-    assert (flax_mha.CausalMask, flax_mha.combine) == (
-        masks.CausalMask,
-        flax_mha.recipes.combine,
-    )
-    assert (flax_mha.RoPE, flax_mha.KVCache) == (
-        flax_mha.rope.RoPE,
-        flax_mha.cache.KVCache,
-    )
+    assert flax_mha.linen is linen
+    assert flax_mha.convert is convert
+    assert flax_mha.CausalMask is masks.CausalMask
+    assert flax_mha.combine is flax_mha.recipes.combine
+    assert flax_mha.RoPE is flax_mha.rope.RoPE
+    assert flax_mha.KVCache is flax_mha.cache.KVCache
     assert flax_mha.__version__.count(".") >= 2
-    with pytest.raises(
-        AttributeError, match="module 'flax_mha' has no attribute 'linnen'"
-    ):
+    message = "module 'flax_mha' has no attribute 'linnen'"
+    with pytest.raises(AttributeError, match=message):
         flax_mha.linnen  # noqa: B018
+
+
+@pytest.mark.core
+def test_dir_lists_only_public_names():
     names = dir(flax_mha)
     modules = {name for name in names if inspect.ismodule(getattr(flax_mha, name))}
     assert modules == {
@@ -614,20 +676,26 @@ def test_names_of_the_package():
         "rope",
     }
     assert set(names) == {*flax_mha.__all__, *modules, "__version__"}
+
+
+@pytest.mark.core
+def test_star_import_leaves_the_modules_of_flax_alone():
     names = {}
     exec("from flax import linen, nnx\nfrom flax_mha import *", names)
-    assert (names.pop("nnx"), names.pop("linen")) == (nnx, nn)
-    assert names.keys() - {"__builtins__"} == {
-        name for name in dir(flax_mha) if callable(getattr(flax_mha, name))
-    }
+    assert names.pop("nnx") is nnx
+    assert names.pop("linen") is nn
+    public = {name for name in dir(flax_mha) if callable(getattr(flax_mha, name))}
+    assert names.keys() - {"__builtins__"} == public
 
 
 def parameters(function):
-    """The parameters that `help` and editors show; none may be `*args` or `**kwargs`."""
+    """The parameters that `help` and editors show, without `*args` or `**kwargs`."""
     found = inspect.signature(function).parameters
-    assert not [
-        x for x in found.values() if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
-    ]
+    for parameter in found.values():
+        assert parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        )
     return found
 
 
@@ -653,53 +721,61 @@ def test_help_and_editors_show_the_signature_of_a_module(name):
 
 
 @pytest.mark.core
-def test_signatures_of_subclasses_and_functions():
+def test_signature_of_a_subclass_is_its_own():
     class Wider(flax_mha.MultiHeadAttention):
         def __init__(self, width: int, rngs: nnx.Rngs):
             super().__init__(2, width, decode=False, rngs=rngs)
 
     assert list(parameters(Wider)) == ["width", "rngs"]
     assert Wider(8, nnx.Rngs(0)).in_features == 8
-    functions = (
-        flax_mha.attention_fn,
-        flax_mha.cache.cached_attention,
-        flax_mha.context_parallel,
-    )
-    functions += (
-        flax_mha.context_parallel("x"),
-        flax_mha.dot_product_attention,
-        flax_mha.explain_implementation,
-    )
-    for function in functions:
-        assert len(parameters(function)) > 5
-        assert "arguments" not in parameters(function)
-
-
-CONSTRUCTORS = ((flax_mha, ""), (flax_mha, "Latent"), (linen, "DotProduct"))
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    "kind", [getattr(x, f"MultiHead{name}Attention") for x, name in CONSTRUCTORS]
+    "function",
+    [
+        flax_mha.attention_fn,
+        flax_mha.cache.cached_attention,
+        flax_mha.context_parallel,
+        flax_mha.context_parallel("x"),
+        flax_mha.dot_product_attention,
+        flax_mha.explain_implementation,
+    ],
+)
+def test_help_and_editors_show_the_signature_of_a_function(function):
+    assert len(parameters(function)) > 5
+    assert "arguments" not in parameters(function)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "kind",
+    [
+        flax_mha.MultiHeadAttention,
+        flax_mha.MultiHeadLatentAttention,
+        linen.MultiHeadDotProductAttention,
+    ],
 )
 def test_every_argument_of_a_constructor_is_described(kind):
-    """In the docstring of the class, or in a docstring to which it refers."""
+    # In the docstring of the class, or in a docstring to which it refers.
+    texts = kind.__doc__ + flax_mha.MultiHeadAttention.__doc__
+    described = set()
+    for names in re.findall(r"^(?:    )?  (\w+(?:, \w+)*): ", texts, re.M):
+        described.update(names.split(", "))
     # Every linen module has these.
     undescribed = {"parent", "name"} if issubclass(kind, nn.Module) else set()
-    texts = kind.__doc__ + flax_mha.MultiHeadAttention.__doc__
-    described = re.findall(r"^(?:    )?  (\w+(?:, \w+)*): ", texts, re.M)
-    assert (
-        parameters(kind).keys()
-        - {name for names in described for name in names.split(", ")}
-        == undescribed
-    )
+    assert parameters(kind).keys() - described == undescribed
 
 
 def test_attention_fn_takes_every_argument_of_flax():
     ours = inspect.signature(flax_mha.attention_fn).parameters
     for theirs in (nn.dot_product_attention, nnx.dot_product_attention):
         assert set(inspect.signature(theirs).parameters) <= set(ours)
+
+
+def test_einsum_dot_general_computes_both_products():
     query = jnp.asarray(rng.standard_normal((B, T, N, 4)), jnp.float32)
+    # The scores, and the sum over values.
     calls = []
 
     def counted(*arguments, **keywords):
@@ -707,44 +783,39 @@ def test_attention_fn_takes_every_argument_of_flax():
         return jax.lax.dot_general(*arguments, **keywords)
 
     got = flax_mha.attention_fn(query, query, query, einsum_dot_general=counted)
+
     assert len(calls) == 2
-    np.testing.assert_allclose(
-        got, flax_mha.attention_fn(query, query, query), rtol=0, atol=1e-5
-    )
+    want = flax_mha.attention_fn(query, query, query)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_projections_in_bfloat16(tokens, monkeypatch):
-    """Where a CPU multiplies bfloat16, they are rounded float32 sums, also of a single
-    row and of transposed arrays.
-
-    A product into float32 is not rounded to bfloat16, and a vector is no row.
-    """
+def test_projections_in_bfloat16_are_rounded_float32_sums(tokens, monkeypatch):
+    # Where a CPU multiplies bfloat16.
     monkeypatch.setattr(tracing, "cpu_features", lambda: {"avx512_bf16"})
-    x, kernel = (
-        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-        for shape in ((2, 31, tokens), (N, 31, 8))
-    )
-    expected = np.einsum(
-        "bdt,ndh->bthn", np.asarray(x, np.float64), np.asarray(kernel, np.float64)
-    )
+    x = jnp.asarray(rng.standard_normal((2, 31, tokens)), jnp.bfloat16)
+    kernel = jnp.asarray(rng.standard_normal((N, 31, 8)), jnp.bfloat16)
+    exact = (np.asarray(x, np.float64), np.asarray(kernel, np.float64))
+    expected = np.einsum("bdt,ndh->bthn", *exact)
     kernel = jnp.transpose(kernel, (1, 2, 0))
 
     def project(x, **options):
-        return dot_general(x.T, kernel, (((x.T.ndim - 1,), (0,)), ((), ())), **options)
+        last = ((x.T.ndim - 1,), (0,))
+        return dot_general(x.T, kernel, (last, ((), ())), **options)
 
-    vector = project(x[0, :, 0])
-    wide = project(x[0, :, 0], preferred_element_type=jnp.float32)
-    rounded = {"rtol": 2**-8, "atol": 1e-5}
-    for got in (
-        jnp.stack([jax.jit(project)(own) for own in x]),
-        jax.jit(jax.vmap(project))(x),
-        vector[None, None],
-    ):
+    def assert_rounded(got, expected):
         assert got.dtype == jnp.bfloat16
-        np.testing.assert_allclose(
-            np.asarray(got, np.float64), expected[: len(got), : got.shape[1]], **rounded
-        )
+        got = np.asarray(got, np.float64)
+        np.testing.assert_allclose(got, expected, rtol=2**-8, atol=1e-5)
+
+    # Also of a single row and of transposed arrays.
+    assert_rounded(jnp.stack([jax.jit(project)(own) for own in x]), expected)
+    assert_rounded(jax.jit(jax.vmap(project))(x), expected)
+    # A vector is no row.
+    vector = x[0, :, 0]
+    assert_rounded(project(vector), expected[0, 0])
+    # A product into float32 is not rounded to bfloat16.
+    wide = project(vector, preferred_element_type=jnp.float32)
     assert wide.dtype == jnp.float32
     np.testing.assert_allclose(wide, expected[0, 0], rtol=0, atol=1e-5)

@@ -32,27 +32,42 @@ MASK[..., 33:] = False
 MASK[0, :, 10, 20:30] = False
 MASK[1, :, 25] = False
 
+
+def slopes_of_heads(slopes):
+    def score_mod(score, b, h, q, k):
+        return score - slopes[h] * jnp.abs(q - k).astype(score.dtype)
+
+    return score_mod
+
+
+# Without a derivative, or any value, at masked places: a future key has q - k < 0.
+def logarithm(slopes):
+    def score_mod(score, b, h, q, k):
+        return score + slopes[h] * jnp.log1p((q - k).astype(score.dtype))
+
+    return score_mod
+
+
+def root(slopes):
+    def score_mod(score, b, h, q, k):
+        return score - jnp.sqrt(slopes[h] * (q - k).astype(score.dtype) + 1e-3)
+
+    return score_mod
+
+
+def masks_itself(slopes):
+    def score_mod(score, b, h, q, k):
+        return jnp.where(k < 33, jnp.exp(0.1 * score) * slopes[h], -jnp.inf)
+
+    return score_mod
+
+
 SCORE_MODS = {
     "no score_mod": None,
-    "slopes": lambda slopes: (
-        lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k).astype(score.dtype)
-    ),
-    # Without a derivative, or any value, at masked places.
-    "logarithm": lambda slopes: (
-        lambda score, b, h, q, k: (
-            score + slopes[h] * jnp.log1p((q - k).astype(score.dtype))
-        )
-    ),
-    "root": lambda slopes: (
-        lambda score, b, h, q, k: (
-            score - jnp.sqrt(slopes[h] * (q - k).astype(score.dtype) + 1e-3)
-        )
-    ),
-    "masks itself": lambda slopes: (
-        lambda score, b, h, q, k: jnp.where(
-            k < 33, jnp.exp(0.1 * score) * slopes[h], -jnp.inf
-        )
-    ),
+    "slopes": slopes_of_heads,
+    "logarithm": logarithm,
+    "root": root,
+    "masks itself": masks_itself,
 }
 CAP_SINKS = {"logits_soft_cap": 2.0, "sinks": np.ones(N, np.float32)}
 BIAS_WINDOW = {
@@ -67,58 +82,54 @@ ARGUMENTS = {
 }
 
 
+def is_static(x):
+    return isinstance(x, tuple | float)
+
+
 def arrays(score_mod="no score_mod", arguments="plain"):
     rng = np.random.default_rng(0)
-    shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H)}
     drawn = {
-        name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()
+        "query": rng.standard_normal((B, T, N, H), np.float32),
+        "key": rng.standard_normal((B, S, K, H), np.float32),
+        "value": rng.standard_normal((B, S, K, H), np.float32),
     }
-    if SCORE_MODS[score_mod] is None:
-        slopes = {}
-    else:
-        slopes = {"slopes": np.linspace(0.1, 0.4, N, dtype=np.float32)}
-    return (
-        drawn
-        | slopes
-        | {
-            n: x
-            for n, x in ARGUMENTS[arguments].items()
-            if not isinstance(x, tuple | float)
-        }
-    )
+    if SCORE_MODS[score_mod] is not None:
+        drawn["slopes"] = np.linspace(0.1, 0.4, N, dtype=np.float32)
+    for name, x in ARGUMENTS[arguments].items():
+        if not is_static(x):
+            drawn[name] = x
+    return drawn
 
 
 @functools.lru_cache(maxsize=1)
 def program(score_mod, arguments, implementation, causal, mask):
     """Jitted: outputs, and the gradients of a loss over those that are finite."""
-    static = {
-        name: x
-        for name, x in ARGUMENTS[arguments].items()
-        if isinstance(x, tuple | float)
-    }
+    static = {"is_causal": causal, "implementation": implementation}
+    static |= {name: x for name, x in ARGUMENTS[arguments].items() if is_static(x)}
     if mask:
         static["mask"] = MASK
 
     def loss(given):
         given = dict(given)
-        slopes = given.pop("slopes", None)
-        mod = {} if slopes is None else {"score_mod": SCORE_MODS[score_mod](slopes)}
-        more = {"is_causal": causal, "return_residual": True, "return_max_score": True}
+        if "slopes" in given:
+            given["score_mod"] = SCORE_MODS[score_mod](given.pop("slopes"))
         outputs = dot_product_attention(
-            **given, **static, **mod, **more, implementation=implementation
+            **given, **static, return_residual=True, return_max_score=True
         )
-        return sum(
-            jnp.where(jnp.isfinite(x), jnp.sin(x), 0).sum() for x in outputs
-        ), outputs
+        total = 0
+        for x in outputs:
+            total += jnp.where(jnp.isfinite(x), jnp.sin(x), 0).sum()
+        return total, outputs
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-def run(given, **which):
-    (_, outputs), gradients = jax.device_get(program(**{"mask": True} | which)(given))
-    return dict(zip(("output", "lse", "max_score"), outputs, strict=True)) | {
-        f"d_{name}": x for name, x in gradients.items()
-    }
+def run(given, mask=True, **which):
+    (_, outputs), gradients = jax.device_get(program(**which, mask=mask)(given))
+    results = dict(zip(("output", "lse", "max_score"), outputs, strict=True))
+    for name, x in gradients.items():
+        results[f"d_{name}"] = x
+    return results
 
 
 MASKED = [
@@ -136,30 +147,30 @@ MASKED = [
     ),
 )
 @BOTH
-def test_masked_values_change_nothing_and_visible_ones_count(
+def test_masked_values_change_no_bit_of_outputs_and_gradients(
     score_mod, arguments, implementation
 ):
-    """Outputs and gradients keep every bit. Visible values are tested unless the
-    `score_mod` masks or has no value.
-    """
-    causal = score_mod in ("logarithm", "root")
     which = {
         "score_mod": score_mod,
         "arguments": arguments,
         "implementation": implementation,
-        "causal": causal,
+        "causal": score_mod in ("logarithm", "root"),
     }
-    clean = arrays(which["score_mod"], which["arguments"])
+    clean = arrays(score_mod, arguments)
     clean["query"][:, 30:] = 0
     clean["key"][:, 33:] = 0
     clean["value"][:, 33:] = 0
+
     want = run(clean, **which)
+
     assert all(np.isfinite(x).all() for name, x in want.items() if name != "lse")
+    # Rows without keys, and keys without rows.
     rows = ~MASK.any(-1)[:, 0]
     assert (want["output"][rows] == 0).all()
     assert (want["d_query"][rows] == 0).all()
+    assert (want["d_key"][:, 33:] == 0).all()
+    assert (want["d_value"][:, 33:] == 0).all()
     assert "d_sinks" in want or (want["lse"][rows] == -np.inf).all()
-    assert all((want[name][:, 33:] == 0).all() for name in ("d_key", "d_value"))
     for filling in FILLINGS:
         spoilt = {name: np.array(x) for name, x in clean.items()}
         spoilt["query"][:, 30:, :, 1] = filling
@@ -171,38 +182,35 @@ def test_masked_values_change_nothing_and_visible_ones_count(
         got = run(spoilt, **which)
         for name, x in want.items():
             np.testing.assert_array_equal(got[name], x, err_msg=f"{name}, {filling}")
+    # Other functions mask, or have no value.
     if score_mod in ("no score_mod", "slopes"):
-        visible_values_count(**which)
+        assert_visible_values_count(**which)
 
 
 @pytest.mark.parametrize("arguments", ["plain", "soft cap, sinks"])
 @BOTH
 def test_visible_values_count_without_a_mask(arguments, implementation):
-    which = {
-        "score_mod": "no score_mod",
-        "arguments": arguments,
-        "implementation": implementation,
-        "causal": False,
-    }
-    visible_values_count(**which, mask=False)
+    assert_visible_values_count(
+        score_mod="no score_mod",
+        arguments=arguments,
+        implementation=implementation,
+        causal=False,
+        mask=False,
+    )
 
 
-def visible_values_count(*, mask=True, **which):
+def assert_visible_values_count(*, mask=True, **which):
     """Rows that attend to NaN or infinity in any feature are NaN; other rows keep their
     outputs and gradients.
     """
-    which |= {"mask": mask}
     clean = arrays(which["score_mod"], which["arguments"])
-    want = run(clean, **which)
+    want = run(clean, mask, **which)
     visible = np.broadcast_to(MASK if mask else True, (B, N, T, S))
     if "local_window_size" in ARGUMENTS[which["arguments"]]:
         ahead = np.arange(S) - np.arange(T)[:, None]
         visible = visible & (ahead >= -40) & (ahead <= 30)
-    for filling, name in itertools.product(
-        (np.nan, np.inf), ("query", "key", "value", "bias")
-    ):
-        if name not in clean:
-            continue
+    names = [name for name in ("query", "key", "value", "bias") if name in clean]
+    for filling, name in itertools.product((np.nan, np.inf), names):
         spoilt = {name: np.array(x) for name, x in clean.items()}
         rows = np.zeros((B, T, N), bool)
         if name == "query":
@@ -214,43 +222,38 @@ def visible_values_count(*, mask=True, **which):
         else:
             spoilt[name][0, 5, 1, H - 1] = filling
             rows[0, :, 2:] = np.moveaxis(visible[0, 2:, :, 5], 0, 1)
-        got = run(spoilt, **which)
+
+        got = run(spoilt, mask, **which)
+
+        # Without a mask, infinity may stay infinity.
         if mask or np.isnan(filling):
             assert np.isnan(got["output"][rows]).any(-1).all()
-        np.testing.assert_array_equal(got["output"][~rows], want["output"][~rows])
-        np.testing.assert_array_equal(got["lse"][~rows], want["lse"][~rows])
+        for result in ("output", "lse"):
+            np.testing.assert_array_equal(got[result][~rows], want[result][~rows])
         heads = rows.any(1)
-        np.testing.assert_array_equal(
-            got["max_score"][~heads], want["max_score"][~heads]
-        )
+        others = want["max_score"][~heads]
+        np.testing.assert_array_equal(got["max_score"][~heads], others)
         if mask:
             assert np.isnan(got["max_score"][heads]).all()
             unseen = ~rows.any(-1)
-            np.testing.assert_array_equal(
-                got["d_query"][unseen], want["d_query"][unseen]
-            )
-            assert all(
-                np.isfinite(x).all()
-                for gradient, x in got.items()
-                if gradient.startswith("d_")
-            )
+            others = want["d_query"][unseen]
+            np.testing.assert_array_equal(got["d_query"][unseen], others)
+            for gradient, x in got.items():
+                assert np.isfinite(x).all() or not gradient.startswith("d_")
 
 
 @BOTH
 def test_large_numbers_times_zero_add_nothing(implementation):
+    # Their products with the zeros of the other vector are 0, not NaN.
     query, key = np.zeros((2, 1, 2, 1, 4), np.float32)
     query[..., 0] = 1e17
     query[..., 2] = 1e-3
     key[..., 1] = 1e17
     key[0, 0, 0, 2] = 2e3
     value = np.eye(2, dtype=np.float32)[None, :, None]
+    more = {"mask": np.ones((2, 2), bool), "scale": 1.0}
     got = dot_product_attention(
-        query,
-        key,
-        value,
-        mask=np.ones((2, 2), bool),
-        scale=1.0,
-        implementation=implementation,
+        query, key, value, **more, implementation=implementation
     )
     weight = 1 / (1 + np.exp(-2))
     np.testing.assert_allclose(got.ravel(), [weight, 1 - weight] * 2, rtol=1e-6)
@@ -263,9 +266,8 @@ def test_functions_never_get_positions_of_padding(implementation):
 
     def note(q_idx, kv_idx):
         asked.append((np.min(q_idx), np.max(q_idx), np.min(kv_idx), np.max(kv_idx)))
-        return np.zeros(
-            np.broadcast_shapes(np.shape(q_idx), np.shape(kv_idx)), np.float32
-        )
+        shape = np.broadcast_shapes(np.shape(q_idx), np.shape(kv_idx))
+        return np.zeros(shape, np.float32)
 
     def score_mod(score, b, h, q_idx, kv_idx):
         result = jax.ShapeDtypeStruct((), jnp.float32)
@@ -274,50 +276,50 @@ def test_functions_never_get_positions_of_padding(implementation):
         )
 
     mask = FunctionMask(lambda *place: score_mod(jnp.float32(0), *place) == 0)
-    given = arrays() | {"score_mod": score_mod, "mask": mask}
-    given |= {
-        "query_offset": 3,
-        "key_value_offset": 5,
-        "implementation": implementation,
-    }
-    dot_product_attention(**given).block_until_ready()
-    lowest = np.min(asked, 0)
-    highest = np.max(asked, 0)
-    assert (lowest[0], highest[1], lowest[2], highest[3]) == (
-        3,
-        3 + T - 1,
-        5,
-        5 + S - 1,
+    output = dot_product_attention(
+        **arrays(),
+        score_mod=score_mod,
+        mask=mask,
+        query_offset=3,
+        key_value_offset=5,
+        implementation=implementation,
     )
+    output.block_until_ready()
+
+    first_query, _, first_key, _ = np.min(asked, 0)
+    _, last_query, _, last_key = np.max(asked, 0)
+    assert (first_query, last_query) == (3, 3 + T - 1)
+    assert (first_key, last_key) == (5, 5 + S - 1)
+
+
+def clipped(score, b, h, q, k):
+    return jnp.where(score > 0, score, 0)
 
 
 @BOTH
 @pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize(
-    "score_mod", [None, lambda score, b, h, q, k: jnp.where(score > 0, score, 0)]
-)
+@pytest.mark.parametrize("score_mod", [None, clipped])
 def test_visible_infinity_gives_nan_even_if_all_its_products_are_minus_infinity(
     implementation, which, score_mod
 ):
-    """And even if the `score_mod` hides it. Without jit, the scale is an array, which
-    is computed differently.
-    """
-    arrays = [
-        np.abs(np.random.default_rng(0).standard_normal((1, 70, 1, 8), np.float32))
-        for _ in range(3)
-    ]
+    # And even if the `score_mod` hides it.
+    drawn = np.random.default_rng(0).standard_normal((1, 70, 1, 8), np.float32)
+    arrays = [np.abs(drawn) for _ in range(3)]
     arrays[which][0, 40, 0, 5] = -np.inf
+    attends = np.arange(70) == 40 if which == 0 else np.arange(70) >= 40
     more = {"score_mod": score_mod, "implementation": implementation}
     attend = functools.partial(dot_product_attention, is_causal=True, **more)
-    sees = np.arange(70) == 40 if which == 0 else np.arange(70) >= 40
+
+    # Without jit, the scale is an array, which is computed differently.
     for run in (attend, jax.jit(attend)):
-        np.testing.assert_array_equal(np.isnan(run(*arrays)[0, :, 0, 0]), sees)
+        is_nan = np.isnan(run(*arrays)[0, :, 0, 0])
+        np.testing.assert_array_equal(is_nan, attends)
 
 
 @BOTH
 @pytest.mark.parametrize("place", ["query", "key", "query beside large values"])
 def test_an_overflow_affects_only_the_gradients_of_its_row(place, implementation):
-    """All inputs are finite; one row of causal scores is not, and the loss ignores it."""
+    # All inputs are finite; one row of causal scores is not, and the loss ignores it.
     given = arrays()
     if "values" in place:
         # The sum of 31 such values is infinite.
@@ -325,7 +327,8 @@ def test_an_overflow_affects_only_the_gradients_of_its_row(place, implementation
         given["value"][0, :31] = 2e37
     else:
         given["query"][0, 30] = 1e20
-        given["key"][0, 30 if place == "key" else 0, :, 0] = 1e20
+        of_key = 30 if place == "key" else 0
+        given["key"][0, of_key, :, 0] = 1e20
 
     @jax.jit
     @jax.grad
@@ -390,23 +393,23 @@ def test_hidden_keys_and_values_change_nothing(
 def test_future_keys_change_nothing_and_rows_that_attend_to_nan_are_nan(implementation):
     run = jax.jit(with_gradients(implementation, is_causal=True))
     query, key, value = inputs(t=KEYS)
-    want = jax.block_until_ready(run(*(x[:, :40] for x in (query, key, value))))
+    want = run(query[:, :40], key[:, :40], value[:, :40])
+    want = jax.block_until_ready(want)  # before the arrays change
     for filling in (np.nan, np.inf):
         key[:, 40] = filling
         value[:, 45, 0, 3] = filling
         output, *grads = run(query, key, value)
         assert np.isnan(output[:, 40:]).all()
         assert all((x[:, 40:] == 0).all() for x in grads)
+        # Another length is another order of sums.
+        tolerance = 2 * KEYS * np.finfo(np.float32).eps
         for got, expected in zip((output, *grads), want, strict=True):
-            # Another length is another order of sums.
-            np.testing.assert_allclose(
-                got[:, :40], expected, rtol=0, atol=2 * KEYS * np.finfo(np.float32).eps
-            )
+            np.testing.assert_allclose(got[:, :40], expected, rtol=0, atol=tolerance)
 
 
 @BOTH
 @pytest.mark.parametrize("size", [64, 3])
-def test_masked_and_visible_nan_among_many_scores(size, implementation):
+def test_only_visible_nan_changes_results_of_many_scores(size, implementation):
     rng = np.random.default_rng(0)
     query, key, value = rng.standard_normal((3, 2, 128, 16, size), np.float32)
     mask = rng.random((2, 1, 128, 128)) < 0.5
@@ -419,22 +422,25 @@ def test_masked_and_visible_nan_among_many_scores(size, implementation):
             dot_product_attention, mask=mask, implementation=implementation
         )
     )
-    attend = lambda *arrays: np.asarray(jitted(*arrays))  # noqa: E731
-    want = attend(1e3 * query, key, value)
+
+    def attend(key, value):
+        return np.asarray(jitted(1e3 * query, key, value))
+
+    want = attend(key, value)
+
     assert np.isfinite(want).all()
     assert (want[:, 5] == 0).all()
     for filling in (np.nan, np.inf, -np.inf, 3e38):
         spoilt_key = key.copy()
         spoilt_value = value.copy()
-        spoilt_key[:, hidden] = spoilt_value[:, hidden] = filling
+        spoilt_key[:, hidden] = filling
+        spoilt_value[:, hidden] = filling
         spoilt_key[:, hidden[0], :, 1:] = -1
-        np.testing.assert_array_equal(
-            attend(1e3 * query, spoilt_key, spoilt_value), want
-        )
-    sees = mask[:, 0, :, seen]
+        np.testing.assert_array_equal(attend(spoilt_key, spoilt_value), want)
+    attends = mask[:, 0, :, seen]
     for filling, which in itertools.product((np.nan, np.inf), (0, 1)):
         spoilt = [key.copy(), value.copy()]
         spoilt[which][:, seen, :, size - 1] = filling
-        output = attend(1e3 * query, *spoilt)
-        assert np.isnan(output[sees]).all()
-        np.testing.assert_array_equal(output[~sees], want[~sees])
+        output = attend(*spoilt)
+        assert np.isnan(output[attends]).all()
+        np.testing.assert_array_equal(output[~attends], want[~attends])

@@ -2,7 +2,6 @@
 in modules that are not.
 """
 
-import functools
 import gc
 
 import flax.linen as nn
@@ -55,7 +54,7 @@ TRAINED = ["QAT", "QAT of activations"]
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """Qwix multiplies scales of one dtype by numbers of another, and ranks that differ."""
+    # Qwix multiplies scales by numbers of other dtypes and ranks.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -83,10 +82,8 @@ def changed(module, name, x):
 
 
 def relative_error(got, expected):
-    got, expected = (
-        np.asarray(jax.flatten_util.ravel_pytree(x)[0], np.float64)
-        for x in (got, expected)
-    )
+    got = np.float64(jax.flatten_util.ravel_pytree(got)[0])
+    expected = np.float64(jax.flatten_util.ravel_pytree(expected)[0])
     return np.linalg.norm(got - expected) / np.linalg.norm(expected)
 
 
@@ -137,11 +134,11 @@ def test_gradients_of_quantized_training_are_as_accurate_as_those_of_flax(
     ours = multi_head(flax_mha.MultiHeadAttention, implementation=implementation)
     theirs = multi_head(nnx.MultiHeadAttention)
 
-    error_of_flax = relative_error(
-        gradients(changed(theirs, name, x), x), gradients(theirs, x)
-    )
+    of_flax = gradients(changed(theirs, name, x), x)
+    of_ours = gradients(changed(ours, name, x), x)
 
-    error = relative_error(gradients(changed(ours, name, x), x), gradients(ours, x))
+    error_of_flax = relative_error(of_flax, gradients(theirs, x))
+    error = relative_error(of_ours, gradients(ours, x))
     assert 1e-3 < error < FACTOR * error_of_flax + ROUNDING
 
 
@@ -173,9 +170,8 @@ def test_quantized_linen_is_as_accurate_as_flax(name):
         if "PTQ" in name:
             shapes = jax.eval_shape(quantized.init, jax.random.key(0), x)["params"]
             given = {"params": qwix.quantize_params(variables["params"], shapes)}
-        errors.append(
-            relative_error(quantized.apply(given, x), module.apply(variables, x))
-        )
+        output = quantized.apply(given, x)
+        errors.append(relative_error(output, module.apply(variables, x)))
 
     assert 1e-3 < errors[0] < FACTOR * errors[1] + ROUNDING
 
@@ -204,26 +200,23 @@ def test_latent_attention_is_about_as_accurate_and_decodes_the_same(name, option
     whole = other(x, is_causal=True)
     least, most = (0.01, 1.0) if name == "LoRA" else (1e-3, 0.05)
     assert least < relative_error(whole, expected) < most
+    assert relative_error(decoded(other, x), whole) < error_of_decoding(name)
+
+
+def error_of_decoding(name):
     # Scales of activations differ from call to call.
-    assert relative_error(decoded(other, x), whole) < (
-        0.03 if "activations" in name else 1e-5
-    )
+    return 0.03 if "activations" in name else 1e-5
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_multi_head_attention_decodes_the_same(name):
     x = inputs()
-    module = multi_head(
-        flax_mha.MultiHeadAttention,
-        num_kv_heads=2,
-        normalize_qk=flax_mha.Norm("rms"),
-    )
+    norm = flax_mha.Norm("rms")
+    module = multi_head(flax_mha.MultiHeadAttention, num_kv_heads=2, normalize_qk=norm)
     other = changed(module, name, x)
     whole = other(x, is_causal=True)
     assert relative_error(whole, module(x, is_causal=True)) > 1e-3
-    assert relative_error(decoded(other, x), whole) < (
-        0.03 if "activations" in name else 1e-5
-    )
+    assert relative_error(decoded(other, x), whole) < error_of_decoding(name)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -232,30 +225,28 @@ def test_indexers_may_be_quantized_and_trained(name, is_causal):
     x = inputs()
     # An indexer that leaves out few keys: which it chooses may change with any
     # rounding.
-    module = latent(
-        indexer=flax_mha.Indexer(num_heads=4, head_dim=16, top_k=LENGTH - 2)
-    )
+    indexer = flax_mha.Indexer(num_heads=4, head_dim=16, top_k=LENGTH - 2)
+    module = latent(indexer=indexer)
     other = changed(module, name, x)
-    call = functools.partial(other, x, is_causal=is_causal)
-    assert relative_error(call(), module(x, is_causal=is_causal)) < (
-        1.0 if name == "LoRA" else 0.3
-    )
-    assert (
-        relative_error(
-            nnx.jit(lambda m, x: m(x, is_causal=is_causal))(other, x), call()
-        )
-        < 0.03
-    )
+
+    def call(module, x):
+        return module(x, is_causal=is_causal)
+
+    output = call(other, x)
+
+    most = 1.0 if name == "LoRA" else 0.3
+    assert relative_error(output, call(module, x)) < most
+    assert relative_error(nnx.jit(call)(other, x), output) < 0.03
     if name in TRAINED:
-        grads = nnx.grad(lambda module: (module(x, is_causal=is_causal) ** 2).sum())(
-            other
-        )
+        grads = nnx.grad(lambda module: (call(module, x) ** 2).sum())(other)
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(nnx.state(grads)))
 
 
 @pytest.mark.parametrize("implementation", [None, "blockwise"])
 @pytest.mark.parametrize("first", ["plain", "quantized"])
-def test_what_ran_before_does_not_matter(first, implementation):
+def test_programs_of_quantized_and_plain_modules_are_not_confused(
+    first, implementation
+):
     # Shapes that no other test compiled.
     x = inputs(length=20 + 2 * (first == "plain") + (implementation is None))
     module = multi_head(flax_mha.MultiHeadAttention, implementation=implementation)
@@ -278,33 +269,28 @@ def test_what_ran_before_does_not_matter(first, implementation):
 def test_a_product_replaced_by_name_counts_in_both_orders(monkeypatch):
     x = inputs(length=19)
     query = key = value = x.reshape(BATCH, 19, HEADS, -1)
-    exact = flax_mha.dot_product_attention(query, key, value)
+    attend = flax_mha.dot_product_attention
+    exact = attend(query, key, value)
     product = lax.dot_general
 
+    def zeros(*operands, **options):
+        return 0 * product(*operands, **options)
+
     with monkeypatch.context() as patched:
-        patched.setattr(
-            lax,
-            "dot_general",
-            lambda *operands, **options: 0 * product(*operands, **options),
-        )
-        zero = flax_mha.dot_product_attention(query, key, value)
-        zero_in_new_shape = flax_mha.dot_product_attention(query[:, :9], key, value)
+        patched.setattr(lax, "dot_general", zeros)
+        zero = attend(query, key, value)
+        zero_in_new_shape = attend(query[:, :9], key, value)
 
     np.testing.assert_array_equal(zero, 0 * zero)
     np.testing.assert_array_equal(zero_in_new_shape, 0 * zero_in_new_shape)
-    np.testing.assert_array_equal(
-        flax_mha.dot_product_attention(query, key, value), exact
-    )
-    assert np.abs(flax_mha.dot_product_attention(query[:, :9], key, value)).max() > 0.1
+    np.testing.assert_array_equal(attend(query, key, value), exact)
+    assert np.abs(attend(query[:, :9], key, value)).max() > 0.1
 
 
 def test_repeated_calls_keep_no_programs():
     x = inputs()
-    module = changed(
-        multi_head(flax_mha.MultiHeadAttention, implementation="blockwise"),
-        "QAT of activations",
-        x,
-    )
+    plain = multi_head(flax_mha.MultiHeadAttention, implementation="blockwise")
+    module = changed(plain, "QAT of activations", x)
 
     counts = []
     for _ in range(3):

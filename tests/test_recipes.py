@@ -3,6 +3,8 @@ captured arrays.
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import reference
 from cases import close, refused
+from marks import Refusals
 from test_meanings import dropped
 
 from flax_mha import dot_product_attention, recipes
@@ -39,10 +42,11 @@ def t5_buckets(distance, buckets=12):
     """
     exact = buckets // 2
     distance = np.maximum(distance, 0)
-    large = exact + (
-        np.log(np.maximum(distance, 1) / exact) / np.log(40 / exact) * (buckets - exact)
-    ).astype(int)
-    return np.where(distance < exact, distance, np.minimum(large, buckets - 1))
+    # The part of the way from `exact` to 40, in logarithms.
+    part = np.log(np.maximum(distance, 1) / exact) / np.log(40 / exact)
+    large = exact + (part * (buckets - exact)).astype(int)
+    large = np.minimum(large, buckets - 1)
+    return np.where(distance < exact, distance, large)
 
 
 def natten(length, size):
@@ -50,9 +54,10 @@ def natten(length, size):
     place = np.arange(length)[:, None]
     left = size // 2
     right = size // 2 + size % 2 - 1
-    start = np.maximum(place - left, 0) + (place + right >= length) * (
-        length - right - place - 1
-    )
+    start = np.maximum(place - left, 0)
+    # At the end, the window is moved back until it fits.
+    beyond = length - right - place - 1
+    start = start + np.where(place + right >= length, beyond, 0)
     ahead = np.arange(length) - start
     return (ahead >= 0) & (ahead < size)
 
@@ -61,19 +66,19 @@ def swin(height, width, window, shift):
     """The mask and the index into the bias. Liu et al. roll the image, cut windows, and
     mask across the seam.
     """
-    places = []
-    regions = []
-    for axis, length in enumerate((height, width)):
-        rolled = (np.indices((height, width))[axis].ravel() - shift) % length
-        places.append(rolled)
-        regions.append(
-            rolled // window * 3
-            + (rolled >= length - window)
-            + (rolled >= length - shift)
-        )
-    visible = np.logical_and.reduce([x[:, None] == x for x in regions])
-    down, right = ((x % window)[:, None] - x % window + window - 1 for x in places)
-    return visible[:S, :S], (down * (2 * window - 1) + right)[:S, :S]
+    shape = (height, width)
+    visible = np.ones((S, S), bool)
+    offsets = []
+    for place, length in zip(np.indices(shape), shape, strict=True):
+        rolled = (place.ravel()[:S] - shift) % length
+        # What the roll brings together does not belong together.
+        seams = (rolled >= length - window) * 1 + (rolled >= length - shift)
+        region = rolled // window * 3 + seams
+        visible &= region[:, None] == region
+        inside = rolled % window
+        offsets.append(inside[:, None] - inside + window - 1)
+    down, right = offsets
+    return visible, down * (2 * window - 1) + right
 
 
 SWIN_MASK, SWIN_OFFSETS = swin(8, 12, window=4, shift=1)
@@ -88,83 +93,64 @@ CONTINUATIONS = np.stack(
 )
 KEY_IDS = CONTINUATIONS[:, None, None, :]
 QUERY_IDS = CONTINUATIONS[:, None, :, None]
-# Block diffusion: 34 noised tokens, then clean ones, in blocks of 5; how many blocks
-# the key is behind the query.
+
+# Block diffusion: 34 noised tokens, then clean ones, in blocks of 5. A noised query
+# attends to its noised block and to the clean ones before it.
 NOISED = np.arange(S) < 34
-BEHIND = row % 34 // 5 - column % 34 // 5
+BLOCKS_BEHIND = row % 34 // 5 - column % 34 // 5
+OF_NOISED = np.where(NOISED, BLOCKS_BEHIND == 0, BLOCKS_BEHIND > 0)
+OF_CLEAN = ~NOISED & (BLOCKS_BEHIND >= 0)
+
+# A tree of drafts, one for each sequence, after S - 7 tokens: a draft attends to what
+# its parent attends to, and to itself.
 PARENTS = np.array([[-1, 0, 0, 1, 1, 2, 5], [-1, -1, 1, 1, 0, 2, 3]])
 TREES = np.stack([CAUSAL & (column < S - 7)] * B)
-for tree, parents in zip(TREES, PARENTS + S - 7, strict=True):
-    for i, parent in enumerate(parents, S - 7):
-        tree[i] |= (column[0] == i) | (tree[parent] if parent >= S - 7 else False)
+for tree, parents in zip(TREES, PARENTS, strict=True):
+    for draft, parent in enumerate(parents):
+        if parent >= 0:
+            tree[S - 7 + draft] |= tree[S - 7 + parent]
+        tree[S - 7 + draft, S - 7 + draft] = True
 
 # Sliding tiles: the tile of each of 64 tokens of a video along its axes, four frames of
 # 4 x 4 tokens; text follows.
-tiles = np.array(
-    [[t, h, w] for t in range(2) for h in range(2) for w in range(4) for _ in range(4)]
-)
+tiles = np.repeat(np.stack(np.indices((2, 2, 4)), axis=-1).reshape(-1, 3), 4, axis=0)
 # Windows of (1, 2, 3) of (2, 2, 4) tiles.
 starts = np.clip(tiles - [0, 1, 1], 0, [1, 0, 1])
+ends = starts + np.array([1, 2, 3])
 NEAR = np.ones((S, S), bool)
-NEAR[:64, :64] = (
-    (tiles >= starts[:, None]) & (tiles < starts[:, None] + [1, 2, 3])
-).all(-1)
+NEAR[:64, :64] = ((tiles >= starts[:, None]) & (tiles < ends[:, None])).all(-1)
+
 GATES = np.log(1 / (1 + np.exp(-rng.standard_normal((B, S, N)) - 2))).astype(np.float32)
 SUMS = np.moveaxis(np.cumsum(GATES, 1, np.float64), -1, 1)
-TERMS = {
-    name: rng.standard_normal((B, N, S, width)).astype(np.float32)
-    for name, width in (
-        ("relative terms", 20),
-        ("relative terms, clipped", 20),
-        ("relative terms, both sides", 41),
-    )
+WIDTHS = {
+    "relative terms": 20,
+    "relative terms, clipped": 20,
+    "relative terms, both sides": 41,
 }
+TERMS = {}
+for name, width in WIDTHS.items():
+    TERMS[name] = rng.standard_normal((B, N, S, width)).astype(np.float32)
 
 # Images of 4 to 9 tokens between texts of as many; the last one ends before the ids of
 # the recipe do.
-SPANS = np.repeat(np.resize([0, 1, 0, 2, 0, 3], 12), np.resize([4, 7, 5, 9, 6], 12))[
-    :S
-] * np.ones((B, 1), int)
-SPANS = np.where(np.arange(S) < 48, SPANS, 0)
+SPANS = np.repeat(np.resize([0, 1, 0, 2, 0, 3], 12), np.resize([4, 7, 5, 9, 6], 12))
+SPANS = np.where(np.arange(S) < 48, SPANS[:S], 0) * np.ones((B, 1), int)
 SAME_SPAN = ((SPANS[:, :, None] == SPANS[:, None]) & (SPANS[:, None] > 0))[:, None]
 
-# The recipe, and its mask as an array.
-MASKS = {
-    "causal": (recipes.causal, CAUSAL),
-    "sliding window": (lambda: recipes.sliding_window(9), CAUSAL & (column >= row - 9)),
-    "prefix-LM": (lambda: recipes.prefix_lm(20), CAUSAL | (column < 20)),
-    "image spans": (lambda: recipes.image_spans(SPANS[:, :50]), CAUSAL | SAME_SPAN),
-    "documents": (lambda: recipes.documents(jnp.asarray(IDS)), DOCUMENTS),
-    "dilated": (lambda: recipes.dilated(3), CAUSAL & ((row - column) % 3 == 0)),
-    "block-sparse": (
-        lambda: recipes.block_sparse(jnp.asarray(BLOCKS), 8),
-        BLOCKS[:, row // 8, column // 8],
-    ),
-    "shared prefix": (
-        lambda: recipes.shared_prefix(jnp.asarray(CONTINUATIONS)),
-        CAUSAL & ((KEY_IDS == 0) | (KEY_IDS == QUERY_IDS)),
-    ),
-    "block diffusion": (
-        lambda: recipes.block_diffusion(34, 5),
-        np.where(
-            NOISED[:, None],
-            np.where(NOISED, BEHIND == 0, BEHIND > 0),
-            ~NOISED & (BEHIND >= 0),
-        ),
-    ),
-    "neighborhood": (
-        lambda: recipes.neighborhood(7, 10, 4),
-        np.kron(natten(7, 4), natten(10, 4))[:S, :S],
-    ),
-    "sliding tiles": (
-        lambda: recipes.sliding_tiles((4, 4, 4), (2, 2, 1), (1, 2, 3), text=3),
-        NEAR,
-    ),
-    "tree": (
-        lambda: recipes.tree_causal(jnp.asarray(PARENTS), [S - 7, S - 7]),
-        TREES[:, None],
-    ),
-}
+
+class Recipe(NamedTuple):
+    """A recipe, and the arguments of its dense formula, `reference.attention`."""
+
+    # From the learned array, if there is one, to the arguments of attention.
+    make: Callable
+    mask: np.ndarray
+    learned: np.ndarray | None = None
+    added: np.ndarray | None = None
+    logits_soft_cap: float | None = None
+    sinks: np.ndarray | None = None
+
+    def arguments(self, learned):
+        return self.make() if learned is None else self.make(learned)
 
 
 def looked_up(name, table):
@@ -175,86 +161,96 @@ def terms_of(name):
     """For each score, the index of its term in the learned array, and whether it has
     one.
     """
-    width = TERMS[name].shape[-1]
-    distance = row - column + (width // 2 if name.endswith("both sides") else 0)
-    has_one = ((distance >= 0) & (distance < width)) | name.endswith("clipped")
+    width = WIDTHS[name]
+    distance = row - column
+    if name.endswith("both sides"):
+        distance = distance + width // 2
+    has_one = (distance >= 0) & (distance < width)
+    if name.endswith("clipped"):
+        has_one = np.ones_like(has_one)
     batch, head = np.ogrid[:B, :N]
-    return (
-        batch[..., None, None],
-        head[..., None, None],
-        row,
-        np.clip(distance, 0, width - 1),
-    ), has_one
+    nearest = np.clip(distance, 0, width - 1)
+    return (batch[..., None, None], head[..., None, None], row, nearest), has_one
 
 
 def relative(name, mask, **options):
     places, has_one = terms_of(name)
-    added = np.where(has_one, TERMS[name][places], 0)
-    return (
+    terms = TERMS[name]
+    return Recipe(
         lambda terms: recipes.relative_terms(terms, **options),
-        TERMS[name],
-        {"mask": mask, "added": added},
+        mask,
+        learned=terms,
+        added=np.where(has_one, terms[places], 0),
     )
 
 
-def gradient_of_learned(name, d_added):
-    """The gradient of the learned array, given that of the bias [B, N, S, S] that it
-    adds to the scores.
-    """
-    if name == "forgetting":
-        d_sums = d_added.sum(-1) - d_added.sum(-2)
-        return np.moveaxis(np.cumsum(d_sums[..., ::-1], -1)[..., ::-1], 1, -1)
-    gradient = np.zeros_like(RECIPES[name][1], np.float64)
-    if name in BUCKETS:
-        np.add.at(gradient, BUCKETS[name], np.moveaxis(d_added.sum(0), 0, -1))
-    else:
-        places, has_one = terms_of(name)
-        np.add.at(gradient, places, d_added * has_one)
-    return gradient
-
-
-# A function from the learned array to the recipe, the learned array, and the arguments
-# of the dense formula.
 RECIPES = {
-    name: (make, None, {"mask": mask}) for name, (make, mask) in MASKS.items()
-} | {
-    "ALiBi": (
-        lambda: recipes.alibi(np.int64(N)),
-        None,
-        {"mask": CAUSAL, "added": SLOPES * (column - row)},
+    "causal": Recipe(recipes.causal, CAUSAL),
+    "sliding window": Recipe(
+        lambda: recipes.sliding_window(9), CAUSAL & (column >= row - 9)
     ),
-    "T5 bias": (
+    "prefix-LM": Recipe(lambda: recipes.prefix_lm(20), CAUSAL | (column < 20)),
+    "image spans": Recipe(
+        lambda: recipes.image_spans(SPANS[:, :50]), CAUSAL | SAME_SPAN
+    ),
+    "documents": Recipe(lambda: recipes.documents(jnp.asarray(IDS)), DOCUMENTS),
+    "dilated": Recipe(lambda: recipes.dilated(3), CAUSAL & ((row - column) % 3 == 0)),
+    "block-sparse": Recipe(
+        lambda: recipes.block_sparse(jnp.asarray(BLOCKS), 8),
+        BLOCKS[:, row // 8, column // 8],
+    ),
+    "shared prefix": Recipe(
+        lambda: recipes.shared_prefix(jnp.asarray(CONTINUATIONS)),
+        CAUSAL & ((KEY_IDS == 0) | (KEY_IDS == QUERY_IDS)),
+    ),
+    "block diffusion": Recipe(
+        lambda: recipes.block_diffusion(34, 5),
+        np.where(NOISED[:, None], OF_NOISED, OF_CLEAN),
+    ),
+    "neighborhood": Recipe(
+        lambda: recipes.neighborhood(7, 10, 4),
+        np.kron(natten(7, 4), natten(10, 4))[:S, :S],
+    ),
+    "sliding tiles": Recipe(
+        lambda: recipes.sliding_tiles((4, 4, 4), (2, 2, 1), (1, 2, 3), text=3), NEAR
+    ),
+    "tree": Recipe(
+        lambda: recipes.tree_causal(jnp.asarray(PARENTS), [S - 7, S - 7]),
+        TREES[:, None],
+    ),
+    "ALiBi": Recipe(
+        lambda: recipes.alibi(np.int64(N)), CAUSAL, added=SLOPES * (column - row)
+    ),
+    "T5 bias": Recipe(
         lambda table: recipes.t5_bias(table, max_distance=40),
-        TABLE,
-        {"mask": CAUSAL, "added": looked_up("T5 bias", TABLE)},
+        CAUSAL,
+        learned=TABLE,
+        added=looked_up("T5 bias", TABLE),
     ),
-    "T5 bias of an encoder": (
+    "T5 bias of an encoder": Recipe(
         lambda table: recipes.t5_bias(table, max_distance=40, bidirectional=True),
-        TABLE,
-        {
-            "mask": np.ones_like(CAUSAL),
-            "added": looked_up("T5 bias of an encoder", TABLE),
-        },
+        np.ones_like(CAUSAL),
+        learned=TABLE,
+        added=looked_up("T5 bias of an encoder", TABLE),
     ),
-    "soft cap": (
-        lambda: recipes.soft_cap(1.5),
-        None,
-        {"mask": CAUSAL, "logits_soft_cap": 1.5},
-    ),
-    "attention sinks": (
+    "soft cap": Recipe(lambda: recipes.soft_cap(1.5), CAUSAL, logits_soft_cap=1.5),
+    "attention sinks": Recipe(
         lambda sinks: recipes.attention_sinks(sinks, 9),
-        SINKS,
-        {"mask": CAUSAL & (column >= row - 9), "sinks": SINKS},
+        CAUSAL & (column >= row - 9),
+        learned=SINKS,
+        sinks=SINKS,
     ),
-    "shifted windows": (
+    "shifted windows": Recipe(
         lambda table: recipes.shifted_windows(table, 8, 12, window=4, shift=1),
-        OFFSETS,
-        {"mask": SWIN_MASK, "added": looked_up("shifted windows", OFFSETS)},
+        SWIN_MASK,
+        learned=OFFSETS,
+        added=looked_up("shifted windows", OFFSETS),
     ),
-    "forgetting": (
+    "forgetting": Recipe(
         recipes.forgetting,
-        GATES,
-        {"mask": CAUSAL, "added": SUMS[..., None] - SUMS[..., None, :]},
+        CAUSAL,
+        learned=GATES,
+        added=SUMS[..., None] - SUMS[..., None, :],
     ),
     "relative terms": relative("relative terms", CAUSAL),
     "relative terms, clipped": relative("relative terms, clipped", CAUSAL, clip=True),
@@ -264,313 +260,378 @@ RECIPES = {
 }
 
 
-# Of each recipe with several options, one case is a core test.
-SIBLINGS = ("T5 bias", "relative terms", "relative terms, both sides")
-HEADS_OF = {"query": N, "key": K, "value": K}
-INPUTS = {
-    name: rng.standard_normal((B, S, heads, H)).astype(np.float32)
-    for name, heads in HEADS_OF.items()
-}
+def gradient_of_learned(name, d_added):
+    """The gradient of the learned array, given that of the bias [B, N, S, S] that it
+    adds to the scores.
+    """
+    if name == "forgetting":
+        # score[i, j] gets sum[i] - sum[j], where sum[i] holds the gates up to i.
+        d_sums = d_added.sum(-1) - d_added.sum(-2)
+        d_gates = np.cumsum(d_sums[..., ::-1], -1)[..., ::-1]
+        return np.moveaxis(d_gates, 1, -1)
+    gradient = np.zeros_like(RECIPES[name].learned, np.float64)
+    if name in BUCKETS:
+        np.add.at(gradient, BUCKETS[name], np.moveaxis(d_added.sum(0), 0, -1))
+    else:
+        places, has_one = terms_of(name)
+        np.add.at(gradient, places, d_added * has_one)
+    return gradient
+
+
+INPUTS = {}
+for name, heads in (("query", N), ("key", K), ("value", K)):
+    INPUTS[name] = rng.standard_normal((B, S, heads, H)).astype(np.float32)
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
+# Of each recipe with several options, one case is a core test.
+SIBLINGS = ("T5 bias", "relative terms", "relative terms, both sides")
+EQUAL = []
+for i, name in enumerate(RECIPES):
+    marks = () if name in SIBLINGS else pytest.mark.core
+    EQUAL.append(pytest.param(name, "xla", 0.0, marks=marks))
+    # In tiles, every second recipe with dropout.
+    rate = 0.25 if i % 2 else 0.0
+    EQUAL.append(pytest.param(name, "blockwise", rate))
 
-@pytest.mark.parametrize(
-    ("name", "implementation", "rate"),
-    [
-        *((name, "xla", 0.0) for name in RECIPES if name in SIBLINGS),
-        *(
-            pytest.param(name, "xla", 0.0, marks=pytest.mark.core)
-            for name in RECIPES
-            if name not in SIBLINGS
-        ),
-        *((name, "blockwise", (0.0, 0.25)[i % 2]) for i, name in enumerate(RECIPES)),
-    ],
-)
-def test_equals_its_dense_formula(name, implementation, rate):
-    """In tiles, every second recipe with dropout."""
-    make, learned, formula = RECIPES[name]
+
+@pytest.mark.parametrize(("name", "implementation", "rate"), EQUAL)
+def test_recipe_equals_its_dense_formula(name, implementation, rate):
+    recipe = RECIPES[name]
     cotangent = rng.standard_normal((B, S, N, H)).astype(np.float32)
     drop = {"dropout_rate": rate, "dropout_rng": jax.random.key(0)}
+    keep = None
+    if rate:
+        keep = (dropped((B, S, N, S), **drop) != 0) / (1 - rate)
 
     @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1), has_aux=True)
     def run(inputs, learned):
-        arguments = make() if learned is None else make(learned)
+        options = recipe.arguments(learned) | drop
         output = dot_product_attention(
-            **inputs, **arguments, **drop, implementation=implementation
+            **inputs, **options, implementation=implementation
         )
         return jnp.sum(output * cotangent), output
 
-    (grads, d_learned), output = run(INPUTS, learned)
-    keep = (dropped((B, S, N, S), **drop) != 0) / (1 - rate) if rate else None
-    arrays = {n: np.float64(x) for n, x in INPUTS.items()}
-    cotangents = np.float64(cotangent), np.zeros((B, S, N))
+    (grads, d_learned), output = run(INPUTS, recipe.learned)
+
     (want, _), want_grads = reference.attention(
-        **arrays, **formula, keep=keep, cotangents=cotangents
+        **{name: np.float64(x) for name, x in INPUTS.items()},
+        mask=recipe.mask,
+        added=recipe.added,
+        logits_soft_cap=recipe.logits_soft_cap,
+        sinks=recipe.sinks,
+        keep=keep,
+        cotangents=(np.float64(cotangent), np.zeros((B, S, N))),
     )
-    d_added = want_grads.pop(0) if "added" in formula else None
-    if d_added is not None and learned is not None:
-        want_grads.append(gradient_of_learned(name, d_added))
-    close((output, [grads[name] for name in INPUTS], d_learned), (want, want_grads))
+    if recipe.added is not None:
+        d_added = want_grads.pop(0)
+        if recipe.learned is not None:
+            want_grads.append(gradient_of_learned(name, d_added))
+    got_grads = [grads[name] for name in INPUTS]
+    close((output, got_grads, d_learned), (want, want_grads))
 
 
-def test_recipes_combine():
-    """Masks are combined with &, and score functions applied in order."""
-    mods = [
-        lambda score, *place: score * 2,
-        lambda score, b, h, q, k: score + k.astype(score.dtype),
-    ]
-    parts = [
-        {"score_mod": mods[0]},
+def doubled(score, *place):
+    return score * 2
+
+
+def plus_key(score, b, h, q, k):
+    return score + k.astype(score.dtype)
+
+
+def test_combined_recipes_intersect_masks_and_apply_score_functions_in_order():
+    alibi = recipes.alibi(N)["score_mod"]
+
+    def in_order(score, *place):
+        score = doubled(score, *place)
+        score = alibi(score, *place)
+        return plus_key(score, *place)
+
+    combined = recipes.combine(
+        {"score_mod": doubled},
         recipes.sliding_window(9),
         recipes.alibi(N),
         recipes.soft_cap(1.5),
-    ]
-    parts += [recipes.documents(jnp.asarray(IDS)), {"score_mod": mods[1]}]
-    got = dot_product_attention(**INPUTS, **recipes.combine(*parts))
-    mask = DOCUMENTS & (column >= row - 9)
-    alibi = recipes.alibi(N)["score_mod"]
-    score_mod = lambda score, *place: mods[1](
-        alibi(mods[0](score, *place), *place), *place
-    )  # noqa: E731
+        recipes.documents(jnp.asarray(IDS)),
+        {"score_mod": plus_key},
+    )
+    got = dot_product_attention(**INPUTS, **combined)
+
     want = dot_product_attention(
-        **INPUTS, mask=mask, logits_soft_cap=1.5, score_mod=score_mod
+        **INPUTS,
+        mask=DOCUMENTS & (column >= row - 9),
+        logits_soft_cap=1.5,
+        score_mod=in_order,
     )
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+def test_combine_leaves_out_what_is_none():
     assert recipes.combine() == {}
     assert recipes.combine({"score_mod": None, "mask": None}) == {}
+
     both = recipes.combine(
-        {"score_mod": mods[0], "logits_soft_cap": None},
+        {"score_mod": doubled, "logits_soft_cap": None},
         {"score_mod": None, "logits_soft_cap": 3.0},
     )
-    assert both == {"score_mod": mods[0], "logits_soft_cap": 3.0}
+    assert both == {"score_mod": doubled, "logits_soft_cap": 3.0}
 
 
-REFUSED = [
-    (
-        lambda: recipes.combine(recipes.soft_cap(3.0), recipes.soft_cap(5.0)),
-        "logits_soft_cap must be set by only one",
-    ),
-    (
-        lambda: recipes.combine(recipes.alibi(4), recipes.t5_bias(TABLE)),
-        "number of heads, but got 4 and 6",
-    ),
-    (
-        lambda: recipes.combine({}, recipes.causal()["mask"]),
-        r'a recipe must be a dict .*, such as {"mask": mask}',
-    ),
-    (
-        lambda: recipes.tree_causal([-1, 2, 0]),
-        r"parents must precede their tokens.* \[-1, 2, 0\]",
-    ),
-    (lambda: recipes.tree_causal([-2]), "parents must precede their tokens or be -1"),
-    (
-        lambda: recipes.tree_causal(3),
-        r"parents must have shape \[T\] or .*, but got \(\) and ",
-    ),
-    (
-        lambda: recipes.tree_causal(np.full((2, 3), -1), [1, 2, 3]),
-        r"got \(2, 3\) and \(3,\)",
-    ),
-    (lambda: recipes.tree_causal([0.0]), "parents must have an integer dtype"),
-    (lambda: recipes.alibi(0), "num_heads must be an int >= 1, but got 0"),
-    (
-        lambda: recipes.prefix_lm(2.5),
-        "length must have an integer dtype, but got float64",
-    ),
-    (lambda: recipes.image_spans([0.5]), "ids must have an integer dtype"),
-    (
-        lambda: recipes.image_spans(1),
-        r"ids must have shape \[S\] or \[B, S\], not empty, but got \(\)",
-    ),
-    (lambda: recipes.dilated(0), "step must be an int >= 1, but got 0"),
-    (lambda: recipes.block_sparse(BLOCKS, 0), "block must be an int >= 1, but got 0"),
-    (
-        lambda: recipes.block_sparse(BLOCKS[0], 8),
-        r"table must be bool .*, but got bool \(9, 9\)",
-    ),
-    (
-        lambda: recipes.block_sparse(BLOCKS * 1.0, 8),
-        "table must be bool .*, but got float",
-    ),
-    (
-        lambda: recipes.t5_bias(TABLE[0]),
-        r"table must have shape .* at least 2 buckets, but got \(6,\)",
-    ),
-    (
-        lambda: recipes.t5_bias(TABLE[:3], bidirectional=True),
-        r"with at least 4 buckets, .* \(3, 6\)",
-    ),
-    (
-        lambda: recipes.t5_bias(TABLE, max_distance=6),
-        "max_distance must be an int >= 7, but got 6",
-    ),
-    (
-        lambda: recipes.block_diffusion(8, 2.0),
-        r"block must be an int >= 1, but got 2\.0",
-    ),
-    (
-        lambda: recipes.neighborhood(3, 9, 5),
-        "size must not exceed the image size, 3 x 9, but got 5",
-    ),
-    (
-        lambda: recipes.shifted_windows(OFFSETS, 8, 10, 4),
-        "multiples of window, 4, but got 8 and 10",
-    ),
-    (
-        lambda: recipes.shifted_windows(OFFSETS, 8, 8, 4, 4),
-        "shift must be less than window, 4, but",
-    ),
-    (
-        lambda: recipes.shifted_windows(TABLE, 8, 8, 4),
-        r"heads\] = \(49, N\), but got \(12, 6\)",
-    ),
-    (
-        lambda: recipes.forgetting(SINKS),
-        r"log_gates must be floats \[.*\], but got float32 \(6,\)",
-    ),
-    (lambda: recipes.forgetting(IDS), "log_gates must be floats .*, but got int"),
-    (
-        lambda: recipes.relative_terms(TABLE),
-        r"terms must be floats \[.*\], but got float32 \(12, 6\)",
-    ),
-    (
-        lambda: recipes.relative_terms(np.zeros((2, 3, 0))),
-        "terms must have at least 1 distance",
-    ),
-    (
-        lambda: recipes.relative_terms(GATES[..., :4], bidirectional=True),
-        r"an odd number .*67, 4\)",
-    ),
-    (
-        lambda: recipes.relative_terms(GATES, [1, 2]),
-        "one for each of 1 batch entries, but got 2",
-    ),
-    (
-        lambda: recipes.relative_terms(GATES, 0.5),
-        "query_offset must have an integer dtype",
-    ),
-    (
-        lambda: recipes.sliding_tiles((4, 4), (1, 2, 2), (1, 1, 1)),
-        r"video must be three ints .*\(4, 4\)",
-    ),
-    (
-        lambda: recipes.sliding_tiles((4, 4, 4), (1, 0, 2), (1, 1, 1)),
-        r"tile\[1\] must be an int >= 1",
-    ),
-    (
-        lambda: recipes.sliding_tiles((4, 4, 4), (1, 3, 2), (1, 1, 1)),
-        "multiple of tile, .* but got ",
-    ),
-    (
-        lambda: recipes.sliding_tiles((4, 4, 4), (1, 2, 2), (1, 3, 1)),
-        r"window must be at most video / tile = \(4, 2, 2\) along each axis, but got \(1, 3, 1\)",
-    ),
-]
+REFUSED = Refusals()
+refuses = REFUSED.add
+refuses(
+    "logits_soft_cap must be set by only one",
+    recipes.combine,
+    recipes.soft_cap(3.0),
+    recipes.soft_cap(5.0),
+)
+refuses(
+    "number of heads, but got 4 and 6",
+    recipes.combine,
+    recipes.alibi(4),
+    recipes.t5_bias(TABLE),
+)
+refuses(
+    r'a recipe must be a dict .*, such as {"mask": mask}',
+    recipes.combine,
+    {},
+    recipes.causal()["mask"],
+)
+refuses(
+    r"parents must precede their tokens.* \[-1, 2, 0\]", recipes.tree_causal, [-1, 2, 0]
+)
+refuses("parents must precede their tokens or be -1", recipes.tree_causal, [-2])
+refuses(
+    r"parents must have shape \[T\] or .*, but got \(\) and ", recipes.tree_causal, 3
+)
+refuses(r"got \(2, 3\) and \(3,\)", recipes.tree_causal, np.full((2, 3), -1), [1, 2, 3])
+refuses("parents must have an integer dtype", recipes.tree_causal, [0.0])
+refuses("num_heads must be an int >= 1, but got 0", recipes.alibi, 0)
+refuses("length must have an integer dtype, but got float64", recipes.prefix_lm, 2.5)
+refuses("ids must have an integer dtype", recipes.image_spans, [0.5])
+refuses(
+    r"ids must have shape \[S\] or \[B, S\], not empty, but got \(\)",
+    recipes.image_spans,
+    1,
+)
+refuses("step must be an int >= 1, but got 0", recipes.dilated, 0)
+refuses("block must be an int >= 1, but got 0", recipes.block_sparse, BLOCKS, 0)
+refuses(
+    r"table must be bool .*, but got bool \(9, 9\)", recipes.block_sparse, BLOCKS[0], 8
+)
+refuses("table must be bool .*, but got float", recipes.block_sparse, BLOCKS * 1.0, 8)
+refuses(
+    r"table must have shape .* at least 2 buckets, but got \(6,\)",
+    recipes.t5_bias,
+    TABLE[0],
+)
+refuses(
+    r"with at least 4 buckets, .* \(3, 6\)",
+    recipes.t5_bias,
+    TABLE[:3],
+    bidirectional=True,
+)
+refuses(
+    "max_distance must be an int >= 7, but got 6",
+    recipes.t5_bias,
+    TABLE,
+    max_distance=6,
+)
+refuses(r"block must be an int >= 1, but got 2\.0", recipes.block_diffusion, 8, 2.0)
+refuses(
+    "size must not exceed the image size, 3 x 9, but got 5",
+    recipes.neighborhood,
+    3,
+    9,
+    5,
+)
+refuses(
+    "multiples of window, 4, but got 8 and 10",
+    recipes.shifted_windows,
+    OFFSETS,
+    8,
+    10,
+    4,
+)
+refuses(
+    "shift must be less than window, 4, but",
+    recipes.shifted_windows,
+    OFFSETS,
+    8,
+    8,
+    4,
+    4,
+)
+refuses(
+    r"heads\] = \(49, N\), but got \(12, 6\)", recipes.shifted_windows, TABLE, 8, 8, 4
+)
+refuses(
+    r"log_gates must be floats \[.*\], but got float32 \(6,\)",
+    recipes.forgetting,
+    SINKS,
+)
+refuses("log_gates must be floats .*, but got int", recipes.forgetting, IDS)
+refuses(
+    r"terms must be floats \[.*\], but got float32 \(12, 6\)",
+    recipes.relative_terms,
+    TABLE,
+)
+refuses(
+    "terms must have at least 1 distance", recipes.relative_terms, np.zeros((2, 3, 0))
+)
+refuses(
+    r"an odd number .*67, 4\)",
+    recipes.relative_terms,
+    GATES[..., :4],
+    bidirectional=True,
+)
+refuses(
+    "one for each of 1 batch entries, but got 2", recipes.relative_terms, GATES, [1, 2]
+)
+refuses("query_offset must have an integer dtype", recipes.relative_terms, GATES, 0.5)
+refuses(
+    r"video must be three ints .*\(4, 4\)",
+    recipes.sliding_tiles,
+    (4, 4),
+    (1, 2, 2),
+    (1, 1, 1),
+)
+refuses(
+    r"tile\[1\] must be an int >= 1",
+    recipes.sliding_tiles,
+    (4, 4, 4),
+    (1, 0, 2),
+    (1, 1, 1),
+)
+refuses(
+    "multiple of tile, .* but got ",
+    recipes.sliding_tiles,
+    (4, 4, 4),
+    (1, 3, 2),
+    (1, 1, 1),
+)
+refuses(
+    r"window must be at most video / tile = \(4, 2, 2\) along each axis, "
+    r"but got \(1, 3, 1\)",
+    recipes.sliding_tiles,
+    (4, 4, 4),
+    (1, 2, 2),
+    (1, 3, 1),
+)
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_refused(call, message):
+@pytest.mark.parametrize(("message", "call"), REFUSED)
+def test_wrong_arguments_of_recipes_raise_errors_of_one_line(message, call):
     refused(message, call)
 
 
-STEPS = {
+CACHES = {
     "float32": {},
     "each sequence its own index": {"per_row": True},
     "ring": {"window": 9},
 }
 
 
-@pytest.mark.parametrize("name", ["forgetting", "relative terms"])
-@pytest.mark.parametrize("kind", STEPS)
-def test_decoding_equals_one_call(name, kind):
-    """A step passes the terms of its queries and their position, or the gates of all
-    tokens so far.
+def assert_decoding_equals_one_call(kind, recipe, learned, new_of):
+    """`new_of(first, end)` is what a step with these tokens gets of the learned array;
+    `recipe` also gets the position of the step.
     """
-    learned = jnp.asarray(RECIPES[name][1])
-    window = STEPS[kind].get("window")
+    options = CACHES[kind]
+    window = {}
+    if "window" in options:
+        window = {"local_window_size": (options["window"], 0)}
+    want = dot_product_attention(**INPUTS, **recipe(learned, 0), **window)
     cache = KVCache.create(
-        B, S, num_kv_heads=K, head_size=H, dtype=jnp.float32, **STEPS[kind]
+        B, S, num_kv_heads=K, head_size=H, dtype=jnp.float32, **options
     )
-    more = {} if window is None else {"local_window_size": (window, 0)}
-    want = dot_product_attention(**INPUTS, **RECIPES[name][0](learned), **more)
 
     @jax.jit
-    def step(cache, learned, **arrays):
-        if name == "forgetting":
-            return cached_attention(
-                **arrays, cache=cache, **recipes.forgetting(learned), **more
-            )
-        return cached_attention(
-            **arrays,
-            cache=cache,
-            **recipes.relative_terms(learned, cache.index),
-            **more,
-        )
+    def step(cache, learned, arrays):
+        arguments = recipe(learned, cache.index) | window
+        return cached_attention(**arrays, cache=cache, **arguments)
 
     for first, end in ((0, 9), (9, 10), (10, 11), (11, 20)):
-        if name == "forgetting":
-            so_far = jnp.where(jnp.arange(S)[None, :, None] < end, learned, 0.0)
-        else:
-            so_far = None
-        new = {n: x[:, first:end] for n, x in INPUTS.items()}
-        output, cache = step(
-            cache, learned[:, :, first:end] if so_far is None else so_far, **new
-        )
+        arrays = {name: x[:, first:end] for name, x in INPUTS.items()}
+        output, cache = step(cache, new_of(first, end), arrays)
         np.testing.assert_allclose(output, want[:, first:end], rtol=0, atol=1e-5)
 
 
-def test_queries_outside_the_terms_are_nan():
-    """If the position is not known while tracing; no other query changes."""
+@pytest.mark.parametrize("kind", CACHES)
+def test_decoding_with_the_gates_of_all_tokens_so_far_equals_one_call(kind):
+    gates = jnp.asarray(GATES)
+
+    def forgetting(gates, index):
+        return recipes.forgetting(gates)
+
+    def so_far(first, end):
+        return jnp.where(jnp.arange(S)[None, :, None] < end, gates, 0.0)
+
+    assert_decoding_equals_one_call(kind, forgetting, gates, so_far)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_decoding_with_the_terms_of_new_queries_equals_one_call(kind):
+    terms = jnp.asarray(TERMS["relative terms"])
+
+    def of_queries(first, end):
+        return terms[:, :, first:end]
+
+    assert_decoding_equals_one_call(kind, recipes.relative_terms, terms, of_queries)
+
+
+def test_queries_outside_the_terms_are_nan_if_their_position_is_traced():
     terms = TERMS["relative terms"]
-    attend = jax.jit(
-        lambda offset: dot_product_attention(
-            **INPUTS, **recipes.relative_terms(terms, offset)
-        )
-    )
-    np.testing.assert_array_equal(np.isnan(attend(3)).any((0, 2, 3)), np.arange(S) < 3)
-    np.testing.assert_array_equal(
-        np.isnan(attend(-3)).any((0, 2, 3)), np.arange(S) >= S - 3
-    )
+
+    @jax.jit
+    def rows_with_nan(offset):
+        relative_terms = recipes.relative_terms(terms, offset)
+        output = dot_product_attention(**INPUTS, **relative_terms)
+        return jnp.isnan(output).any((0, 2, 3))
+
+    # No other query changes.
+    np.testing.assert_array_equal(rows_with_nan(3), np.arange(S) < 3)
+    np.testing.assert_array_equal(rows_with_nan(-3), np.arange(S) >= S - 3)
 
 
 LONG = 8192
 HEADS = 4
+LONG_BLOCKS = rng.random((HEADS, 32, 32)) < 0.2
 # test_memory.py has windows, soft caps and sinks.
 AT_8K = {
     "documents": lambda: recipes.documents(jnp.arange(LONG) // 1024),
     "ALiBi": lambda: recipes.alibi(HEADS),
     "T5 bias": lambda: recipes.t5_bias(jnp.ones((32, HEADS))),
-    "block-sparse": lambda: recipes.block_sparse(
-        jnp.asarray(rng.random((HEADS, 32, 32)) < 0.2), 512
-    ),
+    "block-sparse": lambda: recipes.block_sparse(jnp.asarray(LONG_BLOCKS), 512),
     "block diffusion": lambda: recipes.block_diffusion(LONG // 2, 32),
     "shifted windows": lambda: recipes.shifted_windows(
         jnp.ones((225, HEADS)), 64, 128, window=8, shift=4
     ),
     "sliding tiles": lambda: recipes.sliding_tiles((8, 32, 32), (4, 8, 8), (1, 3, 3)),
-    "forgetting": (recipes.forgetting, (1, LONG, HEADS)),
-    "relative terms": (recipes.relative_terms, (1, HEADS, LONG, 128)),
     "tree": lambda: recipes.tree_causal(PARENTS[0], LONG - 7),
+    "forgetting": recipes.forgetting,
+    "relative terms": recipes.relative_terms,
+}
+LEARNED_SHAPES = {
+    "forgetting": (1, LONG, HEADS),
+    "relative terms": (1, HEADS, LONG, 128),
 }
 
 
 @pytest.mark.parametrize("name", AT_8K)
-def test_memory_at_8k(name, monkeypatch):
-    """A gradient takes at most 1/16 of the dense computation's temporaries, and no
-    array has both lengths.
-    """
+def test_gradients_at_8k_take_a_sixteenth_of_the_dense_memory(name, monkeypatch):
     monkeypatch.undo()
-    make, *learned = AT_8K[name] if isinstance(AT_8K[name], tuple) else (AT_8K[name],)
-    arrays = [
-        jax.ShapeDtypeStruct(shape, jnp.float32)
-        for shape in (*[(1, LONG, HEADS, 64)] * 3, *learned)
-    ]
+    shapes = [(1, LONG, HEADS, 64)] * 3
+    if name in LEARNED_SHAPES:
+        shapes.append(LEARNED_SHAPES[name])
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
     def loss(query, key, value, *learned):
-        return dot_product_attention(query, key, value, **make(*learned)).sum()
+        arguments = AT_8K[name](*learned)
+        return dot_product_attention(query, key, value, **arguments).sum()
 
     lowered = jax.jit(jax.grad(loss, range(len(arrays)))).lower(*arrays)
+
     assert f"{LONG}x{LONG}" not in lowered.as_text()
     dense_bytes = HEADS * LONG**2 * 4 * 2  # scores, and the weights' cotangent
-    assert lowered.compile().memory_analysis().temp_size_in_bytes <= dense_bytes / 16
+    memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= dense_bytes / 16

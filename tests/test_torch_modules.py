@@ -1,7 +1,6 @@
 """flax_mha and PyTorch with the same weights: outputs, gradients and accuracy."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -46,7 +45,9 @@ class Case(NamedTuple):
     arguments: dict = {}  # noqa: RUF012
 
 
-X, Q, K = ((BATCH, length, FEATURES) for length in (KEYS, QUERIES, KEYS))
+X = (BATCH, KEYS, FEATURES)
+Q = (BATCH, QUERIES, FEATURES)
+K = X
 K17 = (2, 7, 17)
 V19 = (2, 7, 19)
 PADDING = visible(BATCH, KEYS)
@@ -97,24 +98,23 @@ CASES = {
 @pytest.mark.parametrize(
     ("api", "implementation"), [(Nnx, "xla"), (Linen, "blockwise")]
 )
-def test_modules(name, api, implementation):
-    """Outputs, and gradients of weights and inputs."""
+def test_modules_equal_torch_in_outputs_and_gradients(name, api, implementation):
     make, shapes, torch_arguments, arguments = CASES[name]
     torch.manual_seed(0)
     module = make()
-    for parameter in module.parameters():  # biases are not 0, and scores are about 1
-        nn.init.normal_(
-            parameter, std=0.5 if parameter.ndim == 1 else parameter.shape[1] ** -0.5
-        )
+    # Biases are not 0, and scores are about 1.
+    for parameter in module.parameters():
+        std = 0.5 if parameter.ndim == 1 else parameter.shape[1] ** -0.5
+        nn.init.normal_(parameter, std=std)
     inputs = [normal(seed, *shape) for seed, shape in enumerate(shapes)]
     cotangent = normal(10, *inputs[0].shape[:2], FEATURES)
     tensors = [torch.tensor(x, requires_grad=True) for x in inputs]
     expected = module(*tensors, **torch_arguments)
-    expected = expected[0] if isinstance(expected, tuple) else expected
+    if isinstance(expected, tuple):
+        expected, _ = expected
     expected.backward(torch.tensor(cotangent))
-    of_weights = convert.from_torch(
-        {name: p.grad for name, p in module.named_parameters()}, HEADS
-    )
+    of_tensors = [tensor.grad.numpy() for tensor in tensors]
+    of_weights = {name: p.grad for name, p in module.named_parameters()}
 
     params = convert.from_torch(module.state_dict(), HEADS)
     options = {
@@ -122,20 +122,19 @@ def test_modules(name, api, implementation):
         "qkv_features": FEATURES,
         "out_features": FEATURES,
         "implementation": implementation,
+        "use_bias": "bias" in params["out"],
     }
-    options["use_bias"] = "bias" in params["out"]
-    sizes = {"in_features": shapes[0][-1], "in_kv_features": shapes[-1][-1]}
     if len({shape[-1] for shape in shapes[1:]}) > 1:
         api = Linen  # nnx has one size of keys and values
-    options |= sizes if api is Nnx else {}
+    if api is Nnx:
+        options["in_features"] = shapes[0][-1]
+        options["in_kv_features"] = shapes[-1][-1]
     output, weights, arrays = api.grads(
         api.ours, params, inputs, options, arguments, cotangent
     )
-    assert_close(
-        (output, arrays),
-        (expected.detach().numpy(), [tensor.grad.numpy() for tensor in tensors]),
-    )
-    assert_grads_close(weights, of_weights)
+
+    assert_close((output, arrays), (expected.detach().numpy(), of_tensors))
+    assert_grads_close(weights, convert.from_torch(of_weights, HEADS))
 
 
 @pytest.mark.core
@@ -151,18 +150,21 @@ def test_add_zero_attn_equals_sinks_of_zero():
     mask = visible(BATCH, KEYS, KEYS)
     mask[0, 3] = False
     hidden = torch.tensor(~mask).repeat_interleave(HEADS, 0)
-    expected = module(*[torch.tensor(x)] * 3, attn_mask=hidden)[0].detach().numpy()
+    tensor = torch.tensor(x)
+    expected, _ = module(tensor, tensor, tensor, attn_mask=hidden)
+    expected = expected.detach().numpy()
 
-    attention_fn = functools.partial(flax_mha.attention_fn, sinks=jnp.zeros(HEADS))
-    options = {"decode": False, "attention_fn": attention_fn, "rngs": nnx.Rngs(0)}
-    ours = flax_mha.MultiHeadAttention(HEADS, FEATURES, **options)
-    convert.load_torch(ours, module.state_dict())
-    assert_close(ours(x, mask=mask[:, None]), expected)
-    without = flax_mha.MultiHeadAttention(
-        HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0)
-    )
-    convert.load_torch(without, module.state_dict())
-    assert np.abs(without(x, mask=mask[:, None]) - expected).max() > 1e-3
+    def output(**options):
+        ours = flax_mha.MultiHeadAttention(
+            HEADS, FEATURES, decode=False, rngs=nnx.Rngs(0), **options
+        )
+        convert.load_torch(ours, module.state_dict())
+        return ours(x, mask=mask[:, None])
+
+    sinks = functools.partial(flax_mha.attention_fn, sinks=jnp.zeros(HEADS))
+    assert_close(output(attention_fn=sinks), expected)
+    # Without sinks, there is a difference.
+    assert np.abs(output() - expected).max() > 1e-3
 
 
 def with_grads(function):
@@ -180,24 +182,19 @@ def with_grads(function):
 
 def torch_results(arrays, cotangent, is_causal):
     """The same for arrays [T, N, H] in PyTorch."""
-    *tensors, cotangent = (
-        torch.tensor(x).transpose(0, 1) for x in (*arrays, cotangent)
-    )
-    tensors = [x.requires_grad_() for x in tensors]
+    tensors = [torch.tensor(x).transpose(0, 1).requires_grad_() for x in arrays]
     output = F.scaled_dot_product_attention(*tensors, is_causal=is_causal)
-    output.backward(cotangent)
-    return [
-        x.detach().transpose(0, 1).numpy()
-        for x in (output, *(tensor.grad for tensor in tensors))
-    ]
+    output.backward(torch.tensor(cotangent).transpose(0, 1))
+    results = [output.detach(), *(tensor.grad for tensor in tensors)]
+    return [x.transpose(0, 1).numpy() for x in results]
 
 
 def errors(results, references):
-    """Root mean squares: the largest error of one element depends on the order of sums."""
-    pairs = zip(results, references, strict=True)
-    return np.array(
-        [math.sqrt(np.mean((np.asarray(a, np.float64) - b) ** 2)) for a, b in pairs]
-    )
+    """Root mean squares: the largest error depends on the order of sums."""
+    squares = []
+    for result, wanted in zip(results, references, strict=True):
+        squares.append(np.mean((np.asarray(result, np.float64) - wanted) ** 2))
+    return np.sqrt(squares)
 
 
 @pytest.mark.parametrize(
@@ -210,30 +207,29 @@ def errors(results, references):
     ],
 )
 def test_float32_is_as_accurate_as_torch(queries, keys, is_causal, size):
-    """Errors are at most twice PyTorch's. With queries `size` times as large, a few
-    weights dominate.
-    """
-    attends = {
-        name: with_grads(
-            functools.partial(
-                flax_mha.dot_product_attention, is_causal=is_causal, implementation=name
-            )
+    # With queries `size` times as large, a few weights dominate.
+    attends = {}
+    for name in IMPLEMENTATIONS:
+        attend = functools.partial(
+            flax_mha.dot_product_attention, is_causal=is_causal, implementation=name
         )
-        for name in IMPLEMENTATIONS
-    }
+        attends[name] = with_grads(attend)
     for seed in range(3):
-        lengths = (queries, keys, keys, queries)
-        *arrays, cotangent = (
-            normal(4 * seed + i, length, 2, 17) for i, length in enumerate(lengths)
-        )
-        arrays[0] *= size
-        cotangents = cotangent, np.zeros((queries, 2))
+        first = 4 * seed
+        query = normal(first, queries, 2, 17) * size
+        key = normal(first + 1, keys, 2, 17)
+        value = normal(first + 2, keys, 2, 17)
+        cotangent = normal(first + 3, queries, 2, 17)
+        arrays = (query, key, value)
+
         (output, _), gradients = reference.attention(
-            *arrays, is_causal=is_causal, cotangents=cotangents
+            *arrays,
+            is_causal=is_causal,
+            cotangents=(cotangent, np.zeros((queries, 2))),
         )
-        allowed = 2 * errors(
-            torch_results(arrays, cotangent, is_causal), (output, *gradients)
-        )
+        want = (output, *gradients)
+        # At most twice the error of PyTorch.
+        allowed = 2 * errors(torch_results(arrays, cotangent, is_causal), want)
         for name, attend in attends.items():
-            got = errors(attend(arrays, cotangent), (output, *gradients))
+            got = errors(attend(arrays, cotangent), want)
             assert np.all(got <= allowed), (name, seed, got, allowed)

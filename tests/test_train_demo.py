@@ -45,6 +45,7 @@ from train_demo.errors import UserError
 from train_demo.settings import Sizes
 
 pytest_plugins = ["demo_fixtures"]
+COMMAND = (sys.executable, "-m", "train_demo")
 
 
 def struck(moment, number, *arguments):
@@ -58,24 +59,7 @@ def struck(moment, number, *arguments):
 
 
 @pytest.mark.core
-def test_a_finished_run_leaves_all_files(run):
-    lines = [
-        json.loads(line)
-        for line in (run.out / metrics.METRICS).read_text().splitlines()
-    ]
-    losses = [
-        line["step"] for line in lines if set(line) == {"step", "loss", "seconds"}
-    ]
-    val_losses = [
-        line["step"] for line in lines if set(line) == {"step", "val_loss", "seconds"}
-    ]
-    assert losses == list(range(1, STEPS + 1))
-    assert val_losses == [3, 6, 9, 12]
-    assert len(losses) + len(val_losses) == len(lines)
-    seconds = [line["seconds"] for line in lines]
-    assert seconds == sorted(seconds)
-    assert seconds[0] > 0
-    assert all(math.isfinite(value) for line in lines for value in line.values())
+def test_finished_run_leaves_all_files(run):
     config = json.loads((run.out / run_folder.CONFIG).read_bytes())
     assert config["settings"]["steps"] == STEPS
     assert steps_saved(run.out) == [4, 8, 12]
@@ -86,8 +70,26 @@ def test_a_finished_run_leaves_all_files(run):
     assert all(len(sample["text"]) == training.SAMPLE for sample in written)
 
 
+@pytest.mark.core
+def test_metrics_hold_each_loss_and_the_seconds_since_the_start(run):
+    text = (run.out / metrics.METRICS).read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+
+    steps = {"loss": [], "val_loss": []}
+    for line in lines:
+        kind = "loss" if "loss" in line else "val_loss"
+        assert set(line) == {"step", kind, "seconds"}
+        assert all(math.isfinite(value) for value in line.values())
+        steps[kind].append(line["step"])
+    assert steps["loss"] == list(range(1, STEPS + 1))
+    assert steps["val_loss"] == [3, 6, 9, 12]
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0
+
+
 @pytest.mark.usefixtures("no_pictures")
-def test_a_run_that_was_killed_stopped_and_out_of_room_ends_the_same(
+def test_run_that_was_killed_stopped_and_out_of_room_ends_the_same(
     run, text, tmp_path, monkeypatch, capfd
 ):
     out = tmp_path / "run"
@@ -99,10 +101,10 @@ def test_a_run_that_was_killed_stopped_and_out_of_room_ends_the_same(
 
     # The disk is full at the second checkpoint.
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    done = subprocess.run(
-        sabotaged(5, "full", *resume), cwd=ROOT, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    command = sabotaged(5, "full", *resume)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
     assert "cannot save checkpoint 8" in done.stderr
     assert "--resume" in done.stderr
     assert steps_saved(out) == [4]
@@ -114,10 +116,8 @@ def test_a_run_that_was_killed_stopped_and_out_of_room_ends_the_same(
     assert "Resuming from the checkpoint at step 4" in said
     stopped = steps_saved(out)[-1]
     assert 4 < stopped <= 8  # depends on when the signal arrives
-    assert (
-        f"Stopped and saved at step {stopped}. To continue: python -m train_demo "
-        f"--resume --out {out}" in said
-    )
+    to_continue = f"python -m train_demo --resume --out {out}"
+    assert f"Stopped and saved at step {stopped}. To continue: {to_continue}" in said
 
     # Killed between two checkpoints, and in the middle of a line.
     said = struck(11, signal.SIGKILL, *resume)
@@ -130,10 +130,9 @@ def test_a_run_that_was_killed_stopped_and_out_of_room_ends_the_same(
 
 
 @pytest.mark.core
-def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(copy, tmp_path):
-    """A process that is killed leaves the folder as it is when Python asks for a change
-    of it.
-    """
+def test_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(copy, tmp_path):
+    # A process that is killed leaves the folder as it is when Python asks for a change
+    # of it.
     _, state = newest_state(copy)
     moments = []
     snapshots = []
@@ -169,7 +168,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(copy, tmp_path
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_an_extended_run_stays_exact_and_prints_the_numbers_of_the_report(
+def test_extended_run_stays_exact_and_prints_the_numbers_of_the_report(
     run, copy, tmp_path, capfd
 ):
     longer = 2 * STEPS
@@ -179,91 +178,104 @@ def test_an_extended_run_stays_exact_and_prints_the_numbers_of_the_report(
     assert f"python -m train_demo sample --out={copy}" in said
     page = (copy / "report.html").read_text()
     facts = dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>", page))
-    loss, number = re.search(
-        r"training loss +([\d.]+) +mean of the last (\d+) steps", said
-    ).groups()
-    assert facts["training loss"] == loss
-    assert (
-        facts["characters per second"]
-        == re.search(r"characters per second +([\d,]+) ", said)[1]
-    )
-    assert number == str(longer)
+    printed = re.search(r"training loss +(\S+) +mean of the last (\d+) steps", said)
+    assert printed.groups() == (facts["training loss"], str(longer))
+    printed = re.search(r"characters per second +([\d,]+) ", said)
+    assert printed[1] == facts["characters per second"]
 
     struck(STEPS + 2, signal.SIGINT, "--resume", "--steps", longer, "--out", other)
     stopped = steps_saved(other)[-1]
     assert STEPS < stopped < longer
-    assert f"Resuming from the checkpoint at step {stopped}" in here(
-        capfd, "--resume", "--out", other
-    )
+    said = here(capfd, "--resume", "--out", other)
+    assert f"Resuming from the checkpoint at step {stopped}" in said
     assert_same_run(copy, other, longer)
 
 
-@pytest.mark.usefixtures("no_pictures")
+def tensor_files(out):
+    return out.glob(f"checkpoints/{STEPS}/default/**/d/*")
+
+
+def truncated(content):
+    return content[: len(content) // 2]
+
+
+def zeroed(content):
+    kept = truncated(content)
+    return kept + bytes(len(content) - len(kept))
+
+
 # Orbax leaves the reading of other arrays unfinished.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("harm", ["truncated", "changed", "gone"])
-def test_a_damaged_checkpoint_is_skipped_and_made_again(run, copy, capfd, harm):
-    for path in copy.glob(f"checkpoints/{STEPS}/default/**/d/*"):
-        content = path.read_bytes()
-        half = len(content) // 2
-        if harm == "gone":
-            path.unlink()
-        elif harm == "truncated":
-            path.write_bytes(content[:half])
-        else:
-            path.write_bytes(content[:half] + bytes(len(content) - half))
-    before = STEPS - SETTINGS["save_every"]
-    if harm == "gone":
-        with as_users_have_it():
-            assert main(["--resume", "--out", str(copy)]) == 0
-        said = capfd.readouterr().out
-        assert f"Resuming from the checkpoint at step {before}" in said
-        assert_same_run(run.out, copy)
-        return
-    said = []
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("harm", [truncated, zeroed])
+def test_damaged_checkpoint_is_skipped(run, copy, harm):
+    for path in tensor_files(copy):
+        path.write_bytes(harm(path.read_bytes()))
     _, state = newest_state(run.out)
     over = mesh.make(Sizes(1, 1, 1, 1))
+    said = []
+
     with checkpoint.manager(copy) as checkpoints:
         step, _ = checkpoint.restore_newest(
             checkpoints, state, over=over, say=said.append
         )
-    assert step == before
+
+    assert step == STEPS - SETTINGS["save_every"]
     assert f"Skipped checkpoint {STEPS}: it is damaged" in "".join(said)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("no_pictures")
+def test_checkpoint_whose_files_are_gone_is_made_again(run, copy, capfd):
+    for path in tensor_files(copy):
+        path.unlink()
+
+    with as_users_have_it():
+        assert main(["--resume", "--out", str(copy)]) == 0
+
+    before = STEPS - SETTINGS["save_every"]
+    said = capfd.readouterr().out
+    assert f"Resuming from the checkpoint at step {before}" in said
+    assert_same_run(run.out, copy)
+
+
 @pytest.mark.core
-def test_report(copy, capfd):
+def test_report_command_makes_the_report_again(copy, capfd):
     for name in (*report.PICTURES, "report.html"):
         (copy / name).unlink()
-    assert f"{copy / 'report.html'} is ready" in here(capfd, "report", "--out", copy)
-    assert all(
-        (copy / name).read_bytes().startswith(b"\x89PNG") for name in report.PICTURES
-    )
+
+    said = here(capfd, "report", "--out", copy)
+
+    assert f"{copy / 'report.html'} is ready" in said
     assert (copy / "report.html").exists()
+    for name in report.PICTURES:
+        assert (copy / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_sample(run, capfd):
+def test_sample_command_continues_prompts_as_the_seed_says(run, capfd):
     prompt = "The quick brown fox jumps"  # longer than the context
     command = ("sample", "--out", run.out, "--prompt", prompt, "--max-new-tokens", 30)
-    texts = [here(capfd, *command, "--seed", seed) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-    assert all(
-        text.startswith(prompt) and len(text) == len(prompt) + 30 + 1 for text in texts
-    )
+
+    first, again, other = (here(capfd, *command, "--seed", x) for x in (1, 1, 2))
+
+    assert first == again != other
+    for text in (first, other):
+        assert text.startswith(prompt)
+        assert len(text) == len(prompt) + 30 + 1
+
     said = here(capfd, *command, "--prompt", "fox", "--seed", 1)
     parts = re.split(r"^--- prompt (\d) of 2 ---\n", said, flags=re.M)
     assert parts[1::2] == ["1", "2"]
-    assert parts[2] == texts[0]
+    assert parts[2] == first
     assert parts[4].startswith("fox")
 
 
 def on_terminal(*arguments):
-    """Runs the command on a terminal of 80 columns; returns its lines without escapes."""
+    """Runs the command on a terminal of 80 columns; returns lines without escapes."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = [sys.executable, "-m", "train_demo", *map(str, arguments)]
     process = subprocess.Popen(
-        command,
+        [*COMMAND, *map(str, arguments)],
         cwd=ROOT,
         stdout=theirs,
         stderr=theirs,
@@ -275,7 +287,8 @@ def on_terminal(*arguments):
         while piece := os.read(ours, 2**16):
             written += piece
     assert process.wait() == 0
-    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode()))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+    return re.split(r"[\r\n]+", text)
 
 
 def test_text_of_a_model_sends_no_control_characters_and_fits_the_terminal(
@@ -288,14 +301,10 @@ def test_text_of_a_model_sends_no_control_characters_and_fits_the_terminal(
     lines = on_terminal("--data", tmp_path / "text", "--out", out, *TINY)
     assert (out / "attention.png").read_bytes().startswith(b"\x89PNG")
     # Only long words and lines to copy may be longer.
-    assert not [
-        line
-        for line in lines
-        if len(line) > 80 and "\\x" not in line and str(tmp_path) not in line
-    ]
-    said = "".join(lines) + here(
-        capfd, "sample", "--out", out, "--prompt", "\x1b[", "--max-new-tokens", 20
-    )
+    for line in lines:
+        assert len(line) <= 80 or "\\x" in line or str(tmp_path) in line
+    sample = ("sample", "--out", out, "--prompt", "\x1b[", "--max-new-tokens", 20)
+    said = "".join(lines) + here(capfd, *sample)
     assert not set(UNSAFE) - set("[31m") & set(said)
     assert "\\x1b[" in said
 
@@ -307,17 +316,10 @@ ENDLESS = tuple(re.sub(r"(steps|every)=\d+", r"\1=1000000", option) for option i
     ("delay", "number"),
     [(0.05, signal.SIGINT), (0.3, signal.SIGTERM), (2, signal.SIGINT)],
 )
-def test_a_signal_at_any_moment(text, tmp_path, delay, number):
-    command = [
-        sys.executable,
-        "-m",
-        "train_demo",
-        "--data",
-        str(text),
-        "--out",
-        str(tmp_path / "run"),
-        *ENDLESS,
-    ]
+def test_signal_at_any_moment_ends_a_run_without_a_traceback(
+    text, tmp_path, delay, number
+):
+    command = (*COMMAND, "--data", text, "--out", tmp_path / "run", *ENDLESS)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         time.sleep(delay)
@@ -342,14 +344,7 @@ def test_a_signal_at_any_moment(text, tmp_path, delay, number):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_errors_name_a_full_output(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "train_demo",
-        "--out",
-        str(tmp_path / "run"),
-        *TINY,
-    ]
+    command = (*COMMAND, "--out", tmp_path / "run", *TINY)
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
@@ -364,10 +359,8 @@ def test_errors_name_metrics_without_room(tmp_path):
     with contextlib.closing(metrics.Log(tmp_path, 0, 1.0, time.perf_counter())) as log:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
         try:
-            with pytest.raises(
-                UserError,
-                match=r"cannot write .*metrics.jsonl \(.*continue with --resume",
-            ):
+            message = r"cannot write .*metrics.jsonl \(.*continue with --resume"
+            with pytest.raises(UserError, match=message):
                 log.loss("loss", 1, 1.0)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -378,41 +371,40 @@ def test_errors_name_metrics_without_room(tmp_path):
     ("loss", "said"),
     [(math.nan, "nan"), (math.inf, "inf"), (7e31, "7e\\+31"), (461, "461")],
 )
-def test_a_training_that_diverged(tmp_path, loss, said):
-    with contextlib.closing(
-        metrics.Log(tmp_path, 0, math.log(100), time.perf_counter())
-    ) as log:
+def test_training_that_diverged_ends_with_a_remedy(tmp_path, loss, said):
+    log = metrics.Log(tmp_path, 0, math.log(100), time.perf_counter())
+    message = f"training diverged: the loss is {said} at step 7"
+    with contextlib.closing(log):
         # 100 times the loss of guessing one of 100 tokens.
         assert log.loss("loss", 6, 460) == 460
-        with pytest.raises(
-            UserError, match=f"training diverged: the loss is {said} at step 7"
-        ) as error:
+        with pytest.raises(UserError, match=message) as error:
             log.loss("loss", 7, loss)
-    assert str(error.value).endswith(
-        "lower --learning-rate, and choose a different --out"
-    )
+    remedy = "lower --learning-rate, and choose a different --out"
+    assert str(error.value).endswith(remedy)
     assert [metric["step"] for metric in metrics.read(tmp_path)] == [6]
 
 
 @pytest.mark.core
-def test_a_resumed_log_continues_the_clock_and_drops_later_lines(tmp_path):
-    lines = [
-        {"step": 1, "loss": 3.0, "seconds": 100.0},
-        {"step": 2, "loss": 3.0, "seconds": 200.0},
-    ]
+def test_resumed_log_continues_the_clock_and_drops_later_lines(tmp_path):
     (tmp_path / metrics.METRICS).write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
+        '{"step": 1, "loss": 3.0, "seconds": 100.0}\n'
+        '{"step": 2, "loss": 3.0, "seconds": 200.0}\n'
     )
-    lines = [
-        json.dumps({"step": step, "prompt": "a", "text": f"b{step}"}) for step in (1, 4)
-    ]
+    # Damaged lines are dropped, too.
     (tmp_path / metrics.SAMPLES).write_text(
-        "\n".join([lines[0], '{"step": 3}', "[", lines[1], '{"step": 8, "pro'])
+        '{"step": 1, "prompt": "a", "text": "b1"}\n'
+        '{"step": 3}\n'
+        "[\n"
+        '{"step": 4, "prompt": "a", "text": "b4"}\n'
+        '{"step": 8, "pro'
     )
+
     with contextlib.closing(metrics.Log(tmp_path, 1, 1.0, time.perf_counter())) as log:
         log.loss("loss", 2, np.float32(2.0))
-    assert [metric["loss"] for metric in metrics.read(tmp_path)] == [3.0, 2.0]
-    assert 100 <= metrics.read(tmp_path)[1]["seconds"] < 110
+
+    first, second = metrics.read(tmp_path)
+    assert (first["loss"], second["loss"]) == (3.0, 2.0)
+    assert 100 <= second["seconds"] < 110
     assert [sample["step"] for sample in metrics.read_samples(tmp_path)] == [1]
 
 
@@ -428,7 +420,8 @@ def output_in(encoding, *arguments):
     """Runs the command with strict output in this encoding, as PYTHONIOENCODING sets
     it; returns stdout and stderr.
     """
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding, "strict") for _ in range(2))
+    out = io.TextIOWrapper(io.BytesIO(), encoding, "strict")
+    err = io.TextIOWrapper(io.BytesIO(), encoding, "strict")
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -443,28 +436,27 @@ def output_in(encoding, *arguments):
 
 @pytest.mark.parametrize("encoding", with_core(["ascii", "latin-1", "cp1252"], "ascii"))
 @pytest.mark.usefixtures("no_pictures")
-def test_output_in_an_encoding_without_these_characters(tmp_path, encoding):
-    """They are written as question marks, and all files are in UTF-8."""
+def test_characters_outside_the_encoding_of_the_output_are_question_marks(
+    tmp_path, encoding
+):
     data = tmp_path / "Ł → ☃.txt"
     out = tmp_path / "Ω"
     data.write_text("Zażółć gęślą jaźń → ☃ 語\n" * 60, "utf-8")
-    for command, words in [
-        (
-            ("train", "--data", data, *TINY),
-            ["characters of", "? ? ?.txt", "a sample", "report.html"],
-        ),
-        *(((command,), [" "]) for command in ("report", "export")),
+    train = ("train", "--data", data, *TINY)
+    for command, words in (
+        (train, ["characters of", "? ? ?.txt", "a sample", "report.html"]),
+        (("report",), [" "]),
+        (("export",), [" "]),
         (("sample", "--prompt", "Za→☃"), ["Za??"]),
-    ]:
+    ):
         said, complaint = output_in(encoding, *command, "--out", out)
         assert all(word in " ".join(said.split()) for word in words)
         assert not complaint
     _, complaint = output_in(encoding, "sample", "--prompt", "Ж", "--out", out)
     assert re.match(r"python -m train_demo: error: .*\?", complaint)
-    for path in (
-        out / "report.html",
-        *out.glob("*.jsonl"),
-        out / run_folder.CONFIG,
-        out / "export" / "config.json",
-    ):
+
+    # All files are in UTF-8.
+    files = [out / "report.html", out / run_folder.CONFIG]
+    files += [out / "export" / "config.json", *out.glob("*.jsonl")]
+    for path in files:
         path.read_text("utf-8")

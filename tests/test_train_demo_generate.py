@@ -37,6 +37,7 @@ def softmax(scores):
     return powers / powers.sum()
 
 
+# Ties at the limit of a filter, and numbers whose sums or powers overflow.
 LOGITS = np.random.default_rng(0).normal(size=97).astype(np.float32) * 3
 TIES = np.float32([1.0, 2.0, 2.0, 0.0, 2.0, 1.0, 2.0, -1.0])
 UNIFORM = np.zeros(8, np.float32)
@@ -44,37 +45,41 @@ HUGE = np.float32([3e38, -3e38, 2.9e38, 0, 3e38])
 SMALL = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1}
 
 
+FILTERED = [
+    (LOGITS, {}),
+    (LOGITS, {"temperature": 0.7}),
+    (LOGITS, {"top_k": 20}),
+    (LOGITS, {"top_p": 0.8}),
+    (LOGITS, {"min_p": 0.1}),
+    (LOGITS, SMALL),
+    (LOGITS, SMALL | {"temperature": 5.0}),
+    (LOGITS, SMALL | {"top_k": 1}),
+    (LOGITS, SMALL | {"top_p": 1e-9}),
+    (LOGITS, SMALL | {"min_p": 1.0}),
+    (LOGITS, {"top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0}),
+    (TIES, {"top_k": 2}),
+    (TIES, {"top_k": 5}),
+    (TIES, {"top_p": 0.3}),
+    (TIES, {"top_k": 4, "top_p": 0.5}),
+    (TIES, {"min_p": 1.0}),
+    (UNIFORM, {"top_p": 0.5}),
+    (UNIFORM, {"top_p": 0.5, "min_p": 1.0}),
+    (UNIFORM, {"top_k": 3}),
+    (HUGE, {"top_p": 0.5, "top_k": 2, "min_p": 0.5}),
+    (HUGE, {"temperature": 1e30}),
+    (LOGITS, {"temperature": 1e-30}),
+    (LOGITS, {"temperature": 1e30, "top_k": 10, "min_p": 0.5}),
+]
+
+
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("logits", "options"),
-    [
-        (LOGITS, {}),
-        *((LOGITS, {name: value}) for name, value in SMALL.items()),
-        (LOGITS, SMALL),
-        (LOGITS, SMALL | {"temperature": 5.0}),
-        (LOGITS, SMALL | {"top_k": 1}),
-        (LOGITS, SMALL | {"top_p": 1e-9}),
-        (LOGITS, SMALL | {"min_p": 1.0}),
-        (LOGITS, {"top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0}),
-        (TIES, {"top_k": 2}),
-        (TIES, {"top_k": 5}),
-        (TIES, {"top_p": 0.3}),
-        (TIES, {"top_k": 4, "top_p": 0.5}),
-        (TIES, {"min_p": 1.0}),
-        (UNIFORM, {"top_p": 0.5}),
-        (UNIFORM, {"top_p": 0.5, "min_p": 1.0}),
-        (UNIFORM, {"top_k": 3}),
-        (HUGE, {"top_p": 0.5, "top_k": 2, "min_p": 0.5}),
-        (HUGE, {"temperature": 1e30}),
-        (LOGITS, {"temperature": 1e-30}),
-        (LOGITS, {"temperature": 1e30, "top_k": 10, "min_p": 0.5}),
-    ],
-)
-def test_the_filters_equal_hugging_face(logits, options):
+@pytest.mark.parametrize(("logits", "options"), FILTERED)
+def test_filters_keep_what_those_of_hugging_face_keep(logits, options):
     expected = hugging_face(logits, **options)
-    got = np.asarray(
-        jax.jit(filtered)(logits, Sampling(**{"temperature": 1.0} | options))
-    )
+    sampling = Sampling(**{"temperature": 1.0} | options)
+
+    got = np.asarray(jax.jit(filtered)(logits, sampling))
+
     kept = softmax(expected) > 0
     np.testing.assert_array_equal(softmax(got) > 0, kept)
     np.testing.assert_array_equal(np.isneginf(got)[kept], False)
@@ -93,21 +98,27 @@ def test_draws_have_the_right_frequencies():
     np.testing.assert_allclose(frequencies, expected, atol=4 * 0.5 / number**0.5)
 
 
-@pytest.mark.parametrize("logits", [LOGITS, TIES, UNIFORM, HUGE])
-def test_extreme_temperatures(logits):
-    """Temperature 0 takes the first of the most probable tokens."""
+EXTREME = pytest.mark.parametrize("logits", [LOGITS, TIES, UNIFORM, HUGE])
+
+
+@EXTREME
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0.0}, {"temperature": 1e-300}, SMALL | {"temperature": 0.0}],
+)
+def test_temperature_zero_draws_the_first_of_the_most_probable_tokens(logits, options):
     run = jax.jit(draw)
-    keys = jax.random.split(jax.random.key(0), 3)
-    for options in (
-        {"temperature": 0.0},
-        {"temperature": 1e-300},
-        SMALL | {"temperature": 0.0},
-    ):
-        assert [int(run(key, logits, Sampling(**options))) for key in keys] == [
-            np.argmax(logits)
-        ] * 3, options
-    for sampling in (Sampling(1e6), Sampling(1e-44, 3, 1e-300, 1e-300)):
-        assert 0 <= int(run(keys[0], logits, sampling)) < len(logits), sampling
+    for key in jax.random.split(jax.random.key(0), 3):
+        assert int(run(key, logits, Sampling(**options))) == np.argmax(logits)
+
+
+@EXTREME
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1e6), Sampling(1e-44, 3, 1e-300, 1e-300)]
+)
+def test_extreme_temperatures_draw_a_token(logits, sampling):
+    token = int(jax.jit(draw)(jax.random.key(0), logits, sampling))
+    assert 0 <= token < len(logits)
 
 
 LETTERS = "abcdefghijk"
@@ -146,9 +157,8 @@ def logits_of(model, numbers):
     """The logits `[T, V]` of one text. The model is causal, so all are padded and share
     a program.
     """
-    return compiled_call(model, np.pad(numbers, (0, 272 - len(numbers)))[None])[
-        0, : len(numbers)
-    ]
+    padded = np.pad(numbers, (0, 272 - len(numbers)))
+    return compiled_call(model, padded[None])[0, : len(numbers)]
 
 
 def numbers_of(text):
@@ -161,10 +171,10 @@ def numbers_of(text):
 def test_texts_beyond_the_context_equal_one_windowed_pass(model, prompt):
     (text,) = texts(model, [prompt], 90, GREEDY)
     whole = prompt + text
-    expected = VOCABULARY.decode(
-        np.argmax(logits_of(model, numbers_of(whole)), axis=-1)
-    )
+    logits = logits_of(model, numbers_of(whole))
+    expected = VOCABULARY.decode(np.argmax(logits, axis=-1))
     assert text == expected[len(prompt) - 1 : -1]
+    # A model that repeats one character would pass with any window.
     assert len(set(text)) > 3
 
 
@@ -173,37 +183,34 @@ def test_only_tokens_within_reach_matter(model):
     reach = model.reach
     assert reach == 2 * (CONTEXT - 1) + 1 + SETTINGS.token_shift
     last = logits_of(model, whole)[-1]
-    np.testing.assert_allclose(
-        logits_of(model, whole[-reach:])[-1],
-        last,
-        rtol=0,
-        atol=1e-5 * np.abs(last).max(),
-    )
-    assert np.abs(logits_of(model, whole[1 - reach :])[-1] - last).max() > 1e-4
+
+    within_reach = logits_of(model, whole[-reach:])[-1]
+    tolerance = 1e-5 * np.abs(last).max()
+    np.testing.assert_allclose(within_reach, last, rtol=0, atol=tolerance)
+
+    # One token less makes a difference.
+    too_few = logits_of(model, whole[1 - reach :])[-1]
+    assert np.abs(too_few - last).max() > 1e-4
 
 
-def test_a_text_does_not_depend_on_its_neighbors(model):
+def test_text_does_not_depend_on_its_neighbors(model):
     prompts = ["a", "abcdefghijk" * 3, "khc", "abcdefghijkab"]
     together = texts(model, prompts, 50, WILD, seed=3)
-    assert together == [
-        texts(model, [prompt], 50, WILD, seed=3)[0] for prompt in prompts
-    ]
     assert len(set(together)) == len(together)
+
+    for prompt, text in zip(prompts, together, strict=True):
+        assert texts(model, [prompt], 50, WILD, seed=3) == [text]
     assert texts(model, ["khc"], 50, WILD, seed=4) != together[2:3]
 
 
-def test_one_compilation_for_prompts_of_similar_lengths(model):
+def test_prompts_of_similar_lengths_share_a_program(model):
     texts(model, ["ab", "abc"], 5)
-    pairs = [("a", "b"), ("abcd", "a"), ("abcdefghijkabcd", "abcdefghijkabcde")]
+    pairs = [["a", "b"], ["abcd", "a"], ["abcdefghijkabcd", "abcdefghijkabcde"]]
     with nothing_is_compiled():
-        for seed, (first, second) in enumerate(pairs):
-            texts(
-                model,
-                [first, second],
-                40 + seed,
-                Sampling(0.1 + seed),
-                seed=2**32 - 1 - seed,
-            )
+        for i, prompts in enumerate(pairs):
+            # Neither number of tokens, temperature nor seed is static.
+            seed = 2**32 - 1 - i
+            texts(model, prompts, 40 + i, Sampling(0.1 + i), seed=seed)
 
 
 @pytest.mark.core

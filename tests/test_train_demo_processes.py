@@ -17,21 +17,9 @@ from train_demo.settings import Layout, Settings
 pytest_plugins = ["demo_fixtures"]
 
 STEPS = 6
-SIZES = (
-    *("--steps", STEPS, "--save-every", 2, "--eval-every", 3, "--batch-size", 8),
-    *(
-        "--context-length",
-        8,
-        "--layers",
-        1,
-        "--heads",
-        2,
-        "--features",
-        16,
-        "--learning-rate",
-        0.01,
-    ),
-)
+SIZES = ("--steps", STEPS, "--save-every", 2, "--eval-every", 3)
+SIZES += ("--batch-size", 8, "--context-length", 8, "--layers", 1, "--heads", 2)
+SIZES += ("--features", 16, "--learning-rate", 0.01)
 MESH = ("--data-parallel", 2, "--fsdp", 2)
 
 
@@ -61,13 +49,13 @@ def start(index, address, moment, number, *arguments):
 
 
 def two(*arguments, struck=1, moment="", number=signal.SIGKILL):
-    """Runs two processes, one of which is struck; returns their exit codes and outputs."""
+    """Runs two processes, one of which is struck; returns exit codes and outputs."""
     address = f"localhost:{free_port()}"
-    moments = [moment if index == struck else "" for index in range(2)]
-    processes = [
-        start(index, address, moments[index], number, *arguments, *MESH)
-        for index in range(2)
-    ]
+    processes = []
+    for index in range(2):
+        own_moment = moment if index == struck else ""
+        process = start(index, address, own_moment, number, *arguments, *MESH)
+        processes.append(process)
     said = [process.communicate(timeout=120) for process in processes]
     return [process.returncode for process in processes], said
 
@@ -76,18 +64,12 @@ def two(*arguments, struck=1, moment="", number=signal.SIGKILL):
 def test_two_processes_train_as_one_also_after_a_kill_and_sigterm(
     text, tmp_path, capfd
 ):
-    alone, finished, out = (tmp_path / name for name in ("alone", "finished", "run"))
-    command = [
-        sys.executable,
-        "-m",
-        "train_demo",
-        "--data",
-        text,
-        "--out",
-        alone,
-        *SIZES,
-        *MESH,
-    ]
+    alone = tmp_path / "alone"
+    finished = tmp_path / "finished"
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "train_demo", "--data", text, "--out", alone]
+    command += [*SIZES, *MESH]
+    # On four devices of its own, while the two processes have two each.
     one = subprocess.Popen(
         list(map(str, command)),
         cwd=ROOT,
@@ -106,16 +88,8 @@ def test_two_processes_train_as_one_also_after_a_kill_and_sigterm(
 
     # Killed in the middle of a save; JAX then ends the other process.
     began = time.monotonic()
-    codes, said = two(
-        "--data",
-        text,
-        "--out",
-        out,
-        *SIZES,
-        "--no-samples",
-        struck=0,
-        moment="checkpoints/4",
-    )
+    new_run = ("--data", text, "--out", out, *SIZES, "--no-samples")
+    codes, said = two(*new_run, struck=0, moment="checkpoints/4")
     assert codes[0] == -signal.SIGKILL
     assert codes[1] not in (0, -signal.SIGKILL)
     assert time.monotonic() - began < 60
@@ -134,9 +108,8 @@ def test_two_processes_train_as_one_also_after_a_kill_and_sigterm(
     assert so_far == untimed(finished)[: len(so_far)]
 
     # Another mesh computes the rest.
-    assert f"Resuming from the checkpoint at step {stopped}" in here(
-        capfd, "--resume", "--out", out
-    )
+    printed = here(capfd, "--resume", "--out", out)
+    assert f"Resuming from the checkpoint at step {stopped}" in printed
     for line, other in zip(untimed(out), untimed(finished), strict=True):
         assert line == pytest.approx(other, rel=0, abs=1e-5)
 
@@ -169,16 +142,16 @@ def test_two_processes_train_as_one_also_after_a_kill_and_sigterm(
         ),
     ],
 )
-def test_layouts_that_do_not_fit(layout, settings, words):
+def test_layouts_that_do_not_fit_are_refused(layout, settings, words):
     assert_refused(words, Layout(**layout).sizes, 8, Settings(**settings))
 
 
-def test_layouts_that_fit():
-    """Without options, as many devices as divide the batch."""
-    assert Layout().sizes(8, Settings(batch_size=12)).data == 6
-    assert Layout().sizes(8, Settings(batch_size=16)).data == 8
-    for features in (24, 120):
-        assert (
-            np.prod(Layout(fsdp=8).sizes(8, Settings(features=features, batch_size=8)))
-            == 8
-        )
+@pytest.mark.parametrize(("batch_size", "devices"), [(12, 6), (16, 8)])
+def test_default_layout_has_as_many_devices_as_divide_the_batch(batch_size, devices):
+    assert Layout().sizes(8, Settings(batch_size=batch_size)).data == devices
+
+
+@pytest.mark.parametrize("features", [24, 120])
+def test_fsdp_fits_features_that_it_divides(features):
+    settings = Settings(features=features, batch_size=8)
+    assert np.prod(Layout(fsdp=8).sizes(8, settings)) == 8

@@ -26,16 +26,16 @@ class Page(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.elements, self.loads, self.text = set(), [], ""
+        self.elements = set()
+        self.loads = []
+        self.text = ""
         self.feed(page)
 
     def handle_starttag(self, tag, attributes):
         self.elements.add(tag)
-        self.loads += [
-            value
-            for name, value in attributes
-            if name in ("src", "href", "srcset", "data")
-        ]
+        for name, value in attributes:
+            if name in ("src", "href", "srcset", "data"):
+                self.loads.append(value)
 
     def handle_data(self, content):
         self.text += content
@@ -53,51 +53,57 @@ def config(data=None):
 
 
 def measured(out, *lines):
-    (out / metrics.METRICS).write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (out / metrics.METRICS).write_text(text)
 
 
 def shown(out, run=None):
     report.write(out, run or config())
     page = Page((out / report.FILE).read_text())
     assert "script" not in page.elements
+    # The two pictures are part of the page.
     assert page.loads == ["data:image/png;base64,cGljdHVyZQ=="] * 2
     return page.text
 
 
-def test_the_page_escapes_texts_and_loads_nothing(out):
-    (out / metrics.SAMPLES).write_text(
-        json.dumps({"step": 3, "prompt": HOSTILE, "text": HOSTILE * 2}) + "\n"
-    )
+def test_page_escapes_texts_and_loads_nothing(out):
+    sample = {"step": 3, "prompt": HOSTILE, "text": HOSTILE * 2}
+    (out / metrics.SAMPLES).write_text(json.dumps(sample) + "\n")
+
     text = shown(out, config(data=f"/x/{HOSTILE[:9]}<b>.txt"))
+
+    # In the prompt once, in the text twice.
     assert text.count("<script>alert(1)</script>") == 3
     assert "\\x1b[31m" in text  # as on a terminal
     assert "<b>.txt" in text
     page = (out / report.FILE).read_text()
-    report.write(out, config(), "b c" * 99)
-    assert "<pre><b>ab</b>" + "b c" * 99 + "</pre>" in (out / report.FILE).read_text()
     assert "default-src 'none'" in page
     assert not re.search(r"https?://|url\(|@import", page)
 
 
-def test_the_report_contains_the_measurements(out):
-    lines = [
-        {"step": i, "loss": 5 - i / 100, "seconds": 3 + i / 10} for i in range(1, 201)
-    ]
-    lines += [
-        {"step": i, "val_loss": 4 - i / 100, "seconds": 23} for i in range(50, 201, 50)
-    ]
+def test_page_shows_a_given_text_after_its_prompt(out):
+    report.write(out, config(), "b c" * 99)
+    page = (out / report.FILE).read_text()
+    assert "<pre><b>ab</b>" + "b c" * 99 + "</pre>" in page
+
+
+def test_page_contains_the_measurements(out):
+    lines = []
+    for step in range(1, 201):
+        seconds = 3 + step / 10
+        lines.append({"step": step, "loss": 5 - step / 100, "seconds": seconds})
+    for step in range(50, 201, 50):
+        lines.append({"step": step, "val_loss": 4 - step / 100, "seconds": 23})
     measured(out, *lines)
+
     shown(out)
+
     page = (out / report.FILE).read_text()
     facts = dict(re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>", page))
     assert facts["validation loss"] == "2.0000"
     # 2 / ln 2, exp(-2).
-    assert (
-        "(2.885 bits); geometric mean probability of the true next character: 13.5%"
-        in page
-    )
+    probability = "geometric mean probability of the true next character: 13.5%"
+    assert f"(2.885 bits); {probability}" in page
     assert "Random guessing among 4 characters has a loss of 1.386" in page  # ln 4
     assert facts["training loss"] == "3.4950"  # of the steps 101 to 200
     assert facts["training"] == "23.0 s"
@@ -109,62 +115,57 @@ def test_the_report_contains_the_measurements(out):
     "lines",
     [[], [{"step": 1, "val_loss": 3.0, "seconds": 1.0}], [{"step": 1, "loss": 3.0}]],
 )
-def test_a_run_with_few_files(out, lines):
+def test_page_of_a_run_that_has_just_begun_shows_what_there_is(out, lines):
     measured(out, *lines)
     assert "Random guessing among 4 characters" in shown(out)
 
 
-@pytest.mark.parametrize(
-    ("losses", "said"),
-    [
-        ([], "No validation loss yet."),
-        (
-            [1.2],
-            "Trained to 1.200 nats per character, better than random guessing (1.386).",
-        ),
-        ([1.3, 1.2], "and not overfitting: the validation loss was still falling."),
-        (
-            [1.3, 1.2, 1.205],
-            "and not overfitting: the validation loss has leveled off.",
-        ),
-        ([1.3, 1.2, 1.3], "but overfitting: the validation loss was as low as 1.200."),
-        (
-            [1.5],
-            "Trained to 1.500 nats per character, no better than random guessing "
-            "(1.386).",
-        ),
-    ],
-)
-def test_the_verdict(out, losses, said):
-    measured(
-        out,
-        *(
-            {"step": step, "val_loss": loss, "seconds": 1.0}
-            for step, loss in enumerate(losses, 1)
-        ),
-    )
-    assert report.verdict(out, config()).endswith(said)
-    assert shown(out).count(report.verdict(out, config())) == 1
+VERDICTS = [
+    ([], "No validation loss yet."),
+    (
+        [1.2],
+        "Trained to 1.200 nats per character, better than random guessing (1.386).",
+    ),
+    ([1.3, 1.2], "and not overfitting: the validation loss was still falling."),
+    ([1.3, 1.2, 1.205], "and not overfitting: the validation loss has leveled off."),
+    ([1.3, 1.2, 1.3], "but overfitting: the validation loss was as low as 1.200."),
+    (
+        [1.5],
+        "Trained to 1.500 nats per character, no better than random guessing (1.386).",
+    ),
+]
 
 
-def test_the_plot_shows_the_end_of_a_run():
-    lines = [
-        {"step": step, "seconds": step / 10, "loss": 1 + 40 / step}
-        for step in range(1, 101)
-    ]
-    lines += [
-        {"step": step, "seconds": step / 10, "val_loss": 1.1} for step in (50, 100)
-    ]
+@pytest.mark.parametrize(("losses", "said"), VERDICTS)
+def test_page_contains_the_verdict_once(out, losses, said):
+    lines = []
+    for step, loss in enumerate(losses, 1):
+        lines.append({"step": step, "val_loss": loss, "seconds": 1.0})
+    measured(out, *lines)
+
+    verdict = report.verdict(out, config())
+
+    assert verdict.endswith(said)
+    assert shown(out).count(verdict) == 1
+
+
+def test_plot_leaves_out_the_high_losses_of_the_beginning():
+    lines = []
+    for step in range(1, 101):
+        lines.append({"step": step, "seconds": step / 10, "loss": 1 + 40 / step})
+    for step in (50, 100):
+        lines.append({"step": step, "seconds": step / 10, "val_loss": 1.1})
+
     (axes,) = plots.loss_figure(lines).axes
+
     assert axes.get_ylim() == pytest.approx((1.1, 2.2))
-    assert [line.get_label() for line in axes.lines][
-        -1
-    ] == "validation: 1.100 at step 100"
+    assert axes.lines[-1].get_label() == "validation: 1.100 at step 100"
 
 
-def test_every_sentence_has_a_prompt():
-    for sentence, prompt in ((" ab", " ab"), ("ab c", "ab"), (" ", " ")):
-        assert (
-            run_folder.Config(SETTINGS, None, "", Vocabulary(" abc"), sentence).prompt
-            == prompt
-        )
+@pytest.mark.parametrize(
+    ("sentence", "prompt"), [(" ab", " ab"), ("ab c", "ab"), (" ", " ")]
+)
+def test_prompt_is_the_beginning_of_a_sentence(sentence, prompt):
+    vocabulary = Vocabulary(" abc")
+    run = run_folder.Config(SETTINGS, None, "", vocabulary, sentence)
+    assert run.prompt == prompt

@@ -4,6 +4,7 @@ tests/test_torch_families.py.
 
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,52 +42,55 @@ def output(
     assert not unexpected
     assert not [key for key in missing if "LayerNorm" not in key]
     windowed = convert.describe(config, layer).get("local_window_size") is not None
+    # What the attention layers of the families take besides the inputs.
+    unseen = ~causal(x.shape[1])
+    causal_mask = torch.zeros(()).masked_fill(unseen, float("-inf"))[None, None]
+    bias = table[t5_buckets(x.shape[1], len(table))].permute(2, 0, 1)[None]
+    if kind == "T5Attention":  # the mask belongs to the bias, where one is given
+        bias = bias + causal_mask
     available = {
-        "attention_mask": mask(settings, x, layer, windowed) if decodes else None,
+        "attention_mask": None,
         "position_embeddings": rotary(library, settings, x, layer),
         "alibi": alibi(library, settings, x),
         "residual": torch.zeros_like(x),
-        "mask": torch.zeros(()).masked_fill(~causal(x.shape[1]), float("-inf"))[
-            None, None
-        ],
-        "position_bias": table[t5_buckets(x.shape[1], len(table))].permute(2, 0, 1)[
-            None
-        ],
+        "mask": causal_mask,
+        "position_bias": bias,
     }
+    if decodes:
+        available["attention_mask"] = mask(settings, x, layer, windowed)
     if kind == "BertAttention":  # without what follows the attention
         return attention.output.dense(attention.self(x)[0])
-    if kind == "T5Attention":  # the mask belongs to the bias, where one is given
-        available["position_bias"] = available["position_bias"] + available["mask"]
-    parameters = inspect.signature(attention.forward).parameters
-    return attention(
-        x, **{key: value for key, value in available.items() if key in parameters}
-    )[0]
+    return attention(x, **taken_by(attention.forward, available))[0]
+
+
+def taken_by(function: Callable, available: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    return {name: x for name, x in available.items() if name in parameters}
 
 
 def make(kind: type[nn.Module], settings: Any, layer: int) -> nn.Module:
-    available = {"config": settings, "layer_idx": layer, "is_causal": True}
-    available |= {
+    available = {
+        "config": settings,
+        "layer_idx": layer,
+        "is_causal": True,
         "embed_dim": settings.hidden_size,
         "num_heads": settings.num_attention_heads,
     }
-    parameters = inspect.signature(kind.__init__).parameters
-    return kind(**{key: value for key, value in available.items() if key in parameters})
+    return kind(**taken_by(kind.__init__, available))
 
 
 def mask(settings: Any, x: Tensor, layer: int, windowed: bool) -> Tensor:
-    """As the model makes it for its layers; of Bloom as numbers, which it makes itself."""
-    make_mask = create_sliding_window_causal_mask if windowed else create_causal_mask
-    positions = torch.arange(x.shape[1])[None]
-    cache = {
-        name: None
-        for name in ("cache", "past_key_values")
-        if name in inspect.signature(make_mask).parameters
-    }
+    """As the model makes it for its layers."""
+    make_mask = create_causal_mask
+    if windowed:
+        make_mask = create_sliding_window_causal_mask
+    # Its name depends on the version of Transformers.
+    cache = taken_by(make_mask, {"cache": None, "past_key_values": None})
     return make_mask(
         config=settings,
         inputs_embeds=x,
         attention_mask=None,
-        position_ids=positions,
+        position_ids=torch.arange(x.shape[1])[None],
         **cache,
     )
 
@@ -107,6 +111,5 @@ def rotary(
 def alibi(library: Any, settings: Any, x: Tensor) -> Tensor | None:
     if settings.model_type != "bloom":
         return None
-    return library.build_alibi_tensor(
-        torch.ones(x.shape[:2]), settings.num_attention_heads, x.dtype
-    )
+    tokens = torch.ones(x.shape[:2])
+    return library.build_alibi_tensor(tokens, settings.num_attention_heads, x.dtype)

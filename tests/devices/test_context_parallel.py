@@ -43,43 +43,51 @@ from flax_mha.rope import RoPE
 STRATEGIES = ("ring", "ulysses", "allgather")
 
 
+# How much of output and gradients each strategy sends.
+MOVED = {
+    "ring": {"collective-permute": 6},
+    "ulysses": {"all-to-all": 8},
+    "allgather": {"all-gather": 2},
+}
+
+
 @pytest.mark.parametrize(
     ("strategy", "case", "devices", "layout"),
     [
         ("ring", "plain", 2, "contiguous"),
         core("allgather", "plain", 2, "contiguous"),
-        *((strategy, "plain", 8, "zigzag") for strategy in ("ring", "ulysses")),
+        ("ring", "plain", 8, "zigzag"),
+        ("ulysses", "plain", 8, "zigzag"),
         core("ring", "everything", 4, "zigzag"),
         ("allgather", "everything", 4, "zigzag"),
         core("ulysses", "windows", 2, "contiguous"),
         ("ring", "windows", 2, "zigzag"),
     ],
 )
-def test_as_on_one_device(strategy, case, devices, layout, small_tiles):
+def test_results_equal_those_of_one_device(
+    strategy, case, devices, layout, small_tiles
+):
     mesh = mesh_of(context=devices)
     attention_fn = flax_mha.context_parallel("context", strategy, layout, mesh=mesh)
     program, results = contexts.on_devices(attention_fn, case, layout, mesh)
     compare(results, on_one_device(case))
     if case == "plain":
-        expected = {
-            "ring": {"collective-permute": 6},
-            "ulysses": {"all-to-all": 8},
-            "allgather": {"all-gather": 2},
-        }
-        assert moved(program.as_text()) == expected[strategy]
+        assert moved(program.as_text()) == MOVED[strategy]
 
 
 def second_derivatives(loss_and_aux):
     """Each mode of the other: `hessian_product`, the tangent, and its gradient."""
 
+    def loss(x):
+        return loss_and_aux(x)[0]
+
     def answers(x, tangents):
-        tangent, across = jax.value_and_grad(
-            lambda x: jax.jvp(lambda x: loss_and_aux(x)[0], (x,), (tangents,))[1]
-        )(x)
-        return hessian_product(loss_and_aux)(x, tangents) | {
-            "tangent": tangent,
-            "gradient of tangent": across,
-        }
+        def along(x):
+            return jax.jvp(loss, (x,), (tangents,))[1]
+
+        tangent, across = jax.value_and_grad(along)(x)
+        products = hessian_product(loss_and_aux)(x, tangents)
+        return products | {"tangent": tangent, "gradient of tangent": across}
 
     return answers
 
@@ -87,9 +95,8 @@ def second_derivatives(loss_and_aux):
 def gradient_of_gradient(loss_and_aux):
     """Reverse mode of reverse mode."""
     gradient = jax.grad(lambda x: loss_and_aux(x)[0])
-    return lambda x, _: {
-        "gradient of gradient": jax.grad(lambda x: squares(gradient(x)))(x)
-    }
+    second = jax.grad(lambda x: squares(gradient(x)))
+    return lambda x, _: {"gradient of gradient": second(x)}
 
 
 @pytest.mark.parametrize(
@@ -102,10 +109,10 @@ def gradient_of_gradient(loss_and_aux):
         (hessian_product, "allgather", "windows", 2, "contiguous"),
     ],
 )
-def test_derivatives_of_every_order(
+def test_second_derivatives_equal_those_of_one_device(
     derivatives, strategy, case, devices, layout, small_tiles
 ):
-    """Each mode of each, in three programs: all of them of one call take minutes."""
+    # Each mode of each, in three programs: all of them of one call take minutes.
     mesh = mesh_of(context=devices)
     attention_fn = flax_mha.context_parallel("context", strategy, layout, mesh=mesh)
     contexts.compare_derivatives(derivatives, attention_fn, case, layout, mesh)
@@ -114,19 +121,19 @@ def test_derivatives_of_every_order(
 def with_largest_scores(attention_fn, x):
     """The output, and the largest score of each head."""
     sown = []
-    arguments = CASES["everything"][0](x, lambda x, axis: x)
     module = SimpleNamespace(sow=lambda collection, name, x: sown.append(x))
-    return attention_fn(
-        *(x[name] for name in QKV), **arguments, max_score_module=module
-    ), sown[-1]
+    arguments = CASES["everything"][0](x, lambda x, axis: x)
+    arrays = (x[name] for name in QKV)
+    output = attention_fn(*arrays, **arguments, max_score_module=module)
+    return output, sown[-1]
 
 
 @functools.cache
 def largest_scores():
     attention_fn = functools.partial(flax_mha.attention_fn, implementation="xla")
-    return jax.jit(functools.partial(with_largest_scores, attention_fn))(
-        CASES["everything"][1]
-    )[1]
+    run = jax.jit(functools.partial(with_largest_scores, attention_fn))
+    _, max_score = run(CASES["everything"][1])
+    return max_score
 
 
 @pytest.mark.parametrize(
@@ -137,73 +144,69 @@ def largest_scores():
         ("allgather", AxisType.Auto),
     ],
 )
-def test_on_a_mesh_of_data_context_and_heads(strategy, axis_type):
-    """Known from types with Explicit axes, else given; largest scores do not change the
-    output and its gradients.
-
-    The ring exchanges the ids of segments, too.
-    """
+def test_results_are_the_same_on_a_mesh_of_data_context_and_heads(strategy, axis_type):
     mesh = mesh_of(axis_type, data=2, context=2, model=2)
+    axes = {}
+    context = contextlib.nullcontext()
+    # Explicit axes are known from the types of the arrays.
     if axis_type == AxisType.Auto:
         axes = {"batch_axes": "data", "head_axis": "model"}
-    else:
-        axes = {}
-    attend = functools.partial(
-        with_largest_scores, flax_mha.context_parallel("context", strategy, **axes)
-    )
+        context = jax.set_mesh(mesh)
+    attention_fn = flax_mha.context_parallel("context", strategy, **axes)
+    attend = functools.partial(with_largest_scores, attention_fn)
 
     def run(x):
         (output, max_score), pull = jax.vjp(attend, x)
-        return max_score, (output, pull((jnp.cos(output), jnp.ones_like(max_score)))[0])
+        (gradients,) = pull((jnp.cos(output), jnp.ones_like(max_score)))
+        return max_score, (output, gradients)
 
-    with jax.set_mesh(mesh) if axes else contextlib.nullcontext():
+    with context:
         x = contexts.placed(CASES["everything"][1], mesh, "data", "model")
         program = jax.jit(run).lower(x).compile()
         max_score, results = program(x)
+
     np.testing.assert_allclose(max_score, largest_scores(), rtol=1e-6)
+    # The largest scores, and their cotangents, do not change output and gradients.
     compare(results, on_one_device("everything"))
     if strategy == "ring":
+        # The ring exchanges the ids of segments, too.
         assert moved(program.as_text()) == {"collective-permute": 8}
 
 
 @pytest.mark.parametrize("context", [False, True], ids=["no mesh", "set_mesh"])
 def test_outside_jit_the_split_is_known_from_the_arrays(context):
-    """Equal arguments make equal functions, so the program is compiled once."""
     mesh = mesh_of(data=2, context=2, model=2)
-    functions = [flax_mha.context_parallel("context", "allgather")] * 2
     x = contexts.placed(arrays(8), mesh, "data", "model")
+    first = flax_mha.context_parallel("context", "allgather")
+    second = flax_mha.context_parallel("context", "allgather")
+
     with jax.set_mesh(mesh) if context else contextlib.nullcontext():
-        out = functions[0](**x, is_causal=True)
+        out = first(**x, is_causal=True)
+        # Equal arguments make equal functions, so the program is compiled once.
         with nothing_is_compiled():
-            functions[1](**x, is_causal=True)
+            second(**x, is_causal=True)
+
     assert out.sharding.is_equivalent_to(x["query"].sharding, out.ndim)
     want, _ = on_one_device("plain")
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-6 * np.abs(want).max())
 
 
-def test_memory_does_not_grow_with_the_devices():
-    """Temporaries of the ring's gradient, at 1024 tokens per device."""
-
+def test_memory_of_the_gradient_does_not_grow_with_the_devices():
     def temporaries(devices):
         mesh = mesh_of(context=devices)
         fn = flax_mha.context_parallel("context", "ring", "zigzag", mesh=mesh)
+        attend = functools.partial(fn, is_causal=True)
         sharding = jax.NamedSharding(mesh, jax.P(None, "context"))
-        x = jax.ShapeDtypeStruct(
-            (1, 1024 * devices, 8, 64), jnp.float32, sharding=sharding
-        )
+        # 1024 tokens a device.
+        shape = (1, 1024 * devices, 8, 64)
+        x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
         def gradient(query, key, value):
-            return jax.vjp(lambda *x: fn(*x, is_causal=True), query, key, value)[1](
-                query
-            )
+            _, pull = jax.vjp(attend, query, key, value)
+            return pull(query)
 
-        return (
-            jax.jit(gradient)
-            .lower(x, x, x)
-            .compile()
-            .memory_analysis()
-            .temp_size_in_bytes
-        )
+        program = jax.jit(gradient).lower(x, x, x).compile()
+        return program.memory_analysis().temp_size_in_bytes
 
     assert temporaries(8) <= 1.1 * temporaries(2)
 
@@ -216,81 +219,71 @@ def test_memory_does_not_grow_with_the_devices():
         ("ring", 8, "float32", 1e-6),
     ],
 )
-def test_as_exact_as_on_one_device(strategy, devices, dtype, rounding):
-    """FlashAttention's rule: at most twice the error of the same computation on one
-    device, and one rounding.
-
-    Scores in float32 are large: a log-sum-exp of 100 is rounded to 4e-6, and merging
-    two hops must not add that error.
-    """
+def test_errors_are_at_most_twice_those_of_one_device(
+    strategy, devices, dtype, rounding
+):
+    """FlashAttention's rule, and one rounding."""
     x = arrays(8, dtype=jnp.dtype(dtype))
-    x |= {name: x[name] * (5 if dtype == "float32" else 1) for name in ("query", "key")}
+    # Large scores: a log-sum-exp of 100 is rounded to 4e-6 in float32, and merging two
+    # hops must not add that error.
+    if dtype == "float32":
+        x["query"] = x["query"] * 5
+        x["key"] = x["key"] * 5
     allowed, largest = errors(flax_mha.attention_fn, x)
     assert dtype != "float32" or largest > 100
-    found, _ = errors(
-        flax_mha.context_parallel("context", strategy, mesh=mesh_of(context=devices)), x
-    )
+
+    mesh = mesh_of(context=devices)
+    found, _ = errors(flax_mha.context_parallel("context", strategy, mesh=mesh), x)
     assert (found <= 2 * allowed + rounding).all()
 
 
 FEATURES = 32
 
 
-def test_nnx_module_with_rotary_positions():
-    """In zigzag order, with dropout, on a mesh that also splits batch and heads, which
-    the module knows.
-    """
-    mesh, (order, back) = (
-        mesh_of(data=2, context=2, model=2),
-        contexts.in_order("zigzag", 2),
-    )
+def test_nnx_module_with_rotary_positions_and_dropout_equals_one_device():
+    # In zigzag order. The mesh also splits batch and heads, which the module knows.
+    mesh = mesh_of(data=2, context=2, model=2)
+    order, back = contexts.in_order("zigzag", 2)
     split = flax_mha.context_parallel("context", "ring", "zigzag", batch_axes="data")
-    options = {"num_kv_heads": 2, "rope": RoPE(), "dropout_rate": 0.1, "decode": False}
+    documents = np.repeat([[0, 1, 2, 3], [0, 0, 1, 1]], T // 4, 1)
+    documents = jnp.asarray(documents, jnp.int32)
+    x = floats(5, B, T, FEATURES)
 
-    def run(attention_fn, order, positions, **head_axis):
-        more = options | head_axis | {"attention_fn": attention_fn}
-        module = flax_mha.MultiHeadAttention(4, FEATURES, rngs=nnx.Rngs(0), **more)
-        graph, params, rest = nnx.split(module, nnx.Param, ...)
-        ids = order(
-            jnp.asarray(np.repeat([[0, 1, 2, 3], [0, 0, 1, 1]], T // 4, 1), jnp.int32),
-            1,
+    def compiled(x, ids, positions, **options):
+        options |= {"num_kv_heads": 2, "rope": RoPE(), "dropout_rate": 0.1}
+        module = flax_mha.MultiHeadAttention(
+            4, FEATURES, decode=False, rngs=nnx.Rngs(0), **options
         )
+        graph, params, rest = nnx.split(module, nnx.Param, ...)
+        arguments = {"is_causal": True, "segment_ids": ids, "positions": positions}
 
         def apply(params, x):
             module = nnx.merge(graph, params, rest)
-            dropout = {"deterministic": False, "rngs": nnx.Rngs(1)}
-            return module(
-                x, is_causal=True, segment_ids=ids, positions=positions, **dropout
-            )
+            rngs = nnx.Rngs(1)
+            return module(x, **arguments, deterministic=False, rngs=rngs)
 
-        inputs = jax.device_put(
-            order(x, 1), jax.P("data", "context") if head_axis else None
-        )
-        program = (
-            jax.jit(functools.partial(meshes.gradients, apply))
-            .lower(params, inputs)
-            .compile()
-        )
-        assert moved(program.as_text()) == (
-            {"collective-permute": 8} if head_axis else {}
-        )
-        output, (d_params, d_x) = program(params, inputs)
-        return output, d_params, d_x
+        run = jax.jit(functools.partial(meshes.gradients, apply))
+        program = run.lower(params, x).compile()
+        return moved(program.as_text()), program(params, x)
 
-    x = floats(5, B, T, FEATURES)
-    expected = run(flax_mha.attention_fn, lambda x, axis: x, None)
+    sent, expected = compiled(x, documents, None)
+    assert sent == {}
     with jax.set_mesh(mesh):
-        output, d_params, d_x = run(
-            split, order, jnp.asarray(zigzag_positions(T, 2)), head_axis="model"
-        )
-    close((back(output), d_params, back(d_x)), expected)
+        inputs = jax.device_put(order(x, 1), jax.P("data", "context"))
+        positions = jnp.asarray(zigzag_positions(T, 2))
+        options = {"attention_fn": split, "head_axis": "model"}
+        sent, got = compiled(inputs, order(documents, 1), positions, **options)
+    assert sent == {"collective-permute": 8}
+    output, (d_params, d_x) = got
+    close((back(output), (d_params, back(d_x))), expected)
 
 
 def linen_gradients(attention_fn, params, x):
     layer = flax_mha.linen.MultiHeadDotProductAttention(
         4, num_kv_heads=2, rope=RoPE(), attention_fn=attention_fn
     )
-    params = jax.jit(layer.init)(jax.random.key(0), x) if params is None else params
+    if params is None:
+        params = jax.jit(layer.init)(jax.random.key(0), x)
     apply = functools.partial(layer.apply, is_causal=True)
     return params, jax.jit(functools.partial(meshes.gradients, apply))(params, x)
 
@@ -303,251 +296,192 @@ def linen_on_one_device():
 
 
 @pytest.mark.parametrize("strategy", [core("ring"), "ulysses", "allgather"])
-def test_linen_module_on_an_explicit_mesh(strategy):
-    mesh, (x, params, expected) = (
-        mesh_of(AxisType.Explicit, data=2, context=2),
-        linen_on_one_device(),
-    )
+def test_linen_module_on_an_explicit_mesh_equals_one_device(strategy):
+    mesh = mesh_of(AxisType.Explicit, data=2, context=2)
+    x, params, expected = linen_on_one_device()
+    attention_fn = flax_mha.context_parallel("context", strategy)
     with jax.set_mesh(mesh):
         x = put(x, mesh, "data", "context")
-        close(
-            linen_gradients(flax_mha.context_parallel("context", strategy), params, x)[
-                1
-            ],
-            expected,
-        )
+        _, got = linen_gradients(attention_fn, params, x)
+        close(got, expected)
 
 
 @pytest.mark.core
-def test_explanations():
+@pytest.mark.parametrize(
+    ("strategy", "chosen"),
+    [("ring", "blockwise"), ("ulysses", "xla"), ("allgather", "xla")],
+)
+def test_explain_names_the_implementation_of_one_device(strategy, chosen):
+    fn = flax_mha.context_parallel("context", strategy, mesh=mesh_of(context=2))
+    module = flax_mha.MultiHeadAttention(
+        2, 16, attention_fn=fn, decode=False, rngs=nnx.Rngs(0)
+    )
+    assert module.explain(jnp.ones((1, 8, 16))).chosen == chosen
+
     x = jnp.ones((1, 1024, 2, 64))
-    chosen = {}
-    for strategy in STRATEGIES:
-        fn = flax_mha.context_parallel("context", strategy, mesh=mesh_of(context=2))
-        module = flax_mha.MultiHeadAttention(
-            2, 16, attention_fn=fn, decode=False, rngs=nnx.Rngs(0)
-        )
-        chosen[strategy] = module.explain(jnp.ones((1, 8, 16))).chosen
-        assert (
-            flax_mha.explain_implementation(x, x, x, qkv_sharding=fn.context).chosen
-            == "blockwise"
-        )
-    assert chosen == {"ring": "blockwise", "ulysses": "xla", "allgather": "xla"}
+    explanation = flax_mha.explain_implementation(x, x, x, qkv_sharding=fn.context)
+    assert explanation.chosen == "blockwise"
 
 
-def test_ulysses_keeps_the_fused_kernel(monkeypatch):
-    """Of a TPU, lowered for it on this machine: one call of the kernel forward, and no
-    others.
-    """
+def test_ulysses_calls_the_fused_kernel_of_a_tpu_once(monkeypatch):
     compiled_for(monkeypatch, "tpu")
     mesh = mesh_of(context=4)
     fn = flax_mha.context_parallel("context", "ulysses", "zigzag", mesh=mesh)
     sharding = jax.NamedSharding(mesh, jax.P(None, "context"))
     x = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16, sharding=sharding)
-    program = (
-        jax.jit(lambda x: fn(x, x, x, is_causal=True))
-        .trace(x)
-        .lower(lowering_platforms=("tpu",))
-        .as_text()
-    )
+
+    # Lowered for it on this machine.
+    traced = jax.jit(lambda x: fn(x, x, x, is_causal=True)).trace(x)
+    program = traced.lower(lowering_platforms=("tpu",)).as_text()
+
     assert program.count("tpu_custom_call") == 1
 
 
 X = jnp.ones((2, 16, 4, 8))
-REFUSED = {
-    "no mesh": (
-        {"mesh": None},
-        {},
-        "'context'; no mesh is set; use jax.set_mesh, or mesh=",
-    ),
-    "an unknown axis": (
-        {"axis": "sequence"},
-        {},
-        r"'sequence'; the mesh has \('data', 'context'\)",
-    ),
-    "an unknown batch axis": ({"batch_axes": ("data", "x")}, {}, "'x'; the mesh has"),
-    "an axis twice": ({"batch_axes": "context"}, {}, "must be different mesh axes"),
-    "a strategy": (
-        {"strategy": "star"},
-        {},
-        "strategy must be 'ring' or 'ulysses' or 'allgather', but got 'star'",
-    ),
-    "a layout": (
-        {"layout": "random"},
-        {},
-        "layout must be 'contiguous' or 'zigzag', but got 'random'",
-    ),
-    "two axes": (
-        {"axis": ("data", "context")},
-        {},
-        "axis must be the name of a single mesh axis",
-    ),
-    "a list of numbers": (
-        {"head_axis": [1]},
-        {},
-        "head_axis must be the name of a mesh axis",
-    ),
-    "the length": (
-        {},
-        {"query": X[:, :6]},
-        "number of queries must be a multiple of 4.*but got 6; pad",
-    ),
-    "keys": (
-        {},
-        {"key": X[:, :6], "value": X[:, :6]},
-        "number of keys must be a multiple of 4.*but got 6",
-    ),
-    "zigzag": (
-        {"layout": "zigzag"},
-        {"query": X[:, :12]},
-        r"multiple of 8 \(two chunks per device with layout=",
-    ),
-    "heads": ({"head_axis": "data"}, {"query": X[:, :, :3]}, "must be a multiple"),
-    "key heads": (
-        {"strategy": "ulysses"},
-        dict.fromkeys(("key", "value"), X[:, :, :2]),
-        'got 2; use "ring" or "allg',
-    ),
-    "sown weights": ({}, {"module": nnx.Module()}, r"but got module \(sow_weights\)"),
-    "einsums": (
-        {},
-        {"einsum_dot_general": jax.lax.dot_general},
-        "but got einsum_dot_general",
-    ),
-    "complex": (
-        {},
-        dict.fromkeys(QKV, X.astype(jnp.complex64)),
-        "a query of complex64",
-    ),
-    "two answers": (
-        {"head_axis": "data"},
-        {"qkv_sharding": jax.P(None, None, "x")},
-        "must use the same mesh axes",
-    ),
-    "a mesh that is none": (
-        {"mesh": "x"},
-        {},
-        "mesh must be a jax.sharding.Mesh or None, but got 'x'",
-    ),
-    "a sharding that is none": (
-        {},
-        {"qkv_sharding": "data"},
-        "qkv_sharding must be a jax.P or a NamedSharding",
-    ),
-    "too many entries": (
-        {},
-        {"qkv_sharding": jax.P(*[None] * 5)},
-        "at most 4 entries, one per axis of the query",
-    ),
-    "no query": ({}, {"query": None}, "query must be an array"),
-    "a query of two axes": (
-        {},
-        {"query": X[0, :, 0]},
-        "query, key, value must have same rank",
-    ),
-    "batch": (
-        {"batch_axes": "data"},
-        dict.fromkeys(QKV, X[0]),
-        "if there is no batch axis",
-    ),
-    "lists of keys": (
-        {},
-        {"key_indices": jnp.zeros((2, 16, 1), int)},
-        "context_parallel does not support key_indices",
-    ),
-}
+REFUSED = []
+
+
+def refuses(message, made=None, **called):
+    """Adds a case: arguments of `context_parallel`, and of the function it returns."""
+    REFUSED.append((message, made or {}, called))
+
+
+refuses("'context'; no mesh is set; use jax.set_mesh, or mesh=", made={"mesh": None})
+refuses(r"'sequence'; the mesh has \('data', 'context'\)", made={"axis": "sequence"})
+refuses("'x'; the mesh has", made={"batch_axes": ("data", "x")})
+refuses("must be different mesh axes", made={"batch_axes": "context"})
+refuses(
+    "strategy must be 'ring' or 'ulysses' or 'allgather', but got 'star'",
+    made={"strategy": "star"},
+)
+refuses(
+    "layout must be 'contiguous' or 'zigzag', but got 'random'",
+    made={"layout": "random"},
+)
+refuses(
+    "axis must be the name of a single mesh axis", made={"axis": ("data", "context")}
+)
+refuses("head_axis must be the name of a mesh axis", made={"head_axis": [1]})
+refuses("number of queries must be a multiple of 4.*but got 6; pad", query=X[:, :6])
+refuses(
+    "number of keys must be a multiple of 4.*but got 6", key=X[:, :6], value=X[:, :6]
+)
+refuses(
+    r"multiple of 8 \(two chunks per device with layout=",
+    made={"layout": "zigzag"},
+    query=X[:, :12],
+)
+refuses("must be a multiple", made={"head_axis": "data"}, query=X[:, :, :3])
+refuses(
+    'got 2; use "ring" or "allg',
+    made={"strategy": "ulysses"},
+    **dict.fromkeys(("key", "value"), X[:, :, :2]),
+)
+refuses(r"but got module \(sow_weights\)", module=nnx.Module())
+refuses("but got einsum_dot_general", einsum_dot_general=jax.lax.dot_general)
+refuses("a query of complex64", **dict.fromkeys(QKV, X.astype(jnp.complex64)))
+refuses(
+    "must use the same mesh axes",
+    made={"head_axis": "data"},
+    qkv_sharding=jax.P(None, None, "x"),
+)
+refuses("mesh must be a jax.sharding.Mesh or None, but got 'x'", made={"mesh": "x"})
+refuses("qkv_sharding must be a jax.P or a NamedSharding", qkv_sharding="data")
+refuses("at most 4 entries, one per axis of the query", qkv_sharding=jax.P(*[None] * 5))
+refuses("query must be an array", query=None)
+refuses("query, key, value must have same rank", query=X[0, :, 0])
+refuses(
+    "if there is no batch axis", made={"batch_axes": "data"}, **dict.fromkeys(QKV, X[0])
+)
+refuses(
+    "context_parallel does not support key_indices",
+    key_indices=jnp.zeros((2, 16, 1), int),
+)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("reason", REFUSED)
-def test_refusals(reason):
-    made, called, message = REFUSED[reason]
+@pytest.mark.parametrize(("message", "made", "called"), REFUSED)
+def test_wrong_meshes_axes_and_arguments_raise_errors(message, made, called):
     made = {"axis": "context", "mesh": mesh_of(data=2, context=4)} | made
-    refused(
-        message,
-        lambda: flax_mha.context_parallel(**made)(**dict.fromkeys(QKV, X) | called),
-    )
+    called = dict.fromkeys(QKV, X) | called
+    refused(message, lambda: flax_mha.context_parallel(**made)(**called))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_axis_in_a_tuple_and_no_keys(strategy):
+def test_axes_may_be_a_tuple(strategy):
     mesh = mesh_of(data=2, context=4)
     fn = flax_mha.context_parallel("context", strategy, mesh=mesh, batch_axes=("data",))
-    np.testing.assert_allclose(
-        fn(X, X, X, qkv_sharding=jax.P("data")), fn(X, X, X), rtol=0, atol=0
-    )
-    assert not np.any(fn(X, X[:, :0], X[:, :0]))
+    got = fn(X, X, X, qkv_sharding=jax.P("data"))
+    np.testing.assert_array_equal(got, fn(X, X, X))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_queries_without_keys_are_zero(strategy):
+    mesh = mesh_of(data=2, context=4)
+    fn = flax_mha.context_parallel("context", strategy, mesh=mesh, batch_axes=("data",))
+    no_keys = X[:, :0]
+    assert not np.any(fn(X, no_keys, no_keys))
 
 
 @pytest.mark.core
-def test_refusals_of_the_ring_and_its_helpers():
+def test_zigzag_order_needs_devices_and_an_axis():
     for devices in (0, -1, 2.0, True):
         refused("devices must be an int >= 1, but got", zigzag_positions, 8, devices)
-    refused(
-        r"axis must be an axis of x, but got 1 for shape \(8,\)",
-        to_zigzag,
-        np.ones(8),
-        2,
-    )
+    message = r"axis must be an axis of x, but got 1 for shape \(8,\)"
+    refused(message, to_zigzag, np.ones(8), 2)
+
+
+@pytest.mark.core
+def test_ring_refuses_implementations_that_cannot_differentiate_a_hop():
     fn = flax_mha.context_parallel("context", mesh=mesh_of(context=4))
-    with pytest.raises(
-        NotImplementedError,
-        match='cannot differentiate a single hop of strategy="ring"',
-    ):
+    message = 'cannot differentiate a single hop of strategy="ring"'
+    with pytest.raises(NotImplementedError, match=message):
         fn(X, X, X, implementation="xla")
     refused("implementation must be", fn, X, X, X, implementation="fast")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_empty_batch(strategy):
-    mesh = mesh_of(
-        AxisType.Auto if strategy == "ulysses" else AxisType.Explicit, context=2
-    )
+def test_empty_batch_has_empty_results_and_gradients(strategy):
+    kind = AxisType.Auto if strategy == "ulysses" else AxisType.Explicit
+    mesh = mesh_of(kind, context=2)
     fn = flax_mha.context_parallel("context", strategy, mesh=mesh)
     x = put(jnp.zeros((0, T, N, H)), mesh, None, "context")
+    lengths = jnp.zeros(0, jnp.int32)
 
     def loss(x, sinks):
-        return fn(
-            x,
-            x,
-            x,
-            sinks=sinks,
-            is_causal=True,
-            key_value_seq_lengths=jnp.zeros(0, jnp.int32),
-        ).sum()
+        more = {"sinks": sinks, "is_causal": True}
+        return fn(x, x, x, key_value_seq_lengths=lengths, **more).sum()
 
     assert jax.jit(loss)(x, jnp.ones(N)) == 0
     with jax.set_mesh(mesh):
-        gradients = jax.jit(jax.grad(loss, (0, 1)))(x, jnp.ones(N))
-    np.testing.assert_array_equal(gradients[0], x)
-    np.testing.assert_array_equal(gradients[1], jnp.zeros(N))
+        d_x, d_sinks = jax.jit(jax.grad(loss, (0, 1)))(x, jnp.ones(N))
+    np.testing.assert_array_equal(d_x, x)
+    np.testing.assert_array_equal(d_sinks, jnp.zeros(N))
 
 
 @pytest.mark.core
-def test_masked_rows_and_numbers_that_are_not_finite():
-    x = {
-        name: array.at[1, 3].set(np.nan) if name == "key" else array
-        for name, array in arrays(8).items()
-    }
+def test_masked_rows_and_numbers_that_are_not_finite_equal_those_of_one_device():
+    x = dict(arrays(8))
+    x["key"] = x["key"].at[1, 3].set(np.nan)
     on_mesh = flax_mha.context_parallel("context", mesh=mesh_of(context=4))
     sinks = jnp.full((N,), -jnp.inf), floats(3, N)
-    for output in contexts.compare_not_finite(
+    outputs = contexts.compare_not_finite(
         flax_mha.attention_fn, on_mesh, x, sinks, lengths=[0, 30], window=4
-    ):
+    )
+    for output in outputs:
         assert np.isnan(output).any()
 
 
-def test_the_blocks_of_the_page_run():
+def test_blocks_of_the_page_about_devices_equal_one_device():
     names = {}
     page = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
     # As a reader has it.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
             exec(compile(block, "docs/devices.md", "exec"), names)
-        names["layer"].attention_fn = flax_mha.attention_fn
-        want = nnx.jit(functools.partial(names["layer"], is_causal=True))(
-            names["tokens"]
-        )
-    np.testing.assert_allclose(
-        names["out"], want, rtol=0, atol=1e-5 * np.abs(want).max()
-    )
+        layer = names["layer"]
+        layer.attention_fn = flax_mha.attention_fn
+        run = nnx.jit(functools.partial(layer, is_causal=True))
+        want = run(names["tokens"])
+    tolerance = 1e-5 * np.abs(want).max()
+    np.testing.assert_allclose(names["out"], want, rtol=0, atol=tolerance)

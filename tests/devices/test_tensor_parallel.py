@@ -53,12 +53,12 @@ def inputs(length=24):
 
 
 def collectives(text):
-    names = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
-    return {
-        name: number
-        for name in names
-        if (number := len(re.findall(rf" {name}(?:-start)?\(", text)))
-    }
+    counts = {}
+    for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute"):
+        number = len(re.findall(rf" {name}(?:-start)?\(", text))
+        if number:
+            counts[name] = number
+    return counts
 
 
 def nnx_layer(num_kv_heads, **options):
@@ -72,9 +72,9 @@ def of_nnx(graph, state, x):
     """Output and gradients; with dropout."""
 
     def attend(state):
-        return nnx.merge(graph, state)(
-            x, is_causal=True, deterministic=False, rngs=nnx.Rngs(dropout=1)
-        )
+        layer = nnx.merge(graph, state)
+        rngs = nnx.Rngs(dropout=1)
+        return layer(x, is_causal=True, deterministic=False, rngs=rngs)
 
     return gradients(attend, state)
 
@@ -82,7 +82,8 @@ def of_nnx(graph, state, x):
 @functools.cache
 def nnx_on_one_device(num_kv_heads):
     graph, state = nnx.split(nnx_layer(num_kv_heads, keep_rngs=False))
-    return jax.device_get(jax.jit(functools.partial(of_nnx, graph))(state, inputs()))
+    run = jax.jit(functools.partial(of_nnx, graph))
+    return jax.device_get(run(state, inputs()))
 
 
 def linen_layer(num_kv_heads, **options):
@@ -93,11 +94,10 @@ def linen_layer(num_kv_heads, **options):
 
 def of_linen(layer, variables, x):
     rngs = {"dropout": jax.random.key(1)}
+    layer = layer.copy(deterministic=False)
 
     def attend(variables):
-        return layer.copy(deterministic=False).apply(
-            variables, x, is_causal=True, rngs=rngs
-        )
+        return layer.apply(variables, x, is_causal=True, rngs=rngs)
 
     return gradients(attend, variables)
 
@@ -107,49 +107,50 @@ def linen_on_one_device(num_kv_heads):
     """The variables, and what `of_linen` returns."""
     layer = linen_layer(num_kv_heads)
     variables = layer.init(jax.random.key(0), inputs())
-    return variables, jax.device_get(
-        jax.jit(functools.partial(of_linen, layer))(variables, inputs())
-    )
+    run = jax.jit(functools.partial(of_linen, layer))
+    return variables, jax.device_get(run(variables, inputs()))
 
 
 def check(function, state, mesh, kind, expected):
     """On the mesh the output is the same, after one sum in the forward pass."""
     x = put(inputs(), mesh, "data")
+    forward = jax.jit(lambda state, x: function(state, x)[0])
     with context(mesh, kind):
-        forward = (
-            jax.jit(lambda state, x: function(state, x)[0]).lower(state, x).compile()
-        )
+        program = forward.lower(state, x).compile()
         answer = jax.jit(function)(state, x)
     close(answer, expected)
-    assert collectives(forward.as_text()) == {"all-reduce": 1}
+    # Only the output layer sums over heads.
+    assert collectives(program.as_text()) == {"all-reduce": 1}
+
+
+def spec_of(variable):
+    return tuple(variable[...].sharding.spec)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "kind"), OF_NNX)
-def test_nnx(num_kv_heads, kind):
+def test_nnx_module_with_split_heads_equals_one_device(num_kv_heads, kind):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
         layer = nnx_layer(num_kv_heads, keep_rngs=False, head_axis="model")
+    # A single key head is on every device.
     heads = "model" if num_kv_heads == N else None
-    assert tuple(layer.query.kernel[...].sharding.spec) == (None, "model", None)
-    assert tuple(layer.value.kernel[...].sharding.spec) == (None, heads, None)
-    assert tuple(layer.out.kernel[...].sharding.spec) == ("model", None, None)
+    assert spec_of(layer.query.kernel) == (None, "model", None)
+    assert spec_of(layer.value.kernel) == (None, heads, None)
+    assert spec_of(layer.out.kernel) == ("model", None, None)
+
     graph, state = nnx.split(layer)
-    check(
-        functools.partial(of_nnx, graph),
-        state,
-        mesh,
-        kind,
-        nnx_on_one_device(num_kv_heads),
-    )
+    run = functools.partial(of_nnx, graph)
+    check(run, state, mesh, kind, nnx_on_one_device(num_kv_heads))
 
 
 @pytest.mark.parametrize(("num_kv_heads", "kind"), OF_LINEN)
-def test_linen(num_kv_heads, kind):
+def test_linen_module_with_split_heads_equals_one_device(num_kv_heads, kind):
     variables, whole = linen_on_one_device(num_kv_heads)
     mesh = mesh_of(kind)
     layer = linen_layer(num_kv_heads, head_axis="model")
     with jax.set_mesh(mesh):
         boxed = jax.jit(layer.init)(jax.random.key(0), inputs())
+    # Each device draws its part of the same weights.
     close(nn.unbox(boxed), variables)
     specs = nn.get_partition_spec(boxed)
     assert specs["params"]["query"]["kernel"] == jax.P(None, "model", None)
@@ -160,38 +161,34 @@ def test_linen(num_kv_heads, kind):
 @pytest.mark.parametrize(
     ("num_kv_heads", "kind"), [(N, "auto, set_mesh"), (2, "explicit, set_mesh")]
 )
-def test_gates_and_norms_of_heads(num_kv_heads, kind):
+def test_gates_and_norms_of_heads_are_split_like_heads(num_kv_heads, kind):
     mesh = mesh_of(kind)
     options = OF_HEADS | {"dropout_rate": 0.0}
-    layers = [
-        linen_layer(num_kv_heads, head_axis=axis, **options) for axis in (None, "model")
-    ]
-    variables = layers[0].init(jax.random.key(0), inputs())
+    whole = linen_layer(num_kv_heads, **options)
+    layer = linen_layer(num_kv_heads, head_axis="model", **options)
+    variables = whole.init(jax.random.key(0), inputs())
+
     with jax.set_mesh(mesh):
-        specs = nn.get_partition_spec(
-            jax.jit(layers[1].init)(jax.random.key(0), inputs())
-        )
-        split = nnx_layer(num_kv_heads, head_axis="model", **options)
+        boxed = jax.jit(layer.init)(jax.random.key(0), inputs())
+        of_nnx = nnx_layer(num_kv_heads, head_axis="model", **options)
+
+    specs = nn.get_partition_spec(boxed)
     assert specs["params"]["gate"]["kernel"] == jax.P(None, "model")
-    assert tuple(split.gate.kernel[...].sharding.spec) == (None, "model")
+    assert spec_of(of_nnx.gate.kernel) == (None, "model")
     # Fewer key heads than devices are not split.
     of_keys = "model" if num_kv_heads == N else None
-    for name, axis in (
-        ("query_ln", "model"),
-        ("out_norm", "model"),
-        ("key_ln", of_keys),
-        ("value_ln", of_keys),
-    ):
+    axes = {"query_ln": "model", "out_norm": "model"}
+    axes |= {"key_ln": of_keys, "value_ln": of_keys}
+    for name, axis in axes.items():
         assert specs["params"][name]["scale"] == jax.P(axis, None), name
-        assert tuple(getattr(split, name).scale[...].sharding.spec) == (axis, None), (
-            name
-        )
+        assert spec_of(getattr(of_nnx, name).scale) == (axis, None), name
+
     placed = jax.tree.map(lambda x, spec: put(x, mesh, *spec), variables, specs)
+    x = put(inputs(), mesh, "data")
     with context(mesh, kind):
-        answer = jax.jit(functools.partial(of_linen, layers[1]))(
-            placed, put(inputs(), mesh, "data")
-        )
-    close(answer, jax.jit(functools.partial(of_linen, layers[0]))(variables, inputs()))
+        answer = jax.jit(functools.partial(of_linen, layer))(placed, x)
+    want = jax.jit(functools.partial(of_linen, whole))(variables, inputs())
+    close(answer, want)
 
 
 @functools.cache
@@ -199,77 +196,64 @@ def plain_on_one_device():
     """The linen layer's variables and output, and the output of the nnx layer."""
     layer = linen_layer(N)
     variables = jax.jit(layer.init)(jax.random.key(0), inputs())
-    nnx_output = jax.jit(functools.partial(nnx_layer(N), deterministic=True))(inputs())
-    return variables, jax.device_get(
-        (jax.jit(layer.apply)(variables, inputs()), nnx_output)
-    )
+    linen_output = jax.jit(layer.apply)(variables, inputs())
+    of_nnx = jax.jit(functools.partial(nnx_layer(N), deterministic=True))
+    return variables, jax.device_get((linen_output, of_nnx(inputs())))
 
 
 @pytest.mark.parametrize("kind", ["auto, set_mesh", "explicit, set_mesh"])
-def test_a_logical_axis_over_several_mesh_axes(kind):
+def test_logical_axis_may_be_several_mesh_axes(kind):
     axis_type = AxisType.Explicit if "explicit" in kind else AxisType.Auto
-    mesh = jax.make_mesh(
-        (2, 2, 2), ("data", "row", "column"), axis_types=(axis_type,) * 3
-    )
+    names = ("data", "row", "column")
+    mesh = jax.make_mesh((2, 2, 2), names, axis_types=(axis_type,) * 3)
     split = linen_layer(N, head_axis="heads")
     variables, expected = plain_on_one_device()
-    with jax.set_mesh(mesh), nn.logical_axis_rules([("heads", ("row", "column"))]):
+    rules = nn.logical_axis_rules([("heads", ("row", "column"))])
+
+    with jax.set_mesh(mesh), rules:
         boxed = jax.jit(split.init)(jax.random.key(0), inputs())
-        layer = nnx_layer(N, head_axis="heads")
         logical = nn.get_partition_spec(boxed)
-        assert nn.logical_to_mesh(logical)["params"]["query"]["kernel"] == jax.P(
-            None, ("row", "column"), None
-        )
-        answers = (
-            jax.jit(split.apply)(boxed, inputs()),
-            nnx.jit(lambda x: layer(x, deterministic=True))(inputs()),
-        )
+        specs = nn.logical_to_mesh(logical)
+        layer = nnx_layer(N, head_axis="heads")
+        linen_output = jax.jit(split.apply)(boxed, inputs())
+        nnx_output = nnx.jit(lambda x: layer(x, deterministic=True))(inputs())
+
+    of_heads = (None, ("row", "column"), None)
     assert logical["params"]["query"]["kernel"] == jax.P(None, "heads", None)
-    assert tuple(layer.query.kernel[...].sharding.spec) == (
-        None,
-        ("row", "column"),
-        None,
-    )
-    close((nn.unbox(boxed), *answers), (variables, *expected))
+    assert specs["params"]["query"]["kernel"] == jax.P(*of_heads)
+    assert spec_of(layer.query.kernel) == of_heads
+    close((nn.unbox(boxed), linen_output, nnx_output), (variables, *expected))
 
 
 @pytest.mark.core
-def test_without_a_mesh_there_is_only_metadata():
+def test_head_axis_without_a_mesh_is_only_metadata():
     layer = nnx_layer(N, head_axis="model")
     assert layer.query.kernel.get_metadata("out_sharding") == (None, "model", None)
     expected = nnx_layer(N)(inputs(), deterministic=True)
     np.testing.assert_array_equal(layer(inputs(), deterministic=True), expected)
-    with pytest.raises(
-        ValueError, match="head_axis must be None if metadata sets out_sharding"
-    ):
-        nnx_layer(
-            N,
-            head_axis="model",
-            kernel_metadata={"out_sharding": ("model",), "eager_sharding": False},
-        )
+
+
+@pytest.mark.core
+def test_head_axis_and_sharding_in_metadata_exclude_each_other():
+    metadata = {"out_sharding": ("model",), "eager_sharding": False}
+    message = "head_axis must be None if metadata sets out_sharding"
+    with pytest.raises(ValueError, match=message):
+        nnx_layer(N, head_axis="model", kernel_metadata=metadata)
 
 
 @pytest.mark.parametrize(
     ("num_kv_heads", "kind", "window"), [core(N, "explicit", RING), (1, "auto", None)]
 )
-def test_decoding(num_kv_heads, kind, window):
-    """The cache stays split as it was made: over batch and heads."""
-    options = {
-        "local_window_size": window,
-        "decode": True,
-        "dropout_rate": 0.0,
-        "sinks": False,
-    }
-    whole = jax.jit(
-        functools.partial(
-            nnx_layer(num_kv_heads, **options | {"decode": False}), is_causal=True
-        )
-    )
-    expected = whole(inputs(81))
+def test_cache_stays_split_over_batch_and_heads(num_kv_heads, kind, window):
+    options = {"local_window_size": window, "dropout_rate": 0.0, "sinks": False}
+    whole = nnx_layer(num_kv_heads, **options)
+    expected = jax.jit(functools.partial(whole, is_causal=True))(inputs(81))
     mesh = mesh_of(kind)
-    spec = jax.P("data", None, "model" if num_kv_heads == N else None, None)
+    heads = "model" if num_kv_heads == N else None
+    spec = jax.P("data", None, heads, None)
+    options |= {"decode": True, "head_axis": "model"}
     with jax.set_mesh(mesh):
-        layer = nnx_layer(num_kv_heads, head_axis="model", **options)
+        layer = nnx_layer(num_kv_heads, **options)
         layer.init_cache((4, 120, FEATURES), per_row=True, sharding=spec)
         x = put(inputs(81), mesh, "data")
         graph, cache, rest = nnx.split(layer, nnx.Cache, ...)
@@ -283,6 +267,7 @@ def test_decoding(num_kv_heads, kind, window):
         for start, end in ((0, 40), (40, 41), (41, 81)):
             output, cache = step(cache, rest, x[:, start:end])
             outputs.append(jax.device_get(output))
+
     close(np.concatenate(outputs, 1), expected)
     key = cache["cached_key"][...]
     assert key.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), key.ndim)
@@ -304,27 +289,21 @@ def test_decoding(num_kv_heads, kind, window):
         ),
     ],
 )
-def test_bad_input(heads, kv_heads, head_axis, words):
+def test_wrong_head_axes_raise_errors(heads, kv_heads, head_axis, words):
     options = {"num_kv_heads": kv_heads, "head_axis": head_axis, "rngs": nnx.Rngs(0)}
-    with jax.set_mesh(mesh_of("auto")), pytest.raises(ValueError, match=words):
+    mesh = mesh_of("auto")
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=words):
         flax_mha.MultiHeadAttention(heads, 2 * heads, **options)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_shared_keys_and_values(kind):
-    """The heads of both layers and of the cache are split; the second layer only reads
-    the cache.
-    """
-
+def test_keys_that_two_layers_share_are_split_like_heads(kind):
     def pair():
         options = {"num_kv_heads": 2, "rope": RoPE(), "decode": True}
-        rngs = nnx.Rngs(0)
-        first = flax_mha.MultiHeadAttention(
-            N, FEATURES, head_axis="model", rngs=rngs, **options
-        )
-        second = flax_mha.MultiHeadAttention(
-            N, FEATURES, head_axis="model", rngs=rngs, reuse_kv=True, **options
-        )
+        options |= {"head_axis": "model", "rngs": nnx.Rngs(0)}
+        first = flax_mha.MultiHeadAttention(N, FEATURES, **options)
+        # It only reads the cache of the first layer.
+        second = flax_mha.MultiHeadAttention(N, FEATURES, reuse_kv=True, **options)
         first.init_cache((2, 9, FEATURES))
         return nnx.List([first, second])
 
@@ -336,10 +315,11 @@ def test_shared_keys_and_values(kind):
     def decode():
         layers = pair()
         x = floats(0, 2, 9, FEATURES)
-        steps = [
-            np.asarray(step(layers, x[:, i:j])) for i, j in ((0, 6), (6, 7), (7, 9))
-        ]
-        return np.concatenate(steps, axis=1), layers[0].cached_key.get_value().sharding
+        outputs = []
+        for first, end in ((0, 6), (6, 7), (7, 9)):
+            outputs.append(np.asarray(step(layers, x[:, first:end])))
+        sharding = layers[0].cached_key.get_value().sharding
+        return np.concatenate(outputs, axis=1), sharding
 
     expected, _ = decode()
     with jax.set_mesh(jax.make_mesh((2,), ("model",), axis_types=(kind,))):
