@@ -122,6 +122,7 @@ def by_torch(cell: Cell) -> measure.Ready:
         x.requires_grad_(backward)
 
     def call() -> object:
+        # Otherwise torch would add the new gradients to those of the last call.
         for x in inputs:
             x.grad = None
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -131,6 +132,7 @@ def by_torch(cell: Cell) -> measure.Ready:
             out.backward(cotangent)
         return out
 
+    # On a CPU, torch has one implementation.
     if device == "cpu":
         return measure.Ready(call, measure.torch_wait)
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -159,6 +161,7 @@ def peers(cell: Cell, memory: float) -> measure.Peers:
         attend = functools.partial(jax.nn.dot_product_attention, implementation=name)
         return by_jax(attend, cell, memory)
 
+    # Those that the device does not support raise, and are listed as absent.
     everyone = {label: functools.partial(ours, name) for label, name in OURS.items()}
     everyone["jax.nn"] = functools.partial(theirs, None)
     if jax.default_backend() == "gpu":

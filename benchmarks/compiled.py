@@ -165,6 +165,7 @@ def attention_cells(
         )
         arrays.append(array)
     arguments = dict(CALLS[call])
+    # Lengths are an argument of the program, not a constant in it.
     if "key_value_seq_lengths" in arguments:
         arrays.append(jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=sharding(1)))
         del arguments["key_value_seq_lengths"]
@@ -201,6 +202,7 @@ def attention_cells(
 def chosen_for(explain: Callable, arrays: list) -> str:
     """Which implementation we choose for these shapes."""
     names = []
+    # Inside a trace, shapes without values are enough.
     jax.eval_shape(lambda *arrays: names.append(explain(*arrays).chosen), *arrays)
     return names[0]
 

@@ -125,7 +125,7 @@ def attention_by_ours(cell: Cell, memory: float) -> measure.Ready:
         cache: KVCache, query: jax.Array, new: jax.Array
     ) -> tuple[jax.Array, KVCache]:
         output, after = cached_attention(query, new, new, cache)
-        # Every call is at the same position.
+        # Every call is at the same position, so that all turns do the same work.
         return output, KVCache(after.key, after.value, cache.index)
 
     return Donating(step, cell.filled(), query, new, memory=memory).ready()

@@ -73,6 +73,7 @@ class Cell(NamedTuple):
             "decode": True,
             "rngs": nnx.Rngs(0),
         }
+        # DeepSeek rotates pairs of neighbours.
         if name == LATENT:
             rope = RoPE(interleaved=True)
             layer: Any = flax_mha.MultiHeadLatentAttention(

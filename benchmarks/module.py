@@ -93,6 +93,7 @@ def by_jax(
     layer = module(
         heads, features, dtype=dtype, param_dtype=dtype, decode=False, rngs=nnx.Rngs(0)
     )
+    # Only the compute is timed, not nnx's handling of modules.
     structure, parameters = nnx.split(layer)
 
     def call(parameters: nnx.State, x: jax.Array) -> jax.Array:

@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--passes", type=measure.names, default=["forward", "backward"])
     options = parser.parse_args()
+    # Which cases to run at which length.
     names = {
         options.length: list(CASES),
         options.length // 2: ["full", "causal", WINDOW],

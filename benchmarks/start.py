@@ -63,6 +63,7 @@ def imports(rounds: int, say) -> dict[str, measure.Row]:
         run = [sys.executable, "-c", IMPORTS]
         printed = subprocess.check_output(run, text=True)
         seconds.append(json.loads(printed))
+    # Ours also loads jax and Flax, so only what it adds to them counts.
     flax, ours = zip(*seconds[1:], strict=True)
     results = {
         FLAX: measure.summary(flax),

@@ -170,6 +170,7 @@ def training(
     program, costs = measure.program(update, state, 1, characters, memory=memory)
     steps = itertools.count(1)
 
+    # Each update gets the state that the last one returned: the one before is donated.
     def call() -> jax.Array:
         nonlocal state
         state, loss = program(state, next(steps), characters)

@@ -67,6 +67,7 @@ def compiling_for(target: Target, count: int = 1) -> Iterator[None]:
         own = getattr(module, "platform", None)
         if name.startswith("flax_mha.") and own is tracing.platform:
             asked.append(module)
+    # jax asks the driver for cuDNN's version and the device's capability.
     theirs = "jax._src.cudnn.fused_attention_stablehlo"
     with contextlib.ExitStack() as stack:
         patches: list[Any] = [mock.patch("jax.device_count", return_value=count)]

@@ -138,6 +138,7 @@ def step_of_jax(
     text: data.Text, settings: Settings, flax: bool = False
 ) -> measure.Ready:
     """One update a call."""
+    # The demo's transformer, or the same with Flax's attention.
     structure, _ = model.blueprint(len(text.vocabulary), settings)
     params = model.initial_params(len(text.vocabulary), settings)
     if flax:
@@ -152,6 +153,7 @@ def step_of_jax(
     step = jax.jit(update.make_update(structure, settings), donate_argnums=0)
     numbers = itertools.count(1)
 
+    # Each update gets the state that the last one returned: the one before is donated.
     def call() -> jax.Array:
         nonlocal state
         state, loss = step(state, next(numbers), characters)

@@ -90,6 +90,7 @@ def _is_causal(call: str) -> bool:
 
 
 def _tiles_of_row(call: str, length: int) -> float:
+    # A window that is open on both sides hides nothing.
     mask: Any = CausalMask() if _is_causal(call) else LocalMask(None, None)
     if "window" in call:
         mask = mask & LocalMask(*WINDOW)
@@ -126,6 +127,8 @@ def explain_with(call: Callable, explain: Callable) -> Callable:
 def _of_flax(call: str) -> Callable:
     def attend(query: Any, key: Any, value: Any, *more: Any) -> Any:
         length, heads = query.shape[-3:-1]
+        # Of Flax's two functions, only its own has dropout. It takes the causal mask as
+        # an array.
         if "dropout" in call:
             mask = jnp.tril(jnp.ones((1, 1, length, length), bool))
             return nnx.dot_product_attention(
@@ -139,6 +142,7 @@ def _of_flax(call: str) -> Callable:
                 deterministic=False,
             )
         bias = more[0] if call == "bias" else None
+        # The published slopes, for a number of heads that is a power of 2.
         if "ALiBi" in call:
             slopes = 2.0 ** (-8 / heads * jnp.arange(1, heads + 1))
             places = jnp.arange(length)

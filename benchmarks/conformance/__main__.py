@@ -92,6 +92,7 @@ def _find(parser: argparse.ArgumentParser, name: str) -> Callable[..., Any]:
 def _run(name: str, function: Callable[..., Any]) -> Sequence[Result]:
     results = []
     for number, question in enumerate(CHECKS, 1):
+        # Progress, in one line that is written over.
         if sys.stderr.isatty():
             print(
                 f"\r\033[K{name} {number}/{len(CHECKS)} {question}",
