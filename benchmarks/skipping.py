@@ -29,7 +29,7 @@ import measure
 import numpy as np
 from matplotlib.figure import Figure
 
-from flax_mha import attention, recipes
+from flax_mha import dot_product_attention, recipes
 from flax_mha._src import plan as schedule
 from flax_mha._src.core.validation import Shape
 from flax_mha._src.masks.function import store_occupancy
@@ -133,7 +133,7 @@ def peer(case: Case, length: int, direction: str, memory: float) -> measure.Read
     shape = (4, 1, length, HEADS, HEAD_DIM)
     drawn = np.random.default_rng(0).standard_normal(shape, np.float32)
     cotangent, *inputs = map(jnp.asarray, drawn)
-    attend = functools.partial(attention.dot_product_attention, **case.arguments)
+    attend = functools.partial(dot_product_attention, **case.arguments)
     if direction == "backward":
         both = measure.value_and_pullback(attend)
         return measure.compiled(both, cotangent, *inputs, memory=memory)
