@@ -62,10 +62,11 @@ def compiling_for(target: Target, count: int = 1) -> Iterator[None]:
     these devices for those here.
     """
     # Every module of ours that has imported the function that names the platform.
+    names = [name for name in sys.modules if name.startswith("flax_mha.")]
     asked = []
-    for name, module in sys.modules.items():
-        own = getattr(module, "platform", None)
-        if name.startswith("flax_mha.") and own is tracing.platform:
+    for name in names:
+        module = sys.modules[name]
+        if getattr(module, "platform", None) is tracing.platform:
             asked.append(module)
     # jax asks the driver for cuDNN's version and the device's capability.
     theirs = "jax._src.cudnn.fused_attention_stablehlo"
