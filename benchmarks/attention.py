@@ -16,12 +16,15 @@ Columns:
   MiB         temporaries (jax's programs say)
   compile     seconds to trace and compile
   GFLOP/s     4 B N T S H forward, 3.5 times that with backward, half of it if causal
-  x matmul    the same as a share of a matrix product by jax, in this dtype, measured in the same rounds
-  x torch     milliseconds as a multiple of torch's scaled_dot_product_attention; on a GPU of its best backend
+  x matmul    the same as a share of a matrix product by jax, in this dtype, measured in
+              the same rounds
+  x torch     milliseconds as a multiple of torch's scaled_dot_product_attention; on a
+              GPU of its best backend
   x jax.nn    the same of jax.nn.dot_product_attention, as Flax's modules call it
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -68,30 +71,30 @@ class Cell(NamedTuple):
     def shape(self) -> tuple[int, int, int, int]:
         """[B, T, N, H]."""
         if not measure.ON_CPU:
-            return (
-                max(1, 16384 // self.length),
-                self.length,
-                2048 // self.head_dim,
-                self.head_dim,
-            )
+            batch = max(1, 16384 // self.length)
+            heads = 2048 // self.head_dim
+            return batch, self.length, heads, self.head_dim
         if self.length <= 128:
             batch = 8
         elif self.length <= 512:
             batch = 4
         else:
             batch = 1
-        return batch, self.length, 8 if self.length <= 2048 else 4, self.head_dim
+        heads = 8 if self.length <= 2048 else 4
+        return batch, self.length, heads, self.head_dim
 
     @property
     def gflop(self) -> float:
         """Of the matrix products, of what is visible."""
         batch, length, heads, size = self.shape
-        forward = 4 * batch * heads * length**2 * size / 1e9
-        return (
-            forward
-            * (3.5 if self.direction == "backward" else 1)
-            * (0.5 if self.mask == "causal" else 1)
-        )
+        # Two products, q . k and p . v, of a multiplication and an addition each.
+        gflop = 4 * batch * heads * length**2 * size / 1e9
+        # FlashAttention-2 counts so: 2 products forward, 5 backward.
+        if self.direction == "backward":
+            gflop *= 3.5
+        if self.mask == "causal":
+            gflop *= 0.5
+        return gflop
 
     def arrays(self) -> list[np.ndarray]:
         """Query, key, value, cotangent."""
@@ -119,6 +122,7 @@ def by_torch(cell: Cell) -> measure.Ready:
         x.requires_grad_(backward)
 
     def call() -> object:
+        # Otherwise torch would add the new gradients to those of the last call.
         for x in inputs:
             x.grad = None
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -128,6 +132,7 @@ def by_torch(cell: Cell) -> measure.Ready:
             out.backward(cotangent)
         return out
 
+    # On a CPU, torch has one implementation.
     if device == "cpu":
         return measure.Ready(call, measure.torch_wait)
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -135,13 +140,11 @@ def by_torch(cell: Cell) -> measure.Ready:
     candidates = {}
     reasons = []
     for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
-        peer = measure.Ready(
-            sdpa_kernel(getattr(SDPBackend, name))(call),
-            measure.torch_wait,
-            note=name.lower(),
-        )
+        by_backend = sdpa_kernel(getattr(SDPBackend, name))(call)
+        peer = measure.Ready(by_backend, measure.torch_wait, note=name.lower())
         try:
-            candidates[min(measure.seconds_of(peer, 3) for _ in range(5))] = peer
+            seconds = min(measure.seconds_of(peer, 3) for _ in range(5))
+            candidates[seconds] = peer
         except RuntimeError as error:
             reasons.append(str(error))
     if not candidates:
@@ -151,19 +154,14 @@ def by_torch(cell: Cell) -> measure.Ready:
 
 def peers(cell: Cell, memory: float) -> measure.Peers:
     def ours(name: str | None) -> measure.Ready:
-        return by_jax(
-            functools.partial(flax_mha.dot_product_attention, implementation=name),
-            cell,
-            memory,
-        )
+        attend = functools.partial(flax_mha.dot_product_attention, implementation=name)
+        return by_jax(attend, cell, memory)
 
     def theirs(name: str | None) -> measure.Ready:
-        return by_jax(
-            functools.partial(jax.nn.dot_product_attention, implementation=name),
-            cell,
-            memory,
-        )
+        attend = functools.partial(jax.nn.dot_product_attention, implementation=name)
+        return by_jax(attend, cell, memory)
 
+    # Those that the device does not support raise, and are listed as absent.
     everyone = {label: functools.partial(ours, name) for label, name in OURS.items()}
     everyone["jax.nn"] = functools.partial(theirs, None)
     if jax.default_backend() == "gpu":
@@ -173,13 +171,12 @@ def peers(cell: Cell, memory: float) -> measure.Peers:
 
 def plot(rows: list[measure.Row], out: Path) -> None:
     """Speed against length; dashed, the matrix product."""
-    rows = [
-        row | {"panel": f"{row['mask']}, {row['dtype']}, head size {row['head_dim']}"}
-        for row in rows
-    ]
-    figure, panels = measure.grid(
-        rows, "pass", "panel", ("length", "GFLOP/s"), sharey=True
-    )
+    with_panels = []
+    for row in rows:
+        panel = f"{row['mask']}, {row['dtype']}, head size {row['head_dim']}"
+        with_panels.append(row | {"panel": panel})
+    labels = ("length", "GFLOP/s")
+    figure, panels = measure.grid(with_panels, "pass", "panel", labels, sharey=True)
     for axes, own in panels:
         measure.lines(axes, own, "length", "gflops")
         product = {row["length"]: row["matmul_gflops"] for row in own}
@@ -198,15 +195,14 @@ def main() -> None:
     parser = measure.arguments(__doc__)
     if measure.ON_CPU:
         lengths = [128, 512, 2048, 8192, 16384]
+        head_dims = [64]
+        dtypes = ["float32", "bfloat16"]
     else:
         lengths = [1024, 2048, 4096, 8192, 16384]
+        head_dims = [64, 128]
+        dtypes = ["bfloat16"]
     parser.add_argument("--lengths", type=measure.numbers, default=lengths)
-    parser.add_argument(
-        "--head-dims",
-        type=measure.numbers,
-        default=[64] if measure.ON_CPU else [64, 128],
-    )
-    dtypes = ["float32", "bfloat16"] if measure.ON_CPU else ["bfloat16"]
+    parser.add_argument("--head-dims", type=measure.numbers, default=head_dims)
     parser.add_argument("--dtypes", type=measure.names, default=dtypes)
     parser.add_argument("--passes", type=measure.names, default=["forward", "backward"])
     parser.add_argument("--masks", type=measure.names, default=["full", "causal"])
@@ -216,14 +212,17 @@ def main() -> None:
         help="of those in the table, separated by commas (default: all)",
     )
     options = parser.parse_args()
-    cells = [
-        Cell(length, head_dim, dtype, mask, direction)
-        for dtype in options.dtypes
-        for head_dim in options.head_dims
-        for length in options.lengths
-        for mask in options.masks
-        for direction in options.passes
-    ]
+    # The dtype changes last.
+    combinations = itertools.product(
+        options.dtypes,
+        options.head_dims,
+        options.lengths,
+        options.masks,
+        options.passes,
+    )
+    cells = []
+    for dtype, head_dim, length, mask, direction in combinations:
+        cells.append(Cell(length, head_dim, dtype, mask, direction))
     with measure.Report("Attention alone", COLUMNS, options) as report:
         for cell in report.each(cells):
             facts = cell._asdict() | {

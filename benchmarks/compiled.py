@@ -12,7 +12,8 @@ the demo. For TPUs this needs `pip install libtpu`, for H200s `pip install
 Columns:
   attention    launches of fused attention kernels: splash, cuDNN
   others       launches of all other kernels
-  MiB moved    what the others read and write in the device's main memory (benchmarks/hlo.py says how it is counted)
+  MiB moved    what the others read and write in the device's main memory
+               (benchmarks/hlo.py says how it is counted)
   MiB a step   of these, one step of the innermost loop that moves most: a tile
   temporaries  MiB that the program needs besides its arguments and results
   collectives  what devices send one another
@@ -114,27 +115,31 @@ class Cell(NamedTuple):
 
 def cells(target: Target) -> Iterator[Cell]:
     """All of them: on one device, and split over several if there are several."""
-    alone = jax.sharding.NamedSharding(
-        jax.sharding.Mesh(target.devices[:1], "x"), jax.P()
-    )
+    alone = on_first(target)
+    first_shape, *_ = SHAPES
     for shape in SHAPES:
         for call in CALLS:
-            if shape == next(iter(SHAPES)) or call == "causal":
+            if shape == first_shape or call == "causal":
                 yield from attention_cells(target, shape, call, lambda *axes: alone, "")
     for name, options in DEMOS.items():
         yield demo_cell(name, settings.Settings(**options), alone)
-    if len(target.devices) > 1:
-        mesh = mesh_of(target.devices)
-        for name, axes in PLACEMENTS.items():
-            split = functools.partial(placed, mesh, axes)
-            yield from attention_cells(
-                target, next(iter(SHAPES)), "causal", split, f", split by {name}"
-            )
-            told = {"qkv_sharding": split(4)}
-            where = f", split by {name}, as qkv_sharding says"
-            yield from attention_cells(
-                target, next(iter(SHAPES)), "causal", split, where, told
-            )
+    if len(target.devices) == 1:
+        return
+    mesh = mesh_of(target.devices)
+    for name, axes in PLACEMENTS.items():
+        split = functools.partial(placed, mesh, axes)
+        where = f", split by {name}"
+        yield from attention_cells(target, first_shape, "causal", split, where)
+        # Without qkv_sharding, XLA's partitioner splits the call.
+        told = {"qkv_sharding": split(4)}
+        where += ", as qkv_sharding says"
+        yield from attention_cells(target, first_shape, "causal", split, where, told)
+
+
+def on_first(target: Target) -> jax.sharding.NamedSharding:
+    """Everything on the first device."""
+    mesh = jax.sharding.Mesh(target.devices[:1], "x")
+    return jax.sharding.NamedSharding(mesh, jax.P())
 
 
 def placed(
@@ -153,11 +158,14 @@ def attention_cells(
 ) -> Iterator[Cell]:
     """Forward and gradient of ours, of our tiles, and of `jax.nn`."""
     batch, length, heads, key_heads, size = SHAPES[shape]
-    sizes = [(batch, length, n, size) for n in (heads, key_heads, key_heads)]
-    arrays = [
-        jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=sharding(4)) for size in sizes
-    ]
+    arrays = []
+    for n in (heads, key_heads, key_heads):
+        array = jax.ShapeDtypeStruct(
+            (batch, length, n, size), jnp.bfloat16, sharding=sharding(4)
+        )
+        arrays.append(array)
     arguments = dict(CALLS[call])
+    # Lengths are an argument of the program, not a constant in it.
     if "key_value_seq_lengths" in arguments:
         arrays.append(jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=sharding(1)))
         del arguments["key_value_seq_lengths"]
@@ -170,37 +178,37 @@ def attention_cells(
 
         return f
 
-    theirs = {"gpu": "cudnn"}.get(target.platform)
+    told = told or {}
+    # jax.nn chooses cuDNN only if it is asked to.
+    theirs = "cudnn" if target.platform == "gpu" else None
     peers = {
-        "flax_mha": peer(dot_product_attention, **(told or {})),
+        "flax_mha": peer(dot_product_attention, **told),
         "flax_mha blockwise": peer(
-            dot_product_attention, implementation="blockwise", **(told or {})
+            dot_product_attention, implementation="blockwise", **told
         ),
         "jax.nn": peer(jax.nn.dot_product_attention, implementation=theirs),
     }
+    explain = peer(explain_implementation, **told)
     for way in ("forward", "gradient"):
         for name, f in peers.items():
             program = f if way == "forward" else with_gradient(f)
+            chosen = None
             if name == "flax_mha":
-                chosen = functools.partial(
-                    chosen_for, peer(explain_implementation, **(told or {})), arrays
-                )
-            else:
-                chosen = None
-            yield Cell(
-                f"{shape} {call}{where}, {way}", name, program, tuple(arrays), chosen
-            )
+                chosen = functools.partial(chosen_for, explain, arrays)
+            what = f"{shape} {call}{where}, {way}"
+            yield Cell(what, name, program, tuple(arrays), chosen)
 
 
 def chosen_for(explain: Callable, arrays: list) -> str:
     """Which implementation we choose for these shapes."""
     names = []
+    # Inside a trace, shapes without values are enough.
     jax.eval_shape(lambda *arrays: names.append(explain(*arrays).chosen), *arrays)
     return names[0]
 
 
 def with_gradient(f: Callable, count: int = 3) -> Callable:
-    """`f`, and what its gradient, with respect to so many arrays, makes of the output."""
+    """`f`, and its gradients of so many arrays for the output as the cotangent."""
 
     def both(*arrays: Any) -> Any:
         floats = arrays[:count]
@@ -214,24 +222,19 @@ def with_gradient(f: Callable, count: int = 3) -> Callable:
 def demo_cell(name: str, options: settings.Settings, sharding: Any) -> Cell:
     """One step of training on 100,000 characters out of 100."""
     structure, params = model.blueprint(100, options)
-    state = jax.eval_shape(
-        lambda params: update.State(
-            params, update.make_optimizer(options).init(params)
-        ),
-        params,
-    )
+    optimizer_state = jax.eval_shape(update.make_optimizer(options).init, params)
     shapes = (
-        state,
+        update.State(params, optimizer_state),
         jax.ShapeDtypeStruct((), jnp.int32),
         jax.ShapeDtypeStruct((100_000,), jnp.int32),
     )
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
-    )
-    words = (
-        ", ".join(f"{word}={number}" for word, number in DEMOS[name].items())
-        or "as it comes"
-    )
+
+    def put(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    arguments = jax.tree.map(put, shapes)
+    changed = [f"{word}={number}" for word, number in DEMOS[name].items()]
+    words = ", ".join(changed) or "as it comes"
     step = jax.jit(update.make_update(structure, options), donate_argnums=0)
     return Cell(f"training step of the demo ({words})", "flax_mha", step, arguments)
 
@@ -241,30 +244,27 @@ def row(cell: Cell) -> dict[str, str]:
     facts = {"program": cell.name, "implementation": cell.implementation}
     try:
         facts["chosen"] = cell.chosen() if cell.chosen else ""
-        if hasattr(cell.function, "lower"):
-            function = cell.function
-        else:
-            function = jax.jit(cell.function)
+        function: Any = cell.function
+        # The demo's step is already jitted, with its state donated.
+        if not hasattr(function, "lower"):
+            function = jax.jit(function)
         compiled = function.lower(*cell.arguments).compile()
     except Exception as error:  # whatever it is, the table shows it
-        first = next(
-            line.strip() for line in [*str(error).splitlines(), "?"] if line.strip()
-        )
-        return facts | {
-            "chosen": f"{facts.get('chosen', '')} fails: {type(error).__name__}: {first[:160]}".strip()
-        }
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        first = lines[0][:160] if lines else "?"
+        reason = f"fails: {type(error).__name__}: {first}"
+        return facts | {"chosen": f"{facts.get('chosen', '')} {reason}".strip()}
     costs = hlo.Program(compiled.as_text()).costs()
     more = "" if costs.is_exact else "+"
-    collectives = ", ".join(
-        f"{number:g} {name}" for name, number in costs.collectives.items()
-    )
+    counts = [f"{number:g} {name}" for name, number in costs.collectives.items()]
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
     return facts | {
         "attention": f"{costs.attention:g}",
         "others": f"{costs.others:g}{more}",
         "MiB moved": f"{costs.traffic / 2**20:,.0f}{more}",
         "MiB a step": f"{costs.step / 2**20:,.0f}" if costs.step else "",
-        "temporaries": f"{compiled.memory_analysis().temp_size_in_bytes / 2**20:,.0f}",
-        "collectives": collectives or "none",
+        "temporaries": f"{temporaries / 2**20:,.0f}",
+        "collectives": ", ".join(counts) or "none",
     }
 
 
@@ -277,32 +277,35 @@ def rows_of_model(
     target: Target, programs: dict[str, unfused.Program]
 ) -> Iterator[dict[str, str]]:
     """One call, as Flax computes it and as we do."""
-    alone = jax.sharding.NamedSharding(
-        jax.sharding.Mesh(target.devices[:1], "x"), jax.P()
-    )
+    alone = on_first(target)
     flax_takes = None
     for who, program in programs.items():
-        arrays = [
-            jax.ShapeDtypeStruct(*shape, sharding=alone) for shape in program.shapes
-        ]
+        arrays = []
+        for shape in program.shapes:
+            arrays.append(jax.ShapeDtypeStruct(*shape, sharding=alone))
+        function = program.function
         if "gradient" in program.name:
-            function = with_gradient(program.function, program.floats)
-        else:
-            function = program.function
+            function = with_gradient(function, program.floats)
         compiled = jax.jit(function).lower(*arrays).compile()
         costs = hlo.Program(compiled.as_text(), program.trips).costs()
+        temporaries = compiled.memory_analysis().temp_size_in_bytes
         takes = modelled(costs)
-        flax_takes = takes if flax_takes is None else flax_takes
-        explain = unfused.explain_with(program.function, explain_implementation)
+        # Flax's program is the first.
+        if flax_takes is None:
+            flax_takes = takes
+        chosen = ""
+        if who == "flax_mha":
+            explain = unfused.explain_with(program.function, explain_implementation)
+            chosen = chosen_for(explain, arrays)
         yield {
             "program": program.name,
             "implementation": who,
             "kernels": f"{costs.others:.0f}",
             "MiB moved": f"{costs.traffic / 2**20:,.0f}",
-            "temporaries": f"{compiled.memory_analysis().temp_size_in_bytes / 2**20:,.0f}",
+            "temporaries": f"{temporaries / 2**20:,.0f}",
             "ms": f"{1e3 * takes:.3f}",
             "of Flax's": f"{takes / flax_takes:.2f}",
-            "chosen": chosen_for(explain, arrays) if who == "flax_mha" else "",
+            "chosen": chosen,
         }
 
 
@@ -310,19 +313,17 @@ def head(name: str, columns: dict[str, str], remark: str) -> list[str]:
     """Of a table: target, versions, command."""
     packages = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax")
     installed = {package.name.lower() for package in importlib.metadata.distributions()}
-    versions = ", ".join(
-        f"{p} {importlib.metadata.version(p)}" for p in packages if p in installed
-    )
+    present = [name for name in packages if name in installed]
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in present]
     date = datetime.datetime.now(datetime.UTC).date()
     python = ".".join(map(str, sys.version_info[:3]))
-    command = shlex.join(
-        ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
-    )
+    script = f"benchmarks/{Path(sys.argv[0]).name}"
+    command = shlex.join(["python", script, *sys.argv[1:]])
     return [
         f"# Compiled ahead of time for {name}",
         "",
-        f"{date}, Python {python}, {versions}; `{command}`. {remark} The columns: see "
-        "`benchmarks/compiled.py`.",
+        f"{date}, Python {python}, {', '.join(versions)}; `{command}`. {remark} The "
+        "columns: see `benchmarks/compiled.py`.",
         "",
         f"| {' | '.join(columns)} |",
         f"|{'|'.join(columns.values())}|",
@@ -366,19 +367,21 @@ def main() -> None:
     def is_wanted(name: str) -> bool:
         return options.only in name and options.skip not in name
 
-    def rows() -> Iterator[dict[str, str]]:
-        for cell in cells(target) if options.table == "fused" else ():
+    def rows_of_fused() -> Iterator[dict[str, str]]:
+        for cell in cells(target):
             if is_wanted(cell.name):
-                with compiling_for(
-                    target, len(target.devices) if "split" in cell.name else 1
-                ):
+                count = len(target.devices) if "split" in cell.name else 1
+                with compiling_for(target, count):
                     yield row(cell)
-        for programs in unfused.programs() if options.table == "unfused" else ():
+
+    def rows_of_unfused() -> Iterator[dict[str, str]]:
+        for programs in unfused.programs():
             if is_wanted(programs["Flax"].name):
                 with compiling_for(target, 1):
                     yield from rows_of_model(target, programs)
 
-    for facts in rows():
+    rows = rows_of_fused() if options.table == "fused" else rows_of_unfused()
+    for facts in rows:
         lines.append(f"| {' | '.join(facts.get(column, '') for column in columns)} |")
         print(lines[-1], flush=True)
     if options.out:

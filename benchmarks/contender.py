@@ -41,12 +41,9 @@ class Clock:
 def tell(clock: Clock, step: int, evaluate) -> None:
     """Prints one validation."""
     seconds = clock.read()
-    print(
-        json.dumps(
-            {"step": step, "seconds": seconds, "val_loss": clock.stopped(evaluate)}
-        ),
-        flush=True,
-    )
+    loss = clock.stopped(evaluate)
+    row = {"step": step, "seconds": seconds, "val_loss": loss}
+    print(json.dumps(row), flush=True)
 
 
 def by_torch(
@@ -76,11 +73,10 @@ def by_jax(
     import train_demo.training  # noqa: F401
     from train_demo import model, update
 
-    structure, _ = model.blueprint(len(text.vocabulary), settings)
+    structure, shapes = model.blueprint(len(text.vocabulary), settings)
     if options.name == BY_FLAX:
-        transformer = nnx.merge(
-            structure, model.blueprint(len(text.vocabulary), settings)[1]
-        )
+        # Only the structure changes, so shapes suffice.
+        transformer = nnx.merge(structure, shapes)
         for block in transformer.blocks:
             block.attention.attention_fn = nnx.dot_product_attention
             # Which no window of the training is longer than.
@@ -94,6 +90,7 @@ def by_jax(
     for step in range(1, min(settings.steps, options.until) + 1):
         state, loss = train(state, step, characters)
         if step % options.every == 0 or step in (settings.steps, options.until):
+            # So that this training's seconds do not end up in the validation.
             loss.block_until_ready()
             params = state.params
             tell(clock, step, lambda params=params: validate(params, windows))

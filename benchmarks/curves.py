@@ -10,16 +10,12 @@ report its temporaries; its memory is how much one call raises the peak memory o
 process (Linux only).
 """
 
-import functools
 import subprocess
 import sys
 from pathlib import Path
 
 import measure
 import module
-from flax import nnx
-
-import flax_mha
 
 module.SIZES = {256 * 2**i: (1, 256, 4) for i in range(7)}
 COLUMNS = {
@@ -27,8 +23,9 @@ COLUMNS = {
     "implementation": "implementation",
     "ms": "ms",
     "spread": "spread",
+    "temporaries_mib": "MiB",
+    "note": "",
 }
-COLUMNS |= {"temporaries_mib": "MiB", "note": ""}
 
 
 def peak_of_torch(length: int) -> float | None:
@@ -37,10 +34,11 @@ def peak_of_torch(length: int) -> float | None:
     """
     code = f"import curves; curves.print_peak_of_torch({length})"
     run = [sys.executable, "-c", code]
-    said = subprocess.run(
+    done = subprocess.run(
         run, cwd=sys.path[0], capture_output=True, text=True, check=True
-    ).stdout
-    mib = float(said.split()[-1])
+    )
+    mib = float(done.stdout.split()[-1])
+    # Less is what a call leaves in memory that was free before.
     return mib if mib >= 1 else None
 
 
@@ -55,8 +53,10 @@ def print_peak_of_torch(length: int) -> None:
 
 
 def kib_of(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    status = Path("/proc/self/status").read_text()
+    # A line is "VmRSS:     1234 kB".
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return int(fields[name].split()[0])
 
 
 def main() -> None:
@@ -68,20 +68,11 @@ def main() -> None:
         help=f"of {list(module.SIZES)}",
     )
     options = parser.parse_args()
-    with measure.Report(
-        "Value and gradient of one module, causal", COLUMNS, options
-    ) as report:
+    title = "Value and gradient of one module, causal"
+    with measure.Report(title, COLUMNS, options) as report:
         for length in report.each(options.lengths):
             cell = module.Cell(length, "float32", "backward")
-            peers = {
-                module.OURS: functools.partial(
-                    module.by_jax, flax_mha.MultiHeadAttention, cell, options.memory
-                ),
-                module.FLAX: functools.partial(
-                    module.by_jax, nnx.MultiHeadAttention, cell, options.memory
-                ),
-                module.TORCH: functools.partial(module.by_torch, cell),
-            }
+            peers = module.peers(cell, options.memory)
             results = measure.compare(peers, options, report.say)
             results[module.TORCH]["temporaries_mib"] = peak_of_torch(length)
             report.add({"length": length}, results)

@@ -7,18 +7,18 @@ recomputation and PyTorch.
                                 benchmarks/results/NAME]
 
 8 query heads of size 64, so 512 features. What is measured:
-  attention   one token over a cache that holds so many: cached_attention with the cache donated, and with PyTorch an
-              index_copy_ into the cache and scaled_dot_product_attention over the part
-              that is filled
-  step        the whole module, one token: ours donated; Flax's as it comes (nnx.jit) and donated; and without a cache,
-              by computing all tokens again
+  attention   one token over a cache that holds so many: cached_attention with the cache
+              donated, and with PyTorch an index_copy_ into the cache and
+              scaled_dot_product_attention over the part that is filled
+  step        the whole module, one token: ours donated; Flax's as it comes (nnx.jit)
+              and donated; and without a cache, by computing all tokens again
   prompt      a prompt into an empty cache, beside the same call without a cache
 
 Columns:
   position    tokens in the cache before the call; for a prompt, its length
   spread      distance between the quartiles, in % of the median
-  GB/s        bytes of the cache that hold tokens, per second; `copy` copies as many bytes of another array, and its
-              rate counts the bytes read
+  GB/s        bytes of the cache that hold tokens, per second; `copy` copies as many
+              bytes of another array, and its rate counts the bytes read
   x copy      the rate as a share of that of the copy
   Flax / x    how many times faster than Flax as it comes
   x torch     milliseconds as a multiple of PyTorch's
@@ -26,6 +26,7 @@ Columns:
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -81,28 +82,20 @@ class Cell(NamedTuple):
     @property
     def cached_bytes(self) -> int:
         """Of keys and values of the tokens in the cache."""
-        return (
-            2
-            * self.batch
-            * self.position
-            * self.kv_heads
-            * SIZE
-            * jnp.dtype(self.dtype).itemsize
-        )
+        itemsize = jnp.dtype(self.dtype).itemsize
+        a_token = 2 * self.kv_heads * SIZE * itemsize
+        return self.batch * self.position * a_token
 
     def normal(self, *shape: int) -> jax.Array:
-        return jnp.asarray(
-            np.random.default_rng(0).standard_normal(shape, np.float32), self.dtype
-        )
+        drawn = np.random.default_rng(0).standard_normal(shape, np.float32)
+        return jnp.asarray(drawn, self.dtype)
 
     def filled(self) -> KVCache:
         """A cache that holds random tokens."""
         shape = (self.batch, self.cache, self.kv_heads, SIZE)
-        return KVCache(
-            self.normal(*shape),
-            self.normal(*shape),
-            jnp.asarray(self.position, jnp.int32),
-        )
+        index = jnp.asarray(self.position, jnp.int32)
+        # Two arrays: one cannot be donated twice.
+        return KVCache(self.normal(*shape), self.normal(*shape), index)
 
 
 class Donating:
@@ -111,9 +104,8 @@ class Donating:
     """
 
     def __init__(self, f: Callable, cache: Any, *inputs: Any, memory: float):
-        self.call, self.costs = measure.program(
-            jax.jit(f, donate_argnums=0), cache, *inputs, memory=memory
-        )
+        donating = jax.jit(f, donate_argnums=0)
+        self.call, self.costs = measure.program(donating, cache, *inputs, memory=memory)
         self.cache = cache
         self.inputs = inputs
 
@@ -133,7 +125,7 @@ def attention_by_ours(cell: Cell, memory: float) -> measure.Ready:
         cache: KVCache, query: jax.Array, new: jax.Array
     ) -> tuple[jax.Array, KVCache]:
         output, after = cached_attention(query, new, new, cache)
-        # Every call is at the same position.
+        # Every call is at the same position, so that all turns do the same work.
         return output, KVCache(after.key, after.value, cache.index)
 
     return Donating(step, cell.filled(), query, new, memory=memory).ready()
@@ -142,14 +134,13 @@ def attention_by_ours(cell: Cell, memory: float) -> measure.Ready:
 def attention_by_torch(cell: Cell) -> measure.Ready:
     torch, device = measure.torch_here()
     like = {"device": device, "dtype": getattr(torch, cell.dtype)}
-    key, value = (
-        torch.randn(cell.batch, cell.kv_heads, cell.cache, SIZE, **like)
-        for _ in range(2)
-    )
+    key = torch.randn(cell.batch, cell.kv_heads, cell.cache, SIZE, **like)
+    value = torch.randn_like(key)
     query = torch.randn(cell.batch, HEADS, 1, SIZE, **like)
     new = torch.randn(cell.batch, cell.kv_heads, 1, SIZE, **like)
     place = torch.tensor([min(cell.position, cell.cache - 1)], device=device)
     end = min(cell.position + 1, cell.cache)
+    # Older versions of torch lack the argument.
     grouped = {"enable_gqa": True} if cell.kv_heads != HEADS else {}
 
     def call() -> object:
@@ -167,7 +158,7 @@ def copy(cell: Cell, memory: float) -> measure.Ready:
     array = cell.normal(cell.cached_bytes // jnp.dtype(cell.dtype).itemsize)
 
     def step(target: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # Into the memory of the target.
+        # Into the memory of the target. An unchanged source would not be copied.
         return source[:1], source + jnp.asarray(1, source.dtype)
 
     return Donating(step, array + 1, array, memory=memory).ready()
@@ -188,8 +179,11 @@ def module(cls: type, cell: Cell, **options: Any) -> Any:
     return layer
 
 
-def step_donated(cls: type, cell: Cell, memory: float) -> measure.Ready:
-    graph, cache, rest = nnx.split(module(cls, cell, decode=True), nnx.Cache, ...)
+def donating_module(cls: type, cell: Cell, tokens: int, memory: float) -> measure.Ready:
+    """A call of a module that decodes so many tokens, with its cache donated."""
+    layer = module(cls, cell, decode=True)
+    graph, cache, rest = nnx.split(layer, nnx.Cache, ...)
+    x = cell.normal(cell.batch, tokens, FEATURES)
 
     def step(
         cache: nnx.State, rest: nnx.State, x: jax.Array
@@ -200,9 +194,7 @@ def step_donated(cls: type, cell: Cell, memory: float) -> measure.Ready:
         layer.cache_index[...] = before  # every call is at the same position
         return output, nnx.state(layer, nnx.Cache)
 
-    return Donating(
-        step, cache, rest, cell.normal(cell.batch, 1, FEATURES), memory=memory
-    ).ready()
+    return Donating(step, cache, rest, x, memory=memory).ready()
 
 
 def step_of_flax(cell: Cell) -> measure.Ready:
@@ -210,6 +202,7 @@ def step_of_flax(cell: Cell) -> measure.Ready:
     x = cell.normal(cell.batch, 1, FEATURES)
     step = nnx.jit(lambda layer, x: layer(x))
 
+    # Before each turn, outside of its time: a call moves the position.
     def before() -> None:
         layer.cache_index[...] = jnp.asarray(cell.position, jnp.int32)
 
@@ -217,38 +210,21 @@ def step_of_flax(cell: Cell) -> measure.Ready:
 
 
 def without_cache(cell: Cell, length: int, memory: float) -> measure.Ready:
-    graph, state = nnx.split(module(flax_mha.MultiHeadAttention, cell, decode=False))
+    layer = module(flax_mha.MultiHeadAttention, cell, decode=False)
+    graph, state = nnx.split(layer)
     x = cell.normal(cell.batch, length, FEATURES)
-    return measure.compiled(
-        lambda state, x: nnx.merge(graph, state)(x, is_causal=True),
-        state,
-        x,
-        memory=memory,
-    )
+
+    def call(state: nnx.State, x: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(x, is_causal=True)
+
+    return measure.compiled(call, state, x, memory=memory)
 
 
 def prompt_of_ours(cell: Cell, memory: float) -> measure.Ready:
     empty = cell._replace(position=0)
-    graph, cache, rest = nnx.split(
-        module(flax_mha.MultiHeadAttention, empty, decode=True), nnx.Cache, ...
+    return donating_module(
+        flax_mha.MultiHeadAttention, empty, tokens=cell.position, memory=memory
     )
-
-    def step(
-        cache: nnx.State, rest: nnx.State, x: jax.Array
-    ) -> tuple[jax.Array, nnx.State]:
-        layer = nnx.merge(graph, cache, rest)
-        before = layer.cache_index[...]
-        output = layer(x)
-        layer.cache_index[...] = before
-        return output, nnx.state(layer, nnx.Cache)
-
-    return Donating(
-        step,
-        cache,
-        rest,
-        cell.normal(cell.batch, cell.position, FEATURES),
-        memory=memory,
-    ).ready()
 
 
 def peers_of(cell: Cell, memory: float) -> measure.Peers:
@@ -261,11 +237,11 @@ def peers_of(cell: Cell, memory: float) -> measure.Peers:
     if cell.what == "step":
         return {
             OURS: functools.partial(
-                step_donated, flax_mha.MultiHeadAttention, cell, memory
+                donating_module, flax_mha.MultiHeadAttention, cell, 1, memory
             ),
             FLAX: functools.partial(step_of_flax, cell),
             FLAX_DONATED: functools.partial(
-                step_donated, nnx.MultiHeadAttention, cell, memory
+                donating_module, nnx.MultiHeadAttention, cell, 1, memory
             ),
             RECOMPUTED: functools.partial(
                 without_cache, cell, cell.position + 1, memory
@@ -284,18 +260,16 @@ def cells_of(options: Any) -> list[Cell]:
     cells = []
     for what in options.what:
         for cache in options.caches:
-            positions = sorted({min(256, cache - 1), cache // 2, cache - 1})
-            for position in (
-                [min(p, cache) for p in (128, 1024, 4096)]
-                if what == "prompt"
-                else positions
-            ):
-                for batch in options.batches:
-                    cells += [
-                        Cell(what, batch, cache, position, heads, dtype)
-                        for heads in options.kv_heads
-                        for dtype in options.dtypes
-                    ]
+            if what == "prompt":
+                positions = [min(length, cache) for length in (128, 1024, 4096)]
+            else:
+                positions = sorted({min(256, cache - 1), cache // 2, cache - 1})
+            others = itertools.product(
+                positions, options.batches, options.kv_heads, options.dtypes
+            )
+            for position, batch, heads, dtype in others:
+                cells.append(Cell(what, batch, cache, position, heads, dtype))
+    # In small caches, positions coincide.
     return list(dict.fromkeys(cells))
 
 
@@ -305,18 +279,12 @@ def plot(rows: list[measure.Row], options: Any) -> None:
         rows, "what", "kv_heads", ("tokens in the cache", "milliseconds")
     )
     for axes, own in panels:
+        # One line for each peer: of the largest cache, the first batch and dtype.
         largest = max(row["cache"] for row in own)
-        shown = [
-            row
-            for row in own
-            if row["cache"] == largest and row["batch"] == own[0]["batch"]
-        ]
-        measure.lines(
-            axes,
-            [row for row in shown if row["dtype"] == shown[0]["dtype"]],
-            "position",
-            "ms",
-        )
+        shown = [row for row in own if row["cache"] == largest]
+        shown = [row for row in shown if row["batch"] == own[0]["batch"]]
+        shown = [row for row in shown if row["dtype"] == shown[0]["dtype"]]
+        measure.lines(axes, shown, "position", "ms")
     figure.suptitle(f"Decoding over a cache ({measure.about()['device']})")
     measure.save(figure, options.out)
 
@@ -336,21 +304,18 @@ def main() -> None:
             results = measure.compare(
                 peers_of(cell, options.memory), options, report.say
             )
-            for name in (OURS, TORCH, COPY) if cell.what == "attention" else ():
-                if "ms" in results[name]:
-                    results[name]["gb_per_s"] = (
-                        cell.cached_bytes / 1e6 / results[name]["ms"]
-                    )
-            if "gb_per_s" in results.get(COPY, {}):
-                for result in results.values():
-                    if "gb_per_s" in result:
-                        result["of_copy"] = (
-                            result["gb_per_s"] / results[COPY]["gb_per_s"]
-                        )
-            if "ms" in results.get(FLAX, {}):
-                for result in results.values():
-                    if "ms" in result:
-                        result["flax_over"] = results[FLAX]["ms"] / result["ms"]
+            timed = [result for result in results.values() if "ms" in result]
+            # Attention alone is bound by reading the cache: compare with a copy.
+            if cell.what == "attention":
+                copied = results[COPY].get("ms")
+                for result in timed:
+                    result["gb_per_s"] = cell.cached_bytes / 1e6 / result["ms"]
+                    if copied:
+                        result["of_copy"] = copied / result["ms"]
+            theirs = results.get(FLAX, {}).get("ms")
+            if theirs:
+                for result in timed:
+                    result["flax_over"] = theirs / result["ms"]
             measure.ratios(results, TORCH, "to_torch")
             measure.ratios(results, NO_CACHE, "to_no_cache")
             report.add(cell._asdict(), results)

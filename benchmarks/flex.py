@@ -11,12 +11,15 @@ stands beside the dense one. Needs a C++ compiler.
 Columns:
   spread      distance between the quartiles, in % of the median
   MiB         temporaries (jax's programs say)
-  compile     seconds to trace and compile; of torch until the first call has returned, without its cache on the disk
+  compile     seconds to trace and compile; of torch until the first call has returned,
+              without its cache on the disk
   x torch     milliseconds as a multiple of torch.compile(flex_attention)'s
-  x dense     milliseconds as a multiple of those of our implementation="xla", which holds all scores
+  x dense     milliseconds as a multiple of those of our implementation="xla", which
+              holds all scores
 """
 
 import functools
+import itertools
 import os
 import time
 import warnings
@@ -65,18 +68,16 @@ def no_mod(length: int, heads: int) -> Case:
 def alibi(length: int, heads: int) -> Case:
     """Without the causal mask."""
     slopes = 2.0 ** (-8 * np.arange(1, heads + 1, dtype=np.float32) / heads)
-    ours = jnp.asarray(slopes)
-    theirs = torch_array(slopes)
-    return Case(
-        {
-            "score_mod": lambda score, b, h, q_idx, kv_idx: (
-                score - ours[h] * abs(q_idx - kv_idx)
-            )
-        },
-        score_mod=lambda score, b, h, q_idx, kv_idx: (
-            score - theirs[h] * abs(q_idx - kv_idx)
-        ),
-    )
+
+    def with_slopes(slopes: Any) -> Callable:
+        def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return score - slopes[h] * abs(q_idx - kv_idx)
+
+        return score_mod
+
+    ours = with_slopes(jnp.asarray(slopes))
+    theirs = with_slopes(torch_array(slopes))
+    return Case({"score_mod": ours}, score_mod=theirs)
 
 
 def causal(length: int, heads: int) -> Case:
@@ -85,14 +86,15 @@ def causal(length: int, heads: int) -> Case:
 
 def documents(length: int, heads: int) -> Case:
     """16 of them, causal."""
-    ids = np.repeat(np.arange(16, dtype=np.int32), -(-length // 16))[:length]
+    each = -(-length // 16)
+    ids = np.repeat(np.arange(16, dtype=np.int32), each)[:length]
     theirs = torch_array(ids)
-    return Case(
-        recipes.documents(jnp.asarray(ids)[None]),
-        mask_mod=lambda b, h, q_idx, kv_idx: (
-            (q_idx >= kv_idx) & (theirs[q_idx] == theirs[kv_idx])
-        ),
-    )
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (theirs[q_idx] == theirs[kv_idx])
+
+    ours = recipes.documents(jnp.asarray(ids)[None])
+    return Case(ours, mask_mod=mask_mod)
 
 
 CASES = {"no mod": no_mod, "ALiBi": alibi, "causal": causal, "16 documents": documents}
@@ -108,7 +110,8 @@ def torch_array(x: np.ndarray) -> Any:
 
 
 def shape_of(length: int) -> tuple[int, int, int, int]:
-    return 1, length, 8 if length <= 2048 else 4, 64
+    heads = 8 if length <= 2048 else 4
+    return 1, length, heads, 64
 
 
 def arrays(length: int) -> list[np.ndarray]:
@@ -125,9 +128,8 @@ def ours(
     )
     *inputs, cotangent = map(jnp.asarray, arrays(length))
     if direction == "backward":
-        return measure.compiled(
-            measure.value_and_pullback(attend), cotangent, *inputs, memory=memory
-        )
+        both = measure.value_and_pullback(attend)
+        return measure.compiled(both, cotangent, *inputs, memory=memory)
     return measure.compiled(attend, *inputs, memory=memory)
 
 
@@ -137,14 +139,15 @@ def theirs(case: Case, length: int, direction: str) -> measure.Ready:
         raise NotImplementedError("no gradient on a CPU")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    *inputs, cotangent = (
-        torch.from_numpy(x.swapaxes(1, 2).copy()).to(device) for x in arrays(length)
-    )
+    # [B, N, T, H].
+    tensors = (torch.from_numpy(x.swapaxes(1, 2).copy()) for x in arrays(length))
+    *inputs, cotangent = (x.to(device) for x in tensors)
     for x in inputs:
         x.requires_grad_(direction == "backward")
     block_mask = case.mask_mod and create_block_mask(
         case.mask_mod, None, None, length, length, device=device
     )
+    # So that what an earlier case has compiled makes this one no faster.
     torch.compiler.reset()
     warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
     attend = torch.compile(flex_attention)
@@ -159,9 +162,8 @@ def theirs(case: Case, length: int, direction: str) -> measure.Ready:
 
     start = time.perf_counter()
     measure.torch_wait(call())
-    return measure.Ready(
-        call, measure.torch_wait, compile_s=time.perf_counter() - start
-    )
+    seconds = time.perf_counter() - start
+    return measure.Ready(call, measure.torch_wait, compile_s=seconds)
 
 
 def plot(rows: list[measure.Row], options) -> None:
@@ -178,32 +180,24 @@ def main() -> None:
     parser.add_argument("--lengths", type=measure.numbers, default=[2048, 8192])
     parser.add_argument("--cases", type=measure.names, default=list(CASES))
     options = parser.parse_args()
-    cells = [
-        (length, name, direction)
-        for length in options.lengths
-        for name in options.cases
-        for direction in ("forward", "backward")
-    ]
+    passes = ("forward", "backward")
+    cells = list(itertools.product(options.lengths, options.cases, passes))
     with measure.Report("Score functions and masks", COLUMNS, options) as report:
         for length, name, direction in report.each(cells):
-            case = CASES[name](length, shape_of(length)[2])
+            _, _, heads, _ = shape_of(length)
+            case = CASES[name](length, heads)
+            cell = {"case": case, "length": length, "direction": direction}
             peers = {
-                OURS: functools.partial(
-                    ours, None, case, length, direction, options.memory
-                ),
-                DENSE: functools.partial(
-                    ours, "xla", case, length, direction, options.memory
-                ),
-                FLEX: functools.partial(theirs, case, length, direction),
+                OURS: functools.partial(ours, None, **cell, memory=options.memory),
+                DENSE: functools.partial(ours, "xla", **cell, memory=options.memory),
+                FLEX: functools.partial(theirs, **cell),
             }
             results = measure.compare(peers, options, report.say)
             measure.ratios(results, FLEX, "to_torch")
             measure.ratios(results, DENSE, "to_dense")
             shape = ", ".join(map(str, shape_of(length)))
-            report.add(
-                {"length": length, "shape": shape, "case": name, "pass": direction},
-                results,
-            )
+            facts = {"length": length, "shape": shape, "case": name, "pass": direction}
+            report.add(facts, results)
     plot(report.rows, options)
 
 

@@ -10,8 +10,10 @@ query, key and value.
 
 Rows:
   flax_mha key_indices  `dot_product_attention` with `key_indices`
-  plain gather          gathers all listed keys and values at once, then computes a softmax
-  flax_mha causal       `dot_product_attention` with `is_causal=True`: attends to more keys, and gathers none
+  plain gather          gathers all listed keys and values together, then computes a
+                        softmax
+  flax_mha causal       `dot_product_attention` with `is_causal=True`: attends to more
+                        keys, and gathers none
 
 Columns:
   spread  distance between the quartiles, in % of the median
@@ -39,8 +41,6 @@ COLUMNS = {
     "pass": "pass",
     "implementation": "attention",
     "ms": "ms",
-}
-COLUMNS |= {
     "spread": "spread",
     "to_listed": "x",
     "temporaries_mib": "MiB",
@@ -50,24 +50,29 @@ COLUMNS |= {
 
 
 def plain_gather(indices: jax.Array, *arrays: jax.Array) -> jax.Array:
-    query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays)
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays)  # [B, N, T, H]
     lists = indices[:, None, :, :, None]  # [B, 1, T, k, 1]
-    keys, values = (
-        jnp.take_along_axis(x[:, :, None], lists, axis=3) for x in (key, value)
-    )
+    # [B, N, T, k, H]: a copy of each key for each query that lists it.
+    keys = jnp.take_along_axis(key[:, :, None], lists, axis=3)
+    values = jnp.take_along_axis(value[:, :, None], lists, axis=3)
     scores = jnp.einsum("bnth,bntkh->bntk", query, keys) / HEAD_DIM**0.5
-    weights = jax.nn.softmax(jnp.where(indices[:, None] >= 0, scores, -jnp.inf))
+    is_listed = indices[:, None] >= 0
+    weights = jax.nn.softmax(jnp.where(is_listed, scores, -jnp.inf))
     return jnp.einsum("bntk,bntkh->btnh", weights, values)
 
 
+def of_lists(indices: jax.Array, *arrays: jax.Array) -> jax.Array:
+    return dot_product_attention(*arrays, key_indices=indices)
+
+
+def of_all_keys(indices: jax.Array, *arrays: jax.Array) -> jax.Array:
+    return dot_product_attention(*arrays, is_causal=True)
+
+
 ATTENTION: dict[str, Callable[..., jax.Array]] = {
-    "flax_mha key_indices": lambda indices, *arrays: dot_product_attention(
-        *arrays, key_indices=indices
-    ),
+    "flax_mha key_indices": of_lists,
     "plain gather": plain_gather,
-    "flax_mha causal": lambda indices, *arrays: dot_product_attention(
-        *arrays, is_causal=True
-    ),
+    "flax_mha causal": of_all_keys,
 }
 
 
@@ -79,22 +84,22 @@ def peer(
     memory: float,
 ) -> measure.Ready:
     rng = np.random.default_rng(0)
+    # Each query lists keys of its past, without repetition; -1 is no key.
     lists = np.full((1, length, keys), -1, np.int32)
     for t in range(length):
         count = min(t + 1, keys)
         lists[0, t, :count] = rng.choice(t + 1, count, replace=False)
-    x = [
-        jnp.asarray(rng.standard_normal((1, length, HEADS, HEAD_DIM), np.float32))
-        for _ in range(4)
-    ]
+    # Cotangent, query, key, value.
+    shape = (4, 1, length, HEADS, HEAD_DIM)
+    arrays = [jnp.asarray(x) for x in rng.standard_normal(shape, np.float32)]
 
-    def call(indices: jax.Array, *arrays: jax.Array) -> Any:
+    def call(indices: jax.Array, cotangent: jax.Array, *inputs: jax.Array) -> Any:
         listed = functools.partial(attend, indices)
         if direction == "forward":
-            return listed(*arrays[1:])
-        return measure.value_and_pullback(listed)(*arrays)  # the first is the cotangent
+            return listed(*inputs)
+        return measure.value_and_pullback(listed)(cotangent, *inputs)
 
-    return measure.compiled(call, jnp.asarray(lists), *x, memory=memory)
+    return measure.compiled(call, jnp.asarray(lists), *arrays, memory=memory)
 
 
 def main() -> None:
@@ -104,22 +109,20 @@ def main() -> None:
     )
     parser.add_argument("--keys", type=measure.numbers, default=[64])
     options = parser.parse_args()
-    cells = list(
-        itertools.product(options.lengths, options.keys, ("forward", "backward"))
-    )
-    with measure.Report(
-        "Attention over a list of keys per query", COLUMNS, options
-    ) as report:
-        for cell in report.each(cells):
-            peers = {
-                name: functools.partial(peer, f, *cell, options.memory)
-                for name, f in ATTENTION.items()
-            }
+    passes = ("forward", "backward")
+    cells = list(itertools.product(options.lengths, options.keys, passes))
+    title = "Attention over a list of keys per query"
+    with measure.Report(title, COLUMNS, options) as report:
+        for length, keys, direction in report.each(cells):
+            peers = {}
+            for name, attend in ATTENTION.items():
+                peers[name] = functools.partial(
+                    peer, attend, length, keys, direction, memory=options.memory
+                )
             results = measure.compare(peers, options, report.say)
             measure.ratios(results, "flax_mha key_indices", "to_listed")
-            report.add(
-                dict(zip(("length", "keys", "pass"), cell, strict=True)), results
-            )
+            facts = {"length": length, "keys": keys, "pass": direction}
+            report.add(facts, results)
     figure, panels = measure.grid(report.rows, "keys", "pass", ("tokens", "ms"))
     for axes, rows in panels:
         measure.lines(axes, rows, "length", "ms")

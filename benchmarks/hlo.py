@@ -15,9 +15,10 @@ import math
 import re
 from typing import NamedTuple
 
-SIZES = {"pred": 1, "bf16": 2, "f16": 2} | {
-    f"{kind}{bits}": bits // 8 for kind in "sufc" for bits in (8, 16, 32, 64)
-}
+# Bytes of a number of each type: s8, u32, f64, ...
+SIZES = {"pred": 1, "bf16": 2, "f16": 2}
+for bits in (8, 16, 32, 64):
+    SIZES |= {f"{kind}{bits}": bits // 8 for kind in "sufc"}
 COLLECTIVES = (
     "all-reduce",
     "all-gather",
@@ -26,10 +27,20 @@ COLLECTIVES = (
     "collective-permute",
     "ragged-all-to-all",
 )
+# Instructions that launch nothing and move nothing.
 FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-    "opt-barrier", "iota", "add-dependency",
-}  # fmt: skip
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+    "iota",
+    "add-dependency",
+}
 ALSO_FREE = ("-done", "-update")  # the second half of what is counted where it starts
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 NO_KERNEL = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast|Sharding)"')
@@ -58,19 +69,23 @@ class Instruction(NamedTuple):
         """Names of the computations that it runs, without those that are applied
         element by element.
         """
-        names = r"(?:calls|body|true_computation|false_computation|branch_computations|called_computations)"
-        groups = re.findall(names + r"=(?:\{([^}]*)\}|(%[\w.\-]+))", self.attributes)
+        keys = [
+            "calls",
+            "body",
+            "true_computation",
+            "false_computation",
+            "branch_computations",
+            "called_computations",
+        ]
+        # The to_apply of a reduction is applied element by element.
         if self.opcode in ("call", "async-start"):
-            groups += re.findall(
-                r"(?:to_apply|calls)=(?:\{([^}]*)\}|(%[\w.\-]+))", self.attributes
-            )
-        return list(
-            dict.fromkeys(
-                name
-                for pair in groups
-                for name in re.findall(r"%[\w.\-]+", "".join(pair))
-            )
-        )
+            keys.append("to_apply")
+        # One name, or several in braces.
+        values = rf"(?:{'|'.join(keys)})=(\{{[^}}]*\}}|%[\w.\-]+)"
+        names: list[str] = []
+        for value in re.findall(values, self.attributes):
+            names += re.findall(r"%[\w.\-]+", value)
+        return list(dict.fromkeys(names))
 
     @property
     def is_attention(self) -> bool:
@@ -100,17 +115,16 @@ class Costs(NamedTuple):
 
     def plus(self, other: "Costs", times: float = 1) -> "Costs":
         """The sum, with the other taken so many times."""
-        names = [*self.collectives, *other.collectives]
-        added = {
-            name: self.collectives.get(name, 0) + times * other.collectives.get(name, 0)
-            for name in names
-        }
-        numbers = (a + times * b for a, b in zip(self[:3], other[:3], strict=True))
+        collectives = dict(self.collectives)
+        for name, number in other.collectives.items():
+            collectives[name] = collectives.get(name, 0) + times * number
         return Costs(
-            *numbers,
-            max(self.step, other.step),
-            self.is_exact and other.is_exact,
-            added,
+            attention=self.attention + times * other.attention,
+            others=self.others + times * other.others,
+            traffic=self.traffic + times * other.traffic,
+            step=max(self.step, other.step),
+            is_exact=self.is_exact and other.is_exact,
+            collectives=collectives,
         )
 
 
@@ -128,18 +142,25 @@ class Program:
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
         for line in text.splitlines():
-            if head := re.match(r"(ENTRY )?(%[\w.\-]+) .*\{$", line):
+            head = re.match(r"(ENTRY )?(%[\w.\-]+) .*\{$", line)
+            if head:
                 current = self.computations.setdefault(head[2], [])
-                self.entry = head[2] if head[1] else self.entry
-            elif body := re.match(r"\s+(?:ROOT )?(%[\w.\-]+) = (.*)", line):
+                if head[1]:
+                    self.entry = head[2]
+                continue
+            body = re.match(r"\s+(?:ROOT )?(%[\w.\-]+) = (.*)", line)
+            if body:
                 current.append(_instruction(body[1], body[2]))
 
     def costs(self, computation: str | None = None) -> Costs:
         """Of one computation and all that it runs; None means the whole program."""
         instructions = self.computations[computation or self.entry]
         results = {instruction.name: instruction.result for instruction in instructions}
+        # Loops of unknown length share the trips that the caller knows.
         unknown = sum(i.opcode == "while" and _trips(i) is None for i in instructions)
-        share = self.trips / unknown if self.trips is not None and unknown else None
+        share = None
+        if self.trips is not None and unknown:
+            share = self.trips / unknown
         total = Costs()
         for instruction in instructions:
             total = total.plus(self._costs_of(instruction, results, share))
@@ -149,61 +170,66 @@ class Program:
         self, instruction: Instruction, results: dict[str, str], share: float | None
     ) -> Costs:
         opcode = instruction.opcode
-        if (
-            opcode in FREE
-            or opcode.endswith(ALSO_FREE)
-            or NO_KERNEL.search(instruction.attributes)
-        ):
+        if opcode in FREE or opcode.endswith(ALSO_FREE):
             return Costs()
-        name = next((name for name in COLLECTIVES if opcode.startswith(name)), None)
-        if name is not None:
-            return Costs(collectives={name: 1})
+        if NO_KERNEL.search(instruction.attributes):
+            return Costs()
+        # "all-reduce-start" is an "all-reduce".
+        for name in COLLECTIVES:
+            if opcode.startswith(name):
+                return Costs(collectives={name: 1})
         if instruction.is_attention:
             return Costs(attention=1)
         if opcode == "while":
             trips = _trips(instruction) or share
             body = self.costs(instruction.called[0])
+            # Of nested loops, the innermost gives the step.
             body = body._replace(
                 step=body.step or body.traffic,
                 is_exact=body.is_exact and trips is not None,
             )
             return Costs().plus(body, trips or 1)
         if opcode == "conditional":
-            return min(
-                map(self.costs, instruction.called),
-                key=lambda costs: (not costs.is_exact, costs.traffic),
-            )
+            branches = [self.costs(name) for name in instruction.called]
+            return min(branches, key=lambda costs: (not costs.is_exact, costs.traffic))
         if opcode in ("call", "async-start") and instruction.called:
             return self.costs(instruction.called[0])
         return Costs(others=1, traffic=self._traffic(instruction, results))
 
     def _traffic(self, instruction: Instruction, results: dict[str, str]) -> float:
+        inside: list[Instruction] = []
         if instruction.opcode == "fusion":
             inside = self.computations[instruction.called[0]]
-        else:
-            inside = []
         if not inside:
             return _bytes_of(instruction, results)
+        # Parameters are numbered, but listed in any order.
         parameters = [i for i in inside if i.opcode == "parameter"]
         parameters.sort(key=lambda i: int(i.attributes))
-        read = sum(
-            min(size_of(results[name]), _bytes_read(own, inside))
-            for name, own in zip(instruction.operands, parameters, strict=True)
-            if _in_main_memory(results[name])
-        )
+        read = 0.0
+        for name, own in zip(instruction.operands, parameters, strict=True):
+            if _in_main_memory(results[name]):
+                read += min(size_of(results[name]), _bytes_read(own, inside))
         return read + _bytes_written(instruction, inside)
 
 
 def _instruction(name: str, text: str) -> Instruction:
+    # The line is: name = result opcode(operands), attributes. A tuple's shape is in
+    # parentheses.
     end = _closing(text, 0) if text[0] == "(" else text.index(" ")
     result = text[:end].strip()
     rest = text[end:].strip()
     opening = rest.index("(")
+    opcode = rest[:opening]
     end = _closing(rest, opening)
     inner = rest[opening + 1 : end - 1]
-    attributes = inner if rest[:opening] == "parameter" else rest[end:]
+    # In the parentheses of a parameter is its number.
+    attributes = inner if opcode == "parameter" else rest[end:]
     return Instruction(
-        name, result, rest[:opening], re.findall(r"%[\w.\-]+", inner), attributes
+        name=name,
+        result=result,
+        opcode=opcode,
+        operands=re.findall(r"%[\w.\-]+", inner),
+        attributes=attributes,
     )
 
 
@@ -219,16 +245,17 @@ def _closing(text: str, opening: int) -> int:
 
 def size_of(shape: str) -> int:
     """Bytes of all its arrays in main memory."""
-    return sum(
-        _size(array) for array in ARRAY.finditer(shape) if _in_main_memory(array[0])
-    )
+    arrays = [array for array in ARRAY.finditer(shape) if _in_main_memory(array[0])]
+    return sum(map(_size, arrays))
 
 
 def _size(array: re.Match) -> int:
-    return SIZES.get(array[1], 0) * math.prod(int(n) for n in array[2].split(",") if n)
+    lengths = [int(n) for n in array[2].split(",") if n]
+    return SIZES.get(array[1], 0) * math.prod(lengths)
 
 
 def _in_main_memory(shape: str) -> bool:
+    # A layout such as {1,0:S(1)} names another memory space.
     return not re.search(r"S\([1-9]\)", shape)
 
 
@@ -241,29 +268,31 @@ def _bytes_of(instruction: Instruction, results: dict[str, str]) -> float:
     if instruction.opcode == "slice-start":
         _, part, *_ = ARRAY.finditer(instruction.result)
         return _size(part) + size_of(part[0])
+    sizes = [size_of(results[name]) for name in instruction.operands]
+    written = size_of(instruction.result)
+    # Reads what it writes.
     if instruction.opcode in ("dynamic-slice", "slice", "gather"):
-        return 2 * min(
-            size_of(instruction.result),
-            *(size_of(results[name]) for name in instruction.operands[:1]),
-        )
+        return 2 * min(written, sizes[0])
+    # Reads the update, and writes it in place.
     if instruction.opcode == "dynamic-update-slice":
-        return 2 * size_of(results[instruction.operands[1]])
-    return sum(size_of(results[name]) for name in instruction.operands) + size_of(
-        instruction.result
-    )
+        return 2 * sizes[1]
+    return sum(sizes) + written
 
 
 def _bytes_read(parameter: Instruction, inside: list[Instruction]) -> float:
     """What a fusion reads of one parameter."""
     total = 0.0
-    for user in (i for i in inside if parameter.name in i.operands):
+    users = [i for i in inside if parameter.name in i.operands]
+    for user in users:
         if user.opcode == "bitcast":
             total += _bytes_read(user, inside)
-        elif user.opcode in ("dynamic-slice", "slice", "gather"):
+            continue
+        if user.opcode in ("dynamic-slice", "slice", "gather"):
             total += size_of(user.result)
-        elif (
-            user.opcode != "dynamic-update-slice" or parameter.name in user.operands[1:]
-        ):
+            continue
+        # What is updated in place is not read; all others read everything.
+        is_updated = parameter.name not in user.operands[1:]
+        if user.opcode != "dynamic-update-slice" or not is_updated:
             return math.inf
     return total
 
@@ -272,10 +301,9 @@ def _bytes_written(fusion: Instruction, inside: list[Instruction]) -> float:
     """What a fusion writes: of what is updated in place, the update."""
     results = {i.name: i for i in inside}
     root = inside[-1]
+    parts = [root]
     if root.opcode == "tuple":
         parts = [results[name] for name in root.operands]
-    else:
-        parts = [root]
     written = size_of(fusion.result)
     for part in parts:
         while part.opcode == "bitcast":

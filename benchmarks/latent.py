@@ -11,7 +11,8 @@ holds all but one; caches are donated and written in place.
 Rows:
   latent      MultiHeadLatentAttention, a cache of 576 numbers per token
   heads, 128  MultiHeadAttention, heads of 128 features: 4096 numbers per token
-  heads, 160  the same with heads of 160 features: as many numbers, 5120, as DeepSeek's keys and values have
+  heads, 160  the same with heads of 160 features: as many numbers, 5120, as DeepSeek's
+              keys and values have
 
 Columns:
   cache MiB  what the cache holds
@@ -47,8 +48,11 @@ COLUMNS = {
     "dtype": "dtype",
     "implementation": "cached",
     "ms": "ms",
+    "spread": "spread",
+    "cache_mib": "cache MiB",
+    "to_heads": "x",
+    "note": "",
 }
-COLUMNS |= {"spread": "spread", "cache_mib": "cache MiB", "to_heads": "x", "note": ""}
 LATENT = "latent"
 SMALL = "heads, 128"
 LARGE = "heads, 160"
@@ -69,6 +73,7 @@ class Cell(NamedTuple):
             "decode": True,
             "rngs": nnx.Rngs(0),
         }
+        # DeepSeek rotates pairs of neighbours.
         if name == LATENT:
             rope = RoPE(interleaved=True)
             layer: Any = flax_mha.MultiHeadLatentAttention(
@@ -86,9 +91,8 @@ class Cell(NamedTuple):
 
 def step(cell: Cell, name: str, memory: float) -> measure.Ready:
     graph, cache, rest = nnx.split(cell.module(name), nnx.Cache, ...)
-    x = jnp.asarray(
-        np.random.default_rng(0).standard_normal((cell.batch, 1, FEATURES)), cell.dtype
-    )
+    drawn = np.random.default_rng(0).standard_normal((cell.batch, 1, FEATURES))
+    x = jnp.asarray(drawn, cell.dtype)
 
     def call(
         cache: nnx.State, rest: nnx.State, x: jax.Array
@@ -103,14 +107,10 @@ def step(cell: Cell, name: str, memory: float) -> measure.Ready:
 
 
 def cache_mib(cell: Cell, name: str) -> float:
+    # Only shapes: nothing is allocated.
     shapes = nnx.eval_shape(lambda: cell.module(name))
-    return (
-        sum(
-            x.size * x.dtype.itemsize
-            for x in jax.tree.leaves(nnx.state(shapes, nnx.Cache))
-        )
-        / 2**20
-    )
+    arrays = jax.tree.leaves(nnx.state(shapes, nnx.Cache))
+    return sum(x.size * x.dtype.itemsize for x in arrays) / 2**20
 
 
 def main() -> None:
@@ -120,14 +120,12 @@ def main() -> None:
     parser.add_argument("--dtypes", type=measure.names, default=["float32", "bfloat16"])
     options = parser.parse_args()
     sizes = itertools.product(options.batches, options.caches, options.dtypes)
-    with measure.Report(
-        "Decoding with latent attention, 16 heads", COLUMNS, options
-    ) as report:
+    title = "Decoding with latent attention, 16 heads"
+    with measure.Report(title, COLUMNS, options) as report:
         for cell in report.each([Cell(*size) for size in sizes]):
-            peers = {
-                name: functools.partial(step, cell, name, options.memory)
-                for name in (LATENT, SMALL, LARGE)
-            }
+            peers = {}
+            for name in (LATENT, SMALL, LARGE):
+                peers[name] = functools.partial(step, cell, name, options.memory)
             results = measure.compare(peers, options, report.say)
             for name, result in results.items():
                 result["cache_mib"] = cache_mib(cell, name)

@@ -136,7 +136,7 @@ def value_and_pullback(f: Callable) -> Callable:
 
 
 def torch_here() -> tuple[Any, str]:
-    """The torch module, using all cores, and its name of the device that jax uses too."""
+    """The torch module, using all cores, and its name of jax's device."""
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -159,6 +159,7 @@ def compare(
     say: Callable[[str], Any] = lambda text: None,
 ) -> dict[str, Row]:
     """Lets all peers take turns; for each what was measured, or why not."""
+    # Compile all peers before the turns, which compiling would slow down.
     ready = {}
     repeats = {}
     results = {}
@@ -177,7 +178,8 @@ def compare(
     while ready and not _enough(rounds, time.perf_counter() - start, options):
         say(f"round {rounds + 1}")
         for name, peer in ready.items():
-            turns[name].append(seconds_of(peer, repeats[name]))
+            seconds = seconds_of(peer, repeats[name])
+            turns[name].append(seconds)
         rounds += 1
     for name, peer in ready.items():
         costs = {
@@ -186,6 +188,7 @@ def compare(
             "note": peer.note,
         }
         results[name] = summary(turns[name]) | costs
+    # In the order of the peers, absent ones included.
     return {name: results[name] for name in peers}
 
 
@@ -216,8 +219,10 @@ def summary(seconds: Sequence[float]) -> Row:
 def _warm_up(peer: Ready) -> int:
     """How many calls make a turn."""
     seconds = seconds_of(peer)
+    # The first call may include work that is done only once.
     if seconds < 1:
         seconds = seconds_of(peer)
+    # What must happen before a call cannot happen between the calls of a turn.
     if peer.before is not None:
         return 1
     return max(1, round(TURN / seconds))
@@ -226,12 +231,16 @@ def _warm_up(peer: Ready) -> int:
 def _enough(rounds: int, seconds: float, options: argparse.Namespace) -> bool:
     if options.rounds is not None:
         return rounds >= options.rounds
+    # A median needs a few rounds, even if they take longer than wanted.
     slow = rounds > 0 and seconds / rounds > options.seconds
-    return seconds >= options.seconds and rounds >= (3 if slow else 5)
+    fewest = 3 if slow else 5
+    return seconds >= options.seconds and rounds >= fewest
 
 
 def _first_line(error: Exception) -> str:
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else ""
+    # These are raised on purpose, with a reason as their text.
     plain = isinstance(error, NotImplementedError | MemoryError)
     if plain and first:
         return first
@@ -254,15 +263,15 @@ def compare_speed(
         "matrix product": lambda: compiled(jnp.matmul, x, x, memory=options.memory)
     }
     results = compare(peers | product, options, say)
-    product_speed = 2 * n**3 / 1e6 / results.pop("matrix product")["ms"]
+    # A product of n x n matrices takes n^3 multiplications and as many additions.
+    product_gflop = 2 * n**3 / 1e9
+    product_speed = 1e3 * product_gflop / results.pop("matrix product")["ms"]
     for result in results.values():
         if "ms" in result:
             speed = 1e3 * gflop / result["ms"]
-            result |= {
-                "gflops": speed,
-                "matmul_gflops": product_speed,
-                "of_matmul": speed / product_speed,
-            }
+            result["gflops"] = speed
+            result["matmul_gflops"] = product_speed
+            result["of_matmul"] = speed / product_speed
     return results
 
 
@@ -292,6 +301,7 @@ class Report:
         self.out = options.out
         self.rows: list[Row] = []
         self.console = Console()
+        # In a file, rich would wrap at 80 columns.
         if not self.console.is_terminal:
             self.console = Console(width=200)
         self.about = about()
@@ -303,13 +313,14 @@ class Report:
             )
 
     def __enter__(self) -> "Report":
-        bar = (
+        self._progress = Progress(
             MofNCompleteColumn(),
             BarColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.description}", markup=False),
+            console=self.console,
+            transient=True,
         )
-        self._progress = Progress(*bar, console=self.console, transient=True)
         self._progress.start()
         return self
 
@@ -320,20 +331,17 @@ class Report:
             raise SystemExit("stopped before a cell was complete")
         if kind is None or stopped:
             self.show()
-            self.console.print(
-                "stopped early," if stopped else "complete,",
-                f"{self.out}.json",
-                soft_wrap=True,
-            )
+            how = "stopped early" if stopped else "complete"
+            self.console.print(f"{how}, {self.out}.json", soft_wrap=True)
+        # True: Ctrl-C is no error.
         return stopped
 
     def each(self, cells: Sequence[Any]) -> Iterator[Any]:
         """The cells, one after the other."""
         self._task = self._progress.add_task("", total=len(cells))
         for cell in cells:
-            self._cell = (
-                " ".join(map(str, cell)) if isinstance(cell, tuple) else str(cell)
-            )
+            words = cell if isinstance(cell, tuple) else (cell,)
+            self._cell = " ".join(map(str, words))
             yield cell
             self._progress.advance(self._task)
 
@@ -343,15 +351,13 @@ class Report:
 
     def add(self, facts: Row, results: dict[str, Row]) -> None:
         """A cell's results; all its rows share `facts`."""
-        self.rows += [
-            facts | {"implementation": name} | result
-            for name, result in results.items()
-        ]
+        for name, result in results.items():
+            self.rows.append(facts | {"implementation": name} | result)
+        # Written after each cell, so that a run that is stopped loses only one.
         self.out.parent.mkdir(parents=True, exist_ok=True)
         content = {"title": self.title, **self.about, "rows": self.rows}
-        self.out.with_name(f"{self.out.name}.json").write_text(
-            json.dumps(content, indent=1) + "\n"
-        )
+        file = self.out.with_name(f"{self.out.name}.json")
+        file.write_text(json.dumps(content, indent=1) + "\n")
 
     def show(self) -> None:
         """Prints the table; under it who was absent everywhere, and why."""
@@ -362,51 +368,42 @@ class Report:
             title_justify="left",
             caption_justify="left",
         )
-        rows = [
-            row | {"note": _note(row)}
-            for row in self.rows
-            if row["implementation"] in present
-        ]
-        columns = [
-            key
-            for key in self.columns
-            if any(row.get(key) not in (None, "") for row in rows)
-        ]
-        for key in columns:
-            text = all(isinstance(row.get(key, ""), str) for row in rows)
-            table.add_column(
-                self.columns[key],
-                justify="left" if text else "right",
-                no_wrap=key != "note",
-            )
-        before: Row = {}
+        rows = [row for row in self.rows if row["implementation"] in present]
+        rows = [row | {"note": _note(row)} for row in rows]
+        # Columns in which no row has anything are left out.
+        columns = []
+        for key, heading in self.columns.items():
+            values = [row.get(key, "") for row in rows]
+            if all(value in (None, "") for value in values):
+                continue
+            is_text = all(isinstance(value, str) for value in values)
+            justify: Any = "left" if is_text else "right"
+            table.add_column(heading, justify=justify, no_wrap=key != "note")
+            columns.append(key)
+        # A line between cells: rows that differ in a column before the peers' names.
+        of_cell = columns[: columns.index("implementation")]
+        before: list[Any] | None = None
         for row in rows:
-            same = columns[: columns.index("implementation")]
-            if before and any(before.get(key) != row.get(key) for key in same):
+            cell = [row.get(key) for key in of_cell]
+            if before is not None and cell != before:
                 table.add_section()
             table.add_row(*(_cell(row.get(key)) for key in columns))
-            before = row
+            before = cell
         self.console.print(table)
-        missing = {
-            (row["implementation"], row["absent"]): None
-            for row in self.rows
-            if "absent" in row
-        }
-        for name, reason in missing:
-            if name not in present:
-                self.console.print(
-                    f"absent: {name}: {reason}",
-                    markup=False,
-                    highlight=False,
-                    soft_wrap=True,
-                )
+        missing = {}
+        for row in self.rows:
+            if "absent" in row and row["implementation"] not in present:
+                missing[f"absent: {row['implementation']}: {row['absent']}"] = None
+        for text in missing:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _caption(self) -> str:
-        versions = ", ".join(
-            f"{name} {version}" for name, version in self.about["versions"].items()
+        about = self.about
+        versions = [f"{name} {version}" for name, version in about["versions"].items()]
+        return (
+            f"{about['device']}, {about['cores']} cores, load {about['load_at_start']} "
+            f"at the start; {', '.join(versions)}"
         )
-        load = f"{self.about['cores']} cores, load {self.about['load_at_start']} at the start"
-        return f"{self.about['device']}, {load}; {versions}"
 
 
 def _note(row: Row) -> str:
@@ -430,44 +427,35 @@ def _cell(value: Any) -> str:
 def about() -> Row:
     """Where, with what and when."""
     packages = ("flax-mha", "flax", "jax", "jaxlib", "numpy", "torch")
-    installed = {
-        name.lower()
-        for package in importlib.metadata.distributions()
-        if (name := package.name)
-    }
-    versions = {
-        name: importlib.metadata.version(name) for name in packages if name in installed
-    }
+    # A broken installation may have no name.
+    names = [package.name for package in importlib.metadata.distributions()]
+    installed = {name.lower() for name in names if name}
+    versions = {"Python": platform.python_version()}
+    for name in packages:
+        if name in installed:
+            versions[name] = importlib.metadata.version(name)
+    script = f"benchmarks/{Path(sys.argv[0]).name}"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "command": shlex.join(
-            ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
-        ),
+        "command": shlex.join(["python", script, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": _cpu() if ON_CPU else jax.devices()[0].device_kind,
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "load_at_start": round(os.getloadavg()[0], 2),
         "threads": "every library uses all cores",
-        "memory_gib": round(
-            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
-        ),
+        "memory_gib": round(memory / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
-        "versions": {"Python": platform.python_version()} | versions,
+        "versions": versions,
     }
 
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        models = [
-            line
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-    else:
-        models = []
-    if models:
-        return models[0].split(":")[1].strip()
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
     return platform.processor()
 
 
@@ -482,23 +470,22 @@ def grid(
     belong in it.
     """
     rows = [row for row in rows if "ms" in row]
-    values = [list(dict.fromkeys(row[key] for row in rows)) for key in (down, across)]
-    size = (len(values[0]), len(values[1]))
-    figure = Figure(figsize=(5.5 * size[1], 4.2 * size[0] + 0.6), layout="constrained")
+    of_rows = list(dict.fromkeys(row[down] for row in rows))
+    of_columns = list(dict.fromkeys(row[across] for row in rows))
+    height = 4.2 * len(of_rows) + 0.6
+    figure = Figure(figsize=(5.5 * len(of_columns), height), layout="constrained")
+    all_axes = figure.subplots(
+        len(of_rows), len(of_columns), squeeze=False, sharey=sharey
+    )
     panels = []
-    for (i, j), axes in np.ndenumerate(
-        figure.subplots(*size, squeeze=False, sharey=sharey)
-    ):
-        place = (values[0][i], values[1][j])
-        panels.append(
-            (axes, [row for row in rows if (row[down], row[across]) == place])
-        )
-        axes.set(
-            title=", ".join(map(str, dict.fromkeys(place))),
-            xlabel=labels[0],
-            ylabel=labels[1],
-        )
+    for (i, j), axes in np.ndenumerate(all_axes):
+        place = (of_rows[i], of_columns[j])
+        own = [row for row in rows if (row[down], row[across]) == place]
+        # Benchmarks with one panel pass the same column twice.
+        title = ", ".join(map(str, dict.fromkeys(place)))
+        axes.set(title=title, xlabel=labels[0], ylabel=labels[1])
         axes.grid(alpha=0.3)
+        panels.append((axes, own))
     return figure, panels
 
 
@@ -512,14 +499,11 @@ def lines(
 ) -> None:
     """Both axes logarithmic, a line for each value of `series`."""
     for name in dict.fromkeys(row[series] for row in rows):
-        points = [(row[x], row[y]) for row in rows if row[series] == name]
-        axes.loglog(
-            *zip(*sorted(points), strict=True),
-            "o-",
-            markersize=4,
-            label=name,
-            **(style | _look(name)),
-        )
+        points = sorted((row[x], row[y]) for row in rows if row[series] == name)
+        xs, ys = zip(*points, strict=True)
+        look = style | _look(name)
+        axes.loglog(xs, ys, "o-", markersize=4, label=name, **look)
+    # A tick for each value of x, and 1, 2, 5, 10, ... along y.
     ticks = sorted({row[x] for row in rows})
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -535,22 +519,18 @@ def bars(
     """A group of horizontal bars for each value of `group`, a bar for each of `series`,
     the number beside it.
     """
-    groups, kinds = (
-        list(dict.fromkeys(row[key] for row in rows)) for key in (group, series)
-    )
+    groups = list(dict.fromkeys(row[group] for row in rows))
+    kinds = list(dict.fromkeys(row[series] for row in rows))
     height = 0.8 / max(1, len(kinds))
     for k, kind in enumerate(kinds):
         own = [row for row in rows if row[series] == kind and row.get(y) is not None]
-        places = [
-            groups.index(row[group]) + (k - (len(kinds) - 1) / 2) * height
-            for row in own
-        ]
-        drawn = axes.barh(
-            places, [row[y] for row in own], height, label=kind, **_look(kind)
-        )
-        axes.bar_label(
-            drawn, [_cell(float(row[y])) for row in own], padding=2, fontsize=8
-        )
+        # The bars of a group stand around its tick.
+        shift = (k - (len(kinds) - 1) / 2) * height
+        places = [groups.index(row[group]) + shift for row in own]
+        widths = [row[y] for row in own]
+        drawn = axes.barh(places, widths, height, label=kind, **_look(kind))
+        texts = [_cell(float(width)) for width in widths]
+        axes.bar_label(drawn, texts, padding=2, fontsize=8)
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
     axes.set_axisbelow(True)
@@ -567,6 +547,7 @@ def _look(name: str) -> dict[str, str]:
 
 def save(figure: Figure, out: Path, columns: int = 4) -> None:
     """Writes the picture, with one legend for all panels."""
+    # By label, so that what is in several panels is listed once.
     entries = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()

@@ -13,8 +13,10 @@ Columns:
   spread      distance between the quartiles, in % of the median
   MiB         temporaries (jax's programs say)
   compile     seconds to trace and compile
-  GFLOP/s     8 B T D D of the projections and 2 B T T D of the causal attention; with backward 3 and 3.5 times that
-  x matmul    the same as a share of a matrix product by jax, in this dtype, measured in the same rounds
+  GFLOP/s     8 B T D D of the projections and 2 B T T D of the causal attention; with
+              backward 3 and 3.5 times that
+  x matmul    the same as a share of a matrix product by jax, in this dtype, measured in
+              the same rounds
   x Flax      milliseconds as a multiple of flax.nnx.MultiHeadAttention's
   x torch     milliseconds as a multiple of torch.nn.MultiheadAttention's
 """
@@ -71,10 +73,11 @@ class Cell(NamedTuple):
         batch, length, features, _ = self.sizes
         projections = 8 * batch * length * features**2
         attention = 2 * batch * length**2 * features
-        backward = self.direction == "backward"
-        return (
-            (3 if backward else 1) * projections + (3.5 if backward else 1) * attention
-        ) / 1e9
+        if self.direction == "backward":
+            # A gradient of each factor; the attention also computes its scores again.
+            projections *= 3
+            attention *= 3.5
+        return (projections + attention) / 1e9
 
     def arrays(self) -> list[np.ndarray]:
         """Input, cotangent."""
@@ -90,6 +93,7 @@ def by_jax(
     layer = module(
         heads, features, dtype=dtype, param_dtype=dtype, decode=False, rngs=nnx.Rngs(0)
     )
+    # Only the compute is timed, not nnx's handling of modules.
     structure, parameters = nnx.split(layer)
 
     def call(parameters: nnx.State, x: jax.Array) -> jax.Array:
@@ -97,9 +101,8 @@ def by_jax(
 
     x, cotangent = (jnp.asarray(x, dtype) for x in cell.arrays())
     if cell.direction == "backward":
-        return measure.compiled(
-            measure.value_and_pullback(call), cotangent, parameters, x, memory=memory
-        )
+        both = measure.value_and_pullback(call)
+        return measure.compiled(both, cotangent, parameters, x, memory=memory)
     return measure.compiled(call, parameters, x, memory=memory)
 
 
@@ -125,11 +128,18 @@ def by_torch(cell: Cell) -> measure.Ready:
     return measure.Ready(call, measure.torch_wait)
 
 
+def peers(cell: Cell, memory: float) -> measure.Peers:
+    return {
+        OURS: functools.partial(by_jax, flax_mha.MultiHeadAttention, cell, memory),
+        FLAX: functools.partial(by_jax, nnx.MultiHeadAttention, cell, memory),
+        TORCH: functools.partial(by_torch, cell),
+    }
+
+
 def plot(rows: list[measure.Row], options) -> None:
     """Milliseconds, as a multiple of Flax's."""
-    figure, panels = measure.grid(
-        rows, "dtype", "pass", ("milliseconds / those of Flax; lower is better", "")
-    )
+    label = "milliseconds / those of Flax; lower is better"
+    figure, panels = measure.grid(rows, "dtype", "pass", (label, ""))
     for axes, own in panels:
         measure.bars(axes, own, "shape", "to_flax")
         axes.set_ylabel("batch, length, features, heads")
@@ -148,24 +158,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32" if measure.ON_CPU else "bfloat16")
     parser.add_argument("--passes", type=measure.names, default=["forward", "backward"])
     options = parser.parse_args()
-    cells = [
-        Cell(length, options.dtype, direction)
-        for length in options.lengths
-        for direction in options.passes
-    ]
+    cells = []
+    for length in options.lengths:
+        cells += [Cell(length, options.dtype, name) for name in options.passes]
     with measure.Report("The whole module, causal", COLUMNS, options) as report:
         for cell in report.each(cells):
-            peers = {
-                OURS: functools.partial(
-                    by_jax, flax_mha.MultiHeadAttention, cell, options.memory
-                ),
-                FLAX: functools.partial(
-                    by_jax, nnx.MultiHeadAttention, cell, options.memory
-                ),
-                TORCH: functools.partial(by_torch, cell),
-            }
             results = measure.compare_speed(
-                peers, cell.gflop, cell.dtype, options, report.say
+                peers(cell, options.memory), cell.gflop, cell.dtype, options, report.say
             )
             measure.ratios(results, FLAX, "to_flax")
             measure.ratios(results, TORCH, "to_torch")

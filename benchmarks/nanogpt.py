@@ -28,28 +28,24 @@ LOWEST = 1e-4
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = (
-            nn.LayerNorm(FEATURES, bias=False) for _ in range(2)
-        )
-        self.qkv, self.out = (
-            nn.Linear(FEATURES, 3 * FEATURES, bias=False),
-            nn.Linear(FEATURES, FEATURES, bias=False),
-        )
+        self.attention_norm = nn.LayerNorm(FEATURES, bias=False)
+        self.mlp_norm = nn.LayerNorm(FEATURES, bias=False)
+        self.qkv = nn.Linear(FEATURES, 3 * FEATURES, bias=False)
+        self.out = nn.Linear(FEATURES, FEATURES, bias=False)
         self.widen = nn.Linear(FEATURES, 4 * FEATURES, bias=False)
         self.narrow = nn.Linear(4 * FEATURES, FEATURES, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (
-            self.qkv(self.attention_norm(x))
-            .unflatten(-1, (3, HEADS, FEATURES // HEADS))
-            .transpose(1, 3)
-        )
+        qkv = self.qkv(self.attention_norm(x))
+        # [B, T, 3, N, H] becomes [B, N, 3, T, H].
+        heads = qkv.unflatten(-1, (3, HEADS, FEATURES // HEADS)).transpose(1, 3)
         query, key, value = heads.unbind(2)
         heard = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True
         )
         x = x + self.out(heard.transpose(1, 2).flatten(2))
-        return x + self.narrow(functional.gelu(self.widen(self.mlp_norm(x))))
+        hidden = functional.gelu(self.widen(self.mlp_norm(x)))
+        return x + self.narrow(hidden)
 
 
 class GPT(nn.Module):
@@ -61,31 +57,30 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(FEATURES, bias=False)
         for name, array in self.named_parameters():
             if array.ndim > 1:
-                into_the_stream = name.endswith(("out.weight", "narrow.weight"))
-                nn.init.normal_(
-                    array, std=0.02 / math.sqrt(2 * LAYERS) if into_the_stream else 0.02
-                )
+                std = 0.02
+                # As in GPT-2: each layer adds two terms to the residual stream.
+                if name.endswith(("out.weight", "narrow.weight")):
+                    std /= math.sqrt(2 * LAYERS)
+                nn.init.normal_(array, std=std)
 
     def forward(self, windows: Tensor) -> Tensor:
         """The mean loss over windows `[B, T + 1]`, in nats per character."""
-        x = (
-            self.embedding(windows[:, :-1])
-            + self.position.weight[: windows.shape[1] - 1]
-        )
+        tokens = windows[:, :-1]
+        targets = windows[:, 1:]
+        x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
+        # The head is tied to the embedding.
         logits = functional.linear(self.norm(self.blocks(x)), self.embedding.weight)
-        return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def learning_rate(step: int, steps: int) -> float:
     """Of a step, from 0, in a run of so many."""
     if step < WARM_UP:
         return HIGHEST * (step + 1) / (WARM_UP + 1)
-    return (
-        LOWEST
-        + (HIGHEST - LOWEST)
-        * (1 + math.cos(math.pi * (step - WARM_UP) / (steps - WARM_UP)))
-        / 2
-    )
+    # From 1 to 0 along half a cosine.
+    done = (step - WARM_UP) / (steps - WARM_UP)
+    share = (1 + math.cos(math.pi * done)) / 2
+    return LOWEST + (HIGHEST - LOWEST) * share
 
 
 def trainer(
@@ -102,15 +97,11 @@ def trainer(
     torch.manual_seed(0)
     model = GPT(vocabulary_size)
     parameters = list(model.parameters())
+    matrices = [array for array in parameters if array.ndim > 1]
+    vectors = [array for array in parameters if array.ndim == 1]
     groups = [
-        {
-            "params": [array for array in parameters if array.ndim > 1],
-            "weight_decay": 0.1,
-        },
-        {
-            "params": [array for array in parameters if array.ndim == 1],
-            "weight_decay": 0.0,
-        },
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, HIGHEST, betas=(0.9, 0.99), fused=True)
     text = torch.from_numpy(characters).long()
@@ -119,7 +110,8 @@ def trainer(
     def step(number: int) -> Tensor:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(number, steps)
-        windows = text[torch.randint(len(text) - CONTEXT, (BATCH, 1)) + offsets]
+        starts = torch.randint(len(text) - CONTEXT, (BATCH, 1))
+        windows = text[starts + offsets]
         loss = model(windows)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -132,7 +124,9 @@ def trainer(
 
 def loss_on(model: nn.Module, windows: np.ndarray) -> float:
     """The mean loss over validation windows `[C, W, T + 1]`."""
+    losses = []
     with torch.no_grad():
-        return float(
-            np.mean([float(model(torch.from_numpy(some).long())) for some in windows])
-        )
+        for some in windows:
+            loss = model(torch.from_numpy(some).long())
+            losses.append(float(loss))
+    return float(np.mean(losses))

@@ -12,10 +12,12 @@ T and 4 T. `backward` is the value and the gradients of query, key and value.
 Columns:
   spread      distance between the quartiles, in % of the median
   x full      milliseconds as a multiple of those of full attention of the same length
-  tiles       share of the tiles of 512 x 512 scores in which something may be visible, and which are thus visited
+  tiles       share of the tiles of 512 x 512 scores in which something may be visible,
+              and which are thus visited
   MiB         temporaries (jax's programs say)
   compile     seconds to trace and compile
-  ms / 1k     milliseconds for a thousand tokens: the same for every length where the cost grows linearly
+  ms / 1k     milliseconds for a thousand tokens: the same for every length if the cost
+              grows linearly
 """
 
 import functools
@@ -27,7 +29,7 @@ import measure
 import numpy as np
 from matplotlib.figure import Figure
 
-from flax_mha import attention, recipes
+from flax_mha import dot_product_attention, recipes
 from flax_mha._src import plan as schedule
 from flax_mha._src.core.validation import Shape
 from flax_mha._src.masks.function import store_occupancy
@@ -66,7 +68,8 @@ def full(length: int) -> Case:
 
 
 def documents(length: int) -> Case:
-    ids = jnp.repeat(jnp.arange(16, dtype=jnp.int32), -(-length // 16))[None, :length]
+    each = -(-length // 16)
+    ids = jnp.repeat(jnp.arange(16, dtype=jnp.int32), each)[None, :length]
     return Case({"query_segment_ids": ids}, SegmentMask(ids, ids))
 
 
@@ -84,12 +87,17 @@ def big_bird(length: int) -> Case:
     """
     count = -(-length // TILE)
     table = np.random.default_rng(0).random((HEADS, count, count)) < 0.1
+    # So that no query is without keys.
     table |= np.eye(count, dtype=bool) | (np.arange(count) == 0)
     return of_recipe(recipes.block_sparse(table, TILE))
 
 
 def of_recipe(arguments: dict[str, Any]) -> Case:
     return Case(arguments, arguments.get("mask"))
+
+
+def unchanged(length: int) -> Case:
+    return of_recipe({"score_mod": lambda score, b, h, q_idx, kv_idx: score})
 
 
 CASES: dict[str, Callable[[int], Case]] = {
@@ -100,9 +108,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     "prefix-LM, a quarter": lambda length: of_recipe(recipes.prefix_lm(length // 4)),
     "dilated by 4": lambda length: of_recipe(recipes.dilated(4)),
     "block-sparse": big_bird,
-    "score_mod that changes nothing": lambda length: of_recipe(
-        {"score_mod": lambda score, b, h, q_idx, kv_idx: score}
-    ),
+    "score_mod that changes nothing": unchanged,
 }
 
 
@@ -111,28 +117,27 @@ def share_of_tiles(mask: Mask | None, length: int) -> float | None:
     if mask is None:
         return None
     lengths = (length, length)
+    offsets = (0, 0)
     tiles = tiling.tiling_of(lengths, schedule.TILE_SHAPES[0])
-    canonical = mask.canonical(Shape((1,), *lengths, HEADS, HEADS, HEAD_DIM, HEAD_DIM))
-    by_head = head.mask_by_head(
-        store_occupancy(canonical, lengths, (0, 0), tiling.CELL), 1, (HEADS, 1)
-    )
+    # As "blockwise" does it: the mask of each head, and which tiles it leaves visible.
+    shape = Shape((1,), *lengths, HEADS, HEADS, HEAD_DIM, HEAD_DIM)
+    stored = store_occupancy(mask.canonical(shape), lengths, offsets, tiling.CELL)
+    by_head = head.mask_by_head(stored, 1, (HEADS, 1))
     each = [one_of(by_head, (0, n, 0)) for n in range(HEADS)]
-    return (
-        float(np.mean(tiling.static_block_mask(tiles, each, (0, 0)).num_tiles))
-        / tiles.cells
-    )
+    block_mask = tiling.static_block_mask(tiles, each, offsets)
+    return float(np.mean(block_mask.num_tiles)) / tiles.cells
 
 
 def peer(case: Case, length: int, direction: str, memory: float) -> measure.Ready:
-    rng = np.random.default_rng(0)
-    x = [
-        jnp.asarray(rng.standard_normal((1, length, HEADS, HEAD_DIM), np.float32))
-        for _ in range(4)
-    ]
-    attend = functools.partial(attention.dot_product_attention, **case.arguments)
+    # Cotangent, query, key, value.
+    shape = (4, 1, length, HEADS, HEAD_DIM)
+    drawn = np.random.default_rng(0).standard_normal(shape, np.float32)
+    cotangent, *inputs = map(jnp.asarray, drawn)
+    attend = functools.partial(dot_product_attention, **case.arguments)
     if direction == "backward":
-        return measure.compiled(measure.value_and_pullback(attend), *x, memory=memory)
-    return measure.compiled(attend, *x[:3], memory=memory)
+        both = measure.value_and_pullback(attend)
+        return measure.compiled(both, cotangent, *inputs, memory=memory)
+    return measure.compiled(attend, *inputs, memory=memory)
 
 
 def plot(rows: list[measure.Row], options) -> None:
@@ -140,19 +145,14 @@ def plot(rows: list[measure.Row], options) -> None:
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     rows = [row for row in rows if "ms" in row]
-    measure.bars(
-        left,
-        [row for row in rows if row["length"] == options.length],
-        "implementation",
-        "to_full",
-        "pass",
-    )
+    longest = [row for row in rows if row["length"] == options.length]
+    measure.bars(left, longest, "implementation", "to_full", series="pass")
     left.set(
         title=f"T = {options.length:,}",
         xlabel="milliseconds / those of full attention; lower is better",
     )
     windows = [row for row in rows if row["implementation"] == WINDOW]
-    measure.lines(right, windows, "length", "ms", "pass")
+    measure.lines(right, windows, "length", "ms", series="pass")
     right.set(title=WINDOW, xlabel="length", ylabel="ms")
     for axes in (left, right):
         axes.grid(alpha=0.3)
@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16384)
     parser.add_argument("--passes", type=measure.names, default=["forward", "backward"])
     options = parser.parse_args()
+    # Which cases to run at which length.
     names = {
         options.length: list(CASES),
         options.length // 2: ["full", "causal", WINDOW],
@@ -175,10 +176,11 @@ def main() -> None:
     with measure.Report("What skipping pays", COLUMNS, options) as report:
         for length, direction in report.each(cells):
             cases = {name: CASES[name](length) for name in names[length]}
-            peers = {
-                name: functools.partial(peer, case, length, direction, options.memory)
-                for name, case in cases.items()
-            }
+            peers = {}
+            for name, case in cases.items():
+                peers[name] = functools.partial(
+                    peer, case, length, direction, memory=options.memory
+                )
             results = measure.compare(peers, options, report.say)
             for name, result in results.items():
                 result["tiles"] = share_of_tiles(cases[name].mask, length)

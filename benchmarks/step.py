@@ -11,14 +11,16 @@ that donation is real. What jax runs differs from the whole update in one thing 
 
   Flax's attention        flax.nnx.dot_product_attention as attention_fn
   blockwise attention     implementation="blockwise"
-  fused qkv               one matrix product for query, key and value; the three kernels are concatenated in the step
+  fused qkv               one matrix product for query, key and value; the three
+                          kernels are concatenated in the step
   no attention core       query + key + value instead: what all but the core costs
   no qk-norm              without the LayerNorm of each head's query and key
   no optimizer            loss and gradients; the batch is drawn, too
   forward only            the loss; the batch is drawn, too
   no donation             the new state in new arrays
-  PyTorch                 eager; the same model with fused qkv, as nanoGPT has it, scaled_dot_product_attention, and a
-                          fused AdamW whose learning rate is constant
+  PyTorch                 eager; the same model with fused qkv, as nanoGPT has it,
+                          scaled_dot_product_attention, and a fused AdamW whose
+                          learning rate is constant
 
 Columns:
   spread      distance between the quartiles, in % of the median
@@ -76,19 +78,16 @@ class Cell(NamedTuple):
     @property
     def parameters(self) -> int:
         """How many numbers the whole model learns."""
-        return sum(
-            leaf.size
-            for leaf in jax.tree.leaves(
-                blueprint(self.vocabulary_size, self.settings)[1]
-            )
-        )
+        _, params = blueprint(self.vocabulary_size, self.settings)
+        return sum(leaf.size for leaf in jax.tree.leaves(params))
 
     def __str__(self) -> str:
         """The sizes."""
-        layers, heads, features, batch, length = (
-            getattr(self.settings, name) for name in SIZES
+        sizes = self.settings
+        return (
+            f"{sizes.layers} layers, {sizes.heads} heads, {sizes.features} features, "
+            f"batch of {sizes.batch_size} x {sizes.context_length} tokens"
         )
-        return f"{layers} layers, {heads} heads, {features} features, batch of {batch} x {length} tokens"
 
 
 def read(settings: Settings) -> Cell:
@@ -107,15 +106,14 @@ class FusedAttention(nnx.Module):
             setattr(self, name, getattr(attention, name))
 
     def __call__(self, x: jax.Array, *, is_causal: bool, **_: Any) -> jax.Array:
-        kernel = jnp.concatenate(
-            [layer.kernel[...] for layer in (self.query, self.key, self.value)], axis=1
+        layers = (self.query, self.key, self.value)
+        kernel = jnp.concatenate([layer.kernel[...] for layer in layers], axis=1)
+        qkv = jnp.einsum("btd,dnh->btnh", x, kernel)
+        query, key, value = jnp.split(qkv, 3, axis=2)
+        output = flax_mha.dot_product_attention(
+            self.query_ln(query), self.key_ln(key), value, is_causal=is_causal
         )
-        query, key, value = jnp.split(jnp.einsum("btd,dnh->btnh", x, kernel), 3, axis=2)
-        query = self.query_ln(query)
-        key = self.key_ln(key)
-        return self.out(
-            flax_mha.dot_product_attention(query, key, value, is_causal=is_causal)
-        )
+        return self.out(output)
 
 
 def by_flax(block: Block) -> None:
@@ -137,7 +135,8 @@ def without_core(block: Block) -> None:
 
 
 def without_norm(block: Block) -> None:
-    block.attention.query_ln = block.attention.key_ln = nnx.data(None)
+    block.attention.query_ln = nnx.data(None)
+    block.attention.key_ln = nnx.data(None)
 
 
 def model(
@@ -147,11 +146,11 @@ def model(
     block.
     """
     structure, _ = blueprint(cell.vocabulary_size, cell.settings)
-    transformer = nnx.merge(
-        structure, initial_params(cell.vocabulary_size, cell.settings)
-    )
-    for block in transformer.blocks if change else ():
-        change(block)
+    params = initial_params(cell.vocabulary_size, cell.settings)
+    transformer = nnx.merge(structure, params)
+    if change is not None:
+        for block in transformer.blocks:
+            change(block)
     structure, params = nnx.split(transformer, nnx.Param)
     return structure, nnx.to_pure_dict(params)
 
@@ -164,14 +163,14 @@ def training(
 ) -> measure.Ready:
     """One update after the other."""
     structure, params = model(cell, change)
-    update = jax.jit(
-        make_update(structure, cell.settings), donate_argnums=(0,) if donate else ()
-    )
+    donated = (0,) if donate else ()
+    update = jax.jit(make_update(structure, cell.settings), donate_argnums=donated)
     state = State(params, make_optimizer(cell.settings).init(params))
     characters = jnp.asarray(cell.characters)
     program, costs = measure.program(update, state, 1, characters, memory=memory)
     steps = itertools.count(1)
 
+    # Each update gets the state that the last one returned: the one before is donated.
     def call() -> jax.Array:
         nonlocal state
         state, loss = program(state, next(steps), characters)
@@ -186,15 +185,15 @@ def loss_alone(cell: Cell, memory: float, gradients: bool) -> measure.Ready:
     settings = cell.settings
 
     def loss(params: Params, step: jax.Array, characters: jax.Array) -> jax.Array:
+        # Drawn as in the demo's update.
         key = jax.random.fold_in(jax.random.key(settings.seed), step)
-        starts = jax.random.randint(
-            key, (settings.batch_size, 1), 0, len(characters) - settings.context_length
-        )
+        last = len(characters) - settings.context_length
+        starts = jax.random.randint(key, (settings.batch_size, 1), 0, last)
         windows = characters[starts + jnp.arange(settings.context_length + 1)]
         logits = nnx.merge(structure, params)(windows[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, windows[:, 1:]
-        ).mean()
+        targets = windows[:, 1:]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return losses.mean()
 
     f = jax.value_and_grad(loss) if gradients else loss
     return measure.compiled(f, params, 1, jnp.asarray(cell.characters), memory=memory)
@@ -216,33 +215,29 @@ def torch_twin(cell: Cell) -> Any:
     class TorchBlock(nn.Module):
         def __init__(self):
             super().__init__()
-            self.attention_norm, self.network_norm = norm(), norm()
-            self.qkv, self.out = (
-                linear(features, 3 * features),
-                linear(features, features),
-            )
-            self.query_ln, self.key_ln = (
-                nn.LayerNorm(head_dim, eps=1e-6, bias=False) for _ in range(2)
-            )
-            self.widen, self.narrow = (
-                linear(features, 4 * features),
-                linear(4 * features, features),
-            )
+            self.attention_norm = norm()
+            self.network_norm = norm()
+            # Fused, as in nanoGPT.
+            self.qkv = linear(features, 3 * features)
+            self.out = linear(features, features)
+            self.query_ln = nn.LayerNorm(head_dim, eps=1e-6, bias=False)
+            self.key_ln = nn.LayerNorm(head_dim, eps=1e-6, bias=False)
+            self.widen = linear(features, 4 * features)
+            self.narrow = linear(4 * features, features)
 
         def forward(self, x):
             qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, heads, head_dim))
             query, key, value = qkv.unbind(2)  # [B, T, N, H]
-            heads_first = (
-                y.transpose(1, 2)
-                for y in (self.query_ln(query), self.key_ln(key), value)
-            )
+            # PyTorch's attention takes [B, N, T, H].
+            query = self.query_ln(query).transpose(1, 2)
+            key = self.key_ln(key).transpose(1, 2)
+            value = value.transpose(1, 2)
             heard = functional.scaled_dot_product_attention(
-                *heads_first, is_causal=True
+                query, key, value, is_causal=True
             )
             x = x + self.out(heard.transpose(1, 2).flatten(2))
-            return x + self.narrow(
-                functional.relu(self.widen(self.network_norm(x))).square()
-            )
+            hidden = functional.relu(self.widen(self.network_norm(x))).square()
+            return x + self.narrow(hidden)
 
     class TorchTransformer(nn.Module):
         def __init__(self):
@@ -250,14 +245,14 @@ def torch_twin(cell: Cell) -> Any:
             self.embedding = nn.Embedding(cell.vocabulary_size, features)
             self.position = nn.Embedding(settings.context_length, features)
             self.blocks = nn.Sequential(*(TorchBlock() for _ in range(settings.layers)))
-            self.norm, self.head = norm(), linear(features, cell.vocabulary_size)
+            self.norm = norm()
+            self.head = linear(features, cell.vocabulary_size)
 
         def forward(self, windows):
             x = self.embedding(windows[:, :-1]) + self.position.weight
             logits = self.head(self.norm(self.blocks(x)))
-            return functional.cross_entropy(
-                logits.flatten(0, 1), windows[:, 1:].flatten()
-            )
+            targets = windows[:, 1:]
+            return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     torch.manual_seed(settings.seed)
     return TorchTransformer()
@@ -270,17 +265,15 @@ def by_torch(cell: Cell) -> measure.Ready:
     settings = cell.settings
     twin = torch_twin(cell).to(device)
     parameters = list(twin.parameters())
-    if (count := sum(array.numel() for array in parameters)) != cell.parameters:
+    count = sum(array.numel() for array in parameters)
+    # Two models of different sizes would not do the same work.
+    if count != cell.parameters:
         raise ValueError(f"{count:,} parameters, not {cell.parameters:,}")
+    matrices = [array for array in parameters if array.ndim > 1]
+    vectors = [array for array in parameters if array.ndim == 1]
     groups = [
-        {
-            "params": [array for array in parameters if array.ndim > 1],
-            "weight_decay": 0.1,
-        },
-        {
-            "params": [array for array in parameters if array.ndim == 1],
-            "weight_decay": 0.0,
-        },
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         groups, settings.learning_rate, betas=(0.9, 0.99), fused=True
@@ -290,9 +283,8 @@ def by_torch(cell: Cell) -> measure.Ready:
     last = len(characters) - settings.context_length
 
     def call() -> object:
-        windows = characters[
-            torch.randint(last, (settings.batch_size, 1), device=device) + offsets
-        ]
+        starts = torch.randint(last, (settings.batch_size, 1), device=device)
+        windows = characters[starts + offsets]
         optimizer.zero_grad(set_to_none=True)
         loss = twin(windows)
         loss.backward()
@@ -335,9 +327,8 @@ def main() -> None:
     parser = measure.arguments(__doc__)
     standard = Settings(layers=4)
     for name in SIZES:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=getattr(standard, name)
-        )
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, default=getattr(standard, name))
     options = parser.parse_args()
     sizes = {name: getattr(options, name) for name in SIZES}
     cell = read(Settings(**sizes))

@@ -11,9 +11,11 @@ still. Seconds count from before its interpreter starts: imports and compiling a
 of them. Contenders:
 
   nanoGPT's recipe, PyTorch   benchmarks/nanogpt.py
-  ours, first run             the demo's default settings, with an empty cache of compiled programs
+  ours, first run             the demo's default settings, with an empty cache of
+                              compiled programs
   ours, again                 the same once more, with what the first run compiled
-  ours, Flax's attention      likewise with a filled cache, with flax.nnx.dot_product_attention
+  ours, Flax's attention      likewise with a filled cache, with
+                              flax.nnx.dot_product_attention
 
 Then their training steps take turns in one process. "ours at the twin's size" has its 4
 layers, and AdamW.
@@ -75,6 +77,7 @@ COLUMNS = {
 
 def trained(name: str, options, cache: str, *more: str) -> list[measure.Row]:
     """What a contender printed: its validations."""
+    # Every program is kept, however fast it compiles.
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -98,13 +101,9 @@ def trained(name: str, options, cache: str, *more: str) -> list[measure.Row]:
 
 def races(options, say) -> dict[str, list[measure.Row]]:
     curves = {}
+    kinds = {TWIN: TWIN, FIRST: OURS, AGAIN: OURS, BY_FLAX: BY_FLAX}
     with tempfile.TemporaryDirectory() as cache:
-        for name, kind in (
-            (TWIN, TWIN),
-            (FIRST, OURS),
-            (AGAIN, OURS),
-            (BY_FLAX, BY_FLAX),
-        ):
+        for name, kind in kinds.items():
             say(f"{name} trains")
             if kind == BY_FLAX:
                 trained(kind, options, cache, "--until", "1")  # fills the cache
@@ -117,32 +116,21 @@ def compared(curves: dict[str, list[measure.Row]]) -> dict[str, measure.Row]:
     results = {}
     end = curves[TWIN][-1]
     for name, curve in curves.items():
-        passed = next(
-            (
-                point["seconds"]
-                for point in curve
-                if point["val_loss"] <= end["val_loss"]
-            ),
-            None,
-        )
-        row = {
-            "seconds": curve[-1]["seconds"],
-            "loss": curve[-1]["val_loss"],
-            "curve": curve,
-        }
-        if name != TWIN:
-            then = [
-                point["val_loss"]
-                for point in curve
-                if point["seconds"] <= end["seconds"]
-            ]
-            row |= {"passed": passed, "of_twin": passed and passed / end["seconds"]}
-            row |= (
-                {"loss_then": then[-1], "lower_by": end["val_loss"] - then[-1]}
-                if then
-                else {}
-            )
+        last = curve[-1]
+        row = {"seconds": last["seconds"], "loss": last["val_loss"], "curve": curve}
         results[name] = row
+        if name == TWIN:
+            continue
+        # When it had learned as much as the twin learns.
+        as_good = [point for point in curve if point["val_loss"] <= end["val_loss"]]
+        passed = as_good[0]["seconds"] if as_good else None
+        row["passed"] = passed
+        row["of_twin"] = passed and passed / end["seconds"]
+        # How much it had learned when the twin ended.
+        in_time = [point for point in curve if point["seconds"] <= end["seconds"]]
+        if in_time:
+            row["loss_then"] = in_time[-1]["val_loss"]
+            row["lower_by"] = end["val_loss"] - row["loss_then"]
     return results
 
 
@@ -150,6 +138,7 @@ def step_of_jax(
     text: data.Text, settings: Settings, flax: bool = False
 ) -> measure.Ready:
     """One update a call."""
+    # The demo's transformer, or the same with Flax's attention.
     structure, _ = model.blueprint(len(text.vocabulary), settings)
     params = model.initial_params(len(text.vocabulary), settings)
     if flax:
@@ -164,6 +153,7 @@ def step_of_jax(
     step = jax.jit(update.make_update(structure, settings), donate_argnums=0)
     numbers = itertools.count(1)
 
+    # Each update gets the state that the last one returned: the one before is donated.
     def call() -> jax.Array:
         nonlocal state
         state, loss = step(state, next(numbers), characters)
@@ -180,17 +170,14 @@ def step_of_torch(text: data.Text) -> measure.Ready:
 
 
 def parameters(text: data.Text, settings: Settings) -> int:
-    return sum(
-        leaf.size
-        for leaf in jax.tree.leaves(model.blueprint(len(text.vocabulary), settings)[1])
-    )
+    _, params = model.blueprint(len(text.vocabulary), settings)
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def steps(text: data.Text, options, say) -> dict[str, measure.Row]:
     ours = Settings()
-    same = Settings(
-        **completed("tiny", {"layers": nanogpt.LAYERS, "optimizer": "adamw"})
-    )
+    given = {"layers": nanogpt.LAYERS, "optimizer": "adamw"}
+    same = Settings(**completed("tiny", given))
     peers = {
         TWIN: functools.partial(step_of_torch, text),
         AGAIN: functools.partial(step_of_jax, text, ours),
@@ -264,14 +251,10 @@ def main() -> None:
             results = compared(races(options, report.say))
             turns = steps(text, options, report.say)
             turns = {FIRST: turns[AGAIN], **turns}  # the same program
-            results = {
-                name: results.get(name, {}) | turns[name]
-                for name in (TWIN, FIRST, AGAIN, BY_FLAX, SAME_SIZE)
-            }
-            report.add(
-                facts | {"steps": options.steps, "twin_steps": options.twin_steps},
-                results,
-            )
+            names = (TWIN, FIRST, AGAIN, BY_FLAX, SAME_SIZE)
+            results = {name: results.get(name, {}) | turns[name] for name in names}
+            facts |= {"steps": options.steps, "twin_steps": options.twin_steps}
+            report.add(facts, results)
     plot(results, title, options)
 
 

@@ -26,6 +26,7 @@ SHAPES = (
     (1, 4096, 16, 64),
     BEYOND_BUDGET,
 )
+LARGE_CALLS = ("causal", "causal, window of 128", "causal, dropout")
 WINDOW = (127, 0)
 CALLS = {
     "not causal": jnp.float32,
@@ -61,40 +62,38 @@ def programs() -> Iterator[dict[str, Program]]:
     """For each call, Flax's program and ours."""
     for shape in SHAPES:
         for call, dtype in CALLS.items():
-            if shape == BEYOND_BUDGET and call not in (
-                "causal",
-                "causal, window of 128",
-                "causal, dropout",
-            ):
+            if shape == BEYOND_BUDGET and call not in LARGE_CALLS:
                 continue
             _, length, heads, _ = shape
+            # Query, key, value, and what the call needs besides.
             shapes: list[tuple[tuple[int, ...], Any]] = [(shape, dtype)] * 3
-            shapes += [((1, heads, length, length), dtype)] if call == "bias" else []
-            shapes += [((), jax.random.key(0).dtype)] if "dropout" in call else []
+            floats = 3
+            if call == "bias":
+                shapes.append(((1, heads, length, length), dtype))
+                floats = 4
+            if "dropout" in call:
+                shapes.append(((), jax.random.key(0).dtype))
+            what = call.removesuffix(", bfloat16")
+            trips = _tiles_of_row(call, length)
             for way in ("forward", "gradient"):
-                name = f"{shape} {jnp.dtype(dtype).name}, {call.removesuffix(', bfloat16')}, {way}"
-                both = {
-                    "Flax": _of_flax(call),
-                    "flax_mha": functools.partial(_ours, call),
-                }
+                name = f"{shape} {jnp.dtype(dtype).name}, {what}, {way}"
+                theirs = _of_flax(call)
+                ours = functools.partial(_ours, call)
                 yield {
-                    who: Program(
-                        name,
-                        f,
-                        shapes,
-                        4 if call == "bias" else 3,
-                        _tiles_of_row(call, length),
-                    )
-                    for who, f in both.items()
+                    "Flax": Program(name, theirs, shapes, floats, trips),
+                    "flax_mha": Program(name, ours, shapes, floats, trips),
                 }
+
+
+def _is_causal(call: str) -> bool:
+    return "causal" in call and "not" not in call
 
 
 def _tiles_of_row(call: str, length: int) -> float:
-    if "causal" in call and "not" not in call:
-        mask = CausalMask()
-    else:
-        mask = LocalMask(None, None)
-    mask = mask & LocalMask(*WINDOW) if "window" in call else mask
+    # A window that is open on both sides hides nothing.
+    mask: Any = CausalMask() if _is_causal(call) else LocalMask(None, None)
+    if "window" in call:
+        mask = mask & LocalMask(*WINDOW)
     grid = tiling.tiling_of((length, length), schedule.TILE_SHAPES[0])
     some = tiling.tiles_of(grid, mask, (0, 0))[-1]
     return float(some.mean())
@@ -108,14 +107,16 @@ def _ours(
     *more: Any,
     attend: Callable = dot_product_attention,
 ) -> Any:
-    arguments: dict[str, Any] = {"is_causal": "causal" in call and "not" not in call}
+    arguments: dict[str, Any] = {"is_causal": _is_causal(call)}
     if "ALiBi" in call:
         arguments |= recipes.alibi(query.shape[-2])
     if "window" in call:
         arguments["local_window_size"] = WINDOW
     if "dropout" in call:
         arguments |= {"dropout_rate": 0.1, "dropout_rng": more[0]}
-    return attend(query, key, value, *(more if call == "bias" else ()), **arguments)
+    if call == "bias":
+        arguments["bias"] = more[0]
+    return attend(query, key, value, **arguments)
 
 
 def explain_with(call: Callable, explain: Callable) -> Callable:
@@ -126,23 +127,35 @@ def explain_with(call: Callable, explain: Callable) -> Callable:
 def _of_flax(call: str) -> Callable:
     def attend(query: Any, key: Any, value: Any, *more: Any) -> Any:
         length, heads = query.shape[-3:-1]
+        # Of Flax's two functions, only its own has dropout. It takes the causal mask as
+        # an array.
         if "dropout" in call:
             mask = jnp.tril(jnp.ones((1, 1, length, length), bool))
             return nnx.dot_product_attention(
-                query, key, value, mask=mask, dropout_rate=0.1, dropout_rng=more[0], broadcast_dropout=False,
+                query,
+                key,
+                value,
+                mask=mask,
+                dropout_rate=0.1,
+                dropout_rng=more[0],
+                broadcast_dropout=False,
                 deterministic=False,
-            )  # fmt: skip
+            )
         bias = more[0] if call == "bias" else None
+        # The published slopes, for a number of heads that is a power of 2.
         if "ALiBi" in call:
             slopes = 2.0 ** (-8 / heads * jnp.arange(1, heads + 1))
             places = jnp.arange(length)
-            bias = (slopes[:, None, None] * (places - places[:, None]))[None].astype(
-                query.dtype
-            )
-        window = WINDOW if "window" in call else None
-        causal = "causal" in call and "not" not in call
+            distances = places - places[:, None]
+            bias = slopes[:, None, None] * distances
+            bias = bias[None].astype(query.dtype)
         return jax.nn.dot_product_attention(
-            query, key, value, bias, is_causal=causal, local_window_size=window
+            query,
+            key,
+            value,
+            bias,
+            is_causal=_is_causal(call),
+            local_window_size=WINDOW if "window" in call else None,
         )
 
     return attend

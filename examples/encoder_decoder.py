@@ -4,9 +4,11 @@ cross-attention.
     pip install -e .
     python examples/encoder_decoder.py
 
-Sequences of different lengths are padded to one array. `lengths` tell the attention how
-many tokens are not padding, so that padding changes no result.
+Sequences of different lengths are padded to one array. `lengths` says how many tokens
+of each sequence are not padding, so that padding changes no result.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +21,32 @@ from flax_mha.linen import MultiHeadDotProductAttention
 
 VOCABULARY_SIZE = 32
 MAX_LENGTH = 12
-# The token before the first number of a target and after its last; also what pads.
+# The token before the first number of a target and after its last; also the padding.
 END = 0
-# Source, target, lengths.
-Batch = tuple[Int[Array, "B S"], Int[Array, "B T"], Int[Array, " B"]]
+
+
+class Batch(NamedTuple):
+    """Sequences of numbers, and what the model should make of them."""
+
+    source: Int[Array, "B S"]  # 4 to MAX_LENGTH different numbers
+    target: Int[Array, "B T"]  # END, the numbers sorted, END
+    lengths: Int[Array, " B"]  # how many numbers there are
 
 
 def make_batch(key: Key[Array, ""], batch_size: int) -> Batch:
-    """Sources of 4 to MAX_LENGTH different numbers, their targets (END, the numbers
-    sorted, END), and the lengths.
-    """
+    """Draws a batch of random numbers."""
     length_key, source_key = jax.random.split(key)
     lengths = jax.random.randint(length_key, (batch_size,), 4, MAX_LENGTH + 1)
     numbers = jnp.tile(jnp.arange(1, VOCABULARY_SIZE), (batch_size, 1))
-    numbers = jax.random.permutation(source_key, numbers, axis=1, independent=True)[
-        :, :MAX_LENGTH
-    ]
+    numbers = jax.random.permutation(source_key, numbers, axis=1, independent=True)
+    numbers = numbers[:, :MAX_LENGTH]
     is_number = jnp.arange(MAX_LENGTH) < lengths[:, None]
+    source = jnp.where(is_number, numbers, END)
+    # Padding that is larger than all numbers comes last.
     in_order = jnp.sort(jnp.where(is_number, numbers, VOCABULARY_SIZE), axis=1)
-    target = jnp.pad(
-        jnp.where(is_number, in_order, END), ((0, 0), (1, 1)), constant_values=END
-    )
-    return jnp.where(is_number, numbers, END), target, lengths
+    target = jnp.where(is_number, in_order, END)
+    target = jnp.pad(target, ((0, 0), (1, 1)), constant_values=END)
+    return Batch(source, target, lengths)
 
 
 class MLP(nn.Module):
@@ -48,12 +54,14 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(4 * x.shape[-1])(x)))
+        features = x.shape[-1]
+        hidden = nn.gelu(nn.Dense(4 * features)(x))
+        return nn.Dense(features)(hidden)
 
 
 class EncoderDecoder(nn.Module):
-    """Logits of each next token of the target, given the tokens before it and the
-    source.
+    """Computes logits for each next token of the target, given the tokens before it and
+    the source.
     """
 
     features: int = 64
@@ -84,15 +92,15 @@ class EncoderDecoder(nn.Module):
         attention = MultiHeadDotProductAttention(
             num_heads=self.num_heads, name="cross_attention"
         )
-        # Lengths of the queries, of the keys.
+        # The lengths of the queries (all count) and of the keys.
         x += attention(nn.LayerNorm()(x), encoded, lengths=(None, lengths))
         x += MLP()(nn.LayerNorm()(x))
         return nn.Dense(VOCABULARY_SIZE)(nn.LayerNorm()(x))
 
 
 def is_target(lengths: Int[Array, " B"]) -> Array:
-    """Which tokens are to be predicted: the numbers, and the END after them. Boolean
-    [B, MAX_LENGTH + 1].
+    """Returns which tokens the model should predict, [B, MAX_LENGTH + 1]: the numbers,
+    and the END after them.
     """
     return jnp.arange(MAX_LENGTH + 1) <= lengths[:, None]
 
@@ -115,24 +123,27 @@ def train_step(
 
 @jax.jit
 def share_sorted(state: TrainState, key: Key[Array, ""]) -> Float[Array, ""]:
-    """The share of 500 new sequences in which each token is the most probable one after
-    those before it.
+    """Returns the share of 500 new sequences in which each token is the most probable
+    one after those before it.
     """
     source, target, lengths = make_batch(key, batch_size=500)
-    predicted = state.apply_fn(
-        {"params": state.params}, source, target[:, :-1], lengths
-    ).argmax(-1)
-    return ((predicted == target[:, 1:]) | ~is_target(lengths)).all(axis=1).mean()
+    variables = {"params": state.params}
+    logits = state.apply_fn(variables, source, target[:, :-1], lengths)
+    is_right = logits.argmax(-1) == target[:, 1:]
+    # Padding is not predicted.
+    return (is_right | ~is_target(lengths)).all(axis=1).mean()
 
 
 def train(steps: int = 200) -> tuple[TrainState, list[float]]:
     """Trains a model, and returns it with the loss of each step, in nats per token."""
     model = EncoderDecoder()
-    params = jax.jit(model.init)(jax.random.key(0), *make_batch(jax.random.key(0), 1))[
-        "params"
-    ]
+    key = jax.random.key(0)
+    # Parameters do not depend on the size of the batch.
+    variables = jax.jit(model.init)(key, *make_batch(key, batch_size=1))
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, steps))
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+    state = TrainState.create(
+        apply_fn=model.apply, params=variables["params"], tx=optimizer
+    )
     losses = []
     for step in range(steps):
         state, loss = train_step(state, jax.random.key(step))
@@ -144,7 +155,6 @@ def train(steps: int = 200) -> tuple[TrainState, list[float]]:
 
 if __name__ == "__main__":
     state, _ = train()
-    print(
-        f"sorted without a mistake: {share_sorted(state, jax.random.key(10_000)):.1%} "
-        "of new sequences"
-    )
+    # A key that no step of the training used.
+    share = share_sorted(state, jax.random.key(10_000))
+    print(f"sorted without a mistake: {share:.1%} of new sequences")

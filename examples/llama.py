@@ -4,9 +4,9 @@ with a KV cache.
     pip install -e .
     python examples/llama.py
 
-RMSNorm, rotary positions, grouped-query attention and SwiGLU. For training, all tokens
-of a text are computed at once. For generation, the prompts, of any lengths, fill the
-cache, and each further token attends to what is in it.
+The model has RMSNorm, rotary positions, grouped-query attention and SwiGLU. Training
+computes all tokens of a text together. For generation, one call writes the prompts, of
+any lengths, to the cache. Then each new token attends to what the cache holds.
 """
 
 from pathlib import Path
@@ -52,15 +52,17 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], lengths: Int[Array, " B"] | None = None
     ) -> Float[Array, "B T D"]:
-        x = x + self.attention(self.attention_norm(x), is_causal=True, lengths=lengths)
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, is_causal=True, lengths=lengths)
         normed = self.mlp_norm(x)
-        return x + self.down(nnx.silu(self.gate(normed)) * self.up(normed))
+        gated = nnx.silu(self.gate(normed)) * self.up(normed)
+        return x + self.down(gated)
 
 
 class Llama(nnx.Module):
-    """A causal decoder: tokens to logits of the token that follows each of them.
+    """A causal decoder: maps tokens to logits of the token that follows each of them.
 
-    Of tokens with padding on the right, `lengths` says how many each text has.
+    `lengths` are the numbers of tokens of texts that are padded on the right.
     """
 
     def __init__(
@@ -73,12 +75,10 @@ class Llama(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.embed = nnx.Embed(VOCABULARY_SIZE, features, rngs=rngs)
-        self.blocks = nnx.List(
-            [
-                Block(features, num_heads, num_kv_heads, rngs=rngs)
-                for _ in range(num_layers)
-            ]
-        )
+        blocks = []
+        for _ in range(num_layers):
+            blocks.append(Block(features, num_heads, num_kv_heads, rngs=rngs))
+        self.blocks = nnx.List(blocks)
         self.norm = nnx.RMSNorm(features, rngs=rngs)
         self.head = nnx.Linear(features, VOCABULARY_SIZE, use_bias=False, rngs=rngs)
 
@@ -99,6 +99,7 @@ def generate(
     probable tokens.
     """
     batch_size, longest = prompts.shape
+    # The same weights, with a cache in which each row has a length of its own.
     model = nnx.view(
         model,
         decode=True,
@@ -106,9 +107,10 @@ def generate(
         max_length=longest + num_tokens,
         per_row=True,
     )
-    logits = model(prompts, lengths)  # all prompts at once
-    # Each after its own last token.
+    logits = model(prompts, lengths)
+    # The first new token follows the last token of its own prompt.
     first = logits[jnp.arange(batch_size), lengths - 1].argmax(-1)
+    # The loop changes only the cache. It gets the parameters from outside.
     graph, cache, *params = nnx.split(model, nnx.Cache, ...)
 
     def step(
@@ -134,9 +136,10 @@ def train_step(
     windows = text[starts + jnp.arange(CONTEXT_LENGTH + 1)]
 
     def loss_fn(model: Llama) -> Float[Array, ""]:
-        return optax.softmax_cross_entropy_with_integer_labels(
-            model(windows[:, :-1]), windows[:, 1:]
-        ).mean()
+        logits = model(windows[:, :-1])
+        targets = windows[:, 1:]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return losses.mean()
 
     loss, gradients = nnx.value_and_grad(loss_fn)(model)
     optimizer.update(model, gradients)
@@ -144,20 +147,21 @@ def train_step(
 
 
 def encode(text: str) -> Int[Array, " T"]:
-    """A token for each character."""
-    return jnp.asarray(np.frombuffer(text.encode("ascii"), np.uint8), jnp.int32)
+    """Returns a token for each character."""
+    tokens = np.frombuffer(text.encode("ascii"), np.uint8)
+    return jnp.asarray(tokens, jnp.int32)
 
 
 def encode_prompts(texts: list[str]) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
-    """The tokens of each text, padded on the right, and their numbers."""
-    lengths = jnp.array([len(text) for text in texts])
-    return jnp.stack(
-        [encode(text.ljust(max(map(len, texts)), "\0")) for text in texts]
-    ), lengths
+    """Returns the tokens of each text, padded on the right, and their numbers."""
+    lengths = [len(text) for text in texts]
+    padded = [text.ljust(max(lengths), "\0") for text in texts]
+    prompts = jnp.stack([encode(text) for text in padded])
+    return prompts, jnp.array(lengths)
 
 
 def decode(tokens: Int[Array, " T"]) -> str:
-    """The characters of tokens."""
+    """Returns the characters of tokens."""
     return bytes(tokens.tolist()).decode("ascii")
 
 
@@ -167,12 +171,12 @@ def train(steps: int = 400) -> tuple[Llama, list[float]]:
     """
     text = encode(Path(__file__).read_text())
     model = Llama(rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(
-        model, optax.adamw(optax.cosine_decay_schedule(3e-3, steps)), wrt=nnx.Param
-    )
+    schedule = optax.cosine_decay_schedule(3e-3, steps)
+    optimizer = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param)
     losses = []
     for step in range(steps):
-        losses.append(float(train_step(model, optimizer, text, jax.random.key(step))))
+        loss = train_step(model, optimizer, text, jax.random.key(step))
+        losses.append(float(loss))
         if step % 50 == 0 or step == steps - 1:
             print(f"step {step:4d}  loss {losses[-1]:.3f}")
     return model, losses
@@ -181,8 +185,9 @@ def train(steps: int = 400) -> tuple[Llama, list[float]]:
 if __name__ == "__main__":
     model, _ = train()
     texts = ["def train_step(", "class Block("]
-    written = generate(
-        model, *encode_prompts(texts), num_tokens=CONTEXT_LENGTH - max(map(len, texts))
-    )
+    prompts, lengths = encode_prompts(texts)
+    # Positions beyond those of training would be new to the model.
+    num_tokens = CONTEXT_LENGTH - prompts.shape[1]
+    written = generate(model, prompts, lengths, num_tokens)
     for text, tokens in zip(texts, written, strict=True):
         print(text + decode(tokens), end="\n\n")

@@ -3,9 +3,9 @@
     pip install -e .
     python examples/meanflow.py
 
-A sample is 32 points around a circle of random place and size, which must attend to
-each other to agree on it. The loss holds a derivative of the model along its inputs:
-`jax.jvp` through attention, inside of a gradient.
+A sample is 32 points around a circle of random place and size. The points must attend
+to each other to agree on the circle. The loss contains a derivative of the model along
+its inputs: `jax.jvp` through attention, inside a gradient.
 """
 
 import jax
@@ -22,13 +22,14 @@ Times = Float[Array, " B"]
 
 
 def make_batch(key: Key[Array, ""], batch_size: int) -> Points:
-    """Points around circles, at equal distances."""
+    """Draws points around circles, at equal distances."""
     angle_key, center_key, radius_key = jax.random.split(key, 3)
     first = jax.random.uniform(angle_key, (batch_size, 1, 1), maxval=2 * jnp.pi)
     angle = first + jnp.linspace(0, 2 * jnp.pi, POINTS, endpoint=False)[:, None]
     center = jax.random.normal(center_key, (batch_size, 1, 2))
     radius = jax.random.uniform(radius_key, (batch_size, 1, 1), minval=0.5, maxval=1.5)
-    return center + radius * jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], -1)
+    directions = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], -1)
+    return center + radius * directions
 
 
 class Block(nnx.Module):
@@ -50,8 +51,8 @@ class Block(nnx.Module):
 
 
 class MeanVelocity(nnx.Module):
-    """The mean velocity of points between two times, from their places at the later
-    one.
+    """Predicts the mean velocity of points between two times, from their places at the
+    later time.
     """
 
     def __init__(
@@ -65,21 +66,20 @@ class MeanVelocity(nnx.Module):
         self.embed = nnx.Linear(2, features, rngs=rngs)
         self.positions = nnx.Param(jax.random.normal(rngs.params(), (POINTS, features)))
         self.embed_times = nnx.Linear(12, 3 * features, rngs=rngs)
-        self.blocks = nnx.List(
-            [Block(features, num_heads, rngs=rngs) for _ in range(num_layers)]
-        )
-        self.head = nnx.Linear(
-            features, 2, kernel_init=nnx.initializers.zeros_init(), rngs=rngs
-        )
+        blocks = [Block(features, num_heads, rngs=rngs) for _ in range(num_layers)]
+        self.blocks = nnx.List(blocks)
+        # Before training, the velocity is 0.
+        zeros = nnx.initializers.zeros_init()
+        self.head = nnx.Linear(features, 2, kernel_init=zeros, rngs=rngs)
 
     def __call__(self, z: Points, start: Times, end: Times) -> Points:
-        angles = jnp.stack([end, end - start], -1)[..., None] * jnp.asarray(
-            [1.0, 2.0, 4.0]
-        )
-        times = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1).reshape(
-            len(z), -1
-        )
-        shift, gain, head_gain = jnp.split(self.embed_times(times)[:, None], 3, axis=-1)
+        # Waves of three frequencies for the later time and for the time between both.
+        times = jnp.stack([end, end - start], -1)
+        angles = times[..., None] * jnp.asarray([1.0, 2.0, 4.0])
+        waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+        # The times shift and scale the features of all points alike.
+        modulation = self.embed_times(waves.reshape(len(z), -1))
+        shift, gain, head_gain = jnp.split(modulation[:, None], 3, axis=-1)
         x = self.embed(z) * (1 + gain) + self.positions[...] + shift
         for block in self.blocks:
             x = block(x)
@@ -89,25 +89,32 @@ class MeanVelocity(nnx.Module):
 def loss_fn(
     model: MeanVelocity, key: Key[Array, ""], batch_size: int = 64
 ) -> Float[Array, ""]:
-    """The weighted error of MeanFlow's identity: u = v - (end - start) du/d(end), along
-    the path of the points.
+    """Returns the weighted error of MeanFlow's identity,
+    u = v - (end - start) du/d(end), along the path of the points.
     """
     data_key, noise_key, time_key, equal_key = jax.random.split(key, 4)
     x = make_batch(data_key, batch_size)
     noise = jax.random.normal(noise_key, (batch_size, POINTS, 2))
-    start, end = jnp.sort(jax.random.uniform(time_key, (2, batch_size)), axis=0)
-    start = jnp.where(jax.random.bernoulli(equal_key, 0.75, start.shape), end, start)
+    times = jax.random.uniform(time_key, (2, batch_size))
+    start, end = jnp.sort(times, axis=0)
+    # In most samples both times are equal: there, u is the velocity itself.
+    are_equal = jax.random.bernoulli(equal_key, 0.75, start.shape)
+    start = jnp.where(are_equal, end, start)
+
+    # Points move from the data (time 0) to the noise (1): z = (1 - t) x + t noise.
     velocity = noise - x
     along = end[:, None, None]
     z = (1 - along) * x + along * noise
 
-    u, derivative = jax.jvp(
-        model, (z, start, end), (velocity, jnp.zeros_like(start), jnp.ones_like(end))
-    )
+    # The derivative along the path: z moves with v, and the end with time.
+    tangents = (velocity, jnp.zeros_like(start), jnp.ones_like(end))
+    u, derivative = jax.jvp(model, (z, start, end), tangents)
     target = velocity - (end - start)[:, None, None] * derivative
-    error = ((u - jax.lax.stop_gradient(target)) ** 2).mean((1, 2))
-    # As in the paper, far targets weigh less.
-    return (error / jax.lax.stop_gradient(error + 1)).mean()
+    # As in the paper, the target gets no gradient, and far targets weigh less.
+    difference = u - jax.lax.stop_gradient(target)
+    error = (difference**2).mean((1, 2))
+    weight = 1 / jax.lax.stop_gradient(error + 1)
+    return (weight * error).mean()
 
 
 @nnx.jit
@@ -128,10 +135,11 @@ def sample(model: MeanVelocity, key: Key[Array, ""]) -> Points:
 
 
 def roundness_error(points: Points) -> Float[Array, ""]:
-    """The standard deviation of distances from the middle of a set of points, relative
-    to their mean.
+    """Returns the standard deviation of distances from the middle of a set of points,
+    relative to their mean.
     """
-    distance = jnp.linalg.norm(points - points.mean(1, keepdims=True), axis=-1)
+    middle = points.mean(1, keepdims=True)
+    distance = jnp.linalg.norm(points - middle, axis=-1)
     return (distance.std(1) / distance.mean(1)).mean()
 
 
@@ -141,7 +149,8 @@ def train(steps: int = 500) -> tuple[MeanVelocity, list[float]]:
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
     losses = []
     for step in range(steps):
-        losses.append(float(train_step(model, optimizer, jax.random.key(step))))
+        loss = train_step(model, optimizer, jax.random.key(step))
+        losses.append(float(loss))
         if step % 100 == 0 or step == steps - 1:
             print(f"step {step:4d}  loss {losses[-1]:.3f}")
     return model, losses
@@ -149,11 +158,8 @@ def train(steps: int = 500) -> tuple[MeanVelocity, list[float]]:
 
 if __name__ == "__main__":
     model, _ = train()
-    print(
-        "roundness error of samples: "
-        f"{roundness_error(sample(model, jax.random.key(1))):.2f}"
-    )
-    print(
-        "of noise: "
-        f"{roundness_error(jax.random.normal(jax.random.key(1), (256, POINTS, 2))):.2f}"
-    )
+    key = jax.random.key(1)
+    samples = sample(model, key)
+    noise = jax.random.normal(key, samples.shape)
+    print(f"roundness error of samples: {roundness_error(samples):.2f}")
+    print(f"of noise: {roundness_error(noise):.2f}")

@@ -5,8 +5,8 @@ each other.
     python examples/packed_lm.py
 
 Rows full of whole documents waste less computation than one padded document per row.
-`segment_ids` keep documents apart in the attention, `positions` restart in each of
-them, and the loss leaves out what does not continue a document.
+`segment_ids` keep documents apart in the attention, and `positions` restart in each of
+them. The loss omits the tokens that do not continue a document.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,37 +41,40 @@ def pack(documents: Sequence[Int[np.ndarray, " L"]], rows: int, length: int) -> 
     filled = [0] * rows
     counts = [0] * rows
     for document in documents:
-        row = next(
-            (row for row in range(rows) if filled[row] + len(document) <= length), None
-        )
-        if row is None:
+        with_room = [
+            row for row in range(rows) if filled[row] + len(document) <= length
+        ]
+        if not with_room:
             continue
+        row = with_room[0]
         place = slice(filled[row], filled[row] + len(document))
         counts[row] += 1
         tokens[row, place] = document
         segment_ids[row, place] = counts[row]
         positions[row, place] = np.arange(len(document))
         filled[row] = place.stop
-    return Packed(*map(jnp.asarray, (tokens, segment_ids, positions)))
+    return Packed(
+        tokens=jnp.asarray(tokens),
+        segment_ids=jnp.asarray(segment_ids),
+        positions=jnp.asarray(positions),
+    )
 
 
 def make_batches(rows: int = 8, length: int = 64) -> Iterator[Packed]:
-    """Documents of 5 to 30 tokens that count in steps, such as 3, 5, 7, ...: the step
-    has to be found in each anew.
+    """Packs documents of 5 to 30 tokens that count in steps, such as 3, 5, 7, ...: the
+    model has to find the step in each document.
     """
     rng = np.random.default_rng(0)
+    # Of start, step and size.
+    lowest = [0, 1, 5]
+    above = [VOCABULARY_SIZE, VOCABULARY_SIZE, 31]
     while True:
-        drawn = rng.integers(
-            [0, 1, 5], [VOCABULARY_SIZE, VOCABULARY_SIZE, 31], (4 * rows, 3)
-        )
-        yield pack(
-            [
-                (start + step * np.arange(size)) % VOCABULARY_SIZE
-                for start, step, size in drawn
-            ],
-            rows,
-            length,
-        )
+        documents = []
+        # More documents than fit, so that most rows are full.
+        for start, step, size in rng.integers(lowest, above, (4 * rows, 3)):
+            document = (start + step * np.arange(size)) % VOCABULARY_SIZE
+            documents.append(document)
+        yield pack(documents, rows, length)
 
 
 class Block(nnx.Module):
@@ -114,14 +117,13 @@ class LanguageModel(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.embed = nnx.Embed(VOCABULARY_SIZE, features, rngs=rngs)
-        self.blocks = nnx.List(
-            [Block(features, num_heads, rngs=rngs) for _ in range(num_layers)]
-        )
+        blocks = [Block(features, num_heads, rngs=rngs) for _ in range(num_layers)]
+        self.blocks = nnx.List(blocks)
         self.norm = nnx.LayerNorm(features, rngs=rngs)
         self.head = nnx.Linear(features, VOCABULARY_SIZE, rngs=rngs)
 
     def __call__(self, batch: Packed) -> Float[Array, "B T V"]:
-        """Logits of the token that follows each token."""
+        """Returns the logits of the token that follows each token."""
         x = self.embed(batch.tokens)
         for block in self.blocks:
             x = block(x, batch.segment_ids, batch.positions)
@@ -135,12 +137,12 @@ def train_step(
     """Updates the model with one batch, and returns the loss before the update."""
     targets = batch.tokens[:, 1:]
     target_ids = batch.segment_ids[:, 1:]
+    # A document's last token is followed by the next document, or by padding.
     same_document = (target_ids == batch.segment_ids[:, :-1]) & (target_ids > 0)
 
     def loss_fn(model: LanguageModel) -> Float[Array, ""]:
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            model(batch)[:, :-1], targets
-        )
+        logits = model(batch)[:, :-1]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         return losses.mean(where=same_document)
 
     loss, gradients = nnx.value_and_grad(loss_fn)(model)
@@ -154,7 +156,8 @@ def train(steps: int = 200) -> tuple[LanguageModel, list[float]]:
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
     losses = []
     for step, batch in zip(range(steps), make_batches(), strict=False):
-        losses.append(float(train_step(model, optimizer, batch)))
+        loss = train_step(model, optimizer, batch)
+        losses.append(float(loss))
         if step % 20 == 0 or step == steps - 1:
             print(f"step {step:4d}  loss {losses[-1]:.3f}")
     return model, losses

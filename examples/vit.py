@@ -3,8 +3,8 @@
     pip install -e .
     python examples/vit.py
 
-An image is cut into patches, each patch becomes a token, and the tokens attend to each
-other without a mask.
+The model cuts an image into patches. Each patch becomes a token, and all tokens attend
+to each other, without a mask.
 """
 
 import jax
@@ -23,8 +23,8 @@ CLASSES = 4
 def make_batch(
     key: Key[Array, ""], batch_size: int
 ) -> tuple[Float[Array, "B I I 1"], Int[Array, " B"]]:
-    """Noisy images of stripes of random width, and which of four directions the stripes
-    have.
+    """Draws noisy images of stripes of random width; returns them with the directions
+    of their stripes, one of four.
     """
     label_key, phase_key, width_key, noise_key = jax.random.split(key, 4)
     labels = jax.random.randint(label_key, (batch_size,), 0, CLASSES)
@@ -35,7 +35,9 @@ def make_batch(
         width_key, (batch_size, 1, 1), minval=0.5, maxval=1.0
     )
     y, x = jnp.mgrid[:IMAGE_SIZE, :IMAGE_SIZE]
-    stripes = jnp.sin(frequency * (x * jnp.cos(angle) + y * jnp.sin(angle)) + phase)
+    # A wave that runs along the direction.
+    distance = x * jnp.cos(angle) + y * jnp.sin(angle)
+    stripes = jnp.sin(frequency * distance + phase)
     images = stripes + jax.random.normal(noise_key, stripes.shape)
     return images[..., None], labels
 
@@ -61,8 +63,8 @@ class Block(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """Patches, positions, blocks of attention, and a linear classifier of the mean
-    token.
+    """A vision transformer (Dosovitskiy et al., arXiv:2010.11929) that classifies the
+    mean token.
     """
 
     def __init__(
@@ -75,19 +77,20 @@ class ViT(nnx.Module):
     ):
         patch = (PATCH_SIZE, PATCH_SIZE)
         num_patches = (IMAGE_SIZE // PATCH_SIZE) ** 2
+        # With steps as large as its kernel, a convolution projects each patch alone.
         self.embed = nnx.Conv(1, features, patch, strides=patch, rngs=rngs)
-        self.positions = nnx.Param(
-            0.02 * jax.random.normal(rngs.params(), (1, num_patches, features))
-        )
-        self.blocks = nnx.List(
-            [Block(features, num_heads, rngs=rngs) for _ in range(num_layers)]
-        )
+        drawn = jax.random.normal(rngs.params(), (1, num_patches, features))
+        self.positions = nnx.Param(0.02 * drawn)
+        blocks = [Block(features, num_heads, rngs=rngs) for _ in range(num_layers)]
+        self.blocks = nnx.List(blocks)
         self.norm = nnx.LayerNorm(features, rngs=rngs)
         self.head = nnx.Linear(features, CLASSES, rngs=rngs)
 
     def __call__(self, images: Float[Array, "B I I 1"]) -> Float[Array, "B classes"]:
         patches = self.embed(images)
-        x = patches.reshape(len(images), -1, patches.shape[-1]) + self.positions[...]
+        # From rows and columns of patches to a sequence.
+        tokens = patches.reshape(len(images), -1, patches.shape[-1])
+        x = tokens + self.positions[...]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x).mean(axis=1))
@@ -101,9 +104,9 @@ def train_step(
     images, labels = make_batch(key, batch_size=32)
 
     def loss_fn(model: ViT) -> Float[Array, ""]:
-        return optax.softmax_cross_entropy_with_integer_labels(
-            model(images), labels
-        ).mean()
+        logits = model(images)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean()
 
     loss, gradients = nnx.value_and_grad(loss_fn)(model)
     optimizer.update(model, gradients)
@@ -112,7 +115,7 @@ def train_step(
 
 @nnx.jit
 def accuracy(model: ViT, key: Key[Array, ""]) -> Float[Array, ""]:
-    """The share of 500 new images whose direction the model finds."""
+    """Returns the share of 500 new images whose direction the model finds."""
     images, labels = make_batch(key, batch_size=500)
     return (model(images).argmax(-1) == labels).mean()
 
@@ -121,11 +124,12 @@ def train(steps: int = 100) -> tuple[ViT, list[float]]:
     """Trains a model, and returns it with the loss of each step, in nats per image."""
     model = ViT(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-    # Shares its parameters with `model`, but drops attention out.
+    # Shares its parameters with `model`, but drops weights of the attention.
     train_model = nnx.view(model, deterministic=False)
     losses = []
     for step in range(steps):
-        losses.append(float(train_step(train_model, optimizer, jax.random.key(step))))
+        loss = train_step(train_model, optimizer, jax.random.key(step))
+        losses.append(float(loss))
         if step % 20 == 0 or step == steps - 1:
             print(f"step {step:4d}  loss {losses[-1]:.3f}")
     return model, losses
@@ -134,4 +138,6 @@ def train(steps: int = 100) -> tuple[ViT, list[float]]:
 if __name__ == "__main__":
     model, _ = train()
     eval_model = nnx.view(model, deterministic=True)
-    print(f"accuracy on new images: {accuracy(eval_model, jax.random.key(10_000)):.1%}")
+    # A key that no step of the training used.
+    share = accuracy(eval_model, jax.random.key(10_000))
+    print(f"accuracy on new images: {share:.1%}")

@@ -39,10 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python benchmarks/conformance",
-        description="Checks attention functions against the equation in float64: outputs, gradients, masked NaN, "
-        "dtypes and transformations. A function may support any subset of the arguments of "
-        'flax_mha.dot_product_attention; calls that need other arguments count as "refuses". '
-        "Exits with status 1 if any result is wrong.",
+        description="Checks attention functions against the equation in float64: "
+        "outputs, gradients, masked NaN, dtypes and transformations. A function may "
+        "support any subset of the arguments of flax_mha.dot_product_attention; calls "
+        'that need other arguments count as "refuses". Exits with status 1 if any '
+        "result is wrong.",
     )
     parser.add_argument(
         "functions",
@@ -59,20 +60,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     functions = {name: _find(parser, name) for name in given.functions}
     columns = {name: list(_run(name, function)) for name, function in functions.items()}
     for name, results in columns.items():
-        if all(result.kind == "refuses" for result in results if result.name in CASES):
-            detail = next(
-                (result.detail for result in results if result.name in CASES), ""
-            )
+        # Other checks expect errors, so a function that always fails passes them.
+        calls = [result for result in results if result.name in CASES]
+        if all(result.kind == "refuses" for result in calls):
+            detail = calls[0].detail if calls else ""
             parser.error(
                 f"{name} must be an attention function, but every call raised an "
                 f"error; the first was: {detail}"
             )
-    print("\n".join((_markdown if given.markdown else _text)(columns)))
-    return int(
-        any(
-            result.kind == "wrong" for results in columns.values() for result in results
-        )
-    )
+    lines = _markdown(columns) if given.markdown else _text(columns)
+    print("\n".join(lines))
+    kinds: set[str] = set()
+    for results in columns.values():
+        kinds |= {result.kind for result in results}
+    return int("wrong" in kinds)
 
 
 def _find(parser: argparse.ArgumentParser, name: str) -> Callable[..., Any]:
@@ -91,6 +92,7 @@ def _find(parser: argparse.ArgumentParser, name: str) -> Callable[..., Any]:
 def _run(name: str, function: Callable[..., Any]) -> Sequence[Result]:
     results = []
     for number, question in enumerate(CHECKS, 1):
+        # Progress, in one line that is written over.
         if sys.stderr.isatty():
             print(
                 f"\r\033[K{name} {number}/{len(CHECKS)} {question}",
@@ -107,18 +109,18 @@ def _run(name: str, function: Callable[..., Any]) -> Sequence[Result]:
 def _versions(names: Sequence[str]) -> str:
     packages = dict.fromkeys(["jax", *(name.partition(".")[0] for name in names)])
     found = importlib.metadata.packages_distributions()
-    versions = (
-        f"{name} {importlib.metadata.version(found[name][0])}"
-        for name in packages
-        if name in found
-    )
-    return f"Python {platform.python_version()}, {', '.join(versions)}, on {jax.devices()[0].device_kind}"
+    versions = [f"Python {platform.python_version()}"]
+    for name in packages:
+        if name in found:
+            # A module's distribution may have another name.
+            version = importlib.metadata.version(found[name][0])
+            versions.append(f"{name} {version}")
+    return f"{', '.join(versions)}, on {jax.devices()[0].device_kind}"
 
 
 def _counts(results: Sequence[Result]) -> str:
-    return ", ".join(
-        f"{kind} {sum(result.kind == kind for result in results)}" for kind in SYMBOLS
-    )
+    kinds = [result.kind for result in results]
+    return ", ".join(f"{kind} {kinds.count(kind)}" for kind in SYMBOLS)
 
 
 def _text(columns: dict[str, list[Result]]) -> list[str]:
@@ -126,10 +128,9 @@ def _text(columns: dict[str, list[Result]]) -> list[str]:
     width = max(map(len, CHECKS))
     for name, results in columns.items():
         lines += ["", f"{name}: {_counts(results)}"]
-        lines += [
-            f"  {x.name:{width}}  {SYMBOLS[x.kind]:5}  {x.detail}".rstrip()
-            for x in results
-        ]
+        for x in results:
+            line = f"  {x.name:{width}}  {SYMBOLS[x.kind]:5}  {x.detail}"
+            lines.append(line.rstrip())
     return lines
 
 
@@ -162,23 +163,14 @@ def _markdown(columns: dict[str, list[Result]]) -> list[str]:
     ]
     for row in zip(*columns.values(), strict=True):
         lines.append(f"| {row[0].name} | {' | '.join(CELLS[x.kind] for x in row)} |")
-    lines.append(
-        "| *total* | "
-        + " | ".join(_counts(results) for results in columns.values())
-        + " |"
-    )
+    totals = [_counts(results) for results in columns.values()]
+    lines.append(f"| *total* | {' | '.join(totals)} |")
+    titles = {"other convention": "Other conventions in", "wrong": "Wrong in"}
     for name, results in columns.items():
-        for kind, title in (
-            ("other convention", "Other conventions in"),
-            ("wrong", "Wrong in"),
-        ):
-            if found := [x for x in results if x.kind == kind]:
-                lines += [
-                    "",
-                    f"## {title} `{name}`",
-                    "",
-                    *(f"- {x.name}: {x.detail}" for x in found),
-                ]
+        for kind, title in titles.items():
+            found = [f"- {x.name}: {x.detail}" for x in results if x.kind == kind]
+            if found:
+                lines += ["", f"## {title} `{name}`", "", *found]
     return lines
 
 

@@ -22,9 +22,10 @@ CONVENTIONS: dict[str, dict[str, Any]] = {
     "queries without visible keys return the mean of the values": {
         "masked_rows": "mean"
     },
-    "queries without visible keys return the mean of the values, and padded queries 0": {
-        "masked_rows": "mean, padding zeros"
-    },
+    (
+        "queries without visible keys return the mean of the values, and padded "
+        "queries 0"
+    ): {"masked_rows": "mean, padding zeros"},
     "queries without visible keys return NaN": {"masked_rows": "nan"},
     "the soft cap applies to the sum of score and bias": {"cap_bias": True},
 }
@@ -69,12 +70,10 @@ def check(function: Attention, name: str) -> Result:
     Hv], and by their names some of the other arguments of
     `flax_mha.dot_product_attention`.
     """
+    # Accelerators round float32 operands; CPUs do not, and lack "highest" for float16.
+    precision = None if jax.default_backend() == "cpu" else "highest"
     try:
-        # Accelerators round float32 operands; CPUs do not, and lack "highest" for
-        # float16.
-        with jax.default_matmul_precision(
-            None if jax.default_backend() == "cpu" else "highest"
-        ):
+        with jax.default_matmul_precision(precision):
             CHECKS[name](function)
     except OtherConventionError as other:
         return Result(name, "other convention", str(other))
@@ -126,23 +125,25 @@ def _compare(what: str, got: Any, want: Any, dtype: Any = np.float32) -> None:
             f"{what}: {abs(count)} of {got.size} entries "
             f"{'are NaN' if count > 0 else 'hide a NaN'}"
         )
-    same = (got == want) | np.isnan(want)  # infinities, too
+    same = (got == want) | np.isnan(want)  # also of infinities
     with np.errstate(invalid="ignore"):
         difference = np.where(same, 0, np.abs(got - want)).max(initial=0)
     largest = np.abs(want[np.isfinite(want)]).max(initial=1.0)
-    if not difference <= MARGIN * float(jnp.finfo(dtype).eps) * largest:
+    tolerance = MARGIN * float(jnp.finfo(dtype).eps) * largest
+    # Written so that a NaN fails.
+    if not difference <= tolerance:
         raise WrongAnswerError(
             f"{what}: off by {difference:.2g} (largest entry: {largest:.2g})"
         )
 
 
 def _call(function: Attention, arrays: Mapping[str, Any], **arguments: Any) -> Any:
-    named = {
-        name: x for name, x in arrays.items() if name not in ("query", "key", "value")
-    }
-    return function(
-        arrays["query"], arrays["key"], arrays["value"], **named, **arguments
-    )
+    # A function may call its first three arguments as it likes.
+    named = dict(arrays)
+    query = named.pop("query")
+    key = named.pop("key")
+    value = named.pop("value")
+    return function(query, key, value, **named, **arguments)
 
 
 def _compare_gradients(
@@ -150,10 +151,9 @@ def _compare_gradients(
 ) -> None:
     names = [name for name in ("query", "key", "value", "bias", "sinks") if name in got]
     for name, expected in zip(names, want, strict=True):
+        gradient = got[name]
         if nan_fits:
-            gradient = np.where(np.isnan(got[name]), expected, got[name]).astype(dtype)
-        else:
-            gradient = got[name]
+            gradient = np.where(np.isnan(gradient), expected, gradient).astype(dtype)
         _compare(f"gradient of {name}", gradient, expected, dtype)
 
 
@@ -173,9 +173,8 @@ def _compare_case(
         want, want_gradients = _reference(case, arrays, cotangent, **convention)
         _compare("output", out, want, dtype)
         # A row of NaN makes gradients NaN, even if its cotangent is 0.
-        _compare_gradients(
-            gradients, want_gradients, dtype, nan_fits=bool(np.isnan(want).any())
-        )
+        has_nan = bool(np.isnan(want).any())
+        _compare_gradients(gradients, want_gradients, dtype, nan_fits=has_nan)
 
     _compare_by_conventions(compare)
 
@@ -186,24 +185,24 @@ def _output_and_gradients(
     def both(
         arrays: Mapping[str, Any], traced: Mapping[str, Any]
     ) -> tuple[Array, Mapping[str, Any]]:
-        out, pull = jax.vjp(
-            lambda arrays: _call(function, arrays, **traced, **case.static), arrays
-        )
-        return out, pull(jnp.asarray(cotangent, out.dtype))[0]
+        def output(arrays: Mapping[str, Any]) -> Array:
+            return _call(function, arrays, **traced, **case.static)
 
-    return jax.jit(both)(
-        {name: jnp.asarray(x) for name, x in arrays.items()}, case.traced
-    )
+        out, pull = jax.vjp(output, arrays)
+        [gradients] = pull(jnp.asarray(cotangent, out.dtype))
+        return out, gradients
+
+    given = {name: jnp.asarray(x) for name, x in arrays.items()}
+    return jax.jit(both)(given, case.traced)
 
 
 def _reference(
     case: Case, arrays: Mapping[str, Any], cotangent: Any, **convention: Any
 ) -> tuple[Any, list]:
-    zero = np.zeros(case.output_shapes[1])
     arguments = {**arrays, **case.traced, **case.static, **convention}
-    (output, _), gradients = reference.attention(
-        **arguments, cotangents=(cotangent, zero)
-    )
+    # No gradient comes from the log-sum-exp.
+    cotangents = (cotangent, np.zeros(case.output_shapes[1]))
+    (output, _), gradients = reference.attention(**arguments, cotangents=cotangents)
     return output, gradients
 
 
@@ -211,11 +210,14 @@ def _check_case(case: Case, dtype: Any, function: Attention) -> None:
     """Compares a function's output and gradients with the reference's, for inputs that
     are rounded to this dtype.
     """
-    arrays = {
-        name: np.asarray(jnp.asarray(x, dtype))
-        for name, x in case.arrays(dtype=np.float64).items()
-    }
-    cotangent = np.asarray(jnp.asarray(case.cotangents()[0], dtype))
+
+    def rounded(x: Any) -> np.ndarray:
+        return np.asarray(jnp.asarray(x, dtype))
+
+    # The reference gets the same rounded inputs, so only the computation differs.
+    given = case.arrays(dtype=np.float64)
+    arrays = {name: rounded(x) for name, x in given.items()}
+    cotangent = rounded(case.cotangents()[0])
     out, gradients = _output_and_gradients(function, case, arrays, cotangent)
     exact = {name: x.astype(np.float64) for name, x in arrays.items()}
     _compare_case(case, exact, cotangent.astype(np.float64), out, gradients, dtype)
@@ -238,7 +240,8 @@ def _check_lse(case: Case, function: Attention) -> None:
         # The mean of the values comes from equal scores that are very low.
         low = np.isneginf(want) & (got < -1e9) & (masked_rows == "mean")
         _compare("log-sum-exp", np.where(low, np.float32(-np.inf), got), want)
-        _compare_gradients(pull(jnp.asarray(cotangents[1]))[0], gradients)
+        [got_gradients] = pull(jnp.asarray(cotangents[1]))
+        _compare_gradients(got_gradients, gradients)
 
     _compare_by_conventions(compare)
 
@@ -251,9 +254,10 @@ def _check_hidden(
     """
     mask = np.ones((2, 1, T, S), bool)
     for name, (entry, place, *_) in places.items():
-        mask[
-            (entry, 0, place) if name == "query" else (entry, 0, slice(None), place)
-        ] = False
+        if name == "query":
+            mask[entry, 0, place] = False
+        else:
+            mask[entry, 0, :, place] = False
     case = Case(traced={"mask": mask})
     arrays = case.arrays()
     cotangent = case.cotangents()[0]
@@ -267,6 +271,7 @@ def _check_hidden(
 def _check_visible_nan(function: Attention) -> None:
     arrays: dict[str, Any] = Case(t=S).arrays()
     want, _ = reference.attention(**arrays, is_causal=True)
+    # Queries before key 20 do not attend to it, and other heads have other keys.
     arrays["key"][0, 20, 3, 2] = np.nan
     want[0, 20:, 3] = np.nan
     _compare("output", jax.jit(_causal(function))(arrays), want)
@@ -278,14 +283,15 @@ def _causal(function: Attention) -> Callable[[Mapping[str, Any]], Any]:
 
 def _check_large_scores(function: Attention) -> None:
     arrays: dict[str, Any] = Case(t=S).arrays()
-    arrays["query"] *= 2.0**10
+    arrays["query"] *= 2.0**10  # exp(score) overflows unless the maximum is subtracted
     want, _ = reference.attention(**arrays, is_causal=True)
     out = jax.jit(_causal(function))(arrays)
     if not np.isfinite(out).all():
         raise WrongAnswerError("output: not finite")
     # float32 rounds scores in the thousands by about 1e-4.
-    if np.abs(out - want).max() > 0.01:
-        raise WrongAnswerError(f"output: off by {np.abs(out - want).max():.2g}")
+    difference = np.abs(out - want).max()
+    if difference > 0.01:
+        raise WrongAnswerError(f"output: off by {difference:.2g}")
 
 
 def _check_float64(function: Attention) -> None:
@@ -306,45 +312,45 @@ def _slopes(
     central differences in float64.
     """
     step = 1e-5
-    ahead, behind = (
-        exact(
-            **{
-                name: x.astype(np.float64) + h * tangents[name]
-                for name, x in arrays.items()
-            }
-        )
-        for h in (step, -step)
-    )
-    return [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
+
+    def at(h: float) -> list:
+        moved = {}
+        for name, x in arrays.items():
+            moved[name] = x.astype(np.float64) + h * tangents[name]
+        return exact(**moved)
+
+    # (f(x + h t) - f(x - h t)) / 2 h
+    pairs = zip(at(step), at(-step), strict=True)
+    return [(ahead - behind) / (2 * step) for ahead, behind in pairs]
 
 
 def _check_jvp(function: Attention) -> None:
     arrays = Case().arrays()
     tangents = Case().arrays(seed=3)
-    _, got = jax.jit(lambda a, t: jax.jvp(_causal(function), (a,), (t,)))(
-        arrays, tangents
-    )
-    want, _ = _slopes(
-        functools.partial(reference.attention, is_causal=True), arrays, tangents
-    )
+    attend = _causal(function)
+    forward = jax.jit(lambda a, t: jax.jvp(attend, (a,), (t,)))
+    _, got = forward(arrays, tangents)
+    exact = functools.partial(reference.attention, is_causal=True)
+    want, _ = _slopes(exact, arrays, tangents)
     _compare("tangent", got, want)
 
 
 def _check_hessian_product(function: Attention) -> None:
     case = Case(is_causal=True)
-    arrays, tangents, (cotangent, _) = (
-        case.arrays(),
-        case.arrays(seed=3),
-        case.cotangents(),
-    )
-    gradient = jax.grad(lambda arrays: jnp.vdot(_causal(function)(arrays), cotangent))
-    _, got = jax.jit(lambda a, t: jax.jvp(gradient, (a,), (t,)))(arrays, tangents)
-    _compare_gradients(
-        got,
-        _slopes(
-            lambda **moved: _reference(case, moved, cotangent)[1], arrays, tangents
-        ),
-    )
+    arrays = case.arrays()
+    tangents = case.arrays(seed=3)
+    cotangent, _ = case.cotangents()
+    attend = _causal(function)
+    gradient = jax.grad(lambda arrays: jnp.vdot(attend(arrays), cotangent))
+    # Forward over reverse, as in jax.hessian.
+    product = jax.jit(lambda a, t: jax.jvp(gradient, (a,), (t,)))
+    _, got = product(arrays, tangents)
+
+    def exact(**moved: Any) -> list:
+        _, gradients = _reference(case, moved, cotangent)
+        return gradients
+
+    _compare_gradients(got, _slopes(exact, arrays, tangents))
 
 
 def _expect_error(
@@ -352,9 +358,9 @@ def _expect_error(
     traced: Mapping[str, Any],
     function: Attention,
 ) -> None:
-    arrays = Case().arrays() | {
-        name: np.ones(shape, np.float32) for name, shape in shapes.items()
-    }
+    arrays = Case().arrays()
+    for name, shape in shapes.items():
+        arrays[name] = np.ones(shape, np.float32)
     try:
         _call(function, arrays, **traced)
     except Exception:  # as it should
@@ -362,9 +368,9 @@ def _expect_error(
     raise WrongAnswerError("no error")
 
 
-_FLOATS = np.where(np.arange(S) < S // 2, 0.0, -1e9).astype(np.float32)[
-    None, None, None
-]
+# An additive mask, which has no place where True attends.
+_FLOATS = np.where(np.arange(S) < S // 2, 0.0, -1e9).astype(np.float32)
+_FLOATS = _FLOATS[None, None, None]
 CHECKS: dict[str, Callable[[Attention], None]] = {
     **{
         name: functools.partial(_check_case, case, np.float32)

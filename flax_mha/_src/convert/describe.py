@@ -84,10 +84,13 @@ def describe(
 
     Example:
       >>> from flax_mha import convert
-      >>> config = {"model_type": "mistral", "hidden_size": 64, "num_attention_heads": 8, "sliding_window": 16}
-      >>> arguments = convert.describe(config | {"rope_theta": 10000.0})
-      >>> arguments["num_kv_heads"], arguments["local_window_size"], arguments["use_bias"]
-      (8, (15, None), False)
+      >>> config = {"model_type": "mistral", "hidden_size": 64, "sliding_window": 16}
+      >>> config |= {"num_attention_heads": 8, "rope_theta": 10000.0}
+      >>> arguments = convert.describe(config)
+      >>> arguments["num_kv_heads"], arguments["local_window_size"]
+      (8, (15, None))
+      >>> arguments["use_bias"]
+      False
     """
     return describe_layer(read_config(config), layer, max_length)
 
@@ -105,15 +108,12 @@ def describe_layer(
 
     rope = None
     if "rope_theta" in family.keys and family.rotates(values, layer, layer_type):
-        rope = RoPE(
-            **rope_arguments(
-                config, SLIDING if layer_type == SLIDING else FULL, max_length
-            )
-        )
+        # Layers of all other types rotate as those with full attention do.
+        rope_type = SLIDING if layer_type == SLIDING else FULL
+        rope = RoPE(**rope_arguments(config, rope_type, max_length))
         if values.get("layer_rope_theta"):
-            rope = dataclasses.replace(
-                rope, base=entry(values, "layer_rope_theta", layer)
-            )
+            base = entry(values, "layer_rope_theta", layer)
+            rope = dataclasses.replace(rope, base=base)
 
     if family.latent:
         described = _latent_sizes(values) | _indexer(values)
@@ -132,9 +132,8 @@ def describe_layer(
     else:
         head_size = described["qkv_features"] // described["num_heads"]
         described["scale"] = family.scale or _scale(values, layer, head_size)
-        described["local_window_size"] = (
-            _window(values) if layer_type == SLIDING else None
-        )
+        window = _window(values) if layer_type == SLIDING else None
+        described["local_window_size"] = window
         described["logits_soft_cap"] = values.get("attn_logit_softcapping")
         described["sinks"] = family.sinks in (True, layer_type)
         described["gate"] = _gate(family, values)
@@ -195,7 +194,7 @@ def _check_layer(layer: Any, values: Values) -> None:
 
 
 def _check_options(family: Family, values: Values) -> None:
-    """Raises a ValueError for a value of the config that the module does not support."""
+    """Raises a ValueError if the module does not support a value of the config."""
     model_type = values["model_type"]
     reasons = {
         key: reason for key, name, reason in UNSUPPORTED if name in ("", model_type)
@@ -244,7 +243,10 @@ def _position_reason(family: Family, values: Values) -> str:
     if kind in supported:
         return ""
     if str(kind).startswith("relative"):
-        return "it adds relative positions to the scores; set 'absolute', and pass the positions as bias in every call"
+        return (
+            "it adds relative positions to the scores; set 'absolute', and pass the "
+            "positions as bias in every call"
+        )
     return (
         f"Transformers ignores it for model_type {values['model_type']!r}; remove it "
         "if the weights are for the positions that Transformers uses"
@@ -394,7 +396,7 @@ def _use_bias(family: Family, values: Values) -> bool:
 
 
 def _scale(values: Values, layer: int, head_size: int) -> float | None:
-    """Returns the factor that scores are multiplied by; None means 1 / sqrt(head size)."""
+    """Returns the factor of the scores; None means 1 / sqrt(head size)."""
     for key in ("attention_multiplier", "softmax_scale"):
         if values.get(key) is not None:
             return values[key]
@@ -438,11 +440,10 @@ def _gate(family: Family, values: Values) -> bool | Gate:
     if family.gate is None or not kind:
         return False
     gate = family.gate
+    # Laguna says for what there is a gate.
     if isinstance(kind, str):
-        # Laguna says for what there is a gate.
-        gate = dataclasses.replace(
-            gate, per="head" if kind == "per-head" else "feature"
-        )
+        per: Any = "head" if kind == "per-head" else "feature"
+        gate = dataclasses.replace(gate, per=per)
     return True if gate == Gate() else gate
 
 

@@ -529,7 +529,8 @@ FAMILIES: dict[str, Family] = {
     # Families that the module cannot compute.
     "diffllama": Family(
         defaults.ROPE,
-        refused=f"it subtracts two softmaxes, which {MORE}; compute them with recipes.differential",
+        refused=f"it subtracts two softmaxes, which {MORE}; compute them with "
+        "recipes.differential",
     ),
     "doge": Family(
         defaults.ROPE, refused=f"its scores depend on the values, which {MORE}"
@@ -564,16 +565,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "prophetnet": Family(
         {},
-        refused="its layers compute several streams, with a bias that depends on queries",
+        refused="its layers compute several streams, with a bias that depends on "
+        "queries",
     ),
     **alike("inkling_text inkling2_text inkling2_loop_text", CONVOLVED),
     "blt": Family(
         defaults.ROPE,
-        refused='it has four transformers; pass the config of one, such as config["global_config"]',
+        refused="it has four transformers; pass the config of one, such as "
+        'config["global_config"]',
     ),
     "cpmant": Family(
         {},
-        refused="its scores have learned biases by segment and distance, and it adds a prompt",
+        refused="its scores have learned biases by segment and distance, and it adds "
+        "a prompt",
     ),
     "jetmoe": Family(
         defaults.ROPE, refused="it routes queries and outputs through experts"

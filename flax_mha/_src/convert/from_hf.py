@@ -87,8 +87,12 @@ def from_hf(
       >>> import jax, jax.numpy as jnp
       >>> from flax_mha import convert
       >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2}
-      >>> shapes = {"c_attn.weight": (8, 24), "c_attn.bias": 24, "c_proj.weight": (8, 8), "c_proj.bias": 8}
-      >>> weights = {f"h.{i}.attn.{name}": jnp.ones(shape) for i in range(2) for name, shape in shapes.items()}
+      >>> shapes = {"c_attn.weight": (8, 24), "c_attn.bias": 24}
+      >>> shapes |= {"c_proj.weight": (8, 8), "c_proj.bias": 8}
+      >>> weights = {}
+      >>> for name, shape in shapes.items():
+      ...     weights[f"h.0.attn.{name}"] = jnp.ones(shape)
+      ...     weights[f"h.1.attn.{name}"] = jnp.ones(shape)
       >>> attention = convert.from_hf(config, weights, layer=1)
       >>> attention(jnp.ones((1, 5, 8))).shape  # causal, as in the model
       (1, 5, 8)

@@ -88,9 +88,14 @@ def load_torch(
       >>> import flax_mha
       >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2}
       >>> arguments = flax_mha.convert.describe(config)
-      >>> attention = flax_mha.MultiHeadAttention(**arguments, decode=False, rngs=nnx.Rngs(0))
-      >>> shapes = {"c_attn.weight": (8, 24), "c_attn.bias": 24, "c_proj.weight": (8, 8), "c_proj.bias": 8}
-      >>> layers = {f"h.0.attn.{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
+      >>> attention = flax_mha.MultiHeadAttention(
+      ...     **arguments, decode=False, rngs=nnx.Rngs(0)
+      ... )
+      >>> shapes = {"c_attn.weight": (8, 24), "c_attn.bias": 24}
+      >>> shapes |= {"c_proj.weight": (8, 8), "c_proj.bias": 8}
+      >>> layers = {}
+      >>> for name, shape in shapes.items():
+      ...     layers[f"h.0.attn.{name}"] = np.ones(shape, np.float32)
       >>> flax_mha.convert.load_torch(attention, layers, prefix="h.0.attn.")
     """
     if isinstance(module, MultiHeadLatentAttention):
@@ -182,7 +187,8 @@ def _load_latent(
         in_module = getattr(variables.get(path), "shape", "missing")
         given = getattr(arrays.get(path), "shape", "missing")
         if in_module != given:
-            problem = f"{path.replace('/', '.')} is {in_module} in the module but {given} in state_dict"
+            name = path.replace("/", ".")
+            problem = f"{name} is {in_module} in the module but {given} in state_dict"
             option = _latent_option(path, variables, arrays)
             if option:
                 problem += f"; create the module with {option}"
@@ -272,9 +278,9 @@ def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[s
             if path in NORMS:
                 problem += f"; use {option}={on}"
             problems.append(problem)
-        elif np.iscomplexobj(array) and not jnp.issubdtype(
-            variable.dtype, jnp.complexfloating
-        ):
+            continue
+        is_complex = jnp.issubdtype(variable.dtype, jnp.complexfloating)
+        if np.iscomplexobj(array) and not is_complex:
             problems.append(
                 f"{name} must have dtype {variable.dtype}, but got {array.dtype}"
             )
@@ -293,13 +299,15 @@ def _option(
     if path.endswith("_ln/bias") or ("_ln/" in path and NORM_BIASES[0] in arrays):
         return "normalize_qk", 'Norm("layer", bias=True)', "False"
     if "_ln/" in path:
-        return "normalize_qk", OVER_ALL_HEADS if ndim > 1 else 'Norm("rms")', "False"
+        norm = OVER_ALL_HEADS if ndim > 1 else 'Norm("rms")'
+        return "normalize_qk", norm, "False"
     if path.startswith("out_norm/"):
         return "out_norm", OVER_ALL_HEADS, "None"
     if path.endswith("/bias"):
         return "use_bias", "True", "False"
     if path == "gate/kernel":
-        return "gate", 'Gate("head")' if ndim == 2 else "True", "False"
+        gate = 'Gate("head")' if ndim == 2 else "True"
+        return "gate", gate, "False"
     if path == "sinks":
         return "sinks", "True", "False"
     return "", "", ""

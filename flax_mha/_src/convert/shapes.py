@@ -109,21 +109,28 @@ def head_sizes(sizes: Mapping[str, int], heads: int, kv_heads: int) -> dict[str,
     fit the features in `sizes`.
     """
     qk = f"{sizes['A']} query and {sizes['B']} key features"
-    values = f"the {sizes['C']} input features of the output projection, and {sizes['W']} value features,"
-    found = {"N": heads, "K": kv_heads}
-    for letter, of_heads, of_kv_heads, what in (
-        ("H", "A", "B", qk),
-        ("U", "C", "W", values),
-    ):
-        size, rest = divmod(sizes[of_heads], heads)
-        if rest or size * kv_heads != sizes[of_kv_heads]:
+    values = (
+        f"the {sizes['C']} input features of the output projection, and {sizes['W']} "
+        "value features,"
+    )
+
+    def head_size(features: int, kv_features: int, what: str) -> int:
+        size, rest = divmod(features, heads)
+        if rest or size * kv_heads != kv_features:
             raise ValueError(
                 f"num_heads and num_kv_heads must split {what} into heads of equal "
                 f"size, but got {heads} and {kv_heads}; use the values from the "
                 "model's config."
             )
-        found[letter] = size
-    return found
+        return size
+
+    # A, B, C and W are the features of queries, keys, output and values.
+    return {
+        "N": heads,
+        "K": kv_heads,
+        "H": head_size(sizes["A"], sizes["B"], qk),
+        "U": head_size(sizes["C"], sizes["W"], values),
+    }
 
 
 def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
@@ -153,23 +160,30 @@ def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
     for key, paths in layout.stacks.items():
         dtypes = {str(arrays[path].dtype) for path in paths if path in arrays}
         if len(dtypes) > 1:
-            return f"the arrays stacked in {key} must have the same dtype, but have dtypes {', '.join(sorted(dtypes))}"
+            return (
+                f"the arrays stacked in {key} must have the same dtype, but have "
+                f"dtypes {', '.join(sorted(dtypes))}"
+            )
     if not layout.value_sizes and (sizes["A"], sizes["B"]) != (sizes["C"], sizes["W"]):
         return (
             "its values must have the head size of its queries, but got query out "
             f"{sizes['A']}, key out {sizes['B']}, value out {sizes['W']}, out in "
             f"{sizes['C']}"
         )
-    if layout.groups > 1 and any(
-        sizes.get(letter, 0) % layout.groups for letter in "NK"
-    ):
-        return f"num_heads and num_kv_heads must be multiples of {layout.groups}, but got {sizes['N']} and {sizes['K']}"
+    # The heads are known only for Flax's parameters.
+    heads = [sizes.get(letter, 0) for letter in "NK"]
+    if layout.groups > 1 and any(number % layout.groups for number in heads):
+        return (
+            f"num_heads and num_kv_heads must be multiples of {layout.groups}, but "
+            f"got {sizes['N']} and {sizes['K']}"
+        )
     equal = [(layout.equal, "feature sizes must be equal")]
     if layout.is_stacked:
         equal.append(("QSV", "stacked weights must have the same input size"))
     for letters, reason in equal:
         if len({sizes[letter] for letter in letters}) > 1:
-            return f"its {reason}, but got {', '.join(f'{SIZES[letter]} {sizes[letter]}' for letter in letters)}"
+            got = [f"{SIZES[letter]} {sizes[letter]}" for letter in letters]
+            return f"its {reason}, but got {', '.join(got)}"
     return ""
 
 
@@ -195,10 +209,8 @@ def drop_zeros(layout: Layout, arrays: Arrays) -> Arrays:
         dropped = {f"{name}/bias" for name in biased - {*choice}}
         if "gate/bias" in arrays and (not layout.gate_bias or "query/bias" in dropped):
             dropped.add("gate/bias")
-        if biased.issuperset(choice) and not any(
-            arrays[path].any() for path in dropped
-        ):
-            return {
-                path: array for path, array in arrays.items() if path not in dropped
-            }
+        are_zeros = not any(arrays[path].any() for path in dropped)
+        if biased.issuperset(choice) and are_zeros:
+            kept = [path for path in arrays if path not in dropped]
+            return {path: arrays[path] for path in kept}
     return dict(arrays)

@@ -117,7 +117,10 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
     )
     extra, missing = differences[nearest]
     if len(extra) < len(entries) or not missing:
-        hint = f" The closest is {nearest}: missing {_list_names(missing)}, extra {_list_names(extra)}."
+        hint = (
+            f" The closest is {nearest}: missing {_list_names(missing)}, extra "
+            f"{_list_names(extra)}."
+        )
     if any("lora_" in key for key in entries):
         hint += " Merge adapters first (merge_and_unload)."
     raise ValueError(

@@ -83,7 +83,8 @@ def from_torch(
       >>> import numpy as np
       >>> from flax_mha import convert
       >>> square = np.arange(36.0).reshape(6, 6)
-      >>> params = convert.from_torch({f"W_{name}.weight": square for name in "qkvo"}, num_heads=2)
+      >>> weights = {f"W_{name}.weight": square for name in "qkvo"}
+      >>> params = convert.from_torch(weights, num_heads=2)
       >>> {name: param["kernel"].shape for name, param in params.items()}
       {'query': (6, 2, 3), 'key': (6, 2, 3), 'value': (6, 2, 3), 'out': (2, 3, 6)}
       >>> bool((convert.to_torch(params, "d2l_mha")["W_k.weight"] == square).all())
@@ -165,14 +166,16 @@ def to_torch(
 
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
     axes = shapes.torch_axes(has_head_gate)
+    merged = {"out_norm/scale"}
+    if family.norm != NORM_OF_EACH_HEAD:
+        merged |= {path for path in arrays if "_ln/" in path}
     converted: Arrays = {}
     for path, array in arrays.items():
         if path in axes:
             # PyTorch merges heads and their features, and has outputs first.
             array = array.reshape([sizes[letter] for letter in reversed(axes[path])]).T
-        elif path == "out_norm/scale" or (
-            "_ln/" in path and family.norm != NORM_OF_EACH_HEAD
-        ):
+        # In PyTorch, norms over all heads have one axis.
+        elif path in merged:
             array = array.ravel()
         if offset and path in NORMS:
             array = array - array.dtype.type(offset)
@@ -218,9 +221,8 @@ def read(
     """Returns the layout of an attention in a state_dict, and its arrays in Flax's
     shapes, by paths like `out/bias`.
     """
-    are_positive = all(
-        is_int(number) and number > 0 for number in (num_heads, num_kv_heads)
-    )
+    numbers = (num_heads, num_kv_heads)
+    are_positive = all(is_int(number) and number > 0 for number in numbers)
     if not are_positive or num_heads % num_kv_heads:
         raise ValueError(
             "num_heads must be a positive multiple of num_kv_heads, but got "
@@ -249,12 +251,12 @@ def read(
             f"but {num_heads} and {num_kv_heads} give {num_queries}; use the values "
             "from the model's config."
         )
+    # A gate of each head has as many features as there are heads.
     gate_features = len(arrays.get("gate/kernel", ()))
     has_head_gate = gate_features == num_heads != out.shape[-1]
     axes = shapes.torch_axes(has_head_gate)
-    sizes = shapes.find_sizes(
-        {path: arrays[path] for path in axes if path in arrays}, axes
-    )
+    weights = {path: arrays[path] for path in axes if path in arrays}
+    sizes = shapes.find_sizes(weights, axes)
     reason = shapes.misfit(layout, arrays, sizes)
     if reason:
         raise ValueError(
@@ -267,9 +269,9 @@ def read(
     norm_size = np.size(arrays.get(NORMS[0], ()))
     spans_all_heads = norm_size == sizes["A"] != sizes["H"]
     axes = shapes.flax_axes(has_head_gate, NORMS if spans_all_heads else ())
-    converted = {
-        path: _to_flax(path, array, axes[path], sizes) for path, array in arrays.items()
-    }
+    converted: Arrays = {}
+    for path, array in arrays.items():
+        converted[path] = _to_flax(path, array, axes[path], sizes)
     if qk_norm_offset:
         for path in {*NORMS} & {*converted}:
             dtype = np.promote_types(converted[path].dtype, np.float32)

@@ -34,12 +34,15 @@ def quantize(
     x = x.astype(jnp.float32)
     # In some sizes XLA's CPU loses the NaN of a maximum.
     is_finite = jnp.isfinite(x).all(axis=-1, keepdims=True)
-    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) / LARGEST[dtype]
+    # scale = max |x| / largest number of the dtype
+    largest = LARGEST[dtype]
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) / largest
+    # XLA may flush smaller numbers to 0, and then divides by 0.
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)
     x = jnp.where((scale > 0) & is_finite, x / jnp.where(scale > 0, scale, 1), 0)
-    x = jnp.clip(
-        jnp.round(x) if dtype == jnp.int8 else x, -LARGEST[dtype], LARGEST[dtype]
-    )
+    if dtype == jnp.int8:
+        x = jnp.round(x)
+    x = jnp.clip(x, -largest, largest)
     return x.astype(dtype), jnp.where(is_finite, scale, jnp.nan)
 
 
@@ -89,14 +92,16 @@ def quantize_cache(
     have the second scale, and all other features the first. `value` then has no
     features, and is returned unchanged.
     """
-    numbers, scales = zip(
-        *(quantize(x, dtype) for x in _parts(key, value, value_size)), strict=True
-    )
+    first, second = _parts(key, value, value_size)
+    first, first_scale = quantize(first, dtype)
+    second, second_scale = quantize(second, dtype)
     if value_size is None:
-        entries = numbers
+        key = first
+        value = second
     else:
-        entries = (jnp.concatenate(numbers[::-1], axis=-1), value)
-    return *entries, jnp.concatenate(scales, axis=-1)
+        key = jnp.concatenate([second, first], axis=-1)
+    scale = jnp.concatenate([first_scale, second_scale], axis=-1)
+    return key, value, scale
 
 
 def dequantize_cache(
@@ -109,11 +114,12 @@ def dequantize_cache(
     """Inverts `quantize_cache` up to rounding. With `value_size`, ignores `value`: keys
     begin with their values.
     """
-    parts = _parts(key, value, value_size)
-    key, value = (
-        dequantize(x, scale[..., i : i + 1], dtype) for i, x in enumerate(parts)
-    )
-    return key if value_size is None else jnp.concatenate([value, key], axis=-1), value
+    first, second = _parts(key, value, value_size)
+    key = dequantize(first, scale[..., 0:1], dtype)
+    value = dequantize(second, scale[..., 1:2], dtype)
+    if value_size is not None:
+        key = jnp.concatenate([value, key], axis=-1)
+    return key, value
 
 
 def _parts(key: Array, value: Array, value_size: int | None) -> tuple[Array, Array]:
@@ -121,5 +127,5 @@ def _parts(key: Array, value: Array, value_size: int | None) -> tuple[Array, Arr
     and key[..., :value_size].
     """
     if value_size is None:
-        return (key, value)
-    return (key[..., value_size:], key[..., :value_size])
+        return key, value
+    return key[..., value_size:], key[..., :value_size]

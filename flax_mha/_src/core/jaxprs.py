@@ -33,7 +33,7 @@ def with_outputs(program: Program, wanted: Sequence[bool]) -> Program:
 
 
 def captured_variables(program: Program) -> list[Any]:
-    """Lists the variables of the captured arrays, `program.consts`, in the same order."""
+    """Lists the variables of the captured arrays, in the order of `program.consts`."""
     return list(program.jaxpr.constvars)
 
 
@@ -44,7 +44,8 @@ def open_program(program: Program, captured: Sequence[Any] | None = None) -> Bod
     `captured` is an order of `captured_variables(program)`; None keeps theirs.
     """
     body = program.jaxpr
-    captured = body.constvars if captured is None else captured
+    if captured is None:
+        captured = body.constvars
     return body.replace(constvars=[], invars=[*captured, *body.invars])
 
 
@@ -78,8 +79,9 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
     derivatives.
     """
     for parameter in equation.params.values():
-        several = isinstance(parameter, tuple | list)
-        yield from filter(is_jaxpr, parameter if several else (parameter,))
+        # The branches of `lax.cond` are a tuple.
+        several = parameter if isinstance(parameter, tuple | list) else (parameter,)
+        yield from filter(is_jaxpr, several)
 
 
 def custom_call(equation: Any) -> tuple[str, Body] | None:
@@ -94,12 +96,13 @@ def custom_call(equation: Any) -> tuple[str, Body] | None:
         return name, equation.params["call_jaxpr"].jaxpr
     if name != "call_hi_primitive":
         return None
+    # With the flags, the primitive is an object that holds the traced function.
     primitive = equation.params["_prim"]
     names = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_call"}
     name = names.get(type(primitive).__name__)
     if name is None:
         return None
-    return (name, primitive.traced.jaxpr.jaxpr)
+    return name, primitive.traced.jaxpr.jaxpr
 
 
 def evaluate(body: Body, values: Sequence[Array]) -> list[Array]:
@@ -112,12 +115,14 @@ def evaluate(body: Body, values: Sequence[Array]) -> list[Array]:
         return jaxpr_as_fun(ClosedJaxpr(body, ()))(*values)
     known = dict(zip(body.invars, values, strict=True))
 
+    def value_of(atom: Any) -> Array:
+        return jnp.asarray(atom.val) if is_literal(atom) else known[atom]
+
     def read(atoms: Sequence[Any]) -> list[Array]:
-        return varying_alike(
-            [jnp.asarray(x.val) if is_literal(x) else known[x] for x in atoms]
-        )
+        return varying_alike([value_of(atom) for atom in atoms])
 
     for equation in body.eqns:
+        # The equations inside would also need casts.
         if any(True for _ in inner_jaxprs(equation)):
             raise NotImplementedError(
                 "score_mod and mask_mod must not use control flow or custom "
@@ -128,6 +133,7 @@ def evaluate(body: Body, values: Sequence[Array]) -> list[Array]:
         # These cast captured arrays.
         if equation.primitive.name not in ("pvary", "pcast"):
             results = equation.primitive.bind(*results, **equation.params)
-        results = results if isinstance(results, list | tuple) else [results]
+        if not isinstance(results, list | tuple):
+            results = [results]
         known.update(zip(equation.outvars, results, strict=True))
     return read(body.outvars)

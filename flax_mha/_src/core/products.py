@@ -32,10 +32,10 @@ _of_lax = (
     "ragged_dot_general",
 )
 _of_numpy = ("dot", "einsum", "inner", "matmul", "tensordot", "vdot")
-_PLACES = [(vars(lax), name) for name in _of_lax] + [
-    (vars(jnp), name) for name in _of_numpy
-]
-_PLACES = [(module, name) for module, name in _PLACES if name in module]
+_in_lax = [(vars(lax), name) for name in _of_lax]
+_in_numpy = [(vars(jnp), name) for name in _of_numpy]
+# Older versions of JAX lack some.
+_PLACES = [(module, name) for module, name in _in_lax + _in_numpy if name in module]
 # What these names stood for when this file was imported, and the code of those that are
 # Python functions.
 _PRODUCTS = [module[name] for module, name in _PLACES]
@@ -48,11 +48,11 @@ def products_are_replaced() -> bool:
     """Returns whether a tool has replaced a matrix product or convolution of `jax.lax`
     or `jax.numpy`.
     """
+    # Every call asks, so the loops are those of `map`.
     have_same_code = all(map(is_, map(_get_code, _IN_PYTHON), _CODES))
-    names_same_products = all(
-        map(is_, [module[name] for module, name in _PLACES], _PRODUCTS)
-    )
-    return not (have_same_code and names_same_products)
+    products = [module[name] for module, name in _PLACES]
+    are_same_products = all(map(is_, products, _PRODUCTS))
+    return not (have_same_code and are_same_products)
 
 
 def jit_products(function: Callable[P, T], **options: Any) -> Callable[P, T]:

@@ -38,20 +38,29 @@ class Offsets:
 
     @classmethod
     def of(cls, query: Any, key: Any) -> "Offsets":
-        query_array, key_array = (
-            None if isinstance(x, int) else x for x in (query, key)
-        )
-        numbers = query if query_array is None else 0, key if key_array is None else 0
-        return cls(query_array, key_array, numbers)
+        query_array = None
+        key_array = None
+        query_number = 0
+        key_number = 0
+        if isinstance(query, int):
+            query_number = query
+        else:
+            query_array = query
+        if isinstance(key, int):
+            key_number = key
+        else:
+            key_array = key
+        return cls(query_array, key_array, (query_number, key_number))
 
     @property
     def values(self) -> tuple[Any, Any]:
         """Positions of the first query and the first key, as ints or arrays."""
-        query = self.query_array
-        key = self.key_array
-        return self.numbers[0] if query is None else query, self.numbers[
-            1
-        ] if key is None else key
+        query, key = self.numbers
+        if self.query_array is not None:
+            query = self.query_array
+        if self.key_array is not None:
+            key = self.key_array
+        return query, key
 
     @property
     def are_known(self) -> bool:
@@ -108,7 +117,9 @@ class Tile(NamedTuple):
         columns = self._within(self.columns, 1)
         if self.ring is None:
             return columns + self.offsets[1]
-        return self.offsets[1] - (self.offsets[1] - columns) % self.ring
+        # The newest position p with p mod S = column.
+        newest = self.offsets[1]
+        return newest - (newest - columns) % self.ring
 
     def _within(self, indices: Array, axis: int) -> Array:
         if self.lengths is None:
@@ -152,11 +163,11 @@ class Tile(NamedTuple):
         if self.indices is not None:
             positions = jnp.broadcast_arrays(self.query_positions, self.key_positions)
             return jax.vmap(jax.vmap(function))(*scores, *positions)
+        # A row has one query position, and a column has one key position.
         by_score = [0] * len(scores)
-        by_row = jax.vmap(
-            jax.vmap(function, (*by_score, None, 0)), (*by_score, 0, None)
-        )
-        return by_row(*scores, self.query_positions[:, 0], self.key_positions[0])
+        along_row = jax.vmap(function, (*by_score, None, 0))
+        by_tile = jax.vmap(along_row, (*by_score, 0, None))
+        return by_tile(*scores, self.query_positions[:, 0], self.key_positions[0])
 
     def cut_columns(self, x: Array | np.ndarray, axis: int) -> Array:
         """Returns the entries of `x` for the tile's keys; `axis` is the axis of `x`
@@ -168,14 +179,15 @@ class Tile(NamedTuple):
 
     def add(self, x: Array, part: Array) -> Array:
         """Returns `x` with `part` added to the entries that `cut(x)` would return."""
-        place = (
-            0 if size == 1 else first
-            for size, first in zip(x.shape, (self.row, self.column), strict=True)
+        rows, columns = x.shape
+        first_row = 0 if rows == 1 else self.row
+        first_column = 0 if columns == 1 else self.column
+        start = (
+            jnp.asarray(first_row, jnp.int32),
+            jnp.asarray(first_column, jnp.int32),
         )
-        start = tuple(jnp.asarray(first, jnp.int32) for first in place)
-        part = part + lax.dynamic_slice(
-            x, start, part.shape, allow_negative_indices=False
-        )
+        before = lax.dynamic_slice(x, start, part.shape, allow_negative_indices=False)
+        part = part + before
         return lax.dynamic_update_slice(x, part, start, allow_negative_indices=False)
 
 
@@ -196,25 +208,22 @@ class Grid(NamedTuple):
 
         With `positions`, returns the positions of these queries or keys instead.
         """
-        size = self.tile_shape[axis]
-        first = np.expand_dims(
-            np.arange(self.counts[axis], dtype=np.int32) * np.int32(size), 1 - axis
-        )
+        size = np.int32(self.tile_shape[axis])
+        first = np.arange(self.counts[axis], dtype=np.int32) * size
+        first = np.expand_dims(first, 1 - axis)
         last = first + np.int32(size - 1)
         if self.lengths is not None:
             end = np.int32(max(self.lengths[axis] - 1, 0))
             first = np.minimum(first, end)
             last = np.minimum(last, end)
         if positions:
-            return (first + self.offsets[axis], last + self.offsets[axis])
-        return (first, last)
+            return first + self.offsets[axis], last + self.offsets[axis]
+        return first, last
 
     def distance_bounds(self) -> tuple[IntMatrix, IntMatrix]:
         """Returns, for each tile, the least and the greatest difference of key position
         minus query position.
         """
-        (q_first, q_last), (k_first, k_last) = (
-            self.bounds(0, positions=True),
-            self.bounds(1, positions=True),
-        )
+        q_first, q_last = self.bounds(0, positions=True)
+        k_first, k_last = self.bounds(1, positions=True)
         return k_first - q_last, k_last - q_first

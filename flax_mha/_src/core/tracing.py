@@ -48,9 +48,11 @@ def multiplies_bfloat16(on: str | None = None) -> bool:
     """Returns whether the platform `on` (default: JAX's) is a CPU that multiplies
     bfloat16 (AVX-512 BF16, AMX).
     """
-    return (platform() if on is None else on) == "cpu" and bool(
-        {"amx_bf16", "avx512_bf16"} & cpu_features()
-    )
+    if on is None:
+        on = platform()
+    if on != "cpu":
+        return False
+    return not cpu_features().isdisjoint({"amx_bf16", "avx512_bf16"})
 
 
 @functools.cache
@@ -72,14 +74,7 @@ def target_of(arrays: Sequence[Array], asked: str | None = None) -> Target:
     `asked`.
     """
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        mesh = jax.sharding.get_abstract_mesh()
-        mesh = mesh if mesh.axis_types else jax.typeof(arrays[0]).sharding.mesh
-        # Inside `jax.shard_map`, or on one device, XLA splits nothing.
-        free = any(kind is not jax.sharding.AxisType.Manual for kind in mesh.axis_types)
-        target = Target(
-            platform(),
-            free and mesh.size > 1 if mesh.axis_types else jax.device_count() > 1,
-        )
+        target = Target(platform(), may_be_split=_partitioner_may_split(arrays[0]))
     else:
         targets = {_target_of_sharding(x.sharding) for x in arrays}
         target = max(targets, key=lambda target: target.may_be_split)
@@ -90,15 +85,29 @@ def target_of(arrays: Sequence[Array], asked: str | None = None) -> Target:
             f'platform must be "cpu", "cuda", "tpu" or None, but got {asked!r}.'
         )
     name = PLATFORMS[asked]
-    return target._replace(
-        platform=name, assumed=name not in (target.platform, platform())
-    )
+    is_here = name in (target.platform, platform())
+    return target._replace(platform=name, assumed=not is_here)
+
+
+def _partitioner_may_split(x: Array) -> bool:
+    """Returns whether XLA's partitioner may split the arrays of the current trace, of
+    which `x` is one.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.axis_types:
+        mesh = jax.typeof(x).sharding.mesh
+    # Without a mesh, the arguments of the user's `jit` may still be on several devices.
+    if not mesh.axis_types:
+        return jax.device_count() > 1
+    # Inside `jax.shard_map`, or on one device, XLA splits nothing.
+    is_manual = all(kind is jax.sharding.AxisType.Manual for kind in mesh.axis_types)
+    return not is_manual and mesh.size > 1
 
 
 @functools.lru_cache(maxsize=256)
 def _target_of_sharding(sharding: jax.sharding.Sharding) -> Target:
     device: Any = next(iter(sharding.device_set))
-    return Target(device.platform, len(sharding.device_set) > 1)
+    return Target(device.platform, may_be_split=len(sharding.device_set) > 1)
 
 
 def reasons_against_kernel(target: Target) -> list[str]:
@@ -136,9 +145,10 @@ def readable(x: Array | np.ndarray) -> bool:
     """Returns whether the values of `x` can be read now: `x` is not traced, and this
     process holds all of it.
     """
-    return not isinstance(x, jax.core.Tracer) and getattr(
-        x, "is_fully_addressable", True
-    )
+    if isinstance(x, jax.core.Tracer):
+        return False
+    # NumPy's arrays lack the attribute.
+    return getattr(x, "is_fully_addressable", True)
 
 
 def being_traced() -> bool:
@@ -202,41 +212,38 @@ def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tupl
     For rules of `custom_vmap`. The mapped axis is the first axis of every result, and
     of every array in `operands` whose `is_batched` is True.
     """
-    leaves = [
-        x
-        for x, batched in zip(
-            *map(jax.tree.leaves, (operands, is_batched)), strict=True
-        )
-        if batched
-    ]
-    shardings = [jax.typeof(x).sharding for x in leaves]
-    first = next(
-        (
-            x.spec[0]
-            for x in shardings
-            if not x.mesh.empty and len(x.spec) and x.spec[0] is not None
-        ),
-        None,
-    )
-    if first is None:
+    # Which mesh axes split the mapped axis, by the types of the arrays that have it.
+    leaves = jax.tree.leaves(operands)
+    leaves_batched = jax.tree.leaves(is_batched)
+    mesh: Any = None
+    split_by: Any = None
+    for x, batched in zip(leaves, leaves_batched, strict=True):
+        if not batched:
+            continue
+        sharding = jax.typeof(x).sharding
+        if mesh is None:
+            mesh = sharding.mesh
+        if split_by is None and not sharding.mesh.empty and len(sharding.spec):
+            split_by = sharding.spec[0]
+    if split_by is None:
         return function(*operands)
-    mesh = shardings[0].mesh
 
+    # All arrays with the mapped axis get this split, which `shard_map` requires.
     def reshard(x: Array, batched: bool) -> Array:
-        if batched:
-            return jax.reshard(
-                x,
-                jax.NamedSharding(mesh, jax.P(first, *jax.typeof(x).sharding.spec[1:])),
-            )
-        return x
+        if not batched:
+            return x
+        spec = jax.P(split_by, *jax.typeof(x).sharding.spec[1:])
+        return jax.reshard(x, jax.NamedSharding(mesh, spec))
 
-    return jax.shard_map(
+    def spec_of(batched: bool) -> jax.P:
+        return jax.P(split_by) if batched else jax.P()
+
+    mapped = jax.shard_map(
         function,
         mesh=mesh,
-        in_specs=jax.tree.map(
-            lambda batched: jax.P(first) if batched else jax.P(), is_batched
-        ),
-        out_specs=jax.P(first),
-        axis_names=frozenset((first,) if isinstance(first, str) else first),
+        in_specs=jax.tree.map(spec_of, is_batched),
+        out_specs=jax.P(split_by),
+        axis_names=frozenset((split_by,) if isinstance(split_by, str) else split_by),
         check_vma=False,
-    )(*jax.tree.map(reshard, operands, is_batched))
+    )
+    return mapped(*jax.tree.map(reshard, operands, is_batched))

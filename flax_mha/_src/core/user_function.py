@@ -62,7 +62,7 @@ class TracedFunction:
         self.body = body
         self.made_for = made_for
         # Kept alive, because the key holds the `id` of objects in it.
-        self._compared = body, *rules
+        self._compared = (body, *rules)
         self._key = tuple(map(_key, self._compared))
 
     def __eq__(self, other: object) -> bool:
@@ -81,20 +81,22 @@ class TracedFunction:
         """
         names = set()
         for equation in equations(self.body):
+            name = equation.primitive.name
             call = custom_call(equation)
-            names.add(equation.primitive.name if call is None else call[0])
+            if call is not None:
+                name, _ = call
+            names.add(name)
         return names
 
     def uses(self, position: str) -> bool:
         """Returns whether the function reads the argument `position`: "b", "h", "q_idx"
         or "kv_idx".
         """
+        # The positions are the last inputs.
         variable = self.body.invars[POSITIONS.index(position) - len(POSITIONS)]
-        return any(
-            v is variable
-            for atoms in (*(e.invars for e in self.body.eqns), self.body.outvars)
-            for v in atoms
-        )
+        if _is_among(variable, self.body.outvars):
+            return True
+        return any(_is_among(variable, e.invars) for e in self.body.eqns)
 
     @functools.cached_property
     def lookups(self) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -107,19 +109,18 @@ class TracedFunction:
         held = _positions(self.body)
         conditional = _conditional(self.body)
         found = []
-        for equation in (
-            e for e in self.body.eqns if e.primitive.name == "dynamic_slice"
-        ):
+        for equation in self.body.eqns:
+            if equation.primitive.name != "dynamic_slice":
+                continue
             array, *indices = _atoms(equation)
             for axis, index in enumerate(indices):
+                if index not in held or held[index] in conditional:
+                    continue
                 # An int, or a symbol of `jax.export`.
                 size: Any = array.aval.shape[axis]
-                is_known = (
-                    index in held
-                    and isinstance(size, int)
-                    and size <= jnp.iinfo(index.aval.dtype).max
-                )
-                if is_known and held[index] not in conditional:
+                # An index of few bits cannot leave a longer axis.
+                largest = jnp.iinfo(index.aval.dtype).max
+                if isinstance(size, int) and size <= largest:
                     found.append((held[index], axis, array.aval.shape))
         return found
 
@@ -131,12 +132,10 @@ class TracedFunction:
         held = _positions(self.body)
         found = []
         for variable in self.body.invars[: -len(POSITIONS)]:
-            uses = [e for e in self.body.eqns if any(x is variable for x in e.invars)]
-            found.append(
-                bool(uses)
-                and all(_is_entry(e, held) for e in uses)
-                and variable not in self.body.outvars
-            )
+            uses = [e for e in self.body.eqns if _is_among(variable, e.invars)]
+            is_returned = variable in self.body.outvars
+            reads_entries = all(_is_entry(e, held) for e in uses)
+            found.append(bool(uses) and reads_entries and not is_returned)
         return found
 
     def size(self, position: str) -> int | None:
@@ -144,13 +143,9 @@ class TracedFunction:
         and `made_for`; None: no limit.
         """
         sizes = [shape[axis] for name, axis, shape in self.lookups if name == position]
-        return min(
-            [
-                *sizes,
-                *(size for name, size in self.made_for.items() if name == position),
-            ],
-            default=None,
-        )
+        if position in self.made_for:
+            sizes.append(self.made_for[position])
+        return min(sizes, default=None)
 
     def check(self, last: Mapping[str, int | None]) -> None:
         """Raises a ValueError if the call does not fit `made_for`, or if an index is
@@ -162,15 +157,18 @@ class TracedFunction:
         """
         for name, size in self.made_for.items():
             value = last[name]
-            if value is not None and (
-                value >= size or (name in "bh" and value + 1 < size)
-            ):
+            if value is None:
+                continue
+            # A call may have fewer positions, but not fewer batch entries or heads.
+            has_fewer = name in "bh" and value + 1 < size
+            if value >= size or has_fewer:
                 raise ValueError(
                     f"{self.name} was created for {size} {NAMES[name]}, but the call "
                     f"has {value + 1}."
                 )
         for name, axis, shape in self.lookups:
-            if (value := last[name]) is not None and value >= shape[axis]:
+            value = last[name]
+            if value is not None and value >= shape[axis]:
                 raise ValueError(
                     f"{self.name} must not index arrays out of bounds, but at {name} = "
                     f"{value}, it uses index {value} on axis {axis} of an array with "
@@ -200,34 +198,42 @@ def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
         score or one bool.
     """
     program = _checked_program(name, function, score)
-    # NumPy arrays are copied: JAX would keep the first values of one that changes, for
-    # as long as it holds the array.
-    captured = [
-        x if isinstance(x, jax.Array) else jnp.asarray(np.array(x))
-        for x in program.consts
-    ]
-    pairs = list(zip(captured_variables(program), captured, strict=True))
-    if score is not None and any(
-        jnp.issubdtype(x.dtype, jnp.complexfloating) for x in captured
-    ):
-        raise ValueError(
-            f"{name} must not capture complex arrays, but {function!r} does; capture "
-            "x.real and x.imag."
+    is_score_mod = score is not None
+    variables = captured_variables(program)
+    # Sort the captured arrays: those that may get gradients come first.
+    learned = []
+    learned_variables = []
+    constants = []
+    constant_variables = []
+    for variable, x in zip(variables, program.consts, strict=True):
+        # NumPy arrays are copied: JAX would keep the first values of one that changes,
+        # for as long as it holds the array.
+        if not isinstance(x, jax.Array):
+            x = jnp.asarray(np.array(x))
+        if is_score_mod and jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"{name} must not capture complex arrays, but {function!r} does; "
+                "capture x.real and x.imag."
+            )
+        # An array that is differentiated is a tracer.
+        is_traced_float = isinstance(x, jax.core.Tracer) and jnp.issubdtype(
+            x.dtype, jnp.floating
         )
-
-    # An array that is differentiated is a tracer.
-    def is_constant(pair: tuple[Any, Array]) -> bool:
-        is_float = jnp.issubdtype(pair[1].dtype, jnp.floating)
-        return score is None or not is_float or not isinstance(pair[1], jax.core.Tracer)
-
-    pairs = sorted(pairs, key=is_constant)
-    number = sum(not is_constant(pair) for pair in pairs)
-    body = open_program(program, [variable for variable, _ in pairs])
-    rules = () if score is None else _rules(body, function)
+        if is_score_mod and is_traced_float:
+            learned.append(x)
+            learned_variables.append(variable)
+        else:
+            constants.append(x)
+            constant_variables.append(variable)
+    body = open_program(program, learned_variables + constant_variables)
     traced = TracedFunction(
-        f"{name} {_name_of(function)}", body, getattr(function, "made_for", {}), rules
+        name=f"{name} {_name_of(function)}",
+        body=body,
+        made_for=getattr(function, "made_for", {}),
+        # A mask_mod is not differentiated.
+        rules=_rules(body, function) if is_score_mod else (),
     )
-    return Trace(traced, [x for _, x in pairs[:number]], [x for _, x in pairs[number:]])
+    return Trace(traced, learned, constants)
 
 
 def _checked_program(name: str, function: Any, score: jnp.dtype | None) -> Program:
@@ -236,9 +242,18 @@ def _checked_program(name: str, function: Any, score: jnp.dtype | None) -> Progr
     """
     if not callable(function):
         raise ValueError(f"{name} must be a function of scalars, but got {function!r}.")
-    scores = {} if score is None else {"score": score}
-    [result] = scores.values() or [jnp.dtype(bool)]
-    wanted = f"{name}({', '.join([*scores, *POSITIONS])}) must return a {result.name} scalar for scalar arguments"
+    names = list(POSITIONS)
+    dtypes: list[Any] = [jnp.int32] * len(POSITIONS)
+    result = jnp.dtype(bool)
+    if score is not None:
+        names.insert(0, "score")
+        dtypes.insert(0, score)
+        result = score
+    arguments = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
+    wanted = (
+        f"{name}({', '.join(names)}) must return a {result.name} scalar for scalar "
+        "arguments"
+    )
 
     def run(*scalars: Array) -> Any:
         # JAX would reuse old traces of jitted helpers, even if their closures have
@@ -248,16 +263,10 @@ def _checked_program(name: str, function: Any, score: jnp.dtype | None) -> Progr
 
     try:
         with without_mesh():
-            program = jax.make_jaxpr(run)(
-                *(
-                    jax.ShapeDtypeStruct((), x)
-                    for x in (*scores.values(), *[jnp.int32] * 4)
-                )
-            )
+            program = jax.make_jaxpr(run)(*arguments)
     except Exception as error:
-        reason = (
-            f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
-        )
+        first_line, *_ = str(error).split("\n")
+        reason = f"{type(error).__name__}: {first_line.rstrip('.')}"
         raise ValueError(
             f"{wanted}, but {_name_of(function)} raised {reason}{_fix(error)}."
         ) from error
@@ -276,9 +285,8 @@ def _name_of(function: Any) -> str:
     """
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__qualname__", type(function).__qualname__).replace(
-        "<locals>.", ""
-    )
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return name.replace("<locals>.", "")
 
 
 def _fix(error: Exception) -> str:
@@ -288,14 +296,20 @@ def _fix(error: Exception) -> str:
             "; use jnp.where instead of `if`, and & | ~ instead of `and`, `or`, `not`"
         )
     if type(error).__name__ == "ShardingTypeError":
-        return "; capture jax.reshard(array, jax.P()) instead of a sharded array: every device needs all its entries"
+        return (
+            "; capture jax.reshard(array, jax.P()) instead of a sharded array: every "
+            "device needs all its entries"
+        )
     conversions = (
         jax.errors.TracerArrayConversionError,
         jax.errors.TracerIntegerConversionError,
     )
     # The latter from torch.
     if isinstance(error, conversions) or "len() of unsized" in str(error):
-        return "; captured NumPy arrays, lists and torch tensors cannot be indexed by positions: use jnp.asarray(...)"
+        return (
+            "; captured NumPy arrays, lists and torch tensors cannot be indexed by "
+            "positions: use jnp.asarray(...)"
+        )
     return ""
 
 
@@ -305,18 +319,19 @@ def _key(compared: Any) -> tuple:
     """
     if not is_jaxpr(compared):
         return (id(compared),)
-    inside = list(equations(compared))
-    nested = (
-        compared,
-        *(inner for equation in inside for inner in inner_jaxprs(equation)),
-    )
-    constants = (x for one in nested for x in getattr(one, "consts", ()))
-    callbacks = (x.params["callback"] for x in inside if "callback" in x.params)
-    return (
-        str(compared),
-        *map(id, constants),
-        *(id(getattr(x, "callback_func", x)) for x in callbacks),
-    )
+    # The text of a jaxpr shows neither the values of constants nor which function a
+    # callback calls.
+    jaxprs = [compared]
+    callbacks = []
+    for equation in equations(compared):
+        jaxprs.extend(inner_jaxprs(equation))
+        if "callback" in equation.params:
+            callback = equation.params["callback"]
+            callbacks.append(getattr(callback, "callback_func", callback))
+    constants: list[Any] = []
+    for jaxpr in jaxprs:
+        constants.extend(getattr(jaxpr, "consts", ()))
+    return (str(compared), *map(id, constants), *map(id, callbacks))
 
 
 def _rules(body: Body, function: Any) -> list[Any]:
@@ -328,34 +343,38 @@ def _rules(body: Body, function: Any) -> list[Any]:
     """
 
     def custom(body: Body) -> set[tuple]:
-        calls = [
-            call
-            for equation in equations(body)
-            if (call := custom_call(equation)) is not None
-        ]
-        return {(called.debug_info.func_src_info, str(called)) for _, called in calls}
+        found = set()
+        for equation in equations(body):
+            call = custom_call(equation)
+            if call is not None:
+                _, called = call
+                found.add((called.debug_info.func_src_info, str(called)))
+        return found
 
     def pull(values: list[Array], cotangents: list[Array]) -> Any:
         with jax.disable_jit():
-            pulled = jax.vjp(lambda *values: evaluate(body, values), *values)[1](
-                cotangents
-            )
+            _, transpose = jax.vjp(lambda *values: evaluate(body, values), *values)
+            pulled = transpose(cotangents)
+        # The gradients of integers.
         return [x for x in pulled if x.dtype != jax.dtypes.float0]
 
-    found = list[Any]()
-    known = set[tuple]()
-    while (new := custom(body) - known) and len(found) < 4:
+    found: list[Any] = []
+    known: set[tuple] = set()
+    # A rule may contain functions that have rules themselves.
+    for _ in range(4):
+        new = custom(body) - known
+        if not new:
+            return found
         known |= new
+        values = [v.aval for v in body.invars]
+        cotangents = [v.aval for v in body.outvars]
         try:
-            found.append(
-                jax.make_jaxpr(pull)(
-                    [v.aval for v in body.invars], [v.aval for v in body.outvars]
-                )
-            )
+            derivative = jax.make_jaxpr(pull)(values, cotangents)
         except Exception:  # the function may still be used without derivatives
             return [*found, function]
-        body = open_program(found[-1])
-    if new:
+        found.append(derivative)
+        body = open_program(derivative)
+    if custom(body) - known:
         return [*found, function]
     return found
 
@@ -364,31 +383,26 @@ def _positions(body: Any) -> dict[Any, str]:
     """Maps each variable that equals b, h, q_idx or kv_idx, cast or wrapped (`where(i <
     0, i + n, i)`), to its name.
     """
-    held = dict[Any, str](zip(body.invars[-len(POSITIONS) :], POSITIONS, strict=True))
-    from_end = dict[Any, str]()
+    inputs = body.invars[-len(POSITIONS) :]
+    held: dict[Any, str] = dict(zip(inputs, POSITIONS, strict=True))
+    # Variables that equal i + n.
+    from_end: dict[Any, str] = {}
     for equation in body.eqns:
         name = equation.primitive.name
-        result = (*equation.outvars, None)[0]
         atoms = _atoms(equation)
-        if (
-            name == "convert_element_type"
-            and atoms[0] in held
-            and jnp.issubdtype(result.aval.dtype, jnp.integer)
-        ):
-            held[result] = held[atoms[0]]
-        elif (
-            name == "add"
-            and atoms[0] in held
-            and atoms[1] is None
-            and equation.invars[1].val > 0
-        ):
-            from_end[result] = held[atoms[0]]
-        elif (
-            name == "select_n"
-            and atoms[1] in held
-            and from_end.get(atoms[2]) == held[atoms[1]]
-        ):
-            held[result] = held[atoms[1]]
+        if name == "convert_element_type" and atoms[0] in held:
+            [result] = equation.outvars
+            if jnp.issubdtype(result.aval.dtype, jnp.integer):
+                held[result] = held[atoms[0]]
+        elif name == "add" and atoms[0] in held and atoms[1] is None:
+            [result] = equation.outvars
+            if equation.invars[1].val > 0:
+                from_end[result] = held[atoms[0]]
+        # The operands: i < 0, i, i + n.
+        elif name == "select_n" and atoms[1] in held:
+            [result] = equation.outvars
+            if from_end.get(atoms[2]) == held[atoms[1]]:
+                held[result] = held[atoms[1]]
     return held
 
 
@@ -396,32 +410,35 @@ def _is_entry(equation: Any, held: Mapping[Any, str]) -> bool:
     """Returns whether an equation reads array[b, h, ...], the part of one head; for
     `held` see `_positions`.
     """
-    is_slice = equation.primitive.name == "dynamic_slice" and equation.params[
-        "slice_sizes"
-    ][:2] == (1, 1)
-    return is_slice and [held.get(x) for x in _atoms(equation)[1:3]] == ["b", "h"]
+    if equation.primitive.name != "dynamic_slice":
+        return False
+    if equation.params["slice_sizes"][:2] != (1, 1):
+        return False
+    _, *indices = _atoms(equation)
+    return [held.get(x) for x in indices[:2]] == ["b", "h"]
 
 
 def _conditional(body: Any) -> set[str]:
     """Returns which of b, h, q_idx and kv_idx affect a comparison or branch, as in
     `where(q_idx < 8, x[q_idx], 0)`.
     """
-    sources = {
-        v: {name}
-        for v, name in zip(body.invars[-len(POSITIONS) :], POSITIONS, strict=True)
-    }
-    found = set[str]()
+    inputs = body.invars[-len(POSITIONS) :]
+    # The positions that each variable depends on.
+    sources = {v: {name} for v, name in zip(inputs, POSITIONS, strict=True)}
+    found: set[str] = set()
     for equation in body.eqns:
         name = equation.primitive.name
         atoms = _atoms(equation)
-        # JAX checks this for each index.
-        is_sign = name == "lt" and atoms[1] is None and equation.invars[1].val == 0
+        # The position of an entry is no condition on it.
         read = atoms[:1] if name in ("dynamic_slice", "gather") else atoms
-        of = set[str]().union(*(sources.get(x, ()) for x in read))
+        of: set[str] = set().union(*(sources.get(x, ()) for x in read))
         sources.update(dict.fromkeys(equation.outvars, of))
-        if (name in CONDITIONS and not is_sign) or any(
-            True for _ in inner_jaxprs(equation)
-        ):
+        # JAX compares each index with 0, for indices that count from the end.
+        is_sign = name == "lt" and atoms[1] is None and equation.invars[1].val == 0
+        is_condition = name in CONDITIONS and not is_sign
+        # A branch or a loop.
+        has_jaxprs = any(True for _ in inner_jaxprs(equation))
+        if is_condition or has_jaxprs:
             found |= of
     return found
 
@@ -431,3 +448,7 @@ def _atoms(equation: Any) -> list[Any]:
     number.
     """
     return [None if is_literal(x) else x for x in equation.invars]
+
+
+def _is_among(variable: Any, atoms: Sequence[Any]) -> bool:
+    return any(x is variable for x in atoms)

@@ -23,6 +23,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 # length limits nothing.
 LARGEST = 2**31 - 1
 SMALLEST = -(2**31)
+MASK = "a boolean array or a mask object such as CausalMask()"
 
 
 class Shape(NamedTuple):
@@ -54,19 +55,17 @@ class Shape(NamedTuple):
         """
         batch = self.batch if by_batch else (1,) * len(self.batch)
         count = math.prod(batch)
+        # The count may be a symbol of `jax.export`, which NumPy does not know.
         if isinstance(count, int):
             entries = np.arange(count, dtype=np.int32)
         else:
             entries = jnp.arange(count, dtype=jnp.int32)
-        return entries.reshape(batch), np.arange(
-            self.num_heads if by_head else 1, dtype=np.int32
-        )
+        heads = np.arange(self.num_heads if by_head else 1, dtype=np.int32)
+        return entries.reshape(batch), heads
 
 
 def mask(value: ArrayLike | None, shape: Shape) -> Array:
-    array = as_array(
-        "mask", value, "a boolean array or a mask object such as CausalMask()"
-    )
+    array = as_array("mask", value, MASK)
     if array.dtype != bool:
         raise ValueError(
             f"mask must be bool (True means attend), but got {array.dtype}; use "
@@ -77,8 +76,8 @@ def mask(value: ArrayLike | None, shape: Shape) -> Array:
         "mask",
         array,
         shape.scores,
-        "[batch..., heads, queries, keys]",
-        _mask_fix(array, shape),
+        meaning="[batch..., heads, queries, keys]",
+        fix=_mask_fix(array, shape),
     )
 
 
@@ -91,14 +90,15 @@ def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
     second result is an array that is True if any is not 0 or 1: pass it to `nan_if`.
     Otherwise it is None.
     """
-    array = as_array(
-        "mask", value, "a boolean array or a mask object such as CausalMask()"
-    )
+    array = as_array("mask", value, MASK)
     if array.dtype == bool:
         return array, None
     if not readable(array):
-        return array.astype(bool), ((array != 0) & (array != 1)).any()
-    if len(others := np.setdiff1d(array, (0, 1))):
+        converted = array.astype(bool)
+        is_other = (array != 0) & (array != 1)
+        return converted, is_other.any()
+    others = np.setdiff1d(array, (0, 1))
+    if len(others):
         raise ValueError(
             "mask must be bool, or contain only 0 and 1 (1 means attend), but got "
             f"{array.dtype} containing {others[0]}; pass it as bias= to add it to the "
@@ -122,18 +122,15 @@ def _mask_fix(array: Array, shape: Shape) -> str:
     """
     rank = len(shape.batch)
     keys = shape.key_length
-    first = "..." if rank > 1 else ":"
-    sizes = array.shape[rank:]
     if not rank or array.shape[:rank] != shape.batch:
         return ""
+    first = "..." if rank > 1 else ":"
+    sizes = array.shape[rank:]
     if sizes == (keys,):
         return f"; use mask[{first}, None, None, :]"
-    fits = (
-        len(sizes) == 2
-        and sizes[0] in (1, shape.query_length)
-        and sizes[1] in (1, keys)
-    )
-    if fits:
+    if len(sizes) != 2:
+        return ""
+    if sizes[0] in (1, shape.query_length) and sizes[1] in (1, keys):
         return f"; use mask[{first}, None, :, :]"
     return ""
 
@@ -190,28 +187,35 @@ def segment_ids(
             "SegmentMask(query_ids, key_value_ids) requires integer arrays, but got "
             "None."
         )
-    lengths = (shape.query_length, shape.key_length)
-    checked = []
-    if (query_ids is None or key_ids is None) and lengths[0] != lengths[1]:
+    queries = shape.query_length
+    keys = shape.key_length
+    is_missing = query_ids is None or key_ids is None
+    if is_missing and queries != keys:
         missing = names[0] if query_ids is None else names[1]
         raise ValueError(
             f"{missing} must also be passed if queries and keys differ in length "
-            f"({lengths[0]} and {lengths[1]}), but got None."
+            f"({queries} and {keys}), but got None."
         )
-    for name, given, partner, length in zip(
-        names, (query_ids, key_ids), (key_ids, query_ids), lengths, strict=True
-    ):
-        ids = ids_int32(name, partner if given is None else given)
-        if ids.ndim == 0 or ids.shape[-1] != length:
-            raise ValueError(
-                f"{name} must have shape [batch..., {length}], one id per position, "
-                f"but got {ids.shape}."
-            )
-        checked.append(
-            broadcastable(name, ids, (*shape.batch, length), "[batch..., length]")
+    if query_ids is None:
+        query_ids = key_ids
+    if key_ids is None:
+        key_ids = query_ids
+    query_ids = _ids_of(names[0], query_ids, shape.batch, queries)
+    key_ids = _ids_of(names[1], key_ids, shape.batch, keys)
+    # Traced ids of 64 bits keep their dtype.
+    dtype = jnp.promote_types(query_ids.dtype, key_ids.dtype)
+    return query_ids.astype(dtype), key_ids.astype(dtype)
+
+
+def _ids_of(name: str, value: Any, batch: tuple[int, ...], length: int) -> Array:
+    """Checks segment ids [B..., length]."""
+    ids = ids_int32(name, value)
+    if ids.ndim == 0 or ids.shape[-1] != length:
+        raise ValueError(
+            f"{name} must have shape [batch..., {length}], one id per position, "
+            f"but got {ids.shape}."
         )
-    dtype = jnp.promote_types(checked[0].dtype, checked[1].dtype)
-    return checked[0].astype(dtype), checked[1].astype(dtype)
+    return broadcastable(name, ids, (*batch, length), "[batch..., length]")
 
 
 def key_indices(value: ArrayLike | None, shape: Shape) -> Array | None:
@@ -225,11 +229,9 @@ def key_indices(value: ArrayLike | None, shape: Shape) -> Array | None:
     each = (*shape.batch, shape.query_length)
     if indices.ndim == len(each) + 1:
         indices = indices[..., None, :]
-    if (
-        indices.ndim != len(each) + 2
-        or indices.shape[:-2] != each
-        or indices.shape[-2] not in (1, shape.num_kv_heads)
-    ):
+    has_lists = indices.ndim == len(each) + 2 and indices.shape[:-2] == each
+    # One list may be for all key heads.
+    if not has_lists or indices.shape[-2] not in (1, shape.num_kv_heads):
         raise ValueError(
             "key_indices must have shape [batch..., queries, k] or [batch..., queries, "
             f"key heads, k] (here, {each} or {(*each, shape.num_kv_heads)} followed by "
@@ -253,7 +255,10 @@ def flag(name: str, value: bool) -> bool:
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, jax.core.Tracer):
-        fix = "; make it static with static_argnames in jax.jit, or capture it in a closure"
+        fix = (
+            "; make it static with static_argnames in jax.jit, or capture it in a "
+            "closure"
+        )
         if name == "is_causal":
             fix = "; pass mask=flax_mha.CausalMask() instead"
         raise ValueError(
@@ -267,7 +272,9 @@ def as_array(name: str, value: Any, expected: str) -> Array:
     """Converts a value to an array; errors say that `name` must be `expected`."""
     value = unwrapped(value)
     if value is None or isinstance(value, str) or callable(value):
-        fix = f"; call it: {value.__name__}()" if isinstance(value, type) else ""
+        fix = ""
+        if isinstance(value, type):
+            fix = f"; call it: {value.__name__}()"
         raise ValueError(f"{name} must be {expected}, but got {value!r}{fix}.")
     try:
         return jnp.asarray(value)
@@ -286,11 +293,10 @@ def broadcastable(
     For errors, `name` is the argument, `meaning` names the axes of `shape`, and `fix`
     is advice.
     """
-    fits = array.ndim <= len(shape) and all(
-        n in (1, size)
-        for n, size in zip(reversed(array.shape), reversed(shape), strict=False)
-    )
-    if not fits:
+    # Broadcasting aligns the last axes.
+    from_last = zip(reversed(array.shape), reversed(shape), strict=False)
+    sizes_fit = all(n in (1, size) for n, size in from_last)
+    if array.ndim > len(shape) or not sizes_fit:
         raise ValueError(
             f"{name} must broadcast to {meaning} = {shape}, but got shape "
             f"{array.shape}{fix}."
@@ -338,12 +344,10 @@ def is_finite(value: object) -> TypeGuard[float]:
     """Returns whether `value` is a finite real number of Python or NumPy that fits in
     float64, but not a bool.
     """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
     try:
-        return (
-            isinstance(value, numbers.Real)
-            and not isinstance(value, bool)
-            and math.isfinite(value)
-        )
+        return math.isfinite(value)
     except OverflowError:  # an integer beyond float64
         return False
 
@@ -353,11 +357,9 @@ def number_in(value: Any) -> Any:
     else unchanged.
     """
     array = unwrapped(value)
-    if (
-        not isinstance(array, jax.Array | np.ndarray)
-        or array.ndim
-        or not readable(array)
-    ):
+    if not isinstance(array, jax.Array | np.ndarray):
+        return value
+    if array.ndim or not readable(array):
         return value
     if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number):
         return array.item()
@@ -394,7 +396,9 @@ def int32(name: str, value: Any) -> Array:
     """Converts integers to int32; those out of its range become the nearest int32."""
     array = integers(name, value)
     if np.dtype(array.dtype).itemsize > 4 or array.dtype == np.uint32:
-        low = None if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else SMALLEST
+        is_unsigned = jnp.issubdtype(array.dtype, jnp.unsignedinteger)
+        # An unsigned dtype has no negative limit.
+        low = None if is_unsigned else SMALLEST
         array = array.clip(low, LARGEST)
     return array.astype(np.int32)
 
@@ -406,16 +410,18 @@ def ids_int32(name: str, value: Any) -> Array:
     Traced ids cannot be checked: 64-bit ids keep their dtype, and uint32 wraps around.
     """
     array = integers(name, value)
-    fits = np.dtype(array.dtype).itemsize < 4 or array.dtype == np.int32
-    if isinstance(array, jax.core.Tracer) or fits:
-        if np.dtype(array.dtype).itemsize > 4:
-            return array
-        return array.astype(np.int32)
-    if array.size and not SMALLEST <= int(array.min()) <= int(array.max()) <= LARGEST:
-        raise ValueError(
-            f"{name} must be in the int32 range, but got values from {array.min()} to "
-            f"{array.max()}; renumber them with np.unique(ids, return_inverse=True)."
-        )
+    itemsize = np.dtype(array.dtype).itemsize
+    if isinstance(array, jax.core.Tracer):
+        return array if itemsize > 4 else array.astype(np.int32)
+    fits = itemsize < 4 or array.dtype == np.int32
+    if array.size and not fits:
+        least = array.min()
+        greatest = array.max()
+        if int(least) < SMALLEST or int(greatest) > LARGEST:
+            raise ValueError(
+                f"{name} must be in the int32 range, but got values from {least} to "
+                f"{greatest}; renumber them with np.unique(ids, return_inverse=True)."
+            )
     return array.astype(np.int32)
 
 

@@ -27,21 +27,32 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> R
     axis = context.axis
     is_zigzag = context.layout == "zigzag"
     order = split.chunk_order(context.layout, lax.axis_size(axis))
+    rows_axis = operands.query.ndim - 3
 
-    def to_positions(x: Array, dimension: int) -> Array:
-        x = split.reorder_chunks(x, order, dimension) if is_zigzag else x
-        return lax.all_to_all(x, axis, dimension, dimension + 1, tiled=True)
+    def to_heads(x: Array) -> Array:
+        """Exchanges some positions of all heads for all positions of some heads."""
+        return lax.all_to_all(
+            x, axis, split_axis=rows_axis + 1, concat_axis=rows_axis, tiled=True
+        )
 
-    query, key, value = (
-        lax.all_to_all(x, axis, x.ndim - 2, x.ndim - 3, tiled=True)
-        for x in operands[:3]
+    def to_positions(x: Array) -> Array:
+        if is_zigzag:
+            x = split.reorder_chunks(x, order, rows_axis)
+        return lax.all_to_all(
+            x, axis, split_axis=rows_axis, concat_axis=rows_axis + 1, tiled=True
+        )
+
+    operands = operands._replace(
+        query=to_heads(operands.query),
+        key=to_heads(operands.key),
+        value=to_heads(operands.value),
     )
-    operands = operands._replace(query=query, key=key, value=value)
+    # The chunks arrive in the order of devices. Masks and dropout depend on positions.
     if is_zigzag:
-        operands = split.reorder_keys(operands, np.argsort(order), and_queries=True)
-    return jax.tree.map(
-        lambda x: to_positions(x, query.ndim - 3), attend(Call(operands, options))
-    )
+        by_position = np.argsort(order)
+        operands = split.reorder_keys(operands, by_position, and_queries=True)
+    result = attend(Call(operands, options))
+    return jax.tree.map(to_positions, result)
 
 
 def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) -> Result:
@@ -51,24 +62,30 @@ def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) ->
     operands, options = call
     devices = lax.axis_size(context.axis)
     rank = lax.axis_index(context.axis)
-    key, value = (
+    rows_axis = operands.query.ndim - 3
+
+    def gather(x: Array) -> Array:
         # XLA cannot gather nothing.
-        lax.all_gather(x, context.axis, axis=x.ndim - 3, tiled=True) if x.size else x
-        for x in (operands.key, operands.value)
-    )
-    operands = operands._replace(key=key, value=value)
+        if x.size == 0:
+            return x
+        return lax.all_gather(x, context.axis, axis=rows_axis, tiled=True)
+
+    operands = operands._replace(key=gather(operands.key), value=gather(operands.value))
     chunks = 1
     if context.layout == "zigzag":
-        operands = split.reorder_keys(
-            operands, np.argsort(split.chunk_order("zigzag", devices))
-        )
         chunks = 2
+        by_position = np.argsort(split.chunk_order("zigzag", devices))
+        operands = split.reorder_keys(operands, by_position)
+    # The two chunks of "zigzag" are not adjacent, and a call has one query offset.
     length = operands.query.shape[-3] // chunks
     results = []
     for number in range(chunks):
         first = split.chunk_of(rank, number, devices) * length
-        chunk = slices.slice_call(operands, (number * length, length), None, (first, 0))
+        chunk = slices.slice_call(
+            operands,
+            queries=(number * length, length),
+            keys=None,
+            positions=(first, 0),
+        )
         results.append(attend(Call(chunk, options)))
-    return jax.tree.map(
-        lambda *x: jnp.concatenate(x, operands.query.ndim - 3), *results
-    )
+    return jax.tree.map(lambda *x: jnp.concatenate(x, rows_axis), *results)

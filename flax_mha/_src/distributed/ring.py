@@ -54,17 +54,17 @@ def attention(call: Call, context: Context, engine: Engine) -> Result:
 
     `engine` computes the hops, and has derivatives of every order.
     """
-    operands, options = call
-    ring, step = _ring_of(
-        Call(operands, options._replace(return_residual=True)), context
-    )
+    operands = call.operands
+    # Hops are merged by their log-sum-exp.
+    options = call.options._replace(return_residual=True)
+    ring, step = _ring_of(Call(operands, options), context)
+    # The steps have equal shapes, so one plan is for all.
     plan, _ = engine.plan(step)
     ring = ring._replace(engine=engine, plan=plan)
     output, lse, largest = _results(ring, _of_hops(operands))
     if operands.sinks is not None:
-        output, lse = _with_sinks(
-            output, lse, operands.sinks[..., None, :].astype(lse.dtype)
-        )
+        sinks = operands.sinks[..., None, :].astype(lse.dtype)
+        output, lse = _with_sinks(output, lse, sinks)
     return Result(output.astype(operands.query.dtype), lse, largest)
 
 
@@ -75,7 +75,8 @@ def first_step(call: Call, context: Context) -> Call:
     The calls of all pairs of chunks have equal shapes: an engine that plans, or
     refuses, this one does so for all.
     """
-    return _ring_of(call, context)[1]
+    _, step = _ring_of(call, context)
+    return step
 
 
 def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
@@ -83,15 +84,16 @@ def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
     and the call of `first_step`.
     """
     operands = _of_hops(call.operands)
-    chunks = 2 if context.layout == "zigzag" else 1
     ring = Ring(
-        context.axis,
-        lax.axis_size(context.axis),
-        chunks,
-        operands.query.ndim - 3,
-        call.options,
+        axis=context.axis,
+        size=lax.axis_size(context.axis),
+        chunks=2 if context.layout == "zigzag" else 1,
+        rows_axis=operands.query.ndim - 3,
+        options=call.options,
     )
-    return ring, ring.slice(operands, lax.axis_index(ring.axis), 0, 0)
+    rank = lax.axis_index(ring.axis)
+    step = ring.slice(operands, source=rank, i=0, j=0)
+    return ring, step
 
 
 def _of_hops(operands: Operands) -> Operands:
@@ -103,8 +105,12 @@ def _of_hops(operands: Operands) -> Operands:
 
 def trainable_of(operands: Operands) -> Trainable:
     return {
-        name: getattr(operands, name)
-        for name in ("query", "key", "value", "bias", "captured", "scale")
+        "query": operands.query,
+        "key": operands.key,
+        "value": operands.value,
+        "bias": operands.bias,
+        "captured": operands.captured,
+        "scale": operands.scale,
     }
 
 
@@ -139,41 +145,40 @@ class Ring(NamedTuple):
         the device's queries, and one chunk of these keys. `after_hop` updates the state
         at the end of each hop.
         """
-        rank, (leaves, structure) = (
-            lax.axis_index(self.axis),
-            jax.tree.flatten(operands),
-        )
-        travels = [axes.travels for axes in slices.sequence_axes(operands)]
+        rank = lax.axis_index(self.axis)
+        leaves, structure = jax.tree.flatten(operands)
+        # The leaves that travel around the ring: keys, values, and what masks have for
+        # each key.
+        axes_of_leaves = slices.sequence_axes(operands)
+        travelling = [n for n, axes in enumerate(axes_of_leaves) if axes.travels]
 
         def hop(carry: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
             state, arrays = carry
+            # Sent before anything is computed, so that both can happen together.
             following = self.send(arrays)
             source = (rank - number) % self.size
-            arrived = iter(arrays)
-            held = [
-                next(arrived) if moves else x
-                for x, moves in zip(leaves, travels, strict=True)
-            ]
-            held_operands = jax.tree.unflatten(structure, held)
+            held_leaves = list(leaves)
+            for n, x in zip(travelling, arrays, strict=True):
+                held_leaves[n] = x
+            held = jax.tree.unflatten(structure, held_leaves)
 
             def pair(n: Scalar, state: T) -> T:
                 i = n // self.chunks
                 j = n % self.chunks
-                return step(
-                    held_operands,
-                    functools.partial(self.slice, source=source, i=i, j=j),
-                    i,
-                    state,
-                )
+                cut = functools.partial(self.slice, source=source, i=i, j=j)
+                return step(held, cut, i, state)
 
+            # A loop, so that a program has one copy of a pair's operations.
             if self.chunks == 1:
                 state = pair(0, state)
             else:
                 state = lax.fori_loop(0, self.chunks**2, pair, state)
             return (after_hop(state), following), None
 
-        start = state, [x for x, moves in zip(leaves, travels, strict=True) if moves]
-        return lax.scan(hop, start, jnp.arange(self.size, dtype=jnp.int32))[0][0]
+        start = (state, [leaves[n] for n in travelling])
+        hops = jnp.arange(self.size, dtype=jnp.int32)
+        (state, _), _ = lax.scan(hop, start, hops)
+        return state
 
     def slice(self, operands: Operands, source: Scalar, i: Scalar, j: Scalar) -> Call:
         """Makes a pair's call: chunk `i` of this device's queries, and chunk `j` of the
@@ -182,33 +187,43 @@ class Ring(NamedTuple):
         queries, keys = operands.lengths
         height = queries // self.chunks
         width = keys // self.chunks
-        first_query = split.chunk_of(lax.axis_index(self.axis), i, self.size) * height
+        # The positions of the chunks in the sequence, for masks and dropout.
+        rank = lax.axis_index(self.axis)
+        first_query = split.chunk_of(rank, i, self.size) * height
         first_key = split.chunk_of(source, j, self.size) * width
-        key_slice = j * width, source * keys + j * width, width
-        return Call(
-            slices.slice_call(
-                operands, (i * height, height), key_slice, (first_query, first_key)
-            ),
-            self.options,
+        # The places of the chunk of keys in arrays that travel and in the others, which
+        # hold the keys of all devices in the order of devices.
+        first_held = j * width
+        first_of_all = source * keys + j * width
+        pair = slices.slice_call(
+            operands,
+            queries=(i * height, height),
+            keys=(first_held, first_of_all, width),
+            positions=(first_query, first_key),
         )
+        return Call(pair, self.options)
 
     def hop(self, call: Call, known: Result | None = None) -> Result:
         """Computes a pair's call in float32 at least, by `Engine.forward` or, given
         `known`, by `Engine.share`.
         """
-        operands = call.operands
         engine: Engine = self.engine
         plan: Plan = self.plan
-        query, key, value = (x.astype(self.options.dtype) for x in operands[:3])
-        call = guard(
-            call._replace(
-                operands=operands._replace(query=query, key=key, value=value)
-            ),
-            plan,
-        )
+        call = guard(call._replace(operands=self.promote(call.operands)), plan)
         if known is None:
             return engine.forward(plan, call)
         return engine.share(plan, call, known)
+
+    def promote(self, operands: Operands) -> Operands:
+        """Converts query, key and value to the dtype of sums: results and gradients of
+        hops are added up, and are rounded only after the last hop.
+        """
+        dtype = self.options.dtype
+        return operands._replace(
+            query=operands.query.astype(dtype),
+            key=operands.key.astype(dtype),
+            value=operands.value.astype(dtype),
+        )
 
     def share(
         self, held: Operands, cut: Cut, known: Result
@@ -222,14 +237,13 @@ class Ring(NamedTuple):
         return lambda trainable: self.hop(cut(held._replace(**trainable)), known)
 
     def send(self, tree: T) -> T:
-        """Sends arrays to the next device, and returns those from the previous device."""
+        """Sends arrays to the next device; returns those from the previous device."""
         pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree)
 
     def send_keys(self, trainable: Trainable) -> Trainable:
-        return trainable | self.send(
-            {name: trainable[name] for name in ("key", "value")}
-        )
+        keys = {"key": trainable["key"], "value": trainable["value"]}
+        return trainable | self.send(keys)
 
     def rows(self, results: T, chunk: Scalar) -> T:
         """Returns the slice of each array in the pytree `results` that belongs to one
@@ -248,9 +262,8 @@ class Ring(NamedTuple):
         """
 
         def put(x: Array, part: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(
-                x, part, chunk * part.shape[self.rows_axis], self.rows_axis
-            )
+            first = chunk * part.shape[self.rows_axis]
+            return lax.dynamic_update_slice_in_dim(x, part, first, self.rows_axis)
 
         return jax.tree.map(put, results, parts)
 
@@ -269,32 +282,30 @@ def _merge_hops(ring: Ring, operands: Operands) -> Result:
     ) -> OnlineSoftmax:
         result: Any = ring.hop(cut(held))
         before = ring.rows(merged, i)
+        # `update` takes one axis of rows: [B..., t, N] becomes the rows of all heads.
         count = result.lse.size
-        values = result.output.reshape(count, result.output.shape[-1])
-        # Rows of all heads.
-        flat = jax.tree.map(
-            lambda x: x.reshape(count, *x.shape[result.lse.ndim :]), before
-        )
-        after = flat.update(
-            result.lse.reshape(count, 1), lambda weights: weights * values
-        )
-        if before.largest is not None:  # largest scores, not log-sum-exps
+        features = result.output.shape[-1]
+        values = result.output.reshape(count, features)
+        num_axes = result.lse.ndim
+        flat = jax.tree.map(lambda x: x.reshape(count, *x.shape[num_axes:]), before)
+        scores = result.lse.reshape(count, 1)
+        # With one key per row, the product of weights and values has only one term.
+        after = flat.update(scores, lambda weights: weights * values)
+        # `update` took the log-sum-exps for scores.
+        if before.largest is not None:
             after = after._replace(largest=lax.max(before.largest, result.largest))
-        return ring.put_rows(
-            merged,
-            i,
-            jax.tree.map(lambda rows, old: rows.reshape(old.shape), after, before),
-        )
+        after = jax.tree.map(lambda x, old: x.reshape(old.shape), after, before)
+        return ring.put_rows(merged, i, after)
 
-    (*rows, _), features, options = (
-        operands.query.shape,
-        operands.value.shape[-1],
-        ring.options,
-    )
     start = OnlineSoftmax.start(
-        tuple(rows), features, None, options.dtype, options.return_max_score
+        rows=operands.query.shape[:-1],
+        features=operands.value.shape[-1],
+        sink=None,  # `attention` adds sinks after the last hop
+        dtype=ring.options.dtype,
+        keeps_largest=ring.options.return_max_score,
     )
-    return Result(*ring.fold(operands, step, start).finish())
+    merged = ring.fold(operands, step, start)
+    return Result(*merged.finish())
 
 
 def _tangents(
@@ -311,14 +322,16 @@ def _tangents(
         sums, d_operands = state
         share = ring.share(held, cut, ring.rows(known, i))
         _, more = jax.jvp(share, (trainable_of(held),), (d_operands,))
-        return ring.put_rows(
-            sums, i, jax.tree.map(jnp.add, ring.rows(sums, i), more)
-        ), d_operands
+        added = jax.tree.map(jnp.add, ring.rows(sums, i), more)
+        return ring.put_rows(sums, i, added), d_operands
 
-    start = jax.tree.map(jnp.zeros_like, known), d_operands
-    return ring.fold(
-        operands, step, start, lambda state: (state[0], ring.send_keys(state[1]))
-    )[0]
+    def after_hop(state: tuple) -> tuple:
+        sums, d_operands = state
+        return sums, ring.send_keys(d_operands)
+
+    start = (jax.tree.map(jnp.zeros_like, known), d_operands)
+    sums, _ = ring.fold(operands, step, start, after_hop)
+    return sums
 
 
 def _gradients(
@@ -326,20 +339,24 @@ def _gradients(
 ) -> Trainable:
     """Computes the gradients of a device's operands from the cotangents of `known`: the
     transpose of `_tangents`.
+
+    The gradients of keys and values travel around the ring with keys and values: after
+    the last hop they are back on the device that holds these.
     """
 
+    def zeros_like(x: Array) -> Array:
+        return jnp.zeros(x.shape, accumulation_dtype(x.dtype))
+
     def step(held: Operands, cut: Cut, i: Scalar, sums: Trainable) -> Trainable:
-        query, key, value = (x.astype(ring.options.dtype) for x in held[:3])
-        trainable = trainable_of(held) | {"query": query, "key": key, "value": value}
-        [more] = jax.vjp(ring.share(held, cut, ring.rows(known, i)), trainable)[1](
-            ring.rows(cotangents, i)
-        )
+        share = ring.share(held, cut, ring.rows(known, i))
+        # A gradient has the dtype of its operand.
+        trainable = trainable_of(ring.promote(held))
+        _, transpose = jax.vjp(share, trainable)
+        [more] = transpose(ring.rows(cotangents, i))
         return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, more)
 
     trainable = trainable_of(operands)
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), trainable
-    )
+    zeros = jax.tree.map(zeros_like, trainable)
     sums = ring.fold(operands, step, zeros, ring.send_keys)
     return jax.tree.map(lambda d, x: d.astype(x.dtype), sums, trainable)
 
@@ -349,16 +366,20 @@ def _with_sinks(
 ) -> tuple[Array, Array]:
     """Adds sinks (one score per head, without a value) to a finished softmax; returns
     new output and log-sum-exp.
+
+    The softmax without a sink, `exp(s) / sum(exp(s))`, is multiplied by
+    `exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink)`.
     """
     # Rows that are NaN, or have neither a visible score nor a sink, stay as they are
     # and have no gradient.
     proper = (lse < jnp.inf) & ((lse > -jnp.inf) | (sinks > -jnp.inf))
-    a, b = (
-        jnp.where(proper, x, jnp.zeros_like(x))
-        for x in (lse, jnp.broadcast_to(sinks, lse.shape))
-    )
+    sinks = jnp.broadcast_to(sinks, lse.shape)
+    a = jnp.where(proper, lse, jnp.zeros_like(lse))
+    b = jnp.where(proper, sinks, jnp.zeros_like(sinks))
     share = jnp.where(proper, jax.nn.sigmoid(a - b), jnp.ones_like(lse))
-    return output * share[..., None], jnp.where(proper, jnp.logaddexp(a, b), lse)
+    output = output * share[..., None]
+    lse = jnp.where(proper, jnp.logaddexp(a, b), lse)
+    return output, lse
 
 
 def _results(ring: Ring, operands: Operands) -> Any:
@@ -367,16 +388,14 @@ def _results(ring: Ring, operands: Operands) -> Any:
     """
     leaves, structure = jax.tree.flatten(operands)
     rows = operands.query.shape[:-1]
-    dtype = ring.options.dtype
-    shapes = (
-        (*rows, operands.value.shape[-1]),
-        *(rows for _ in range(1 + ring.options.return_max_score)),
-    )
+    # Output, log-sum-exp and, if wanted, largest scores.
+    shapes = [(*rows, operands.value.shape[-1]), rows]
+    if ring.options.return_max_score:
+        shapes.append(rows)
 
     def evaluate(*arguments: Any) -> list[Array]:
-        return jax.tree.leaves(
-            _merge_hops(ring, jax.tree.unflatten(structure, arguments))
-        )
+        operands = jax.tree.unflatten(structure, arguments)
+        return jax.tree.leaves(_merge_hops(ring, operands))
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         output, lse, *largest = attend(*arguments)
@@ -384,21 +403,21 @@ def _results(ring: Ring, operands: Operands) -> Any:
         d_arguments = [
             tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)
         ]
-        operands, d_operands = (
-            jax.tree.unflatten(structure, x) for x in (arguments, d_arguments)
-        )
-        # It has no tangent.
-        without_max = ring._replace(
-            options=ring.options._replace(return_max_score=False)
-        )
+        operands = jax.tree.unflatten(structure, arguments)
+        d_operands = jax.tree.unflatten(structure, d_arguments)
+        # The largest score has no tangent.
+        options = ring.options._replace(return_max_score=False)
         tangent = _linear(
-            _tangents, without_max, operands, Result(*known), trainable_of(d_operands)
+            _tangents,
+            ring._replace(options=options),
+            operands,
+            known=Result(*known),
+            linear=trainable_of(d_operands),
         )
         return [*known, *largest], [*tangent, *(None for _ in largest)]
 
-    attend = Function(
-        [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes], evaluate, jvp
-    )
+    outputs = [jax.ShapeDtypeStruct(shape, ring.options.dtype) for shape in shapes]
+    attend = Function(outputs, evaluate, jvp)
     return Result(*attend(*leaves))
 
 
@@ -411,29 +430,31 @@ def _linear(
     `compute` is `_tangents` or its transpose `_gradients`, and `linear` holds the
     tangents or cotangents.
     """
-    leaves, residuals = jax.tree.flatten((operands, known))
-    linear_leaves, structure = jax.tree.flatten(linear)
-    like, results = jax.tree.flatten(
-        known if compute is _tangents else trainable_of(operands)
-    )
-    first = len(leaves)
+    # The results look like `known` or, of the transpose, like the operands.
+    if compute is _tangents:
+        other: Callable = _gradients
+        like: Any = known
+    else:
+        other = _tangents
+        like = trainable_of(operands)
+    residual_leaves, residual_structure = jax.tree.flatten((operands, known))
+    linear_leaves, linear_structure = jax.tree.flatten(linear)
+    like_leaves, result_structure = jax.tree.flatten(like)
+    first_linear = len(residual_leaves)
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
-        operands, known = jax.tree.unflatten(residuals, arguments[:first])
-        return jax.tree.leaves(
-            compute(
-                ring, operands, known, jax.tree.unflatten(structure, arguments[first:])
-            )
-        )
+        residuals = arguments[:first_linear]
+        operands, known = jax.tree.unflatten(residual_structure, residuals)
+        linear = jax.tree.unflatten(linear_structure, arguments[first_linear:])
+        return jax.tree.leaves(compute(ring, operands, known, linear))
 
     def transpose(
-        residual_leaves: Sequence[Any], cotangents: Sequence[Array]
+        residuals: Sequence[Any], cotangents: Sequence[Array]
     ) -> Sequence[Array]:
-        operands, known = jax.tree.unflatten(residuals, residual_leaves)
-        other = _gradients if compute is _tangents else _tangents
-        return _linear(
-            other, ring, operands, known, jax.tree.unflatten(results, cotangents)
-        )
+        operands, known = jax.tree.unflatten(residual_structure, residuals)
+        linear = jax.tree.unflatten(result_structure, cotangents)
+        return _linear(other, ring, operands, known, linear)
 
-    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
-    return linear_function(outputs, evaluate, transpose, first)(*leaves, *linear_leaves)
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like_leaves]
+    operation = linear_function(outputs, evaluate, transpose, first_linear)
+    return operation(*residual_leaves, *linear_leaves)

@@ -88,7 +88,9 @@ def axes_of_key_heads(axes: Any, parts: int, num_kv_heads: int) -> Any:
             f"mesh axis {axes!r}, or be a multiple of it, but got {num_kv_heads}; use "
             "a different mesh axis, or None."
         )
-    return None if num_kv_heads % parts else axes
+    if num_kv_heads % parts:
+        return None
+    return axes
 
 
 class Split(NamedTuple):
@@ -110,16 +112,19 @@ class Split(NamedTuple):
         """Returns the PartitionSpec of an array from the names of its axes, such as "B
         T N H" (`masks/base.py`).
         """
+        names = axes.split()
         by_name = {
             "B": self.batch,
             "N": (self.heads,),
             "K": (self.key_heads,),
-            **self._sequences(axes.split()),
+            **self._sequences(names),
         }
-        each = [part for name in axes.split() for part in by_name.get(name, (None,))]
-        return PartitionSpec(
-            *(None if n == 1 else part for n, part in zip(x.shape, each, strict=False))
-        )
+        parts: list[Axes] = []
+        for name in names:
+            parts.extend(by_name.get(name, (None,)))
+        # An axis of length 1 is broadcast, so every device needs it.
+        by_axis = zip(x.shape, parts, strict=False)
+        return PartitionSpec(*(None if n == 1 else part for n, part in by_axis))
 
     def _sequences(self, names: list[str]) -> dict[str, tuple[Axes]]:
         """Returns how `context_parallel` splits an array with axes `names`, such as
@@ -134,17 +139,17 @@ class Split(NamedTuple):
         # Each device computes some of the heads, over all positions.
         if strategy == "ulysses":
             return {"N": ((*names_of(self.heads), axis),)}
-        queries: dict[str, tuple[Axes]] = {"T": (axis,), "T|1": (axis,)}
-        return queries | (
-            {"S": (axis,)} if strategy == "ring" and travels_with_keys(names) else {}
-        )
+        parts: dict[str, tuple[Axes]] = {"T": (axis,), "T|1": (axis,)}
+        # "allgather" collects only keys and values: other arrays must have all keys.
+        if strategy == "ring" and travels_with_keys(names):
+            parts["S"] = (axis,)
+        return parts
 
     @property
     def output_spec(self) -> PartitionSpec:
         """The PartitionSpec of output [B..., T, N, Hv] and log-sum-exp [B..., T, N]."""
-        return PartitionSpec(
-            *self.batch, None if self.context is None else self.context.axis, self.heads
-        )
+        queries = None if self.context is None else self.context.axis
+        return PartitionSpec(*self.batch, queries, self.heads)
 
     def reshard(self, x: Any, spec: PartitionSpec) -> Any:
         """Reshards an array if the mesh has Explicit axes; on other meshes XLA's
@@ -167,23 +172,21 @@ class Split(NamedTuple):
         `axes` has the axis names of each array (see `spec`); `out_spec` is the
         PartitionSpec of the result.
         """
-        specs = tuple(
-            self.spec(x, names) for x, names in zip(arrays, axes, strict=True)
-        )
-        everything = self.manual == frozenset(self.mesh.axis_names)
+        specs = tuple(self.spec(x, own) for x, own in zip(arrays, axes, strict=True))
+        manual = self.manual
+        # No name: all axes but those of `jax.vmap`.
+        if manual == frozenset(self.mesh.axis_names):
+            manual = frozenset()
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=specs,
             out_specs=out_spec,
-            # No name: all axes but those of `jax.vmap`.
-            axis_names=frozenset() if everything else self.manual,
+            axis_names=manual,
             # Outputs of kernels do not declare the axes over which they vary.
             check_vma=False,
         )
-        return mapped(
-            *(self.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True))
-        )
+        return mapped(*map(self.reshard, arrays, specs))
 
 
 def by_types(call: Call) -> Split:
@@ -192,8 +195,9 @@ def by_types(call: Call) -> Split:
     """
     arrays = call.operands[:3]
     mesh = next(jax.typeof(x).sharding.mesh for x in arrays if is_explicit(x))
+    explicit = mesh_axes(mesh, AxisType.Explicit)
     specs = [jax.typeof(x).sharding.spec for x in arrays]
-    return _split(mesh, mesh_axes(mesh, AxisType.Explicit), specs, call, "their types")
+    return _split(mesh, explicit, specs, call, source="their types")
 
 
 def by_caller(call: Call, sharding: Any) -> Split | None:
@@ -202,15 +206,11 @@ def by_caller(call: Call, sharding: Any) -> Split | None:
     """
     mesh = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
     spec = getattr(sharding, "spec", sharding)
-    known = _known_axes(
-        "qkv_sharding",
-        mesh,
-        [name for axes in spec for name in names_of(axes)],
-        "a NamedSharding",
-    )
-    if known:
-        return _split(mesh, known, [spec], call, "qkv_sharding")
-    return None
+    named = [name for axes in spec for name in names_of(axes)]
+    known = _known_axes("qkv_sharding", mesh, named, fix="a NamedSharding")
+    if not known:
+        return None
+    return _split(mesh, known, [spec], call, source="qkv_sharding")
 
 
 def by_placement(call: Call) -> Split | None:
@@ -221,17 +221,15 @@ def by_placement(call: Call) -> Split | None:
     attention does not support.
     """
     shardings: list[Any] = [x.sharding for x in call.operands[:3]]
-    if not all(
-        isinstance(x, NamedSharding) and x.mesh == shardings[0].mesh for x in shardings
-    ):
+    if not all(isinstance(x, NamedSharding) for x in shardings):
         return None
     mesh = shardings[0].mesh
-    try:
-        if mesh.size > 1:
-            return _split(
-                mesh, mesh.axis_names, [x.spec for x in shardings], call, "they"
-            )
+    if any(x.mesh != mesh for x in shardings) or mesh.size <= 1:
         return None
+    specs = [x.spec for x in shardings]
+    # The caller asked for no split, so one that does not fit is no error.
+    try:
+        return _split(mesh, mesh.axis_names, specs, call, source="they")
     except ValueError:
         return None
 
@@ -241,13 +239,14 @@ def by_context(call: Call, context: Context) -> Split:
     if `context` names no axes.
     """
     mesh, spec = _mesh_and_spec(call, context)
-    batch = [context.batch_axes or spec[0], *spec[1:-3]] if len(spec) > 3 else []
+    batch = list(spec[:-3])
+    if batch and context.batch_axes:
+        batch[0] = context.batch_axes
     heads = context.head_axis or spec[-2]
-    named = [
-        context.axis,
-        *(name for axes in (*batch, heads) for name in names_of(axes)),
-    ]
-    known = _known_axes("context_parallel", mesh, named, "mesh=")
+    named = [context.axis]
+    for axes in (*batch, heads):
+        named.extend(names_of(axes))
+    known = _known_axes("context_parallel", mesh, named, fix="mesh=")
     if len(set(named)) < len(named):
         raise ValueError(
             "axis, batch_axes and head_axis must be different mesh axes, but got "
@@ -258,9 +257,8 @@ def by_context(call: Call, context: Context) -> Split:
             "batch_axes must be None if there is no batch axis, but got "
             f"{context.batch_axes!r}."
         )
-    split = _split(
-        mesh, known, [PartitionSpec(*batch, None, heads)], call, "context_parallel"
-    )
+    wanted = PartitionSpec(*batch, None, heads)
+    split = _split(mesh, known, [wanted], call, source="context_parallel")
     _check_sequences(call, context, split)
     return split._replace(context=context)
 
@@ -272,16 +270,17 @@ def _known_axes(argument: str, mesh: Any, named: Sequence[str], fix: str) -> lis
     The error names the user's `argument`; if no mesh is set, it advises to pass `fix`.
     """
     known = mesh_axes(mesh, AxisType.Auto, AxisType.Explicit)
-    if unknown := set(named) - set(known):
-        if known:
-            have = f"the mesh has {tuple(known)}"
-        else:
-            have = f"no mesh is set; use jax.set_mesh, or {fix}"
-        if unknown & set(mesh_axes(mesh, AxisType.Manual)):
-            have = "this axis is already Manual: call it outside jax.shard_map"
-        got = ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"{argument} must use mesh axis names, but got {got}; {have}.")
-    return known
+    unknown = set(named) - set(known)
+    if not unknown:
+        return known
+    if unknown & set(mesh_axes(mesh, AxisType.Manual)):
+        have = "this axis is already Manual: call it outside jax.shard_map"
+    elif known:
+        have = f"the mesh has {tuple(known)}"
+    else:
+        have = f"no mesh is set; use jax.set_mesh, or {fix}"
+    got = ", ".join(map(repr, sorted(unknown)))
+    raise ValueError(f"{argument} must use mesh axis names, but got {got}; {have}.")
 
 
 def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
@@ -289,21 +288,21 @@ def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]
     it (None: none, or unknown).
     """
     query: Any = call.operands.query
-    is_traced = isinstance(query, jax.core.Tracer)
-    known: Any = (
-        jax.typeof(query).sharding
-        if is_explicit(query)
-        else None
-        if is_traced
-        else query.sharding
-    )
-    around = jax.sharding.get_abstract_mesh()
+    known: Any = None
+    if is_explicit(query):
+        known = jax.typeof(query).sharding
+    elif not isinstance(query, jax.core.Tracer):
+        known = query.sharding
     is_named = isinstance(known, NamedSharding)
-    mesh: Any = context.mesh or (known.mesh if is_named and around.empty else around)
+    # The caller's mesh, or the one that is set, or the query's.
+    mesh: Any = context.mesh
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty and is_named:
+            mesh = known.mesh
+    spec: Iterable[Any] = ()
     if is_named and known.mesh.abstract_mesh == mesh.abstract_mesh:
         spec = known.spec
-    else:
-        spec = ()
     return mesh, pad_spec(spec, query.ndim)
 
 
@@ -321,22 +320,26 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
             "context_parallel does not support key_indices, whose keys may be on any "
             "device; split batch axes and heads with qkv_sharding instead."
         )
-    (query, key), axis = call.operands[:2], context.axis
+    query, key = call.operands[:2]
+    axis = context.axis
     devices = number_of_parts(split.mesh, axis)
-    is_zigzag = context.layout == "zigzag"
-    parts = devices * (2 if is_zigzag else 1)
-    for name, length in (("queries", query.shape[-3]), ("keys", key.shape[-3])):
+    parts = devices
+    twice = ""
+    if context.layout == "zigzag":
+        parts = 2 * devices
+        twice = ' (two chunks per device with layout="zigzag")'
+    lengths = {"queries": query.shape[-3], "keys": key.shape[-3]}
+    for name, length in lengths.items():
         if not isinstance(length, int) or length % parts:
-            twice = ' (two chunks per device with layout="zigzag")' if is_zigzag else ""
             raise ValueError(
                 f"the number of {name} must be a multiple of {parts}{twice} for the "
                 f"{devices} devices on mesh axis {axis!r}, but got {length}; pad them, "
                 "and mask the padding with lengths."
             )
+    # "ulysses" also splits the heads on a device over the devices of `axis`.
     num_kv_heads = key.shape[-2] // number_of_parts(split.mesh, split.key_heads)
-    if context.strategy == "ulysses" and (
-        num_kv_heads % devices or split.key_heads != split.heads
-    ):
+    is_even = split.key_heads == split.heads and num_kv_heads % devices == 0
+    if context.strategy == "ulysses" and not is_even:
         raise ValueError(
             f"the number of key heads per device must be a multiple of {devices}, the "
             f'number of devices on mesh axis {axis!r}, with strategy="ulysses", but '
@@ -352,9 +355,10 @@ def _split(
 
     `manual` becomes `Split.manual`. Errors say that `source` gave the specs.
     """
-    query, key, *_ = call.operands
+    query, key = call.operands[:2]
+    # The different entries for each axis, of which a valid split has at most one.
     by_axis = zip(*(pad_spec(spec, query.ndim) for spec in specs), strict=True)
-    given = [{axes for axes in each if axes not in (None, ())} for each in by_axis]
+    given = [set(entries) - {None, ()} for entries in by_axis]
     got = ", ".join(map(str, specs))
     if given[-1]:
         raise ValueError(
@@ -368,22 +372,32 @@ def _split(
             f"heads, but got {got} from {source}; use jax.reshard, or context_parallel "
             "to split sequences."
         )
-    *batch, _, heads, _ = (next(iter(x), None) for x in given)
-    names = [
-        *(f"the size of batch axis {axis}" for axis in range(len(batch))),
-        "the number of query heads",
-    ]
-    for name, size, axes in zip(
-        names, (*query.shape[:-3], query.shape[-2]), (*batch, heads), strict=True
-    ):
-        parts = number_of_parts(mesh, axes)
-        if isinstance(size, int) and size % parts:
-            raise ValueError(
-                f"{name} must be a multiple of {parts}, the number of devices on mesh "
-                f"axis {axes!r}, but got {size}; use a different mesh axis, or None."
-            )
+    *batch, _, heads, _ = (next(iter(entries), None) for entries in given)
+    for axis, axes in enumerate(batch):
+        name = f"the size of batch axis {axis}"
+        _check_multiple(name, query.shape[axis], mesh, axes)
+    _check_multiple("the number of query heads", query.shape[-2], mesh, heads)
     key_heads = axes_of_key_heads(heads, number_of_parts(mesh, heads), key.shape[-2])
-    return Split(mesh, frozenset(manual), tuple(batch), heads, key_heads)
+    return Split(
+        mesh=mesh,
+        manual=frozenset(manual),
+        batch=tuple(batch),
+        heads=heads,
+        key_heads=key_heads,
+    )
+
+
+def _check_multiple(name: str, size: Any, mesh: Any, axes: Axes) -> None:
+    """Raises a ValueError if the mesh axes `axes` cannot split an axis of `size`
+    entries evenly.
+    """
+    parts = number_of_parts(mesh, axes)
+    # The size may be a symbol of `jax.export`.
+    if isinstance(size, int) and size % parts:
+        raise ValueError(
+            f"{name} must be a multiple of {parts}, the number of devices on mesh "
+            f"axis {axes!r}, but got {size}; use a different mesh axis, or None."
+        )
 
 
 def place(x: Array, sharding: Sharding | None, num_axes: int | None = None) -> Array:
@@ -395,6 +409,7 @@ def place(x: Array, sharding: Sharding | None, num_axes: int | None = None) -> A
     """
     if sharding is None:
         return x
+    # A PartitionSpec has no mesh: the one that is set counts.
     mesh: Any = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
     if mesh.empty:
         raise ValueError(
@@ -419,11 +434,9 @@ def take_entries(x: ArrayLike, indices: Array, missing: float) -> Array:
     if is_explicit(x):
         sharding = jax.typeof(x).sharding
         first, *others = pad_spec(sharding.spec, x.ndim)
-        parts = number_of_parts(sharding.mesh, first)
-        target = NamedSharding(
-            sharding.mesh,
-            PartitionSpec(None if indices.size % parts else first, *others),
-        )
+        if indices.size % number_of_parts(sharding.mesh, first):
+            first = None
+        target = NamedSharding(sharding.mesh, PartitionSpec(first, *others))
     return x.at[indices].get(mode="fill", fill_value=missing, out_sharding=target)
 
 
@@ -433,24 +446,23 @@ def run_on_mesh(
     """Calls `run(call)` on each device with its part of a call, split by `parts`;
     returns the whole call's result.
     """
+    # Drawn for the whole call, so that every mesh drops the same weights.
     operands = operands._replace(ids_and_seeds=ids_and_seeds(operands, options))
     leaves, structure = jax.tree.flatten(operands)
 
     def part(*leaves: Array) -> Any:
-        held = _shared_key_head(jax.tree.unflatten(structure, leaves), operands, parts)
+        held = jax.tree.unflatten(structure, leaves)
+        held = _shared_key_head(held, operands, parts)
         return run(unsplit(Call(held, options)))
 
     return parts.shard_map(part, leaves, operands.axis_names(), parts.output_spec)
 
 
 def unsplit(call: Call) -> Call:
-    """Returns the call with options which say that all of its arrays are on one device."""
-    options = call.options
-    return call._replace(
-        options=options._replace(
-            sharding=None, target=options.target._replace(may_be_split=False)
-        )
-    )
+    """Returns the call with options for arrays that are all on one device."""
+    target = call.options.target._replace(may_be_split=False)
+    options = call.options._replace(sharding=None, target=target)
+    return call._replace(options=options)
 
 
 def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
@@ -462,14 +474,21 @@ def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
     if parts.heads == parts.key_heads:
         return part
     group_size = whole.query.shape[-2] // whole.key.shape[-2]
-    first = lax.axis_index(parts.heads) * part.query.shape[-2] // group_size
-    arrays = part.key, part.value, part.cache_scale
-    key, value, scale = jax.tree.map(
-        lambda x: lax.dynamic_slice_in_dim(x, first, 1, axis=-2), arrays
-    )
+    first_query_head = lax.axis_index(parts.heads) * part.query.shape[-2]
+    key_head = first_query_head // group_size
+
+    def one_head(x: Array) -> Array:
+        return lax.dynamic_slice_in_dim(x, key_head, 1, axis=-2)
+
+    key = one_head(part.key)
+    value = one_head(part.value)
+    scale = part.cache_scale
+    if scale is not None:
+        scale = one_head(scale)
+    # One list of indices may be for all key heads.
     indices = part.key_indices
     if indices is not None and indices.shape[-2] > 1:
-        indices = lax.dynamic_slice_in_dim(indices, first, 1, axis=-2)
+        indices = one_head(indices)
     return part._replace(key=key, value=value, cache_scale=scale, key_indices=indices)
 
 
@@ -482,9 +501,10 @@ def empty_result(call: Call, parts: Split) -> Result:
     # No constant, so that the results are on the devices of the query.
     lse = query.sum(-1)
     output = jnp.broadcast_to(lse[..., None], (*lse.shape, value.shape[-1]))
-    output, lse = (parts.reshard(x, parts.output_spec) for x in (output, lse))
-    lse = lse.astype(call.options.dtype)
-    return Result(output, lse, lse if call.options.return_max_score else None)
+    output = parts.reshard(output, parts.output_spec)
+    lse = parts.reshard(lse, parts.output_spec).astype(call.options.dtype)
+    largest = lse if call.options.return_max_score else None
+    return Result(output, lse, largest)
 
 
 def reorder_keys(
@@ -495,10 +515,11 @@ def reorder_keys(
     """
 
     def change(x: Array, axes: SequenceAxes) -> Array:
-        x = x if axes.keys is None else reorder_chunks(x, order, axes.keys)
-        if axes.queries is None or not and_queries:
-            return x
-        return reorder_chunks(x, order, axes.queries)
+        if axes.keys is not None:
+            x = reorder_chunks(x, order, axes.keys)
+        if and_queries and axes.queries is not None:
+            x = reorder_chunks(x, order, axes.queries)
+        return x
 
     return map_arrays(change, operands)
 
@@ -519,9 +540,9 @@ def chunk_order(layout: Layout, devices: int) -> np.ndarray:
     ranks = np.arange(int_at_least("devices", devices, 1), dtype=np.int32)
     if layout == "contiguous":
         return ranks
-    return np.stack(
-        [chunk_of(ranks, number, devices) for number in range(2)], 1
-    ).ravel()
+    first = chunk_of(ranks, 0, devices)
+    second = chunk_of(ranks, 1, devices)
+    return np.stack([first, second], axis=1).ravel()
 
 
 def chunk_of(rank: Any, number: Any, devices: int) -> Any:
@@ -531,4 +552,6 @@ def chunk_of(rank: Any, number: Any, devices: int) -> Any:
     Only layout "zigzag" has second chunks. There, device 0 holds the first and the last
     chunk of the sequence.
     """
+    # The second chunk of device r is 2 * devices - 1 - r: causal masks leave all
+    # devices about the same work.
     return rank + number * (2 * devices - 1 - 2 * rank)

@@ -58,14 +58,10 @@ def mesh_axis(head_axis: str) -> Any:
     """Translates a logical axis to mesh axes by Flax's current rules; returns
     `head_axis` itself if it has no rule.
     """
-    return next(
-        (
-            mesh
-            for logical, mesh in spmd.get_logical_axis_rules()
-            if logical == head_axis
-        ),
-        head_axis,
-    )
+    for logical, mesh_axes in spmd.get_logical_axis_rules():
+        if logical == head_axis:
+            return mesh_axes
+    return head_axis
 
 
 def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..., Any]:
@@ -74,7 +70,8 @@ def boxed(init: Callable[..., Any], head_axis: str, names: Names) -> Callable[..
 
     The names are mesh axes or, if Flax has a rule for `head_axis`, logical axes.
     """
-    box = Box if mesh_axis(head_axis) == head_axis else LogicalBox
+    has_rule = mesh_axis(head_axis) != head_axis
+    box = LogicalBox if has_rule else Box
     return lambda *arguments: box(init(*arguments), names)
 
 
@@ -87,13 +84,14 @@ class _Unboxing:
     names: Names
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        placed = apply_constraint and np.ndim(self.value) == len(self.names)
-        if placed and AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-            return jax.reshard(
-                self.value,
-                PartitionSpec(*(name and mesh_axis(name) for name in self.names)),
-            )
-        return super().unbox(placed)  # type: ignore[misc]
+        is_flat = np.ndim(self.value) != len(self.names)
+        is_placed = apply_constraint and not is_flat
+        mesh = jax.sharding.get_abstract_mesh()
+        # On Explicit axes, Flax's sharding constraint would only assert the sharding.
+        if is_placed and AxisType.Explicit in mesh.axis_types:
+            axes = [name and mesh_axis(name) for name in self.names]
+            return jax.reshard(self.value, PartitionSpec(*axes))
+        return super().unbox(is_placed)  # type: ignore[misc]
 
 
 @struct.dataclass
@@ -130,13 +128,18 @@ def sharding_of_product(
     axes stay split as they are.
     """
     (lhs_sums, rhs_sums), (lhs_batch, rhs_batch) = dimension_numbers
-    left, right = (pad_spec(jax.typeof(x).sharding.spec, x.ndim) for x in (lhs, rhs))
+    lhs_sharding = jax.typeof(lhs).sharding
+    rhs_sharding = jax.typeof(rhs).sharding
+    left = pad_spec(lhs_sharding.spec, lhs.ndim)
+    right = pad_spec(rhs_sharding.spec, rhs.ndim)
+    # A product has the batch axes, then the other axes of lhs, then those of rhs.
     batch = [left[axis] for axis in lhs_batch]
-    rows = [
-        part for axis, part in enumerate(left) if axis not in (*lhs_sums, *lhs_batch)
-    ]
-    columns = [
-        part for axis, part in enumerate(right) if axis not in (*rhs_sums, *rhs_batch)
-    ]
-    mesh = jax.typeof(lhs if is_explicit(lhs) else rhs).sharding.mesh
+    rows = _without(left, (*lhs_sums, *lhs_batch))
+    columns = _without(right, (*rhs_sums, *rhs_batch))
+    mesh = lhs_sharding.mesh if is_explicit(lhs) else rhs_sharding.mesh
     return NamedSharding(mesh, PartitionSpec(*batch, *rows, *columns))
+
+
+def _without(parts: tuple[Any, ...], axes: tuple[int, ...]) -> list[Any]:
+    """Returns the entries of a PartitionSpec for all axes but `axes`."""
+    return [part for axis, part in enumerate(parts) if axis not in axes]
