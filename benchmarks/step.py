@@ -18,7 +18,8 @@ that donation is real. What jax runs differs from the whole update in one thing 
   no optimizer            loss and gradients; the batch is drawn, too
   forward only            the loss; the batch is drawn, too
   no donation             the new state in new arrays
-  PyTorch                 eager; the same model with fused qkv, as nanoGPT has it,
+  PyTorch                 eager; a model of the same size with fused qkv, learned
+                          positions and LayerNorms, as nanoGPT has it,
                           scaled_dot_product_attention, and a fused AdamW whose
                           learning rate is constant
 
@@ -266,9 +267,10 @@ def by_torch(cell: Cell) -> measure.Ready:
     twin = torch_twin(cell).to(device)
     parameters = list(twin.parameters())
     count = sum(array.numel() for array in parameters)
-    # Two models of different sizes would not do the same work.
-    if count != cell.parameters:
-        raise ValueError(f"{count:,} parameters, not {cell.parameters:,}")
+    # Learned positions and LayerNorms have a few numbers more. Models of very different
+    # sizes would not do the same work.
+    if not 1 <= count / cell.parameters < 1.02:
+        raise ValueError(f"{count:,} parameters, not about {cell.parameters:,}")
     matrices = [array for array in parameters if array.ndim > 1]
     vectors = [array for array in parameters if array.ndim == 1]
     groups = [

@@ -198,7 +198,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
 
     The attributes, call, parameters, cache variables and sown weights are the same as
     in Flax, so Flax checkpoints load without conversion. For what differs, see
-    :doc:`differences </differences>`.
+    :doc:`differences from Flax </semantics>`.
 
     The attributes come in the groups of `flax_mha.MultiHeadAttention`, whose
     constructor explains those that are not listed here:

@@ -42,7 +42,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
     in Flax, so Flax checkpoints load without conversion. The parameters are `query`,
     `key` and `value` (kernel [in, heads, head size], bias [heads, head size]) and `out`
     (kernel [heads, head size, out], bias [out]). For what differs, see
-    :doc:`differences </differences>`.
+    :doc:`differences from Flax </semantics>`.
 
     The arguments come in four groups:
 
