@@ -937,18 +937,12 @@ def test_round_trip_through_arrays_is_exact(name):
         assert again[key].tobytes() == weight.numpy().tobytes()
 
 
-def unscaled(features):
-    """A module with the default scale, which neither GPT-Neo nor T5 has."""
-    return flax_mha.MultiHeadAttention(
-        N, features, N * H, use_bias=False, decode=False, rngs=nnx.Rngs(0)
-    )
-
-
 def test_layer_of_gpt_neo_is_not_scaled():
     shapes = linears(OUT_NAMES, biased="out_proj")
     weights = Family({}, shapes, port.plain, "hf_gpt_neo").weights()
+    unscaled = flax_mha.MultiHeadAttention(N, E, decode=False, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"scale must be 1\.0, but got None"):
-        convert.load_torch(unscaled(E), weights)
+        convert.load_torch(unscaled, weights)
 
     module = flax_mha.MultiHeadAttention(
         N, E, scale=1.0, decode=False, rngs=nnx.Rngs(0)
@@ -977,8 +971,11 @@ def test_table_in_the_first_layer_of_t5_must_be_passed_as_a_bias():
 
 
 def test_layer_of_t5_is_not_scaled():
+    unscaled = flax_mha.MultiHeadAttention(
+        N, D, N * H, use_bias=False, decode=False, rngs=nnx.Rngs(0)
+    )
     with pytest.raises(ValueError, match=r"scale must be 1\.0, but got None"):
-        convert.load_torch(unscaled(D), FAMILIES["t5"].weights())
+        convert.load_torch(unscaled, FAMILIES["t5"].weights())
 
 
 @each(IN_TRANSFORMERS, core=[])
