@@ -98,6 +98,7 @@ def fits(*layouts, **arguments):
 NARROW = (7, 7, 7, 7)
 WITHOUT_OUT = ("query", "key", "value")
 
+# One size of heads and features, with all biases or none.
 fits("torch", "nanogpt", "timm")
 fits("torch", "nanogpt", "timm", biased=())
 fits("torch_separate", sizes=(FEATURES, 7, 11, FEATURES))
@@ -106,6 +107,7 @@ fits("d2l_mha", sizes=(2, 7, 11, FEATURES), biased=())
 fits("note_mha", "bert_self_attention", "masked_self_attention")
 fits("hf_bert", "hf_ctrl", "hf_distilbert", "hf_clip", "hf_gpt2", "hf_vit")
 
+# Grouped heads, and every option that these layouts have.
 fits("hf_llama", sizes=NARROW, kv_heads=1)
 fits("hf_llama", sizes=NARROW, kv_heads=1, biased=())
 fits("hf_llama", sizes=NARROW, kv_heads=1, biased=WITHOUT_OUT)
@@ -119,6 +121,7 @@ fits("hf_laguna", sizes=NARROW, kv_heads=1, gate="head", biased=())
 fits("hf_qwen3_next", kv_heads=1, gate="feature")
 fits("hf_qwen3_next", kv_heads=1, gate="feature", biased=(), norms=["scale"])
 
+# The biases, groups and norms of other families.
 fits("hf_qwen2", kv_heads=1, biased=WITHOUT_OUT)
 fits("hf_phi", kv_heads=1)
 fits("hf_phi", norms=["scale", "bias"])
@@ -150,6 +153,7 @@ def test_round_trip_is_exact(case, dtype):
 
     assert_same_bits(back, params)
     assert_same_bits(convert.to_torch(back, case.layout), state_dict)
+    # Plain arrays of their own, which nobody else changes.
     for array in [*state_dict.values(), *jax.tree.leaves(back)]:
         assert type(array) is np.ndarray
         assert array.flags.c_contiguous
@@ -249,6 +253,7 @@ def reject_state_dict(state_dict, message, heads=HEADS, kv_heads=None):
     REJECTED_STATE_DICTS.append(pytest.param(case, id=message))
 
 
+# Heads do not show in the weights of PyTorch.
 THREE_TO_ONE = convert.to_torch(make_params(kv_heads=1), "hf_llama")
 reject_state_dict({}, r"keys of a supported layout, but got \[\]\.")
 reject_state_dict(

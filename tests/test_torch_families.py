@@ -381,6 +381,7 @@ FAMILIES["mimo_v2_flash"] = grouped(
 FAMILIES["gemma"] = grouped(
     "gemma.GemmaAttention", port.llama, {"base": 1e4}, rope_theta=1e4
 )
+# Layers of both types: with a window, and without.
 GEMMA_2 = {
     "query_pre_attn_scalar": 5,
     "sliding_window": WINDOW,
@@ -419,6 +420,7 @@ FAMILIES["gemma3 with a window"] = grouped(
     more=NORMS,
     **GEMMA_3,
 )
+# Norms over all heads together.
 OLMO_2 = {"shapes": linears(LLAMA_NAMES, E, K), "hidden_size": E, "rms_norm_eps": 1e-5}
 FAMILIES["olmo2"] = grouped(
     "olmo2.Olmo2Attention",
@@ -437,6 +439,7 @@ FAMILIES["olmoe"] = grouped(
     **OLMO_2,
 )
 FAMILIES["olmo"] = grouped("olmo", port.olmo, {"limit": 0.7}, clip_qkv=0.7)
+# Sinks, and biases everywhere.
 OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -467,6 +470,7 @@ FAMILIES["phi3"] = grouped(
     rope_theta=1e4,
     sliding_window=WINDOW,
 )
+# Scales, clips and layers without rotary positions.
 FAMILIES["granite"] = grouped(
     "granite", port.llama, {"base": 1e4, "scale": 0.1}, attention_multiplier=0.1
 )
@@ -501,6 +505,7 @@ FAMILIES["ministral3"] = grouped(
         "rope_theta": 1e6,
     },
 )
+# Norms after the rotation, without weights, of each head.
 FAMILIES["hunyuan"] = grouped(
     "hunyuan_v1_dense",
     port.hunyuan,
@@ -614,6 +619,7 @@ FAMILIES["bloom"] = one_matrix(
     base={"hidden_size": E, "n_head": N},
     call=alibi,
 )
+# Matrices of GPT-2 are transposed, those of nanoGPT are not.
 GPT_2 = GPT | {"n_layer": 2}
 GPT_2_SHAPES = fused("c_attn", "c_proj", 3 * E, E, biased=True, transposed=True)
 FAMILIES["gpt2"] = one_matrix(
@@ -849,7 +855,7 @@ def program(options, is_causal, call):
 def test_outputs_and_gradients_of_inputs_equal_the_port(name):
     family = FAMILIES[name]
     described = dict(convert.describe(family.config, family.layer))
-    # Programs are cached by the options, and this one has no hash.
+    # Programs are cached by the options, of which this one has no hash.
     described.pop("kernel_metadata", None)
     run = program(tuple(described.items()), family.decodes, family.call)
     params = nnx.to_pure_dict(nnx.state(module_of(name), nnx.Param))

@@ -190,6 +190,7 @@ def test_an_assistant_equals_the_port(case):
     own = of_layer(state, i + 2)
 
     def rotate_next(y):
+        # The port rotates from position 0, so one more token comes before.
         one_more = torch.cat([y[:, :1], y], dim=1)
         return rotate(one_more)[:, 1:]
 
@@ -218,6 +219,7 @@ def test_assistants_have_no_keys_and_values(model_type):
     text_config = GEMMA_4 | {"num_kv_shared_layers": 4}
     config = {"model_type": model_type, "text_config": text_config}
     state = weights("gemma4")
+    # The target has them.
     for key in list(state):
         if "k_" in key or "v_" in key:
             del state[key]
@@ -431,6 +433,7 @@ def test_decoding_of_prompts_of_different_lengths_equals_whole_sequences():
     pair.first.init_cache(x.shape, per_row=True)
     starts = np.array([0, 0])
     for number, lengths in ((20, (20, 7)), (1, (1, 1)), (30, (30, 12))):
+        # Each sequence has as many new tokens as its length says.
         part = np.full((B, number, D), np.nan, np.float32)
         for b, length in enumerate(lengths):
             part[b, :length] = x[b, starts[b] : starts[b] + length]
@@ -491,6 +494,7 @@ def test_each_call_has_its_masks_and_positions():
 
     (_, got), slopes = run(pair, padded, arguments)
 
+    # Positions are shifted for all tokens alike, so a mask is all that counts.
     same_segment = segments[:, None, :, None] == segments[:, None, None, :]
     mask = same_segment & np.tri(T, dtype=bool)
     want = nnx.jit(lambda pair, x, mask: pair(x, mask=mask))(pair, X, mask)

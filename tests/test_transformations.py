@@ -74,6 +74,7 @@ def test_vmap_over_arguments_equals_a_loop_over_them(name, implementation):
     arguments = MAPPED[name]
     shared = [x[0] for x in ARRAYS]
 
+    # Of the arguments only, and of all arrays.
     alone = jax.vmap(call, (0, None, None, None))(arguments, *shared)
     together = jax.vmap(call)(arguments, *ARRAYS)
 
@@ -171,6 +172,7 @@ def test_export_with_symbolic_sizes(name):
         jax.ShapeDtypeStruct((batch, keys), jnp.int32),
     )
 
+    # One exported program for all of these.
     for b, t, s in ((3, 40, 40), (1, 1, 7)):
         arrays = [
             normal(b, t, N, H),
@@ -258,6 +260,7 @@ def test_loops_over_groups_of_heads_change_nothing(
         return jax.jit(run)(query, key, value, bias)
 
     want = answers()
+    # (None, n): no loops over axes, n heads together.
     monkeypatch.setattr(schedule, "_loops", lambda call, scores: (None, together))
     got = answers()
 
@@ -293,6 +296,7 @@ def test_gradients_of_float16_overflow_only_where_the_result_does(
         _, pull = jax.vjp(attend, query, key, value)
         return pull(cotangent)
 
+    # float32 has room for every number on the way.
     exact = [x.astype(jnp.float32) for x in (*arrays, cotangent)]
     close(gradients(*arrays, cotangent), gradients(*exact), 4e-3)
 
@@ -407,6 +411,7 @@ def test_linear_transpose_by_values_is_the_gradient(name):
     _, pull = jax.vjp(lambda value: attend(query, key, value), value)
     (want,) = pull(cotangent)
 
+    # Equal zeros would show nothing.
     assert jnp.abs(want).max() > 0.1
     got = transposed(query, key, cotangent)
     np.testing.assert_allclose(got, want, atol=1e-6)
