@@ -47,13 +47,14 @@ def make_params(
     for name, size in zip(ALL, sizes, strict=True):
         num_heads = kv_heads if name in ("key", "value") else HEADS
         head_dim = value_dim if name in ("value", "out") else HEAD_DIM
-        heads = (num_heads, head_dim)
+        kernel = (size, num_heads, head_dim)
+        bias = (num_heads, head_dim)
+        # The output's layer has the axes of heads first.
         if name == "out":
-            params[name] = {"kernel": normal(*heads, size)}
-        else:
-            params[name] = {"kernel": normal(size, *heads)}
+            kernel = (num_heads, head_dim, size)
+            bias = (size,)
+        params[name] = {"kernel": normal(*kernel)}
         if name in biased:
-            bias = (size,) if name == "out" else heads
             params[name]["bias"] = normal(*bias)
     if norms:
         params["query_ln"] = {leaf: normal(HEAD_DIM) for leaf in norms}

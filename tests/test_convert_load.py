@@ -993,7 +993,8 @@ def test_describe_rejects(case):
 # Families whose attention needs more than the options of the module, and what the error
 # says of it.
 NEED_MORE = {
-    "diffllama": "it subtracts two softmaxes, .*; compute them with recipes.differential",
+    "diffllama": "it subtracts two softmaxes, .*; compute them with "
+    "recipes.differential",
     "doge": "its scores depend on the values",
     "dory": "its norms and gates have squared factors",
     "beam": "its queries grow with their position",

@@ -107,7 +107,7 @@ def test_any_split_of_decoding_equals_one_call(name):
     x = inputs()
     whole = nnx.jit(lambda module, x: run(name, module, x, is_causal=True))(module, x)
     module.init_cache((B, 99, D))
-    # A ring has room for its window and for the tokens of a call.
+    # A ring keeps its window, the new token and 64 spare slots.
     length = 7 + 1 + 64 if name == "ring" else 99
     assert module.cached_key.shape == (B, length, 1, C + R)
     step = nnx.jit(lambda module, x: run(name, module, x, decode=True))
@@ -400,7 +400,6 @@ def test_lora_has_the_gradients_of_its_call(keeps_kernel):
     ours = gradient(lambda module, x: module(x, is_causal=True))
     expected = gradient(expanded)
     for name in ("a", "b"):
-        # Their largest values are some hundreds.
         assert np.abs(expected[name][...]).max() > 1
         assert_close(ours[name][...] / 100, expected[name][...] / 100, tolerance=1e-5)
 

@@ -260,7 +260,7 @@ def test_loops_over_groups_of_heads_change_nothing(
         return jax.jit(run)(query, key, value, bias)
 
     want = answers()
-    # (None, n): no loops over axes, n heads together.
+    # Plan.looped_axes and Plan.max_heads.
     monkeypatch.setattr(schedule, "_loops", lambda call, scores: (None, together))
     got = answers()
 
