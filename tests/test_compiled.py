@@ -100,6 +100,7 @@ def test_a_program_compiled_here():
         chosen = lax.cond(i > 0, lambda: x, lambda: x @ x + 1)
         return chosen, lax.dynamic_update_slice(x, x[:2], (i, i))
 
+    # What XLA fuses differs by version, so only lower bounds are known.
     text = jax.jit(f).lower(jnp.ones((64, 64)), 1).compile().as_text()
     costs = hlo.Program(text).costs()
     assert costs.others >= 7

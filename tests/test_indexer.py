@@ -165,6 +165,7 @@ def test_with_few_keys_nothing_is_chosen():
     np.testing.assert_array_equal(module(x, is_causal=True), dense(x, is_causal=True))
     assert module.explain(x).variant != "keys gathered for each query"
     assert made().explain(x).variant == "keys gathered for each query"
+    # Also while decoding.
     for other in (module, dense):
         other.init_cache((B, T, D))
     np.testing.assert_array_equal(module(x, decode=True), dense(x, decode=True))
@@ -247,6 +248,7 @@ def test_nan_only_affects_queries_that_attend_to_it():
     x[0, 9] = np.nan
     got = np.asarray(CAUSAL(module, x))
     is_nan = np.zeros((B, T, D), bool)
+    # Later queries score this key, and a NaN score may be the largest.
     is_nan[0, 9:] = True
     np.testing.assert_array_equal(np.isnan(got), is_nan)
     mask = (np.arange(T) != 9)[None, None, None]
@@ -310,5 +312,6 @@ def test_calls_that_an_indexer_cannot_compute_are_rejected():
         x,
     )
     module.init_cache((B, 50, D))
+    # As if the cache came from a module without an indexer.
     module.cached_index_key = nnx.data(None)
     refused("the cache must have index keys", module, x, decode=True)

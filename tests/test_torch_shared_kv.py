@@ -157,9 +157,11 @@ def test_decoding_of_a_model_equals_the_port(name):
         layer.init_cache((B, T, D))
         layer.decode = True
 
+    # The layers that reuse keys have neither projections nor caches of their own.
     assert layers[2].key is layers[2].value is layers[3].cached_key is None
     assert (layers[1].value is None) == (name != "gemma3n")
     assert sorted(nnx.to_pure_dict(nnx.state(layers, nnx.Cache))) == [0, 1]
+    # A prompt, single tokens, and several at once.
     for i, j in ((0, 5), (5, 6), (6, 7), (7, 8), (8, 13)):
         assert_close(run(layers, X[:, i:j]), want[:, i:j])
 
@@ -454,6 +456,7 @@ def test_decoding_in_linen_and_by_another_function():
     params = LinenPair().init(jax.random.key(0), X)["params"]
     want = LinenPair().apply({"params": params}, X, is_causal=True)
     decoder = LinenPair(decode=True)
+    # Sowing needs all weights, so it takes another way through the cache.
     cache = decoder.init(jax.random.key(0), X)["cache"]
     assert {*cache} == {"first"}
     for start, stop, sown in (

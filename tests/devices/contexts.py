@@ -157,6 +157,7 @@ def errors(attention_fn, x):
     values, and the largest lse.
     """
     shape = x["query"].shape
+    # Known numbers of both signs.
     d_output = jnp.cos(jnp.arange(np.prod(shape), dtype=jnp.float32))
     d_output = d_output.reshape(shape).astype(x["query"].dtype)
 
@@ -237,6 +238,7 @@ def _derivatives(derivatives, attention_fn, case, dtype, order, back):
     tangents = {name: jnp.cos(2 * array) for name, array in exact.items()}
     results = jax.jit(derivatives(loss))(exact, tangents)
 
+    # Arrays of EXTRA are passed in the order of one device.
     def in_place(name, x):
         if isinstance(x, dict):
             return {key: in_place(key, array) for key, array in x.items()}
@@ -261,6 +263,7 @@ def placed(x, mesh, batch=None, heads=None):
     mesh.
     """
     of_sequences = jax.P(batch, "context", heads)
+    # Arrays that are not named here are on all devices.
     specs = dict.fromkeys(("query", "key", "value"), of_sequences)
     specs |= {"bias": jax.P(batch, None, "context"), "sinks": jax.P(heads)}
     return {name: put(x[name], mesh, *specs.get(name, ())) for name in x}

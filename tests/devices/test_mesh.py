@@ -136,6 +136,7 @@ def test_any_mesh_computes_the_same_without_moving_floats(
     length, num_kv_heads, implementation = inputs
     mesh = mesh_of(kind, split.sizes)
     x = placed(arrays(length, num_kv_heads), mesh, split.batch, split.heads)
+    # The types of some meshes' axes say how arrays are split, others need an argument.
     sharding = None
     if kind == "argument":
         sharding = jax.NamedSharding(mesh, jax.P(split.batch, None, split.heads))
@@ -179,6 +180,7 @@ def test_derivatives_of_every_order_equal_those_on_one_device(kind, small_tiles)
     whole = [x["query"], x["key"], x["value"]]
     mesh = mesh_of(kind, (4, 1))
     split = [put(x, mesh, "data") for x in whole]
+    # Inside shard_map each device has whole sequences, so nothing moves there either.
     run = products_and_tangents
     if kind == "shard_map":
         spec = jax.P("data")
@@ -337,6 +339,7 @@ def test_explanation_names_the_sharding_that_kernels_need(monkeypatch):
     assert explained(jax.P()).chosen == "splash"
     unknown = explained(None)
     assert unknown.chosen == "xla"
+    # No other reason: with a sharding, the kernel would run.
     (reason,) = unknown.refusals["splash"]
     assert reason.endswith("how its arrays are sharded: pass qkv_sharding")
 
@@ -390,6 +393,7 @@ def test_vmap_of_few_queries_over_an_axis_that_is_split(shared):
     query = floats(0, 8, 2, 1, 4, H)
     key = floats(1, 8, 2, 600, 4, H)
     lengths = jnp.arange(16, dtype=jnp.int32).reshape(8, 2) * 40
+    # Shared keys are on all devices.
     of_query = put(query, mesh, "data")
     of_lengths = put(lengths, mesh, "data")
     if shared == "keys":
@@ -544,6 +548,7 @@ def test_shard_map_with_default_arguments_equals_one_device(implementation):
         graded = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
         return jax.device_get(graded(operands, learned, integers, shown))
 
+    # Captured arrays by head are split like the heads.
     of_heads = jax.P("model")
     of_arrays = jax.P("data", None, "model")
     of_learned = {
@@ -639,6 +644,7 @@ def test_a_cache_in_8_bits_equals_one_device(kind, kv_heads, dtype, value_size):
 def test_taken_sequences_are_split_if_their_number_can_be(kind, per_row, rows, batch):
     """As in a beam search."""
     key = floats(0, B, 3, N, H)
+    # Two devices split the batch, so four rows can be split and three cannot.
     create = functools.partial(KVCache.create, B, 5, N, H, per_row=per_row)
 
     @jax.jit
