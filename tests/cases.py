@@ -44,10 +44,8 @@ DROPOUT_CASES = {
 
 def inputs(seed=0, batch=2, t=T, s=S, n=N, k=2, h=8):
     rng = np.random.default_rng(seed)
-    return [
-        rng.standard_normal(shape).astype(np.float32)
-        for shape in ((batch, t, n, h), *[(batch, s, k, h)] * 2)
-    ]
+    shapes = ((batch, t, n, h), (batch, s, k, h), (batch, s, k, h))
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
 def with_gradients(implementation=None, axes=None, **arguments):
@@ -65,9 +63,8 @@ def with_gradients(implementation=None, axes=None, **arguments):
                 *arrays, **learned, implementation=implementation, **arguments
             )
 
-        answers, pull = jax.vjp(
-            jax.vmap(attend, (axes, None)) if axes else attend, arrays, learned
-        )
+        function = jax.vmap(attend, (axes, None)) if axes else attend
+        answers, pull = jax.vjp(function, arrays, learned)
         cotangents = jax.tree.map(
             lambda x: jnp.where(jnp.isfinite(x), jnp.cos(x), jnp.zeros_like(x)), answers
         )
@@ -92,20 +89,24 @@ def gradients(implementation, arguments, **more):
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _dense_gradients(arrays, mask, scale, soft_cap):
-    more = {"scale": scale, "logits_soft_cap": soft_cap, "implementation": "xla"}
-    output, pull = jax.vjp(
-        lambda *x: dot_product_attention(*x, mask=mask, **more), *arrays
+    attend = functools.partial(
+        dot_product_attention,
+        mask=mask,
+        scale=scale,
+        logits_soft_cap=soft_cap,
+        implementation="xla",
     )
-    return output, *pull(
-        jnp.where(jnp.isfinite(output), jnp.cos(output), jnp.zeros_like(output))
-    )
+    output, pull = jax.vjp(attend, *arrays)
+    is_finite = jnp.isfinite(output)
+    return output, *pull(jnp.where(is_finite, jnp.cos(output), jnp.zeros_like(output)))
 
 
 def dense_gradients(arrays, scale=None, logits_soft_cap=None, **masking):
     """Computes output and gradients by "xla", with the mask as an array: calls with
     equal shapes compile only once.
     """
-    (*batch, t, n, _), s = arrays[0].shape, arrays[1].shape[-3]
+    *batch, t, n, _ = arrays[0].shape
+    s = arrays[1].shape[-3]
     mask = reference.visible_scores((*batch, n, t, s), **masking)
     return jax.device_get(_dense_gradients(arrays, mask, scale, logits_soft_cap))
 
@@ -120,15 +121,14 @@ def naive_attention(
     groups = query.shape[-2] // key.shape[-2]
     key, value = (jnp.repeat(x, groups, -2) for x in (key, value))
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        scores = jnp.einsum("btnh,bsnh->bnts", query, key) / jnp.asarray(
-            np.sqrt(query.shape[-1]), dtype
-        )
+        root = jnp.asarray(np.sqrt(query.shape[-1]), dtype)
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) / root
         if logits_soft_cap is not None:
             scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
         scores = jnp.where(visible, scores + jnp.asarray(added, dtype), -jnp.inf)
-        sinks = jnp.broadcast_to(
-            jnp.asarray(sinks, dtype).reshape(-1, 1, 1), (*scores.shape[:-1], 1)
-        )
+        # A sink is one more score of each row, whose weight is left out.
+        sinks = jnp.asarray(sinks, dtype).reshape(-1, 1, 1)
+        sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
         weights = jax.nn.softmax(jnp.concatenate([scores, sinks], -1))[..., :-1]
         return jnp.einsum("bnts,bsnh->btnh", jnp.nan_to_num(weights), value)
 
@@ -137,9 +137,8 @@ def close(got, want, tolerance=1e-5, at_least=0.0):
     """Asserts that trees agree up to `tolerance` times the largest finite value of each
     wanted array, or `at_least`.
     """
-    for (path, one), other in zip(
-        jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True
-    ):
+    leaves = zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True)
+    for (path, one), other in leaves:
         largest = np.abs(np.where(np.isfinite(other), other, 0)).max(initial=at_least)
         name = jax.tree_util.keystr(path)
         np.testing.assert_allclose(
@@ -153,18 +152,17 @@ def by_the_rule_of_flash_attention(answers, naive, truth):
     """
     for got, simple, want in zip(answers, naive, truth, strict=True):
         assert got.dtype == simple.dtype
-        error, naive_error = (
-            np.abs(np.float64(x) - np.float64(want)).max() for x in (got, simple)
-        )
-        assert (
-            error
-            <= 2 * naive_error + float(jnp.finfo(got.dtype).eps) * np.abs(want).max()
-        )
+        want = np.float64(want)
+        error = np.abs(np.float64(got) - want).max()
+        naive_error = np.abs(np.float64(simple) - want).max()
+        rounding = float(jnp.finfo(got.dtype).eps) * np.abs(want).max()
+        assert error <= 2 * naive_error + rounding
 
 
 # The end of an error message, which says what to change.
 REMEDY = re.compile(
-    r": (if it only masks, )?(change|compute|export|leave|look up|make|multiply|pass|run|set|use) [^:]+$",
+    r": (if it only masks, )?(change|compute|export|leave|look up|make|multiply|pass"
+    r"|run|set|use) [^:]+$",
     re.DOTALL,
 )
 
@@ -219,9 +217,9 @@ def equations(jaxpr):
     for equation in jaxpr.eqns:
         yield equation
         for parameter in equation.params.values():
-            for inner in (
-                parameter if isinstance(parameter, tuple | list) else (parameter,)
-            ):
+            if not isinstance(parameter, tuple | list):
+                parameter = (parameter,)
+            for inner in parameter:
                 if isinstance(inner, Jaxpr | ClosedJaxpr):
                     yield from equations(getattr(inner, "jaxpr", inner))
 
@@ -230,16 +228,15 @@ def kernels_in(text, pattern):
     """Lists the kernels, matches of `pattern`, that a lowered program runs on finite
     inputs: those not in a branch.
     """
-    bodies = dict(
-        re.findall(r"func\.func \w+ @([\w.$]+)(.*?)(?=func\.func|\Z)", text, re.DOTALL)
-    )
+    of_functions = r"func\.func \w+ @([\w.$]+)(.*?)(?=func\.func|\Z)"
+    bodies = dict(re.findall(of_functions, text, re.DOTALL))
 
     def names_in(body):
         body = _without_branches(body)
-        callees = re.findall(r"\bcall @([\w.$]+)\(", body)
-        return re.findall(pattern, body) + [
-            name for callee in callees for name in names_in(bodies[callee])
-        ]
+        names = re.findall(pattern, body)
+        for callee in re.findall(r"\bcall @([\w.$]+)\(", body):
+            names += names_in(bodies[callee])
+        return names
 
     return names_in(bodies["main"])
 
@@ -251,6 +248,7 @@ def _without_branches(body):
     before, case, after = body.partition('"stablehlo.case"')
     if not case:
         return before
+    # lax.cond converts its predicate, lax.platform_dependent does not.
     if f"{after[1 : after.index(')')]} = stablehlo.convert" not in before:
         return before + case + _without_branches(after)
     after = after[after.index("({") + 1 :]
@@ -268,15 +266,18 @@ def dense_kernel(
     """Replaces a cuDNN kernel: computes the same result by the dense implementation in
     `jax.nn`.
     """
-    static = {
-        "scale": kernel.scale,
-        "is_causal": kernel.is_causal,
-        "local_window_size": kernel.window,
-    }
-    lengths = {"query_seq_lengths": query_lengths, "key_value_seq_lengths": key_lengths}
-    more = {"implementation": "xla", "return_residual": residual}
     return jax.nn.dot_product_attention(
-        query, key, value, bias, **static, **lengths, **more
+        query,
+        key,
+        value,
+        bias,
+        scale=kernel.scale,
+        is_causal=kernel.is_causal,
+        local_window_size=kernel.window,
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=key_lengths,
+        implementation="xla",
+        return_residual=residual,
     )
 
 

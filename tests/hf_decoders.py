@@ -8,7 +8,9 @@ than 1e-4 of the largest, or of 1. Each of the 8 tokens must be the one that
 Transformers finds most probable after those before it: its own greedy continuation of
 the prompt then has the same tokens.
 
-    python tests/hf_decoders.py                # all, and writes tests/hf_decoders.md; needs Transformers and PyTorch
+It needs Transformers and PyTorch.
+
+    python tests/hf_decoders.py                # all, and writes tests/hf_decoders.md
     python tests/hf_decoders.py llama gpt_oss  # these
 """
 
@@ -48,8 +50,9 @@ SHARED = {
     "num_kv_shared_layers": 2,
     "use_double_wide_mlp": True,
     "final_logit_softcapping": 2.0,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 99,
 }
-SHARED |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 99}
 # Other values of the config, one model for each.
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "afmoe": [{"mup_enabled": True, "route_scale": 2.5}],
@@ -67,10 +70,10 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     ],
     "glm4_moe": [IN_GROUPS | {"use_qk_norm": True}],
     "gpt_neox": [{}, {"use_parallel_residual": False}],
-    **{
-        key: [GRANITE]
-        for key in ("granite", "granitemoe", "granitemoeshared", "hyperclovax")
-    },
+    "granite": [GRANITE],
+    "granitemoe": [GRANITE],
+    "granitemoeshared": [GRANITE],
+    "hyperclovax": [GRANITE],
     "hunyuan_v1_moe": [{"moe_topk": [2] * 4, "num_experts": 4}],
     "kolibri1": [{}, {"norm_topk_prob": True}],
     "llama": [
@@ -80,53 +83,36 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "llama4_text": [{}, {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 48}],
     "qwen3_moe": [{"norm_topk_prob": True, "mlp_only_layers": [1]}],
 }
-KIMI_K2: dict[str, Any] = {}
-KIMI_K2 |= {
+KIMI_K2: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "vocab_size": 99,
     "hidden_size": 1792,
-}
-KIMI_K2 |= {
     "intermediate_size": 96,
     "moe_intermediate_size": 16,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-}
-KIMI_K2 |= {
     "num_key_value_heads": 4,
     "kv_lora_rank": 128,
     "q_lora_rank": 384,
     "qk_nope_head_dim": 32,
-}
-KIMI_K2 |= {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
     "attention_bias": False,
     "rope_theta": 50000.0,
-}
-KIMI_K2 |= {
     "rope_scaling": KIMI_SCALING | {"original_max_position_embeddings": 64},
     "max_position_embeddings": 2048,
-}
-KIMI_K2 |= {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
     "first_k_dense_replace": 1,
     "moe_layer_freq": 1,
-}
-KIMI_K2 |= {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
-}
-KIMI_K2 |= {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "norm_topk_prob": True,
-}
-KIMI_K2 |= {
     "routed_scaling_factor": 2.827,
     "num_nextn_predict_layers": 0,
     "tie_word_embeddings": False,
@@ -143,12 +129,18 @@ def tiny(name: str, changes: dict[str, Any]) -> Any:
     config = config_class(family)
     others = shrink(config().to_dict()) | OTHERS.get(config.model_type, {}) | changes
     torch.manual_seed(0)
-    # Which changes the dict.
-    model = kind(config(**copy.deepcopy(published or others))).eval().float()
+    # The class of the config changes the dict.
+    values = copy.deepcopy(published or others)
+    model = kind(config(**values)).eval().float()
     for x in model.state_dict().values():
-        if x.is_floating_point():
-            drawn = torch.randn_like(x)
-            x.copy_(drawn * x.shape[-1] ** -0.5 if x.ndim > 1 else x + 0.3 * drawn)
+        if not x.is_floating_point():
+            continue
+        drawn = torch.randn_like(x)
+        if x.ndim > 1:
+            # Products with them keep the size of their inputs.
+            x.copy_(drawn * x.shape[-1] ** -0.5)
+        else:
+            x.copy_(x + 0.3 * drawn)
     return model
 
 
@@ -157,13 +149,13 @@ def difference(name: str, changes: dict[str, Any]) -> float:
 
     A config in `PUBLISHED` is read in place of the model's own.
     """
-    model, (_, published) = tiny(name, changes), PUBLISHED.get(name, ("", {}))
+    model = tiny(name, changes)
+    _, published = PUBLISHED.get(name, ("", {}))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         if published:
-            (Path(folder) / "config.json").write_text(
-                json.dumps(published | {"model_type": name})
-            )
+            config = json.dumps(published | {"model_type": name})
+            (Path(folder) / "config.json").write_text(config)
         decoder = any_decoder.Decoder(folder, max_length=max(LENGTHS) + STEPS)
     size = {"batch_size": 2, "max_length": max(LENGTHS) + STEPS, "per_row": True}
     decoder = nnx.view(decoder, decode=True, **size)
@@ -171,6 +163,7 @@ def difference(name: str, changes: dict[str, Any]) -> float:
     tokens = np.random.default_rng(0).integers(3, 99, (2, max(LENGTHS)))
     lengths = jnp.array(LENGTHS)
     prefill = run(decoder, jnp.asarray(tokens), lengths)
+    # The logits of the last token of each prompt, then of each continued token.
     steps = [prefill[jnp.arange(2), lengths - 1]]
     for _ in range(STEPS):
         steps.append(run(decoder, steps[-1].argmax(-1)[:, None])[:, 0])
@@ -180,12 +173,11 @@ def difference(name: str, changes: dict[str, Any]) -> float:
         text = np.concatenate([tokens[row, :length], continued[row]])
         with torch.no_grad():
             expected = model(input_ids=torch.tensor(text)[None]).logits[0].numpy()
-        result = np.concatenate(
-            [prefill[row, :length], [step[row] for step in steps[1:]]]
-        )
-        differences.append(
-            np.abs(result - expected).max() / max(1.0, np.abs(expected).max())
-        )
+        of_steps = [step[row] for step in steps[1:]]
+        result = np.concatenate([prefill[row, :length], of_steps])
+        largest = max(1.0, np.abs(expected).max())
+        differences.append(np.abs(result - expected).max() / largest)
+        # Each token must be the most probable one after those before it.
         if (expected[length - 1 : -1].argmax(-1) != continued[row]).any():
             return float("inf")
     return float(max(differences))
@@ -202,10 +194,9 @@ def main() -> int:
     results = {}
     refused = []
     for name in sys.argv[1:] or sorted([*names, *PUBLISHED]):
+        models = CHANGES.get(name, [{}])
         try:
-            results[name] = max(
-                difference(name, changes) for changes in CHANGES.get(name, [{}])
-            )
+            results[name] = max(difference(name, changes) for changes in models)
         except ValueError as error:
             refused.append(name)
             print(name, error, flush=True)
@@ -216,9 +207,8 @@ def main() -> int:
     if not (sys.argv[1:] or wrong):
         said = f"These {len(results)} families decode the same tokens as Transformers:"
         lines = [f"| `{name}` | {result:.0e} |" for name, result in results.items()]
-        TABLE.write_text(
-            "\n".join([said, "", "| family | difference |", "|---|---|", *lines, ""])
-        )
+        heading = [said, "", "| family | difference |", "|---|---|"]
+        TABLE.write_text("\n".join([*heading, *lines, ""]))
     return bool(wrong or (sys.argv[1:] and refused))
 
 

@@ -4,14 +4,19 @@ table of the documentation.
 A family is a tiny random model of four layers. What goes into the projection of its
 queries and what comes out of its last projection is captured, and each layer is made
 anew, from the model's config and weights: its output may differ by 5e-5 of the largest
-value. Of one layer a cache is tried, too.
+value. Of one layer a cache is tried, too. It needs Transformers and PyTorch.
 
-    python tests/hf_families.py                 # all, and writes tests/hf_families.md; needs Transformers and PyTorch
-    python tests/hf_families.py llama gemma2    # these
-    python tests/hf_families.py --set '{"partial_rotary_factor": 0.5}' llama    # with other values in the config
+    # all families; writes tests/hf_families.md
+    python tests/hf_families.py
+    # these
+    python tests/hf_families.py llama gemma2
+    # with other values in the config
+    python tests/hf_families.py --set '{"partial_rotary_factor": 0.5}' llama
 """
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import sys
@@ -48,6 +53,7 @@ TABLE = Path(__file__).with_suffix(".md")
 LAYERS = 4
 LENGTH = 13
 PROMPT = 5
+TOKENS = torch.arange(LENGTH)[None] * 7 % 90 + 5
 TOLERANCE = 5e-5
 D = 64
 N = 4
@@ -56,12 +62,13 @@ H = 24
 WINDOW = 5
 SIZES = {
     D: "hidden_size d_model n_embd emb_dim embedding_size lru_width",
-    N: "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads decoder_attention_heads "
-    "num_encoder_attention_heads num_decoder_attention_heads num_hidden_layers n_layer n_layers num_layers "
-    "encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_experts num_local_experts "
-    "n_routed_experts mamba_n_heads",
-    K: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token num_codebooks expand_ratio "
-    "n_recurrent_layers",
+    N: """num_attention_heads n_head n_heads num_heads attention_heads
+    encoder_attention_heads decoder_attention_heads num_encoder_attention_heads
+    num_decoder_attention_heads num_hidden_layers n_layer n_layers num_layers
+    encoder_layers decoder_layers num_encoder_layers num_decoder_layers num_experts
+    num_local_experts n_routed_experts mamba_n_heads""",
+    K: """num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token
+    num_codebooks expand_ratio n_recurrent_layers""",
     H: "head_dim",
     WINDOW: "sliding_window attention_window_size window_size attention_chunk_size",
     8: "rotary_dim mamba_dt_rank qk_rope_head_dim",
@@ -70,34 +77,32 @@ SIZES = {
     20: "v_head_dim qk_head_dim",
     32: "kv_lora_rank mamba_d_head attention_head_dim",
     40: "q_lora_rank",
-    16: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size",
-    1: "n_input_layers n_output_layers",
-    48: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dff n_inner",
+    16: """moe_intermediate_size shared_expert_intermediate_size
+    shared_intermediate_size""",
+    1: """n_input_layers n_output_layers mamba_n_groups n_group topk_group
+    first_k_dense_replace""",
+    48: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size
+    dff n_inner""",
     99: "vocab_size n_vocab",
-    128: "max_position_embeddings n_positions n_ctx mamba_d_ssm attention_hidden_size",
+    128: """max_position_embeddings n_positions n_ctx mamba_d_ssm
+    attention_hidden_size""",
 }
 SMALL: dict[str, Any] = {
-    name: size for size, names in SIZES.items() for name in names.split()
-}
-SMALL |= {
-    "mamba_n_groups": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
     "pad_token_id": 0,
-}
-SMALL |= {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "image_token_id": 3,
     "image_token_index": 3,
+    "is_decoder": True,
+    "is_encoder_decoder": False,
 }
-SMALL |= {"is_decoder": True, "is_encoder_decoder": False}
-MADE_ANEW = "transformers_version architectures id2label label2id model_type max_seq_len layer_types layers_block_type "
-MADE_ANEW += (
-    "mlp_layer_types no_rope_layers attention_layers layer_rope_theta per_layer_config "
-)
-MADE_ANEW += "activation_sparsity_pattern num_layers_per_stack"
+for size, names in SIZES.items():
+    SMALL |= dict.fromkeys(names.split(), size)
+# What a config's class makes of its other values.
+MADE_ANEW = """transformers_version architectures id2label label2id model_type
+max_seq_len layer_types layers_block_type mlp_layer_types no_rope_layers
+attention_layers layer_rope_theta per_layer_config activation_sparsity_pattern
+num_layers_per_stack"""
 KINDS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 ZAMBA = {"layers_block_type": ["linear_attention", "hybrid"] * 2}
@@ -119,8 +124,6 @@ GEMMA_4 = {
     "attention_k_eq_v": True,
     "global_head_dim": 32,
     "num_global_key_value_heads": 1,
-}
-GEMMA_4 |= {
     "num_kv_shared_layers": 1,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
@@ -129,8 +132,6 @@ BLT = {
     "hidden_size_global": D,
     "num_attention_heads": N,
     "num_key_value_heads": K,
-}
-BLT |= {
     "num_hidden_layers": LAYERS,
     "intermediate_size": 48,
     "vocab_size": 99,
@@ -235,8 +236,6 @@ PARTS = {"hrm_text": {"model.L_module.": "", "model.H_module.": ""}}
 PARTS["blt"] = {
     "model.patcher.": "patcher_config",
     "model.local_encoder.": "encoder_config",
-}
-PARTS["blt"] |= {
     "model.local_decoder.": "decoder_config",
     "model.global_transformer.": "global_config",
 }
@@ -269,12 +268,10 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
             continue
         if isinstance(value, dict) and not key.startswith("rope_"):
             small[key] = shrink(value)
+        elif value is None or isinstance(value, list):
+            small[key] = value
         else:
-            small[key] = (
-                SMALL[key]
-                if key in SMALL and value is not None and not isinstance(value, list)
-                else value
-            )
+            small[key] = SMALL.get(key, value)
     return small
 
 
@@ -283,7 +280,9 @@ def config_class(name: str) -> Any:
     runs it, unless it has parts.
     """
     own = CONFIG_MAPPING[name]
-    return getattr(transformers, MODELS[name]).config_class if own.sub_configs else own
+    if own.sub_configs:
+        return getattr(transformers, MODELS[name]).config_class
+    return own
 
 
 def tiny(name: str, changes: dict[str, Any]) -> Any:
@@ -296,13 +295,16 @@ def tiny(name: str, changes: dict[str, Any]) -> Any:
         small["text_config"] |= OTHERS.get(model_type_of(name), {})
     model = kind(config(**small)).eval()
     for key, parameter in model.named_parameters():
-        if any(part in key for part in ATTENTIONS) and "vision" not in key:
-            drawn = torch.randn_like(parameter)
-            if parameter.ndim > 1:
-                drawn = drawn * parameter.shape[0] ** -0.5
-            else:
-                drawn = parameter + 0.3 * drawn
-            parameter.data.copy_(drawn.data)
+        is_attention = any(part in key for part in ATTENTIONS)
+        if not is_attention or "vision" in key:
+            continue
+        drawn = torch.randn_like(parameter)
+        if parameter.ndim > 1:
+            # Products with them keep the size of their inputs.
+            drawn = drawn * parameter.shape[0] ** -0.5
+        else:
+            drawn = parameter + 0.3 * drawn
+        parameter.data.copy_(drawn.data)
     return model
 
 
@@ -314,10 +316,8 @@ def projections(state_dict: dict[str, Tensor], prefix: str) -> list[str]:
     if is_latent(entries):
         return ["q_a_proj" if "q_a_proj.weight" in entries else "q_proj", "o_proj"]
     layout = LAYOUTS[recognize(entries)]
-    return [
-        layout.key_of(path).rpartition(".")[0]
-        for path in ("query/kernel", "out/kernel")
-    ]
+    keys = [layout.key_of("query/kernel"), layout.key_of("out/kernel")]
+    return [key.rpartition(".")[0] for key in keys]
 
 
 def capture(
@@ -330,29 +330,30 @@ def capture(
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     hooks: list[Any] = []
+
+    def keep_input(prefix: str, layer: Any, x: Any, y: Tensor) -> None:
+        inputs[prefix] = x[0]
+
+    def keep_output(prefix: str, layer: Any, x: Any, y: Tensor) -> None:
+        outputs[prefix] = y
+
     for prefix in prefixes:
-        first, last = (
-            model.get_submodule(prefix + name)
-            for name in projections(state_dict, prefix)
-        )
-        hooks.append(
-            first.register_forward_hook(
-                lambda _, x, y, prefix=prefix: inputs.__setitem__(prefix, x[0])
-            )
-        )
-        hooks.append(
-            last.register_forward_hook(
-                lambda _, x, y, prefix=prefix: outputs.__setitem__(prefix, y)
-            )
-        )
+        first, last = projections(state_dict, prefix)
+        first = model.get_submodule(prefix + first)
+        hook = functools.partial(keep_input, prefix)
+        hooks.append(first.register_forward_hook(hook))
+        last = model.get_submodule(prefix + last)
+        hook = functools.partial(keep_output, prefix)
+        hooks.append(last.register_forward_hook(hook))
     with torch.no_grad():
-        model(**arguments or {"input_ids": torch.arange(LENGTH)[None] * 7 % 90 + 5})
+        model(**arguments or {"input_ids": TOKENS})
     for hook in hooks:
         hook.remove()
-    return {
-        p: tuple(x.reshape(1, -1, x.shape[-1]) for x in (inputs[p], outputs[p]))
-        for p in prefixes
-    }
+
+    def as_sequence(x: Tensor) -> Tensor:
+        return x.reshape(1, -1, x.shape[-1])
+
+    return {p: (as_sequence(inputs[p]), as_sequence(outputs[p])) for p in prefixes}
 
 
 def model_type_of(name: str) -> str:
@@ -363,16 +364,15 @@ def model_type_of(name: str) -> str:
     if config.model_type in FAMILIES:
         return config.model_type
     text = config.sub_configs.get("text_config", config)
-    return (
-        getattr(text, "model_type", "")
-        or config().to_dict()["text_config"]["model_type"]
-    )
+    model_type = getattr(text, "model_type", "")
+    # A class that stands for any text model has no type.
+    return model_type or config().to_dict()["text_config"]["model_type"]
 
 
 def run(
     module: Any, x: jax.Array, source: Any, source_x: jax.Array, **arguments: Any
 ) -> jax.Array:
-    """Calls a layer, with the keys and values of its source if that is another layer."""
+    """Calls a layer, with the keys and values of its source if it has none."""
     if source is module:
         return module(x, **arguments)
     return module(x, kv=source(source_x, return_kv=True, **arguments)[1], **arguments)
@@ -392,10 +392,16 @@ def check(name: str, changes: dict[str, Any]) -> Result:
         config = model.config.to_dict()
         if part == "decoder_config":
             config[part]["sliding_window"] = config["local_attention_window_len"]
-        results.append(
-            check_part(model_type, model, config[part] if part else config, prefix)
-        )
+        if part:
+            config = config[part]
+        results.append(check_part(model_type, model, config, prefix))
     return max(results, key=lambda result: result.difference)
+
+
+def relative_difference(result: Any, expected: Any) -> float:
+    """Returns the largest difference, as a part of the largest value or of 1."""
+    largest = max(1.0, np.abs(expected).max())
+    return float(np.abs(result - expected).max() / largest)
 
 
 def check_part(
@@ -410,6 +416,8 @@ def check_part(
     one.
     """
     state_dict = model.state_dict()
+    entries = with_shared(state_dict, N, K)
+    attentions = FAMILIES[model_type].attentions
     refused = ""
     prefixes: dict[int, str] = {}
     for layer in range(LAYERS):
@@ -418,45 +426,46 @@ def check_part(
         except ValueError as error:
             refused = str(error)
         else:
-            prefixes[layer] = layer_prefix(
-                with_shared(state_dict, N, K),
-                layer,
-                part,
-                FAMILIES[model_type].attentions,
-            )
+            prefixes[layer] = layer_prefix(entries, layer, part, attentions)
     if not prefixes:
         return Result(model_type, [], refused=refused)
+
+    def at(tokens: slice) -> dict[str, Any]:
+        return {} if positions is None else {"positions": positions[:, tokens]}
+
     arrays = capture(model, list(prefixes.values()), **inputs)
     differences = []
     found = {}
     for layer, prefix in prefixes.items():
-        x = jnp.asarray(arrays[prefix][0].numpy())
-        expected = arrays[prefix][1].numpy()
+        captured, expected = arrays[prefix]
+        x = jnp.asarray(captured.numpy())
+        expected = expected.numpy()
         module = convert.from_hf(config, state_dict, layer, part)
         if module.reuse_kv:  # of the last layer of its type
             source, source_x = found[module.local_window_size]
         else:
-            found[module.local_window_size] = source, source_x = module, x
-
-        def call(first: int, end: int, **arguments: Any) -> jax.Array:
-            if positions is not None:
-                arguments["positions"] = positions[:, first:end]
-            return run(
-                module, x[:, first:end], source, source_x[:, first:end], **arguments
-            )  # noqa: B023
-
-        results = [call(0, x.shape[1])]
+            source = module
+            source_x = x
+            found[module.local_window_size] = source, source_x
+        whole = run(module, x, source, source_x, **at(slice(None)))
+        differences.append(relative_difference(whole, expected))
         if layer == max(prefixes):
             source.init_cache(x.shape)
-            steps = [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, x.shape[1]))]
-            results.append(
-                jnp.concatenate([call(i, j, decode=True) for i, j in steps], axis=1)
-            )
-        differences += [
-            np.abs(result - expected).max() / max(1.0, np.abs(expected).max())
-            for result in results
-        ]
-    return Result(model_type, list(prefixes), float(max(differences)))
+            starts = [0, *range(PROMPT, x.shape[1])]
+            outputs = []
+            for i, j in itertools.pairwise([*starts, x.shape[1]]):
+                output = run(
+                    module,
+                    x[:, i:j],
+                    source,
+                    source_x[:, i:j],
+                    decode=True,
+                    **at(slice(i, j)),
+                )
+                outputs.append(output)
+            decoded = jnp.concatenate(outputs, axis=1)
+            differences.append(relative_difference(decoded, expected))
+    return Result(model_type, list(prefixes), max(differences))
 
 
 def check_assistant(name: str, target_name: str) -> Result:
@@ -470,68 +479,62 @@ def check_assistant(name: str, target_name: str) -> Result:
     config = target.config.to_dict() | {
         "num_kv_shared_layers": LAYERS,
         "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
     }
-    config["vocab_size_per_layer_input"] = 0
     kind = getattr(transformers, MODELS[name])
     model = kind(kind.config_class(text_config=config, backbone_hidden_size=D)).eval()
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
     config = model.config.to_dict()
     state_dict = model.state_dict()
+    # The target's last layer of each type is the source of the assistant's layers.
     last = {target.config.layer_types[layer]: layer for layer in range(LAYERS)}
-    sources = {
-        layer: layer_prefix(with_shared(target.state_dict(), N, K), layer, "")
-        for layer in last.values()
-    }
+    entries = with_shared(target.state_dict(), N, K)
+    sources = {layer: layer_prefix(entries, layer, "") for layer in last.values()}
     of_target = capture(target, list(sources.values()))
     queries = torch.randn(1, LENGTH, 2 * D)
     with torch.no_grad():
-        shared = target(
-            torch.arange(LENGTH)[None] * 7 % 90 + 5, return_shared_kv_states=True
-        ).shared_kv_states
-    prefixes = [
-        layer_prefix(with_shared(state_dict, N, K), layer, "")
-        for layer in range(LAYERS)
-    ]
+        shared = target(TOKENS, return_shared_kv_states=True).shared_kv_states
+    entries = with_shared(state_dict, N, K)
+    prefixes = [layer_prefix(entries, layer, "") for layer in range(LAYERS)]
     steps = []
     for i in range(LENGTH):
         start = {"full_attention": 0, "sliding_attention": max(i + 1 - WINDOW, 0)}
-        seen = {
-            kind: tuple(x[:, :, start[kind] : i + 1] for x in kv)
-            for kind, kv in shared.items()
-        }
-        options = {"position_ids": torch.tensor([[i + 1]]), "shared_kv_states": seen}
-        steps.append(
-            capture(model, prefixes, inputs_embeds=queries[:, i : i + 1], **options)
+        visible = {}
+        for kind, (key, value) in shared.items():
+            slots = slice(start[kind], i + 1)
+            visible[kind] = (key[:, :, slots], value[:, :, slots])
+        step = capture(
+            model,
+            prefixes,
+            inputs_embeds=queries[:, i : i + 1],
+            position_ids=torch.tensor([[i + 1]]),
+            shared_kv_states=visible,
         )
+        steps.append(step)
     differences = []
     for layer, prefix in enumerate(prefixes):
-        x, expected = (
-            np.concatenate([step[prefix][i].numpy() for step in steps], axis=1)
-            for i in (0, 1)
-        )
+        x = np.concatenate([step[prefix][0].numpy() for step in steps], axis=1)
+        expected = np.concatenate([step[prefix][1].numpy() for step in steps], axis=1)
         module = convert.from_hf(config, state_dict, layer)
         origin = last[target.config.layer_types[layer]]
         source = convert.from_hf(target.config.to_dict(), target.state_dict(), origin)
-        _, kv = source(
-            jnp.asarray(of_target[sources[origin]][0].numpy()), return_kv=True
-        )
+        source_x, _ = of_target[sources[origin]]
+        _, kv = source(jnp.asarray(source_x.numpy()), return_kv=True)
         result = module(jnp.asarray(x), kv=kv, positions=jnp.arange(1, LENGTH + 1))
-        differences.append(
-            np.abs(result - expected).max() / max(1.0, np.abs(expected).max())
-        )
-    return Result(model_type_of(name), list(range(LAYERS)), float(max(differences)))
+        differences.append(relative_difference(result, expected))
+    return Result(model_type_of(name), list(range(LAYERS)), max(differences))
 
 
 def table(results: dict[str, Result]) -> str:
     """Returns the tables of described and of refused families, as Markdown."""
     described = {name: result for name, result in results.items() if not result.refused}
+    largest = max(result.difference for result in described.values())
     lines = [
         f"Of the {len(results)} families of Transformers {transformers.__version__} "
         f"that generate text, {len(described)} are described. Their layers differ "
-        "from the model's own by at most "
-        f"{max(result.difference for result in described.values()):.0e} of the "
-        "largest value, in float32.",
+        f"from the model's own by at most {largest:.0e} of the largest value, in "
+        "float32.",
         "",
         "| family | its `model_type` | layers of a model of four | difference |",
         "|---|---|---|---|",
@@ -567,12 +570,10 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     results = {}
     for name in arguments.families or sorted(MODELS):
-        results[name] = result = check(name, arguments.set)
-        print(
-            name,
-            result.refused or f"{result.layers} {result.difference:.1e}",
-            flush=True,
-        )
+        result = check(name, arguments.set)
+        results[name] = result
+        said = result.refused or f"{result.layers} {result.difference:.1e}"
+        print(name, said, flush=True)
     wrong = [name for name, result in results.items() if result.difference > TOLERANCE]
     print("wrong:", *wrong or ["none"])
     if not (arguments.families or arguments.set or wrong):

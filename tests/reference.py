@@ -50,9 +50,11 @@ def attention(
     group = q.shape[-3] // k.shape[-3]
     k = np.repeat(k, group, -3)
     v = np.repeat(v, group, -3)
-    scale = 1 / np.sqrt(q.shape[-1]) if scale is None else float(scale)
+    if scale is None:
+        scale = 1 / np.sqrt(q.shape[-1])
+    # s = cap * tanh(scale * q k^T / cap) + bias; slope = ds / d(scale * q k^T)
     visible = visible_scores(q.shape[:-1] + k.shape[-2:-1], mask, **masking)
-    scores = scale * (q @ np.swapaxes(k, -1, -2))
+    scores = float(scale) * (q @ np.swapaxes(k, -1, -2))
     slope = np.ones(())
     terms = [added, bias]
     if cap_bias and bias is not None:
@@ -67,11 +69,16 @@ def attention(
             visible = visible & (term != -np.inf)
             scores = scores + np.where(term == -np.inf, 0, term)
     scores = np.where(visible, scores, -np.inf)
-    sink = np.asarray(-np.inf if sinks is None else sinks, np.float64)[..., None, None]
+    # A sink is a score in the denominator only: p = exp(s) / (sum exp(s) + exp(sink))
+    if sinks is None:
+        sink = np.full((1, 1), -np.inf)
+    else:
+        sink = np.asarray(sinks, np.float64)[..., None, None]
     largest = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), sink)
     shift = np.where(largest == -np.inf, 0, largest)
     e = np.exp(scores - shift)
     total = e.sum(-1, keepdims=True) + np.exp(sink - shift)
+    # Rows without visible keys are 0 / 0.
     weights = e / np.where(total == 0, 1, total)
     if masked_rows.startswith("mean"):
         rows = total == 0
@@ -81,7 +88,8 @@ def attention(
         weights = np.where(rows, 1 / weights.shape[-1], weights)
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + shift)[..., 0]
-    keep = np.ones(()) if keep is None else keep
+    if keep is None:
+        keep = np.ones(())
     output = (weights * keep) @ v
     if masked_rows == "nan":
         output = np.where(total == 0, np.nan, output)
@@ -93,27 +101,25 @@ def attention(
 
     d_output = np.moveaxis(np.asarray(cotangents[0], np.float64), -2, -3)
     d_lse = np.moveaxis(np.asarray(cotangents[1], np.float64), -1, -2)
+    # ds = p * (dp - sum(p * dp) + dlse), as dp / ds of a softmax is p * (1 - p).
     d_weights = (d_output @ np.swapaxes(v, -1, -2)) * keep
-    d_scores = (
-        weights
-        * (d_weights - (weights * d_weights).sum(-1, keepdims=True) + d_lse[..., None])
-        * visible
-    )
+    mean = (weights * d_weights).sum(-1, keepdims=True)
+    d_scores = weights * (d_weights - mean + d_lse[..., None]) * visible
     d_dots = scale * slope * d_scores
     d_q = d_dots @ k
     d_k = np.swapaxes(d_dots, -1, -2) @ q
     d_v = np.swapaxes(weights * keep, -1, -2) @ d_output
+    # Query heads of a group share their keys and values.
     d_k, d_v = (
         x.reshape(*x.shape[:-3], -1, group, *x.shape[-2:]).sum(-3) for x in (d_k, d_v)
     )
     gradients = [np.moveaxis(x, -3, -2) for x in (d_q, d_k, d_v)]
     if bias is not None:
-        gradients.append(_sum_to(d_scores * (slope if cap_bias else 1), np.shape(bias)))
+        d_bias = d_scores * slope if cap_bias else d_scores
+        gradients.append(_sum_to(d_bias, np.shape(bias)))
     if sinks is not None:
         share = np.exp(sink - shift) / np.where(total == 0, 1, total)
-        d_sink = share * (
-            d_lse[..., None] - (weights * d_weights).sum(-1, keepdims=True)
-        )
+        d_sink = share * (d_lse[..., None] - mean)
         gradients.append(_sum_to(d_sink[..., 0].sum(-1), np.shape(sinks)))
     if added is not None:
         gradients.insert(0, d_scores)
@@ -143,9 +149,9 @@ def visible_scores(
     key_ids = key_value_segment_ids
     position = np.arange(shape[-2])[:, None] + _over_heads(query_offset)
     column = np.arange(shape[-1])[None, :] + _over_heads(key_value_offset)
-    left, right = (
-        (window, window) if window is None or isinstance(window, int) else window
-    )
+    if window is None or isinstance(window, int):
+        window = (window, window)
+    left, right = window
     if is_causal:
         visible = visible & (column <= position)
     if left is not None:
@@ -159,15 +165,15 @@ def visible_scores(
     if query_ids is not None or key_ids is not None:
         query_ids = np.asarray(key_ids if query_ids is None else query_ids)
         key_ids = np.asarray(query_ids if key_ids is None else key_ids)
-        visible = visible & (
-            query_ids[..., None, :, None] == key_ids[..., None, None, :]
-        )
+        same = query_ids[..., None, :, None] == key_ids[..., None, None, :]
+        visible = visible & same
     if key_indices is not None:
         lists = np.asarray(key_indices)
+        if lists.ndim < len(shape):
+            # One list for all heads.
+            lists = lists[..., None, :]
         # [..., 1 or K, T, k].
-        lists = np.moveaxis(
-            lists if lists.ndim == len(shape) else lists[..., None, :], -2, -3
-        )
+        lists = np.moveaxis(lists, -2, -3)
         listed = (lists[..., None] == np.arange(shape[-1])).any(-2)
         visible = visible & np.repeat(listed, shape[-3] // listed.shape[-3], -3)
     return visible
@@ -178,9 +184,9 @@ def _over_heads(x: ArrayLike) -> NDArray:
 
 
 def _sum_to(x: NDArray, shape: tuple[int, ...]) -> NDArray:
-    """Sums a gradient over the axes along which an array of this shape was broadcast."""
+    """Sums a gradient over the axes along which an array of this shape was
+    broadcast.
+    """
     x = x.sum(tuple(range(x.ndim - len(shape))))
-    return x.sum(
-        tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] != 1),
-        keepdims=True,
-    )
+    of_size_1 = tuple(i for i, n in enumerate(shape) if n == 1)
+    return x.sum(of_size_1, keepdims=True)

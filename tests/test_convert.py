@@ -2,6 +2,8 @@
 has the rest.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -25,48 +27,47 @@ def make_params(
     kv_heads=HEADS,
     dtype=np.float32,
     value_dim=HEAD_DIM,
-    **has,
+    norms=None,
+    gate=None,
+    has_out_norm=False,
+    has_sinks=False,
 ):
-    """Makes random parameters; sizes are the inputs of query, key, value and the
-    output.
+    """Makes random parameters.
 
-    It `has` sinks, a gate, an out_norm or norms, if they are given.
+    `sizes` are the inputs of query, key, value and the output; `biased` are the layers
+    with a bias; `norms` are the leaves of the norms of queries and keys; `gate` is
+    None, "feature" or "head".
     """
     rng = np.random.default_rng(0)
-    gate = has.get("gate")
-    norms = has.get("norms")
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(dtype)
+
     params = {}
     for name, size in zip(ALL, sizes, strict=True):
-        size_of_heads = value_dim if name in ("value", "out") else HEAD_DIM
-        heads = (kv_heads if name in ("key", "value") else HEADS, size_of_heads)
-        kernel, bias = (
-            ((*heads, size), (size,)) if name == "out" else ((size, *heads), heads)
-        )
+        num_heads = kv_heads if name in ("key", "value") else HEADS
+        head_dim = value_dim if name in ("value", "out") else HEAD_DIM
+        kernel = (size, num_heads, head_dim)
+        bias = (num_heads, head_dim)
+        # The output's layer has the axes of heads first.
+        if name == "out":
+            kernel = (num_heads, head_dim, size)
+            bias = (size,)
+        params[name] = {"kernel": normal(*kernel)}
         if name in biased:
-            shapes = {"kernel": kernel, "bias": bias}
-        else:
-            shapes = {"kernel": kernel}
-        params[name] = {
-            leaf: rng.normal(size=shape).astype(dtype) for leaf, shape in shapes.items()
-        }
-    for name in ("query_ln", "key_ln") if norms else ():
-        leaves = ("scale",) if norms is True else norms
-        params[name] = {
-            leaf: rng.normal(size=HEAD_DIM).astype(dtype) for leaf in leaves
-        }
-    if gate:
-        params["gate"] = {
-            leaf: rng.normal(size=x.shape).astype(dtype)
-            for leaf, x in params["query"].items()
-        }
+            params[name]["bias"] = normal(*bias)
+    if norms:
+        params["query_ln"] = {leaf: normal(HEAD_DIM) for leaf in norms}
+        params["key_ln"] = {leaf: normal(HEAD_DIM) for leaf in norms}
+    if gate == "feature":
+        like = params["query"]
+        params["gate"] = {leaf: normal(*x.shape) for leaf, x in like.items()}
     if gate == "head":
-        params["gate"] = {"kernel": rng.normal(size=(sizes[0], HEADS)).astype(dtype)}
-    if "out_norm" in has:
-        params["out_norm"] = {
-            "scale": rng.normal(size=(HEADS, value_dim)).astype(dtype)
-        }
-    if "sinks" in has:
-        params["sinks"] = rng.normal(size=HEADS).astype(dtype)
+        params["gate"] = {"kernel": normal(sizes[0], HEADS)}
+    if has_out_norm:
+        params["out_norm"] = {"scale": normal(HEADS, value_dim)}
+    if has_sinks:
+        params["sinks"] = normal(HEADS)
     return params
 
 
@@ -79,68 +80,81 @@ def assert_same_bits(got, expected):
     assert bits(got) == bits(expected)
 
 
-UNBIASED = {"biased": ()}
-BIASED_OUT = {"biased": ("out",)}
-NO_OUT = {"biased": ALL[:3]}
-GROUPED = {"kv_heads": 1, "biased": ()}
-NORMS = {"norms": True}
-NORMED = GROUPED | NORMS
-NARROW = {"sizes": (7,) * 4, "kv_heads": 1}
-SEPARATE = {"sizes": (FEATURES, 7, 11, FEATURES)}
-LAYOUTS = {
-    "torch": [{}, UNBIASED],
-    "torch_separate": [SEPARATE, SEPARATE | UNBIASED],
-    "d2l_mha": [{"sizes": (2, 7, 11, FEATURES)} | UNBIASED],
-    "hf_llama": [
-        NARROW | more
-        for more in (
-            {},
-            UNBIASED,
-            NO_OUT,
-            UNBIASED | NORMS,
-            {"sinks": True},
-            {"gate": True},
-        )
-    ],
-    "hf_laguna": [NARROW | {"gate": "head"}, NARROW | UNBIASED | {"gate": "head"}],
-    "hf_qwen3_next": [NORMED | {"gate": True}, {"kv_heads": 1, "gate": True}],
-    "hf_qwen2": [{"kv_heads": 1} | NO_OUT],
-    "hf_phi": [{"kv_heads": 1}, {"norms": ("scale", "bias")}],
-    "hf_neox": [{}, GROUPED],
-    "hf_whisper": [{"biased": ("query", "value", "out")}],
-    "nanogpt": [{}, UNBIASED],
-    "timm": [{}, UNBIASED],
-    "hf_t5": [{"sizes": (7,) * 4} | UNBIASED],
-}
-ALIKE = {
-    "note_mha bert_self_attention masked_self_attention hf_bert hf_ctrl hf_distilbert hf_clip hf_gpt2 hf_vit": {},
-    "hf_modernbert hf_gptj": UNBIASED,
-    "hf_moshi hf_mpt hf_phi3": GROUPED,
-    "hf_hunyuan hf_lfm2": NORMED,
-    "hf_gpt_neo hf_vit_unbiased hf_vit5_unbiased timm_unbiased": BIASED_OUT,
-}
-LAYOUTS["hf_llama"] += [
-    NARROW | {"value_dim": 2, "gate": "head"},
-    NARROW | UNBIASED | {"value_dim": 7, "out_norm": 1},
-]
-LAYOUTS |= {name: [case] for names, case in ALIKE.items() for name in names.split()}
-HOLDS = [(layout, case) for layout, cases in LAYOUTS.items() for case in cases]
+class Case(NamedTuple):
+    """Arguments of `make_params` whose parameters fit in a layout."""
+
+    layout: str
+    arguments: dict[str, Any]
+
+
+CASES = []
+
+
+def fits(*layouts, **arguments):
+    """Adds a case for each of these layouts."""
+    for layout in layouts:
+        CASES.append(Case(layout, arguments))
+
+
+NARROW = (7, 7, 7, 7)
+WITHOUT_OUT = ("query", "key", "value")
+
+# One size of heads and features, with all biases or none.
+fits("torch", "nanogpt", "timm")
+fits("torch", "nanogpt", "timm", biased=())
+fits("torch_separate", sizes=(FEATURES, 7, 11, FEATURES))
+fits("torch_separate", sizes=(FEATURES, 7, 11, FEATURES), biased=())
+fits("d2l_mha", sizes=(2, 7, 11, FEATURES), biased=())
+fits("note_mha", "bert_self_attention", "masked_self_attention")
+fits("hf_bert", "hf_ctrl", "hf_distilbert", "hf_clip", "hf_gpt2", "hf_vit")
+
+# Grouped heads, and every option that these layouts have.
+fits("hf_llama", sizes=NARROW, kv_heads=1)
+fits("hf_llama", sizes=NARROW, kv_heads=1, biased=())
+fits("hf_llama", sizes=NARROW, kv_heads=1, biased=WITHOUT_OUT)
+fits("hf_llama", sizes=NARROW, kv_heads=1, biased=(), norms=["scale"])
+fits("hf_llama", sizes=NARROW, kv_heads=1, has_sinks=True)
+fits("hf_llama", sizes=NARROW, kv_heads=1, gate="feature")
+fits("hf_llama", sizes=NARROW, kv_heads=1, gate="head", value_dim=2)
+fits("hf_llama", sizes=NARROW, kv_heads=1, biased=(), value_dim=7, has_out_norm=True)
+fits("hf_laguna", sizes=NARROW, kv_heads=1, gate="head")
+fits("hf_laguna", sizes=NARROW, kv_heads=1, gate="head", biased=())
+fits("hf_qwen3_next", kv_heads=1, gate="feature")
+fits("hf_qwen3_next", kv_heads=1, gate="feature", biased=(), norms=["scale"])
+
+# The biases, groups and norms of other families.
+fits("hf_qwen2", kv_heads=1, biased=WITHOUT_OUT)
+fits("hf_phi", kv_heads=1)
+fits("hf_phi", norms=["scale", "bias"])
+fits("hf_neox")
+fits("hf_neox", kv_heads=1, biased=())
+fits("hf_whisper", biased=("query", "value", "out"))
+fits("hf_t5", sizes=NARROW, biased=())
+fits("hf_modernbert", "hf_gptj", biased=())
+fits("hf_moshi", "hf_mpt", "hf_phi3", kv_heads=1, biased=())
+fits("hf_hunyuan", "hf_lfm2", kv_heads=1, biased=(), norms=["scale"])
+fits("hf_gpt_neo", "hf_vit_unbiased", biased=["out"])
+fits("hf_vit5_unbiased", "timm_unbiased", biased=["out"])
 
 
 @pytest.mark.core
 def test_every_layout_has_a_case():
-    others = {"hf_codegen"}  # see test_torch_families.py
-    assert {layout for layout, _ in HOLDS} == {*convert.LAYOUTS} - others
+    elsewhere = {"hf_codegen"}  # test_torch_families.py
+    assert {case.layout for case in CASES} == {*convert.LAYOUTS} - elsewhere
 
 
 @pytest.mark.parametrize("dtype", with_core(DTYPES, ml_dtypes.bfloat16))
-@pytest.mark.parametrize(("layout", "case"), HOLDS)
-def test_round_trip_is_exact(layout, case, dtype):
-    params = make_params(**case, dtype=dtype)
-    state_dict = convert.to_torch(params, layout)
-    back = convert.from_torch(state_dict, HEADS, case.get("kv_heads"))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.layout)
+def test_round_trip_is_exact(case, dtype):
+    params = make_params(**case.arguments, dtype=dtype)
+    kv_heads = case.arguments.get("kv_heads")
+
+    state_dict = convert.to_torch(params, case.layout)
+    back = convert.from_torch(state_dict, HEADS, kv_heads)
+
     assert_same_bits(back, params)
-    assert_same_bits(convert.to_torch(back, layout), state_dict)
+    assert_same_bits(convert.to_torch(back, case.layout), state_dict)
+    # Plain arrays of their own, which nobody else changes.
     for array in [*state_dict.values(), *jax.tree.leaves(back)]:
         assert type(array) is np.ndarray
         assert array.flags.c_contiguous
@@ -150,40 +164,53 @@ def test_round_trip_is_exact(layout, case, dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_takes_the_parameters_of_flax(dtype, use_bias):
-    sizes = {
-        "num_heads": HEADS,
-        "qkv_features": FEATURES,
-        "use_bias": use_bias,
-        "param_dtype": dtype,
-    }
+def test_parameters_of_nnx_return_through_torch(dtype, use_bias):
     module = nnx.MultiHeadAttention(
-        in_features=FEATURES, decode=False, rngs=nnx.Rngs(0), **sizes
+        num_heads=HEADS,
+        in_features=FEATURES,
+        qkv_features=FEATURES,
+        use_bias=use_bias,
+        param_dtype=dtype,
+        decode=False,
+        rngs=nnx.Rngs(0),
     )
     params = nnx.state(module, nnx.Param)
+
     state_dict = convert.to_torch(params)
+    back = convert.from_torch(state_dict, HEADS)
+
     assert state_dict["in_proj_weight"].dtype == dtype
     assert_same_bits(convert.to_torch(module), state_dict)
-    back = convert.from_torch(state_dict, HEADS)
     assert_same_bits(back, jax.tree.map(np.asarray, nnx.to_pure_dict(params)))
     nnx.update(module, back)
 
-    inputs = jnp.ones((1, 2, FEATURES), dtype)
-    variables = linen.MultiHeadDotProductAttention(**sizes).init(
-        jax.random.key(0), inputs
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_parameters_of_linen_return_through_torch(dtype, use_bias):
+    module = linen.MultiHeadDotProductAttention(
+        num_heads=HEADS,
+        qkv_features=FEATURES,
+        use_bias=use_bias,
+        param_dtype=dtype,
     )
-    back = convert.from_torch(convert.to_torch(variables["params"]), HEADS)
-    assert_same_bits(back, jax.tree.map(np.asarray, variables["params"]))
+    inputs = jnp.ones((1, 2, FEATURES), dtype)
+    params = module.init(jax.random.key(0), inputs)["params"]
+
+    back = convert.from_torch(convert.to_torch(params), HEADS)
+
+    assert_same_bits(back, jax.tree.map(np.asarray, params))
 
 
 def test_takes_jax_arrays():
     params = make_params(dtype=ml_dtypes.bfloat16)
-    on_device = jax.tree.map(jnp.asarray, params)
-    assert_same_bits(convert.to_torch(on_device), convert.to_torch(params))
-    assert_same_bits(
-        convert.from_torch(jax.tree.map(jnp.asarray, convert.to_torch(params)), HEADS),
-        params,
-    )
+    state_dict = convert.to_torch(params)
+
+    of_jax = jax.tree.map(jnp.asarray, params)
+    assert_same_bits(convert.to_torch(of_jax), state_dict)
+
+    state_dict = jax.tree.map(jnp.asarray, state_dict)
+    assert_same_bits(convert.from_torch(state_dict, HEADS), params)
 
 
 @pytest.mark.parametrize(
@@ -194,211 +221,251 @@ def test_takes_jax_arrays():
         ("hf_llama", "rotary_emb.inv_freq"),
     ],
 )
-def test_other_entries_are_ignored(layout, extra):
+def test_entries_of_other_layers_are_ignored(layout, extra):
     params = make_params()
-    state_dict = convert.to_torch(params, layout) | {extra: np.ones(2)}
+    state_dict = convert.to_torch(params, layout)
+    state_dict[extra] = np.ones(2)
     assert_same_bits(convert.from_torch(state_dict, HEADS), params)
 
 
 def changed(layout, **changes):
-    """Makes a state_dict with some entries replaced, or taken out where None."""
+    """Makes a state_dict with some entries replaced, or taken out if None."""
+    # No layer of this layout has a bias.
     biased = () if layout == "d2l_mha" else ALL
     state_dict = convert.to_torch(make_params(biased=biased), layout)
-    state_dict |= {key.replace("__", "."): value for key, value in changes.items()}
+    for name, value in changes.items():
+        state_dict[name.replace("__", ".")] = value
     return {key: value for key, value in state_dict.items() if value is not None}
 
 
+class RejectedStateDict(NamedTuple):
+    state_dict: dict[str, Any]
+    heads: int
+    kv_heads: int | None
+    message: str
+
+
+REJECTED_STATE_DICTS = []
+
+
+def reject_state_dict(state_dict, message, heads=HEADS, kv_heads=None):
+    """Adds a case: `from_torch` rejects it with this message."""
+    case = RejectedStateDict(state_dict, heads, kv_heads, message)
+    REJECTED_STATE_DICTS.append(pytest.param(case, id=message))
+
+
+# Heads do not show in the weights of PyTorch.
 THREE_TO_ONE = convert.to_torch(make_params(kv_heads=1), "hf_llama")
-# State dicts, the error, and heads.
-REFUSED_BY_FROM_TORCH = [
-    ({}, r"keys of a supported layout, but got \[\]\."),
-    (
-        {"c_attn.weight": np.ones(2)},
-        r"got \['c_attn\.weight'\]\.(.|\n)*\nLayouts: torch, .*, d2l_mha, ",
-    ),
-    (
-        changed("note_mha", w_k__weight=None),
-        r"The closest is note_mha: missing \['w_k\.weight'\], extra \[\]",
-    ),
-    (
-        changed("torch", scale=np.ones(1)),
-        r"The closest is torch: missing \[\], extra \['scale'\]",
-    ),
-    (
-        changed("hf_llama", o_proj__weight=None, out_proj__weight=np.eye(15)),
-        "hf_clip: .* extra .'o_proj.bias'",
-    ),
-    (
-        changed("torch", bias_k=1, bias_v=1),
-        "must not contain bias_k, bias_v, because .*add_bias_kv",
-    ),
-    (
-        changed("torch", in_proj_bias=None),
-        "requires biases on query, key, value, out or on none .got .*out",
-    ),
-    (
-        changed("hf_bert", self__key__bias=None),
-        "'hf_bert', but it requires biases .* .got query, value, out.",
-    ),
-    (
-        changed("d2l_mha", W_o__bias=np.ones(FEATURES)),
-        "it requires biases on none .got out",
-    ),
-    (
-        changed("torch", in_proj_weight=np.ones((44, 15))),
-        "44 features of in_proj_weight into .* got 3 and 3",
-    ),
-    (
-        changed("torch", in_proj_weight=np.ones((45, 7))),
-        "must be equal, but got query in 7, .* query out 15",
-    ),
-    (
-        changed("note_mha", w_q__weight=np.ones(15)),
-        r"query/kernel must have shape \(A, Q\) .* got \(15,\)",
-    ),
-    (
-        changed("note_mha", w_q__weight=np.float32(1)),
-        r"query/kernel must have shape \(A, Q\)",
-    ),
-    (
-        changed("note_mha", w_q__bias=np.ones(14)),
-        r"query/bias must have shape \(15\) .* got \(14,\)",
-    ),
-    (
-        changed("hf_llama", v_proj__weight=np.ones((5, 15))),
-        r"value/bias must have shape \(5\)",
-    ),
-    (
-        changed("torch"),
-        "split the 45 features of in_proj_weight into .* got 4 and 4",
-        4,
-    ),
-    (changed("torch"), "positive .* got 0 and 0", 0),
-    (changed("torch"), "positive .* got 3 and 0", 3, 0),
-    (changed("torch"), "multiple of num_kv_heads", 3, 2),
-    (changed("torch"), "into 15 query features .* but 3 and 1 give 27", 3, 1),
-    (THREE_TO_ONE, "15 query and 5 key .* got 3 and 3"),
-]
+reject_state_dict({}, r"keys of a supported layout, but got \[\]\.")
+reject_state_dict(
+    {"c_attn.weight": np.ones(2)},
+    r"got \['c_attn\.weight'\]\.(.|\n)*\nLayouts: torch, .*, d2l_mha, ",
+)
+reject_state_dict(
+    changed("note_mha", w_k__weight=None),
+    r"The closest is note_mha: missing \['w_k\.weight'\], extra \[\]",
+)
+reject_state_dict(
+    changed("torch", scale=np.ones(1)),
+    r"The closest is torch: missing \[\], extra \['scale'\]",
+)
+reject_state_dict(
+    changed("hf_llama", o_proj__weight=None, out_proj__weight=np.eye(15)),
+    "hf_clip: .* extra .'o_proj.bias'",
+)
+reject_state_dict(
+    changed("torch", bias_k=1, bias_v=1),
+    "must not contain bias_k, bias_v, because .*add_bias_kv",
+)
+reject_state_dict(
+    changed("torch", in_proj_bias=None),
+    "requires biases on query, key, value, out or on none .got .*out",
+)
+reject_state_dict(
+    changed("hf_bert", self__key__bias=None),
+    "'hf_bert', but it requires biases .* .got query, value, out.",
+)
+reject_state_dict(
+    changed("d2l_mha", W_o__bias=np.ones(FEATURES)),
+    "it requires biases on none .got out",
+)
+reject_state_dict(
+    changed("torch", in_proj_weight=np.ones((44, 15))),
+    "44 features of in_proj_weight into .* got 3 and 3",
+)
+reject_state_dict(
+    changed("torch", in_proj_weight=np.ones((45, 7))),
+    "must be equal, but got query in 7, .* query out 15",
+)
+reject_state_dict(
+    changed("note_mha", w_q__weight=np.ones(15)),
+    r"query/kernel must have shape \(A, Q\) .* got \(15,\)",
+)
+reject_state_dict(
+    changed("note_mha", w_q__weight=np.float32(1)),
+    r"query/kernel must have shape \(A, Q\)",
+)
+reject_state_dict(
+    changed("note_mha", w_q__bias=np.ones(14)),
+    r"query/bias must have shape \(15\) .* got \(14,\)",
+)
+reject_state_dict(
+    changed("hf_llama", v_proj__weight=np.ones((5, 15))),
+    r"value/bias must have shape \(5\)",
+)
+reject_state_dict(
+    changed("torch"),
+    "split the 45 features of in_proj_weight into .* got 4 and 4",
+    heads=4,
+)
+reject_state_dict(changed("torch"), "positive .* got 0 and 0", heads=0)
+reject_state_dict(changed("torch"), "positive .* got 3 and 0", heads=3, kv_heads=0)
+reject_state_dict(changed("torch"), "multiple of num_kv_heads", heads=3, kv_heads=2)
+reject_state_dict(
+    changed("torch"),
+    "into 15 query features .* but 3 and 1 give 27",
+    heads=3,
+    kv_heads=1,
+)
+reject_state_dict(THREE_TO_ONE, "15 query and 5 key .* got 3 and 3")
 
 
-@pytest.mark.parametrize("row", REFUSED_BY_FROM_TORCH, ids=lambda row: row[1])
-def test_from_torch_refuses(row):
-    state_dict, message, *heads = row
-    with pytest.raises(ValueError, match=message):
-        convert.from_torch(state_dict, *heads or (HEADS,))
+@pytest.mark.parametrize("case", REJECTED_STATE_DICTS)
+def test_from_torch_rejects(case):
+    with pytest.raises(ValueError, match=case.message):
+        convert.from_torch(case.state_dict, case.heads, case.kv_heads)
 
 
-def with_leaf(path, value, **case):
-    params = make_params(**case)
+def with_leaf(path, value):
+    params = make_params()
     name, leaf = path.split("/")
     params.setdefault(name, {})[leaf] = value
     return params
 
 
-NORMED_QUERY = with_leaf("query_ln/scale", np.ones(5))
-REFUSED_BY_TO_TORCH = [
-    (
-        make_params(),
-        "keras",
-        "layout must be one of torch, .*, hf_llama, .*, but got 'keras'",
-    ),
-    (
-        make_params(kv_heads=1),
-        "torch",
-        "does not fit params: its .* key out 5, .*; layouts that fit: hf_llama",
-    ),
-    (
-        make_params((15, 7, 7, 15)),
-        "torch",
-        "key in 7, .*; layouts that fit: torch_separate, hf_clip$",
-    ),
-    (
-        make_params((15, 7, 7, 15), ()),
-        "torch",
-        "layouts that fit: torch_separate, d2l_mha, hf_gptj$",
-    ),
-    (
-        make_params((15, 15, 15, 7)),
-        "torch_separate",
-        "out 7; layouts that fit: hf_llama$",
-    ),
-    (
-        make_params((7, 7, 7, 7)),
-        "note_mha",
-        "query in 7, .* query out 15, .*: hf_llama, hf_hunyuan, hf_modernbert, ",
-    ),
-    (
-        make_params(biased=()),
-        "hf_codegen",
-        "num_heads and num_kv_heads must be multiples of 4, but got 3 and 3",
-    ),
-    (
-        make_params(),
-        "d2l_mha",
-        "it requires biases on none .got query, key, value, out",
-    ),
-    (
-        make_params(biased=()),
-        "note_mha",
-        "it requires biases on query, key, value, out .got none",
-    ),
-    (
-        make_params(biased=("out",)),
-        "torch",
-        "it requires .* .got out.; layouts that fit: hf_gpt_neo, hf_vit_unbiased",
-    ),
-    (
-        with_leaf("query/bias", np.ones((3, 5))),
-        "torch",
-        "in_proj_bias must have the same dtype, .* float32, float64",
-    ),
-    (
-        NORMED_QUERY,
-        "torch",
-        "no query_ln/scale; layouts that fit: hf_llama, hf_hunyuan, hf_phi, hf_neox$",
-    ),
-    (with_leaf("query/scale", np.ones(5)), "torch", r"extra \['query/scale'\]"),
-    (
-        {"params": make_params()},
-        "torch",
-        r"missing \['key/kernel', .*\], extra \['params'\]",
-    ),
-    (
-        with_leaf("value/kernel", np.ones((15, 1, 15))),
-        "torch",
-        r"value/kernel must have shape \(V, 3, U\)",
-    ),
-    (
-        with_leaf("out/kernel", np.ones((15, 15))),
-        "torch",
-        r"out/kernel must have shape \(3, 5, O\) .* got \(15, 15\)",
-    ),
-    (
-        make_params(value_dim=2),
-        "torch",
-        "values must have the head size of its queries, but got query out 15, .* 6,",
-    ),
-    (make_params(), "hf_laguna", "it requires a gate; layouts that fit: torch, "),
-    (
-        None,
-        "torch",
-        "params must be a module, its nnx.State or a dict of its parameters, but got "
-        "None",
-    ),
-    (
-        make_params() | {"key": 3},
-        "torch",
-        "params\\['key'\\] must be a dict of arrays, but got 3",
-    ),
-    (
-        with_leaf("query/kernel", None),
-        "torch",
-        "query/kernel must be a tensor or an array, but got .*None",
-    ),
-]
+class RejectedParams(NamedTuple):
+    params: Any
+    layout: str
+    message: str
 
 
-@pytest.mark.parametrize(("params", "layout", "message"), REFUSED_BY_TO_TORCH)
-def test_to_torch_refuses(params, layout, message):
-    with pytest.raises(ValueError, match=message):
-        convert.to_torch(params, layout)
+REJECTED_PARAMS = []
+
+
+def reject_params(params, layout, message):
+    """Adds a case: `to_torch` rejects them for this layout with this message."""
+    case = RejectedParams(params, layout, message)
+    REJECTED_PARAMS.append(pytest.param(case, id=message))
+
+
+reject_params(
+    make_params(),
+    "keras",
+    "layout must be one of torch, .*, hf_llama, .*, but got 'keras'",
+)
+reject_params(
+    make_params(kv_heads=1),
+    "torch",
+    "does not fit params: its .* key out 5, .*; layouts that fit: hf_llama",
+)
+reject_params(
+    make_params((15, 7, 7, 15)),
+    "torch",
+    "key in 7, .*; layouts that fit: torch_separate, hf_clip$",
+)
+reject_params(
+    make_params((15, 7, 7, 15), ()),
+    "torch",
+    "layouts that fit: torch_separate, d2l_mha, hf_gptj$",
+)
+reject_params(
+    make_params((15, 15, 15, 7)),
+    "torch_separate",
+    "out 7; layouts that fit: hf_llama$",
+)
+reject_params(
+    make_params((7, 7, 7, 7)),
+    "note_mha",
+    "query in 7, .* query out 15, .*: hf_llama, hf_hunyuan, hf_modernbert, ",
+)
+reject_params(
+    make_params(biased=()),
+    "hf_codegen",
+    "num_heads and num_kv_heads must be multiples of 4, but got 3 and 3",
+)
+reject_params(
+    make_params(),
+    "d2l_mha",
+    "it requires biases on none .got query, key, value, out",
+)
+reject_params(
+    make_params(biased=()),
+    "note_mha",
+    "it requires biases on query, key, value, out .got none",
+)
+reject_params(
+    make_params(biased=("out",)),
+    "torch",
+    "it requires .* .got out.; layouts that fit: hf_gpt_neo, hf_vit_unbiased",
+)
+reject_params(
+    with_leaf("query/bias", np.ones((3, 5))),
+    "torch",
+    "in_proj_bias must have the same dtype, .* float32, float64",
+)
+reject_params(
+    with_leaf("query_ln/scale", np.ones(5)),
+    "torch",
+    "no query_ln/scale; layouts that fit: hf_llama, hf_hunyuan, hf_phi, hf_neox$",
+)
+reject_params(
+    with_leaf("query/scale", np.ones(5)),
+    "torch",
+    r"extra \['query/scale'\]",
+)
+reject_params(
+    {"params": make_params()},
+    "torch",
+    r"missing \['key/kernel', .*\], extra \['params'\]",
+)
+reject_params(
+    with_leaf("value/kernel", np.ones((15, 1, 15))),
+    "torch",
+    r"value/kernel must have shape \(V, 3, U\)",
+)
+reject_params(
+    with_leaf("out/kernel", np.ones((15, 15))),
+    "torch",
+    r"out/kernel must have shape \(3, 5, O\) .* got \(15, 15\)",
+)
+reject_params(
+    make_params(value_dim=2),
+    "torch",
+    "values must have the head size of its queries, but got query out 15, .* 6,",
+)
+reject_params(
+    make_params(),
+    "hf_laguna",
+    "it requires a gate; layouts that fit: torch, ",
+)
+reject_params(
+    None,
+    "torch",
+    "params must be a module, its nnx.State or a dict of its parameters, but got None",
+)
+reject_params(
+    make_params() | {"key": 3},
+    "torch",
+    "params\\['key'\\] must be a dict of arrays, but got 3",
+)
+reject_params(
+    with_leaf("query/kernel", None),
+    "torch",
+    "query/kernel must be a tensor or an array, but got .*None",
+)
+
+
+@pytest.mark.parametrize("case", REJECTED_PARAMS)
+def test_to_torch_rejects(case):
+    with pytest.raises(ValueError, match=case.message):
+        convert.to_torch(case.params, case.layout)

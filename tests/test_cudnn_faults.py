@@ -2,9 +2,11 @@
 version is not known.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import types
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,59 +30,63 @@ WINDOW = {"is_causal": True, "local_window_size": 100}
 PADDED = {"key_value_seq_lengths": np.int32([200, 256])}
 LONG = abstract(1280, 1280, h=64)
 
-# The device, the version, the arrays, other arguments, and what the reason says.
-REFUSED = {
-    "9.10.0": (HOPPER, (9, 10, 0), abstract(), CAUSAL, r"9\.10\.0.*9\.10\.2"),
-    "9.10.1 on an A100": (AMPERE, (9, 10, 1), abstract(), {}, r"9\.10\.1.*9\.10\.2"),
-    "9.14.0, a window and lengths": (
-        HOPPER,
-        (9, 14, 0),
-        LONG,
-        WINDOW | PADDED,
-        r"9\.14\.0.*9\.14\.1",
-    ),
-    "9.14.0, a window and padding": (
-        HOPPER,
-        (9, 14, 0),
-        abstract(1200, 1200, h=64),
-        WINDOW,
-        r"9\.14\.0.*9\.14\.1",
-    ),
-    "9.17 on a GeForce": (GEFORCE, (9, 17, 1), abstract(), CAUSAL, r"12\.0.*9\.18\.1"),
-    "9.19 on a B200, one query": (
-        BLACKWELL,
-        (9, 19, 0),
-        abstract(t=1),
-        {},
-        "one query",
-    ),
-    "9.30 on a B300, one query": (
-        cudnn.Device("NVIDIA B300", (10, 3)),
-        (9, 30, 0),
-        abstract(t=1),
-        {},
-        "one query",
-    ),
-}
-FINE = {
-    "9.10.2": (HOPPER, (9, 10, 2), abstract(), CAUSAL),
-    "9.9": (HOPPER, (9, 9, 0), abstract(), CAUSAL),
-    "9.14.0, a window": (HOPPER, (9, 14, 0), LONG, WINDOW),
-    "9.14.0, lengths": (HOPPER, (9, 14, 0), LONG, CAUSAL | PADDED),
-    "9.14.0, a window and lengths, 1024 keys": (
-        HOPPER,
-        (9, 14, 0),
-        abstract(1024, 1024, h=64),
-        WINDOW | PADDED,
-    ),
-    "9.14.1, a window and lengths": (HOPPER, (9, 14, 1), LONG, WINDOW | PADDED),
-    "9.18.1 on a GeForce": (GEFORCE, (9, 18, 1), abstract(), CAUSAL),
-    "9.17 on a B200": (BLACKWELL, (9, 17, 0), abstract(), CAUSAL),
-    "9.19 on a B200": (BLACKWELL, (9, 19, 0), abstract(), CAUSAL),
-    "9.18 on a B200, one query": (BLACKWELL, (9, 18, 9), abstract(t=1), {}),
-    "9.19 on an H200, one query": (HOPPER, (9, 19, 0), abstract(t=1), {}),
-    "not known": (HOPPER, None, abstract(), CAUSAL),
-}
+
+class Case(NamedTuple):
+    """A call on a device, with a version of cuDNN."""
+
+    device: cudnn.Device
+    version: tuple[int, int, int] | None
+    arrays: Any
+    arguments: dict[str, Any]
+
+
+# Cases, and what the reason says.
+FAULTY = {}
+FAULTY["9.10.0"] = (
+    Case(HOPPER, (9, 10, 0), abstract(), CAUSAL),
+    r"9\.10\.0.*9\.10\.2",
+)
+FAULTY["9.10.1 on an A100"] = (
+    Case(AMPERE, (9, 10, 1), abstract(), {}),
+    r"9\.10\.1.*9\.10\.2",
+)
+# Only with more than 1024 keys; 1200 are padded to a multiple of the kernel's tile.
+FAULTY["9.14.0, a window and lengths"] = (
+    Case(HOPPER, (9, 14, 0), LONG, WINDOW | PADDED),
+    r"9\.14\.0.*9\.14\.1",
+)
+FAULTY["9.14.0, a window and padding"] = (
+    Case(HOPPER, (9, 14, 0), abstract(1200, 1200, h=64), WINDOW),
+    r"9\.14\.0.*9\.14\.1",
+)
+FAULTY["9.17 on a GeForce"] = (
+    Case(GEFORCE, (9, 17, 1), abstract(), CAUSAL),
+    r"12\.0.*9\.18\.1",
+)
+FAULTY["9.19 on a B200, one query"] = (
+    Case(BLACKWELL, (9, 19, 0), abstract(t=1), {}),
+    "one query",
+)
+FAULTY["9.30 on a B300, one query"] = (
+    Case(cudnn.Device("NVIDIA B300", (10, 3)), (9, 30, 0), abstract(t=1), {}),
+    "one query",
+)
+
+FINE = {}
+FINE["9.10.2"] = Case(HOPPER, (9, 10, 2), abstract(), CAUSAL)
+FINE["9.9"] = Case(HOPPER, (9, 9, 0), abstract(), CAUSAL)
+FINE["9.14.0, a window"] = Case(HOPPER, (9, 14, 0), LONG, WINDOW)
+FINE["9.14.0, lengths"] = Case(HOPPER, (9, 14, 0), LONG, CAUSAL | PADDED)
+FINE["9.14.0, a window and lengths, 1024 keys"] = Case(
+    HOPPER, (9, 14, 0), abstract(1024, 1024, h=64), WINDOW | PADDED
+)
+FINE["9.14.1, a window and lengths"] = Case(HOPPER, (9, 14, 1), LONG, WINDOW | PADDED)
+FINE["9.18.1 on a GeForce"] = Case(GEFORCE, (9, 18, 1), abstract(), CAUSAL)
+FINE["9.17 on a B200"] = Case(BLACKWELL, (9, 17, 0), abstract(), CAUSAL)
+FINE["9.19 on a B200"] = Case(BLACKWELL, (9, 19, 0), abstract(), CAUSAL)
+FINE["9.18 on a B200, one query"] = Case(BLACKWELL, (9, 18, 9), abstract(t=1), {})
+FINE["9.19 on an H200, one query"] = Case(HOPPER, (9, 19, 0), abstract(t=1), {})
+FINE["not known"] = Case(HOPPER, None, abstract(), CAUSAL)
 
 
 @pytest.fixture
@@ -98,26 +104,28 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", with_core(REFUSED, "9.10.0", "9.14.0, a window and padding")
+    "name", with_core(FAULTY, "9.10.0", "9.14.0, a window and padding")
 )
 def test_a_version_with_a_fault_is_refused_with_a_remedy(name, gpu):
-    device, version, arrays, arguments, reason = REFUSED[name]
-    gpu(device, version)
-    [refusal] = explained(arrays, **arguments).refusals["cudnn"]
+    case, reason = FAULTY[name]
+    gpu(case.device, case.version)
+
+    [refusal] = explained(case.arrays, **case.arguments).refusals["cudnn"]
+
     assert REMEDY.search(refusal)
     assert "https://" in refusal
+    attend = functools.partial(
+        dot_product_attention, implementation="cudnn", **case.arguments
+    )
     with pytest.raises(NotImplementedError, match=reason):
-        jax.eval_shape(
-            lambda *x: dot_product_attention(*x, implementation="cudnn", **arguments),
-            *arrays,
-        )
+        jax.eval_shape(attend, *case.arrays)
 
 
 @pytest.mark.parametrize("name", with_core(FINE, "9.10.2"))
 def test_other_versions_and_calls_are_not_refused(name, gpu):
-    device, version, arrays, arguments = FINE[name]
-    gpu(device, version)
-    assert explained(arrays, **arguments).refusals["cudnn"] == []
+    case = FINE[name]
+    gpu(case.device, case.version)
+    assert explained(case.arrays, **case.arguments).refusals["cudnn"] == []
 
 
 def test_all_faults_of_one_call_are_listed(gpu):
@@ -131,17 +139,15 @@ def test_all_faults_of_one_call_are_listed(gpu):
 @pytest.mark.core
 def test_an_explanation_for_cuda_knows_the_installed_version(monkeypatch):
     """On a machine without a GPU, for an H100."""
-    x = jnp.zeros((1, 4, 2, 64), jnp.bfloat16)
-    assert (
-        explain_implementation(x, x, x, is_causal=True, platform="cuda").refusals[
-            "cudnn"
-        ]
-        == []
-    )
+
+    def reasons():
+        x = jnp.zeros((1, 4, 2, 64), jnp.bfloat16)
+        explained = explain_implementation(x, x, x, is_causal=True, platform="cuda")
+        return explained.refusals["cudnn"]
+
+    assert reasons() == []
     monkeypatch.setattr(cudnn_faults, "version", lambda: (9, 10, 1))
-    [reason] = explain_implementation(
-        x, x, x, is_causal=True, platform="cuda"
-    ).refusals["cudnn"]
+    [reason] = reasons()
     assert "9.10.1" in reason
 
 
@@ -186,7 +192,7 @@ class TestVersion:
             cudnn_get_version=cudnn_get_version
         )
 
-    def test_no_plugin(self):
+    def test_without_a_plugin_the_version_is_not_known(self):
         """PyTorch may have brought a cuDNN that JAX does not use."""
         self.packages["nvidia-cudnn-cu12"] = "9.10.1.4"
         assert cudnn_faults.version() is None
@@ -195,19 +201,19 @@ class TestVersion:
         ("number", "version"),
         [(91002, (9, 10, 2)), (90800, (9, 8, 0)), (92501, (9, 25, 1))],
     )
-    def test_plugin(self, number, version):
+    def test_plugin_knows_the_version(self, number, version):
         self.plugin(12, number)
         assert cudnn_faults.version() == version
 
-    def test_plugin_that_finds_no_library(self):
+    def test_plugin_without_a_library_takes_the_version_of_the_package(self):
         self.plugin(13)
-        self.packages.update(
-            {"nvidia-cudnn-cu13": "9.14.0.64", "nvidia-cudnn-cu12": "9.10.1.4"}
-        )
+        # The package for CUDA 13 counts, as the plugin's does.
+        self.packages["nvidia-cudnn-cu13"] = "9.14.0.64"
+        self.packages["nvidia-cudnn-cu12"] = "9.10.1.4"
         assert cudnn_faults.version() == (9, 14, 0)
 
     @pytest.mark.parametrize("text", [None, "9", "9.x.1"])
-    def test_plugin_that_finds_no_library_and_no_package(self, text):
+    def test_plugin_without_library_and_package_knows_no_version(self, text):
         self.plugin(12)
         if text is not None:
             self.packages["nvidia-cudnn-cu12"] = text

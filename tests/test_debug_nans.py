@@ -22,6 +22,7 @@ K = 2
 H = 8
 
 
+# Every test that ends shows that nothing stopped.
 @pytest.fixture(autouse=True)
 def debug_nans():
     with jax.debug_nans(True):
@@ -40,61 +41,64 @@ LENGTHS = {
     "key_value_seq_lengths": np.int32([3, 0]),
     "query_seq_lengths": np.int32([6, 2]),
 }
-FUNCTION = {
-    "causal, soft cap, largest score": {
-        "is_causal": True,
-        "logits_soft_cap": 2.0,
-        "return_max_score": True,
-    },
-    "queries without keys": {
-        "is_causal": True,
-        "query_offset": -2,
-        "return_residual": True,
-        "return_max_score": True,
-    },
-    "lengths": LENGTHS,
-    "lengths, sinks of -inf": LENGTHS | {"sinks": np.full(N, -np.inf, np.float32)},
-    "all masked": {"mask": np.zeros((B, 1, T, T), bool)},
-    "mask function": {
-        "mask": masks.FunctionMask(
-            lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 2 == 0
-        )
-    },
-    "bias of -inf": {
-        "bias": np.full((B, N, T, T), -np.inf, np.float32),
-        "sinks": np.zeros(N, np.float32),
-    },
-    "score_mod, dropout": {
-        "score_mod": lambda score, b, h, q_idx, kv_idx: jnp.where(
-            q_idx > kv_idx, score, -jnp.inf
-        ),
-        "dropout_rate": 0.3,
-        "dropout_rng": jax.random.key(0),
-    },
+CALLS = {}
+CALLS["causal, soft cap, largest score"] = {
+    "is_causal": True,
+    "logits_soft_cap": 2.0,
+    "return_max_score": True,
+}
+CALLS["queries without keys"] = {
+    "is_causal": True,
+    "query_offset": -2,
+    "return_residual": True,
+    "return_max_score": True,
+}
+CALLS["lengths"] = LENGTHS
+CALLS["lengths, sinks of -inf"] = LENGTHS | {"sinks": np.full(N, -np.inf, np.float32)}
+CALLS["all masked"] = {"mask": np.zeros((B, 1, T, T), bool)}
+CALLS["mask function"] = {
+    "mask": masks.FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 2 == 0)
+}
+CALLS["bias of -inf"] = {
+    "bias": np.full((B, N, T, T), -np.inf, np.float32),
+    "sinks": np.zeros(N, np.float32),
 }
 
 
+def only_earlier(score, b, h, q_idx, kv_idx):
+    return jnp.where(q_idx > kv_idx, score, -jnp.inf)
+
+
+CALLS["score_mod, dropout"] = {
+    "score_mod": only_earlier,
+    "dropout_rate": 0.3,
+    "dropout_rng": jax.random.key(0),
+}
+
+
+def assert_finite(tree):
+    for leaf in jax.tree.leaves(jax.device_get(tree)):
+        assert np.isfinite(leaf).all()
+
+
 @pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-@pytest.mark.parametrize("name", with_core(FUNCTION, "lengths"))
-def test_function(name, implementation):
+@pytest.mark.parametrize("name", with_core(CALLS, "lengths"))
+def test_call_and_its_gradients_raise_no_error(name, implementation):
     attend = functools.partial(
-        dot_product_attention, implementation=implementation, **FUNCTION[name]
+        dot_product_attention, implementation=implementation, **CALLS[name]
     )
 
     def loss(arrays):
-        results = jax.tree.leaves(attend(*arrays))
-        return jnp.sum(results[0] ** 2)
+        output, *_ = jax.tree.leaves(attend(*arrays))
+        return jnp.sum(output**2)
 
     attend(QUERY, KEY, VALUE)
-    gradients = jax.grad(loss)((QUERY, KEY, VALUE))
-    assert all(np.isfinite(x).all() for x in gradients)
+    assert_finite(jax.grad(loss)((QUERY, KEY, VALUE)))
 
 
-def test_lists_of_keys():
+def test_lists_of_keys_raise_no_error():
     indices = np.random.default_rng(0).integers(-1, T, (B, T, 3)).astype(np.int32)
-    assert np.isfinite(
-        dot_product_attention(QUERY, KEY, VALUE, key_indices=indices)
-    ).all()
+    assert_finite(dot_product_attention(QUERY, KEY, VALUE, key_indices=indices))
 
 
 CACHES = {
@@ -106,23 +110,30 @@ CACHES = {
 }
 
 
+TOKEN = (QUERY[:, :1], KEY[:, :1], VALUE[:, :1])
+
+
 @pytest.mark.parametrize("name", with_core(CACHES, "each sequence, ring"))
-def test_cache(name):
-    cache = KVCache.create(B, 100, num_kv_heads=K, head_size=H, **CACHES[name])
-    lengths = np.int32([6, 3]) if "each" in name else None
-    window = CACHES[name].get("window")
-    step = functools.partial(cached_attention, local_window_size=window)
+def test_prompt_tokens_and_changes_of_a_cache_raise_no_error(name):
+    options = CACHES[name]
+    cache = KVCache.create(B, 100, num_kv_heads=K, head_size=H, **options)
+    lengths = np.int32([6, 3]) if "per_row" in options else None
+    step = functools.partial(cached_attention, local_window_size=options.get("window"))
+
     output, cache = step(QUERY, KEY, VALUE, cache, lengths=lengths)
     for _ in range(3):
-        output, cache = step(QUERY[:, :1], KEY[:, :1], VALUE[:, :1], cache)
-    cache = cache.take([1, 0]).truncate(cache.take([1, 0]).index - 2)
-    if "ring" not in name:
+        output, cache = step(*TOKEN, cache)
+    cache = cache.take([1, 0])
+    cache = cache.truncate(cache.index - 2)
+    # A ring keeps only its last slots.
+    if "window" not in options:
         cache = cache.keep([3, 5])
-    output, cache = step(QUERY[:, :1], KEY[:, :1], VALUE[:, :1], cache)
-    assert np.isfinite(output).all()
+    output, cache = step(*TOKEN, cache)
+
+    assert_finite(output)
 
 
-def test_ring_that_lost_tokens():
+def test_ring_that_lost_tokens_raises_no_error():
     """Their slots hold NaN until they are written again."""
     cache = KVCache.create(B, 100, num_kv_heads=K, head_size=H, window=6)
     for _ in range(cache.length // T + 2):
@@ -130,21 +141,25 @@ def test_ring_that_lost_tokens():
     cache = cache.truncate(cache.index - 2)
     with jax.debug_nans(False):
         assert np.isnan(cache.key).any()
-    output, _ = cached_attention(
-        QUERY[:, :1], KEY[:, :1], VALUE[:, :1], cache, local_window_size=6
-    )
-    assert np.isfinite(output).all()
+
+    output, _ = cached_attention(*TOKEN, cache, local_window_size=6)
+
+    assert_finite(output)
 
 
 SOWS = {"sow_weights": True, "sow_max_score": True}
-MODULE = {
-    "sows": SOWS,
-    "sows, causal, queries without keys": SOWS
-    | {"is_causal": True, "lengths": np.int32([4, 0])},
-    "sows, all masked": SOWS | {"mask": np.zeros((B, 1, T, T), bool)},
-    "mask of numbers": {"mask": np.ones((B, 1, T, T), np.float32), "sow_weights": True},
-    "segments, soft cap": {"segment_ids": np.int32([[0, 0, 1, 1, 2, 2]] * B)},
+MODULE = {}
+MODULE["sows"] = SOWS
+MODULE["sows, causal, queries without keys"] = SOWS | {
+    "is_causal": True,
+    "lengths": np.int32([4, 0]),
 }
+MODULE["sows, all masked"] = SOWS | {"mask": np.zeros((B, 1, T, T), bool)}
+MODULE["mask of numbers"] = {
+    "mask": np.ones((B, 1, T, T), np.float32),
+    "sow_weights": True,
+}
+MODULE["segments, soft cap"] = {"segment_ids": np.int32([[0, 0, 1, 1, 2, 2]] * B)}
 OPTIONS = {
     "sinks": True,
     "normalize_qk": True,
@@ -155,7 +170,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", MODULE)
-def test_module_of_nnx(name):
+def test_module_of_nnx_raises_no_error(name):
     layer = flax_mha.MultiHeadAttention(
         N, N * H, decode=False, rngs=nnx.Rngs(0), **OPTIONS
     )
@@ -165,22 +180,21 @@ def test_module_of_nnx(name):
         output, _ = capturing(X, deterministic=False, rngs=nnx.Rngs(1), **MODULE[name])
         return output
 
-    assert np.isfinite(attend(layer)).all()
-    gradients = nnx.grad(lambda layer: jnp.sum(attend(layer) ** 2))(layer)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+    assert_finite(attend(layer))
+    assert_finite(nnx.grad(lambda layer: jnp.sum(attend(layer) ** 2))(layer))
 
 
 @pytest.mark.parametrize("name", with_core(MODULE, "sows"))
-def test_module_of_linen(name):
+def test_module_of_linen_raises_no_error(name):
     layer = linen.MultiHeadDotProductAttention(num_heads=N, normalize_qk=True)
     variables = layer.init(jax.random.key(0), X)
     output, _ = layer.apply(variables, X, mutable=["intermediates"], **MODULE[name])
-    assert np.isfinite(output).all()
+    assert_finite(output)
 
 
-def test_decoding_that_sows():
+def test_decoding_that_sows_raises_no_error():
     layer = flax_mha.MultiHeadAttention(N, N * H, decode=True, rngs=nnx.Rngs(0))
     layer.init_cache(X.shape)
     for i in range(3):
         output, _ = nnx.capture(layer, nnx.Intermediate)(X[:, i : i + 1], **SOWS)
-    assert np.isfinite(output).all()
+    assert_finite(output)

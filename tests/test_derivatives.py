@@ -2,8 +2,8 @@
 through all scores.
 
 DERIVATIVE_CASES in the environment is a number of random calls to draw; every run has
-three, which with those of `test_finite_differences` meet each argument of `draw`, and
-most pairs of them.
+three, which with those of `test_hessian_products_equal_finite_differences` meet each
+argument of `draw`, and most pairs of them.
 """
 
 import functools
@@ -46,23 +46,24 @@ def _small_tiles(monkeypatch):
 
 
 def draw(seed):
-    """A random call: its structure, arrays with gradients, other arrays, and tangents."""
+    """A random call: its structure, arrays with gradients, others, and tangents."""
     rng = np.random.default_rng(seed)
 
     def one_of(*options):
         return options[rng.integers(len(options))]
 
     def broadcast(*shape):
-        return tuple(size if rng.random() < 0.6 else 1 for size in shape)[
-            rng.integers(len(shape)) :
-        ]
+        sizes = [size if rng.random() < 0.6 else 1 for size in shape]
+        # Leading axes may be missing.
+        return tuple(sizes[rng.integers(len(shape)) :])
 
-    groups = ((1, 1), (1, 3), (2, 2))
-    batches = ((), (2,), (2, 2))
-    lengths = ((T, S), (T, T), (S, T))
-    windows = (7, 1), (None, 4), (7, None)
     structure = test_fuzz.structure_of(
-        one_of, broadcast, groups, batches, lengths, windows
+        one_of,
+        broadcast,
+        groups=((1, 1), (1, 3), (2, 2)),
+        batches=((), (2,), (2, 2)),
+        lengths=((T, S), (T, T), (S, T)),
+        windows=((7, 1), (None, 4), (7, None)),
     )
     learned, fixed = test_fuzz.data(structure, seed)
     tangents = {name: rng.standard_normal(x.shape) for name, x in learned.items()}
@@ -72,9 +73,9 @@ def draw(seed):
 def loss_of(structure, fixed, implementation):
     def loss(learned):
         output, lse = test_fuzz.ours(structure, implementation, learned, fixed)
-        return jnp.sin(output).sum() + jnp.sin(
-            jnp.where(jnp.isfinite(lse), lse, 0)
-        ).sum(), (output, lse)
+        finite_lse = jnp.where(jnp.isfinite(lse), lse, 0)
+        total = jnp.sin(output).sum() + jnp.sin(finite_lse).sum()
+        return total, (output, lse)
 
     return loss
 
@@ -123,13 +124,15 @@ def compare_with_differences(run, got, x, tangents):
     """Compares a Hessian-vector product with finite differences of the gradients that
     the same program returns.
     """
-    above, below = (
-        run(jax.tree.map(lambda x, d, e=e: x + e * d, x, tangents), tangents)
-        for e in (1e-5, -1e-5)
-    )
-    differences = jax.tree.map(
-        lambda a, b: (a - b) / 2e-5, above["gradient"], below["gradient"]
-    )
+
+    def gradient_at(step):
+        moved = jax.tree.map(lambda x, d: x + step * d, x, tangents)
+        return run(moved, tangents)["gradient"]
+
+    # H d = (g(x + e d) - g(x - e d)) / 2e
+    above = gradient_at(1e-5)
+    below = gradient_at(-1e-5)
+    differences = jax.tree.map(lambda a, b: (a - b) / 2e-5, above, below)
     compare(got["Hessian-vector product"], differences, 1e-7)
 
 
@@ -141,17 +144,15 @@ def test_every_order_equals_that_of_all_scores(seed):
         learned, fixed, tangents = jax.tree.map(
             lambda x: x if x.dtype.kind in "bi" else np.float64(x), arrays
         )
-        run, dense = (
-            jax.jit(derivatives(loss_of(structure, fixed, name)))
-            for name in ("blockwise", "xla")
-        )
+        run = jax.jit(derivatives(loss_of(structure, fixed, "blockwise")))
+        dense = jax.jit(derivatives(loss_of(structure, fixed, "xla")))
         got = run(learned, tangents)
         compare(got, dense(learned, tangents), 1e-9)
         compare_with_differences(run, got, learned, tangents)
 
 
 @pytest.mark.parametrize("seed", [16, 36, 48])
-def test_finite_differences(seed):
+def test_hessian_products_equal_finite_differences(seed):
     """Other pairs of arguments than above."""
     structure, learned, fixed, tangents = draw(seed)
     with jax.enable_x64(True):
@@ -184,9 +185,8 @@ def under_scan_and_checkpoint(loss):
 def linearized(loss):
     def products(x):
         _, along = jax.linearize(jax.grad(loss), x)
-        return jax.vmap(along)(
-            jnp.stack([jnp.cos(x), jnp.sin(x)])
-        ), jax.linear_transpose(along, x)(x)
+        several = jax.vmap(along)(jnp.stack([jnp.cos(x), jnp.sin(x)]))
+        return several, jax.linear_transpose(along, x)(x)
 
     return products
 
@@ -201,7 +201,7 @@ def third(loss):
 @pytest.mark.parametrize(
     "transformed", [under_vmap, under_scan_and_checkpoint, linearized, third]
 )
-def test_transformations(transformed):
+def test_transformed_derivatives_equal_those_of_all_scores(transformed):
     """With ids of documents as arguments, so that the bounds of loops over tiles are
     unknown while tracing.
     """
@@ -234,15 +234,17 @@ def test_products_in_16_bits(monkeypatch):
 
     def second(x, implementation):
         def loss(x):
-            return jnp.sin(
-                dot_product_attention(*x, is_causal=True, implementation=implementation)
-            ).sum()
+            output = dot_product_attention(
+                *x, is_causal=True, implementation=implementation
+            )
+            return jnp.sin(output).sum()
 
-        return jax.device_get(
-            jax.jit(
-                lambda x: jax.jvp(jax.grad(loss), (x,), (jax.tree.map(jnp.cos, x),))[1]
-            )(x)
-        )
+        @jax.jit
+        def product(x):
+            tangents = jax.tree.map(jnp.cos, x)
+            return jax.jvp(jax.grad(loss), (x,), (tangents,))[1]
+
+        return jax.device_get(product(x))
 
     x = [array.astype(jnp.bfloat16) for array in inputs(1, h=8)]
     wide = second([array.astype(jnp.float32) for array in x], "xla")
@@ -250,7 +252,7 @@ def test_products_in_16_bits(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_modules(kind):
+def test_tangents_of_modules_equal_those_of_all_scores(kind):
     """The tangent of a module's call, along inputs and parameters, inside the loss of a
     training step.
     """
@@ -275,9 +277,9 @@ def test_modules(kind):
         def loss(params):
             tangents = jax.tree.map(jnp.cos, params)
             output, moved = jax.jvp(call, (params, x), (tangents, jnp.cos(x)))
-            return ((output - jax.lax.stop_gradient(moved)) ** 2).sum() + jnp.sin(
-                moved
-            ).sum()
+            # MeanFlow's targets are tangents that get no gradient.
+            target = jax.lax.stop_gradient(moved)
+            return ((output - target) ** 2).sum() + jnp.sin(moved).sum()
 
         return jax.jit(jax.value_and_grad(loss))(params)
 
@@ -304,20 +306,17 @@ def nan_programs(implementation):
                 implementation=implementation,
                 return_residual=True,
             )
-            return jnp.sin(output).sum() + jnp.sin(
-                jnp.where(lse == -jnp.inf, 0, lse)
-            ).sum(), output
+            finite_lse = jnp.where(lse == -jnp.inf, 0, lse)
+            return jnp.sin(output).sum() + jnp.sin(finite_lse).sum(), output
 
-        tangents = jax.tree.map(
-            jnp.cos,
-            [jnp.arange(x.size).reshape(x.shape).astype(x.dtype) for x in arrays],
-        )
+        gradient_of = jax.grad(loss, has_aux=True)
+        # Not of the arrays, whose NaN would be in their tangents, too.
+        steps = [jnp.arange(x.size).reshape(x.shape).astype(x.dtype) for x in arrays]
+        tangents = jax.tree.map(jnp.cos, steps)
         (gradient, output), (product, along) = jax.jvp(
-            jax.grad(loss, has_aux=True), (arrays,), (tangents,)
+            gradient_of, (arrays,), (tangents,)
         )
-        of_gradient = jax.grad(lambda x: squares(jax.grad(loss, has_aux=True)(x)[0]))(
-            arrays
-        )
+        of_gradient = jax.grad(lambda x: squares(gradient_of(x)[0]))(arrays)
         return output, along, gradient, product, of_gradient
 
     return run
@@ -343,7 +342,8 @@ def test_masked_nan_and_masked_rows():
             jnp.where(~seen, value, factors),
         ]
 
-    want, got = (run(filled(value), seen, lengths) for value in (0.0, jnp.nan))
+    want = run(filled(0.0), seen, lengths)
+    got = run(filled(jnp.nan), seen, lengths)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(want))
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -352,4 +352,6 @@ def test_masked_nan_and_masked_rows():
     sees = np.arange(T) % 7 != 3
     assert np.isnan(output[0, sees, 0]).all()
     for x in (output, along, gradient[0], product[0], of_gradient[0]):
-        assert np.isfinite(np.concatenate([x[0, ~sees, 0], x[0, :, 1], *x[1]])).all()
+        # Other queries, the other head, and the other batch entry.
+        unaffected = np.concatenate([x[0, ~sees, 0], x[0, :, 1], *x[1]])
+        assert np.isfinite(unaffected).all()

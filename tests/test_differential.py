@@ -33,11 +33,10 @@ CAUSAL = recipes.causal()["mask"]
 
 def by_the_paper(query, key, value, vectors, layer):
     """Head n uses query heads n and N + n, and their keys."""
-    visible, (q1, k1, q2, k2), start = (
-        np.tri(S, dtype=bool),
-        vectors,
-        0.8 - 0.6 * np.exp(-0.3 * layer),
-    )
+    visible = np.tri(S, dtype=bool)
+    q1, k1, q2, k2 = vectors
+    # lambda = exp(q1 k1) - exp(q2 k2) + lambda_init
+    start = 0.8 - 0.6 * np.exp(-0.3 * layer)
     first = naive_attention(query[..., :N, :], key[..., :K, :], value, visible)
     second = naive_attention(query[..., N:, :], key[..., K:, :], value, visible)
     heads = first - (jnp.exp(q1 @ k1) - jnp.exp(q2 @ k2) + start) * second

@@ -36,24 +36,28 @@ def structure_of(one_of, broadcast, groups, batches, lengths, windows):
 
     `broadcast` draws a shape that broadcasts to its arguments.
     """
-    (k, g), batch, (t, s) = one_of(*groups), one_of(*batches), one_of(*lengths)
+    k, g = one_of(*groups)
+    batch = one_of(*batches)
+    t, s = one_of(*lengths)
     scores = (*batch, k * g, t, s)
-    structure = {
+    return {
         "sizes": (batch, t, s, k * g, k, one_of(3, 8), one_of(3, 8)),
         "static": {
             "is_causal": one_of(True, False),
             "local_window_size": one_of(None, None, *windows),
-        }
-        | {"logits_soft_cap": one_of(None, None, 1.3), "scale": one_of(None, 0.2)},
+            "logits_soft_cap": one_of(None, None, 1.3),
+            "scale": one_of(None, 0.2),
+        },
         "rate": one_of(0.0, 0.0, 0.3),
         "bias": one_of(None, broadcast(*scores)),
         "mask": one_of(None, broadcast(*scores)),
         "sinks": one_of(None, None, broadcast(*batch, k * g)),
         "mask_object": one_of(None, None, "function", "combined"),
-    }
-    return structure | {
-        name: one_of(True, False)
-        for name in ("lengths", "ids", "offset", "key_offset", "score_mod")
+        "lengths": one_of(True, False),
+        "ids": one_of(True, False),
+        "offset": one_of(True, False),
+        "key_offset": one_of(True, False),
+        "score_mod": one_of(True, False),
     }
 
 
@@ -63,15 +67,18 @@ def structures(draw):
         return draw(st.sampled_from(options))
 
     def broadcast(*shape):
-        return tuple(one_of(size, 1) for size in shape)[
-            draw(st.integers(0, len(shape))) :
-        ]
+        sizes = [one_of(size, 1) for size in shape]
+        # Leading axes may be missing.
+        return tuple(sizes[draw(st.integers(0, len(shape))) :])
 
-    groups = ((1, 1), (1, 3), (2, 1), (2, 2))
-    lengths = ((1, 19), (21, 21), (37, 5), (19, 40))
-    batches = ((), (2,), (2, 1))
-    windows = ((3, 1), (None, 4), (7, None))
-    return structure_of(one_of, broadcast, groups, batches, lengths, windows)
+    return structure_of(
+        one_of,
+        broadcast,
+        groups=((1, 1), (1, 3), (2, 1), (2, 2)),
+        batches=((), (2,), (2, 1)),
+        lengths=((1, 19), (21, 21), (37, 5), (19, 40)),
+        windows=((3, 1), (None, 4), (7, None)),
+    )
 
 
 def data(structure, seed):
@@ -83,19 +90,16 @@ def data(structure, seed):
         "key": (*batch, s, k, h),
         "value": (*batch, s, k, hv),
     }
-    shapes |= {
-        name: structure[name]
-        for name in ("bias", "sinks")
-        if structure[name] is not None
-    }
-    learned = {
-        name: rng.standard_normal(shape).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-    if structure["bias"] is not None:
-        learned["bias"] = np.where(
-            rng.random(learned["bias"].shape) < 0.1, -np.inf, learned["bias"]
-        ).astype(np.float32)
+    for name in ("bias", "sinks"):
+        if structure[name] is not None:
+            shapes[name] = structure[name]
+    learned = {}
+    for name, shape in shapes.items():
+        learned[name] = rng.standard_normal(shape).astype(np.float32)
+    if "bias" in learned:
+        # A bias of -inf masks.
+        masked = rng.random(learned["bias"].shape) < 0.1
+        learned["bias"] = np.where(masked, np.float32(-np.inf), learned["bias"])
     if structure["score_mod"]:
         learned["slopes"] = rng.random(n).astype(np.float32)
     fixed = {}
@@ -113,9 +117,10 @@ def data(structure, seed):
         fixed["key_value_offset"] = rng.integers(-7, 7, batch)
     if structure["mask_object"] is not None:
         fixed["marks"] = rng.random(s) < 0.5
-    return learned, jax.tree.map(
-        lambda x: x if x.dtype == bool else x.astype(np.int32), fixed
-    )
+    for name, x in fixed.items():
+        if x.dtype != bool:
+            fixed[name] = x.astype(np.int32)
+    return learned, fixed
 
 
 def ours(structure, implementation, learned, fixed, return_residual=True):
@@ -123,23 +128,27 @@ def ours(structure, implementation, learned, fixed, return_residual=True):
     fixed = dict(fixed)
     slopes = learned.pop("slopes", None)
     marks = fixed.pop("marks", None)
-    if marks is not None:
-        mask = FunctionMask(
-            lambda b, h, q, k: jnp.asarray(marks)[k % len(marks)] | ((q + h) % 3 == 0)
-        )
-        fixed["mask"] = (
-            mask
-            if structure["mask_object"] == "function"
-            else ~(CausalMask(-4) & mask) | LocalMask(0, 0)
-        )
+
+    def marked(b, h, q, k):
+        return jnp.asarray(marks)[k % len(marks)] | ((q + h) % 3 == 0)
+
+    def alibi(score, b, h, q, k):
+        return score - slopes[h] * jnp.abs(q - k).astype(score.dtype)
+
+    if structure["mask_object"] == "function":
+        fixed["mask"] = FunctionMask(marked)
+    elif structure["mask_object"] == "combined":
+        fixed["mask"] = ~(CausalMask(-4) & FunctionMask(marked)) | LocalMask(0, 0)
     if slopes is not None:
-        fixed["score_mod"] = lambda score, b, h, q, k: (
-            score - slopes[h] * jnp.abs(q - k).astype(score.dtype)
-        )
-    more = {"implementation": implementation, "return_residual": return_residual}
-    drop = {"dropout_rate": structure["rate"], "dropout_rng": KEY}
+        fixed["score_mod"] = alibi
     return dot_product_attention(
-        **learned, **fixed, **structure["static"], **drop, **more
+        **learned,
+        **fixed,
+        **structure["static"],
+        dropout_rate=structure["rate"],
+        dropout_rng=KEY,
+        implementation=implementation,
+        return_residual=return_residual,
     )
 
 
@@ -148,27 +157,24 @@ def everything(structure, implementation, learned, fixed, cotangents):
 
     def loss(learned):
         output, lse = ours(structure, implementation, learned, fixed)
-        total = jnp.sum(output * cotangents[0]) + jnp.sum(
-            jnp.where(jnp.isfinite(lse), lse, 0) * cotangents[1]
-        )
+        finite_lse = jnp.where(jnp.isfinite(lse), lse, 0)
+        total = jnp.sum(output * cotangents[0]) + jnp.sum(finite_lse * cotangents[1])
         return total, (output, lse)
 
     grads, answer = jax.grad(loss, has_aux=True)(learned)
-    return (
-        ours(structure, implementation, learned, fixed, return_residual=False),
-        answer,
-        grads,
-    )
+    # Without the log-sum-exp, other programs may run.
+    output = ours(structure, implementation, learned, fixed, return_residual=False)
+    return output, answer, grads
 
 
 def positions(structure, fixed):
     """Of queries and keys, broadcasting to [..., N, T, S]."""
     _, t, s, *_ = structure["sizes"]
-    offsets = (
-        np.asarray(fixed.get(name, 0))[..., None, None, None]
-        for name in ("query_offset", "key_value_offset")
-    )
-    return np.arange(t)[:, None] + next(offsets), np.arange(s)[None, :] + next(offsets)
+    offset = np.asarray(fixed.get("query_offset", 0))
+    key_offset = np.asarray(fixed.get("key_value_offset", 0))
+    position = np.arange(t)[:, None] + offset[..., None, None, None]
+    column = np.arange(s)[None, :] + key_offset[..., None, None, None]
+    return position, column
 
 
 def masked_by_object(structure, fixed, marks):
@@ -190,14 +196,18 @@ def with_fillings(structure, learned, fixed, rng):
     marks = others.pop("marks", None)
     if marks is not None:
         others["mask"] = masked_by_object(structure, fixed, marks)
-    masking = {
-        name: structure["static"][name] for name in ("is_causal", "local_window_size")
-    }
-    visible = reference.visible_scores((*batch, n, t, s), **others, **masking)
+    static = structure["static"]
+    visible = reference.visible_scores(
+        (*batch, n, t, s),
+        **others,
+        is_causal=static["is_causal"],
+        local_window_size=static["local_window_size"],
+    )
     filling = rng.choice(np.array([np.nan, np.inf, -np.inf, 3e38, -3e38], np.float32))
     clean = dict(learned)
     spoilt = dict(learned)
     if "bias" in learned:
+        # A bias is masked where it is hidden in every score that it is added to.
         shape = learned["bias"].shape
         anywhere = visible.any(tuple(range(visible.ndim - len(shape))))
         ones = tuple(i for i, size in enumerate(shape) if size == 1)
@@ -205,20 +215,17 @@ def with_fillings(structure, learned, fixed, rng):
         clean["bias"] = np.where(anywhere, learned["bias"], np.float32(0))
         spoilt["bias"] = np.where(anywhere, learned["bias"], filling)
         visible = visible & (learned["bias"] != -np.inf)
-    unseen_queries = np.moveaxis(~visible.any(-1), -2, -1)
-    unseen_keys = np.moveaxis(
-        ~visible.any(-2).reshape(*batch, k, n // k, s).any(-2), -2, -1
-    )
-    for name, unseen in (
-        ("query", unseen_queries),
-        ("key", unseen_keys),
-        ("value", unseen_keys),
-    ):
-        clean[name] = np.where(unseen[..., None], np.float32(0), learned[name])
-        feature = np.arange(learned[name].shape[-1]) == rng.integers(
-            learned[name].shape[-1]
-        )
-        spoilt[name] = np.where(unseen[..., None] & feature, filling, clean[name])
+    # [..., N, T] and [..., K, S]: a key is unseen if all heads of its group mask it.
+    sees = visible.any(-1)
+    is_seen = visible.any(-2).reshape(*batch, k, n // k, s).any(-2)
+    unseen_queries = np.moveaxis(~sees, -2, -1)[..., None]
+    unseen_keys = np.moveaxis(~is_seen, -2, -1)[..., None]
+    unseen = {"query": unseen_queries, "key": unseen_keys, "value": unseen_keys}
+    for name, place in unseen.items():
+        size = learned[name].shape[-1]
+        feature = np.arange(size) == rng.integers(size)
+        clean[name] = np.where(place, np.float32(0), learned[name])
+        spoilt[name] = np.where(place & feature, filling, clean[name])
     return clean, spoilt
 
 
@@ -233,26 +240,24 @@ def exact(structure, learned, fixed, cotangents, keep):
     distance = abs(position - column)
     if slopes is not None:
         fixed["added"] = -slopes[:, None, None] * distance
-    more = {"keep": keep, "cotangents": cotangents}
     answer, grads = reference.attention(
-        **learned, **fixed, **structure["static"], **more
+        **learned,
+        **fixed,
+        **structure["static"],
+        keep=keep,
+        cotangents=cotangents,
     )
     sizes = {}
-    named = dict(
-        zip(
-            (["slopes"] if slopes is not None else []) + list(learned),
-            grads,
-            strict=True,
-        )
-    )
+    named = {}
     if slopes is not None:
-        d_scores = -named["slopes"] * distance
-        summed = (*range(d_scores.ndim - 3), -2, -1)
+        # The gradient of what is added comes first.
+        d_added, *grads = grads
+        d_slopes = -d_added * distance
+        summed = (*range(d_slopes.ndim - 3), -2, -1)
+        named["slopes"] = d_slopes.sum(summed)
         # Large numbers cancel: the error of a sum is relative to its terms.
-        named["slopes"], sizes["slopes"] = (
-            d_scores.sum(summed),
-            np.abs(d_scores).sum(summed).max(initial=0),
-        )
+        sizes["slopes"] = np.abs(d_slopes).sum(summed).max(initial=0)
+    named |= zip(learned, grads, strict=True)
     return answer, named, sizes
 
 
@@ -281,58 +286,51 @@ def check(structure, first_seed, draws):
     draws of the data.
     """
     batch, t, s, n, k, _, hv = structure["sizes"]
-    run = {
-        name: jax.jit(functools.partial(everything, structure, name))
-        for name in ("xla", "blockwise")
-    }
+    rate = structure["rate"]
+    by_xla = jax.jit(functools.partial(everything, structure, "xla"))
+    by_tiles = jax.jit(functools.partial(everything, structure, "blockwise"))
     show = jax.jit(functools.partial(ours, structure, "xla"))
     for seed in range(first_seed, first_seed + draws):
         learned, fixed = data(structure, seed)
         rng = np.random.default_rng(seed + 1)
-        clean, learned = (
-            with_fillings(structure, learned, fixed, rng)
-            if seed % 2
-            else (learned, learned)
-        )
-        cotangents = [
-            rng.standard_normal(shape).astype(np.float32)
-            for shape in ((*batch, t, n, hv), (*batch, t, n))
-        ]
+        clean = learned
+        if seed % 2:
+            clean, learned = with_fillings(structure, learned, fixed, rng)
+        d_output = rng.standard_normal((*batch, t, n, hv)).astype(np.float32)
+        d_lse = rng.standard_normal((*batch, t, n)).astype(np.float32)
+        cotangents = [d_output, d_lse]
         keep = None
-        if structure["rate"]:
-            identity = np.broadcast_to(
-                np.eye(s, dtype=np.float32)[:, None], (*batch, s, k, s)
-            )
+        if rate:
+            # With the identity matrix as values, the output is the weights.
+            identity = np.eye(s, dtype=np.float32)[:, None]
+            identity = np.broadcast_to(identity, (*batch, s, k, s))
             shown, _ = show(clean | {"value": identity}, fixed)
-            keep = (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (
-                1 - structure["rate"]
+            keep = (np.moveaxis(np.asarray(shown), -2, -3) != 0) / (1 - rate)
+
+        results = [
+            by_xla(learned, fixed, cotangents),
+            by_tiles(learned, fixed, cotangents),
+        ]
+        if seed == first_seed:
+            # Masks that are known while tracing.
+            known = jax.tree.map(jnp.asarray, fixed)
+            of_known = functools.partial(
+                everything,
+                structure,
+                "blockwise",
+                fixed=known,
+                cotangents=cotangents,
             )
-        want = exact(structure, clean, fixed, cotangents, keep)
-        results = [run[name](learned, fixed, cotangents) for name in run]
-        if seed == first_seed:  # masks that are known while tracing
-            known = {
-                "fixed": jax.tree.map(jnp.asarray, fixed),
-                "cotangents": cotangents,
-            }
-            results.append(
-                jax.jit(functools.partial(everything, structure, "blockwise", **known))(
-                    learned
-                )
-            )
-        (want_output, want_lse), want_grads, sizes = want
-        tolerance = 4 * (t + s) * np.finfo(np.float32).eps / (1 - structure["rate"])
-        for output, answer, grads in results:
-            close(
-                [output, *answer],
-                [want_output, want_output, want_lse],
-                tolerance,
-                at_least=1.0,
-            )
-            assert len(grads) == len(want_grads)
-            for name, x in want_grads.items():
-                close(
-                    {name: grads[name]},
-                    {name: x},
-                    tolerance,
-                    at_least=max(1.0, sizes.get(name, 1.0)),
-                )
+            results.append(jax.jit(of_known)(learned))
+
+        answer, want_grads, sizes = exact(structure, clean, fixed, cotangents, keep)
+        want_output, want_lse = answer
+        tolerance = 4 * (t + s) * np.finfo(np.float32).eps / (1 - rate)
+        for output, (same_output, lse), grads in results:
+            close(output, want_output, tolerance, at_least=1.0)
+            close(same_output, want_output, tolerance, at_least=1.0)
+            close(lse, want_lse, tolerance, at_least=1.0)
+            assert grads.keys() == want_grads.keys()
+            for name, want in want_grads.items():
+                size = max(1.0, sizes.get(name, 1.0))
+                close({name: grads[name]}, {name: want}, tolerance, at_least=size)

@@ -112,16 +112,12 @@ def cases():
     qkv = [("shared", "mapped")] * 3
     optional = [("absent", "shared", "mapped")] * 2
     sizes = (100, False), (128, True), (1000, True)
-    for kernel, name, size, *kinds in pairwise(
-        tuple(SUPPORTED), tuple(TRANSFORMATIONS), sizes, *qkv, *optional
-    ):
+    chosen = pairwise(tuple(SUPPORTED), tuple(TRANSFORMATIONS), sizes, *qkv, *optional)
+    for kernel, name, size, *kinds in chosen:
+        # No kernel takes both a bias and ids, so these share a column.
         kinds = dict(zip(AXIS, (*kinds, kinds[-2]), strict=True))
-        yield (
-            kernel,
-            name,
-            *size,
-            {x: kinds[x] for x in SUPPORTED[kernel] if kinds[x] != "absent"},
-        )
+        operands = {x: kinds[x] for x in SUPPORTED[kernel] if kinds[x] != "absent"}
+        yield kernel, name, *size, operands
 
 
 def shape(name, t):
@@ -148,17 +144,17 @@ def program(transformation, t, is_causal, operands, implementation, dtype=jnp.bf
         arrays[name] = np.moveaxis(x, 0, axes[name] or 0)
 
     def attend(floats, others):
-        masking = {
-            "key_value_seq_lengths": others.get("lengths"),
-            "query_segment_ids": others.get("ids"),
-        }
-        more = {"is_causal": is_causal, "implementation": implementation}
-        return dot_product_attention(**floats, **masking, **more)
+        return dot_product_attention(
+            **floats,
+            key_value_seq_lengths=others.get("lengths"),
+            query_segment_ids=others.get("ids"),
+            is_causal=is_causal,
+            implementation=implementation,
+        )
 
     def split(names):
-        return {x: names[x] for x in names if x in FLOATS}, {
-            x: names[x] for x in names if x not in FLOATS
-        }
+        floats = {x: names[x] for x in names if x in FLOATS}
+        return floats, {x: names[x] for x in names if x not in FLOATS}
 
     return TRANSFORMATIONS[transformation](attend, split(axes)), split(arrays)
 
@@ -167,15 +163,15 @@ def kernels(kernel, function, *arrays):
     """How many kernels the lowered program runs: forward, and others. Equal kernels
     share a function there.
     """
-    platform, pattern = (
-        ("cuda", r"@__cudnn\$fmha(\w+)\(")
-        if kernel == "cudnn"
-        else ("tpu", r'kernel_name = "(\w+)"')
-    )
-    text = (
-        jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
-    )
-    names = kernels_in(text, pattern)
+    if kernel == "cudnn":
+        platform = "cuda"
+        pattern = r"@__cudnn\$fmha(\w+)\("
+    else:
+        platform = "tpu"
+        pattern = r'kernel_name = "(\w+)"'
+    traced = jax.jit(function).trace(*arrays)
+    lowered = traced.lower(lowering_platforms=(platform,))
+    names = kernels_in(lowered.as_text(), pattern)
     forward = sum(bool(re.search("Softmax$|_fwd|_forward", name)) for name in names)
     return forward, len(names) - forward
 
@@ -183,6 +179,7 @@ def kernels(kernel, function, *arrays):
 def expected_kernels(kernel, transformation):
     if transformation in ("forward", "jvp_of_vmap"):
         return 1, 0
+    # splash has one for queries, and one for keys and values.
     return 1, {"cudnn": 1, "splash": 2}[kernel]
 
 
@@ -207,20 +204,16 @@ LOWERED = [*itertools.starmap(core, padded_cudnn()), *cases()]
 def test_each_kernel_runs_once(kernel, transformation, t, is_causal, operands):
     implementation = kernel if is_causal else None  # the others are chosen
     function, arrays = program(transformation, t, is_causal, operands, implementation)
-    assert kernels(kernel, function, *arrays) == expected_kernels(
-        kernel, transformation
-    )
+    expected = expected_kernels(kernel, transformation)
+    assert kernels(kernel, function, *arrays) == expected
 
 
 def test_a_kernel_that_runs_again_is_counted():
     x = jnp.zeros((CALLS, B, 100, N, H), jnp.bfloat16)
 
     def loss(x):
-        return (
-            dot_product_attention(x, x, x, implementation="cudnn")
-            .astype(jnp.float32)
-            .sum()
-        )
+        output = dot_product_attention(x, x, x, implementation="cudnn")
+        return output.astype(jnp.float32).sum()
 
     recomputed = jax.value_and_grad(jax.checkpoint(lambda x: loss(jnp.sin(x))))
     assert kernels("cudnn", jax.vmap(recomputed), x) == (2, 1)

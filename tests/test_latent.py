@@ -80,14 +80,11 @@ assert_close = functools.partial(close, tolerance=2e-6, at_least=1.0)
 
 
 def run(name, module, x, **arguments):
-    """With dropout every call has the same key, so which weights are dropped depends
-    only on their positions.
-    """
+    arguments |= CALLS.get(name, {})
     if "dropout" in name:
-        dropout = {"deterministic": False, "rngs": nnx.Rngs(dropout=1)}
-    else:
-        dropout = {}
-    return module(x, **CALLS.get(name, {}), **dropout, **arguments)
+        # With one key for all calls, only positions decide which weights are dropped.
+        arguments |= {"deterministic": False, "rngs": nnx.Rngs(dropout=1)}
+    return module(x, **arguments)
 
 
 def jitted(sows=False, **arguments):
@@ -95,9 +92,9 @@ def jitted(sows=False, **arguments):
 
     @nnx.jit
     def call(module, x):
-        return (nnx.capture(module, nnx.Intermediate) if sows else module)(
-            x, **arguments
-        )
+        if sows:
+            module = nnx.capture(module, nnx.Intermediate)
+        return module(x, **arguments)
 
     return call
 
@@ -110,12 +107,9 @@ def test_any_split_of_decoding_equals_one_call(name):
     x = inputs()
     whole = nnx.jit(lambda module, x: run(name, module, x, is_causal=True))(module, x)
     module.init_cache((B, 99, D))
-    assert module.cached_key.shape == (
-        B,
-        7 + 1 + 64 if name == "ring" else 99,
-        1,
-        C + R,
-    )
+    # A ring keeps its window, the new token and 64 spare slots.
+    length = 7 + 1 + 64 if name == "ring" else 99
+    assert module.cached_key.shape == (B, length, 1, C + R)
     step = nnx.jit(lambda module, x: run(name, module, x, decode=True))
     assert_close(in_parts(functools.partial(step, module), x, PIECES), whole)
 
@@ -169,20 +163,20 @@ def test_ragged_prompts_each_as_alone(options):
     x = np.asarray(inputs(1, (4, 12, D)))
     alone = np.asarray(jax.jit(jax.vmap(lambda x: module(x, is_causal=True)))(x))
     module.init_cache((4, 17, D), per_row=True)
-    for name in ("cached_key", "cached_index_key") if options else ("cached_key",):
-        getattr(module, name)[...] = jnp.full_like(getattr(module, name)[...], jnp.nan)
+    module.cached_key[...] = jnp.full_like(module.cached_key[...], jnp.nan)
+    if options:
+        index_key = module.cached_index_key
+        index_key[...] = jnp.full_like(index_key[...], jnp.nan)
     step = nnx.jit(lambda module, x, lengths: module(x, lengths=lengths, decode=True))
     padding = np.arange(9)[None, :, None] >= lengths[:, None, None]
-    output = np.asarray(
-        step(
-            module,
-            np.where(padding, np.float32(np.nan), x[:, :9]),
-            jnp.asarray(lengths),
-        )
-    )
+    prompts = np.where(padding, np.float32(np.nan), x[:, :9])
+
+    output = np.asarray(step(module, prompts, jnp.asarray(lengths)))
+
     np.testing.assert_array_equal(module.cache_index[...], lengths)
+    # Tokens that follow come after each sequence's own length.
+    rows = np.arange(4)
     for i in range(3):
-        rows = np.arange(4)
         following = step(module, x[rows, lengths + i][:, None], jnp.ones(4, jnp.int32))
         assert_close(following[:, 0], alone[rows, lengths + i])
     for row, length in enumerate(lengths):
@@ -210,7 +204,7 @@ def test_masked_tokens_may_hold_nan():
 
 
 @pytest.mark.core
-def test_lengths_and_segments():
+def test_lengths_and_segments_equal_sequences_alone():
     module = made()
     x = inputs()[:, :11]
     lengths = jnp.array([7, 11])
@@ -219,23 +213,22 @@ def test_lengths_and_segments():
 
     @nnx.jit
     def together(module, x):
+        # Padding may hold NaN.
         padded = module(jnp.asarray(x).at[0, 7:].set(jnp.nan), lengths=lengths)
-        return padded[0, :7], module(
-            x, segment_ids=jnp.tile(ids, (B, 1)), positions=positions
-        )
+        packed = module(x, segment_ids=jnp.tile(ids, (B, 1)), positions=positions)
+        return padded[0, :7], packed
 
     @nnx.jit
     def alone(module, x):
-        return module(x[0, :7]), jnp.concatenate(
-            [module(x[:, :4]), module(x[:, 4:])], axis=1
-        )
+        documents = [module(x[:, :4]), module(x[:, 4:])]
+        return module(x[0, :7]), jnp.concatenate(documents, axis=1)
 
     for got, expected in zip(together(module, x), alone(module, x), strict=True):
         assert_close(got, expected)
 
 
 def test_weights_and_largest_scores_are_sown_in_both_ways():
-    """And other attention functions get keys and values of heads."""
+    """In one call, and while decoding."""
     module = made(rope=RoPE(), v_head_dim=SIZES["qk_nope_head_dim"] + R)
     x = inputs()[:, :11]
     sow = {"sow_weights": True, "sow_max_score": True}
@@ -243,18 +236,24 @@ def test_weights_and_largest_scores_are_sown_in_both_ways():
     module.init_cache((B, 11, D))
     jitted(decode=True)(module, x[:, :10])
     last, of_last = jitted(sows=True, decode=True, **sow)(module, x[:, 10:])
-    sown, of_last = (nnx.to_pure_dict(state) for state in (sown, of_last))
-    assert_close(
-        of_last["attention_weights"][0], sown["attention_weights"][0][..., 10:, :]
-    )
+    weights = nnx.to_pure_dict(sown)["attention_weights"][0]
+    of_last = nnx.to_pure_dict(of_last)
+    assert_close(of_last["attention_weights"][0], weights[..., 10:, :])
     assert of_last["attention_max_score"][0].shape == (B, N)
     assert_close(last, whole[:, 10:])
+
+
+def test_other_attention_functions_get_keys_and_values_of_heads():
+    module = made(rope=RoPE(), v_head_dim=SIZES["qk_nope_head_dim"] + R)
+    x = inputs()[:, :11]
+    whole = jitted(is_causal=True)(module, x)
     module.init_cache((B, 11, D))
+
     module.attention_fn = nnx.dot_product_attention
+
     assert_close(jitted(is_causal=True)(module, x), whole)
-    assert_close(
-        in_parts(functools.partial(jitted(decode=True), module), x, (10, 1)), whole
-    )
+    step = functools.partial(jitted(decode=True), module)
+    assert_close(in_parts(step, x, (10, 1)), whole)
 
 
 REFUSED = {
@@ -308,9 +307,9 @@ class LoRA(nnx.Module):
         self.b = nnx.LoRAParam(0.3 * inputs(2, (2, *features)))
 
     def __call__(self, x, out_sharding=None):
-        return self.layer(x, out_sharding=out_sharding) + jnp.tensordot(
-            x @ self.a[...], self.b[...], 1
-        )
+        # W x + B A x
+        plain = self.layer(x, out_sharding=out_sharding)
+        return plain + jnp.tensordot(x @ self.a[...], self.b[...], 1)
 
 
 class Doubled(nnx.LinearGeneral):
@@ -367,9 +366,8 @@ def expanded(module, x, is_causal=True):
     content = heads[..., : SIZES["qk_nope_head_dim"]]
     value = heads[..., SIZES["qk_nope_head_dim"] :]
     key = jnp.concatenate([content, rotary], -1)
-    return module.o_proj(
-        flax_mha.dot_product_attention(query, key, value, is_causal=is_causal)
-    )
+    output = flax_mha.dot_product_attention(query, key, value, is_causal=is_causal)
+    return module.o_proj(output)
 
 
 @pytest.mark.core
@@ -459,14 +457,15 @@ def test_a_plain_layer_is_still_absorbed():
 
     def has_keys_of_all_heads(module):
         graph, state = nnx.split(module)
-        program = jax.make_jaxpr(
-            lambda state, x: nnx.merge(graph, state)(x, decode=True)
-        )(state, x)
-        return any(
-            variable.aval.shape[-3:-1] == (99, N)
-            for equation in equations(program.jaxpr)
-            for variable in equation.outvars
-        )
+
+        def step(state, x):
+            return nnx.merge(graph, state)(x, decode=True)
+
+        program = jax.make_jaxpr(step)(state, x)
+        shapes = []
+        for equation in equations(program.jaxpr):
+            shapes += [variable.aval.shape for variable in equation.outvars]
+        return any(shape[-3:-1] == (99, N) for shape in shapes)
 
     assert not has_keys_of_all_heads(module)
     module.kv_b_proj = LoRA(module.kv_b_proj, True)
@@ -486,11 +485,9 @@ def test_products_of_latents_are_added_in_float32(dtype):
         absorbed = latent.absorb(query)
         return absorbed, latent.project(absorbed)
 
-    dots = [
-        x
-        for x in equations(jax.make_jaxpr(all_products)(kernel, query).jaxpr)
-        if "dot" in x.primitive.name
-    ]
+    jaxpr = jax.make_jaxpr(all_products)(kernel, query).jaxpr
+    dots = [x for x in equations(jaxpr) if "dot" in x.primitive.name]
     assert [x.params["preferred_element_type"] for x in dots] == ["float32"] * 2
     outputs, pull = jax.vjp(all_products, kernel, query)
-    assert {str(x.dtype) for x in jax.tree.leaves((outputs, pull(outputs)))} == {dtype}
+    for x in jax.tree.leaves((outputs, pull(outputs))):
+        assert x.dtype == dtype

@@ -3,6 +3,8 @@ PyTorch.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch_families as port
-from cases import refused
+from cases import in_parts, refused
 from flax import nnx
 from marks import with_core
 from torch_rope import gemma_4_global
@@ -35,29 +37,27 @@ SIZES = {
     "num_key_value_heads": K,
     "head_dim": H,
     "sliding_window": WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
 }
-TYPES = ["sliding_attention", "full_attention"] * 2
-SIZES |= {"num_hidden_layers": 4, "layer_types": TYPES, "num_kv_shared_layers": 2}
-GLOBAL = {
+GEMMA_4 = SIZES | {
+    "model_type": "gemma4_text",
     "global_head_dim": GLOBAL_H,
     "num_global_key_value_heads": 1,
     "attention_k_eq_v": True,
 }
-PER_LAYER = {str(i): {"head_dim": GLOBAL_H, "num_key_value_heads": 1} for i in (1, 3)}
+OF_GLOBAL_LAYERS = {"head_dim": GLOBAL_H, "num_key_value_heads": 1}
 MODELS = {
-    "gemma3n": {
-        "model_type": "gemma3n",
-        "text_config": SIZES | {"num_hidden_layers": 4},
-    },
-    "gemma4": SIZES | GLOBAL | {"model_type": "gemma4_text"},
+    "gemma3n": {"model_type": "gemma3n", "text_config": SIZES},
+    "gemma4": GEMMA_4,
     "gemma4, as Transformers 5 writes it": SIZES
     | {
         "model_type": "gemma4_unified_text",
-        "per_layer_config": PER_LAYER,
+        "per_layer_config": {"1": OF_GLOBAL_LAYERS, "3": OF_GLOBAL_LAYERS},
         "attention_k_eq_v": True,
     },
 }
-OF_QUERIES = ("q_proj.weight", "o_proj.weight", "q_norm.weight")
 assert_close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
 
 
@@ -71,150 +71,184 @@ def weights(name):
         is_global = i % 2 == 1 and name != "gemma3n"
         size, kv = (GLOBAL_H, 1) if is_global else (H, K)
         shapes = {"q_proj": (N * size, D), "o_proj": (D, N * size), "q_norm": (size,)}
-        shapes |= {"k_proj": (kv * size, D), "k_norm": (size,)} if i < 2 else {}
-        shapes |= {"v_proj": (kv * size, D)} if i < 2 and not is_global else {}
+        if i < 2:
+            shapes |= {"k_proj": (kv * size, D), "k_norm": (size,)}
+        if i < 2 and not is_global:
+            shapes["v_proj"] = (kv * size, D)
         for key, shape in shapes.items():
-            drawn = rng.standard_normal(shape) * (
-                shape[-1] ** -0.5 if len(shape) == 2 else 0.3 * (H / size) ** 0.5
-            )
-            found[f"model.layers.{i}.self_attn.{key}.weight"] = torch.from_numpy(
-                np.float32(drawn)
-            )
+            # Scores are about 1, whatever the head size.
+            scale = 0.3 * (H / size) ** 0.5
+            if len(shape) == 2:
+                scale = shape[-1] ** -0.5
+            drawn = np.float32(rng.standard_normal(shape) * scale)
+            found[f"model.layers.{i}.self_attn.{key}.weight"] = torch.from_numpy(drawn)
     return found
 
 
+def of_layer(state, i):
+    """The weights of layer i, without its prefix."""
+    prefix = f"model.layers.{i}.self_attn."
+    return {
+        key.removeprefix(prefix): x
+        for key, x in state.items()
+        if key.startswith(prefix)
+    }
+
+
+def rotate_global(y):
+    """The rotary positions of Gemma 4's full layers."""
+    return gemma_4_global(y, torch.arange(y.shape[1]).expand(B, -1))
+
+
 def expected(name):
-    """Each layer adds to its input."""
+    """Each layer adds to its input; layers 2 and 3 attend to the keys of 0 and 1."""
     x = torch.from_numpy(X)
     state = weights(name)
-    kvs = {}
+    kvs = [None, None]
     for i in range(4):
-        w = {
-            key.split("self_attn.")[1]: value
-            for key, value in state.items()
-            if f".{i}.self_attn" in key
-        }
-        if i % 2 == 0 or name == "gemma3n":
-            rotate = port.rotary(x, 1e4 if i % 2 == 0 else 1e6)
+        if i % 2 == 0:
+            kv_number = K
+            rotate = port.rotary(x, 1e4)
+            window = WINDOW
+        elif name == "gemma3n":
+            kv_number = K
+            rotate = port.rotary(x, 1e6)
+            window = None
         else:
-            rotate = lambda y: gemma_4_global(y, torch.arange(T).expand(B, -1))  # noqa: E731
-        kv_number = 1 if i % 2 == 1 and name != "gemma3n" else K
+            kv_number = 1
+            rotate = rotate_global
+            window = None
         output, kvs[i % 2] = port.gemma_4(
-            w, x, N, kv_number, rotate, None if i % 2 else WINDOW, kvs.get(i % 2)
+            of_layer(state, i), x, N, kv_number, rotate, window, kvs[i % 2]
         )
         x = x + output
     return x.numpy()
 
 
 @nnx.jit
-def run(layers, x, arguments):
-    kvs = {}
-    for i, layer in enumerate(layers):
-        output, kvs[i % 2] = layer(
-            x, return_kv=True, **({"kv": kvs[i % 2]} if i > 1 else {}), **arguments
-        )
-        x = x + output
-    return x
+def run(layers, x):
+    first, second, third, fourth = layers
+    output, of_sliding = first(x, return_kv=True)
+    x = x + output
+    output, of_full = second(x, return_kv=True)
+    x = x + output
+    output, of_sliding = third(x, kv=of_sliding, return_kv=True)
+    x = x + output
+    output, of_full = fourth(x, kv=of_full, return_kv=True)
+    return x + output
+
+
+def layers_of(name):
+    state = weights(name)
+    return nnx.List([convert.from_hf(MODELS[name], state, i) for i in range(4)])
 
 
 @pytest.mark.parametrize("name", with_core(MODELS, "gemma4"))
 def test_layers_of_a_model_equal_the_port(name):
-    """In one call and over caches: the first two layers have one, and the others
-    nothing of their own.
-    """
-    layers = nnx.List(
-        [convert.from_hf(MODELS[name], weights(name), i) for i in range(4)]
-    )
+    assert_close(run(layers_of(name), X), expected(name))
+
+
+@pytest.mark.parametrize("name", with_core(MODELS, "gemma4"))
+def test_decoding_of_a_model_equals_the_port(name):
+    """The first two layers have a cache, and the others nothing of their own."""
+    layers = layers_of(name)
     want = expected(name)
-    assert_close(run(layers, X, {}), want)
     for layer in layers:
         layer.init_cache((B, T, D))
         layer.decode = True
+
+    # The layers that reuse keys have neither projections nor caches of their own.
     assert layers[2].key is layers[2].value is layers[3].cached_key is None
     assert (layers[1].value is None) == (name != "gemma3n")
     assert sorted(nnx.to_pure_dict(nnx.state(layers, nnx.Cache))) == [0, 1]
+    # A prompt, single tokens, and several at once.
     for i, j in ((0, 5), (5, 6), (6, 7), (7, 8), (8, 13)):
-        assert_close(run(layers, X[:, i:j], {}), want[:, i:j])
+        assert_close(run(layers, X[:, i:j]), want[:, i:j])
 
 
-def test_an_assistant_equals_the_port():
-    """Layers 2 and 3 are the assistant's, whose queries come one position after the
-    target's tokens.
-    """
-    config = MODELS["gemma4"] | {"num_hidden_layers": 2, "num_kv_shared_layers": 0}
-    x = torch.from_numpy(X)
-    prefix = "model.layers.{}.self_attn."
+class SharedLayer(NamedTuple):
+    """A layer of the target, by its position among the types of layers."""
+
+    layer: int
+    num_kv_heads: int
+    window: int | None
+    rotate: Callable[[torch.Tensor], torch.Tensor]
+
+
+SHARED_LAYERS = [
+    SharedLayer(0, K, WINDOW, lambda y: port.rotary(y, 1e4)(y)),
+    SharedLayer(1, 1, None, rotate_global),
+]
+
+
+@pytest.mark.parametrize("case", SHARED_LAYERS, ids=["sliding", "full"])
+def test_an_assistant_equals_the_port(case):
+    """Its queries come one position after the target's tokens."""
+    i, num_kv_heads, window, rotate = case
+    target = GEMMA_4 | {"num_hidden_layers": 2, "num_kv_shared_layers": 0}
+    config = {"model_type": "gemma4_assistant", "text_config": target}
     state = weights("gemma4")
-    for i, number in enumerate((K, 1)):
+    # Layers 2 and 3 are the assistant's.
+    own = of_layer(state, i + 2)
 
-        def rotate(y, after=0):
-            y = torch.cat([y[:, :1]] * after + [y], dim=1)
-            positions = torch.arange(y.shape[1]).expand(B, -1)
-            return (gemma_4_global(y, positions) if i else port.rotary(y, 1e4)(y))[
-                :, after:
-            ]  # noqa: B023
+    def rotate_next(y):
+        # The port rotates from position 0, so one more token comes before.
+        one_more = torch.cat([y[:, :1], y], dim=1)
+        return rotate(one_more)[:, 1:]
 
-        w, own = (
-            {key.removeprefix(prefix.format(j)): x for key, x in state.items()}
-            for j in (i, i + 2)
-        )
-        _, kv = port.gemma_4(w, x, N, number, rotate, None)
-        want, _ = port.gemma_4(
-            own,
-            x,
-            N,
-            number,
-            functools.partial(rotate, after=1),
-            None if i else WINDOW,
-            kv,
-        )
-        _, kv = convert.from_hf(config, state, i)(X, return_kv=True)
-        assistant = {"model_type": "gemma4_assistant", "text_config": config}
-        layer = convert.from_hf(
-            assistant, {key: state[prefix.format(i + 2) + key] for key in OF_QUERIES}, i
-        )
-        assert_close(
-            layer(X, kv=kv, positions=jnp.arange(1, T + 1), is_causal=True), want
-        )
+    x = torch.from_numpy(X)
+    _, of_target = port.gemma_4(of_layer(state, i), x, N, num_kv_heads, rotate, None)
+    want, _ = port.gemma_4(own, x, N, num_kv_heads, rotate_next, window, of_target)
+
+    _, kv = convert.from_hf(target, state, i)(X, return_kv=True)
+    layer = convert.from_hf(config, own, i)
+    got = layer(X, kv=kv, positions=jnp.arange(1, T + 1), is_causal=True)
+
+    assert_close(got, want)
 
 
-def test_configs():
-    gemma4 = MODELS["gemma4"]
-    message = (
-        "num_kv_shared_layers must leave an earlier layer of the same type as layer 3"
-    )
-    refused(message, convert.describe, gemma4 | {"num_kv_shared_layers": 3}, 3)
-    for model_type in ("gemma4_assistant", "gemma4_unified_assistant"):
-        config = {
-            "model_type": model_type,
-            "text_config": gemma4 | {"num_kv_shared_layers": 4},
-        }
-        described = [convert.describe(config, layer) for layer in range(4)]
-        assert all(found["reuse_kv"] and not found["share_kv"] for found in described)
-        assert [found["num_kv_heads"] for found in described] == [K, 1, K, 1]
-        state = {
-            key: x
-            for key, x in weights("gemma4").items()
-            if "k_" not in key and "v_" not in key
-        }
-        assert convert.from_hf(config, state, 0).key is None
+def test_shared_layers_need_an_earlier_layer_of_their_type():
     refused(
-        "use_bidirectional_attention='all'",
+        "num_kv_shared_layers must leave an earlier layer of the same type as layer 3",
         convert.describe,
-        gemma4 | {"use_bidirectional_attention": "all"},
+        GEMMA_4 | {"num_kv_shared_layers": 3},
+        3,
     )
-    assert (
-        convert.describe(gemma4 | {"use_bidirectional_attention": "vision"})["scale"]
-        == 1.0
-    )
-    state = weights("gemma4") | {
-        "model.layers.1.self_attn.v_proj.weight": torch.zeros(GLOBAL_H, D)
-    }
-    with pytest.raises(
-        ValueError,
-        match=r"value.kernel is missing from the module; create it with share_kv=False",
-    ):
-        convert.from_hf(gemma4, state, 1)
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_assistant", "gemma4_unified_assistant"])
+def test_assistants_have_no_keys_and_values(model_type):
+    text_config = GEMMA_4 | {"num_kv_shared_layers": 4}
+    config = {"model_type": model_type, "text_config": text_config}
+    state = weights("gemma4")
+    # The target has them.
+    for key in list(state):
+        if "k_" in key or "v_" in key:
+            del state[key]
+
+    described = [convert.describe(config, layer) for layer in range(4)]
+
+    assert all(found["reuse_kv"] and not found["share_kv"] for found in described)
+    assert [found["num_kv_heads"] for found in described] == [K, 1, K, 1]
+    assert convert.from_hf(config, state, 0).key is None
+
+
+def test_bidirectional_attention_of_all_tokens_is_rejected():
+    config = GEMMA_4 | {"use_bidirectional_attention": "all"}
+    refused("use_bidirectional_attention='all'", convert.describe, config)
+
+
+def test_bidirectional_attention_of_images_is_described():
+    config = GEMMA_4 | {"use_bidirectional_attention": "vision"}
+    assert convert.describe(config)["scale"] == 1.0
+
+
+def test_values_of_a_layer_that_shares_its_keys_are_rejected():
+    state = weights("gemma4")
+    state["model.layers.1.self_attn.v_proj.weight"] = torch.zeros(GLOBAL_H, D)
+    message = "value.kernel is missing from the module; create it with share_kv=False"
+    with pytest.raises(ValueError, match=message):
+        convert.from_hf(GEMMA_4, state, 1)
 
 
 NORM_OF_VALUES = Norm("rms", scale=None, epsilon=0.1)
@@ -259,134 +293,159 @@ class LinenPair(nn.Module):
 
 
 def dense(params, x):
-    """The causal formula."""
+    """The causal formula: norm(y) = y / sqrt(mean(y^2) + 0.1)."""
 
-    def norm(y, scale=None):
-        return (
-            y
-            / jnp.sqrt((y**2).mean(-1, keepdims=True) + 0.1)
-            * (1 if scale is None else scale[None, None, None])
-        )
+    def norm(y, scale):
+        y = y / jnp.sqrt((y**2).mean(-1, keepdims=True) + 0.1)
+        return y * scale[None, None, None]
 
-    def attend(p, x, kv):
-        query = jnp.einsum("btd,dnh->btnh", x, p["query"]["kernel"])
-        query = flax_mha.rope.apply_rope(
-            norm(query, p["query_ln"]["scale"]), jnp.arange(T), RoPE()
-        )
-        key, value = (jnp.repeat(y, N // K, axis=2) for y in kv)
+    def project(layer, name):
+        return jnp.einsum("btd,dnh->btnh", x, layer[name]["kernel"])
+
+    def rotate(y):
+        return flax_mha.rope.apply_rope(y, jnp.arange(T), RoPE())
+
+    def attend(layer, x, key, value):
+        query = jnp.einsum("btd,dnh->btnh", x, layer["query"]["kernel"])
+        query = rotate(norm(query, layer["query_ln"]["scale"]))
+        key = jnp.repeat(key, N // K, axis=2)
+        value = jnp.repeat(value, N // K, axis=2)
         scores = jnp.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(D // N)
-        shares = jax.nn.softmax(jnp.where(np.tri(T, dtype=bool), scores, -jnp.inf))
-        return jnp.einsum("bnts,bsnh,nhd->btd", shares, value, p["out"]["kernel"])
+        scores = jnp.where(np.tri(T, dtype=bool), scores, -jnp.inf)
+        weights = jax.nn.softmax(scores)
+        return jnp.einsum("bnts,bsnh,nhd->btd", weights, value, layer["out"]["kernel"])
 
     first = params["first"]
-    key, value = (
-        jnp.einsum("btd,dnh->btnh", x, first[name]["kernel"])
-        for name in ("key", "value")
-    )
-    key = flax_mha.rope.apply_rope(
-        norm(key, first["key_ln"]["scale"]), jnp.arange(T), RoPE()
-    )
-    kv = key, norm(value)
-    return attend(params["second"], x + attend(first, x, kv), kv)
+    key = rotate(norm(project(first, "key"), first["key_ln"]["scale"]))
+    value = norm(project(first, "value"), jnp.ones(D // N))
+    x = x + attend(first, x, key, value)
+    return attend(params["second"], x, key, value)
+
+
+def with_slopes(function):
+    """The loss of a function of parameters and inputs, and the gradients of both."""
+
+    def loss(params, x):
+        return (function(params, x) ** 2).sum()
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+@functools.cache
+def split_pair():
+    """The graph of a pair, and its parameters."""
+    return nnx.split(Pair())
+
+
+def of_dense(params, x):
+    return dense(nnx.to_pure_dict(params), x)
+
+
+def of_nnx(params, x):
+    graph, _ = split_pair()
+    return nnx.merge(graph, params)(x, is_causal=True)
+
+
+def of_nnx_with_remat(params, x):
+    graph, _ = split_pair()
+    call = nnx.remat(functools.partial(Pair.__call__, is_causal=True))
+    return call(nnx.merge(graph, params), x)
+
+
+def of_linen(params, x):
+    variables = {"params": nnx.to_pure_dict(params)}
+    return LinenPair().apply(variables, x, is_causal=True)
 
 
 @pytest.mark.core
-def test_outputs_and_gradients_equal_the_formula():
-    """Also with remat, and in linen; keys get gradients from both layers."""
-    graph, params = nnx.split(Pair())
+@pytest.mark.parametrize("function", [of_nnx, of_nnx_with_remat, of_linen])
+def test_outputs_and_gradients_equal_the_formula(function):
+    """Keys get gradients from both layers."""
+    _, params = split_pair()
+    value, slopes = with_slopes(function)(params, X)
+    want, wanted_slopes = with_slopes(of_dense)(params, X)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    assert_close_slopes = functools.partial(
+        np.testing.assert_allclose, rtol=1e-3, atol=1e-4
+    )
+    jax.tree.map(assert_close_slopes, slopes, wanted_slopes)
+
+
+@pytest.mark.core
+def test_vmap_over_batch_entries_equals_the_batch():
+    _, params = split_pair()
+    one = functools.partial(of_nnx, params)
+    assert_close(jax.jit(jax.vmap(one))(X), jax.jit(of_nnx)(params, X))
+
+
+@pytest.mark.core
+def test_layer_that_reuses_keys_has_no_parameters_of_keys():
+    _, params = split_pair()
     shapes = jax.tree.map(jnp.shape, nnx.to_pure_dict(params))
+    of_linen = jax.eval_shape(LinenPair().init, jax.random.key(0), X)["params"]
     assert {*shapes["second"]} == {"query", "query_ln", "out"}
-    fresh = jax.eval_shape(LinenPair().init, jax.random.key(0), X)["params"]
-    assert jax.tree.map(lambda x: x.shape, fresh) == shapes
+    assert jax.tree.map(lambda x: x.shape, of_linen) == shapes
 
-    def of_nnx(params, x, call=Pair.__call__):
-        return call(nnx.merge(graph, params), x, is_causal=True)
 
-    def of_linen(params, x):
-        return LinenPair().apply(
-            {"params": nnx.to_pure_dict(params)}, x, is_causal=True
-        )
+RING = {"local_window_size": (WINDOW, 0)}
 
-    def in_remat(params, x):
-        return of_nnx(
-            params,
-            x,
-            lambda pair, x, **given: nnx.remat(
-                functools.partial(Pair.__call__, **given)
-            )(pair, x),
-        )
 
-    functions = (
-        lambda params, x: dense(nnx.to_pure_dict(params), x),
-        of_linen,
-        of_nnx,
-        in_remat,
-    )
-    (want, slopes), *others = (
-        jax.jit(
-            jax.value_and_grad(
-                lambda *given, f=f: (f(*given) ** 2).sum(), argnums=(0, 1)
-            )
-        )(params, X)
-        for f in functions
-    )
-    for value, grads in others:
-        np.testing.assert_allclose(value, want, rtol=1e-5)
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4),
-            grads,
-            slopes,
-        )
-    assert_close(
-        jax.jit(jax.vmap(functools.partial(of_nnx, params)))(X),
-        jax.jit(of_nnx)(params, X),
-    )
+class Cache(NamedTuple):
+    """Options of the layers, and arguments of `init_cache`."""
+
+    options: dict[str, Any]
+    arguments: dict[str, Any]
+    atol: float
 
 
 CACHES = {
-    "float": {},
-    "ring": {"local_window_size": (WINDOW, 0)},
-    "8 bits": {"dtype": jnp.int8},
-    "16 bits": {"dtype": jnp.bfloat16},
-    "ring in 8 bits": {"local_window_size": (WINDOW, 0), "dtype": jnp.float8_e4m3fn},
-    "lengths": {"per_row": True},
+    "float": Cache({}, {}, 1e-5),
+    "ring": Cache(RING, {}, 1e-5),
+    "8 bits": Cache({}, {"dtype": jnp.int8}, 0.1),
+    "16 bits": Cache({}, {"dtype": jnp.bfloat16}, 0.1),
+    "ring in 8 bits": Cache(RING, {"dtype": jnp.float8_e4m3fn}, 0.1),
 }
+
+
+@nnx.jit
+def decode(pair, x, lengths=None):
+    return pair(x, decode=True, lengths=lengths)
 
 
 @pytest.mark.parametrize("name", CACHES)
 def test_decoding_equals_the_whole_sequence(name):
-    """With prompts of different lengths and NaN in padding; later calls overwrite a
-    ring.
-    """
-    given = dict(CACHES[name])
-    if "ring" in name:
-        options = {"local_window_size": given.pop("local_window_size")}
-    else:
-        options = {}
-    pair = Pair(**options)
-    total = 153
-    x = np.float32(np.random.default_rng(2).standard_normal((B, total, D)))
+    """Later calls overwrite a ring."""
+    cache = CACHES[name]
+    pair = Pair(**cache.options)
+    x = np.float32(np.random.default_rng(2).standard_normal((B, 153, D)))
     want = nnx.jit(functools.partial(Pair.__call__, is_causal=True))(pair, x)
-    pair.first.init_cache((B, total, D), **given)
-    step = nnx.jit(functools.partial(Pair.__call__, decode=True))
-    atol = 0.1 if "bits" in name else 1e-5
-    starts = [0, 0]
-    calls = ((20, (20, 7)), (1, (1, 1)), (30, (30, 12))) if name == "lengths" else None
-    for number, lengths in calls or [
-        (number, (number,) * 2) for number in (40, 1, 1, 40, 1, 70)
-    ]:
+    pair.first.init_cache(x.shape, **cache.arguments)
+
+    got = in_parts(functools.partial(decode, pair), x, (40, 1, 1, 40, 1, 70))
+
+    np.testing.assert_allclose(got, want, rtol=0, atol=cache.atol)
+    assert {*nnx.to_pure_dict(nnx.state(pair, nnx.Cache))} == {"first"}
+
+
+def test_decoding_of_prompts_of_different_lengths_equals_whole_sequences():
+    """With NaN in padding."""
+    pair = Pair()
+    x = np.float32(np.random.default_rng(2).standard_normal((B, 153, D)))
+    want = nnx.jit(functools.partial(Pair.__call__, is_causal=True))(pair, x)
+    pair.first.init_cache(x.shape, per_row=True)
+    starts = np.array([0, 0])
+    for number, lengths in ((20, (20, 7)), (1, (1, 1)), (30, (30, 12))):
+        # Each sequence has as many new tokens as its length says.
         part = np.full((B, number, D), np.nan, np.float32)
         for b, length in enumerate(lengths):
             part[b, :length] = x[b, starts[b] : starts[b] + length]
-        got = step(pair, part, **({"lengths": jnp.array(lengths)} if calls else {}))
+
+        got = decode(pair, part, lengths=jnp.array(lengths))
+
         for b, length in enumerate(lengths):
-            np.testing.assert_allclose(
-                got[b, :length],
-                want[b, starts[b] : starts[b] + length],
-                rtol=0,
-                atol=atol,
-            )
-            starts[b] += length
+            wanted = want[b, starts[b] : starts[b] + length]
+            np.testing.assert_allclose(got[b, :length], wanted, rtol=0, atol=1e-5)
+        starts += lengths
     assert {*nnx.to_pure_dict(nnx.state(pair, nnx.Cache))} == {"first"}
 
 
@@ -396,21 +455,24 @@ def test_decoding_in_linen_and_by_another_function():
     """
     params = LinenPair().init(jax.random.key(0), X)["params"]
     want = LinenPair().apply({"params": params}, X, is_causal=True)
-    cache = LinenPair(decode=True).init(jax.random.key(0), X)["cache"]
+    decoder = LinenPair(decode=True)
+    # Sowing needs all weights, so it takes another way through the cache.
+    cache = decoder.init(jax.random.key(0), X)["cache"]
     assert {*cache} == {"first"}
-    for i, arguments in (
-        (0, {}),
-        (5, {"sow_weights": True}),
-        (6, {}),
-        (9, {"sow_max_score": True}),
+    for start, stop, sown in (
+        (0, 5, {}),
+        (5, 6, {"sow_weights": True}),
+        (6, 9, {}),
+        (9, 13, {"sow_max_score": True}),
     ):
-        part = X[:, i : {0: 5, 5: 6, 6: 9, 9: 13}[i]]
-        variables = {"params": params, "cache": cache}
-        got, changed = LinenPair(decode=True).apply(
-            variables, part, mutable=["cache", "intermediates"], **arguments
+        got, changed = decoder.apply(
+            {"params": params, "cache": cache},
+            X[:, start:stop],
+            mutable=["cache", "intermediates"],
+            **sown,
         )
         cache = changed["cache"]
-        assert_close(got, want[:, i : i + part.shape[1]])
+        assert_close(got, want[:, start:stop])
 
 
 @pytest.mark.core
@@ -420,125 +482,177 @@ def test_each_call_has_its_masks_and_positions():
     """
     pair = Pair()
     segments = np.array([[0] * 6 + [1] * 7, [0] * 2 + [1] * 11])
-    more = {
+    arguments = {
         "lengths": jnp.array([T, 5]),
         "segment_ids": jnp.asarray(segments),
         "positions": jnp.arange(T) + 3,
     }
+    padded = jnp.asarray(X).at[1, 5:].set(jnp.nan)
 
     @nnx.jit
     @functools.partial(nnx.value_and_grad, has_aux=True)
-    def run(pair, x, more):
-        output = pair(x, is_causal=True, **more)
+    def run(pair, x, arguments):
+        output = pair(x, is_causal=True, **arguments)
         return output[1, :5].sum(), output
 
-    padded = jnp.asarray(X).at[1, 5:].set(jnp.nan)
-    (_, got), slopes = run(pair, padded, more)
-    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(slopes))
-    mask = (segments[:, None, :, None] == segments[:, None, None, :]) & np.tri(
-        T, dtype=bool
-    )
+    (_, got), slopes = run(pair, padded, arguments)
+
+    # Positions are shifted for all tokens alike, so a mask is all that counts.
+    same_segment = segments[:, None, :, None] == segments[:, None, None, :]
+    mask = same_segment & np.tri(T, dtype=bool)
     want = nnx.jit(lambda pair, x, mask: pair(x, mask=mask))(pair, X, mask)
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(slopes))
     assert_close(got.at[1, 5:].set(0), want.at[1, 5:].set(0))
 
 
 @pytest.mark.core
-def test_views_explanations_and_errors():
-    pair = Pair()
-    other = Pair(num_kv_heads=1)
-    view = nnx.view(pair, decode=True, batch_size=B, max_length=T)
+def test_view_has_one_cache():
+    view = nnx.view(Pair(), decode=True, batch_size=B, max_length=T)
     assert view.first.cached_key.shape == (B, T, K, D // N)
     assert view.second.cached_key is None
-    first = nnx.jit(lambda layer: layer(X, return_kv=True)[1])
-    kv = first(pair.first)
-    kv_of_other = first(other.first)
-    lengths = jnp.array([T, 5])
-    assert (
-        pair.second.explain(X, kv=kv, is_causal=True).chosen
-        == pair.first.explain(X, is_causal=True).chosen
-    )
-    shared = flax_mha.MultiHeadAttention(
-        N, D, share_kv=True, decode=False, rngs=nnx.Rngs(0)
-    )
-    of_linen = functools.partial(linen.MultiHeadAttention, N)
-    key = jax.random.key(0)
-    for call, error in (
-        (
-            lambda: pair.second(X),
-            "kv must be the SharedKV that the call of an earlier layer returns .* got "
-            "NoneType",
-        ),
-        (
-            lambda: pair.first(X, kv=kv),
-            "kv must be None if reuse_kv=False, .*; create the module with "
-            "reuse_kv=True",
-        ),
-        (
-            lambda: pair.second(X, kv=kv_of_other),
-            r"shape \(2, 13, 2, 6\), but got \(2, 13, 1, 6\)",
-        ),
-        (
-            lambda: pair.second(X[:, 1:], kv=kv),
-            r"shape \(2, 12, 2, 6\), .* from the same step",
-        ),
-        (
-            lambda: pair.second(X, kv=kv, lengths=lengths),
-            "lengths must be passed when calling both layers or neither, .* only in "
-            "this call",
-        ),
-        (
-            lambda: pair.second(X, kv=kv, decode=True),
-            "decode must be passed when calling both layers",
-        ),
-        (lambda: pair.second(X, X + 1, kv=kv), "reuse_kv=True requires self-attention"),
-        (
-            lambda: pair.first(X, X + 1, return_kv=True),
-            "return_kv=True requires self-attention",
-        ),
-        (lambda: pair.first(X, return_kv=1), "return_kv must be True or False"),
-        (lambda: Pair(share_kv=True), "share_kv must be False with reuse_kv=True"),
-        (lambda: Pair(share_kv=1), "share_kv must be True or False"),
-        (lambda: shared(X, X, X + 1), "inputs_v must be None with share_kv=True"),
-        (
-            lambda: of_linen(share_kv=True).init(key, X, X, X + 1),
-            "inputs_v must be None with share_kv=True",
-        ),
-        (
-            lambda: of_linen(reuse_kv=True, value_norm=Norm()).init(key, X),
-            "value_norm must be None with reuse_kv=True",
-        ),
-    ):
-        refused(error, call)
+
+
+@functools.cache
+def kv_of_first(num_kv_heads=K):
+    first = Pair(num_kv_heads=num_kv_heads).first
+    _, kv = nnx.jit(lambda layer: layer(X, return_kv=True))(first)
+    return kv
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_shared_keys_are_processed_once_and_values_have_a_size_of_their_own(kind):
-    """Rotated keys may be larger than the limit."""
-    options = {"num_kv_heads": K, "value_dim": 5, "rope": RoPE()}
+def test_both_layers_have_the_same_explanation():
+    pair = Pair()
+    of_second = pair.second.explain(X, kv=kv_of_first(), is_causal=True)
+    of_first = pair.first.explain(X, is_causal=True)
+    assert of_second.chosen == of_first.chosen
 
-    def clip_keys(query, key, value):
-        return query, key.clip(-0.3, 0.3), value
 
-    if kind == "nnx":
-        make = functools.partial(
-            flax_mha.MultiHeadAttention, N, D, decode=False, rngs=nnx.Rngs(0), **options
-        )
-        first = make(process_heads=clip_keys)
-        second = make(reuse_kv=True)
-        assert second.key is second.value is None
-        second.query = first.query
-        second.out = first.out
-    else:
-        make = functools.partial(linen.MultiHeadDotProductAttention, N, **options)
-        layers = make(process_heads=clip_keys), make(reuse_kv=True)
-        params = layers[0].init(jax.random.key(0), X)["params"]
-        of_second = {"params": {name: params[name] for name in ("query", "out")}}
-        first = functools.partial(layers[0].apply, {"params": params})
-        second = functools.partial(layers[1].apply, of_second)
+@pytest.mark.core
+def test_layer_that_reuses_keys_needs_those_of_this_step():
+    second = Pair().second
+    kv = kv_of_first()
+    refused(
+        "kv must be the SharedKV that the call of an earlier layer returns .* got "
+        "NoneType",
+        second,
+        X,
+    )
+    refused(
+        r"shape \(2, 13, 2, 6\), but got \(2, 13, 1, 6\)",
+        second,
+        X,
+        kv=kv_of_first(num_kv_heads=1),
+    )
+    refused(r"shape \(2, 12, 2, 6\), .* from the same step", second, X[:, 1:], kv=kv)
+
+
+@pytest.mark.core
+def test_arguments_of_one_layer_only_are_rejected():
+    second = Pair().second
+    kv = kv_of_first()
+    refused(
+        "lengths must be passed when calling both layers or neither, .* only in this "
+        "call",
+        second,
+        X,
+        kv=kv,
+        lengths=jnp.array([T, 5]),
+    )
+    refused(
+        "decode must be passed when calling both layers",
+        second,
+        X,
+        kv=kv,
+        decode=True,
+    )
+
+
+@pytest.mark.core
+def test_layer_with_keys_of_its_own_takes_no_others():
+    refused(
+        "kv must be None if reuse_kv=False, .*; create the module with reuse_kv=True",
+        Pair().first,
+        X,
+        kv=kv_of_first(),
+    )
+
+
+@pytest.mark.core
+def test_cross_attention_shares_no_keys():
+    pair = Pair()
+    refused(
+        "reuse_kv=True requires self-attention", pair.second, X, X + 1, kv=kv_of_first()
+    )
+    refused(
+        "return_kv=True requires self-attention", pair.first, X, X + 1, return_kv=True
+    )
+
+
+@pytest.mark.core
+def test_options_of_shared_keys_are_checked():
+    refused("return_kv must be True or False", Pair().first, X, return_kv=1)
+    refused("share_kv must be False with reuse_kv=True", Pair, share_kv=True)
+    refused("share_kv must be True or False", Pair, share_kv=1)
+    layer = linen.MultiHeadAttention(N, reuse_kv=True, value_norm=Norm())
+    message = "value_norm must be None with reuse_kv=True"
+    refused(message, layer.init, jax.random.key(0), X)
+
+
+@pytest.mark.core
+def test_inputs_of_values_are_rejected_with_share_kv():
+    message = "inputs_v must be None with share_kv=True"
+    layer = flax_mha.MultiHeadAttention(
+        N, D, share_kv=True, decode=False, rngs=nnx.Rngs(0)
+    )
+    refused(message, layer, X, X, X + 1)
+    of_linen = linen.MultiHeadAttention(N, share_kv=True)
+    refused(message, of_linen.init, jax.random.key(0), X, X, X + 1)
+
+
+SMALL_VALUES = {"num_kv_heads": K, "value_dim": 5, "rope": RoPE()}
+
+
+def clip_keys(query, key, value):
+    return query, key.clip(-0.3, 0.3), value
+
+
+def pair_of_nnx():
+    """Two layers with the same queries and outputs; the first clips its keys."""
+    make = functools.partial(
+        flax_mha.MultiHeadAttention,
+        N,
+        D,
+        decode=False,
+        rngs=nnx.Rngs(0),
+        **SMALL_VALUES,
+    )
+    first = make(process_heads=clip_keys)
+    second = make(reuse_kv=True)
+    assert second.key is second.value is None
+    second.query = first.query
+    second.out = first.out
+    return first, second
+
+
+def pair_of_linen():
+    make = functools.partial(linen.MultiHeadDotProductAttention, N, **SMALL_VALUES)
+    first = make(process_heads=clip_keys)
+    params = first.init(jax.random.key(0), X)["params"]
+    shared = {"query": params["query"], "out": params["out"]}
+    return (
+        functools.partial(first.apply, {"params": params}),
+        functools.partial(make(reuse_kv=True).apply, {"params": shared}),
+    )
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("make", [pair_of_nnx, pair_of_linen])
+def test_shared_keys_are_processed_once_and_values_have_a_size_of_their_own(make):
+    first, second = make()
 
     want, kv = first(X, is_causal=True, return_kv=True)
 
     assert kv.value.shape == (B, T, K, 5)
+    # Clipped before the rotation, which may enlarge a feature; not again after it.
     assert np.abs(kv.key).max() > 0.3
     assert_close(second(X, kv=kv, is_causal=True), want)

@@ -1,6 +1,7 @@
 """`train_demo` from Python: runs, errors as exceptions, and the notebook."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,135 +47,143 @@ def test_a_run_from_python_is_loaded_again_and_samples(run):
     )
     assert list(losses(run)) == list(range(1, 13))
     assert losses(run, "val_loss")[12] == run.val_loss
+
     first = run.sample("fox", 20)
     assert len(first) == 20
     assert first == again.sample("fox", 20) != run.sample("fox", 20, seed=1)
+    # Without temperature, nothing is left to chance.
     greedy = run.sample("fox", 5, temperature=0)
     assert run.sample("fox", 5, temperature=0, top_k=3, top_p=0.9, min_p=0.1) == greedy
 
 
-REFUSED = [
-    (
-        "train",
-        {"steps": 0, "out": "new"},
-        "steps: expected a whole number from 1 to 2147483647, got '0'",
-    ),
-    ("train", {"steps": "3", "out": "new"}, "steps: expected a number, got '3'"),
-    ("train", {"steps": True, "out": "new"}, "steps: expected a number, got True"),
-    (
-        "train",
-        {"steps": None, "out": "new"},
-        "steps: expected a whole number from 1 to 2147483647, got 'None'",
-    ),
-    (
-        "train",
-        {"dtype": "float16", "out": "new"},
-        "dtype: expected one of auto, float32, bfloat16",
-    ),
-    ("train", {"dtype": jnp.float32, "out": "new"}, "dtype: expected a string"),
-    (
-        "train",
-        {"optimizer": "sgd", "out": "new"},
-        "optimizer: expected one of muon, adamw",
-    ),
-    (
-        "train",
-        {"heads": 3, "out": "new"},
-        "--features 8 is incompatible with --heads 3",
-    ),
-    ("train", {"data": "no-such-file", "out": "new"}, "no-such-file"),
-    (
-        "train",
-        {"resume": True, "seed": 3},
-        "(--seed was 0, now 3): drop these options, or choose a",
-    ),
-    (
-        "train",
-        {},
-        "already contains a run: pass --resume to continue it, or choose a different "
-        "--out",
-    ),
-    (
-        "train",
-        {"layout": Layout(fsdp=3), "out": "new"},
-        "--data-parallel -1 x --fsdp 3 x --tensor 1",
-    ),
-    (
-        "train",
-        {"size": ["tiny"], "out": "new"},
-        "size: expected a string, got ['tiny']",
-    ),
-    ("train", {"size": "huge", "out": "new"}, "size: expected one of"),
-    ("train", {"out": ""}, "--out is empty"),
-    ("train", {"out": 5}, "--out must be a path, but got 5"),
-    ("train", {"out": b"new"}, "--out must be a path, but got b'new'"),
-    ("train", {"out": "a\0b"}, "--out must be a folder, but"),
-    ("train", {"out": __file__}, "is a file: choose a different --out"),
-    ("train", {"data": 5, "out": "new"}, "--data must be a path, but got 5"),
-    ("train", {"data": "", "out": "new"}, "--data is empty"),
-    ("train", {"data": __file__ + "\0", "out": "new"}, "cannot read --data"),
-    ("load", {"out": ""}, "--out is empty"),
-    ("load", {"out": None}, "--out must be a path, but got None"),
-    ("load", {"out": "a\0b"}, "--out must be a folder, but"),
-    ("load", {"out": __file__}, "is a file: choose a different --out"),
-    ("load", {"out": "."}, "contains no runs: start one with python -m train_demo"),
-    (
-        "Layout",
-        {"fsdp": 0},
-        "fsdp: expected a whole number from 1 to 2147483647, got '0'",
-    ),
-    (
-        "Layout",
-        {"accumulate": 2.0},
-        "accumulate: expected a whole number from 1 to 2147483647, got '2.0'",
-    ),
-    ("Layout", {"tensor": "2"}, "tensor: expected a number, got '2'"),
-    ("Layout", {"remat": "no"}, "remat: expected True or False, got 'no'"),
-    ("sample", {"prompt": ""}, "prompt '' is empty"),
-    ("sample", {"prompt": "Ünknown"}, "does not contain 'Ü'"),
-    ("sample", {"prompt": 5}, "prompt: expected a string, got 5"),
-    ("sample", {"max_new_tokens": 0}, "max_new_tokens: expected a whole number from 1"),
-    ("sample", {"top_k": True}, "top_k: "),
-    ("sample", {"top_q": 1}, "option: expected one of max_new_tokens, temperature"),
-]
+class Rejected(NamedTuple):
+    """A function, options for it, and the error's message."""
+
+    function: str
+    options: dict[str, Any]
+    message: str
+
+
+REJECTED = []
+
+
+def reject(function, message, **options):
+    """Adds a case: the function raises an error with this message."""
+    REJECTED.append(Rejected(function, options, message))
+
+
+# Options of train; without `out`, the folder is new.
+reject("train", "steps: expected a whole number from 1 to 2147483647, got '0'", steps=0)
+reject("train", "steps: expected a number, got '3'", steps="3")
+reject("train", "steps: expected a number, got True", steps=True)
+reject(
+    "train",
+    "steps: expected a whole number from 1 to 2147483647, got 'None'",
+    steps=None,
+)
+reject("train", "dtype: expected one of auto, float32, bfloat16", dtype="float16")
+reject("train", "dtype: expected a string", dtype=jnp.float32)
+reject("train", "optimizer: expected one of muon, adamw", optimizer="sgd")
+reject("train", "--features 8 is incompatible with --heads 3", heads=3)
+reject("train", "no-such-file", data="no-such-file")
+reject(
+    "train again",
+    "(--seed was 0, now 3): drop these options, or choose a",
+    resume=True,
+    seed=3,
+)
+reject(
+    "train again",
+    "already contains a run: pass --resume to continue it, or choose a different --out",
+)
+reject("train", "--data-parallel -1 x --fsdp 3 x --tensor 1", layout=Layout(fsdp=3))
+reject("train", "size: expected a string, got ['tiny']", size=["tiny"])
+reject("train", "size: expected one of", size="huge")
+reject("train", "--out is empty", out="")
+reject("train", "--out must be a path, but got 5", out=5)
+reject("train", "--out must be a path, but got b'new'", out=b"new")
+reject("train", "--out must be a folder, but", out="a\0b")
+reject("train", "is a file: choose a different --out", out=__file__)
+reject("train", "--data must be a path, but got 5", data=5)
+reject("train", "--data is empty", data="")
+reject("train", "cannot read --data", data=__file__ + "\0")
+
+# Folders of load.
+reject("load", "--out is empty", out="")
+reject("load", "--out must be a path, but got None", out=None)
+reject("load", "--out must be a folder, but", out="a\0b")
+reject("load", "is a file: choose a different --out", out=__file__)
+reject("load", "contains no runs: start one with python -m train_demo", out=".")
+
+# Parts of a layout.
+reject("Layout", "fsdp: expected a whole number from 1 to 2147483647, got '0'", fsdp=0)
+reject(
+    "Layout",
+    "accumulate: expected a whole number from 1 to 2147483647, got '2.0'",
+    accumulate=2.0,
+)
+reject("Layout", "tensor: expected a number, got '2'", tensor="2")
+reject("Layout", "remat: expected True or False, got 'no'", remat="no")
+
+# Options of sample.
+reject("sample", "prompt '' is empty", prompt="")
+reject("sample", "does not contain 'Ü'", prompt="Ünknown")
+reject("sample", "prompt: expected a string, got 5", prompt=5)
+reject("sample", "max_new_tokens: expected a whole number from 1", max_new_tokens=0)
+reject("sample", "top_k: ", top_k=True)
+reject("sample", "option: expected one of max_new_tokens, temperature", top_q=1)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("name", "options", "message"), REFUSED)
-def test_refused(run, text, tmp_path, monkeypatch, name, options, message):
+@pytest.mark.parametrize("case", REJECTED)
+def test_wrong_options_are_rejected_before_a_run_is_made(
+    run, text, tmp_path, monkeypatch, case
+):
     monkeypatch.chdir(tmp_path)
-    given = {
-        "train": {"data": text, "out": run.out, "quiet": True, **SETTINGS},
-        "sample": {"prompt": "fox"},
+    functions = {
+        "train": functools.partial(
+            train_demo.train, **{"data": text, "out": "new", "quiet": True} | SETTINGS
+        ),
+        # In the folder of a run.
+        "train again": functools.partial(
+            train_demo.train, **{"data": text, "out": run.out, "quiet": True} | SETTINGS
+        ),
+        "load": train_demo.load,
+        "Layout": train_demo.Layout,
+        "sample": functools.partial(run.sample, prompt="fox"),
     }
-    function = getattr(run if name == "sample" else train_demo, name)
-    assert_refused([message], function, **given.get(name, {}) | options)
+
+    assert_refused([case.message], functions[case.function], **case.options)
+
     assert not list(tmp_path.rglob("config.json"))
 
 
-def test_unknown_settings(text, tmp_path):
+def test_unknown_settings_are_rejected(text, tmp_path):
     with pytest.raises(TypeError, match="unexpected keyword argument 'step'"):
         train_demo.train(text, out=tmp_path / "run", step=3)
-    with pytest.raises(
-        AttributeError,
-        match="'train_demo' has no attribute 'trian': it has Layout, Run",
-    ):
+
+
+def test_unknown_names_are_listed_with_those_that_exist():
+    message = "'train_demo' has no attribute 'trian': it has Layout, Run"
+    with pytest.raises(AttributeError, match=message):
         _ = train_demo.trian
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_ctrl_c_saves_and_a_resumed_run_ends_the_same(run, text, tmp_path, monkeypatch):
-    def note(self, name, step, value, loss=metrics.Log.loss):
+    def interrupt(self, name, step, value, loss=metrics.Log.loss):
         if (name, step) == ("loss", 1):
             os.kill(os.getpid(), signal.SIGINT)
         return loss(self, name, step, value)
 
     out = tmp_path / "run"
+    # Whoever calls train has its own handler back afterwards.
     before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
-        patch.setattr(metrics.Log, "loss", note)
+        patch.setattr(metrics.Log, "loss", interrupt)
         with pytest.raises(KeyboardInterrupt, match="resume=True"):
             train_demo.train(text, out=out, quiet=True, **SETTINGS)
+
     assert signal.getsignal(signal.SIGINT) is before
     stopped = train_demo.load(out)
     assert max(losses(stopped)) < SETTINGS["steps"]
@@ -186,6 +196,7 @@ def test_ctrl_c_saves_and_a_resumed_run_ends_the_same(run, text, tmp_path, monke
             settings = SETTINGS | {"dtype": "auto"}
             train_demo.train(text, out=out, resume=True, quiet=True, **settings)
 
+    # Only the main thread may handle signals; train must not need them.
     thread = threading.Thread(target=resume)
     thread.start()
     thread.join(120)
@@ -202,7 +213,7 @@ def test_ctrl_c_saves_and_a_resumed_run_ends_the_same(run, text, tmp_path, monke
         ("a/..", "here"),
     ],
 )
-def test_the_default_folder(tmp_path, monkeypatch, data, folder):
+def test_default_folder_is_named_after_the_data(tmp_path, monkeypatch, data, folder):
     (tmp_path / "here" / "a" / "my.texts").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     assert api.default_folder(data) == Path("runs", folder)
@@ -218,27 +229,26 @@ def test_the_default_folder(tmp_path, monkeypatch, data, folder):
 )
 def test_importing_is_light(module, heavy):
     code = f"import {module}, sys; print(*({heavy} & set(sys.modules)))"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-        ).stdout
-        == "\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     )
+    assert done.stdout == "\n"
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_the_block_of_the_documentation(tmp_path, monkeypatch, capfd):
-    (tmp_path / "docs").mkdir()
+def test_the_block_of_the_documentation_runs(tmp_path, monkeypatch, capfd):
+    docs = tmp_path / "docs"
+    docs.mkdir()
     for number in range(12):
-        (tmp_path / "docs" / f"{number}.md").write_text(
-            f"# Page {number}\n" + TEXT * (1 + number % 3)
-        )
+        page = f"# Page {number}\n" + TEXT * (1 + number % 3)
+        (docs / f"{number}.md").write_text(page)
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL
-    )
+    text = (ROOT / "docs" / "training.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (block,) = (block for block in blocks if "train_demo.train" in block)
+
     exec(compile(block, "training.md", "exec"), {})
+
     said = capfd.readouterr().out.splitlines()
     assert len(said[0].split()) == 2
 
@@ -247,22 +257,20 @@ def test_the_block_of_the_documentation(tmp_path, monkeypatch, capfd):
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MPLBACKEND", "agg")
     notebook = json.loads((ROOT / "docs" / "train_demo.ipynb").read_text())
-    _, *cells = [
-        "".join(cell["source"])
-        for cell in notebook["cells"]
-        if cell["cell_type"] == "code"
-    ]
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    # The first one installs the demo where it is missing.
+    sources = ["".join(cell["source"]) for cell in cells[1:]]
     sizes = "steps=200, eval_every=50, features=64"
-    assert sizes in cells[0]
-    cells[0] = cells[0].replace(
-        sizes, "steps=40, eval_every=20, layers=1, features=32, batch_size=8"
-    )
+    smaller = "steps=40, eval_every=20, layers=1, features=32, batch_size=8"
+    assert sizes in sources[0]
+    sources[0] = sources[0].replace(sizes, smaller)
     monkeypatch.chdir(tmp_path)
     names = {}
-    for number, cell in enumerate(cells):
-        exec(compile(cell, f"cell {number}", "exec"), names)
-    assert re.search(
-        r"validation loss \d\.\d{3} nats per character", capfd.readouterr().out
-    )
+
+    for number, source in enumerate(sources):
+        exec(compile(source, f"cell {number}", "exec"), names)
+
+    said = capfd.readouterr().out
+    assert re.search(r"validation loss \d\.\d{3} nats per character", said)
     assert names["run"].val_loss < 3.5
     assert names["weights"].shape[:2] == (1, 4)

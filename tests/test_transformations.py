@@ -4,6 +4,7 @@ gradients in float16.
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,22 +37,21 @@ def normal(*shape):
 
 
 # Arguments that are mapped together.
-MAPPED = {
-    "scores": {
-        "bias": normal(B, N, T, T),
-        "mask": rng.random((B, 1, T, T)) < 0.7,
-        "scale": np.array([0.1, 0.2, 0.3], np.float32),
-        "sinks": normal(B, N),
-    },
-    "positions": {
-        "query_offset": np.array([0, 7, 19], np.int32),
-        "key_value_offset": np.array([3, 0, 11], np.int32),
-        "query_seq_lengths": np.array([40, 11, 29], np.int32),
-    },
-    "tokens": {
-        "key_value_seq_lengths": np.array([40, 11, 0], np.int32),
-        "query_segment_ids": np.sort(rng.integers(0, 3, (B, T))).astype(np.int32),
-    },
+MAPPED = {}
+MAPPED["scores"] = {
+    "bias": normal(B, N, T, T),
+    "mask": rng.random((B, 1, T, T)) < 0.7,
+    "scale": np.array([0.1, 0.2, 0.3], np.float32),
+    "sinks": normal(B, N),
+}
+MAPPED["positions"] = {
+    "query_offset": np.array([0, 7, 19], np.int32),
+    "key_value_offset": np.array([3, 0, 11], np.int32),
+    "query_seq_lengths": np.array([40, 11, 29], np.int32),
+}
+MAPPED["tokens"] = {
+    "key_value_seq_lengths": np.array([40, 11, 0], np.int32),
+    "query_segment_ids": np.sort(rng.integers(0, 3, (B, T))).astype(np.int32),
 }
 
 
@@ -61,9 +61,11 @@ def test_vmap_over_arguments_equals_a_loop_over_them(name, implementation):
     """Also together with query, key and value."""
 
     @jax.jit
-    def call(arguments, *arrays):
+    def call(arguments, query, key, value):
         return dot_product_attention(
-            *arrays,
+            query,
+            key,
+            value,
             **arguments,
             is_causal=name == "positions",
             implementation=implementation,
@@ -71,244 +73,268 @@ def test_vmap_over_arguments_equals_a_loop_over_them(name, implementation):
 
     arguments = MAPPED[name]
     shared = [x[0] for x in ARRAYS]
-    alone = np.asarray(jax.vmap(call, (0, None, None, None))(arguments, *shared))
-    together = np.asarray(jax.vmap(call)(arguments, *ARRAYS))
+
+    # Of the arguments only, and of all arrays.
+    alone = jax.vmap(call, (0, None, None, None))(arguments, *shared)
+    together = jax.vmap(call)(arguments, *ARRAYS)
+
     for i in range(B):
         entry = {name: x[i] for name, x in arguments.items()}
-        np.testing.assert_allclose(alone[i], call(entry, *shared), rtol=0, atol=2e-6)
-        np.testing.assert_allclose(
-            together[i], call(entry, *(x[i] for x in ARRAYS)), rtol=0, atol=2e-6
-        )
+        arrays = [x[i] for x in ARRAYS]
+        want = call(entry, *shared)
+        np.testing.assert_allclose(alone[i], want, rtol=0, atol=2e-6)
+        want = call(entry, *arrays)
+        np.testing.assert_allclose(together[i], want, rtol=0, atol=2e-6)
 
 
 @BOTH
 def test_vmap_over_keys_of_dropout_masks_and_captured_arrays(implementation):
     """Also of gradients with `jax.checkpoint`."""
-    attend = functools.partial(
-        dot_product_attention, *(x[:1] for x in ARRAYS), implementation=implementation
-    )
-    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = (x[:1] for x in ARRAYS)
+    dropout_keys = jax.random.split(jax.random.key(0), 3)
     lengths = jnp.array([3, 20, 40])
     tables = jnp.outer(jnp.arange(1.0, 4), TABLE)
 
-    def call(key, mask, table):
-        mod = lambda score, b, h, q_idx, kv_idx: score + table[kv_idx]  # noqa: E731
-        return attend(dropout_rng=key, dropout_rate=0.5, mask=mask, score_mod=mod)
+    def call(dropout_key, mask, table):
+        def add_table(score, b, h, q_idx, kv_idx):
+            return score + table[kv_idx]
+
+        return dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            score_mod=add_table,
+            dropout_rng=dropout_key,
+            dropout_rate=0.5,
+            implementation=implementation,
+        )
 
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=2, has_aux=True)
-    def run(key, mask, table):
-        output = jax.checkpoint(call)(key, mask, table)
+    def run(dropout_key, mask, table):
+        output = jax.checkpoint(call)(dropout_key, mask, table)
         return jnp.sin(output).sum(), output
 
-    got = jax.vmap(run)(keys, LengthMask(lengths), tables)
+    (losses, outputs), slopes = jax.vmap(run)(dropout_keys, LengthMask(lengths), tables)
+
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
     for i in range(3):
-        want = run(keys[i], LengthMask(lengths[i]), tables[i])
-        jax.tree.map(
-            lambda x, y, i=i: np.testing.assert_allclose(x[i], y, rtol=1e-5, atol=2e-6),
-            got,
-            want,
-        )
+        (loss, output), slope = run(dropout_keys[i], LengthMask(lengths[i]), tables[i])
+        same(losses[i], loss)
+        same(outputs[i], output)
+        same(slopes[i], slope)
 
 
-EXPORTED = {
-    "plain": {},
-    "causal window, soft cap": {
-        "is_causal": True,
-        "local_window_size": (9, 0),
-        "logits_soft_cap": 3.0,
-    },
-    "functions": {
-        "score_mod": lambda score, b, h, q_idx, kv_idx: (
-            score - 0.1 * (b * jnp.abs(q_idx - kv_idx)).astype(score.dtype)
-        ),
-        "mask": FunctionMask(
-            lambda b, h, q_idx, kv_idx: (q_idx + kv_idx + b) % 3 != h % 3
-        ),
-    },
-    "dropout": {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)},
+def decaying(score, b, h, q_idx, kv_idx):
+    distance = b * jnp.abs(q_idx - kv_idx)
+    return score - 0.1 * distance.astype(score.dtype)
+
+
+def of_thirds(b, h, q_idx, kv_idx):
+    return (q_idx + kv_idx + b) % 3 != h % 3
+
+
+EXPORTED = {}
+EXPORTED["plain"] = {}
+EXPORTED["causal window, soft cap"] = {
+    "is_causal": True,
+    "local_window_size": (9, 0),
+    "logits_soft_cap": 3.0,
 }
+EXPORTED["functions"] = {"score_mod": decaying, "mask": FunctionMask(of_thirds)}
+EXPORTED["dropout"] = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
 
 
 @pytest.mark.parametrize("name", with_core(EXPORTED, "plain"))
 def test_export_with_symbolic_sizes(name):
     """One program for every batch size and length, without naming an implementation."""
+
+    def call(query, key, value, lengths, query_ids, key_ids, implementation=None):
+        arguments = EXPORTED[name] | {
+            "key_value_seq_lengths": lengths,
+            "query_segment_ids": query_ids,
+            "key_value_segment_ids": key_ids,
+            "implementation": implementation,
+        }
+        explained = explain_implementation(query, key, value, **arguments)
+        assert explained.chosen == "xla"
+        return dot_product_attention(query, key, value, **arguments)
+
     batch, queries, keys = export.symbolic_shape("batch, queries, keys")
+    of_keys = jax.ShapeDtypeStruct((batch, keys, K, H), jnp.float32)
+    exported = export.export(jax.jit(call))(
+        jax.ShapeDtypeStruct((batch, queries, N, H), jnp.float32),
+        of_keys,
+        of_keys,
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+        jax.ShapeDtypeStruct((batch, queries), jnp.int32),
+        jax.ShapeDtypeStruct((batch, keys), jnp.int32),
+    )
 
-    def call(*arrays, implementation=None):
-        names = ("key_value_seq_lengths", "query_segment_ids", "key_value_segment_ids")
-        arguments = EXPORTED[name] | dict(zip(names, arrays[3:], strict=True))
-        assert (
-            explain_implementation(
-                *arrays[:3], implementation=implementation, **arguments
-            ).chosen
-            == "xla"
-        )
-        return dot_product_attention(
-            *arrays[:3], implementation=implementation, **arguments
-        )
-
-    def shapes(b, t, s):
-        floats, ints = (
-            functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
-            for dtype in (jnp.float32, jnp.int32)
-        )
-        return (
-            floats((b, t, N, H)),
-            *[floats((b, s, K, H))] * 2,
-            *map(ints, ((b,), (b, t), (b, s))),
-        )
-
-    exported = export.export(jax.jit(call))(*shapes(batch, queries, keys))
+    # One exported program for all of these.
     for b, t, s in ((3, 40, 40), (1, 1, 7)):
-        arrays = [normal(*x.shape) for x in shapes(b, t, s)[:3]]
-        key_ids = np.broadcast_to(np.arange(s, dtype=np.int32) // 9, (b, s))
-        arrays += [np.full(b, s - 1, np.int32), np.zeros((b, t), np.int32), key_ids]
-        got = exported.call(*arrays)
+        arrays = [
+            normal(b, t, N, H),
+            normal(b, s, K, H),
+            normal(b, s, K, H),
+            np.full(b, s - 1, np.int32),
+            np.zeros((b, t), np.int32),
+            np.broadcast_to(np.arange(s, dtype=np.int32) // 9, (b, s)),
+        ]
         want = call(*arrays, implementation="xla")
-        np.testing.assert_allclose(got, want, rtol=0, atol=5e-6)
+        np.testing.assert_allclose(exported.call(*arrays), want, rtol=0, atol=5e-6)
 
 
 @pytest.mark.core
-def test_blockwise_refuses_symbolic_sizes():
+def test_blockwise_rejects_symbolic_sizes():
     batch, length = export.symbolic_shape("batch, length")
     x = jax.ShapeDtypeStruct((batch, length, N, H), jnp.float32)
     attend = functools.partial(dot_product_attention, implementation="blockwise")
-    with pytest.raises(
-        NotImplementedError,
-        match="it needs static shapes, but some dimensions are symbolic",
-    ):
+    message = "it needs static shapes, but some dimensions are symbolic"
+    with pytest.raises(NotImplementedError, match=message):
         export.export(jax.jit(attend))(x, x, x)
 
 
+def all_arguments(t, s):
+    """Arguments of every kind, for t queries and s keys."""
+    factor = jnp.ones(())
+    return {
+        "bias": np.ones((N, t, s), np.float32),
+        "is_causal": True,
+        "query_segment_ids": np.zeros(t, np.int32),
+        "key_value_segment_ids": np.zeros(s, np.int32),
+        "score_mod": lambda score, b, h, q_idx, kv_idx: score * factor,
+        "dropout_rate": 0.5,
+        "dropout_rng": jax.random.key(0),
+        "sinks": np.zeros(N, np.float32),
+        "mask": FunctionMask(lambda b, h, q_idx, kv_idx: q_idx != kv_idx),
+    }
+
+
 @pytest.mark.parametrize(
-    ("empty", "name", "implementation"),
+    ("empty", "arguments", "implementation"),
     pairwise(("B", "T", "S", "Hv"), ("nothing", "all"), ("xla", "blockwise")),
 )
-def test_empty_axes(empty, name, implementation):
-    b, t, s, hv = (
-        0 if name == empty else size
-        for name, size in {"B": B, "T": T, "S": T, "Hv": H}.items()
-    )
-    arrays = [
-        np.ones(shape, np.float32)
-        for shape in ((b, t, N, H), (b, s, K, H), (b, s, K, hv))
-    ]
-    arguments = {}
-    if name == "all":
-        table = jnp.ones(())
-        arguments = {
-            "bias": np.ones((N, t, s), np.float32),
-            "is_causal": True,
-            "query_segment_ids": np.zeros(t, np.int32),
-            "key_value_segment_ids": np.zeros(s, np.int32),
-            "score_mod": lambda score, b, h, q_idx, kv_idx: score * table,
-            "dropout_rate": 0.5,
-            "dropout_rng": jax.random.key(0),
-            "sinks": np.zeros(N, np.float32),
-            "mask": FunctionMask(lambda b, h, q_idx, kv_idx: q_idx != kv_idx),
-        }
+def test_empty_axes_give_finite_results(empty, arguments, implementation):
+    sizes = {"B": B, "T": T, "S": T, "Hv": H} | {empty: 0}
+    b, t, s, hv = sizes.values()
+    query = np.ones((b, t, N, H), np.float32)
+    key = np.ones((b, s, K, H), np.float32)
+    value = np.ones((b, s, K, hv), np.float32)
+    given = all_arguments(t, s) if arguments == "all" else {}
 
-    run = jax.jit(with_gradients(implementation, return_residual=True, **arguments))
-    output, lse, *gradients = jax.device_get(run(*arrays))
+    run = jax.jit(with_gradients(implementation, return_residual=True, **given))
+    output, lse, *gradients = jax.device_get(run(query, key, value))
+
     assert output.shape == (b, t, N, hv)
     assert np.isfinite(output).all()
-    assert (
-        empty != "S"
-        or ((output == 0) & (lse == arguments.get("sinks", -np.inf))[..., None]).all()
-    )
-    assert all(
-        np.isfinite(x).all() and x.shape == y.shape
-        for x, y in zip(gradients, arrays, strict=True)
-    )
-    assert empty != "S" or not gradients[0].any()
+    for gradient, array in zip(gradients, (query, key, value), strict=True):
+        assert gradient.shape == array.shape
+        assert np.isfinite(gradient).all()
+    if empty == "S":
+        # As for rows whose keys are all masked.
+        assert (output == 0).all()
+        assert (lse == given.get("sinks", -np.inf)).all()
+        assert not gradients[0].any()
 
 
 @BOTH
-def test_loops_over_groups_of_heads_change_nothing(implementation, monkeypatch):
+@pytest.mark.parametrize("together", [1, 2, 6])
+def test_loops_over_groups_of_heads_change_nothing(
+    together, implementation, monkeypatch
+):
     """On a TPU, groups of batch entries or heads may share keys and lengths."""
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal((3, 20, n, 8), np.float32) for n in (4, 2, 2)]
-    arrays.append(np.ones((1, 4, 1, 20), np.float32))
+    query = rng.standard_normal((3, 20, 4, 8), np.float32)
+    key = rng.standard_normal((3, 20, 2, 8), np.float32)
+    value = rng.standard_normal((3, 20, 2, 8), np.float32)
+    bias = np.ones((1, 4, 1, 20), np.float32)
 
     def answers():
-        more = {
-            "key_value_seq_lengths": jnp.array([20, 7, 0]),
-            "sinks": jnp.zeros((3, 4)),
-        }
-        return jax.jit(with_gradients(implementation, **more))(*arrays)
+        run = with_gradients(
+            implementation,
+            key_value_seq_lengths=jnp.array([20, 7, 0]),
+            sinks=jnp.zeros((3, 4)),
+        )
+        return jax.jit(run)(query, key, value, bias)
 
     want = answers()
-    for together in (1, 2, 6):
-        monkeypatch.setattr(
-            schedule, "_loops", lambda call, scores, together=together: (None, together)
-        )
-        # Sums of 20 terms, in another order.
-        close(answers(), want, 20 * np.finfo(np.float32).eps)
+    # Plan.looped_axes and Plan.max_heads.
+    monkeypatch.setattr(schedule, "_loops", lambda call, scores: (None, together))
+    got = answers()
+
+    # Sums of 20 terms, in another order.
+    close(got, want, 20 * np.finfo(np.float32).eps)
 
 
 @BOTH
-@pytest.mark.parametrize("size", [(1e-3, 100, 1e3), (1, 1, 1e4)])
+@pytest.mark.parametrize(
+    ("of_keys", "of_values", "of_cotangents"), [(1e-3, 100, 1e3), (1, 1, 1e4)]
+)
 def test_gradients_of_float16_overflow_only_where_the_result_does(
-    implementation, size, monkeypatch
+    implementation, of_keys, of_values, of_cotangents, monkeypatch
 ):
     """As on an accelerator, with gradients of scores beyond the range of float16."""
     compiled_for(monkeypatch, "gpu")
-    rng, (of_keys, of_values, of_cotangents) = np.random.default_rng(0), size
-    arrays = [
-        rng.standard_normal((1, 256, 2, 16)) * x
-        for x in (of_keys, of_keys, of_values, of_cotangents)
-    ]
-    *arrays, cotangent = (jnp.asarray(x, jnp.float16) for x in arrays)
+    rng = np.random.default_rng(0)
 
-    def gradients(*arrays):
-        more = {
-            "is_causal": True,
-            "local_window_size": 4,
-            "implementation": implementation,
-        }
-        attend = functools.partial(dot_product_attention, **more)
-        return jax.vjp(attend, *arrays)[1](cotangent.astype(arrays[0].dtype))
+    def drawn(size):
+        return jnp.asarray(rng.standard_normal((1, 256, 2, 16)) * size, jnp.float16)
 
-    exact = jax.jit(gradients)(*(x.astype(jnp.float32) for x in arrays))
-    close(jax.jit(gradients)(*arrays), exact, 4e-3)
+    arrays = [drawn(of_keys), drawn(of_keys), drawn(of_values)]
+    cotangent = drawn(of_cotangents)
+    attend = functools.partial(
+        dot_product_attention,
+        is_causal=True,
+        local_window_size=4,
+        implementation=implementation,
+    )
+
+    @jax.jit
+    def gradients(query, key, value, cotangent):
+        _, pull = jax.vjp(attend, query, key, value)
+        return pull(cotangent)
+
+    # float32 has room for every number on the way.
+    exact = [x.astype(jnp.float32) for x in (*arrays, cotangent)]
+    close(gradients(*arrays, cotangent), gradients(*exact), 4e-3)
 
 
 def test_export_of_decoding_with_symbolic_sizes():
-    batch, tokens, slots = export.symbolic_shape(
-        "batch, tokens, slots", constraints=("tokens <= slots",)
-    )
-
     def shapes(batch, tokens, slots):
         of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-        cache = KVCache(
-            *(of((batch, slots, 1, 8)) for _ in range(2)),
-            jax.ShapeDtypeStruct((batch,), jnp.int32),
-        )
-        return (
-            of((batch, tokens, 2, 8)),
-            *(of((batch, tokens, 1, 8)) for _ in range(2)),
-            cache,
-        )
+        query = of((batch, tokens, 2, 8))
+        new = of((batch, tokens, 1, 8))
+        cached = of((batch, slots, 1, 8))
+        index = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        return query, new, new, KVCache(cached, cached, index)
 
-    exported = export.export(jax.jit(cached_attention))(*shapes(batch, tokens, slots))
-    for sizes in ((2, 5, 30), (3, 1, 9)):
-        *new, cache = jax.tree.map(
-            lambda x: np.arange(math.prod(x.shape)).reshape(x.shape), shapes(*sizes)
-        )
-        query, key, value, keys, values = (
-            jnp.asarray(np.sin(x), jnp.bfloat16) for x in (*new, *cache.arrays[:2])
-        )
-        cache = KVCache(keys, -values, jnp.asarray(cache.index + 1, jnp.int32))
-        (got, after), (want, wanted) = (
-            f(query, key, value, cache)
-            for f in (exported.call, jax.jit(cached_attention))
-        )
-        np.testing.assert_allclose(
-            got.astype(np.float32), want.astype(np.float32), rtol=0, atol=2.0**-7
-        )
-        assert (after.key == wanted.key).all()
-        assert (after.index == wanted.index).all()
+    def values(shape):
+        """Sines, in other words numbers that differ."""
+        steps = np.arange(math.prod(shape)).reshape(shape)
+        return jnp.asarray(np.sin(steps), jnp.bfloat16)
+
+    decode = jax.jit(cached_attention)
+    symbols = export.symbolic_shape(
+        "batch, tokens, slots", constraints=("tokens <= slots",)
+    )
+    exported = export.export(decode)(*shapes(*symbols))
+
+    for batch, tokens, slots in ((2, 5, 30), (3, 1, 9)):
+        query = values((batch, tokens, 2, 8))
+        new = values((batch, tokens, 1, 8))
+        cached = values((batch, slots, 1, 8))
+        index = jnp.arange(1, batch + 1, dtype=jnp.int32)
+        cache = KVCache(cached, -cached, index)
+
+        got, after = exported.call(query, new, new, cache)
+        want, wanted_after = decode(query, new, new, cache)
+
+        got = got.astype(np.float32)
+        np.testing.assert_allclose(got, want.astype(np.float32), rtol=0, atol=2.0**-7)
+        assert (after.key == wanted_after.key).all()
+        assert (after.index == wanted_after.index).all()
 
 
 @pytest.mark.core
@@ -325,85 +351,125 @@ def test_a_policy_saves_attention_by_name(implementation):
     assert 0 < saved == without < anew
 
 
+class Linear(NamedTuple):
+    """A call, which is linear in its values."""
+
+    implementation: str | None
+    arguments: dict[str, Any]
+
+
 KEYS = jnp.array([5, 9])
-LINEAR = {
-    "plain": (None, {}),
-    "causal, dense": ("xla", {"is_causal": True}),
-    "causal": ("blockwise", {"is_causal": True}),
-    "lengths": (
-        "blockwise",
-        {"key_value_seq_lengths": KEYS, "query_seq_lengths": jnp.array([7, 3])},
-    ),
-    "window, soft cap, sinks": (
-        "xla",
-        {"local_window_size": 2, "logits_soft_cap": 3.0, "sinks": jnp.ones(4)},
-    ),
-    "dropout": (
-        "blockwise",
-        {"dropout_rate": 0.5, "dropout_rng": jax.random.key(3), "is_causal": True},
-    ),
-    "mask": ("xla", {"mask": jnp.arange(9) % 2 == 0, "bias": jnp.ones((7, 9))}),
-    "score_mod": (
-        "xla",
-        {"score_mod": lambda score, b, *_: score * KEYS[b].astype(score.dtype)},
-    ),
-}
+
+
+def scaled_by_batch(score, b, h, q_idx, kv_idx):
+    return score * KEYS[b].astype(score.dtype)
+
+
+LINEAR = {}
+LINEAR["plain"] = Linear(None, {})
+LINEAR["causal, dense"] = Linear("xla", {"is_causal": True})
+LINEAR["causal"] = Linear("blockwise", {"is_causal": True})
+LINEAR["lengths"] = Linear(
+    "blockwise",
+    {"key_value_seq_lengths": KEYS, "query_seq_lengths": jnp.array([7, 3])},
+)
+LINEAR["window, soft cap, sinks"] = Linear(
+    "xla", {"local_window_size": 2, "logits_soft_cap": 3.0, "sinks": jnp.ones(4)}
+)
+LINEAR["dropout"] = Linear(
+    "blockwise",
+    {"dropout_rate": 0.5, "dropout_rng": jax.random.key(3), "is_causal": True},
+)
+LINEAR["mask"] = Linear(
+    "xla", {"mask": jnp.arange(9) % 2 == 0, "bias": jnp.ones((7, 9))}
+)
+LINEAR["score_mod"] = Linear("xla", {"score_mod": scaled_by_batch})
+
+
+def linear_inputs():
+    """Query, key, value and a cotangent of the output."""
+    rng = np.random.default_rng(0)
+    shapes = ((2, 7, 4, 8), (2, 9, 2, 8), (2, 9, 2, 3), (2, 7, 4, 3))
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
 @pytest.mark.parametrize("name", with_core(LINEAR, "causal, dense"))
-def test_linear_transpose_by_values(name):
-    """Attention is linear in the values, so the transpose is the gradient, also under
-    `jit`.
-    """
+def test_linear_transpose_by_values_is_the_gradient(name):
+    """Also under `jit`."""
     implementation, arguments = LINEAR[name]
-    rng = np.random.default_rng(0)
-    shapes = (2, 7, 4, 8), (2, 9, 2, 8), (2, 9, 2, 3), (2, 7, 4, 3)
-    query, key, value, cotangent = (
-        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes
+    attend = functools.partial(
+        dot_product_attention, implementation=implementation, **arguments
     )
+    query, key, value, cotangent = linear_inputs()
 
-    def attend(value, query=query, key=key):
-        return dot_product_attention(
-            query, key, value, implementation=implementation, **arguments
-        )
-
-    (want,) = jax.vjp(attend, value)[1](cotangent)
-    assert jnp.abs(want).max() > 0.1
-    (got,) = jax.linear_transpose(attend, value)(cotangent)
-    np.testing.assert_allclose(got, want, atol=1e-6)
-
-    @jax.jit
     def transposed(query, key, cotangent):
         like = jax.ShapeDtypeStruct(value.shape, value.dtype)
-        return jax.linear_transpose(lambda value: attend(value, query, key), like)(
-            cotangent
-        )[0]
+        of_value = functools.partial(attend, query, key)
+        (result,) = jax.linear_transpose(of_value, like)(cotangent)
+        return result
 
-    np.testing.assert_allclose(transposed(query, key, cotangent), want, atol=2e-6)
-    if not name.startswith("causal"):
-        return
-    # The transpose is differentiable.
-    d_query = jax.grad(
-        lambda query: jnp.vdot(transposed(query, key, cotangent), value)
-    )(query)
-    want = jax.grad(lambda query: jnp.vdot(attend(value, query), cotangent))(query)
-    np.testing.assert_allclose(d_query, want, atol=2e-5)
+    _, pull = jax.vjp(lambda value: attend(query, key, value), value)
+    (want,) = pull(cotangent)
+
+    # Equal zeros would show nothing.
+    assert jnp.abs(want).max() > 0.1
+    got = transposed(query, key, cotangent)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    got = jax.jit(transposed)(query, key, cotangent)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "name", with_core(["causal, dense", "causal"], "causal, dense")
+)
+def test_linear_transpose_can_be_differentiated(name):
+    implementation, arguments = LINEAR[name]
+    attend = functools.partial(
+        dot_product_attention, implementation=implementation, **arguments
+    )
+    query, key, value, cotangent = linear_inputs()
+
+    @jax.jit
+    def of_transpose(query):
+        of_value = functools.partial(attend, query, key)
+        (transposed,) = jax.linear_transpose(of_value, value)(cotangent)
+        return jnp.vdot(transposed, value)
+
+    def of_call(query):
+        return jnp.vdot(attend(query, key, value), cotangent)
+
+    want = jax.grad(of_call)(query)
+    np.testing.assert_allclose(jax.grad(of_transpose)(query), want, atol=2e-5)
 
 
 @pytest.mark.core
-def test_other_linear_transposes():
-    """With the residual, and of calls that are not linear, or not known to be."""
+def test_linear_transpose_of_a_call_that_also_returns_the_residual():
     x = jnp.ones((1, 3, 2, 4))
-    (got,) = jax.linear_transpose(
-        lambda value: dot_product_attention(x, x, value, return_residual=True)[0], x
-    )(x)
+
+    def attend(value):
+        output, _ = dot_product_attention(x, x, value, return_residual=True)
+        return output
+
+    (got,) = jax.linear_transpose(attend, x)(x)
     np.testing.assert_allclose(got, x, atol=1e-6)
-    attend = functools.partial(dot_product_attention, key=x, implementation="blockwise")
-    for function in (
-        lambda value: attend(value, value=value),
-        jax.jit(lambda value: attend(x, value=value)),
-    ):
-        message = "only as a function of value, .* use jax.vjp"
-        refused(
-            message, jax.linear_transpose(function, x), x, error=NotImplementedError
-        )
+
+
+def squared(value):
+    """Not linear: the queries are the values, too."""
+    key = jnp.ones((1, 3, 2, 4))
+    return dot_product_attention(value, key, value, implementation="blockwise")
+
+
+@jax.jit
+def linear_inside_jit(value):
+    """Linear, but its transpose does not know it."""
+    x = jnp.ones((1, 3, 2, 4))
+    return dot_product_attention(x, x, value, implementation="blockwise")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("function", [squared, linear_inside_jit])
+def test_linear_transpose_of_a_function_that_may_not_be_linear_is_rejected(function):
+    x = jnp.ones((1, 3, 2, 4))
+    message = "only as a function of value, .* use jax.vjp"
+    refused(message, jax.linear_transpose(function, x), x, error=NotImplementedError)

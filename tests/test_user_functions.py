@@ -36,7 +36,7 @@ def attend(score_mod, implementation="xla", **arguments):
 
 
 def added(table, implementation="xla"):
-    """The expected output of a score_mod that adds table[kv_idx], computed with a bias."""
+    """The expected output of a score_mod that adds table[kv_idx], by a bias."""
     return dot_product_attention(
         *ARRAYS, jnp.asarray(table)[None, None, :], implementation=implementation
     )
@@ -54,6 +54,7 @@ def loss_of(score_mod, implementation="xla"):
     ).sum()
 
 
+# Functions that make a score_mod which adds table[kv_idx].
 def jitted_helper(table):
     helper = jax.jit(lambda score, kv_idx: score + table[kv_idx])
     return lambda score, b, h, q_idx, kv_idx: helper(score, kv_idx)
@@ -146,10 +147,12 @@ ADDING = {
 @pytest.mark.parametrize("name", with_core([*ADDING, *CAPTURING], *[*ADDING][:4]))
 def test_functions_that_differ_only_in_a_captured_array_differ(name):
     make = (ADDING | CAPTURING)[name]
+    # The third call must not return what the second one computed.
     for table in (FIRST, SECOND, FIRST):
         close(attend(make(table)), added(table))
 
 
+# Functions that make a score_mod whose derivative is multiplied by factor[0].
 def jvp_rule(factor):
     scaled = jax.custom_jvp(lambda x: x)
     scaled.defjvp(lambda primals, tangents: (primals[0], tangents[0] * factor[0]))
@@ -196,6 +199,7 @@ def test_the_current_rule_of_a_custom_derivative_counts(make, same, implementati
 
     first = derivative(1.0)
     other = derivative(3.0)
+    # Of a rule of a rule, only second derivatives change.
     if make is rule_of_a_rule:
         assert jnp.abs(other - first).max() > 1e-3
     else:
@@ -239,14 +243,12 @@ def test_current_values_of_closures_count(implementation):
         return kv_idx < count
 
     def check():
-        bias = jnp.where(
-            np.arange(T) < count, (numbers[0] + array) * number * table, -jnp.inf
-        )
-        close(
-            attend(score_mod, implementation, mask=FunctionMask(mask_mod)),
-            added(bias, implementation),
-        )
+        bias = (numbers[0] + array) * number * table
+        bias = jnp.where(np.arange(T) < count, bias, -jnp.inf)
+        got = attend(score_mod, implementation, mask=FunctionMask(mask_mod))
+        close(got, added(bias, implementation))
 
+    # Each of them changes alone.
     check()
     number = -3.0
     check()
@@ -262,16 +264,23 @@ def test_current_values_of_closures_count(implementation):
 
 @CORE_OF_BOTH
 def test_arrays_captured_by_a_jitted_helper_get_gradients(implementation):
-    loss = lambda table: jnp.sum(jnp.sin(attend(jitted_helper(table), implementation)))  # noqa: E731
-    want = jax.grad(lambda table: jnp.sum(jnp.sin(added(table))))(FIRST)
-    close(jax.grad(loss)(FIRST), want)
+    def loss(table):
+        return jnp.sum(jnp.sin(attend(jitted_helper(table), implementation)))
+
+    def wanted_loss(table):
+        return jnp.sum(jnp.sin(added(table)))
+
+    close(jax.grad(loss)(FIRST), jax.grad(wanted_loss)(FIRST))
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("convert", [np.asarray, list], ids=["NumPy", "list"])
 @pytest.mark.parametrize("capture", CAPTURING.values(), ids=CAPTURING)
 def test_lists_and_numpy_arrays_are_refused_with_the_fix(capture, convert):
-    message = r"score_mod\(.* raised Tracer(Array|Integer)Conv.* indexed by positions: use jnp.asarray\(\.\.\.\)"
+    message = (
+        r"score_mod\(.* raised Tracer(Array|Integer)Conv.* indexed by positions: "
+        r"use jnp.asarray\(\.\.\.\)"
+    )
     with pytest.raises(ValueError, match=message) as error:
         attend(capture(convert(np.asarray(FIRST))))
     assert "\n" not in str(error.value)
@@ -282,13 +291,11 @@ def test_a_key_of_jax_random_may_be_captured(implementation):
     key = jax.random.key(3)
 
     def noise(q_idx, kv_idx):
-        return jax.random.normal(
-            jax.random.fold_in(jax.random.fold_in(key, q_idx), kv_idx)
-        )
+        of_query = jax.random.fold_in(key, q_idx)
+        return jax.random.normal(jax.random.fold_in(of_query, kv_idx))
 
-    bias = jax.vmap(jax.vmap(noise))(
-        *jnp.meshgrid(jnp.arange(T), jnp.arange(T), indexing="ij")
-    )[None]
+    positions = jnp.meshgrid(jnp.arange(T), jnp.arange(T), indexing="ij")
+    bias = jax.vmap(jax.vmap(noise))(*positions)[None]
     mask = FunctionMask(lambda b, h, q_idx, kv_idx: noise(q_idx, kv_idx) > 0)
     got = attend(
         lambda score, b, h, q_idx, kv_idx: score + noise(q_idx, kv_idx),
@@ -325,14 +332,14 @@ def test_a_new_mask_is_an_equal_argument_of_jit_until_a_captured_value_changes()
         return attend(None, mask=mask)
 
     def check(count):
-        mask = FunctionMask(
-            lambda b, h, q, k: (abs(q - k) < window) & (jnp.asarray(table)[k] < 15)
-        )
+        def near(b, h, q, k):
+            return (abs(q - k) < window) & (jnp.asarray(table)[k] < 15)
+
+        # A new object and a new function in each call.
+        mask = FunctionMask(near)
         distance = abs(np.arange(T)[:, None] - np.arange(T))
-        close(
-            call(mask),
-            dot_product_attention(*ARRAYS, mask=(distance < window) & (table < 15)),
-        )
+        as_array = (distance < window) & (table < 15)
+        close(call(mask), dot_product_attention(*ARRAYS, mask=as_array))
         assert traces == count
         return mask
 
@@ -350,16 +357,18 @@ def test_a_new_mask_is_an_equal_argument_of_jit_until_a_captured_value_changes()
 def test_equal_functions_and_other_arrays_compile_nothing(implementation):
     def call(slope, offset, scale):
         slope = jnp.float32(slope)
-        score_mod = lambda score, b, h, q_idx, kv_idx: (
-            score * slope + 0.25 * (q_idx - kv_idx).astype(score.dtype)
-        )  # noqa: E731
-        mask = FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 != 1)
-        more = {
-            "query_offset": offset,
-            "scale": scale,
-            "query_segment_ids": np.arange(T)[None] // offset,
-        }
-        return attend(score_mod, implementation, mask=mask, **more)
+
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score * slope + 0.25 * (q_idx - kv_idx).astype(score.dtype)
+
+        return attend(
+            score_mod,
+            implementation,
+            mask=FunctionMask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 != 1),
+            query_offset=offset,
+            scale=scale,
+            query_segment_ids=np.arange(T)[None] // offset,
+        )
 
     call(0.5, 7, 0.1)
     with nothing_is_compiled():
@@ -433,7 +442,9 @@ def test_the_same_code_compiles_once(make):
     ids=["floats", "integers", "infinities", "exponents"],
 )
 def test_functions_with_different_numbers_differ(make):
-    one, other = (np.nan_to_num(attend(make(number)), nan=9.0) for number in (3, 4))
+    # Infinities of different signs may give NaN in one output.
+    one = np.nan_to_num(attend(make(3)), nan=9.0)
+    other = np.nan_to_num(attend(make(4)), nan=9.0)
     assert np.abs(one - other).max() > 1e-3
 
 
@@ -443,7 +454,8 @@ def test_a_function_whose_rule_raises_has_a_value_but_no_derivative():
 
     doubled = jax.custom_vjp(lambda x: 2 * x)
     doubled.defvjp(lambda x: (2 * x, None), refuse)
-    close(attend(lambda score, *_: doubled(score)), attend(lambda score, *_: 2 * score))
+    want = attend(lambda score, *_: 2 * score)
+    close(attend(lambda score, *_: doubled(score)), want)
     with pytest.raises(NotImplementedError, match="no gradient"):
         jax.grad(loss_of(lambda score, *_: doubled(score)))(ARRAYS[0])
 
@@ -458,9 +470,8 @@ def test_scores_masked_by_a_score_mod_have_safe_derivatives(transform, implement
         def loss(query, slopes):
             def score_mod(score, b, h, q_idx, kv_idx):
                 distance = of_distance(q_idx - kv_idx).astype(score.dtype)
-                return jnp.where(
-                    q_idx >= kv_idx, (score + jnp.log1p(distance)) * slopes[h], -jnp.inf
-                )
+                changed = (score + jnp.log1p(distance)) * slopes[h]
+                return jnp.where(q_idx >= kv_idx, changed, -jnp.inf)
 
             return loss_of(score_mod, implementation)(query)
 
@@ -474,9 +485,10 @@ def test_scores_masked_by_a_score_mod_have_safe_derivatives(transform, implement
             ARRAYS[0], slopes
         )
 
-    for got, want in zip(
-        derivative(lambda x: x), derivative(lambda x: jnp.maximum(x, 0)), strict=True
-    ):
+    # Later keys have distances below 0, whose logarithm may be NaN.
+    unsafe = derivative(lambda x: x)
+    safe = derivative(lambda x: jnp.maximum(x, 0))
+    for got, want in zip(unsafe, safe, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -491,11 +503,8 @@ def test_each_head_gets_its_own_entry_of_an_array_by_batch_and_head(implementati
         """With `whole`, also an entry of another batch entry."""
 
         def score_mod(score, b, h, q, k):
-            return (
-                score
-                + terms[b, h, q] * terms[b, h, k]
-                + (terms[1, 0, 0] if whole else 0)
-            )
+            score = score + terms[b, h, q] * terms[b, h, k]
+            return score + terms[1, 0, 0] if whole else score
 
         return jnp.sin(attend(score_mod, implementation)).sum()
 

@@ -22,18 +22,22 @@ def attend(
     """Attention by heads of inputs [batch, length, heads * head_dim]; if given,
     `length` is that of all three.
     """
-    q, k, v = (
-        x.view(len(x), length or x.shape[1], -1, head_dim).transpose(1, 2)
-        for x in (query, key, value)
-    )
+
+    def split_heads(x: Tensor) -> Tensor:
+        return x.view(len(x), length or x.shape[1], -1, head_dim).transpose(1, 2)
+
+    q, k, v = (split_heads(x) for x in (query, key, value))
     scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
-    return (torch.softmax(scores, dim=-1) @ v).transpose(1, 2).flatten(2)
+    output = torch.softmax(scores, dim=-1) @ v
+    return output.transpose(1, 2).flatten(2)
 
 
 class NoteMHA(nn.Module):
-    """Takes the length of keys and values from the queries, so it fails if they differ."""
+    """Takes the length of keys and values from the queries, so it fails if they
+    differ.
+    """
 
     def __init__(self, d_model: int, num_heads: int) -> None:
         super().__init__()
@@ -43,8 +47,12 @@ class NoteMHA(nn.Module):
         )
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        inputs = self.w_q(query), self.w_k(key), self.w_v(value)
-        return self.w_out(attend(*inputs, self.head_dim, length=query.shape[1]))
+        q = self.w_q(query)
+        k = self.w_k(key)
+        v = self.w_v(value)
+        # This is the fault.
+        length = query.shape[1]
+        return self.w_out(attend(q, k, v, self.head_dim, length))
 
 
 class BertSelfAttention(nn.Module):
@@ -56,9 +64,10 @@ class BertSelfAttention(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dense(
-            attend(self.query(x), self.key(x), self.value(x), self.head_dim)
-        )
+        q = self.query(x)
+        k = self.key(x)
+        v = self.value(x)
+        return self.dense(attend(q, k, v, self.head_dim))
 
 
 class D2LMHA(nn.Module):
@@ -80,9 +89,10 @@ class D2LMHA(nn.Module):
         self.W_o = nn.Linear(num_hiddens, num_hiddens, bias=False)
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return self.W_o(
-            attend(self.W_q(queries), self.W_k(keys), self.W_v(values), self.head_dim)
-        )
+        q = self.W_q(queries)
+        k = self.W_k(keys)
+        v = self.W_v(values)
+        return self.W_o(attend(q, k, v, self.head_dim))
 
 
 class MaskedSelfAttention(nn.Module):
@@ -96,7 +106,10 @@ class MaskedSelfAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        visible = None if attention_mask is None else attention_mask != 0
-        return self.out_proj(
-            attend(self.q(x), self.k(x), self.v(x), self.head_dim, visible=visible)
-        )
+        visible = None
+        if attention_mask is not None:
+            visible = attention_mask != 0
+        q = self.q(x)
+        k = self.k(x)
+        v = self.v(x)
+        return self.out_proj(attend(q, k, v, self.head_dim, visible=visible))

@@ -35,14 +35,11 @@ def mesh_of(axis_type=AxisType.Auto, **sizes):
 
 
 def arrays(num_kv_heads, length=T, keys=None, dtype=jnp.float32):
-    shapes = (
-        (B, length, N, H),
-        (B, keys or length, num_kv_heads, H),
-        (B, keys or length, num_kv_heads, H),
-    )
+    of_keys = (B, keys or length, num_kv_heads, H)
     return {
-        name: floats(i, *shape, dtype=dtype)
-        for i, (name, shape) in enumerate(zip(QKV, shapes, strict=True))
+        "query": floats(0, B, length, N, H, dtype=dtype),
+        "key": floats(1, *of_keys, dtype=dtype),
+        "value": floats(2, *of_keys, dtype=dtype),
     }
 
 
@@ -56,37 +53,37 @@ def everything(x, order):
     """
 
     def alibi(score, b, h, q_idx, kv_idx):
-        return score + x["slopes"][h] * (kv_idx - q_idx).astype(score.dtype) * 0.1 * (
-            b + 1
-        ).astype(score.dtype)
+        distance = (kv_idx - q_idx).astype(score.dtype)
+        size = 0.1 * (b + 1).astype(score.dtype)
+        return score + x["slopes"][h] * distance * size
 
-    segments = order(
-        jnp.asarray(np.repeat([[0, 1, 1, 2], [0, 0, 1, 1]], T // 4, 1), jnp.int32), 1
-    )
-    arguments = {name: x[name] for name in ("sinks", "scale")}
-    arguments |= {"bias": order(order(x["bias"], 2), 3) + order(x["of_keys"], 3)}
-    arguments |= {
+    ids = np.repeat([[0, 1, 1, 2], [0, 0, 1, 1]], T // 4, 1)
+    segments = order(jnp.asarray(ids, jnp.int32), 1)
+    return {
+        "sinks": x["sinks"],
+        "scale": x["scale"],
+        "bias": order(order(x["bias"], 2), 3) + order(x["of_keys"], 3),
         "mask": FunctionMask(lambda b, h, q_idx, kv_idx: kv_idx % (h + 2) != b),
         "score_mod": alibi,
+        "is_causal": True,
+        "local_window_size": (30, None),
+        "query_segment_ids": segments,
+        "key_value_segment_ids": segments,
+        "key_value_seq_lengths": jnp.asarray([T, T - 7], jnp.int32),
+        "dropout_rate": 0.2,
+        "dropout_rng": jax.random.key(0),
     }
-    arguments |= {"is_causal": True, "local_window_size": (30, None)}
-    arguments |= {"query_segment_ids": segments, "key_value_segment_ids": segments}
-    arguments |= {"key_value_seq_lengths": jnp.asarray([T, T - 7], jnp.int32)}
-    return arguments | {"dropout_rate": 0.2, "dropout_rng": jax.random.key(0)}
 
 
 def windows(x, order):
     """Positions that do not begin at 0, a mask array, lengths and a window on both
     sides.
     """
-    shown = np.random.default_rng(0).random((1, N, T, 2 * T)) < 0.8
+    shown = jnp.asarray(np.random.default_rng(0).random((1, N, T, 2 * T)) < 0.8)
+    of_lengths = LengthMask(jnp.asarray([9, 30], jnp.int32))
+    of_positions = CausalMask(3) | LocalMask(2, 9) | of_lengths
     return {
-        "mask": (
-            CausalMask(3)
-            | LocalMask(2, 9)
-            | LengthMask(jnp.asarray([9, 30], jnp.int32))
-        )
-        & flax_mha.masks.ArrayMask(order(order(jnp.asarray(shown), 2), 3)),
+        "mask": of_positions & flax_mha.masks.ArrayMask(order(order(shown, 2), 3)),
         "query_offset": jnp.asarray([40, 11], jnp.int32),
         "key_value_offset": 5,
         "query_seq_lengths": jnp.asarray([80, 30], jnp.int32),
@@ -99,8 +96,9 @@ EXTRA = {
     "bias": floats(1, B, 1, T, T),
     "of_keys": floats(2, T)[None, None, None],
     "sinks": floats(3, N),
+    "slopes": floats(4, N),
+    "scale": jnp.float32(0.3),
 }
-EXTRA |= {"slopes": floats(4, N), "scale": jnp.float32(0.3)}
 # Arguments, and the arrays that get gradients.
 CASES = {
     "plain": (plain, arrays(8)),
@@ -117,6 +115,11 @@ def in_order(layout, devices):
     return (lambda x, axis: to_zigzag(x, devices, axis)), (
         lambda x: from_zigzag(x, devices)
     )
+
+
+def in_order_of(order, x):
+    """The arrays with queries, keys and values in this order."""
+    return x | {name: order(x[name], 1) for name in QKV}
 
 
 def with_gradients(attention_fn, arguments, order=lambda x, axis: x):
@@ -142,7 +145,8 @@ def on_one_device(case):
 
 
 def compare(got, expected):
-    (output, gradients), (want, want_gradients) = got, expected
+    output, gradients = got
+    want, want_gradients = expected
     assert gradients.keys() == want_gradients.keys()
     close(output, want, 1e-6)
     close(gradients, want_gradients)
@@ -153,31 +157,26 @@ def errors(attention_fn, x):
     values, and the largest lse.
     """
     shape = x["query"].shape
-    d_output = (
-        jnp.cos(jnp.arange(np.prod(shape), dtype=jnp.float32))
-        .reshape(shape)
-        .astype(x["query"].dtype)
-    )
+    # Known numbers of both signs.
+    d_output = jnp.cos(jnp.arange(np.prod(shape), dtype=jnp.float32))
+    d_output = d_output.reshape(shape).astype(x["query"].dtype)
 
     @jax.jit
     def run(x):
         output, pull = jax.vjp(lambda x: attention_fn(**x, is_causal=True), x)
         return output, *(pull(d_output)[0][name] for name in QKV)
 
-    exact = [np.float64(x[name]) for name in QKV]
-    cotangents = np.float64(d_output), np.zeros(shape[:-1])
     (want, lse), gradients = reference.attention(
-        *exact, is_causal=True, cotangents=cotangents
+        *(np.float64(x[name]) for name in QKV),
+        is_causal=True,
+        cotangents=(np.float64(d_output), np.zeros(shape[:-1])),
     )
-    got = run(x)
-    assert all(answer.dtype == d_output.dtype for answer in got)
-    pairs = zip(got, (want, *gradients), strict=True)
-    return np.array(
-        [
-            np.abs(np.float64(x) - truth).max() / np.abs(truth).max()
-            for x, truth in pairs
-        ]
-    ), lse.max()
+    found = []
+    for got, truth in zip(run(x), (want, *gradients), strict=True):
+        assert got.dtype == d_output.dtype
+        error = np.abs(np.float64(got) - truth).max()
+        found.append(error / np.abs(truth).max())
+    return np.array(found), lse.max()
 
 
 def compare_not_finite(one, other, x, sinks, lengths, window):
@@ -192,18 +191,19 @@ def compare_not_finite(one, other, x, sinks, lengths, window):
     }
 
     def run(attention_fn, x, sinks):
-        output, pull = jax.vjp(
-            lambda x, sinks: attention_fn(**x, sinks=sinks, **more), x, sinks
-        )
+        def attend(x, sinks):
+            return attention_fn(**x, sinks=sinks, **more)
+
+        output, pull = jax.vjp(attend, x, sinks)
+        # NaN in the output would spread by its cotangent.
         return output, pull(jnp.isfinite(output).astype(output.dtype))
 
-    programs = [
-        jax.jit(functools.partial(run, attention_fn)) for attention_fn in (one, other)
-    ]
-    want, got = ([program(x, each) for each in sinks] for program in programs)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), got, want
-    )
+    of_one = jax.jit(functools.partial(run, one))
+    of_other = jax.jit(functools.partial(run, other))
+    want = [of_one(x, each) for each in sinks]
+    got = [of_other(x, each) for each in sinks]
+    same = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
+    jax.tree.map(same, got, want)
     return [output for output, _ in want]
 
 
@@ -213,14 +213,9 @@ def compare_derivatives(
     """Compares derivatives, by a function of `test_derivatives`, with those on one
     device.
     """
+    order, back = in_order(layout, mesh.shape["context"])
     with jax.enable_x64(dtype == np.float64):
-        got = _derivatives(
-            derivatives,
-            attention_fn,
-            case,
-            dtype,
-            *in_order(layout, mesh.shape["context"]),
-        )
+        got = _derivatives(derivatives, attention_fn, case, dtype, order, back)
         want = _derivatives_on_one_device(derivatives, case, dtype)
     close(got, want, {np.float64: 1e-9, np.float32: 1e-4}[dtype], at_least=1e-2)
 
@@ -238,13 +233,12 @@ def _derivatives(derivatives, attention_fn, case, dtype, order, back):
         output = attention_fn(x["query"], x["key"], x["value"], **arguments(x, order))
         return jnp.sin(output).sum(), (output,)
 
-    exact = {
-        name: jnp.asarray(order(array, 1) if name in QKV else array, dtype)
-        for name, array in x.items()
-    }
+    exact = in_order_of(order, x)
+    exact = {name: jnp.asarray(array, dtype) for name, array in exact.items()}
     tangents = {name: jnp.cos(2 * array) for name, array in exact.items()}
     results = jax.jit(derivatives(loss))(exact, tangents)
 
+    # Arrays of EXTRA are passed in the order of one device.
     def in_place(name, x):
         if isinstance(x, dict):
             return {key: in_place(key, array) for key, array in x.items()}
@@ -269,6 +263,7 @@ def placed(x, mesh, batch=None, heads=None):
     mesh.
     """
     of_sequences = jax.P(batch, "context", heads)
+    # Arrays that are not named here are on all devices.
     specs = dict.fromkeys(("query", "key", "value"), of_sequences)
     specs |= {"bias": jax.P(batch, None, "context"), "sinks": jax.P(heads)}
     return {name: put(x[name], mesh, *specs.get(name, ())) for name in x}
@@ -276,10 +271,9 @@ def placed(x, mesh, batch=None, heads=None):
 
 def on_devices(attention_fn, case, layout, mesh):
     """The compiled program, and its results in the order of one device."""
-    (arguments, x), (order, back) = CASES[case], in_order(layout, mesh.shape["context"])
-    x = placed(
-        {name: order(x[name], 1) if name in QKV else x[name] for name in x}, mesh
-    )
+    arguments, x = CASES[case]
+    order, back = in_order(layout, mesh.shape["context"])
+    x = placed(in_order_of(order, x), mesh)
     program = jax.jit(with_gradients(attention_fn, arguments, order)).lower(x).compile()
     output, gradients = jax.device_get(program(x))
     gradients |= {name: back(gradients[name]) for name in QKV}

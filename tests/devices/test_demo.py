@@ -1,6 +1,7 @@
 """The demo's training step on a mesh: the losses of one device, in less memory."""
 
 import functools
+import math
 import re
 from typing import NamedTuple
 
@@ -27,10 +28,8 @@ SIZES = {
     "heads": 4,
     "features": 32,
 }
-SETTINGS, MUON = (
-    Settings(optimizer=x, learning_rate=y, **SIZES)
-    for x, y in (("adamw", 4e-3), ("muon", 0.03))
-)
+SETTINGS = Settings(optimizer="adamw", learning_rate=4e-3, **SIZES)
+MUON = Settings(optimizer="muon", learning_rate=0.03, **SIZES)
 # A loss is a mean of so many float32 numbers. If they are equal, as before the first
 # step, each addition may round in the same direction.
 ROUNDING = SETTINGS.batch_size * SETTINGS.context_length * 2.0**-24
@@ -60,7 +59,8 @@ def initial_state(settings):
 @functools.cache
 def seen(name, settings, packed):
     layout = LAYOUTS[name]
-    over = mesh.make(layout.sizes(1 if name == "alone" else 8, settings))
+    num_devices = 1 if name == "alone" else 8
+    over = mesh.make(layout.sizes(num_devices, settings))
     structure, _ = blueprint(VOCABULARY, settings, layout)
     with mesh.use(over):
         shardings = mesh.shardings(over, initial_state(settings))
@@ -80,14 +80,13 @@ def seen(name, settings, packed):
 
 
 def reduced(hlo):
-    """The sizes of the arrays in each all-reduce."""
+    """The sizes of all arrays in all-reduces."""
     for line in hlo.splitlines():
         shapes, found, _ = line.partition(" all-reduce(")
         if found:
-            sizes = re.findall(r"\w\[([\d,]*)\]", shapes)
-            yield [
-                int(np.prod([int(n) for n in size.split(",") if n])) for size in sizes
-            ]
+            # A scalar has no sizes.
+            for axes in re.findall(r"\w\[([\d,]*)\]", shapes):
+                yield math.prod(int(n) for n in axes.split(",") if n)
 
 
 @pytest.mark.parametrize(
@@ -111,29 +110,25 @@ def test_fsdp_holds_an_eighth_and_sends_no_activations():
     assert split.held <= alone.held / 7
     largest_parameter = 4 * SETTINGS.features**2
     activations = SETTINGS.batch_size // 8 * SETTINGS.context_length * SETTINGS.features
-    shapes = {size for sizes in reduced(split.hlo) for size in sizes}
-    assert largest_parameter in shapes
-    assert max(shapes) == largest_parameter
-    assert activations not in shapes
+    sizes = {*reduced(split.hlo)}
+    assert largest_parameter in sizes
+    assert max(sizes) == largest_parameter
+    assert activations not in sizes
 
 
 def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path):
     state = initial_state(SETTINGS)
-    fsdp, tensor, alone = (
-        mesh.make(LAYOUTS[name].sizes(number, SETTINGS))
-        for name, number in (("fsdp", 8), ("tensor", 8), ("alone", 1))
-    )
+    fsdp = mesh.make(LAYOUTS["fsdp"].sizes(8, SETTINGS))
+    tensor = mesh.make(LAYOUTS["tensor"].sizes(8, SETTINGS))
+    alone = mesh.make(LAYOUTS["alone"].sizes(1, SETTINGS))
     with checkpoint.manager(tmp_path, writes=True) as checkpoints:
-        checkpoint.save(
-            checkpoints, 1, jax.device_put(state, mesh.shardings(fsdp, state))
-        )
+        split = jax.device_put(state, mesh.shardings(fsdp, state))
+        checkpoint.save(checkpoints, 1, split)
         for over in (fsdp, tensor, alone):
             step, found = checkpoint.restore_newest(
                 checkpoints, state, over=over, say=pytest.fail
             )
             assert step == 1
             jax.tree.map(np.testing.assert_array_equal, found, state)
-            expected = mesh.shardings(over, state)
-            assert jax.tree.all(
-                jax.tree.map(lambda leaf, at: leaf.sharding == at, found, expected)
-            )
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, found)
+            assert shardings == mesh.shardings(over, state)
