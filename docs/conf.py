@@ -72,7 +72,7 @@ copybutton_prompt_is_regexp = True
 
 
 def setup(app: Sphinx) -> None:
-    """Adds to pages what only Sphinx can show, and tells autodoc how signatures look."""
+    """Adds to pages what only Sphinx can show; sets how signatures look."""
     app.connect("autodoc-process-signature", signature_as_written)
     # When napoleon has read it.
     app.connect("autodoc-process-docstring", add_long_signature, priority=600)

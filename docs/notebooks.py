@@ -23,7 +23,7 @@ RAW = f"{REPOSITORY.replace('github', 'raw.githubusercontent', 1)}/main"
 PAGES = ("quickstart", "masks", "inference", "derivatives")
 DEMO = DOCS / "train_demo.ipynb"
 INSTALL = f"""\
-# Only where the package is missing, as on Colab; in a clone, `pip install -e .` has installed it.
+# On Colab; in a clone, `pip install -e .` has installed it.
 import importlib.util
 
 if importlib.util.find_spec("flax_mha") is None:
@@ -94,7 +94,8 @@ def _showing(block: str) -> str:
             return f'{block}\nplot_mask({recipe}["mask"], 200, 200).figure'
     if isinstance(last, ast.Assert):
         test = last.test.values[0] if isinstance(last.test, ast.BoolOp) else last.test
-        return f"{block}\n{ast.unparse(test.left if isinstance(test, ast.Compare) else test)}"
+        shown = test.left if isinstance(test, ast.Compare) else test
+        return f"{block}\n{ast.unparse(shown)}"
     if isinstance(last, ast.Assign):
         target = last.targets[0]
         name = ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target)

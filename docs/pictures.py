@@ -135,8 +135,10 @@ THEMES = (
 
 
 def _svg(picture: Picture, colors: Mapping[str, str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {picture.width} {picture.height}"'
-    head += f' width="{picture.width}" height="{picture.height}" font-family="system-ui,sans-serif">'
+    width = picture.width
+    height = picture.height
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+    head += f' width="{width}" height="{height}" font-family="system-ui,sans-serif">'
     text = "\n".join([head, *picture.shapes, "</svg>", ""])
     for name, color in colors.items():
         text = text.replace(f"@{name}", color)

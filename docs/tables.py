@@ -100,14 +100,15 @@ def markdown(table: Table) -> str:
         for name, number in report["versions"].items()
         if name != "flax-mha"
     )
-    measured = f"Measured on {report['date'][:10]}: {report['device']}, {report['cores']} cores; {versions}."
+    machine = f"{report['device']}, {report['cores']} cores"
+    measured = f"Measured on {report['date'][:10]}: {machine}; {versions}."
     return "\n".join([*lines, "", f"{measured} Command: `{report['command']}`.", ""])
 
 
 def _places(
     table: Table, rows: list[Row]
 ) -> tuple[dict[tuple, dict[Any, Row]], list[Any]]:
-    """For each line of the table its cells by column, and the columns in their order."""
+    """Each line of the table with its cells by column, and the ordered columns."""
     places: dict[tuple, dict[Any, Row]] = {}
     columns: list[Any] = []
     for row in rows:

@@ -87,7 +87,7 @@ def pytest_addoption(parser):
 
 
 def runs_core_alone(config):
-    """Whether this is plain `pytest`: neither `--all` nor a path or a node id is given."""
+    """Whether this is plain `pytest`: without `--all`, a path or a node id."""
     return (
         not config.getoption("all")
         and config.args_source != pytest.Config.ArgsSource.ARGS
@@ -132,7 +132,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Excludes all objects that exist by now, such as modules, from garbage collection."""
+    """Excludes all objects that exist by now from garbage collection."""
     gc.freeze()
 
 

@@ -6,7 +6,9 @@ the keys of the published file and small numbers. Files of models that are publi
 the format of Transformers 5 are as it saves them. `tests/hf_configs.txt` has what
 `describe` returns for each file. test_hf_configs.py compares the two in every run.
 
-    python tests/hf_configs.py    # compares all with Transformers, and writes the text file; needs Transformers
+    python tests/hf_configs.py
+
+compares all with Transformers, which it needs, and writes the text file.
 
 This script compares the description of each file with that of the config that
 Transformers makes from it, which has all defaults and only new keys.
@@ -30,7 +32,8 @@ LAYERS = 9  # more than any file has
 LENGTH = 8192  # the length of sequences, for LongRoPE
 # Files that Transformers reads in another way, and why its way is not ours.
 DIFFERENT = {
-    "dbrx": "Transformers 5.24 rotates with a base of 10000, and ignores the rope_theta in attn_config.",
+    "dbrx": "Transformers 5.24 rotates with a base of 10000, and ignores the "
+    "rope_theta in attn_config.",
     "kimi_k2": "Transformers has no such model type; the model is DeepSeek V3.",
 }
 
@@ -44,7 +47,7 @@ def load() -> dict[str, dict[str, Any]]:
 
 
 def show(value: Any) -> str:
-    """Writes a value; of a dataclass, only the fields that differ from their defaults."""
+    """Writes a value; of a dataclass, only the fields that are not the default."""
     if isinstance(value, bool) or value is None:
         return str(value)
     if isinstance(value, int | float):
@@ -105,7 +108,7 @@ def describe(config: dict[str, Any], layer: int) -> str:
 
 
 def summary(config: dict[str, Any]) -> str:
-    """Describes all layers: a line for each description, with the layers that have it."""
+    """Describes all layers: a line for each description, with its layers."""
     layers: dict[str, list[int]] = {}
     for layer in range(LAYERS):
         line = describe(config, layer)

@@ -23,7 +23,8 @@ from train_demo.model import blueprint
 from train_demo.settings import Settings
 from train_demo.update import first_state
 
-TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs! How vexing, zebras jump. "
+TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen "
+TEXT += "liquor jugs! How vexing, zebras jump. "
 SIZES = {
     "context_length": 16,
     "layers": 2,

@@ -25,29 +25,58 @@ import train_demo
 from flax_mha import CausalMask, Mask, SegmentMask, convert, linen, plot, recipes
 
 x = jnp.ones((1, 8, 2, 4))
-mask: Mask = CausalMask() & flax_mha.LocalMask(3, 0) | ~SegmentMask(jnp.ones(8, int), jnp.ones(8, int))
-output: jax.Array = flax_mha.dot_product_attention(x, x, x, mask=mask, is_causal=True, query_offset=jnp.array([3]))
-both: tuple[jax.Array, jax.Array] = flax_mha.dot_product_attention(x, x, x, return_residual=True, key_value_offset=1)
-most: tuple[jax.Array, ...] = flax_mha.dot_product_attention(x, x, x, return_max_score=True, scale=0.5)
-chosen: str = flax_mha.explain_implementation(x, x, x, local_window_size=(3, None)).chosen
+mask: Mask = CausalMask() & flax_mha.LocalMask(3, 0) | ~SegmentMask(
+    jnp.ones(8, int), jnp.ones(8, int)
+)
+output: jax.Array = flax_mha.dot_product_attention(
+    x, x, x, mask=mask, is_causal=True, query_offset=jnp.array([3])
+)
+both: tuple[jax.Array, jax.Array] = flax_mha.dot_product_attention(
+    x, x, x, return_residual=True, key_value_offset=1
+)
+most: tuple[jax.Array, ...] = flax_mha.dot_product_attention(
+    x, x, x, return_max_score=True, scale=0.5
+)
+chosen: str = flax_mha.explain_implementation(
+    x, x, x, local_window_size=(3, None)
+).chosen
 other: jax.Array = flax_mha.attention_fn(x, x, x, scale=0.5, implementation="xla")
 attention = flax_mha.MultiHeadAttention(
-    2, 8, implementation="blockwise", scale=0.3, normalize_qk=flax_mha.Norm("rms", epsilon=1e-3), rngs=nnx.Rngs(0)
+    2,
+    8,
+    implementation="blockwise",
+    scale=0.3,
+    normalize_qk=flax_mha.Norm("rms", epsilon=1e-3),
+    rngs=nnx.Rngs(0),
 )
 out: jax.Array = attention(x, mask=mask, lengths=jnp.array([3]), segment_ids=None)
-layer = linen.MultiHeadAttention(num_heads=2, num_kv_heads=1, implementation="xla", scale=0.3)
+layer = linen.MultiHeadAttention(
+    num_heads=2, num_kv_heads=1, implementation="xla", scale=0.3
+)
 same: jax.Array = layer(x, lengths=jnp.array([3]))
-rotary = flax_mha.MultiHeadAttention(2, 8, rope=flax_mha.rope.RoPE(base=1e6), decode=True, rngs=nnx.Rngs(0))
+rotary = flax_mha.MultiHeadAttention(
+    2, 8, rope=flax_mha.rope.RoPE(base=1e6), decode=True, rngs=nnx.Rngs(0)
+)
 rotary.init_cache((1, 9, 8), per_row=True)
 rotated: jax.Array = rotary(x, positions=jnp.arange(8), lengths=jnp.array([3]))
-crossed: jax.Array = linen.MultiHeadAttention(num_heads=2, decode=True, per_row=True)(x, x, store_keys=True)
-cache = flax_mha.cache.KVCache.create(1, 9, num_kv_heads=2, head_size=4, window=None, per_row=True)
+crossed: jax.Array = linen.MultiHeadAttention(num_heads=2, decode=True, per_row=True)(
+    x, x, store_keys=True
+)
+cache = flax_mha.cache.KVCache.create(
+    1, 9, num_kv_heads=2, head_size=4, window=None, per_row=True
+)
 decoded: jax.Array
-decoded, cache = flax_mha.cache.cached_attention(x, x, x, cache.truncate(0), lengths=jnp.array([3]))
-decoded, cache, largest = flax_mha.cache.cached_attention(x, x, x, cache, scale=0.5, return_max_score=True)
+decoded, cache = flax_mha.cache.cached_attention(
+    x, x, x, cache.truncate(0), lengths=jnp.array([3])
+)
+decoded, cache, largest = flax_mha.cache.cached_attention(
+    x, x, x, cache, scale=0.5, return_max_score=True
+)
 convert.from_torch({}, num_heads=2, prefix="layers.0.")
 convert.load_torch(attention, {}, "layers.0.", check_options=False)
-convert.load_torch(flax_mha.MultiHeadAttention(**convert.describe({}, layer=3), rngs=nnx.Rngs(0)), {})
+convert.load_torch(
+    flax_mha.MultiHeadAttention(**convert.describe({}, layer=3), rngs=nnx.Rngs(0)), {}
+)
 arrays: dict[str, np.ndarray] = convert.to_torch({}, "hf_llama", qk_norm_offset=1.0)
 recipes.alibi(num_heads=2)
 rope: flax_mha.RoPE = flax_mha.RoPE(base=1e6)
@@ -55,10 +84,15 @@ empty: flax_mha.KVCache = flax_mha.KVCache.create(1, 9, num_kv_heads=2, head_siz
 back: jax.Array = flax_mha.from_zigzag(flax_mha.to_zigzag(x, 4), 4, axis=1)
 flax_mha.combine(recipes.alibi(num_heads=2), recipes.causal())
 there: str = flax_mha.explain_implementation(x, x, x, platform="cuda").chosen
-asked: str = attention.explain(x, mask=mask, platform="tpu").chosen + layer.explain(x, platform=None).chosen
+asked: str = (
+    attention.explain(x, mask=mask, platform="tpu").chosen
+    + layer.explain(x, platform=None).chosen
+)
 plot.plot_mask(mask, 3, 4)
 version: str = flax_mha.__version__
-run: train_demo.Run = train_demo.train("text", steps=3, resume=True, layout=train_demo.Layout(fsdp=2))
+run: train_demo.Run = train_demo.train(
+    "text", steps=3, resume=True, layout=train_demo.Layout(fsdp=2)
+)
 text: str = train_demo.load(run.out).sample("a", 9, temperature=0)
 """
 
@@ -153,7 +187,8 @@ def test_only_the_mistakes_are_reported(tmp_path):
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "mypy.ini").write_text(CONFIG)
-    options = "--strict --config-file=mypy.ini --no-error-summary --follow-imports=silent --cache-dir=/dev/null"
+    options = "--strict --config-file=mypy.ini --no-error-summary"
+    options += " --follow-imports=silent --cache-dir=/dev/null"
     options += (
         " --disable-error-code=name-defined --ignore-missing-imports right.py wrong.py"
     )
