@@ -14,6 +14,7 @@ from flax_mha._src.masks import Occupancy as Occupancy
 from flax_mha._src.masks import Or as Or
 from flax_mha._src.masks import SegmentMask as SegmentMask
 from flax_mha._src.masks import WrittenMask as WrittenMask
+from flax_mha._src.masks import segments_from_offsets as segments_from_offsets
 
 __all__ = [
     "And",
@@ -28,4 +29,5 @@ __all__ = [
     "Or",
     "SegmentMask",
     "WrittenMask",
+    "segments_from_offsets",
 ]

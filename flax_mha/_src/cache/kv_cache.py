@@ -29,6 +29,22 @@ from flax_mha._src.distributed.split import place, take_entries
 SPARE = 64
 
 
+def reset_index(index: Int[Array, "*B"], rows: ArrayLike) -> Int[Array, "*B"]:
+    """Sets the index of a cache to 0 where `rows` is True; see `KVCache.reset`."""
+    rows = jnp.asarray(rows)
+    if index.ndim == 0:
+        raise ValueError(
+            "rows requires a cache with an index for each sequence, but this cache has "
+            "one for all; create it with per_row=True."
+        )
+    if rows.dtype != jnp.bool_ or rows.shape != index.shape:
+        raise ValueError(
+            f"rows must be bool with shape {index.shape}, True for each sequence to "
+            f"empty, but got {rows.dtype} with shape {rows.shape}."
+        )
+    return jnp.where(rows, 0, index)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
@@ -424,6 +440,22 @@ class KVCache:
                 changes[name] = jnp.where(is_lost, nan, stored)
         changes["index"] = jnp.where(fine, new, jnp.int32(-1))
         return dataclasses.replace(self, **changes)
+
+    def reset(self, rows: ArrayLike) -> "KVCache":
+        """Empties some sequences, so that new ones can take their places; returns a new
+        cache.
+
+        The other sequences go on. Old keys stay in memory, but no query attends to
+        them. A sequence whose index is negative can be used again.
+
+        Args:
+          rows: bool [B...]: True empties the sequence.
+
+        Raises:
+          ValueError: If the cache has one index for all sequences (see `per_row`), or
+            if `rows` has another shape or dtype.
+        """
+        return dataclasses.replace(self, index=reset_index(self.index, rows))
 
     def take(self, rows: ArrayLike) -> "KVCache":
         """Makes a cache of the selected sequences, to reorder beams or to continue one

@@ -5,6 +5,7 @@ values.
 from flax_mha._src.masks.arrays import ArrayMask as ArrayMask
 from flax_mha._src.masks.arrays import LengthMask as LengthMask
 from flax_mha._src.masks.arrays import SegmentMask as SegmentMask
+from flax_mha._src.masks.arrays import segments_from_offsets as segments_from_offsets
 from flax_mha._src.masks.base import And as And
 from flax_mha._src.masks.base import CausalMask as CausalMask
 from flax_mha._src.masks.base import LocalMask as LocalMask

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from flax_mha._src.core import validation
 from flax_mha._src.core.tile import Grid, Tile
+from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.validation import Shape
 from flax_mha._src.masks.base import Mask, Occupancy
 
@@ -148,3 +149,48 @@ class ArrayMask(Mask):
 
     def canonical(self, shape: Shape) -> Mask:
         return ArrayMask(validation.mask(self.visible, shape))
+
+
+def segments_from_offsets(
+    offsets: Int[Array, " N+1"], length: int
+) -> Int[Array, " length"]:
+    """Makes segment ids of packed documents from the positions where they begin, as in
+    the argument `cu_seqlens` of FlashAttention.
+
+    Args:
+      offsets: Ints that do not decrease: document i has the tokens from `offsets[i]`
+        to `offsets[i + 1]`. The first is 0.
+      length: The number of tokens in the packed sequence. Those after the last offset
+        are padding, and get an id of their own.
+
+    Returns:
+      int32 ids [length], for `segment_ids` of the modules or a `SegmentMask`.
+
+    Raises:
+      ValueError: If offsets are not ints [N + 1], or if known offsets do not begin with
+        0, decrease, or end after `length`.
+
+    Example:
+      >>> import numpy as np
+      >>> from flax_mha.masks import segments_from_offsets
+      >>> segments_from_offsets(np.array([0, 3, 5]), 6).tolist()
+      [0, 0, 0, 1, 1, 2]
+    """
+    validation.int_at_least("length", length, 0)
+    offsets = jnp.asarray(offsets)
+    if offsets.ndim != 1 or offsets.size < 1 or offsets.dtype.kind not in "iu":
+        raise ValueError(
+            "offsets must be ints [N + 1], 0 and the end of each document, but got "
+            f"{offsets.dtype} with shape {offsets.shape}."
+        )
+    if readable(offsets):
+        known = np.asarray(offsets)
+        if known[0] != 0 or known[-1] > length or np.any(np.diff(known) < 0):
+            raise ValueError(
+                "offsets must begin with 0, not decrease, and end at most at length "
+                f"({length}), but got {known.tolist()}."
+            )
+    positions = jnp.arange(length, dtype=offsets.dtype)
+    # How many documents have ended at or before each position.
+    ids = jnp.searchsorted(offsets[1:], positions, side="right")
+    return ids.astype(jnp.int32)

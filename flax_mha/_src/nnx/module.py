@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.module import first_from
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
 from flax_mha._src.attention import Explanation
-from flax_mha._src.cache.kv_cache import KVCache
+from flax_mha._src.cache.kv_cache import KVCache, reset_index
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.distributed import tensor_parallel
@@ -221,6 +221,23 @@ class AttentionModule(nnx.Module):
             index_cache = create(1, index_size, value_size=index_size)
             self.cached_index_key = variable(index_cache.key)
             self.cached_index_scale = variable(index_cache.scale)
+
+    def reset_cache(self: Any, rows: ArrayLike) -> None:
+        """Empties the caches of some sequences, so that new ones can take their places.
+
+        The other sequences go on. Does nothing in a module with `reuse_kv`.
+
+        Args:
+          rows: bool [B...]: True empties the sequence.
+
+        Raises:
+          ValueError: Without a cache, or if it was not created with `per_row=True`, or
+            if `rows` has another shape or dtype.
+        """
+        if self.reuse_kv:
+            return
+        self._cache()  # an error without a cache
+        _own(self.cache_index)[...] = reset_index(self.cache_index[...], rows)
 
     def _index_size(self: Any) -> int | None:
         """Returns the head size of the indexer's keys; None in a module without an
