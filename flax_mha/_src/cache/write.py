@@ -324,14 +324,14 @@ def _write_sequence(
     first = index % length if kind.ring else index
     if _fills_one_slice(kind, new):
         return _update_slice(cached, new, _start(place, first), added > 0)
-    end = jnp.clip(first, 0, length - size)
-    starts = [end]
+    starts = [jnp.clip(first, 0, length - size)]
     if kind.ring and size < length:
-        # The end of a ring, then its start.
+        # What does not fit at the end of a ring goes to its start.
         starts.append(jnp.zeros_like(first))
     for start in starts:
         entry_of_slot = start + jnp.arange(size, dtype=jnp.int32) - index
-        if kind.ring:  # the last added entry of each slot
+        if kind.ring:
+            # Every `length`-th entry falls on the same slot: keep the last one added.
             entry_of_slot = added - 1 - (added - 1 - entry_of_slot) % length
         in_use = (entry_of_slot >= 0) & (entry_of_slot < added)
         in_use = in_use.reshape((1,) * (cached.ndim - 3) + (size, 1, 1))

@@ -110,8 +110,9 @@ def last_of(number: int, key: str = "sliding_window_pattern") -> LayerType:
 
 
 def first_of(number: int, key: str = "") -> LayerType:
-    """Returns a rule: the first of every n layers is `FULL`, the others `SLIDING`; n is
-    as in `last_of`.
+    """Returns a rule: the first of every n layers is `FULL`, the others `SLIDING`,
+    unless a config has `layer_types`. n is the value of `key` in the config, or
+    `number` if there is none.
     """
 
     @listed
@@ -478,8 +479,8 @@ def with_theta_rotate(values: Values, layer: int, layer_type: str) -> bool:
 
 
 def given_rotate(values: Values, layer: int, layer_type: str) -> bool:
-    """Returns True if `rope_parameters` has an entry other than null for the type of
-    the layer.
+    """Returns whether the layer rotates: whether `rope_parameters` has an entry other
+    than null for its type.
     """
     return (values.get("rope_parameters") or {}).get(layer_type) is not None
 

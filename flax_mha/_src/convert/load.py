@@ -55,13 +55,14 @@ def load_torch(
     The arguments of the module must also match the model: a Llama layer without rotary
     positions runs, but is wrong. `describe` returns the arguments of a config. For a
     module made without it, this function checks the arguments that the keys show:
-    `rope`, `scale`, `normalize_qk`, `sinks`. Keys do not show windows, the epsilon of
-    norms, or which features rotary positions pair, and do not distinguish RoFormer from
-    BERT, or nanoGPT from a GPT-BigCode with `multi_query=False`, which stacks its
-    weights in another order. Weights for 12 heads of 64 features also fit 8 heads of
-    96, but give another output. The number of heads is checked only if the layer has
-    norms of queries and keys, sinks, the buffer `rotary_emb.inv_freq` of older files,
-    or T5's bias table.
+    `rope`, `scale`, `normalize_qk`, `sinks`. Keys do not show
+
+    - windows, the epsilon of norms, or which features rotary positions pair;
+    - whether the model is RoFormer or BERT, or nanoGPT or a GPT-BigCode with
+      `multi_query=False`, which stacks its weights in a different order;
+    - the number of heads, unless the layer has norms of queries and keys, sinks, the
+      buffer `rotary_emb.inv_freq` of older files, or T5's bias table. Without these, 12
+      heads of 64 features load as 8 heads of 96, and give a different output.
 
     Args:
       module: `flax_mha.MultiHeadAttention`, or Flax's;
@@ -237,8 +238,8 @@ def _latent_option(
 
 
 def _variables(module: Any, paths: Iterable[str]) -> dict[str, nnx.Variable]:
-    """Returns the module's variables by path, such as `query/kernel`, for those of
-    these paths that it has.
+    """Returns the module's variables at these paths, such as `query/kernel`, by path;
+    leaves out paths that the module lacks.
     """
     found: dict[str, nnx.Variable] = {}
     for path in paths:

@@ -282,7 +282,9 @@ def read(
 def _to_flax(
     path: str, array: np.ndarray, axes: str, sizes: Mapping[str, int]
 ) -> np.ndarray:
-    """Returns a new array in Flax's shape, which `axes` names."""
+    """Returns a copy of a PyTorch array in Flax's shape: `axes` has a letter for each
+    axis, and `sizes` its length.
+    """
     shape = tuple(sizes[letter] for letter in axes)
     if path not in OTHER_AXES:
         return array.T.reshape(shape).copy()

@@ -496,8 +496,10 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         )
 
     def _norm(self, name: str, norm: Norm | None, heads: str) -> nn.Module | None:
-        """Makes a norm of [B..., T, heads, size]; `heads`, "query" or "key", says which
-        heads a scale of heads has.
+        """Makes a norm of [B..., T, heads, size], or None.
+
+        `heads`, "query" or "key", says which heads these are. It names the mesh axes of
+        a scale with an entry for each head.
         """
         if norm is None:
             return None

@@ -453,8 +453,8 @@ def dynamic_block_mask(
 def block_mask_of_one(
     tiling: Tiling, mask: Mask | None, offsets: tuple[int, int]
 ) -> BlockMask:
-    """Makes and caches the block mask [1, ...] of a mask without arrays, which is the
-    same for all heads.
+    """Lists the tiles to visit for a mask without arrays, and caches the list: one
+    `BlockMask` [1, ...], which all heads share.
     """
     return static_block_mask(tiling, (mask,), offsets)
 
