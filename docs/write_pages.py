@@ -17,7 +17,9 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -146,10 +148,11 @@ def picture(path: str, alt: str, width: int) -> str:
 
 
 def _reference(directives: str) -> str:
-    """Names with their files and first sentences, because GitHub cannot read
+    """Names with their files, first sentences and arguments, because GitHub cannot read
     docstrings.
     """
     lines = ["| name | |", "|---|---|"]
+    calls = []
     for kind, name in re.findall(
         r"^\.\. auto(function|class|module):: (\S+)$", directives, re.MULTILINE
     ):
@@ -169,12 +172,45 @@ def _reference(directives: str) -> str:
                 inspect.cleandoc(x.__doc__).split("\n\n")[0].split()
             ).replace("|", "\\|")
             lines.append(f"| [`{path}`](../../{file}) | {summary} |")
+            calls.append(_call(path, x))
     lines += [
         "",
-        "Arguments, errors and examples are in the docstrings: `help(NAME)`, or the "
-        "file behind each name.",
+        "With their arguments:",
+        "",
+        "```text",
+        "\n".join(calls),
+        "```",
+        "",
+        "What the arguments mean, errors and examples are in the docstrings: "
+        "`help(NAME)`, or the file behind each name.",
     ]
     return "\n".join(lines)
+
+
+def _call(name: str, x: Any) -> str:
+    """A call of `x` with the names and defaults of its arguments, without types."""
+    try:
+        parameters = inspect.signature(x).parameters.values()
+    except ValueError:  # it has no signature
+        return name
+    shown = []
+    for parameter in parameters:
+        if parameter.name == "parent":  # linen's own arguments, of every module
+            break
+        text = str(parameter.replace(annotation=parameter.empty))
+        default = parameter.default
+        is_plain = default is None or isinstance(default, bool | int | float | str)
+        if default is not parameter.empty and not is_plain:
+            text = f"{parameter.name}=..."
+        is_keyword_only = parameter.kind is parameter.KEYWORD_ONLY
+        if is_keyword_only and not any(x.startswith("*") for x in shown):
+            shown.append("*")
+        shown.append(text)
+    one_line = f"{name}({', '.join(shown)})"
+    if len(one_line) <= 88:
+        return one_line
+    body = textwrap.fill(", ".join(shown), 84)
+    return f"{name}(\n{textwrap.indent(body, '    ')}\n)"
 
 
 KINDS = {
