@@ -4,13 +4,16 @@ Masked keys must not affect the output, but a weight of 0 times NaN is NaN. So, 
 anything may be masked:
 
 1. `guard` replaces keys and values that hold NaN or infinity by zeros before any
-   product. Engines replace queries (`Head.finite_query`), because a CPU can often read
-   queries where they are, but not change them there. `NonFinite` holds a *flag*,
+   product. Engines replace queries (`Head.finite_query`), because changing them here
+   would copy queries that a CPU can read in place. `NonFinite` holds a *flag*,
    infinity, for each query and key that is replaced, and 0 for all others.
-2. An engine makes a row, the scores of one query, NaN if a flag is visible in it: it
-   adds the flags (*poison*) to visible scores, adds NaN to the largest score of the
-   row, or, in `rows_of`, puts NaN back into the operands of a product whose masked
-   scores are overwritten.
+2. A row, the scores of one query, becomes NaN if a flag is visible in it, in one of
+   three ways:
+
+   - `poison_of_scores` adds flags to visible scores;
+   - `poison_of_rows` adds NaN to the row's largest score;
+   - `restore_nan` puts NaN back into an operand, where masked scores are overwritten
+     (`rows_of`).
 3. Rows that are NaN, and rows without visible keys, add zero to all gradients, so that
    these stay finite: by `derivative_rows` if gradients are computed tile by tile, else
    in `math/softmax.py`.
@@ -43,17 +46,17 @@ def guard(call: Call, plan: Any) -> Call:
     masks = may_mask(operands.mask, operands.bias, options.score_mod)
     if not plan.guard_first or not masks:
         return call
-    # The queries that products get are scaled, and may overflow by that.
+    # Products use scaled queries, and scaling may overflow.
     query = operands.query
     if operands.scale is not None:
         scale = operands.scale.astype(options.dtype)
         query = query.astype(options.dtype) * scale
     elif abs(options.scale) > 1:
         query = query.astype(options.dtype) * options.scale
-    of_queries = flag(query)
-    key, value, of_keys = zero_keys(operands.key, operands.value)
+    query_flags = flag(query)
+    key, value, key_flags = zero_keys(operands.key, operands.value)
     nonfinite = NonFinite(
-        query=of_queries.astype(options.dtype), key=of_keys.astype(options.dtype)
+        query=query_flags.astype(options.dtype), key=key_flags.astype(options.dtype)
     )
     guarded = operands._replace(key=key, value=value, nonfinite=nonfinite)
     return call._replace(operands=guarded)
@@ -75,8 +78,8 @@ def zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*L
     """Replaces each vector [F] by zeros if its entry in `flags` is infinity, as in the
     result of `flag`.
     """
-    # With this flag of JAX 0.12, the tangent of a function under `jax.checkpoint` has
-    # no transpose.
+    # With the option `jax_remat3` of JAX 0.12, the tangent of a function under
+    # `jax.checkpoint` has no transpose.
     if getattr(jax.config, "jax_remat3", False):
         return _zero(x, flags)
     return _zero_from_flags(x, flags)
@@ -88,7 +91,7 @@ def _zero(x: Float[Array, "*L F"], flags: Float[Array, "*L"]) -> Float[Array, "*
     return lax.select(is_infinite, lax.full_like(x, 0), x)
 
 
-# Saves the flags for the backward pass, not `infinite`.
+# The backward pass saves only the flags [*L], and recomputes the mask over features.
 _zero_from_flags = jax.checkpoint(_zero, prevent_cse=False)
 
 
@@ -119,9 +122,9 @@ def poison_of_scores(nonfinite: NonFinite) -> Float[Array, "T S"]:
     if nonfinite.key.ndim == 2:  # each query has keys of its own
         return nonfinite.query[:, None] + nonfinite.key
     shape = (*nonfinite.query.shape, *nonfinite.key.shape)
-    of_queries = lax.broadcast_in_dim(nonfinite.query, shape, (0,))
-    of_keys = lax.broadcast_in_dim(nonfinite.key, shape, (1,))
-    return lax.add(of_queries, of_keys)
+    query_flags = lax.broadcast_in_dim(nonfinite.query, shape, (0,))
+    key_flags = lax.broadcast_in_dim(nonfinite.key, shape, (1,))
+    return lax.add(query_flags, key_flags)
 
 
 def poison_of_rows(nonfinite: NonFinite, unmasked: bool) -> Float[Array, " T"]:
@@ -133,18 +136,18 @@ def poison_of_rows(nonfinite: NonFinite, unmasked: bool) -> Float[Array, " T"]:
     """
     flags = nonfinite.query
     if unmasked:
-        of_any_key = lax.reduce_max(nonfinite.key, (0,))
-        flags = lax.max(flags, lax.broadcast(of_any_key, flags.shape))
+        any_key_flag = lax.reduce_max(nonfinite.key, (0,))
+        flags = lax.max(flags, lax.broadcast(any_key_flag, flags.shape))
     # Infinity times 0 is NaN.
     return lax.mul(flags, lax.full_like(flags, 0))
 
 
 def poison_rows(
-    largest: Float[Array, " t"], poison: Float[Array, " t"]
+    largest: Float[Array, " t"], nan_or_zero: Float[Array, " t"]
 ) -> Float[Array, " t"]:
-    """Adds `poison`, NaN or 0, to the largest score of each row with a visible key."""
+    """Adds `nan_or_zero` to the largest score of each row with a visible key."""
     has_visible_key = lax.gt(largest, lax.full_like(largest, -jnp.inf))
-    return lax.select(has_visible_key, largest + poison, largest)
+    return lax.select(has_visible_key, largest + nan_or_zero, largest)
 
 
 def derivative_rows(
@@ -157,8 +160,8 @@ def derivative_rows(
     Float[Array, "*L T"],
     Bool[Array, "*L T"],
 ]:
-    """Returns query, output, log-sum-exp, and which rows have derivatives; the others
-    then add 0 to all gradients.
+    """Prepares a backward pass in which rows without derivatives add 0 to all
+    gradients. Returns query, output, log-sum-exp, and which rows have derivatives.
 
     A row has none if its log-sum-exp, `result[1]`, is not finite: the row is NaN, or
     has no visible key and no sink. The log-sum-exp becomes infinity, so that all
@@ -185,6 +188,7 @@ def backward_weights(
     can cause.
     """
     if may_be_nan:
+        # exp(NaN - inf) would be NaN, not 0.
         has_no_derivative = lse == jnp.inf
         s = jnp.where(has_no_derivative, jnp.full_like(s, -jnp.inf), s)
     return jnp.exp(s - lse)

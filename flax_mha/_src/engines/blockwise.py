@@ -144,11 +144,11 @@ def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
     """
     if jax.tree.leaves((rule.mask, rule.offsets)):
 
-        def of_one_head(own: tuple) -> BlockMask:
+        def one_head(own: tuple) -> BlockMask:
             mask, offsets = own
             return dynamic_block_mask(tiling, mask, offsets.values)
 
-        return map_heads(of_one_head, (rule.mask, rule.offsets), axes)
+        return map_heads(one_head, (rule.mask, rule.offsets), axes)
     blocks = block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
     new_axes = (None,) * (axes - 1)
     return jax.tree.map(lambda x: x[new_axes], blocks)
@@ -244,37 +244,39 @@ def _attention(
         head, blocks, known = jax.tree.unflatten(structure, arguments)
         if known is not None:
             return known
-        if fuse_rows:
-            results = _output_of_single_tiles(tiling, True, head, blocks)
-        else:
-            results = _output(tiling, head, blocks)
-        return jax.tree.leaves(results)
+        return jax.tree.leaves(_output(tiling, fuse_rows, head, blocks))
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        head, blocks, result = jax.tree.unflatten(structure, arguments)
+        head, blocks, known = jax.tree.unflatten(structure, arguments)
         largest: list[Array] = []
-        if result is None:
-            output, lse, *largest = _attention(tiling, False, head, blocks, None)
-            result = name_residuals(output, lse)
+        if known is None:
+            output, lse, *largest = _attention(
+                tiling, fuse_rows=False, head=head, blocks=blocks, known=None
+            )
+            known = name_residuals(output, lse)
         d_arguments = [
             tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)
         ]
         d_head, _, _ = jax.tree.unflatten(structure, d_arguments)
-        d_result = _tangent(tiling, head, blocks, result, d_head)
+        d_result = _tangent(tiling, head, blocks, known, d_head)
         # The largest scores have no derivative.
         d_largest = [None for _ in largest]
-        return [*result, *largest], [*d_result, *d_largest]
+        return [*known, *largest], [*d_result, *d_largest]
 
     return Function(outputs, evaluate, jvp)(*leaves)
 
 
-@functools.partial(jit_products, static_argnums=0, inline=True)
-def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
+@functools.partial(jit_products, static_argnums=(0, 1), inline=True)
+def _output(
+    tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask
+) -> ResultsOfHead:
     """Computes FlashAttention's forward pass: a loop over rows i of tiles, and in each
     row an online softmax over the tiles j that it visits.
+
+    `fuse_rows` is for rows of single tiles, see `_output_of_single_tiles`.
     """
     if blocks.single:
-        return _output_of_single_tiles(tiling, False, head, blocks)
+        return _output_of_single_tiles(tiling, fuse_rows, head, blocks)
 
     def row(part: tuple) -> ResultsOfHead:
         i, blocks, Q_i, flags_i = part
@@ -287,19 +289,19 @@ def _output(tiling: Tiling, head: Head, blocks: BlockMask) -> ResultsOfHead:
             tile = visit.tile
             K_j = tile.cut_columns(head.key, 0)
             V_j = tile.cut_columns(head.value, 0)
-            # Of a tile on the mask's edge, only a part of the rows may be computed.
-            flags = jax.tree.map(visit.rows, flags_i)
-            flags = _cut_flags(head.nonfinite, flags, tile)
+            # On the mask's edge, a visit computes only the tile's rows that see a key.
+            query_flags = jax.tree.map(visit.rows, flags_i)
+            own_flags = _cut_flags(head.nonfinite, query_flags, tile)
             S_ij, row_poison = rule.tile_scores(
-                visit.rows(Q_i), K_j, head.inputs, tile, nonfinite=flags
+                visit.rows(Q_i), K_j, head.inputs, tile, nonfinite=own_flags
             )
 
             def weigh(P_ij: Array) -> Array:
                 return rule.weigh(P_ij, V_j, tile)
 
-            part = jax.tree.map(visit.rows, state)
-            part = part.update(S_ij, weigh, row_poison)
-            return jax.tree.map(visit.put_rows, state, part)
+            rows = jax.tree.map(visit.rows, state)
+            rows = rows.update(S_ij, weigh, row_poison)
+            return jax.tree.map(visit.put_rows, state, rows)
 
         # m_i = -inf, l_i = 0, O_i = 0; a sink is a score before the first tile.
         start = OnlineSoftmax.start(
@@ -331,14 +333,14 @@ def _join_rows(results: Any) -> ResultsOfHead:
 
 
 def _cut_flags(
-    nonfinite: NonFinite | None, of_queries: Array | None, tile: Tile
+    nonfinite: NonFinite | None, query_flags: Array | None, tile: Tile
 ) -> NonFinite | None:
-    """Returns the flags (`guard.py`) of a tile: `of_queries`, and those of its keys;
+    """Returns the flags (`guard.py`) of a tile: `query_flags`, and those of its keys;
     None if the head has no flags.
     """
-    if nonfinite is None or of_queries is None:
+    if nonfinite is None or query_flags is None:
         return None
-    return NonFinite(of_queries, tile.cut_columns(nonfinite.key, 0))
+    return NonFinite(query_flags, tile.cut_columns(nonfinite.key, 0))
 
 
 def _output_of_single_tiles(
@@ -395,7 +397,9 @@ def _tangent(
     The transpose of this linear function is FlashAttention-2's backward pass.
     """
     query, output, lse, is_finite = guard.derivative_rows(
-        head.query, result, head.nonfinite is not None
+        head.query,
+        result,
+        keys_are_finite=head.nonfinite is not None,  # `guard` zeroed the others
     )
     backward = functools.partial(
         _backward, tiling, head.rule.scale, head.inputs.bias is not None
@@ -416,7 +420,8 @@ def _tangent(
     if sink is not None and d_sink is not None:
         d_lse = d_lse + jnp.exp(sink - lse) * d_sink
     d_output = weighted - output * d_lse[:, None]
-    # Rows without derivatives (`derivative_rows`) have the log-sum-exp infinity.
+    # Rows without derivatives have the log-sum-exp infinity (`derivative_rows`), like a
+    # flag. So the transpose needs only `lse`, not a mask [T, Hv].
     d_output = guard.zero(d_output, lse)
     return d_output, jnp.where(is_finite, d_lse, jnp.zeros_like(lse))
 
@@ -432,8 +437,8 @@ def _arguments(head: Head) -> list[Array]:
 
 
 def _kinds(has_bias: bool, count: int) -> list[str]:
-    """Lists the kinds (see `Argument`) of the last `count` of these arrays: the bias
-    (if `has_bias`), then captured arrays.
+    """Lists the kinds (see `Argument`) of the `count` arrays that follow the values in
+    `_arguments`: the bias (if `has_bias`), then captured arrays.
     """
     if has_bias:
         return ["scores"] + ["whole"] * (count - 1)
@@ -441,8 +446,8 @@ def _kinds(has_bias: bool, count: int) -> list[str]:
 
 
 def _inputs(arguments: Sequence[Array], has_bias: bool) -> ScoreInputs:
-    """Makes a tile's `ScoreInputs` from the last of these arrays: the bias (if
-    `has_bias`), then captured arrays.
+    """Makes a tile's `ScoreInputs` from the arrays that follow the values in
+    `_arguments`: the bias (if `has_bias`), then captured arrays.
     """
     if has_bias:
         bias, *captured = arguments
@@ -490,9 +495,9 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
         P_ij = guard.backward_weights(S_ij, LSE_i, may_be_nan)  # exp(S_ij - LSE_i)
         dropout = rule.dropout_multiplier(tile, S_ij.dtype)
         P_dS = P_ij * dS_ij
-        of_scores = rule.dot(times(P_dS, dropout), _for_gradients(V_j))
-        of_values = rule.dot(times(P_ij, dropout), dV_j)
-        return of_scores + of_values, jnp.sum(P_dS, axis=1, keepdims=True)
+        P_dS_V = rule.dot(times(P_dS, dropout), _for_gradients(V_j))
+        P_dV = rule.dot(times(P_ij, dropout), dV_j)
+        return P_dS_V + P_dV, jnp.sum(P_dS, axis=1, keepdims=True)
 
     rows = head.query.shape[0]
     shared = _arguments(head)
@@ -528,8 +533,8 @@ def _backward(
     keys, values, bias (if `has_bias`) and captured arrays.
     """
     query, lse, key, value, *inputs = residuals
-    # JAX transposes the last lines of `_tangent`: the cotangent of rowsum(P * dS) is
-    # that of the log-sum-exp minus D, where D = rowsum(dO * O).
+    # The transpose of `d_output = weighted - output * d_lse` in `_tangent` gives the
+    # second cotangent: that of the log-sum-exp, minus D = rowsum(dO * O).
     d_output, minus_D = cotangents
     d_output = d_output.astype(query.dtype)
     may_be_nan = has_bias or rule.score_mod is not None
@@ -541,12 +546,12 @@ def _backward(
         linear: Sequence[Array],
         safe: bool,
     ) -> tuple:
-        Q_i, Q_i_transposed, LSE_i, K_j, V_j, *inputs = residuals
+        Q_i, Q_i_transposed, LSE_i, K_j, V_j, *inputs_ij = residuals
         dO_i, dO_i_transposed, minus_D_i = linear
 
         # S_ij, and `pull` from dS_ij to the cotangents of Q_i K_j^T and of the inputs.
         products = rule.products(Q_i, K_j)
-        score_inputs = _inputs(inputs, has_bias)
+        score_inputs = _inputs(inputs_ij, has_bias)
         if safe:
             S_ij, pull = jax.vjp(
                 lambda products, inputs: rule.differentiable_tile(
@@ -567,19 +572,20 @@ def _backward(
         # A CPU multiplies faster if the result is wide: the transposes [F, s].
         dK_j_transposed = rule.dot(_for_gradients(Q_i_transposed), d_products)
         dV_j_transposed = rule.dot(dO_i_transposed, times(P_ij, dropout))
-        of_arrays = [dQ_i, dK_j_transposed, dV_j_transposed]
+        gradients = [dQ_i, dK_j_transposed, dV_j_transposed]
         if d_inputs.bias is not None:
-            of_arrays.append(d_inputs.bias)
-        return *of_arrays, *d_inputs.captured
+            gradients.append(d_inputs.bias)
+        return *gradients, *d_inputs.captured
 
     kinds = _kinds(has_bias, len(inputs))
     kinds_of_rows = ("queries", "queries transposed", "queries")
-    residuals = [query, query, lse, key, value, *inputs]
-    linear = [d_output, d_output, minus_D]
+    sum_residuals = [query, query, lse, key, value, *inputs]
+    sum_linear = [d_output, d_output, minus_D]
+    residual_kinds = (*kinds_of_rows, "keys", "keys", *kinds)
     function = TileSummand(
         compute,
-        residuals=Argument.of((*kinds_of_rows, "keys", "keys", *kinds), residuals),
-        linear=Argument.of(kinds_of_rows, linear),
+        residuals=Argument.of(residual_kinds, sum_residuals),
+        linear=Argument.of(kinds_of_rows, sum_linear),
         outputs=(
             Argument("queries", query.shape, query.dtype, factor=scale),
             Argument("keys transposed", key.shape[::-1], key.dtype, factor=scale),
@@ -588,7 +594,7 @@ def _backward(
         ),
     )
     dQ, dK_transposed, dV_transposed, *d_inputs = tile_sum(
-        tiling, function, rule, blocks, residuals=residuals, linear=linear
+        tiling, function, rule, blocks, residuals=sum_residuals, linear=sum_linear
     )
     return [dQ, dK_transposed.T, dV_transposed.T, *d_inputs]
 

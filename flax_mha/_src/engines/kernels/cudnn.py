@@ -339,12 +339,12 @@ class Masked(NamedTuple):
 
         # Without gradients, a query affects only its own output. Then check its
         # log-sum-exp, which is much smaller.
-        of_queries = query if differentiated else lse
+        checked = query if differentiated else lse
         if bias is None:
-            return output, (of_queries, key, arrays.value)
+            return output, (checked, key, arrays.value)
         # -inf in a bias only masks.
         bias = jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias)
-        return output, (of_queries, key, arrays.value, bias)
+        return output, (checked, key, arrays.value, bias)
 
     def clean(self, arrays: Arrays, mask: KernelMask) -> tuple[Arrays, Array]:
         return kernel_mask.clean(arrays, mask, self.kernel.scale)
@@ -403,8 +403,8 @@ def _flat_bias(bias: Array, operands: Operands) -> Float[Array, "B T N S"]:
 def _padded(
     kernel: Kernel, arrays: Arrays, visible: Range | None, residual: bool = False
 ) -> list[Array]:
-    """Pads `arrays` and runs the kernel; returns [output] or, with `residual`, [output,
-    log-sum-exp], without padding.
+    """Pads `arrays`, runs the kernel, and cuts the padding off. Returns [output] or,
+    with `residual`, [output, log-sum-exp].
 
     `visible` holds each query's first visible key, and one past its last; None if every
     query has a visible key.

@@ -46,18 +46,18 @@ def with_derivatives(
     """
     leaves, structure = jax.tree.flatten(varying_alike(operands))
 
-    def of_kernel(*leaves: Array) -> list[Array]:
+    def run_kernel(*leaves: Array) -> list[Array]:
         return jax.tree.leaves(kernel(jax.tree.unflatten(structure, leaves)))
 
-    program = jax.make_jaxpr(of_kernel)(*leaves)
+    program = jax.make_jaxpr(run_kernel)(*leaves)
     count = len(program.out_avals)  # one less if the kernel returns no log-sum-exp
 
-    def of_portable(*leaves: Array) -> list[Array]:
+    def run_portable(*leaves: Array) -> list[Array]:
         results = jax.tree.leaves(portable(jax.tree.unflatten(structure, leaves)))
         return results[:count]
 
     functions = _Functions(
-        kernel=of_kernel, portable=of_portable, platform=platform, num_results=count
+        kernel=run_kernel, portable=run_portable, platform=platform, num_results=count
     )
     output, *rows = _attention(functions, program)(*leaves)
     if rows:
@@ -100,7 +100,7 @@ class _ForwardPass(NamedTuple):
     program: Program
     # Computes all other residuals, which are cheap: inputs in the kernel's layout.
     inputs: Program
-    of_kernel: tuple[bool, ...]  # for each residual, whether it comes from the kernel
+    from_kernel: tuple[bool, ...]  # for each residual, whether it comes from the kernel
     argnums: tuple[int, ...]  # indices of the leaves that get gradients
     # Structure of the function, a pytree whose leaves are the residuals, that computes
     # these gradients.
@@ -116,10 +116,10 @@ class _ForwardPass(NamedTuple):
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:
-            def of_some(*some: Array) -> list[Array]:
+            def with_some(*some: Array) -> list[Array]:
                 return functions.kernel(*replace_at(leaves, argnums, some))
 
-            results, pull = jax.vjp(of_some, *(leaves[i] for i in argnums))
+            results, pull = jax.vjp(with_some, *(leaves[i] for i in argnums))
             residuals, structure = jax.tree.flatten(pull)
             structures.append(structure)
             return [*results, *residuals]
@@ -135,15 +135,15 @@ class _ForwardPass(NamedTuple):
             return _runs_kernel(only_this)
 
         kept = [is_kept(i) for i in range(count)]
-        of_kernel = kept[functions.num_results :]
-        if not any(of_kernel):
+        from_kernel = kept[functions.num_results :]
+        if not any(from_kernel):
             # No kernel was found by name.
             kept = [True] * count
-            of_kernel = kept[functions.num_results :]
+            from_kernel = kept[functions.num_results :]
         return cls(
             program=with_outputs(program, kept),
             inputs=with_outputs(program, [not flag for flag in kept]),
-            of_kernel=tuple(of_kernel),
+            from_kernel=tuple(from_kernel),
             argnums=argnums,
             pull=structures[0],
         )
@@ -160,8 +160,8 @@ class _ForwardPass(NamedTuple):
         cheap = iter(as_function(self.inputs)(*arguments))
         known = iter(kept)
         residuals = []
-        for is_of_kernel in self.of_kernel:
-            if is_of_kernel:
+        for is_from_kernel in self.from_kernel:
+            if is_from_kernel:
                 residuals.append(next(known))
             else:
                 residuals.append(next(cheap))
@@ -245,10 +245,10 @@ def _tangent(
         leaves = arguments[:num_leaves]
         cotangents = list(arguments[first:])
 
-        def of_some(*some: Array) -> list[Array]:
+        def with_some(*some: Array) -> list[Array]:
             return functions.portable(*replace_at(leaves, argnums, some))
 
-        _, pull = jax.vjp(of_some, *(leaves[i] for i in argnums))
+        _, pull = jax.vjp(with_some, *(leaves[i] for i in argnums))
         return list(pull(cotangents))
 
     def transpose(

@@ -69,12 +69,12 @@ def _backward(fused: Fused, saved: tuple, cotangent: Array) -> tuple[Any, None]:
     def cast(gradients: Any) -> Any:
         return jax.tree.map(lambda x, like: x.astype(like.dtype), gradients, arrays)
 
-    def of_guarded() -> Any:
+    def guarded_gradients() -> Any:
         _, pull = jax.vjp(lambda arrays: on_guarded(fused, arrays, mask), arrays)
         [gradients] = pull(cotangent)
         return cast(gradients)
 
-    return lax.cond(is_correct, lambda: cast(gradients), of_guarded), None
+    return lax.cond(is_correct, lambda: cast(gradients), guarded_gradients), None
 
 
 around_kernel.defvjp(_forward, _backward)

@@ -319,14 +319,14 @@ def clean(
     batch, queries, num_heads, _ = query.shape
     keys, num_kv_heads = arrays.key.shape[1:3]
     lengths = (queries, keys)
-    key, value, of_keys = guard.zero_keys(arrays.key, arrays.value)
-    of_queries = guard.flag(query.astype(jnp.float32) * scale)
+    key, value, key_flags = guard.zero_keys(arrays.key, arrays.value)
+    query_flags = guard.flag(query.astype(jnp.float32) * scale)
     is_bad_bias: Any = None
     if bias is not None:
         is_bad_bias = ~((bias == -jnp.inf) | jnp.isfinite(bias))
 
     # Which queries attend to a key that was replaced. A window needs no T x S scores.
-    bad_keys = jnp.repeat(of_keys == jnp.inf, num_heads // num_kv_heads, axis=2)
+    bad_keys = jnp.repeat(key_flags == jnp.inf, num_heads // num_kv_heads, axis=2)
     if mask.segments is None and bias is None:
         first, end = visible_range(mask, batch, lengths)
         sees_bad = _count(bad_keys, first, end) > 0
@@ -335,13 +335,13 @@ def clean(
         if bias is not None:
             bad = bad | is_bad_bias
         sees_bad = (_visible(mask, batch, lengths, bias) & bad).any(-1)
-    is_bad_query = of_queries == jnp.inf
+    is_bad_query = query_flags == jnp.inf
     is_masked = masked_rows(mask, batch, lengths, bias)
     is_nan = sees_bad | (is_bad_query & ~is_masked)
 
     if bias is not None:
         bias = jnp.where(is_bad_bias, jnp.zeros_like(bias), bias)
-    query = guard.zero(query, of_queries.astype(query.dtype))
+    query = guard.zero(query, query_flags.astype(query.dtype))
     finite = arrays._replace(query=query, key=key, value=value, bias=bias)
     return finite, is_nan[..., None]
 

@@ -222,18 +222,18 @@ def _forward_with_sinks(
     # The kernel's gradient stores output and log-sum-exp. Find them there, instead of
     # storing them twice.
     leaves = jax.tree.leaves(pull)
-    of_output = []
-    of_lse = []
+    output_indices = []
+    lse_indices = []
     for i, x in enumerate(leaves):
         if x is output:
-            of_output.append(i)
+            output_indices.append(i)
         if x.shape == output.shape[:-1] and x.dtype == jnp.float32:
-            of_lse.append(i)
+            lse_indices.append(i)
     saved = SavedWithSinks(pull, inputs.sinks, output_index=None, lse_index=None)
     # In the versions of JAX that were tried, there is one of each.
-    if len(of_output) == 1 and len(of_lse) == 1:
+    if len(output_indices) == 1 and len(lse_indices) == 1:
         saved = dataclasses.replace(
-            saved, output_index=of_output[0], lse_index=of_lse[0]
+            saved, output_index=output_indices[0], lse_index=lse_indices[0]
         )
     return output, saved
 

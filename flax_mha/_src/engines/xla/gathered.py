@@ -149,8 +149,8 @@ def _one_head(
     nonfinite = head.nonfinite
     assert nonfinite is not None
     # A flag of infinity makes a row NaN, as if its query were not finite.
-    of_queries = jnp.where(is_beyond, jnp.inf, nonfinite.query)
-    nonfinite = nonfinite._replace(query=of_queries)
+    query_flags = jnp.where(is_beyond, jnp.inf, nonfinite.query)
+    nonfinite = nonfinite._replace(query=query_flags)
     head = dataclasses.replace(head, nonfinite=nonfinite)
     if height is None:
 

@@ -5,10 +5,11 @@ A step of decoding then costs what has been written to the cache, not what the c
 hold. `plan.py` chooses among these cases (`KeyBlocks`):
 
 - Blocks in a loop: from the first to the last block that holds a visible key, each for
-  all heads. On a CPU every batch entry has a loop of its own (`sequential`);
-  accelerators compute all entries together.
-- One block, `whole`, without a loop: for a small cache, because it compiles faster, or
-  as the wide block below, for few scores.
+  all heads. On one CPU every batch entry has a loop of its own (`sequential`), except
+  in some wide blocks; accelerators, and devices between which the call may be split,
+  compute all entries together.
+- One block without a loop (`whole`): for a small cache, because it compiles faster, and
+  as the wide blocks of a call with few scores.
 - One block-diagonal product for all heads (`block_diagonal`): a product for each key
   head would copy the keys of this head.
 - Wide blocks (`wide`): if more than half of the blocks hold a visible key, fewer steps
@@ -22,9 +23,9 @@ heads, so the keys of other heads contribute 0, and only its own head's outputs 
 used. It multiplies K times as much, but reads every key once, in place. A key that is
 not finite makes the products of other heads NaN, which also needs the second pass.
 
-Numbers in 8 bits are exact in bfloat16. If the CPU multiplies bfloat16, keys in
-bfloat16 or 8 bits are multiplied as they are, and the scales multiply scores and
-weights.
+Numbers in 8 bits are exact in bfloat16. On GPUs, and on one CPU that multiplies
+bfloat16, queries in bfloat16 are multiplied by keys in bfloat16 or 8 bits as they are
+(`_dtype_in_place` in `plan.py`). The scales of 8 bits multiply scores and weights.
 """
 
 import functools
@@ -76,54 +77,45 @@ Results = tuple[
 BITS = {"float8_e4m3fn": jnp.uint8, "bfloat16": jnp.uint16}
 
 
+class Stored(NamedTuple):
+    """All keys and values of all batch entries: where they are, not copied."""
+
+    key: Shaped[Array, "*B S K H"]
+    value: Shaped[Array, "*B S K Hv"]
+    # Scales of keys and values in 8 bits (`KVCache.scale`), else None.
+    scale: Float[Array, "*B S K _"] | None
+
+
 class Inputs(NamedTuple):
     """The arrays of a call, and the rule that makes scores from products; queries in
-    the layout of one head (`head.py`), keys and values not copied.
+    the layout of one head (`head.py`).
     """
 
     query: Float[Array, "*B K G T H"]
-    key: Shaped[Array, "*B S K H"]
-    value: Shaped[Array, "*B S K Hv"]
+    stored: Stored
     scale: Float[Array, "*#B 1 1 1 1"]  # factor of the products
     # Bias, sink and captured arrays, which also enter the scores.
     score_inputs: ScoreInputs
     rule: ScoreRule
-    # Scales of all keys and values, if they are in 8 bits (`KVCache.scale`), else None.
-    cache_scale: Float[Array, "*B S K _"] | None
 
 
 class BatchSlice(NamedTuple):
     """Some queries of all batch entries, or of one (batch axes of length 1), and
     everything their attention needs.
-
-    Attributes:
-      first: Index of the first of these batch entries along each batch axis.
-      query: The queries in the dtype of the products, with leading axes for batch and
-        heads (`head.py`).
-      query_scale: Factor of the products, if scaling the queries would round them; None
-        if queries are scaled.
-      key: All keys of all batch entries, not copied.
-      value: All values, not copied.
-      guarded: Whether to replace keys and values that are not finite by zeros
-        (`guard.py`).
-      row: Index of the first of these queries among all queries of the call.
-      inputs: Bias, sink and captured arrays, which enter the scores in addition to the
-        products.
-      rule: The rule that makes scores from products.
-      cache_scale: Scales of all keys and values, if they are in 8 bits
-        (`KVCache.scale`), else None.
     """
 
+    # Index of the first of these batch entries along each batch axis.
     first: tuple[Scalar, ...]
-    query: Float[Array, "*B K G t H"]
+    row: Scalar  # index of the first of these queries among all queries of the call
+    query: Float[Array, "*B K G t H"]  # in the dtype of the products
+    # Factor of the products, if scaling the queries would round them; None if queries
+    # are scaled.
     query_scale: Float[Array, "*#B 1 1 1 1"] | None
-    key: Shaped[Array, "*B S K H"]
-    value: Shaped[Array, "*B S K Hv"]
+    stored: Stored
+    # Whether to replace keys and values that are not finite by zeros (`guard.py`).
     guarded: bool
-    row: Scalar
-    inputs: ScoreInputs
+    score_inputs: ScoreInputs  # as in `Inputs`, of these batch entries
     rule: ScoreRule
-    cache_scale: Float[Array, "*B S K _"] | None
 
 
 class Block(NamedTuple):
@@ -146,7 +138,7 @@ class HeadInBlock(NamedTuple):
     products: list[Float[Array, "t s"]]  # for each array in `Block.keys`
     query_scale: Float[Array, ""] | None
     scales: list[Float[Array, " s"]] | None
-    inputs: ScoreInputs
+    score_inputs: ScoreInputs
     rule: ScoreRule
     flags: Float[Array, " s"] | None
     state: OnlineSoftmax
@@ -168,12 +160,10 @@ def _differentiable(plan: Plan, options: Options, operands: Operands) -> Result:
         scale = operands.scale.astype(rule.dtype)
     inputs = Inputs(
         query=operands.query,
-        key=operands.key,
-        value=operands.value,
+        stored=Stored(operands.key, operands.value, operands.cache_scale),
         scale=scale,
         score_inputs=score_inputs,
         rule=rule,
-        cache_scale=operands.cache_scale,
     )
     inputs = varying_alike(inputs)
     query = split_heads(inputs.query, operands.groups)
@@ -191,7 +181,7 @@ def _differentiable_jvp(
     dtype = options.dtype
     plan = plan._replace(dtype=dtype, guard_first=True, in_place=None)
 
-    def dense_of(operands: Operands) -> Result:
+    def compute_densely(operands: Operands) -> Result:
         if operands.cache_scale is not None:
             key, value = dequantize_cache(
                 operands.key,
@@ -206,7 +196,7 @@ def _differentiable_jvp(
         output = result.output.astype(operands.query.dtype)
         return result._replace(output=output)
 
-    return jax.jvp(dense_of, primals, tangents)
+    return jax.jvp(compute_densely, primals, tangents)
 
 
 def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], Results]:
@@ -220,14 +210,14 @@ def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], Results]:
     attend = jax.custom_batching.custom_vmap(functools.partial(_attend, blocks))
 
     @attend.def_vmap
-    def one_more_axis(size: int, is_mapped: Any, inputs: Inputs) -> tuple[Results, Any]:
-        [is_mapped] = is_mapped
-        of_keys = (is_mapped.key, is_mapped.value, is_mapped.cache_scale)
-        keys_are_mapped = all(jax.tree.leaves(of_keys))
+    def one_more_axis(
+        size: int, in_batched: list[Any], inputs: Inputs
+    ) -> tuple[Results, Any]:
+        [is_mapped] = in_batched
+        keys_are_mapped = all(jax.tree.leaves(is_mapped.stored))
 
-        def here(inputs: Inputs) -> Results:
-            # Shared keys would have to be copied for each mapped entry.
-            if size == 0 or not keys_are_mapped:
+        def on_one_device(inputs: Inputs) -> Results:
+            if size == 0 or not keys_are_mapped:  # no new batch axis
                 in_blocks = functools.partial(_attend, blocks._replace(wide=None))
                 axes = jax.tree.map(lambda mapped: 0 if mapped else None, is_mapped)
                 return jax.vmap(in_blocks, (axes,))(inputs)
@@ -241,11 +231,11 @@ def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], Results]:
             if not is_mapped.query:
                 # Results have the batch axes of the queries.
                 query = inputs.query
-                shape = (len(inputs.key), *query.shape[1:])
+                shape = (len(inputs.stored.key), *query.shape[1:])
                 inputs = inputs._replace(query=jnp.broadcast_to(query, shape))
             return _with_vmap_rule(blocks)(inputs)
 
-        results = by_mapped_axis(here, (inputs,), (is_mapped,))
+        results = by_mapped_axis(on_one_device, (inputs,), (is_mapped,))
         return results, jax.tree.map(lambda _: True, results)
 
     return attend
@@ -256,11 +246,11 @@ def _attend(blocks: KeyBlocks, inputs: Inputs) -> Results:
     output is not finite.
     """
     queries = inputs.query
-    key = inputs.key
+    stored = inputs.stored
     rule = inputs.rule
-    num_keys = key.shape[-3]
+    num_keys = stored.key.shape[-3]
     num_scores = math.prod(queries.shape[:-1]) * num_keys
-    blocks = blocks.fitting(num_scores, key.size + inputs.value.size)
+    blocks = blocks.fitting(num_scores, stored.key.size + stored.value.size)
     if blocks.dtype == rule.dtype:
         query = queries.astype(rule.dtype) * inputs.scale
         query_scale = None
@@ -270,15 +260,13 @@ def _attend(blocks: KeyBlocks, inputs: Inputs) -> Results:
         query_scale = inputs.scale
     part = BatchSlice(
         first=(0,) * (queries.ndim - 4),
+        row=0,
         query=query,
         query_scale=query_scale,
-        key=key,
-        value=inputs.value,
+        stored=stored,
         guarded=False,
-        row=0,
-        inputs=inputs.score_inputs,
+        score_inputs=inputs.score_inputs,
         rule=rule,
-        cache_scale=inputs.cache_scale,
     )
 
     wide = blocks.wide
@@ -312,7 +300,7 @@ def _entries(blocks: KeyBlocks, part: BatchSlice) -> Results:
     only the keys that it needs.
     """
     if not blocks.sequential:
-        return _blocks_of_rows(blocks, part)
+        return _query_blocks(blocks, part)
     batch = part.query.shape[:-4]
 
     def one_entry(i: Int[Array, ""]) -> Results:
@@ -321,10 +309,10 @@ def _entries(blocks: KeyBlocks, part: BatchSlice) -> Results:
             first=place,
             query=_of_entry(part.query, place),
             query_scale=_of_entry(part.query_scale, place),
-            inputs=_of_entry(part.inputs, place),
+            score_inputs=_of_entry(part.score_inputs, place),
             rule=_of_entry(part.rule, place),
         )
-        return _blocks_of_rows(blocks, own)
+        return _query_blocks(blocks, own)
 
     def with_batch(x: Array) -> Array:
         return x.reshape(*batch, *x.shape[len(batch) + 1 :])
@@ -347,31 +335,31 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
     return jax.tree.map(own, tree)
 
 
-def _blocks_of_rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
+def _query_blocks(blocks: KeyBlocks, part: BatchSlice) -> Results:
     """Computes attention for the queries of `part`, `blocks.height` of them at a time,
     which limits memory.
     """
     length = part.query.shape[-2]
     axis = part.query.ndim - 2
     if length <= blocks.height:
-        return _rows(blocks, part)
+        return _query_block(blocks, part)
 
-    def rows(row: Scalar) -> Results:
+    def one_block(row: Scalar) -> Results:
         query = lax.dynamic_slice_in_dim(part.query, row, blocks.height, axis)
-        return _rows(blocks, part._replace(query=query, row=row))
+        return _query_block(blocks, part._replace(query=query, row=row))
 
-    return by_blocks(rows, length, blocks.height, axis)
+    return by_blocks(one_block, length, blocks.height, axis)
 
 
-def _rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
+def _query_block(blocks: KeyBlocks, part: BatchSlice) -> Results:
     """Computes one block of queries, by an online softmax over the blocks of keys that
     may hold visible keys.
     """
-    value_size = blocks.value_size or part.value.shape[-1]
+    value_size = blocks.value_size or part.stored.value.shape[-1]
     state = OnlineSoftmax.start(
         rows=(*part.query.shape[:-2], blocks.height),
         features=value_size,
-        sink=part.inputs.sink,
+        sink=part.score_inputs.sink,
         dtype=part.rule.dtype,
         keeps_largest=part.rule.returns_max,
     )
@@ -379,7 +367,7 @@ def _rows(blocks: KeyBlocks, part: BatchSlice) -> Results:
     step = functools.partial(_step, blocks, part)
     if blocks.unconditional:
         return step(0, state).finish()
-    begin, end = _visited(blocks, part, part.key.shape[-3])
+    begin, end = _visited(blocks, part, part.stored.key.shape[-3])
     if blocks.whole:
         # Not a loop: XLA (jax 0.10) would fuse reading with writing new keys, outside
         # of it, and copy the cache.
@@ -395,12 +383,13 @@ def _visited(
     """Returns the range of key blocks to read, as first and end (exclusive); all
     visible keys are in it.
     """
-    some = _seen(blocks, part, num_keys)
-    some = some.any(range(some.ndim - 1))
-    backwards = some[::-1]
-    before = jnp.argmax(some).astype(jnp.int32)
-    after = jnp.argmax(backwards).astype(jnp.int32)
-    return before, jnp.where(some.any(), some.size - after, 0)
+    is_seen = _seen(blocks, part, num_keys)
+    is_seen = is_seen.any(range(is_seen.ndim - 1))
+    from_end = is_seen[::-1]
+    first = jnp.argmax(is_seen).astype(jnp.int32)
+    num_after = jnp.argmax(from_end).astype(jnp.int32)
+    # If no block is seen: (0, 0).
+    return first, jnp.where(is_seen.any(), is_seen.size - num_after, 0)
 
 
 def _seen(
@@ -451,7 +440,7 @@ def _step(
     """Reads block `i` of the keys, computes its scores, and adds it to `state`, the
     online softmax; returns the new state.
     """
-    num_keys = part.key.shape[-3]
+    num_keys = part.stored.key.shape[-3]
     dtype = part.query.dtype
     # The last block ends at the last key.
     column = jnp.minimum(i * blocks.width, num_keys - blocks.width)
@@ -480,19 +469,19 @@ def _step(
             products = [x * scale[None, :] for x, scale in pairs]
         product = sum(products[1:], products[0])
 
-        # Infinite products become NaN: -inf would get the weight 0. NaN is added twice,
-        # as `score_mod` may hide it.
+        # Infinite products would be masked like -inf. Make them NaN now and, because
+        # `score_mod` may hide NaN, again after it (`poison`).
         poison = product * 0
         product = product + poison
         if own.flags is not None:
             poison = poison + own.flags[None]
-        s = rule.tile(product, own.inputs.cut(tile), tile, poison=poison)
+        s = rule.tile(product, own.score_inputs.cut(tile), tile, poison=poison)
         # The last block begins with keys of the block before it; they count once.
         if num_keys % blocks.width:
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
 
-        # Weights p = exp(s - m), with m and l in the state. With scales, they are
-        # rounded only after they are multiplied by these.
+        # Weights p = exp(s - m), with m and l in the state. They are rounded last: if
+        # there are scales, after multiplying by them.
         rounded = None
         if own.scales is None:
             rounded = dtype
@@ -502,44 +491,45 @@ def _step(
             weights = weights * own.scales[1][None, :]
         return state, weights.astype(dtype)
 
-    of_heads = HeadInBlock(
+    heads = HeadInBlock(
         products=products,
         query_scale=part.query_scale,
         scales=block.scales,
-        inputs=part.inputs,
+        score_inputs=part.score_inputs,
         rule=part.rule,
         flags=block.flags,
         state=state,
     )
-    state, weights = map_heads(one_head, of_heads, axes=part.query.ndim - 2)
+    state, weights = map_heads(one_head, heads, axes=part.query.ndim - 2)
     weighted = _value_products(weights, block.value, part.rule, blocks.block_diagonal)
     return state._replace(output=state.output + weighted)
 
 
 def _read_block(blocks: KeyBlocks, part: BatchSlice, column: Scalar) -> Block:
     """Reads the block of keys that begins at key `column`, in place."""
-    groups = (part.key.shape[-2], 1)
+    stored = part.stored
+    groups = (stored.key.shape[-2], 1)
     dtype = part.query.dtype
     read = functools.partial(_read, part=part, column=column, width=blocks.width)
-    keys = [read(part.key, x, dtype=dtype) for x in _scaled_features(blocks)]
+    keys = [read(stored.key, x, dtype=dtype) for x in _scaled_features(blocks)]
     if blocks.value_size is None:
-        value = read(part.value, slice(None), dtype=dtype)
+        value = read(stored.value, slice(None), dtype=dtype)
     else:
         value = keys[1]
     scale = None
-    if part.cache_scale is not None:
-        scale = read(part.cache_scale, slice(None), dtype=part.rule.dtype)
+    if stored.scale is not None:
+        scale = read(stored.scale, slice(None), dtype=part.rule.dtype)
 
     flags = None
     if part.guarded:
         if scale is None:
-            keys[0], value, of_keys = guard.zero_keys(keys[0], value)
+            keys[0], value, key_flags = guard.zero_keys(keys[0], value)
         else:
             # Numbers in 8 bits are finite; a key or value that was not finite has a
             # scale of NaN.
-            of_keys = guard.flag(scale)
-            scale = guard.zero(scale, of_keys)
-        flags = vectors_by_head(of_keys.astype(part.rule.dtype), groups)
+            key_flags = guard.flag(scale)
+            scale = guard.zero(scale, key_flags)
+        flags = vectors_by_head(key_flags.astype(part.rule.dtype), groups)
     if scale is None:
         return Block(keys, value, scales=None, flags=flags)
     # Without the barrier, XLA's CPU would read all scales again, with a stride of 2, in
@@ -574,37 +564,45 @@ def _read(
     """
     batch = part.query.shape[:-4]
     num_keys, num_heads, size = x.shape[-3:]
-    has_8_bits = x.dtype.itemsize == 1
     bits = None
     if platform() == "cpu":
         bits = BITS.get(x.dtype.name)
 
-    def convert(block: Array) -> Array:
-        if has_8_bits:
-            return as_floats(block, dtype)
-        return lax.bitcast_convert_type(block, x.dtype).astype(dtype)
-
     is_all_of_x = width == num_keys and batch == x.shape[:-3]
-    if is_all_of_x and not (has_8_bits and bits is not None):
-        return convert(x[..., features])
+    # On a CPU, float8 is converted from its bits (`as_floats`).
+    needs_bits = bits is not None and x.dtype.itemsize == 1
+    if is_all_of_x and not needs_bits:
+        return _floats(x[..., features], x.dtype, dtype)
     start = [jnp.asarray(i, jnp.int32) for i in (*part.first, column, 0, 0)]
+    start_column = start[len(batch)]
     shape = (*batch, width, num_heads, size)
 
-    def read() -> Array:
+    def cut() -> Array:
         array = x
         if bits is not None:
             array = lax.bitcast_convert_type(x, bits)
         block = lax.dynamic_slice(array, start, shape, allow_negative_indices=False)
-        return convert(block[..., features])
+        return _floats(block[..., features], x.dtype, dtype)
 
     if bits is None:
-        return read()
+        return cut()
     # XLA's CPU converts an array before it cuts a part out, and so would convert all
     # keys before the loop. It moves nothing out of a branch of `lax.cond`, if it does
     # not know that this branch is always taken.
     nothing = varying_as(x, jnp.zeros(shape, dtype)[..., features])
-    always = lax.optimization_barrier(start[-3]) >= 0
-    return lax.cond(always, read, lambda: nothing)
+    # Always true, which XLA cannot tell.
+    column_is_known = lax.optimization_barrier(start_column) >= 0
+    return lax.cond(column_is_known, cut, lambda: nothing)
+
+
+def _floats(block: Array, stored_dtype: jnp.dtype, dtype: DTypeLike) -> Array:
+    """Converts a block of numbers in `stored_dtype`, or of their bits as integers, to
+    `dtype`.
+    """
+    if stored_dtype.itemsize == 1:
+        return as_floats(block, dtype)
+    # From `stored_dtype` to itself, this changes nothing.
+    return lax.bitcast_convert_type(block, stored_dtype).astype(dtype)
 
 
 def _key_products(
@@ -659,9 +657,9 @@ def _value_products(
     rows = weights.reshape(*batch, -1, length)
     values = value.reshape(*value.shape[:-2], -1)
     # A row holds sums of the values of all heads; keep those of its own head.
-    of_all_heads = map_heads(product, (rows, values), len(batch))
-    of_all_heads = of_all_heads.reshape(*weights.shape[:-1], num_heads, -1)
-    return jnp.where(_is_own_head(num_heads), of_all_heads, 0).sum(-2)
+    sums = map_heads(product, (rows, values), len(batch))
+    sums = sums.reshape(*weights.shape[:-1], num_heads, -1)
+    return jnp.where(_is_own_head(num_heads), sums, 0).sum(-2)
 
 
 def _is_own_head(num_heads: int) -> Bool[Array, "K 1 1 K 1"]:
