@@ -37,6 +37,12 @@ from flax_mha._src.run import Implementation, run
 
 Run = Callable[[Call, Implementation | None], Result]
 
+# Which keys a call attends to.
+# "new tokens": only those of this step, a prompt in an empty cache.
+# "in place": all, read from the cache itself.
+# "copy": all, as floats in a new array; a ring in the order of positions.
+Source = Literal["new tokens", "in place", "copy"]
+
 
 @overload
 def cached_attention(
@@ -136,14 +142,13 @@ def cached_attention(  # noqa: D417 - dot_product_attention describes the others
       The output [B..., T, N, Hv], the cache with the new tokens and, with
       `return_max_score`, the largest visible score of each head [B..., N]. Under `jit`,
       the output is NaN for a sequence whose cache has no room, and its cache does not
-      change. The output is also NaN for a sequence that is longer than an array which
-      `score_mod` or `mask` indexes by position, unless another mask may hide the
-      missing positions; its tokens are cached.
+      change. The output is also NaN for a sequence longer than an array that
+      `score_mod` or `mask` indexes by position; its tokens are still cached. This is
+      not checked if another mask may hide the missing positions.
 
     Raises:
-      ValueError: If arguments do not fit together. If the cache's index is not traced,
-        also if there is no room in the cache, or if such an array of `score_mod` or
-        `mask` is too short.
+      ValueError: If arguments do not fit together. If `cache.index` is known, also for
+        a full cache or such a short array.
       NotImplementedError: If the named implementation cannot compute this call.
 
     Example:
@@ -192,7 +197,7 @@ def cached_attention(  # noqa: D417 - dot_product_attention describes the others
 
 
 def over_cache(
-    run: Run,
+    run_or_explain: Run,
     query: Array,
     key: Array,
     value: Array,
@@ -207,7 +212,7 @@ def over_cache(
     appended: Appended | None = None,
     **arguments: Unpack[CallArguments],
 ) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
-    """Computes `cached_attention` with a function `run(call, implementation)`, which
+    """Computes `cached_attention` with `run_or_explain(call, implementation)`, which
     computes a call or explains it.
 
     If the cache is empty, a prompt of more than 16 tokens attends only to itself, which
@@ -216,7 +221,8 @@ def over_cache(
 
     With `latent`, the key and the cache hold latents, and `query` is not absorbed yet
     (see `Latent`). A prompt in an empty cache expands latents to keys and values of all
-    heads, which takes fewer products; other calls absorb `query`.
+    heads, which takes fewer products; other calls absorb `query`. If `latent.kernel` is
+    None, nothing can be absorbed, and every call expands.
 
     `platform` names the platform to explain the call for; None means the current one.
     `appended` is the result of `cache.append`, if the caller has called it. `top_k` is
@@ -225,26 +231,32 @@ def over_cache(
     in an empty cache ignores `key_indices`.
     """
     # Check the inputs.
-    heads = query
-    expands = latent is not None and latent.kernel is None
+    unabsorbed = query
+    always_expands = False
     if latent is not None and arguments.get("scale") is None:
         # An absorbed query has more features.
         arguments["scale"] = query.shape[-1] ** -0.5
-    if latent is not None and expands:
+    if latent is None:
+        query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
+    elif latent.kernel is None:
+        # Every call expands the latents; these are the new ones.
+        always_expands = True
         new_key, new_value = latent.expand(key)
         query, new_key, new_value, shape = check_inputs(
             query, new_key, new_value, any_dtypes=True
         )
     else:
-        if latent is not None:
-            query = latent.absorb(query)
+        # The key remains a latent.
+        query = latent.absorb(query)
         query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
     if shape.key_length != shape.query_length:
         raise ValueError(
             "query and key must have the same length (the number of new tokens), but "
             f"got {shape.query_length} and {shape.key_length}."
         )
-    window = check_cache(cache, bias, mask, arguments.get("local_window_size"))
+    window = check_window_and_cache(
+        cache, bias, mask, arguments.get("local_window_size")
+    )
 
     # Append the new tokens to the cache.
     if appended is None:
@@ -266,7 +278,7 @@ def over_cache(
         # A sequence in a ring may have any length.
         most = cache.length if cache.window is None else LARGEST
         shape_of_lists = shape._replace(key_length=most)
-        if expands:
+        if always_expands:
             # The lists are those of the cache, which has one latent for all heads.
             shape_of_lists = shape_of_lists._replace(num_kv_heads=1)
         lists = key_indices(lists, shape_of_lists)
@@ -283,25 +295,25 @@ def over_cache(
         visibility=visibility,
         key_indices=lists,
         top_k=top_k,
-        latent=latent if expands else None,
+        latent=latent if always_expands else None,
     )
     if scoring.options.score_mod is not None or isinstance(mask, Mask):
-        room = step.check_lookups(room)
+        room = step.room_in_arrays(room)
 
     # Attend to the new tokens only, or to all in the cache.
     def attend(is_empty: bool) -> list[Array]:
-        made = step
-        if is_empty and expands:
-            made = step._replace(key=new_key, value=new_value, latent=None)
+        own_step = step
+        if is_empty and always_expands:
+            own_step = step._replace(key=new_key, value=new_value, latent=None)
         elif is_empty and latent is not None:
-            made = step.expand(latent, heads, arguments)
+            own_step = step.expand(latent, unabsorbed, arguments)
         in_place = implementation is None and not products_are_replaced()
-        call = made.call(is_empty, in_place)
-        output, _, max_score = run(call, implementation)
+        call = own_step.call(is_empty, in_place)
+        output, _, max_score = run_or_explain(call, implementation)
         if latent is None:
             # Values that are part of keys are cut out after attention in place.
             output = output[..., : cache.value_size]
-        elif not is_empty and not expands:
+        elif not is_empty and not always_expands:
             output = latent.project(output)
         results = [output]
         if max_score is not None:
@@ -316,8 +328,8 @@ def over_cache(
 
 
 class Visibility(NamedTuple):
-    """Which keys the new tokens of a call attend to: the rule of decoding, for every
-    function that computes a step.
+    """The rule of decoding: which keys the new tokens of a call attend to. Every
+    function that computes a step uses it.
 
     A step attends to all written keys, up to the query itself if it is causal. Windows
     and masks narrow that. Without causality, only windows and masks hide written keys;
@@ -354,8 +366,8 @@ class Visibility(NamedTuple):
         """Lists all masks of a step for the keys in `shape`; `mask` is the caller's.
 
         `ends` are the positions after the last new token of each sequence; None if
-        every key is a token, and none is padding. In a ring that `is_ring` sorted by
-        position, slots without a token come first, at positions below 0.
+        every key is a token, and none is padding. `is_ring`: whether the keys are slots
+        of a ring. Slots never written have positions below 0, and are hidden.
         """
         masks: list[Mask | None] = []
         if self.is_causal:
@@ -411,7 +423,7 @@ class Step(NamedTuple):
         scoring = check_scoring(query, shape, arguments, self.scoring.options.target)
         return self._replace(scoring=scoring, shape=shape, key=key, value=value)
 
-    def check_lookups(
+    def room_in_arrays(
         self, room: Bool[Array, "..."] | bool
     ) -> Bool[Array, "..."] | bool:
         """Returns `room`, but False for sequences longer than an array that `score_mod`
@@ -421,8 +433,8 @@ class Step(NamedTuple):
         NaN. JAX would clamp a position beyond the array and return a wrong entry. If
         lengths are not traced, raises a ValueError instead.
         """
-        # Without the mask of written keys: `ends` below says the same, and does not
-        # hide lookups from the checks.
+        # Leave out the mask of written keys: lookups beyond it are what is checked
+        # here, and `ends` below stands for it.
         shape = self.shape._replace(key_length=self.cache.length)
         masks = self.visibility.masks(self.mask, shape, ends=None)
         score_mod = self.scoring.options.score_mod
@@ -439,7 +451,7 @@ class Step(NamedTuple):
         # The longest sequence that each function allows.
         longest = []
         for function, window in with_windows(masks, score_mod):
-            # Another mask may hide what is beyond the arrays.
+            # Without a window, another mask may hide what is beyond the arrays.
             if window is None:
                 continue
             queries = function.size("q_idx")
@@ -473,7 +485,7 @@ class Step(NamedTuple):
     def _may_be_prompt(self) -> bool:
         number = self.shape.query_length
         length = self.cache.length
-        # Otherwise symbols, as in jax.export.
+        # `jax.export` may make them symbols.
         has_known_sizes = isinstance(number, int) and isinstance(length, int)
         # A few queries read their keys in place, which is as fast.
         if has_known_sizes and number <= MAX_QUERIES_IN_PLACE:
@@ -490,71 +502,67 @@ class Step(NamedTuple):
         """Makes a `Call` over only the new tokens if `is_empty`, otherwise over the
         cache with the new tokens.
 
-        If `in_place`, the call reads the cache without a copy, unless it is a ring and
-        there are several queries.
+        If `in_place`, the call reads the cache without a copy where that is possible.
         """
-        cache = self.cache
-        query = self.scoring.operands.query
-        rank = len(self.shape.batch)
-        is_ring = not is_empty and cache.window is not None
-        # Each new token may have overwritten a key of the queries before it.
-        is_copied = is_ring and self.shape.query_length != 1
-        in_place = in_place and not (is_empty or is_copied or self.latent is not None)
-        by_slot = is_ring and in_place
+        source = self._source_of_keys(is_empty, in_place)
+        call = self._call(source)
+        operands = call.operands
+        # Only attention in place, and over gathered keys, can dequantize 8 bits itself;
+        # all others need floats.
+        has_floats = operands.cache_scale is None
+        is_gathered = operands.key_indices is not None
+        if has_floats or is_gathered or reads_in_place(call):
+            return call
+        return self._call("copy")
 
-        # The keys, and the positions of the first query and of the first key; None
-        # means 0. With keys `by_slot`, the position of the newest key.
+    def _source_of_keys(self, is_empty: bool, in_place: bool) -> Source:
+        if is_empty:
+            return "new tokens"
+        # In a ring, each new token may have overwritten a key of the queries before it.
+        is_overwritten = self.cache.window is not None and self.shape.query_length != 1
+        if not in_place or is_overwritten or self.latent is not None:
+            return "copy"
+        return "in place"
+
+    def _call(self, source: Source) -> Call:
+        rank = len(self.shape.batch)
+        in_place = source == "in place"
+        reads_ring = source != "new tokens" and self.cache.window is not None
+        ring_in_place = reads_ring and in_place
+
+        # The keys, and the position of the first query; None means 0.
         bias = self.bias
         mask = self.mask
         index: Any = None
-        first: Any = None
-        if is_empty:
-            key = self.key
-            value = self.value
-            bias = _of_first_slots(bias, self.shape.query_length)
-            mask = _of_first_slots(mask, self.shape.query_length)
+        if source == "new tokens":
+            bias = _first_slots(bias, self.shape.query_length)
+            mask = _first_slots(mask, self.shape.query_length)
         else:
-            index = jnp.maximum(cache.index, 0)
-            if in_place:
-                key = self.new.key
-                value = self.new.value
-            elif is_ring:
-                key, value, first = in_order(cache, self.key, self.value)
-            else:
-                key, value = self.new.floats(query.dtype)
-        if by_slot:
-            first = index + self.tokens - 1
-        if self.latent is not None:
-            key, value = self.latent.expand(key)
-        elif cache.value_size is not None and not value.shape[-1]:
-            # Cutting the values out of the keys would copy a cache that is read in
-            # place; the output is cut instead.
-            value = key if in_place else key[..., : cache.value_size]
-        if not in_place:
-            key = key.astype(query.dtype)
-            value = value.astype(query.dtype)
+            index = jnp.maximum(self.cache.index, 0)
+        key, value, key_offset = self._keys(source, index)
         shape = self.shape._replace(key_length=key.shape[-3])
 
         # What is visible. All keys of a prompt without padding are tokens of this call.
         ends = None
-        if not is_empty:
+        if source != "new tokens":
             ends = _by_batch(index + self.tokens, rank)
         elif self.visibility.is_padded:
             ends = _by_batch(self.tokens, rank)
-        masks = self.visibility.masks(mask, shape, ends, is_ring)
-        offsets = Offsets(_by_batch(index, rank), _by_batch(first, rank))
+        masks = self.visibility.masks(mask, shape, ends, reads_ring)
+        offsets = Offsets(_by_batch(index, rank), _by_batch(key_offset, rank))
         indices = None
         # An indexer lists all keys of a short prompt.
-        if not (is_empty and shape.key_length <= self.top_k):
-            indices = self._listed(first, shape.key_length, by_slot)
+        lists_all = source == "new tokens" and shape.key_length <= self.top_k
+        if not lists_all:
+            indices = self._listed(key_offset, shape.key_length, ring_in_place)
 
         scale = self.new.scale if in_place else None
         options = self.scoring.options._replace(
             cached=in_place,
-            ring=by_slot,
-            value_size=None if scale is None else cache.value_size,
+            ring=ring_in_place,
+            value_size=None if scale is None else self.cache.value_size,
         )
-        call = with_keys(
+        return with_keys(
             self.scoring._replace(options=options),
             key,
             value,
@@ -565,38 +573,64 @@ class Step(NamedTuple):
             cache_scale=scale,
             key_indices=indices,
         )
-        # Only attention in place, and over gathered keys, can dequantize 8 bits itself;
-        # all others need floats.
-        if scale is None or indices is not None or reads_in_place(call):
-            return call
-        return self.call(is_empty, in_place=False)
+
+    def _keys(self, source: Source, index: Any) -> tuple[Array, Array, Any]:
+        """Returns (key, value, key_offset), given the position `index` of the first new
+        token.
+
+        `key_offset` is the position of the first key; None means 0. But for a ring that
+        is read in place, it is the position of the newest key (see `Tile.ring`).
+        """
+        cache = self.cache
+        dtype = self.scoring.operands.query.dtype
+        in_place = source == "in place"
+        key_offset = None
+        if source == "new tokens":
+            key = self.key
+            value = self.value
+        elif in_place:
+            key = self.new.key
+            value = self.new.value
+            if cache.window is not None:
+                key_offset = index + self.tokens - 1
+        elif cache.window is not None:
+            key, value, key_offset = in_order(cache, self.key, self.value)
+        else:
+            key, value = self.new.floats(dtype)
+        if self.latent is not None:
+            key, value = self.latent.expand(key)
+        elif cache.value_size is not None and not value.shape[-1]:
+            # Cutting the values out of the keys would copy a cache that is read in
+            # place; the output is cut instead.
+            value = key if in_place else key[..., : cache.value_size]
+        if in_place:
+            return key, value, key_offset
+        return key.astype(dtype), value.astype(dtype), key_offset
 
     def _listed(
-        self, first: Any, number: int, by_slot: bool
+        self, key_offset: Any, number: int, ring_in_place: bool
     ) -> Int[Array, "..."] | None:
         """Converts the positions in `key_indices` to indices of a call's `number` keys;
         -1 for positions without a key.
 
-        `first` is the position of the first key; None means 0. But if `by_slot`, the
-        keys are the slots of a ring, and `first` is the position of the newest key.
-        Returns None without `key_indices`.
+        `key_offset` is that of `_keys`. Returns None without `key_indices`.
         """
         positions = self.key_indices
         if positions is None:
             return None
-        if first is None:
-            first = 0
-        first = _by_batch(jnp.asarray(first), len(self.shape.batch))
-        first = first[..., None, None, None]
-        if by_slot:
-            oldest = jnp.maximum(first - number + 1, 0)
-            newest = first
+        if key_offset is None:
+            key_offset = 0
+        key_offset = _by_batch(jnp.asarray(key_offset), len(self.shape.batch))
+        key_offset = key_offset[..., None, None, None]
+        if ring_in_place:
+            newest = key_offset
+            oldest = jnp.maximum(newest - number + 1, 0)
             indices = positions % number
         else:
             # Positions below 0 are empty slots of a ring.
-            oldest = jnp.maximum(first, 0)
-            newest = first + number - 1
-            indices = positions - first
+            oldest = jnp.maximum(key_offset, 0)
+            newest = key_offset + number - 1
+            indices = positions - key_offset
         is_key = (positions >= oldest) & (positions <= newest)
         return jnp.where(is_key, indices, -1)
 
@@ -639,7 +673,7 @@ def in_order(
     return keys, values, first
 
 
-def check_cache(
+def check_window_and_cache(
     cache: KVCache, bias: Any, mask: Any, local_window_size: Any
 ) -> tuple[int | None, int | None] | None:
     """Raises a ValueError unless window, bias and mask fit the cache; returns the
@@ -666,7 +700,8 @@ def check_cache(
             "left, because the ring cache overwrites older ones, but got "
             f"{local_window_size!r}; create the cache with the same window."
         )
-    for name, x in by_slot:
+    if by_slot:
+        name, x = by_slot[0]
         if isinstance(x, Mask):
             raise ValueError(
                 f"{name} must not contain an array with one entry per key for a ring "
@@ -696,7 +731,7 @@ def _differs_by_slot(x: Any) -> bool:
     return last_axis not in ((), (1,))
 
 
-def _of_first_slots(x: Any, number: int) -> Any:
+def _first_slots(x: Any, number: int) -> Any:
     """Returns the first `number` slots, a prompt's, of a bias or mask [..., S]; [...,
     1] and mask objects unchanged.
     """

@@ -24,7 +24,7 @@ from flax_mha._src import run
 from flax_mha._src.attention import Implementation, ScoreMod, dot_product_attention
 from flax_mha._src.cache.cached_attention import (
     Visibility,
-    check_cache,
+    check_window_and_cache,
     in_order,
     nan_without,
     over_cache,
@@ -223,9 +223,9 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
         promote_dtype = dtypes.promote_dtype
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     # Whether a mask of traced numbers holds numbers other than 0 and 1.
-    is_no_mask = None
+    mask_is_invalid = None
     if not isinstance(mask, Mask | None):
-        mask, is_no_mask = validation.mask_of_numbers(mask)
+        mask, mask_is_invalid = validation.mask_of_numbers(mask)
     # What Flax's attention functions lack.
     extra: dict[str, Any] = {
         "scale": scale,
@@ -273,7 +273,7 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
             attn_weights_value_einsum=attn_weights_value_einsum,
             **dropout,
         )
-        return validation.nan_if(is_no_mask, output)
+        return validation.nan_if(mask_is_invalid, output)
 
     scored: dict[str, Any] = {
         "bias": bias,
@@ -295,7 +295,7 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     else:
         output, max_score = attend(query, key, value, return_max_score=True)
         sow(max_score_module, "attention_max_score", max_score)
-    return validation.nan_if(is_no_mask, output)
+    return validation.nan_if(mask_is_invalid, output)
 
 
 attention_fn.core = CoreAttention(  # type: ignore[attr-defined]
@@ -499,7 +499,9 @@ def _decode_by(
     and offsets.
     """
     query, key, value = heads
-    window = check_cache(cache, arguments.get("bias"), mask, local_window_size)
+    window = check_window_and_cache(
+        cache, arguments.get("bias"), mask, local_window_size
+    )
     is_ring = cache.window is not None
     if is_ring and "key_indices" in arguments:
         raise ValueError(

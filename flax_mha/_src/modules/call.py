@@ -2,6 +2,7 @@
 differs between the two APIs.
 
 out(norm(gate * attention(rotate(process_heads(norm(project(x)))))))
+(or the norm of queries and keys after rotate)
 """
 
 import dataclasses
@@ -194,9 +195,8 @@ def check(layer: FlaxModule, given: Given) -> Checked:
 
     # Inputs, and the arguments that say which of their tokens belong together.
     inputs = _check_inputs(layer, given, source)
-    is_self_attention = source in ("cache", "shared")
-    if source == "inputs":
-        is_self_attention = not given.is_cross
+    takes_own_inputs = source == "inputs" and not given.is_cross
+    is_self_attention = source in ("cache", "shared") or takes_own_inputs
     per_sequence: dict[str, Any] = {}
     if given.segment_ids is not None or given.lengths is not None:
         # A cache gets its lengths as an argument of its own.
@@ -316,7 +316,9 @@ def _process_heads_of(layer: FlaxModule, given: Given) -> ProcessHeads | None:
 def _check_inputs(
     layer: FlaxModule, given: Given, source: KeySource
 ) -> tuple[Array, Array, Array]:
-    """Returns the inputs of queries, keys and values."""
+    """Fills in missing inputs and checks all; returns those of queries, keys and
+    values.
+    """
     inputs_q = given.inputs_q
     inputs_k = given.inputs_k
     inputs_v = given.inputs_v
@@ -349,8 +351,8 @@ def _check_inputs(
         raise ValueError(f"inputs' key and value lengths must match, but got {shapes}.")
     # Keys of an earlier call or layer need no projection here.
     if layer.features is not None and source not in ("stored", "shared"):
-        of_queries, of_keys = layer.features
-        expected = {"inputs_q": of_queries, "inputs_k": of_keys, "inputs_v": of_keys}
+        query_size, key_size = layer.features
+        expected = {"inputs_q": query_size, "inputs_k": key_size, "inputs_v": key_size}
         for name, x in inputs.items():
             if x.shape[-1] != expected[name]:
                 raise ValueError(
@@ -363,7 +365,8 @@ def _check_inputs(
 def project(layer: FlaxModule, call: Checked) -> Heads:
     """Projects the inputs to query, key and value.
 
-    Values are normalized here, because shared values are keys without a norm.
+    Values are normalized here, not in `normalize`: with `share_kv` they are the
+    projected keys before the key norm.
     """
     query = layer.query(call.inputs_q)
     if call.source == "stored":
@@ -389,7 +392,8 @@ def project(layer: FlaxModule, call: Checked) -> Heads:
 def _check_kv(layer: FlaxModule, call: Checked, kv: SharedKV, query: Array) -> None:
     module = layer.module
     *batch_and_length, _, size = query.shape
-    # None means Flax's default: as many key heads, and value features, as of queries.
+    # None is Flax's default: as many key heads as query heads, and values as large as
+    # queries.
     num_kv_heads = module.num_kv_heads or module.num_heads
     value_size = module.value_dim or size
     kv.check(
@@ -403,8 +407,8 @@ def _check_kv(layer: FlaxModule, call: Checked, kv: SharedKV, query: Array) -> N
 def normalize(
     layer: FlaxModule, call: Checked, query: Array, key: Array, after_rope: bool
 ) -> tuple[Array, Array]:
-    """Normalizes queries and keys if their norms stand after the rotation, or if not,
-    as `after_rope` says.
+    """Normalizes queries and keys if `after_rope` says where this layer's norms stand:
+    after the rotation (True) or before it.
     """
     if layer.norms_after_rope != after_rope:
         return query, key
@@ -545,7 +549,7 @@ def attend(
     cache: KVCache | None,
 ) -> Attended:
     """Computes the attention of projected heads, over the cache if there is one."""
-    arguments, is_no_mask = attention_arguments(layer, call, query, key, cache)
+    arguments, mask_is_invalid = attention_arguments(layer, call, query, key, cache)
     chosen = choose_keys(layer, call, cache, arguments)
     if chosen.key_indices is not None:
         arguments["key_indices"] = chosen.key_indices
@@ -566,7 +570,7 @@ def attend(
             arguments=arguments,
             top_k=chosen.top_k,
         )
-    output = validation.nan_if(is_no_mask, output)
+    output = validation.nan_if(mask_is_invalid, output)
     return Attended(output=output, appended=appended, index_cache=chosen.cache)
 
 
@@ -605,6 +609,9 @@ def attention_arguments(
     module = layer.module
     core = call.core
     given = call.given
+    is_causal = _is_causal(call)
+    stored_lengths = _stored_lengths(layer, call)
+    takes_lengths = core is not None and core.context is None
 
     # The module's options and the call's arguments.
     ours = {
@@ -621,47 +628,64 @@ def attention_arguments(
         "max_score_module": module if given.sow_max_score else None,
         **call.per_sequence,
     }
-
-    # Keys that another call has stored bring their own lengths.
-    stored_lengths = None
-    if layer.stored is not None and call.source == "stored":
-        _, _, stored_lengths = layer.stored
-    takes_lengths = core is not None and core.context is None
     if takes_lengths and stored_lengths is not None:
         ours["key_value_seq_lengths"] = stored_lengths
-
-    # A partial around the attention function may set `is_causal`. Queries over stored
-    # keys have no known positions.
-    is_causal = given.is_causal
-    if is_causal is None and core is not None:
-        is_causal = core.preset.get("is_causal")
+    # Queries over stored keys have no known positions.
     if call.source not in ("stored", "to store"):
         ours["is_causal"] = is_causal
 
     # Arguments of None are left out, so that a function with only Flax's signature also
     # works.
-    set_by_us = {name: x for name, x in ours.items() if x is not None}
-    arguments = layer.arguments | set_by_us
+    arguments = dict(layer.arguments)
+    for name, x in ours.items():
+        if x is not None:
+            arguments[name] = x
     if core is None:
         check_takes_mask(module.attention_fn, arguments.get("mask"))
     else:
         arguments = core.with_preset(arguments, without=("is_causal",))
     if cache is not None:
-        # None is not the same as Flax's default of False.
+        # Pass None too: while decoding it means causal, but Flax's default is False.
         arguments["is_causal"] = is_causal
     elif given.is_causal is None and is_causal:
         check_is_causal(is_causal, arguments.get("mask"))
 
-    # Other functions get arrays of numbers as Flax's modules pass them.
-    is_no_mask = None
-    mask = arguments.get("mask")
-    is_array = mask is not None and not isinstance(mask, Mask)
-    if is_array and (core is not None or call.source != "inputs"):
-        arguments["mask"], is_no_mask = validation.mask_of_numbers(mask)
+    mask, mask_is_invalid = _boolean_mask(call, arguments.get("mask"))
     if stored_lengths is not None and not takes_lengths:
-        mask = arguments.get("mask")
-        arguments["mask"] = sequences.mask_padding(mask, stored_lengths, key)
-    return arguments, is_no_mask
+        mask = sequences.mask_padding(mask, stored_lengths, key)
+    if mask is not None:
+        arguments["mask"] = mask
+    return arguments, mask_is_invalid
+
+
+def _is_causal(call: Checked) -> Any:
+    """Returns the `is_causal` of the call or, without one, of a partial around the
+    attention function.
+    """
+    is_causal = call.given.is_causal
+    if is_causal is None and call.core is not None:
+        return call.core.preset.get("is_causal")
+    return is_causal
+
+
+def _stored_lengths(layer: FlaxModule, call: Checked) -> Array | None:
+    """Returns the lengths of keys that an earlier call has stored, or None."""
+    if layer.stored is None or call.source != "stored":
+        return None
+    _, _, lengths = layer.stored
+    return lengths
+
+
+def _boolean_mask(call: Checked, mask: Any) -> tuple[Any, Bool[Array, ""] | None]:
+    """Converts an array of numbers to bool; also returns the flag of
+    `validation.mask_of_numbers`.
+    """
+    if mask is None or isinstance(mask, Mask):
+        return mask, None
+    # Other functions get arrays of numbers as Flax's modules pass them.
+    if call.core is None and call.source == "inputs":
+        return mask, None
+    return validation.mask_of_numbers(mask)
 
 
 def _attention_sharding(
@@ -683,11 +707,11 @@ def _attention_sharding(
     if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return None
     named = names_of(tensor_parallel.mesh_axis(module.head_axis))
+    other_sizes = [size for name, size in mesh.shape.items() if name not in named]
+    may_split_batch = any(size > 1 for size in other_sizes)
     # `context_parallel` knows which axes split the batch.
-    names_batch = core is not None and core.context is not None
-    others = [size for name, size in mesh.shape.items() if name not in named]
-    splits_nothing_else = all(size == 1 for size in others)
-    if not names_batch and not splits_nothing_else:
+    knows_batch_axes = core is not None and core.context is not None
+    if may_split_batch and not knows_batch_axes:
         return None
     batch_and_length = (None,) * (query.ndim - 2)
     return PartitionSpec(*batch_and_length, named or None, None)
@@ -700,8 +724,8 @@ def choose_keys(
     arguments: Mapping[str, Any],
 ) -> Chosen:
     """Lets the indexer choose `key_indices`, given the `arguments` of the attention."""
-    layers = layer.indexer
-    if layers is None:
+    index_layers = layer.indexer
+    if index_layers is None:
         return Chosen()
     if call.core is None:
         raise ValueError(
@@ -709,34 +733,34 @@ def choose_keys(
             "another function."
         )
     given = call.given
-    query, key, weights = layers.project(call.inputs_q)
+    query, key, weights = index_layers.project(call.inputs_q)
     if layer.module.rope is not None:
-        query, key = _rotate_index(layer, layers, given, query, key, cache)
+        query, key = _rotate_index(layer, index_layers, given, query, key, cache)
     index_cache = None
     if given.decode:
-        index_cache = layers.cached(key, cache)
+        index_cache = index_layers.cached(key, cache)
     key_indices, index_cache = choose(
-        layers.indexer,
+        index_layers.indexer,
         projected=(query, key, weights),
         cache=index_cache,
         lengths=given.lengths,
         arguments=arguments,
         sow_to=layer.arguments.get("module"),
     )
-    top_k = layers.indexer.top_k if given.key_indices is None else 0
+    top_k = index_layers.indexer.top_k if given.key_indices is None else 0
     return Chosen(key_indices=key_indices, top_k=top_k, cache=index_cache)
 
 
 def _rotate_index(
     layer: FlaxModule,
-    layers: IndexLayers,
+    index_layers: IndexLayers,
     given: Given,
     query: Array,
     key: Array,
     cache: KVCache | None,
 ) -> tuple[Array, Array]:
     """Rotates index queries and keys: the first or last `qk_rope_head_dim` features."""
-    options = layers.indexer
+    options = index_layers.indexer
     rope = layer.module.rope
     rotated_size = layer.module.qk_rope_head_dim
     size = None
@@ -773,7 +797,9 @@ def gate_and_normalize(
 def write(
     layer: FlaxModule, call: Checked, key: Array, value: Array, attended: Attended
 ) -> None:
-    """Sets the module's cache to the new keys and values."""
+    """Stores what the call adds: keys for later calls, the module's cache, and the
+    indexer's cache.
+    """
     appended = attended.appended
     if call.source == "to store":
         lengths = call.per_sequence.get("key_value_seq_lengths")

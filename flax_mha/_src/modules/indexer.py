@@ -12,7 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from flax_mha._src.cache.cached_attention import Step, Visibility, check_cache
+from flax_mha._src.cache.cached_attention import (
+    Step,
+    Visibility,
+    check_window_and_cache,
+)
 from flax_mha._src.cache.kv_cache import KVCache
 from flax_mha._src.call.arguments import (
     CallArguments,
@@ -270,7 +274,9 @@ def _step(
         query[..., :1, :], key, key[..., :0], any_dtypes=True
     )
     mask = arguments.get("mask")
-    window = check_cache(cache, None, mask, arguments.get("local_window_size"))
+    window = check_window_and_cache(
+        cache, None, mask, arguments.get("local_window_size")
+    )
     target = target_of((query, cache.key))
     options: CallArguments = {"precision": arguments.get("precision")}
     new, tokens, _ = added
