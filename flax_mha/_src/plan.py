@@ -3,6 +3,7 @@ heads, dtypes of products.
 
 These choices change results only by rounding. The numbers below were measured on CPUs;
 those for GPUs and TPUs were counted in compiled programs (`benchmarks/compiled.py`).
+Only how a GPU reads a cache in place was also timed, on an H200.
 """
 
 import functools
@@ -14,7 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Options, may_mask
+from flax_mha._src.call.operands import (
+    DEFAULT_PRECISION,
+    Call,
+    Operands,
+    Options,
+    may_mask,
+)
 from flax_mha._src.core.tracing import (
     being_traced,
     cpu_features,
@@ -51,9 +58,9 @@ MAX_SCORES_TPU = 64 * 512 * 512
 
 # CPU: up to this many scores of a head, T * S, dense attention is about as fast as
 # tiles, and compiles faster. Up to this many in a head or a tile, XLA compiles product,
-# softmax and product into one kernel, which is fast ...
+# softmax and product into one kernel.
 MAX_SCORES_DENSE = 256 * 256
-# ... if all heads have at least this many scores, 2 MiB in float32.
+# That kernel is fast if all heads have at least this many scores, 2 MiB in float32.
 MIN_SCORES_FUSED_IN_ALL = 512 * 1024
 # Tile shapes to choose from: large enough for fast matrix products, small enough for
 # the caches. The first is used for masks that are not known while tracing, and on
@@ -76,34 +83,30 @@ SERIAL = 2
 MASKED = 1.15
 # If a mask differs between heads, the costs are added up for this many heads.
 EXAMPLES = 4
-# How many heads are vmapped, by the scores that a head holds in memory at a time: all
-# batch entries and heads up to the first number, the heads of one batch entry up to the
-# second (and up to the third in all), else one head.
+# CPU: all batch entries and heads are vmapped if a head holds at most this many scores
+# in memory at a time.
 MAX_SCORES_ALL_HEADS = 128 * 128
+# Otherwise, the heads of one batch entry are vmapped if a head holds at most this many
+# scores, and all heads of the entry at most the second number.
 MAX_SCORES_ONE_ENTRY = 512 * 512
 MAX_SCORES_ONE_ENTRY_IN_ALL = 8 * 512 * 512
 
-# CPU, reading keys in place: for at most this many queries over at least this many
-# keys, and for caches.
-MAX_QUERIES_IN_PLACE = 16
-MIN_KEYS_IN_PLACE = 512
-# Limits of a block: its queries, the numbers in its keys and values of all heads, and
-# its least and most keys.
-MAX_HEIGHT_IN_PLACE = 128
-MAX_NUMBERS_IN_PLACE = 64 * 1024
-MIN_WIDTH_IN_PLACE = 64
-MAX_WIDTH_IN_PLACE = 512
-# Blocks are wider if products are in bfloat16, if the cache has 8 bits, or if most keys
-# are visible. These limit such a block: the bytes of its keys and values in the dtype
-# of the products, and its scores of one batch entry.
-MAX_BYTES_WIDE = 2 * 2**20
-MAX_SCORES_WIDE = 64 * 1024
-# One block-diagonal product serves all heads (`in_place.py`) if K * T * N, a measure of
-# its work, is at most the first. All keys may be one block if K * T * N is at most the
-# second, and B * T * N * S, the number of scores, the third.
-MAX_JOINT_ROWS = 128
-MAX_JOINT_ROWS_WHOLE = 1024
-MAX_SCORES_WHOLE = 256 * 1024
+# CPU: keys are read in place from caches, and for few queries over many keys.
+MAX_QUERIES_IN_PLACE = 16  # most queries, without a cache
+MIN_KEYS_IN_PLACE = 512  # fewest keys, without a cache
+MAX_HEIGHT_IN_PLACE = 128  # most queries in a block
+MAX_NUMBERS_IN_PLACE = 64 * 1024  # most numbers in a block's keys and values, all heads
+MIN_WIDTH_IN_PLACE = 64  # fewest keys in a block
+MAX_WIDTH_IN_PLACE = 512  # most keys in a block
+# Blocks are wider if products are in bfloat16, if the cache has 8 bits, or if most
+# blocks hold a visible key.
+MAX_BYTES_WIDE = 2 * 2**20  # most bytes of its keys and values, in the products' dtype
+MAX_SCORES_WIDE = 64 * 1024  # most scores of one batch entry in such a block
+# One block-diagonal product may serve all heads (`in_place.py`). K * T * N measures its
+# work.
+MAX_JOINT_ROWS = 128  # most K * T * N of a block
+MAX_JOINT_ROWS_WHOLE = 1024  # most K * T * N if all keys are one block
+MAX_SCORES_WHOLE = 256 * 1024  # most scores, B * T * N * S, if all keys are one block
 # Up to this many numbers in keys and values, 512 KiB in float32, all keys are one block
 # however many are visible: a step over such a cache compiles in half the time. If an
 # output is not finite, the second pass holds a copy of them.
@@ -124,7 +127,8 @@ class KeyBlocks(NamedTuple):
     sequential: bool
     dtype: jnp.dtype  # of queries, keys and weights in matrix products
     block_diagonal: bool = False  # whether one matrix product serves all heads
-    # The blocks to use if more than half of the keys are visible; None: always these.
+    # The blocks to use if more than half of these, over all heads, hold a visible key;
+    # None: always these.
     wide: "KeyBlocks | None" = None
     # If given, the first features of keys are the values, and have a scale of their
     # own.
@@ -202,8 +206,9 @@ def plan_xla(call: Call) -> Plan:
         return Plan(blocks.dtype, guard_first=False, in_place=blocks)
     scores = math.prod(call.operands.lengths)
     loops = _loops(call, scores)
-    if _may_fuse(call, scores):
-        # Few scores need no loop over heads.
+    if _is_plain_and_small(call, scores):
+        # The kernel of `_fuses_rows` runs faster in a batch: 64 heads of 256 x 256
+        # scores took 8.4 ms, and 15.0 ms in a loop.
         loops = loops._replace(looped_axes=0)
     return Plan(
         dtype=product_dtype(call, tiles=False),
@@ -224,6 +229,7 @@ def _plan_gathered(call: Call, count: int) -> Plan:
     queries, keys = call.operands.lengths
     dtype = product_dtype(call, tiles=False)
     if not call.options.has_known_sizes:
+        # Symbolic sizes: all queries in one block.
         return Plan(dtype, guard_first=False, looped_axes=None, gathered=queries)
     height = max(keys // count, MAX_QUERIES_IN_PLACE)
     height = min(queries, height)
@@ -285,12 +291,12 @@ def with_occupancy(call: Call) -> Call:
 def choose_tiles(
     call: Call, shapes: tuple[TileShape, ...]
 ) -> tuple[Tiling, BlockMask | None]:
-    """Chooses the cheapest tiling with one of `shapes`; the first if mask or offsets
-    are not known while tracing.
+    """Chooses the cheapest tiling with one of `shapes`, and lists the tiles to visit.
 
-    Also lists the tiles to visit if JAX is tracing and the mask holds concrete arrays.
-    Otherwise the list is None, and made later: at trace time if the mask holds no
-    arrays (`block_mask_of_one`), else at run time (`dynamic_block_mask`).
+    If mask or offsets are not known, chooses the first shape. The list is made here
+    only if JAX is tracing and the mask's arrays are concrete. Otherwise it is None, and
+    made later: at trace time without arrays (`block_mask_of_one`), at run time with
+    them (`dynamic_block_mask`).
     """
     operands = call.operands
     lengths = operands.lengths
@@ -307,18 +313,28 @@ def choose_tiles(
     if not offsets.are_known or not is_readable or not being_traced():
         return tiling_of(lengths, shapes[0]), None
 
-    concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
-    axes = operands.query.ndim - 1
-    mask = mask_by_head(concrete, axes - 2, operands.groups)
-    shapes_of_axes = [x.shape[:axes] for x in jax.tree.leaves(mask)]
-    head_axes = np.broadcast_shapes(*shapes_of_axes)
-    masks = [one_of(mask, place) for place in np.ndindex(head_axes)]
+    masks, head_axes = _masks_of_heads(operands)  # one for each distinct head
     step = max(1, -(-len(masks) // EXAMPLES))
     examples = masks[::step]
     tiling = _cheapest(examples, lengths, offsets.numbers, shapes, head_size)
     blocks = static_block_mask(tiling, masks, offsets.numbers)
     blocks = jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
     return tiling, blocks
+
+
+def _masks_of_heads(operands: Operands) -> tuple[list[Mask], tuple[int, ...]]:
+    """Lists the masks of all heads, as NumPy arrays, and the sizes of their axes
+    [B..., K, G].
+
+    An axis along which heads share a mask has the size 1.
+    """
+    concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
+    batch_rank = operands.query.ndim - 3
+    mask = mask_by_head(concrete, batch_rank, operands.groups)
+    num_axes = batch_rank + 2  # B..., K and G
+    shapes_of_axes = [x.shape[:num_axes] for x in jax.tree.leaves(mask)]
+    head_axes = np.broadcast_shapes(*shapes_of_axes)
+    return [one_of(mask, place) for place in np.ndindex(head_axes)], head_axes
 
 
 def product_size(call: Call) -> int:
@@ -406,7 +422,7 @@ def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
     `scores` counts the scores of one tile, and `rows` the tiles of a head that run
     together. Dense attention computes a head as one tile.
     """
-    if not _may_fuse(call, scores):
+    if not _is_plain_and_small(call, scores):
         return False
     scores_in_all = _number_of_heads(call) * rows * scores
     # Matrix products that use all cores are faster outside of that kernel.
@@ -414,7 +430,10 @@ def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
     return scores_in_all >= MIN_SCORES_FUSED_IN_ALL and not is_parallel
 
 
-def _may_fuse(call: Call, scores: int) -> bool:
+def _is_plain_and_small(call: Call, scores: int) -> bool:
+    """Returns whether a call is a plain softmax on one CPU, with at most
+    MAX_SCORES_DENSE `scores` in a head or a tile.
+    """
     operands, options = call
     if not options.has_known_sizes or options.target[:2] != ON_ONE_CPU:
         return False
@@ -477,13 +496,13 @@ def _blocks_on_accelerator(call: Call) -> KeyBlocks:
     )
     if options.target.platform != "gpu":
         return blocks
-    # Without a block-diagonal product, XLA transposes the whole cache; a GPU waits for
-    # the host at every condition.
     is_whole = keys <= width
     return blocks._replace(
         dtype=_dtype_in_place(call),
+        # Without a block-diagonal product, XLA transposes the whole cache.
         block_diagonal=height * operands.query.shape[-2] <= MAX_JOINT_ROWS,
         whole=is_whole,
+        # A GPU waits for the host at every condition.
         unconditional=is_whole,
     )
 
@@ -499,22 +518,12 @@ def _blocks_on_cpu(call: Call) -> KeyBlocks | None:
     if is_sequential:
         dtype = _dtype_in_place(call)
 
-    # The most keys of a wide block, see MAX_BYTES_WIDE.
-    numbers = num_kv_heads * (operands.key.shape[-1] + operands.value.shape[-1])
+    # The most keys of a wide block, not yet rounded.
     widest = min(
-        MAX_BYTES_WIDE // dtype.itemsize // numbers,
+        MAX_BYTES_WIDE // dtype.itemsize // _numbers_per_key(call),
         MAX_SCORES_WIDE // (queries * num_heads),
     )
-    has_8_bits = operands.cache_scale is not None
-    is_converted = has_8_bits or dtype != options.dtype
-    if is_sequential and is_converted:
-        # Keys that are converted, or multiplied in fewer bits, take fewer and larger
-        # blocks.
-        width = widest
-    elif has_8_bits:
-        width = 2 * MAX_NUMBERS_IN_PLACE // numbers
-    else:
-        width = MAX_NUMBERS_IN_PLACE // numbers
+    width = _width_on_cpu(call, dtype, widest)
     width = min(width // 64 * 64, MAX_WIDTH_IN_PLACE)
     width = max(MIN_WIDTH_IN_PLACE, width)
     width = min(keys, width)
@@ -536,9 +545,32 @@ def _blocks_on_cpu(call: Call) -> KeyBlocks | None:
     return blocks._replace(wide=_wide_blocks(call, blocks, widest))
 
 
+def _numbers_per_key(call: Call) -> int:
+    """Counts the numbers in one key and its value, in all key heads."""
+    key = call.operands.key
+    return key.shape[-2] * (key.shape[-1] + call.operands.value.shape[-1])
+
+
+def _width_on_cpu(call: Call, dtype: jnp.dtype, widest: int) -> int:
+    """Chooses how many keys a block has, not yet rounded; for products in `dtype`.
+
+    `widest` is the most keys of a wide block, see MAX_BYTES_WIDE.
+    """
+    options = call.options
+    is_sequential = not options.target.may_be_split
+    has_8_bits = call.operands.cache_scale is not None
+    if is_sequential and (has_8_bits or dtype != options.dtype):
+        # Keys that are converted, or multiplied in fewer bits, take fewer and larger
+        # blocks.
+        return widest
+    if has_8_bits:
+        return 2 * MAX_NUMBERS_IN_PLACE // _numbers_per_key(call)
+    return MAX_NUMBERS_IN_PLACE // _numbers_per_key(call)
+
+
 def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None:
-    """Chooses larger blocks, of all keys or at most `widest`, to use if most keys are
-    visible; None: use `blocks`.
+    """Chooses larger blocks, of all keys or at most `widest`, to use if most of
+    `blocks` hold a visible key; None: use `blocks`.
     """
     operands = call.operands
     queries, keys = operands.lengths
@@ -606,10 +638,11 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     if dtype.itemsize > 2 or not _may_round(options):
         return wide
     if target.platform != "cpu":
-        # Gradients of float16 must not be rounded to it before the scale makes them
-        # smaller: they would overflow.
-        scales_first = not tiles or operands.scale is not None
-        if dtype == jnp.float16 and scales_first:
+        # Some gradients reach the dtype of products before the scale makes them
+        # smaller, and may overflow in float16: without tiles those of the weights, and
+        # those of queries that were scaled before the products.
+        rounds_before_scale = not tiles or operands.scale is not None
+        if dtype == jnp.float16 and rounds_before_scale:
             return wide
         return dtype
     if not tiles or dtype != jnp.bfloat16 or "amx_bf16" not in cpu_features():

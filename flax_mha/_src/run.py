@@ -1,11 +1,11 @@
-"""Computes a checked call, in three steps that call each other.
+"""Computes a checked call, in three steps, each of which calls the next.
 
 1. `run` splits the call over the devices of a mesh, if there is one.
 2. `on_device` chooses an engine for the part of one device.
 3. `compute` plans the part, guards it, and lets the engine compute it.
 
-Only strategy="ring" differs: `distributed/ring.py` plans, guards and computes the
-part's steps, one per device.
+`strategy="ring"` differs: `distributed/ring.py` plans once, then guards and computes
+each hop of the ring itself.
 """
 
 import functools
@@ -57,10 +57,11 @@ class _Engines(dict[str, Engine]):
 
 
 ENGINES = _Engines()
-# Kernels that `implementation=None` chooses, by published speeds: this package has not
-# been run on a GPU or a TPU.
+# Kernels that `implementation=None` chooses: cuDNN by its times on an H200 (see
+# docs/performance.md), splash by published speeds, for this package has not run on a
+# TPU.
 PREFERRED = {"gpu": ("cudnn",), "tpu": ("splash",)}
-# The engine that computes the derivatives that kernels lack, and the steps of a ring
+# The engine that computes the derivatives that kernels lack, and the hops of a ring
 # unless another one is named.
 PORTABLE = "blockwise"
 
@@ -77,11 +78,16 @@ def run(call: Call, implementation: str | None) -> Result:
     """
     check_name(implementation)
     parts = _split_of(call)
+    # Symbolic sizes cannot be compared with 0. `split.empty_result` says why empty
+    # calls are not split.
+    is_empty = call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]
     if parts is None:
         if is_linear_in_values(call.operands):
+            # `jax.linear_transpose` cannot transpose the search for NaN: run the call
+            # again, as one operation that is linear in the values.
             return as_function_of_values(call, lambda call: run(call, implementation))
         result = on_device(_unsplit(call), implementation)
-    elif call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]:
+    elif is_empty:
         explain(call, implementation)  # raises the errors that computing it would raise
         result = split.empty_result(call, parts)
     else:
@@ -97,38 +103,45 @@ def on_device(call: Call, implementation: str | None = None) -> Result:
     """Computes a call on one device by the engine named `implementation`; None chooses
     one.
     """
-    name = implementation
-    on_cpu = None
-    if name is None:
+    if implementation is None:
         name = choose(call)
-        on_cpu = _on_cpu(call, name)
+        call_on_cpu = _on_cpu(call, name)
     else:
+        name = implementation
         _check_supported(name, refusals(name, call))
+        call_on_cpu = None
     engine = ENGINES[name]
     if engine.platform is None:
         return compute(engine, call)
+    return _run_kernel(engine, call, call_on_cpu)
 
-    # A kernel lacks some derivatives; a portable engine computes these.
-    kernel = functools.partial(_compute_with, call, engine)
-    portable = functools.partial(_compute_with, call, ENGINES[PORTABLE])
-    if on_cpu is None:
+
+def _run_kernel(engine: Engine, call: Call, call_on_cpu: Call | None) -> Result:
+    """Computes a call by a kernel, `engine`, and the derivatives that the kernel lacks
+    by a portable engine.
+
+    The program runs `call_on_cpu` instead if it is compiled for a CPU; None: that
+    cannot happen, or does not matter.
+    """
+
+    def kernel(operands: Operands) -> Result:
+        return compute(engine, call._replace(operands=operands))
+
+    def portable(operands: Operands) -> Result:
+        return compute(ENGINES[PORTABLE], call._replace(operands=operands))
+
+    if call_on_cpu is None:
         return with_derivatives(kernel, portable, call.operands, None)
-
-    # The program may be compiled for a CPU instead, where another engine runs.
     platform = call.options.target.platform
 
     def of_kernel(operands: Operands) -> Array:
         return with_derivatives(kernel, portable, operands, platform).output
 
     def of_cpu(operands: Operands) -> Array:
-        return on_device(on_cpu._replace(operands=operands)).output
+        return on_device(call_on_cpu._replace(operands=operands)).output
 
     output = lower_for_platform(platform, of_kernel, of_cpu, call.operands)
     return Result(output, None)
-
-
-def _compute_with(call: Call, engine: Engine, operands: Operands) -> Result:
-    return compute(engine, call._replace(operands=operands))
 
 
 def compute(engine: Engine, call: Call) -> Result:
@@ -141,6 +154,7 @@ def compute(engine: Engine, call: Call) -> Result:
 def _compute(
     engine: Engine, plan: Plan, operands: Operands, options: Options
 ) -> Result:
+    """Does all of `compute` after the plan, as one program."""
     return engine.forward(plan, guard(Call(operands, options), plan))
 
 
@@ -230,7 +244,6 @@ def _unsplit(call: Call) -> Call:
 
 
 # Returns the same function again, so that `jit` does not compile again.
-# Returns the same function again, so that `jit` does not compile again.
 @functools.lru_cache(maxsize=64)
 def _run_part(
     implementation: str | None, context: Context | None
@@ -245,8 +258,8 @@ def _run_part(
 
 def _run_in_ring(call: Call, context: Context, implementation: str | None) -> Result:
     if implementation is not None:
-        step = ring.first_step(call, context)
-        reasons = refusals(implementation, step, in_ring=True)
+        hop = ring.first_hop(call, context)
+        reasons = refusals(implementation, hop, in_ring=True)
         _check_supported(implementation, reasons)
     engine = ENGINES[implementation or PORTABLE]
     return ring.attention(call, context, engine)
@@ -303,16 +316,16 @@ def explain(call: Call, implementation: str | None) -> Explanation:
 def _explain_on_mesh(
     call: Call, implementation: str | None, parts: split.Split
 ) -> Explanation:
-    """Explains the part of one device, by tracing the split as `run` would do it."""
-    found = []
+    """Explains one device's part, by tracing the split but not the attention."""
+    explanations = []  # filled while tracing; all devices have the same
     context = parts.context
 
     def explain_part(call: Call) -> Result:
         in_ring = False
         if context is not None and context.strategy == "ring":
             in_ring = True
-            call = ring.first_step(call, context)
-        found.append(_explain_part(call, implementation, in_ring))
+            call = ring.first_hop(call, context)
+        explanations.append(_explain_part(call, implementation, in_ring))
         operands = call.operands
         shape = (*operands.query.shape[:-1], operands.value.shape[-1])
         return Result(jnp.zeros(shape), None)
@@ -322,7 +335,7 @@ def _explain_on_mesh(
         lambda operands: split.run_on_mesh(operands, call.options, parts, part),
         call.operands,
     )
-    return found[0]
+    return explanations[0]
 
 
 def _explain_part(

@@ -73,11 +73,13 @@ def slice_call(
     """Slices one device's operands to a range of queries and a range of keys, and moves
     the offsets.
 
-    `queries` is (first query, number of queries). `keys` is (first key in arrays that
-    travel around the ring, first key in all other arrays, number of keys); None keeps
-    all keys. In the ring, arrays that travel hold one device's keys, and the others
-    hold all keys. `positions` is (increase of the query offset, increase of the key
-    offset).
+    Args:
+      operands: The device's operands.
+      queries: (first, number).
+      keys: (first in arrays that travel around the ring, first in arrays that stay,
+        number); None keeps all keys. Travelling arrays hold one device's keys, the
+        others all.
+      positions: What to add to the query offset and to the key offset.
     """
     first_query, num_queries = queries
     if keys is None:

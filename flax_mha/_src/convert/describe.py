@@ -98,7 +98,7 @@ def describe(
 def describe_layer(
     config: Config, layer: int, max_length: int | None
 ) -> dict[str, Any]:
-    """Returns what `describe` returns, for a config that was read."""
+    """Does the work of `describe`, on a config that is already read (`Config`)."""
     family = config.family
     check_described(config)
     _check_layer(layer, config.values)

@@ -68,8 +68,9 @@ class Family(NamedTuple):
 
 
 def like(family: Family, keys: layer_rules.Values, **fields: Any) -> Family:
-    """Returns a copy of a family with these keys added or their defaults replaced, and
-    with these fields replaced.
+    """Returns a copy of `family`.
+
+    `keys` adds config keys, or replaces their defaults; `fields` replaces fields.
     """
     return family._replace(keys=family.keys | keys, **fields)
 

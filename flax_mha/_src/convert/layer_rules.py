@@ -373,8 +373,10 @@ def periodic(values: Values, layer: int) -> str:
 
 
 def cycle(key: str, *otherwise: str) -> LayerType:
-    """Returns a rule that repeats the types under `key`, a list or string of letters;
-    `otherwise` is the default.
+    """Returns a rule that repeats a pattern of layer types over the layers.
+
+    The config's `key` holds the pattern, a list or a string of letters; `otherwise` is
+    the pattern if it does not.
     """
 
     def layer_type(values: Values, layer: int) -> str:

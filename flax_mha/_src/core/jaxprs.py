@@ -20,7 +20,7 @@ Body = Jaxpr
 
 
 def as_function(program: Program) -> Callable[..., list[Array]]:
-    """Returns a function that evaluates a program, whose results are a list."""
+    """Returns a function that evaluates `program` and returns its results as a list."""
     return jaxpr_as_fun(program)
 
 

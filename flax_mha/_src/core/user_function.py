@@ -100,11 +100,11 @@ class TracedFunction:
 
     @functools.cached_property
     def lookups(self) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Where the function indexes an array by b, h, q_idx or kv_idx: (name of the
-        index, axis, shape of the array).
+        """Lists where the function indexes an array by b, h, q_idx or kv_idx: (index,
+        axis, shape).
 
-        Omits an index that also affects a condition, because the condition may discard
-        the entry it reads.
+        Leaves out an index that a condition also uses: the condition may discard what
+        is read.
         """
         held = _positions(self.body)
         conditional = _conditional(self.body)
@@ -237,8 +237,10 @@ def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
 
 
 def _checked_program(name: str, function: Any, score: jnp.dtype | None) -> Program:
-    """Traces a function and checks that it returns one scalar, of dtype `score` or, if
-    `score` is None, a bool.
+    """Traces `function` and checks that it returns one scalar.
+
+    `score` is the dtype of its first argument and of its result; None: it takes no
+    score, and returns a bool.
     """
     if not callable(function):
         raise ValueError(f"{name} must be a function of scalars, but got {function!r}.")
@@ -380,8 +382,8 @@ def _rules(body: Body, function: Any) -> list[Any]:
 
 
 def _positions(body: Any) -> dict[Any, str]:
-    """Maps each variable that equals b, h, q_idx or kv_idx, cast or wrapped (`where(i <
-    0, i + n, i)`), to its name.
+    """Maps variables to names: those that equal b, h, q_idx or kv_idx, or that are one
+    of these after a cast or after wrapping negative indices (`where(i < 0, i + n, i)`).
     """
     inputs = body.invars[-len(POSITIONS) :]
     held: dict[Any, str] = dict(zip(inputs, POSITIONS, strict=True))

@@ -151,8 +151,10 @@ def per_sequence(name: str, value: ArrayLike | None, shape: Shape) -> Array | No
 def lengths(
     name: str, value: ArrayLike | None, shape: Shape, most: int | None = None
 ) -> Array | None:
-    """Checks an argument of one length per sequence, or one for all, from 0 to `most`
-    (None: no limit).
+    """Checks and returns one length per sequence, or one for all, as an array; None
+    stays None.
+
+    Lengths must be from 0 to `most` (None: no limit).
     """
     array = per_sequence(name, value, shape)
     if array is None:

@@ -57,9 +57,9 @@ def attention(call: Call, context: Context, engine: Engine) -> Result:
     operands = call.operands
     # Hops are merged by their log-sum-exp.
     options = call.options._replace(return_residual=True)
-    ring, step = _ring_of(Call(operands, options), context)
-    # The steps have equal shapes, so one plan is for all.
-    plan, _ = engine.plan(step)
+    ring, hop = _ring_of(Call(operands, options), context)
+    # The calls of all hops have equal shapes, so one plan is for all.
+    plan, _ = engine.plan(hop)
     ring = ring._replace(engine=engine, plan=plan)
     output, lse, largest = _results(ring, _of_hops(operands))
     if operands.sinks is not None:
@@ -68,20 +68,20 @@ def attention(call: Call, context: Context, engine: Engine) -> Result:
     return Result(output.astype(operands.query.dtype), lse, largest)
 
 
-def first_step(call: Call, context: Context) -> Call:
+def first_hop(call: Call, context: Context) -> Call:
     """Returns the call in which this device's first chunk of queries attends to its
     first chunk of keys.
 
     The calls of all pairs of chunks have equal shapes: an engine that plans, or
     refuses, this one does so for all.
     """
-    _, step = _ring_of(call, context)
-    return step
+    _, hop = _ring_of(call, context)
+    return hop
 
 
 def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
     """Returns the `Ring` of a call, still without its engine, which `attention` adds,
-    and the call of `first_step`.
+    and the call of `first_hop`.
     """
     operands = _of_hops(call.operands)
     ring = Ring(
@@ -92,8 +92,8 @@ def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
         options=call.options,
     )
     rank = lax.axis_index(ring.axis)
-    step = ring.slice(operands, source=rank, i=0, j=0)
-    return ring, step
+    hop = ring.slice(operands, source=rank, i=0, j=0)
+    return ring, hop
 
 
 def _of_hops(operands: Operands) -> Operands:
@@ -257,8 +257,8 @@ class Ring(NamedTuple):
         return jax.tree.map(cut, results)
 
     def put_rows(self, results: T, chunk: Scalar, parts: T) -> T:
-        """Returns `results` with `parts` in place of the slices that `rows(results,
-        chunk)` returns.
+        """Writes `parts` where `rows(results, chunk)` reads, and returns the new
+        results.
         """
 
         def put(x: Array, part: Array) -> Array:

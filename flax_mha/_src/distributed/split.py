@@ -190,8 +190,8 @@ class Split(NamedTuple):
 
 
 def by_types(call: Call) -> Split:
-    """Returns the split that the types of query, key and value show; at least one is on
-    a mesh with Explicit axes.
+    """Returns the split in the types of query, key and value. At least one must be on a
+    mesh with Explicit axes.
     """
     arrays = call.operands[:3]
     mesh = next(jax.typeof(x).sharding.mesh for x in arrays if is_explicit(x))
@@ -510,8 +510,8 @@ def empty_result(call: Call, parts: Split) -> Result:
 def reorder_keys(
     operands: Operands, order: np.ndarray, and_queries: bool = False
 ) -> Operands:
-    """Applies `reorder_chunks` along the axes of keys in all arrays of a call and, with
-    `and_queries`, of queries.
+    """Applies `reorder_chunks` to the key axis of every array of a call and, with
+    `and_queries`, also to the query axis.
     """
 
     def change(x: Array, axes: SequenceAxes) -> Array:

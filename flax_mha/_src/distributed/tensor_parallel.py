@@ -105,8 +105,9 @@ class LogicalBox(_Unboxing, nn.LogicallyPartitioned):
 
 
 def _size(head_axis: str) -> int:
-    """Counts the devices along `head_axis`, a mesh axis or a logical axis with a rule
-    in Flax; 1 without a mesh.
+    """Counts the devices along `head_axis`; 1 without a mesh.
+
+    `head_axis` may be a mesh axis, or a logical axis that Flax's rules map to one.
     """
     axes = mesh_axis(head_axis)
     mesh = jax.sharding.get_abstract_mesh()

@@ -338,8 +338,10 @@ class ScoreRule:
         return jnp.where(dropped, zero, kept)
 
     def _words_by_query(self, tile: Tile) -> UInt32[Array, "t s"]:
-        """Computes a tile's random words by one hash per score, which uses only one of
-        the two words.
+        """Computes a tile's random words with one Threefry hash for each score.
+
+        Each hash makes two words, for queries 2n and 2n + 1; only the score's own is
+        used.
         """
         query_positions = tile.query_positions
         key_positions = tile.key_positions

@@ -142,8 +142,8 @@ def soft_cap(cap: float = 50.0) -> dict[str, Any]:
 
 
 def attention_sinks(sinks: Float[Array, " N"], width: int = 127) -> dict[str, Any]:
-    """Adds a learned logit per head to the softmax's denominator, in a
-    `sliding_window`. gpt-oss, arXiv:2508.10925.
+    """Adds a learned logit per head to the softmax's denominator. Queries also attend
+    to at most `width` earlier tokens. gpt-oss, arXiv:2508.10925.
 
     This recipe is for `dot_product_attention`. For a module, pass `sinks=True` and
     `local_window_size=(width, 0)` to the constructor; the sinks are then a parameter of

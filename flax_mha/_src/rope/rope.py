@@ -175,7 +175,7 @@ class RoPE:
 
     @property
     def attention_factor(self) -> float:
-        """The factor that cos and sin are multiplied by, 1 except with YaRN and
+        """The factor by which cos and sin are multiplied, 1 except with YaRN and
         LongRoPE.
         """
         return self._scaling.cos_sin_factor

@@ -43,7 +43,7 @@ class Scaling:
 
     @property
     def cos_sin_factor(self) -> float:
-        """The factor that cos and sin are multiplied by."""
+        """The factor by which cos and sin are multiplied."""
         return 1.0
 
     def _check(self, name: str, **bounds: float) -> None:
