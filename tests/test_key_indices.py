@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import close, refused
+from cases import close, compiled_for, forget_programs, refused
 from flax import nnx
 from marks import Refusals, core, with_core
 
@@ -294,6 +294,30 @@ def test_only_xla_takes_key_indices():
 
 
 OF_HEADS = Sizes(3, 20, 30, 4, 2, 8, 8, count=5, by_head=True)
+
+
+@pytest.mark.core
+def test_grouped_heads_have_derivatives_as_on_a_gpu(monkeypatch, request):
+    """There, weights are divided by their sum before the product with the values."""
+    query = jax.random.normal(jax.random.key(0), (2, 8, 4, 6))
+    key = jax.random.normal(jax.random.key(1), (2, 30, 2, 6))
+    value = jax.random.normal(jax.random.key(2), (2, 30, 2, 5))
+    lists = jax.random.randint(jax.random.key(3), (2, 8, 2, 7), -1, 30)
+
+    def derivatives():
+        def attend(query, key, value):
+            return dot_product_attention(query, key, value, key_indices=lists)
+
+        arrays = (query, key, value)
+        output, pull = jax.vjp(attend, *arrays)
+        return jax.jvp(attend, arrays, arrays), pull(jnp.cos(output))
+
+    expected = derivatives()
+    compiled_for(monkeypatch, "gpu")
+    request.addfinalizer(forget_programs)
+    forget_programs()
+
+    close(derivatives(), expected)
 
 
 def test_lists_can_be_mapped_over():

@@ -216,6 +216,11 @@ def _softmax(
         divisor = jnp.maximum(total, 0.5)
         if not rule.on_gpu:
             output = output / divisor
+        elif value.ndim == 3:
+            # If each query has values of its own, `jax.vmap` puts the mapped axis of
+            # this product elsewhere than that of its tangent, and JAX then confuses
+            # them in a custom_jvp. An operation with `total` moves both to the front.
+            output = jnp.where(total == 0, 0, output)
         lse = jnp.log(divisor) + m
         return output, lse[:, 0], largest
     # A row without visible keys has equal weights. XLA's maximum of a row of NaN may be
