@@ -60,7 +60,8 @@ MAX_SCORES_TPU = 64 * 512 * 512
 # tiles, and compiles faster. Up to this many in a head or a tile, XLA compiles product,
 # softmax and product into one kernel.
 MAX_SCORES_DENSE = 256 * 256
-# That kernel is fast if all heads have at least this many scores, 2 MiB in float32.
+# That kernel is fast if all heads together have at least this many scores, 2 MiB in
+# float32.
 MIN_SCORES_FUSED_IN_ALL = 512 * 1024
 # Tile shapes to choose from: large enough for fast matrix products, small enough for
 # the caches. The first is used for masks that are not known while tracing, and on
@@ -138,8 +139,11 @@ class KeyBlocks(NamedTuple):
     unconditional: bool = False
 
     def fitting(self, scores: int, numbers: int) -> "KeyBlocks":
-        """Returns the blocks to use for `scores` scores, and keys and values of
-        `numbers` entries, after `jax.vmap`.
+        """Returns the blocks for the sizes that the call has once `jax.vmap` has added
+        batch axes: the number of all scores, and of all numbers in keys and values.
+
+        If `wide` is one block of all keys, too many scores drop it, and few numbers
+        make it the only choice, however many keys are visible.
         """
         if self.wide is None or not self.wide.whole:
             return self
@@ -166,8 +170,9 @@ class Plan(NamedTuple):
     # Whether `guard.guard` makes the operands finite before the engine gets them.
     guard_first: bool = True
     # Number of leading axes [B..., K, G] over which `map_heads` loops; it vmaps the
-    # others. "blockwise" also loops over axes along which heads visit different tiles,
-    # unless this is None: arrays may be split between devices.
+    # others. "blockwise" also loops over axes along which heads visit different tiles.
+    # None: no loops at all, as on accelerators and if arrays may be split between
+    # devices.
     looped_axes: int | None = 0
     # Most heads that `map_heads` vmaps at a time; None sets no limit, as on CPUs and
     # GPUs.
@@ -207,8 +212,8 @@ def plan_xla(call: Call) -> Plan:
     scores = math.prod(call.operands.lengths)
     loops = _loops(call, scores)
     if _is_plain_and_small(call, scores):
-        # The kernel of `_fuses_rows` runs faster in a batch: 64 heads of 256 x 256
-        # scores took 8.4 ms, and 15.0 ms in a loop.
+        # XLA may compile such a call to one kernel (MAX_SCORES_DENSE), which is faster
+        # in a batch: 64 heads of 256 x 256 scores took 8.4 ms, and 15.0 ms in a loop.
         loops = loops._replace(looped_axes=0)
     return Plan(
         dtype=product_dtype(call, tiles=False),
@@ -627,9 +632,10 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     sums are float32 at least.
 
     A query's dtype of 16 bits is kept if that makes products faster: on accelerators,
-    unless gradients in float16 could overflow, and for bfloat16 in large tiles on CPUs
-    with a matrix unit (AMX). All other calls, and calls with more precision than the
-    default, use `options.dtype`. `tiles`: whether the call is computed tile by tile.
+    unless gradients in float16 could overflow, and for bfloat16 in tiles on one CPU
+    with a matrix unit (AMX), if lengths are multiples of 128 and there are several
+    heads. All other calls, and calls with more precision than the default, use
+    `options.dtype`. `tiles`: whether the call is computed tile by tile.
     """
     operands, options = call
     target = options.target

@@ -84,7 +84,8 @@ def run(call: Call, implementation: str | None) -> Result:
     if parts is None:
         if is_linear_in_values(call.operands):
             # `jax.linear_transpose` cannot transpose the search for NaN: run the call
-            # again, as one operation that is linear in the values.
+            # again, as one operation that is linear in the values. Inside it, values
+            # are not linearized, so that `run` does not come here again.
             return as_function_of_values(call, lambda call: run(call, implementation))
         result = on_device(_unsplit(call), implementation)
     elif is_empty:
@@ -237,7 +238,7 @@ def _split_of(call: Call) -> split.Split | None:
 
 
 def _unsplit(call: Call) -> Call:
-    """Returns a call that no mesh splits without the sharding that it names."""
+    """Removes the sharding that a call names; for a call that no mesh splits."""
     if call.options.sharding is None:
         return call
     return split.unsplit(call)

@@ -63,8 +63,10 @@ class SharedKV:
     def check(
         self, shape: tuple[int, ...], value_size: int, decode: bool, has_lengths: bool
     ) -> None:
-        """Raises a ValueError unless this fits a later call with these arguments;
-        `shape` is that of its keys.
+        """Raises a ValueError unless a later call can attend to these keys and values.
+
+        `shape` and `value_size` are what that call expects of keys [B..., T, K, H] and
+        of values.
         """
         of_values = (*shape[:-1], value_size)
         if self.key.shape != shape or self.value.shape != of_values:

@@ -286,7 +286,7 @@ def check_window(size: Any) -> tuple[int | None, int | None] | None:
 
 
 def check_is_causal(is_causal: Any, mask: Any) -> bool:
-    """Returns `is_causal`, which is True if it is None, as while decoding.
+    """Returns `is_causal` as a bool; None counts as True, as it does while decoding.
 
     Raises a ValueError if the call is causal, but the mask is made to show later
     tokens, as `CausalMask() | mask` is.

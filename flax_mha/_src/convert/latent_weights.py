@@ -139,8 +139,11 @@ def _index_heads(entries: Mapping[str, Any]) -> int:
 
 
 def _unstack(array: np.ndarray, out: Any, num_heads: int) -> Arrays:
-    """Cuts the rows of each head, which are those of its queries and of its gate, as
-    many as its values have.
+    """Splits the weight `STACKED` into those of `q_b_proj` and `gate`.
+
+    Each head's rows are first its queries', then its gate's, of which there are as many
+    as features of its values. `out`, the weight of the output projection, gives that
+    number.
     """
     array = np.atleast_2d(array)
     out_shape = np.shape(out)
@@ -211,6 +214,9 @@ def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
 def latent_to_torch(params: Mapping[str, Any], is_scaled: bool = False) -> Arrays:
     """Converts the parameters of latent attention to a state_dict, the inverse of
     `read_latent`.
+
+    `is_scaled`: whether the norms' scales include LongCat-Flash's factors (`scaled`),
+    which are then divided out.
     """
     leaves = leaves_of(params)
     missing = {PATHS[key] for key in LATENT_KEYS} - {*leaves}

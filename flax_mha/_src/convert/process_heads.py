@@ -96,7 +96,9 @@ class ScaleValues:
 
 
 def _positive(name: str, number: object) -> float:
-    """Returns a number as a Python float, which never changes the dtype of arrays."""
+    """Checks that a number is finite and > 0; returns it as a Python float, so that
+    multiplying by it keeps the dtype of arrays.
+    """
     if not is_finite(number) or not 0 < number <= LARGEST:
         raise ValueError(
             f"{name} must be a finite number > 0, at most {LARGEST:g}, but got "

@@ -104,8 +104,8 @@ def linear_function(
 
 
 def is_linear_in_values(operands: Operands) -> bool:
-    """Returns whether `jax.linear_transpose` traces a call of which only the values
-    vary; it is linear in these.
+    """Returns whether JAX is tracing the call to transpose it (`jax.linear_transpose`)
+    with the values as the only variable.
     """
     if not is_linearized(operands.value):
         return False

@@ -38,9 +38,7 @@ AnyArray = TypeVar("AnyArray", Array, np.ndarray)
 
 
 class Listed(NamedTuple):
-    """The lists of keys of t consecutive queries, for calls in which each query lists
-    its keys (`key_indices`).
-    """
+    """For t consecutive queries, the keys that each attends to (`key_indices`)."""
 
     first: Int[Array, ""]  # number of the first of these queries
     indices: Int[Array, "t k"]  # indices of keys; -1 means no key

@@ -73,8 +73,8 @@ class FlaxModule(NamedTuple):
     latent: Latent | None = None
     stored: Arrays | None = None  # keys, values and lengths that a call stored
     indexer: IndexLayers | None = None  # chooses the keys that queries attend to
-    # Numbers of features of queries, and of keys and values; None if the projections
-    # check them.
+    # Numbers of features of `inputs_q`, and of `inputs_k` and `inputs_v`; None if the
+    # projections check them.
     features: tuple[int, int] | None = None
 
 

@@ -201,7 +201,9 @@ def norm_of(name: str, given: Any) -> Norm | None:
 
 
 def gate_axes(gate: Gate | None) -> str:
-    """Returns the key in `parameter_names` for the kernel of a gate."""
+    """Returns the key under which `tensor_parallel.parameter_names` holds the mesh axes
+    of a gate's kernel.
+    """
     if gate is not None and gate.per == "head":
         return "head_gate"
     return "query"

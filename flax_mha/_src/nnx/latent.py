@@ -111,8 +111,8 @@ class MultiHeadLatentAttention(AttentionModule):
     `q_lora_rank`, `q_a_proj` [in, q_lora_rank], `q_a_layernorm` and `q_b_proj`
     [q_lora_rank, heads, size]; `kv_a_proj_with_mqa` [in, kv_lora_rank +
     qk_rope_head_dim], `kv_a_layernorm`, `kv_b_proj` [kv_lora_rank, heads,
-    qk_nope_head_dim + v_head_dim], `o_proj` [heads, v_head_dim, out]. The `size`
-    features of a query head are qk_nope_head_dim, then qk_rope_head_dim rotary.
+    qk_nope_head_dim + v_head_dim], `o_proj` [heads, v_head_dim, out]. A query head has
+    `size` = qk_nope_head_dim + qk_rope_head_dim features; the rotary ones are last.
 
     All other arguments are the same as in `MultiHeadAttention`.
 

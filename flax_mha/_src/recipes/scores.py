@@ -87,9 +87,9 @@ def t5_bias(
     half of the table is then for keys up to the query, the second for keys after it.
 
     Raises:
-      ValueError: If the table does not have two axes or has too few buckets, if
-        `max_distance` is too small for that many, or if the attention has another
-        number of heads than the table.
+      ValueError: If `table` does not have two axes, has too few buckets, or has a
+        different number of heads than the attention; or if `max_distance` is not
+        greater than the number of buckets with one distance each.
     """
     # Check the table.
     table = as_array("table", table, "an array [buckets, heads]")

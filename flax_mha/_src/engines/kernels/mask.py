@@ -277,8 +277,9 @@ def _visible(
     lengths: tuple[int, int],
     bias: Float[Array, "B T N S"] | None,
 ) -> Bool[Array, "B T #N S"]:
-    """Computes which of T * S scores (`lengths`) are visible; callers reduce them
-    immediately, so that XLA stores none.
+    """Computes which of the T * S scores are visible; `lengths` is (T, S).
+
+    Callers reduce the result immediately; then XLA does not store it.
     """
     first, end = visible_range(mask, batch, lengths)
     first = first[:, :, None, None]

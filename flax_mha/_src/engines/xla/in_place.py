@@ -242,8 +242,10 @@ def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], Results]:
 
 
 def _attend(blocks: KeyBlocks, inputs: Inputs) -> Results:
-    """Computes all queries, in `blocks` or in wider ones; and again, guarded, if an
-    output is not finite.
+    """Computes all queries, in `blocks` or in wider ones.
+
+    If an output is not finite, computes them again: guarded or, without masks, without
+    a block-diagonal product.
     """
     queries = inputs.query
     stored = inputs.stored
@@ -281,8 +283,8 @@ def _attend(blocks: KeyBlocks, inputs: Inputs) -> Results:
         )
 
     masks = rule.masks_scores(inputs.score_inputs)
-    # Without masks, NaN and infinity propagate by themselves, if no product mixes
-    # heads, as one of wide blocks may.
+    # Without masks, NaN belongs in the output; only a product that mixes heads, here or
+    # in wide blocks, may carry it to other heads.
     if not masks and not blocks.block_diagonal and wide is None:
         return results
 
@@ -469,8 +471,9 @@ def _step(
             products = [x * scale[None, :] for x, scale in pairs]
         product = sum(products[1:], products[0])
 
-        # Infinite products would be masked like -inf. Make them NaN now and, because
-        # `score_mod` may hide NaN, again after it (`poison`).
+        # A product of -inf would count as a masked score. Turn infinite products into
+        # NaN (infinity * 0), now and again after `score_mod`, which may hide it
+        # (`poison`). `rule.tile` replaces masked scores.
         poison = product * 0
         product = product + poison
         if own.flags is not None:
@@ -480,8 +483,9 @@ def _step(
         if num_keys % blocks.width:
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
 
-        # Weights p = exp(s - m), with m and l in the state. They are rounded last: if
-        # there are scales, after multiplying by them.
+        # Weights p = exp(s - m), with m and l in the state. Without scales, `rescale`
+        # rounds them, also in l. With scales, they are rounded after the multiplication
+        # by the values' scale, and l is not.
         rounded = None
         if own.scales is None:
             rounded = dtype
