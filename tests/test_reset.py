@@ -176,12 +176,19 @@ def test_segments_from_offsets_equal_documents_one_by_one():
     assert jitted(offsets, 11).tolist() == ids.tolist()
 
 
+def test_positions_may_exceed_the_dtype_of_offsets():
+    ids = segments_from_offsets(np.array([0, 100, 120], np.int8), 300)
+
+    assert ids.tolist() == [0] * 100 + [1] * 20 + [2] * 180
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [
         (np.array([1, 4]), "begin with 0"),
         (np.array([0, 5, 4]), "not decrease"),
+        (np.array([0, 5, 4], np.uint32), "not decrease"),
         (np.array([0, 12]), "end at most at length"),
         (np.array([0.0, 4.0]), r"offsets must be ints \[N \+ 1\]"),
         (np.array([[0, 4]]), r"with shape \(1, 2\)"),

@@ -184,13 +184,16 @@ def segments_from_offsets(
             f"{offsets.dtype} with shape {offsets.shape}."
         )
     if readable(offsets):
-        known = np.asarray(offsets)
+        # Differences of unsigned numbers would never be negative.
+        known = np.asarray(offsets, np.int64)
         if known[0] != 0 or known[-1] > length or np.any(np.diff(known) < 0):
             raise ValueError(
                 "offsets must begin with 0, not decrease, and end at most at length "
                 f"({length}), but got {known.tolist()}."
             )
-    positions = jnp.arange(length, dtype=offsets.dtype)
+    # Positions may not fit in the dtype of the offsets.
+    ends = offsets[1:].astype(jnp.int32)
+    positions = jnp.arange(length, dtype=jnp.int32)
     # How many documents have ended at or before each position.
-    ids = jnp.searchsorted(offsets[1:], positions, side="right")
+    ids = jnp.searchsorted(ends, positions, side="right")
     return ids.astype(jnp.int32)
