@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 PORTS = Path(__file__).parent.parent / "examples" / "ports"
@@ -100,6 +101,20 @@ def test_a_program_that_reads_masked_rows_differs(
 
     assert found[0] == 0
     assert found[1] > 0.1
+
+
+def test_nan_is_a_difference_wherever_it_stands(compare):
+    assert np.isnan(compare.difference([1.0, np.nan], [1.0, 2.0]))
+    assert np.isnan(compare.difference([np.nan, 1.0], [2.0, 1.0]))
+
+
+def test_a_program_without_the_class_is_an_error(
+    compare, monkeypatch, capsys, tmp_path
+):
+    source = LINEN.replace("nn.MultiHeadDotProductAttention(num_heads=2)", "Other()")
+
+    with pytest.raises(SystemExit, match=r"program\.model uses none of"):
+        differences(compare, monkeypatch, capsys, tmp_path, source, lambda module: None)
 
 
 def test_a_folder_without_the_program_is_an_error(

@@ -13,6 +13,8 @@ gradient and the losses of ten training steps differ, relative to the largest nu
 
 import argparse
 import importlib
+import inspect
+import re
 import subprocess
 import sys
 import types
@@ -92,7 +94,7 @@ def run(port: Port) -> None:
     print(f"{file.relative_to(clone)} at {commit_of(clone)}, jax {jax.__version__}")
     compared = {
         "parameters": (ours.params, theirs.params),
-        "output": (jax.jit(ours.apply)(ours.params), theirs.apply(theirs.params)),
+        "output": (output_of(ours), output_of(theirs)),
         "gradient": (gradient_of(ours), gradient_of(theirs)),
         f"losses of {STEPS} steps": (losses_of(ours), losses_of(theirs)),
     }
@@ -101,7 +103,7 @@ def run(port: Port) -> None:
 
 
 def load(folder: Path, name: str) -> Any:
-    """Imports a module anew, without running the packages around it.
+    """Imports a fresh copy of a module, without running the packages around it.
 
     Their `__init__` may import what the model does not need.
     """
@@ -120,7 +122,15 @@ def load(folder: Path, name: str) -> Any:
 
 
 def with_our_classes(module: Any) -> Any:
-    """Replaces the attention classes in what `module` calls `nn` or `nnx`."""
+    """Replaces the attention classes in what `module` calls `nn` or `nnx`.
+
+    Raises:
+      SystemExit: If the module's code does not use one of them. Then nothing would be
+        replaced, and two equal models be compared.
+    """
+    names = "|".join(CLASSES_OF_LINEN)
+    if not re.search(rf"\bnnx?\.({names})\b", inspect.getsource(module)):
+        raise SystemExit(f"{module.__name__} uses none of {names} of nn or nnx")
     if hasattr(module, "nn"):
         module.nn = copy_of(module.nn)
         for name in CLASSES_OF_LINEN:
@@ -149,6 +159,11 @@ def loss_of(model: Model, params: Any) -> jax.Array:
     """Computes the mean square error of an output that should be 1 everywhere."""
     output = model.apply(params)
     return jnp.mean(jnp.square(output.astype(jnp.float32) - 1))
+
+
+def output_of(model: Model) -> jax.Array:
+    """Computes the output for the initial parameters."""
+    return jax.jit(model.apply)(model.params)
 
 
 def gradient_of(model: Model) -> Any:
@@ -185,4 +200,5 @@ def difference(got: Any, expected: Any) -> float:
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         differences.append(np.abs(np.asarray(one) - np.asarray(other)).max())
         largest.append(np.abs(np.asarray(other)).max())
-    return float(max(differences) / max(largest))
+    # Unlike `max`, `np.max` does not lose NaN.
+    return float(np.max(differences) / np.max(largest))
