@@ -25,6 +25,7 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 sys.path[:0] = [str(DOCS), str(ROOT)]
 
+import flax.linen as nn  # noqa: E402
 import pictures  # noqa: E402
 import tables  # noqa: E402
 
@@ -193,10 +194,11 @@ def _call(name: str, x: Any) -> str:
         parameters = inspect.signature(x).parameters.values()
     except ValueError:  # it has no signature
         return name
+    is_linen = inspect.isclass(x) and issubclass(x, nn.Module)
     shown = []
     for parameter in parameters:
-        if parameter.name == "parent":  # linen's own arguments, of every module
-            break
+        if is_linen and parameter.name in ("parent", "name"):  # of every module
+            continue
         text = str(parameter.replace(annotation=parameter.empty))
         default = parameter.default
         is_plain = default is None or isinstance(default, bool | int | float | str)
