@@ -134,8 +134,11 @@ class KeyBlocks(NamedTuple):
     # If given, the first features of keys are the values, and have a scale of their
     # own.
     value_size: int | None = None
-    whole: bool = False  # whether one block holds the keys of all batch entries
-    # If `whole`: whether to read this block without asking whether a key is visible.
+    # Whether one block holds the keys of all batch entries, and is read if a key is
+    # visible.
+    whole: bool = False
+    # Whether one block holds all keys, and is read without asking whether a key is
+    # visible.
     unconditional: bool = False
 
     def fitting(self, scores: int, numbers: int) -> "KeyBlocks":
@@ -501,14 +504,12 @@ def _blocks_on_accelerator(call: Call) -> KeyBlocks:
     )
     if options.target.platform != "gpu":
         return blocks
-    is_whole = keys <= width
     return blocks._replace(
         dtype=_dtype_in_place(call),
         # Without a block-diagonal product, XLA transposes the whole cache.
         block_diagonal=height * operands.query.shape[-2] <= MAX_JOINT_ROWS,
-        whole=is_whole,
         # A GPU waits for the host at every condition.
-        unconditional=is_whole,
+        unconditional=keys <= width,
     )
 
 
