@@ -306,9 +306,9 @@ class Decoder(nnx.Module):
         self.family = FAMILIES[kind]
         keys = self.family.keys
 
-        # Keep what the family heeds, and check that keys without a default are there.
-        heeded = {x: values[x] for x in values if x in keys or x not in OPTIONAL}
-        self.config = keys | heeded
+        # Keep what the family uses, and check that keys without a default are there.
+        used = {x: values[x] for x in values if x in keys or x not in OPTIONAL}
+        self.config = keys | used
         for key in keys:
             self.get(key)
 

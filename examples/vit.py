@@ -77,7 +77,8 @@ class ViT(nnx.Module):
     ):
         patch = (PATCH_SIZE, PATCH_SIZE)
         num_patches = (IMAGE_SIZE // PATCH_SIZE) ** 2
-        # With steps as large as its kernel, a convolution projects each patch alone.
+        # With strides as large as its kernel, a convolution projects each patch by
+        # itself.
         self.embed = nnx.Conv(1, features, patch, strides=patch, rngs=rngs)
         drawn = jax.random.normal(rngs.params(), (1, num_patches, features))
         self.positions = nnx.Param(0.02 * drawn)

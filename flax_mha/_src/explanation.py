@@ -53,7 +53,7 @@ class Explanation(NamedTuple):
                     subsequent_indent=" " * (len(start) + 2),
                     break_on_hyphens=False,
                 )
-                # Further reasons stand below the first.
+                # Other reasons follow below the first.
                 label = ""
                 mark = " " * len(mark)
         if self.note is not None:

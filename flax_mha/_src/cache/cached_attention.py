@@ -434,7 +434,7 @@ class Step(NamedTuple):
         lengths are not traced, raises a ValueError instead.
         """
         # Leave out the mask of written keys: lookups beyond it are what is checked
-        # here, and `ends` below stands for it.
+        # here, and `ends` below replaces it.
         shape = self.shape._replace(key_length=self.cache.length)
         masks = self.visibility.masks(self.mask, shape, ends=None)
         score_mod = self.scoring.options.score_mod

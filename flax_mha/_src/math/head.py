@@ -424,7 +424,7 @@ def by_blocks(
     # before it again.
     again = count * height - queries
     firsts = jnp.minimum(jnp.arange(count, dtype=jnp.int32) * height, queries - height)
-    # A gradient computes each block anew, instead of keeping the scores of all.
+    # A gradient recomputes each block, instead of keeping the scores of all.
     results = lax.map(jax.checkpoint(block, prevent_cse=False), firsts)
 
     def joined(x: Array) -> Array:

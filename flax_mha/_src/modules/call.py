@@ -648,6 +648,8 @@ def attention_arguments(
         # Pass None too: while decoding it means causal, but Flax's default is False.
         arguments["is_causal"] = is_causal
     elif given.is_causal is None and is_causal:
+        # A call's own is_causal=True narrows any mask. That of a partial is easily
+        # forgotten, so a mask that shows later tokens is then an error.
         check_is_causal(is_causal, arguments.get("mask"))
 
     mask, mask_is_invalid = _boolean_mask(call, arguments.get("mask"))
