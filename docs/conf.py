@@ -96,6 +96,7 @@ CONTENTS = {
             "everyday",
             "model-features",
             "Masks and score functions <masks>",
+            "gallery",
             "padding",
             "Decoding <inference>",
             "whole-model-decoding",
@@ -117,6 +118,7 @@ CONTENTS = {
         ],
         "Look up": [
             "api/index",
+            "recipe-listings",
             "architecture",
             "contributing",
             f"Changelog <{REPOSITORY}/blob/main/CHANGELOG.md>",

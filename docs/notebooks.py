@@ -47,9 +47,6 @@ def cells(page: str) -> list[tuple[str, str]]:
         (DOCS / f"{page}.md").read_text(),
         flags=re.M,
     )
-    listings = re.compile(r"<!-- begin: .*? -->\n(.*?)<!-- end -->", re.DOTALL)
-    # Source that is shown and not run.
-    text = listings.sub(lambda part: part[1].replace("```python", "```py"), text)
     text = re.sub(
         r"\]\((?!https?:|#)([^)]+)\)",
         lambda link: f"]({_address(FILES, link[1])})",

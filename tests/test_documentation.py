@@ -182,6 +182,13 @@ def write_pages(monkeypatch):
 
 
 @pytest.mark.core
+def test_the_first_page_links_to_every_page():
+    text = (DOCS / "index.md").read_text()
+    for path in DOCS.glob("*.md"):
+        assert f"({path.name}" in text or path.name == "index.md", path.name
+
+
+@pytest.mark.core
 def test_every_known_issue_is_listed_linked_and_asserted():
     text = (DOCS / "known-issues.md").read_text()
     _, *entries = re.split(r"^### ", text, flags=re.MULTILINE)
@@ -269,27 +276,37 @@ def test_features_of_models_name_arguments_and_families_that_exist():
 def test_pages_have_every_table_and_every_recipe(write_pages):
     tables = re.findall(r"begin: table (\w+)", (DOCS / "performance.md").read_text())
     assert sorted(tables) == sorted(write_pages.tables.TABLES)
-    masks = (DOCS / "masks.md").read_text()
     assert set(write_pages.pictures.RECIPES) == gallery()
-    for name in gallery():
-        assert f"_static/{name}-light.svg" in masks
-        assert f"<!-- begin: code {name} -->" in masks
-        assert f"recipes.{name}(" in masks
+    listings = (DOCS / "recipe-listings.md").read_text()
+    headings = re.findall(r"^## `(\w+)`\n\n<!-- begin: code \1 -->", listings, re.M)
+    assert headings == list(gallery_entries())  # in the same order
+    assert set(headings) == gallery()
+    for name, entry in gallery_entries().items():
+        assert f"_static/{name}-light.svg" in entry
+        assert f"recipes.{name}(" in entry
+
+
+def gallery_entries():
+    """The entry of each recipe in the gallery, by the listing that it links to."""
+    text = (DOCS / "gallery.md").read_text()
+    entries = {}
+    for entry in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
+        [name] = re.findall(r"\(recipe-listings\.md#(\w+)\)", entry)
+        entries[name] = entry
+    return entries
 
 
 @pytest.mark.parametrize("name", with_core(sorted(gallery()), "tree_causal"))
 def test_a_listing_runs_with_the_imports_of_its_page(name):
-    """In a new file, and with the results of the recipe in the page's example."""
-    page = (DOCS / "masks.md").read_text()
+    """In a new file, and with the results of the recipe in the gallery's example."""
+    page = (DOCS / "recipe-listings.md").read_text()
     [imports] = re.findall(
         r"<!-- begin: imports -->\n\n```python\n(.*?)```", page, re.DOTALL
     )
-    [(listing, example)] = re.findall(
-        rf"<!-- begin: code {name} -->\n\n```python\n(.*?)```\n\n<!-- end -->\n\n"
-        r"```python\n(.*?)```",
-        page,
-        re.DOTALL,
+    [listing] = re.findall(
+        rf"<!-- begin: code {name} -->\n\n```python\n(.*?)```", page, re.DOTALL
     )
+    [example] = re.findall(r"```python\n(.*?)```", gallery_entries()[name], re.DOTALL)
 
     pasted = {}
     exec(imports + listing, pasted)
