@@ -27,6 +27,8 @@ class Table(NamedTuple):
 SHAPE = {"shape": "batch, length, heads, size"}
 CACHE = {"dtype": "dtype", "kv_heads": "key/value heads"}
 TABLES = {
+    "curves": Table("curves-cpu", {"length": "tokens"}),
+    "curves_memory": Table("curves-cpu", {"length": "tokens"}, value="temporaries_mib"),
     "attention": Table("attention-cpu", SHAPE | {"mask": "mask", "pass": "pass"}),
     "attention_memory": Table(
         "attention-cpu",
