@@ -182,6 +182,27 @@ def write_pages(monkeypatch):
 
 
 @pytest.mark.core
+def test_figures_in_sentences_equal_their_sources(monkeypatch):
+    """If this fails, run `python docs/figures.py`, and correct the page, or add the
+    figure to its list.
+    """
+    monkeypatch.syspath_prepend(str(DOCS))
+    figures = importlib.import_module("figures")
+    assert list(figures.problems()) == []
+
+
+@pytest.mark.core
+def test_a_number_without_a_source_is_found(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    figures = importlib.import_module("figures")
+    text = figures.by_hand("README.md")
+    new = "It is 3.5 times as fast, in `f(17)`, on an H200, with [1 x 1](a-2.md#b3)."
+    monkeypatch.setattr(figures, "by_hand", lambda page: f"{text}\n{new}\n")
+    [found] = figures.unseen("README.md")
+    assert "3.5 times" in found
+
+
+@pytest.mark.core
 def test_every_known_issue_is_listed_linked_and_asserted():
     text = (DOCS / "known-issues.md").read_text()
     _, *entries = re.split(r"^### ", text, flags=re.MULTILINE)
