@@ -235,6 +235,17 @@ def gathered_sizes() -> tuple[Any, ...]:
     return *constants("gathered", "HEADS", "HEAD_DIM"), keys
 
 
+def derivative_times() -> tuple[str, ...]:
+    """Times of a jvp and of a Hessian-vector product, as multiples of the forward
+    pass's.
+    """
+    found = []
+    for name in ("`jax.jvp`", "Hessian-vector product (jvp-of-grad)"):
+        cells = rows("derivatives-cpu", implementation=name, by="blockwise")
+        found += between([row["to_forward"] for row in cells])
+    return tuple(found)
+
+
 def constants(benchmark: str, *names: str) -> tuple[str, ...]:
     """Numbers that the script of a benchmark defines."""
     script = text_of(f"benchmarks/{benchmark}.py")
@@ -642,6 +653,19 @@ FIGURES = [
         "benchmarks/results/step-cpu.json",
         step_sizes,
     ),
+    Figure(
+        "docs/derivatives.md",
+        "a jvp took {} to {} times as long as the forward pass, and a Hessian-vector "
+        "product {} to {} times as long",
+        "benchmarks/results/derivatives-cpu.json",
+        derivative_times,
+    ),
+    Figure(
+        "docs/derivatives.md",
+        "One causal head with {} features",
+        "benchmarks/derivatives.py",
+        lambda: constants("derivatives", "HEAD_DIM"),
+    ),
     # The demo.
     Figure("README.md", "transformer with {} parameters", SETTINGS, demo_parameters),
     Figure("docs/training.md", "{} parameters on 1 x", SETTINGS, demo_parameters),
@@ -730,6 +754,7 @@ FIXED: dict[str, list[str]] = {
         "head size 64",
         "Llama 3,",
     ],
+    "docs/derivatives.md": ["arxiv.org/abs/2505.13447"],
     "docs/index.md": [],
     "docs/from-flax.md": ["Llama 3,", "Gemma 2,", "Gemma 3n", "Gemma 4"],
     "docs/from-pytorch.md": [
