@@ -300,6 +300,15 @@ def race(name: str) -> tuple[str, ...]:
     )
 
 
+def race_conditions() -> tuple[str, ...]:
+    """Machine, versions of JAX and PyTorch, day."""
+    versions = report("training-cpu")["versions"]
+    torch = ".".join(versions["torch"].split(".")[:2])
+    cores, machine, day = measured_on("training-cpu")
+    assert cores == 2  # a word on the page
+    return machine, versions["jax"], torch, day
+
+
 def race_at_size() -> tuple[str, str]:
     """Parameters and milliseconds of the demo at the twin's size."""
     found = row("training-cpu", implementation="ours at the twin's size")
@@ -704,6 +713,18 @@ FIGURES = [
         "more than {} parts or into a number of parts that does not divide {}.",
         "train_demo/data.py",
         lambda: (data.WINDOWS, data.WINDOWS),
+    ),
+    Figure(
+        "docs/training.md",
+        "run on two {name} cores with jax {} and torch {}, measured on {}. The text,",
+        RACE,
+        race_conditions,
+    ),
+    Figure(
+        "docs/training.md",
+        "used for tuning, is {} MB",
+        RACE,
+        lambda: (f"{report('training-cpu')['rows'][0]['bytes'] / 1e6:.1f}",),
     ),
     Figure("docs/training.md", "run ended {} s earlier", RACE, race_cached),
     Figure("docs/training.md", "times vary by {} to {}%.", RACE, race_spread),
