@@ -840,4 +840,5 @@ if __name__ == "__main__":
                 print(f"    the page: {', '.join(numbers)}")
                 print(f"    {figure.source}: {', '.join(current(figure))}")
     found = list(problems())
-    sys.exit("\n".join(found))
+    if found:
+        sys.exit("\n".join(found))
