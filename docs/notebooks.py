@@ -22,12 +22,10 @@ FILES = f"{REPOSITORY}/blob/main"
 RAW = f"{REPOSITORY.replace('github', 'raw.githubusercontent', 1)}/main"
 PAGES = ("quickstart", "masks", "inference", "derivatives")
 DEMO = DOCS / "train_demo.ipynb"
-INSTALL = f"""\
-# On Colab; in a clone, `pip install -e .` has installed it.
-import importlib.util
+FIRST = """\
+# In a clone of the repository, `pip install -e .` installs flax_mha.
+import flax_mha
 
-if importlib.util.find_spec("flax_mha") is None:
-    %pip install -q "flax-mha @ git+{REPOSITORY}"
 %matplotlib inline"""
 
 # Of what is no array, or one number.
@@ -57,7 +55,7 @@ def cells(page: str) -> list[tuple[str, str]]:
         lambda link: f'{link[1]}="{_address(RAW, link[2])}"',
         text,
     )
-    made = [("code", INSTALL)]
+    made = [("code", FIRST)]
     for i, part in enumerate(
         re.split(r"^```python\n(.*?)^```\n?", text, flags=re.DOTALL | re.MULTILINE)
     ):

@@ -291,18 +291,28 @@ LENGTHS = (256, 2048, 16384)
 
 def curves() -> list[dict[str, Any]]:
     """Seconds and MiB of each length and library, as benchmarks/curves.py measured
-    them; None where nothing was.
+    them; None where nothing was. `needs`: the MiB of what was too large to run.
     """
     rows = json.loads((RESULTS / "curves-cpu.json").read_text())["rows"]
-    return [
-        {
-            "length": row["length"],
-            "name": NAMES[row["implementation"]],
-            "seconds": row["ms"] / 1000 if "ms" in row else None,
-            "mib": row.get("temporaries_mib"),
-        }
-        for row in rows
-    ]
+    found = []
+    for row in rows:
+        seconds = None
+        needs = None
+        if "ms" in row:
+            seconds = row["ms"] / 1000
+        else:
+            # "16,448 MiB of temporaries, more than 6 GiB"
+            needs = float(row["absent"].split(" MiB")[0].replace(",", ""))
+        found.append(
+            {
+                "length": row["length"],
+                "name": NAMES[row["implementation"]],
+                "seconds": seconds,
+                "mib": row.get("temporaries_mib"),
+                "needs": needs,
+            }
+        )
+    return found
 
 
 def amount(number: float, value: str) -> str:

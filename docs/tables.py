@@ -1,4 +1,4 @@
-"""Makes the tables of the performance page from the JSON files that the benchmarks
+"""Makes the tables of measurements from the JSON files that the benchmarks
 write.
 """
 
@@ -26,7 +26,10 @@ class Table(NamedTuple):
 
 SHAPE = {"shape": "batch, length, heads, size"}
 CACHE = {"dtype": "dtype", "kv_heads": "key/value heads"}
+DERIVATIVE = {"implementation": "derivative", "by": "implementation"}
 TABLES = {
+    "curves": Table("curves-cpu", {"length": "tokens"}),
+    "curves_memory": Table("curves-cpu", {"length": "tokens"}, value="temporaries_mib"),
     "attention": Table("attention-cpu", SHAPE | {"mask": "mask", "pass": "pass"}),
     "attention_memory": Table(
         "attention-cpu",
@@ -73,6 +76,10 @@ TABLES = {
     ),
     "h200": Table("attention-h200", SHAPE | {"mask": "mask", "pass": "pass"}),
     "h200_decode": Table("decode-h200", {"what": "what", "position": "tokens so far"}),
+    "derivatives": Table("derivatives-cpu", DERIVATIVE, across="length"),
+    "derivatives_memory": Table(
+        "derivatives-cpu", DERIVATIVE, across="length", value="temporaries_mib"
+    ),
     "start": Table("start-cpu", {"what": "what", "pass": "pass"}),
     "step": Table("step-cpu", {"implementation": "variant"}, across="batch_size"),
 }

@@ -121,24 +121,28 @@ def _layouts(_: str) -> str:
 
 def _curves(folder: str) -> str:
     rows = pictures.curves()
-    longest = max(
+    # The longest that Flax computed, and the longest of all.
+    measured = [row["length"] for row in rows if row["seconds"] is not None]
+    of_flax = [
         row["length"]
         for row in rows
         if row["name"] == "Flax" and row["seconds"] is not None
-    )
-    said = []
-    for row in (row for row in rows if row["length"] == longest):
-        values = [
-            pictures.amount(row[value], value)
-            for value in ("seconds", "mib")
-            if row[value] is not None
-        ]
-        said.append(f"{row['name']} {' and '.join(values)}")
-    alt = (
-        "Time and memory for one gradient vs. number of tokens. "
-        f"At {longest} tokens: {', '.join(said)}"
-    )
+    ]
+    alt = "Time and memory for one gradient vs. number of tokens."
+    for length in (max(of_flax), max(measured)):
+        shown = [_measured(row) for row in rows if row["length"] == length]
+        alt += f" At {length} tokens: {', '.join(shown)}."
     return picture(f"{folder}/hero", alt, 680)
+
+
+def _measured(row: dict[str, Any]) -> str:
+    """The seconds and MiB of one library, or what it would have needed."""
+    if row["seconds"] is None:
+        return f"{row['name']} not run, it needs {pictures.amount(row['needs'], 'mib')}"
+    seconds = pictures.amount(row["seconds"], "seconds")
+    if row["mib"] is None:
+        return f"{row['name']} {seconds}"
+    return f"{row['name']} {seconds} and {pictures.amount(row['mib'], 'mib')}"
 
 
 def picture(path: str, alt: str, width: int) -> str:

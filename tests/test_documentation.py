@@ -189,6 +189,27 @@ def test_the_first_page_links_to_every_page():
 
 
 @pytest.mark.core
+def test_figures_in_sentences_equal_their_sources(monkeypatch):
+    """If this fails, run `python docs/figures.py`, and correct the page, or add the
+    figure to its list.
+    """
+    monkeypatch.syspath_prepend(str(DOCS))
+    figures = importlib.import_module("figures")
+    assert list(figures.problems()) == []
+
+
+@pytest.mark.core
+def test_a_number_without_a_source_is_found(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    figures = importlib.import_module("figures")
+    text = figures.by_hand("README.md")
+    new = "It is 3.5 times as fast, in `f(17)`, on an H200, with [1 x 1](a-2.md#b3)."
+    monkeypatch.setattr(figures, "by_hand", lambda page: f"{text}\n{new}\n")
+    [found] = figures.unseen("README.md")
+    assert "3.5 times" in found
+
+
+@pytest.mark.core
 def test_every_known_issue_is_listed_linked_and_asserted():
     text = (DOCS / "known-issues.md").read_text()
     _, *entries = re.split(r"^### ", text, flags=re.MULTILINE)
@@ -274,7 +295,8 @@ def test_features_of_models_name_arguments_and_families_that_exist():
 
 @pytest.mark.core
 def test_pages_have_every_table_and_every_recipe(write_pages):
-    tables = re.findall(r"begin: table (\w+)", (DOCS / "performance.md").read_text())
+    pages = "".join((ROOT / page).read_text() for page in PAGES)
+    tables = re.findall(r"begin: table (\w+)", pages)
     assert sorted(tables) == sorted(write_pages.tables.TABLES)
     assert set(write_pages.pictures.RECIPES) == gallery()
     listings = (DOCS / "recipe-listings.md").read_text()
@@ -352,9 +374,12 @@ def run_cells(path):
     assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
     for cell in code:
         assert all(output["output_type"] != "error" for output in cell["outputs"])
-    # The first installs the package, if it has to.
+    # The first only imports the package.
     assert all(cell["outputs"] for cell in code[1:])
     text = "".join("".join(cell["source"]) for cell in cells)
+    # These fail unless the repository is public.
+    assert "git clone" not in text
+    assert "git+https" not in text
     relative = re.findall(r"(?:\]\(|src(?:set)?=\")(?!https?://|#)", text)
     assert not relative
     return cells

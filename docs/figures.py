@@ -1,0 +1,844 @@
+"""Compares the counts and figures in the pages' sentences with their sources: `python
+docs/figures.py`.
+
+People write the sentences, so that they are readable in Markdown. A `Figure` repeats
+the words around its numbers and names where these come from. The script prints what the
+pages say and what the sources say now, and fails if one differs from the other.
+
+Tables need none of this: `write_pages.py` writes them.
+"""
+
+import functools
+import json
+import math
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+sys.path[:0] = [str(DOCS), str(ROOT)]
+
+import jax  # noqa: E402
+import pictures  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from flax_mha import KVCache, convert, recipes  # noqa: E402
+from flax_mha._src import plan  # noqa: E402
+from flax_mha._src.engines.kernels import cudnn  # noqa: E402
+from train_demo import data, metrics, training, update  # noqa: E402
+from train_demo.model import Transformer  # noqa: E402
+from train_demo.settings import LEARNING_RATES, Layout, Settings  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+class Figure(NamedTuple):
+    """Numbers in a sentence of one or several pages.
+
+    Attributes:
+      pages: Their paths, separated by spaces.
+      words: Some words of the sentence, with `{}` in place of each number, and `{name}`
+        of a name.
+      source: Where the numbers come from: a file.
+      now: Returns them as the page should show them.
+    """
+
+    pages: str
+    words: str
+    source: str
+    now: Callable[[], tuple[Any, ...]]
+
+
+def stated(figure: Figure, page: str) -> list[tuple[str, ...]]:
+    """What a page says: the numbers in each place where it has the figure's words."""
+    places = pattern(figure.words).finditer(by_hand(page))
+    return [tuple(map(on_one_line, found.groups())) for found in places]
+
+
+def current(figure: Figure) -> tuple[str, ...]:
+    """What the page should say."""
+    return tuple(str(number) for number in figure.now())
+
+
+def on_one_line(text: str) -> str:
+    """The words of a text with single spaces."""
+    return " ".join(text.split())
+
+
+def unseen(page: str) -> list[str]:
+    """Lists the numbers of a page, with what stands around them, that belong to no
+    figure and are not in `FIXED`.
+
+    0, 1 and code are left out.
+    """
+    text = by_hand(page)
+    known = [figure.words for figure in FIGURES if page in figure.pages.split()]
+    for words in [*known, *FIXED[page]]:
+        text = pattern(words).sub("...", text)
+    text = re.sub(r"```.*?```|`[^`]*`|^ {4}.*?$|\]\(.*?\)", "", text, flags=re.S | re.M)
+    numbers = re.finditer(r"(?<![\w.,#-])(?!(?:0|1)\b(?![.,]\d))\d[\d.,-]*", text)
+    return [text[max(0, x.start() - 30) : x.end() + 30] for x in numbers]
+
+
+def by_hand(page: str) -> str:
+    """The text of a page without the parts that `write_pages.py` writes."""
+    text = (ROOT / page).read_text()
+    return re.sub(r"<!-- begin: .*?<!-- end -->", "", text, flags=re.DOTALL)
+
+
+def pattern(words: str) -> re.Pattern[str]:
+    """Finds `words`, on one line or on several; `{}` stands for any number, and
+    `{name}` for a name, which may have spaces.
+    """
+    escaped = re.escape(words).replace(r"\ ", r"\s+")
+    escaped = escaped.replace(r"\{\}", r"(\S+)").replace(r"\{name\}", r"(.{,40}?)")
+    return re.compile(escaped, re.DOTALL)
+
+
+# Results of benchmarks.
+
+
+@functools.cache
+def report(name: str) -> dict[str, Any]:
+    """What a benchmark wrote."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows(name: str, **where: Any) -> list[dict[str, Any]]:
+    """The rows with these values."""
+    return [row for row in report(name)["rows"] if where.items() <= row.items()]
+
+
+def row(name: str, **where: Any) -> dict[str, Any]:
+    """The one row with these values."""
+    [found] = rows(name, **where)
+    return found
+
+
+def measured_on(name: str) -> tuple[str, str, str]:
+    """Number of cores, machine, and day."""
+    found = report(name)
+    return found["cores"], found["device"], found["date"][:10]
+
+
+def between(ratios: list[float], digits: str = ".1f") -> tuple[str, str]:
+    """The least and the largest."""
+    return f"{min(ratios):{digits}}", f"{max(ratios):{digits}}"
+
+
+def rounded(number: float) -> str:
+    """With two digits, as in the tables."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+# The columns of the module's benchmarks.
+OURS = {"implementation": "flax_mha.MultiHeadAttention"}
+FLAX = {"implementation": "flax.nnx.MultiHeadAttention"}
+TORCH = {"implementation": "torch.nn.MultiheadAttention"}
+
+
+def curves_sizes() -> tuple[str, str]:
+    """Features and heads of the measured layer."""
+    text = (ROOT / "benchmarks" / "curves.py").read_text()
+    return re.search(r"module\.SIZES = .*\(1, (\d+), (\d+)\)", text).groups()
+
+
+def curves_compile_times() -> tuple[str, ...]:
+    """Of ours from, to; of Flax's at most."""
+    ours = [row["compile_s"] for row in rows("curves-cpu", **OURS)]
+    flax = [row["compile_s"] for row in rows("curves-cpu", **FLAX) if "ms" in row]
+    return *between(ours), f"{max(flax):.1f}"
+
+
+def curves_and_module() -> tuple[str]:
+    """Percent by which the times of 8192 tokens in two runs differ at most."""
+    differences = []
+    for name in (OURS, FLAX, TORCH):
+        first = row("curves-cpu", length=8192, **name)["ms"]
+        second = row("module-cpu", length=8192, direction="backward", **name)["ms"]
+        differences.append(abs(second / first - 1))
+    return (f"{100 * max(differences):.0f}",)
+
+
+def curves_ms(length: int) -> tuple[str, str]:
+    """Milliseconds of ours and of Flax's layer."""
+    return tuple(
+        rounded(row("curves-cpu", length=length, **name)["ms"]) for name in (OURS, FLAX)
+    )
+
+
+def flax_gib(length: int) -> tuple[str, str]:
+    """The length in units of 1024, and the GiB that Flax would have needed."""
+    drawn = pictures.curves()
+    [flax] = [x for x in drawn if x["name"] == "Flax" and x["length"] == length]
+    return length // 1024, rounded(flax["needs"] / 1024)
+
+
+def ratios(name: str, ours: str, peer: str, **where: Any) -> list[float]:
+    """Times of `ours` as multiples of a peer's, in every case of a benchmark."""
+    found = []
+    for mine in rows(name, implementation=ours, **where):
+        case = {key: mine[key] for key in ("shape", "mask", "pass")}
+        found.append(mine["ms"] / row(name, implementation=peer, **case)["ms"])
+    return found
+
+
+def h200_fused() -> tuple[str, str]:
+    """Times with cuDNN, as multiples of PyTorch's, from, to."""
+    return between(ratios("attention-h200", "flax_mha automatic", "torch SDPA"))
+
+
+def h200_plain() -> tuple[str, str]:
+    """Times of "blockwise", as multiples of PyTorch's, from, to."""
+    found = ratios("attention-h200", "flax_mha blockwise", "torch SDPA")
+    return rounded(min(found)), rounded(max(found))
+
+
+def h200_guarded() -> tuple[str]:
+    """The largest overhead over the kernel alone, of causal calls."""
+    name = "attention-h200"
+    found = ratios(name, "flax_mha automatic", "jax.nn cudnn", mask="causal")
+    return (f"{max(found):.1f}",)
+
+
+def h200_step() -> tuple[str, ...]:
+    """A decoding step after and before a change, attention alone, and PyTorch's."""
+    names = ("decode-h200", "decode-h200-before")
+    step = {"what": "step", "position": 256, "implementation": "flax_mha"}
+    attention = {**step, "what": "attention"}
+    torch = {**attention, "implementation": "torch"}
+    times = [row(name, **step)["ms"] for name in names]
+    times += [row(name, **attention)["ms"] for name in names]
+    times.append(row("decode-h200", **torch)["ms"])
+    return tuple(f"{time:.2f}" for time in times)
+
+
+def h200_module() -> tuple[str, ...]:
+    """Length, milliseconds of all three modules, and the largest spread."""
+    found = [row("module-h200", **name) for name in (OURS, FLAX, TORCH)]
+    times = [f"{row['ms']:.2f}" for row in found]
+    return found[0]["length"], *times, f"{max(row['spread'] for row in found):.0f}"
+
+
+def decode_sizes(name: str) -> tuple[Any, ...]:
+    """Sequences, length of the cache, heads and their size."""
+    [sizes] = {(row["batch"], row["cache"]) for row in report(name)["rows"]}
+    return *sizes, *constants("decode", "HEADS", "SIZE")
+
+
+def gathered_sizes() -> tuple[Any, ...]:
+    """Heads, their size, and the keys of a query."""
+    [keys] = {row["keys"] for row in report("gathered-cpu")["rows"]}
+    return *constants("gathered", "HEADS", "HEAD_DIM"), keys
+
+
+def derivative_times() -> tuple[str, ...]:
+    """Times of a jvp and of a Hessian-vector product, as multiples of the forward
+    pass's.
+    """
+    found = []
+    for name in ("`jax.jvp`", "Hessian-vector product (jvp-of-grad)"):
+        cells = rows("derivatives-cpu", implementation=name, by="blockwise")
+        found += between([row["to_forward"] for row in cells])
+    return tuple(found)
+
+
+def constants(benchmark: str, *names: str) -> tuple[str, ...]:
+    """Numbers that the script of a benchmark defines."""
+    script = text_of(f"benchmarks/{benchmark}.py")
+    return tuple(re.search(rf"^{name} = (\d+)$", script, re.M)[1] for name in names)
+
+
+def short_sizes() -> tuple[int, ...]:
+    """Lengths and head sizes, from, to."""
+    found = report("short-cpu")["rows"]
+    lengths = [row["length"] for row in found]
+    sizes = [row["head_dim"] for row in found]
+    return min(lengths), max(lengths), min(sizes), max(sizes)
+
+
+def step_sizes() -> tuple[int, ...]:
+    """Layers, heads, features and tokens of the model."""
+    [sizes] = {
+        (row["layers"], row["heads"], row["features"], row["context_length"])
+        for row in report("step-cpu")["rows"]
+        if "PyTorch" not in row["implementation"]
+    }
+    return sizes
+
+
+# The demo, and its race with PyTorch.
+
+
+@functools.cache
+def demo_parameters() -> tuple[str]:
+    """Of a model for as many characters as the page's run found."""
+    page = (DOCS / "training.md").read_text()
+    characters = int(re.search(r"(\d+) of them distinct", page)[1])
+    model = nnx.eval_shape(
+        lambda: Transformer(characters, Settings(), Layout(), rngs=nnx.Rngs(0))
+    )
+    sizes = [math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    return (f"{sum(sizes):,}",)
+
+
+def race(name: str) -> tuple[str, ...]:
+    """A line of the table in docs/training.md."""
+    found = row("training-cpu", implementation=name)
+    is_ours = name.startswith("ours")
+    seconds = found["passed" if is_ours else "seconds"]
+    return (
+        f"{found['parameters']:,}",
+        found["steps" if is_ours else "twin_steps"],
+        f"{found['seconds']:.0f}",
+        f"{found['loss']:.3f}",
+        rounded(seconds),
+        f"{found['ms']:.1f}",
+    )
+
+
+def race_conditions() -> tuple[str, ...]:
+    """Machine, versions of JAX and PyTorch, day."""
+    versions = report("training-cpu")["versions"]
+    torch = ".".join(versions["torch"].split(".")[:2])
+    cores, machine, day = measured_on("training-cpu")
+    assert cores == 2  # a word on the page
+    return machine, versions["jax"], torch, day
+
+
+def race_at_size() -> tuple[str, str]:
+    """Parameters and milliseconds of the demo at the twin's size."""
+    found = row("training-cpu", implementation="ours at the twin's size")
+    return f"{found['parameters']:,}", f"{found['ms']:.1f}"
+
+
+def race_cached() -> tuple[str]:
+    """Seconds that cached programs save."""
+    first, again = (
+        row("training-cpu", implementation=f"ours, {name}")["seconds"]
+        for name in ("first run", "again")
+    )
+    return (f"{first - again:.1f}",)
+
+
+def race_spread() -> tuple[str, str]:
+    """Spread of the times of a step, from, to."""
+    return between([row["spread"] for row in report("training-cpu")["rows"]], ".0f")
+
+
+# Counts.
+
+
+def text_of(path: str) -> str:
+    """The text of a file of the repository."""
+    return (ROOT / path).read_text()
+
+
+def first_number(path: str, words: str) -> tuple[str, ...]:
+    """The numbers of another file, which states them with these words."""
+    return pattern(words).search(text_of(path)).groups()
+
+
+def described() -> tuple[str]:
+    """Families whose layers were compared with Transformers."""
+    return first_number("tests/hf_families.md", "generate text, {} are described")
+
+
+def decoded() -> tuple[int]:
+    """Rows of the table of whole models."""
+    return (len(re.findall(r"^\| `", text_of("tests/hf_decoders.md"), re.MULTILINE)),)
+
+
+def ported() -> tuple[int]:
+    """Programs in the list of docs/programs.md."""
+    [listed] = re.findall(
+        r"^## What ran\n(.*?)^(?:##|\Z)", text_of("docs/programs.md"), re.S | re.M
+    )
+    programs = 0
+    for line in re.findall(r"^\| .* \| (.*) \|$", listed, re.MULTILINE)[1:]:
+        programs += len(line.split(", "))
+    return (programs,)
+
+
+def scripts() -> tuple[str]:
+    """Of the ports, as a word."""
+    words = {6: "six", 7: "seven", 8: "eight", 9: "nine"}
+    files = list((ROOT / "examples" / "ports").glob("*.py"))
+    return (words[len(files) - 1],)  # without compare.py, which all use
+
+
+def number_of_recipes() -> tuple[int]:
+    """Without `combine`."""
+    return (len(recipes.__all__) - 1,)
+
+
+def in_8_bits(head_size: int) -> str:
+    """Bytes of a cache in 8 bits as a multiple of those of bfloat16."""
+
+    def size(dtype: str) -> int:
+        cache = jax.eval_shape(lambda: KVCache.create(1, 8, 1, head_size, dtype))
+        arrays = (cache.key, cache.value, cache.scale)
+        return sum(x.size * x.dtype.itemsize for x in arrays if x is not None)
+
+    return f"{size('int8') / size('bfloat16'):.2f}"
+
+
+def of_plan() -> dict[str, Any]:
+    """Limits of implementations, in the units of the pages."""
+    return {
+        "tokens": math.isqrt(plan.MAX_SCORES_DENSE),
+        "scores": f"{plan.MAX_SCORES_DENSE:,}",
+        "log2": plan.MAX_SCORES_GPU.bit_length() - 1,
+        "gib": 4 * plan.MAX_SCORES_GPU // 2**30,  # of float32
+        "log2_bias": cudnn.MAX_SCORES_OF_BIAS.bit_length() - 1,
+    }
+
+
+def limits(*names: str) -> Callable[[], tuple[Any, ...]]:
+    """The limits of `of_plan` with these names, when they are needed."""
+    return lambda: tuple(of_plan()[name] for name in names)
+
+
+def versions() -> tuple[str, ...]:
+    """From the oldest to the newest Python, JAX and Flax that tests ran with."""
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    pythons = re.findall(r":: (3\.\d+)'", str(project["classifiers"]))
+    lowest = dict(x.split(">=") for x in project["dependencies"])
+    newest = pattern("jax {}, flax {}, tokamax").search(text_of("docs/conformance.md"))
+    jax_newest = ".".join(newest[1].split(".")[:3])
+    return pythons[0], pythons[-1], lowest["jax"], jax_newest, lowest["flax"], newest[2]
+
+
+def version() -> str:
+    """Of this package."""
+    return tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
+
+
+def compared_versions() -> tuple[str, ...]:
+    """The row of versions in docs/comparison.md, of what ran."""
+    ran = "jax {}, flax {}, tokamax {}, on cpu"
+    newest = pattern(ran).search(text_of("docs/conformance.md"))
+    [torch] = re.findall(r'"torch==(.+)"', text_of("pyproject.toml"))
+    return version(), newest[2], newest[1], torch, newest[3]
+
+
+CURVES = "benchmarks/results/curves-cpu.json"
+H200 = "benchmarks/results/attention-h200.json"
+RACE = "benchmarks/results/training-cpu.json"
+PLAN = "flax_mha/_src/plan.py"
+SETTINGS = "train_demo/settings.py"
+DESCRIBED = "tests/hf_families.md"
+DECODED = "tests/hf_decoders.md"
+START = "README.md docs/index.md"
+
+FIGURES = [
+    # The picture of time and memory, and one layer.
+    Figure(
+        START,
+        "{} features, {} heads, float32",
+        "benchmarks/curves.py",
+        curves_sizes,
+    ),
+    Figure(
+        "docs/performance.md",
+        "with {} features and {} heads",
+        "benchmarks/curves.py",
+        curves_sizes,
+    ),
+    Figure(
+        START,
+        "on {} cores of an {name}, {}.",
+        CURVES,
+        lambda: measured_on("curves-cpu"),
+    ),
+    Figure(
+        START + " docs/performance.md",
+        "At {}k tokens, Flax",
+        CURVES,
+        lambda: flax_gib(16384)[:1],
+    ),
+    Figure(
+        START + " docs/performance.md",
+        "needs {} GiB.",
+        CURVES,
+        lambda: flax_gib(16384)[1:],
+    ),
+    Figure(
+        "README.md",
+        "compiles in {} to {} s (Flax: at most {} s)",
+        CURVES,
+        curves_compile_times,
+    ),
+    Figure(
+        "README.md",
+        "(256 tokens: {} ms; Flax: {} ms)",
+        CURVES,
+        lambda: curves_ms(256),
+    ),
+    Figure(
+        "docs/performance.md",
+        "times for 8192 tokens differ from these by up to {}%",
+        f"{CURVES}, module-cpu.json",
+        curves_and_module,
+    ),
+    # Versions.
+    Figure(
+        "README.md",
+        "Python {} to {}, jax {} to {} and flax {} to {}.",
+        "pyproject.toml, docs/conformance.md",
+        versions,
+    ),
+    Figure(
+        "README.md", "Status: {}, unreleased", "pyproject.toml", lambda: (version(),)
+    ),
+    Figure(
+        "CHANGELOG.md", "be version {}, the", "pyproject.toml", lambda: (version(),)
+    ),
+    Figure(
+        "docs/comparison.md",
+        "| version | {} | {} | {} | {} for CPUs, *2.14.1* | {} |",
+        "pyproject.toml, docs/conformance.md",
+        compared_versions,
+    ),
+    # Families of models.
+    Figure(START, "[{} decoder families]", DESCRIBED, described),
+    Figure("docs/comparison.md", "layers of [{} families]", DESCRIBED, described),
+    Figure("docs/from-pytorch.md", "the {} supported families", DESCRIBED, described),
+    Figure("CHANGELOG.md", " {} families of decoders", DESCRIBED, described),
+    Figure("README.md", "decodes whole models of {} families", DECODED, decoded),
+    Figure("docs/index.md", "whole models of [{} families]", DECODED, decoded),
+    Figure("docs/comparison.md", "whole models of {} in", DECODED, decoded),
+    Figure("CHANGELOG.md", "whole models of {} Hugging", DECODED, decoded),
+    Figure(
+        "docs/whole-model-decoding.md",
+        "the models in Transformers {}. The",
+        DESCRIBED,
+        lambda: first_number(DESCRIBED, "of Transformers {} that"),
+    ),
+    # Other counts.
+    Figure("README.md", ", {} public programs", "docs/programs.md", ported),
+    Figure("README.md", "scripts to check {}]", "examples/ports", scripts),
+    Figure("docs/programs.md", "compare {} of the programs", "examples/ports", scripts),
+    Figure("docs/programs.md", "only for the {} above", "examples/ports", scripts),
+    Figure(
+        "CHANGELOG.md",
+        "`recipes`: {} kinds of",
+        "flax_mha/recipes.py",
+        number_of_recipes,
+    ),
+    Figure(
+        "docs/from-pytorch.md",
+        "has {} recipes",
+        "flax_mha/recipes.py",
+        number_of_recipes,
+    ),
+    Figure(
+        "CHANGELOG.md",
+        "between Flax and {} layouts",
+        "convert.LAYOUTS",
+        lambda: (len(convert.LAYOUTS),),
+    ),
+    Figure(
+        "CHANGELOG.md docs/inference.md",
+        " {} times as much memory as",
+        "KVCache",
+        lambda: (in_8_bits(64),),
+    ),
+    Figure(
+        "docs/inference.md",
+        "at head size 128, the ratio is {}.",
+        "KVCache",
+        lambda: (in_8_bits(128),),
+    ),
+    # Limits of implementations.
+    Figure("README.md", "above {} tokens; on GPUs", PLAN, limits("tokens")),
+    Figure("README.md", "above {} GiB of scores", PLAN, limits("gib")),
+    Figure(
+        "docs/implementations.md",
+        "up to {} scores per head; on GPUs, up to 2^{} scores",
+        PLAN,
+        limits("scores", "log2"),
+    ),
+    Figure(
+        "docs/implementations.md",
+        "Up to {} x {} scores per head",
+        PLAN,
+        limits("tokens", "tokens"),
+    ),
+    Figure(
+        "docs/implementations.md",
+        "up to 2^{} scores over all heads, which is {} GiB",
+        PLAN,
+        limits("log2", "gib"),
+    ),
+    Figure(
+        "docs/implementations.md",
+        "up to 2^{} elements",
+        "flax_mha/_src/engines/kernels/cudnn.py",
+        limits("log2_bias"),
+    ),
+    Figure("docs/gpu-tpu.md", "up to {} GiB of", PLAN, limits("gib")),
+    # One H200.
+    Figure(
+        "README.md",
+        "attention took {} to {} times as long as",
+        H200,
+        h200_fused,
+    ),
+    Figure("README.md", "and {} to {} times in plain JAX", H200, h200_plain),
+    Figure(
+        "docs/performance.md",
+        "takes up to {} times as long as the kernel alone",
+        H200,
+        h200_guarded,
+    ),
+    Figure(
+        "docs/performance.md",
+        '"blockwise" takes {} to {} times as long',
+        H200,
+        h200_plain,
+    ),
+    Figure(
+        "docs/gpu-tpu.md",
+        "the time: {} instead of {} ms. `cached_attention` alone takes {} instead of "
+        "{} ms; PyTorch takes {} ms.",
+        "benchmarks/results/decode-h200.json, decode-h200-before.json",
+        h200_step,
+    ),
+    Figure(
+        "docs/gpu-tpu.md",
+        "whole module of {} tokens ({} ms, Flax's {} ms, PyTorch's {} ms, with spreads "
+        "of up to {}%)",
+        "benchmarks/results/module-h200.json",
+        h200_module,
+    ),
+    # What benchmarks measured.
+    Figure(
+        "docs/performance.md",
+        "covers {} to {} tokens and head sizes from {} to {}, in float32",
+        "benchmarks/results/short-cpu.json",
+        short_sizes,
+    ),
+    Figure(
+        "docs/performance.md",
+        "batch size {}, a cache of {} tokens, and {} heads of size {}.",
+        "benchmarks/results/decode-cpu.json, decode.py",
+        lambda: decode_sizes("decode-cpu"),
+    ),
+    Figure(
+        "docs/performance.md",
+        "for {} sequences and a cache of {} tokens with {} heads of size {}, in",
+        "benchmarks/results/decode-h200.json, decode.py",
+        lambda: decode_sizes("decode-h200"),
+    ),
+    Figure(
+        "docs/performance.md",
+        "each of the {} heads of size {} gathers {} keys",
+        "benchmarks/gathered.py, results/gathered-cpu.json",
+        gathered_sizes,
+    ),
+    Figure(
+        "docs/performance.md",
+        "for shape (1, length, {}, {}):",
+        "benchmarks/skipping.py",
+        lambda: constants("skipping", "HEADS", "HEAD_DIM"),
+    ),
+    Figure(
+        "docs/performance.md",
+        "without fused kernels](../benchmarks/results/compiled-h200-unfused.md) ({})",
+        "benchmarks/results/compiled-h200-unfused.md",
+        lambda: re.findall(
+            r"^(2\d+-\d+-\d+)",
+            text_of("benchmarks/results/compiled-h200-unfused.md"),
+            re.M,
+        ),
+    ),
+    Figure(
+        "docs/performance.md",
+        "with {} layers, {} heads and {} features, and {}-token windows",
+        "benchmarks/results/step-cpu.json",
+        step_sizes,
+    ),
+    Figure(
+        "docs/derivatives.md",
+        "a jvp took {} to {} times as long as the forward pass, and a Hessian-vector "
+        "product {} to {} times as long",
+        "benchmarks/results/derivatives-cpu.json",
+        derivative_times,
+    ),
+    Figure(
+        "docs/derivatives.md",
+        "One causal head with {} features",
+        "benchmarks/derivatives.py",
+        lambda: constants("derivatives", "HEAD_DIM"),
+    ),
+    # The demo.
+    Figure("README.md", "transformer with {} parameters", SETTINGS, demo_parameters),
+    Figure("docs/training.md", "{} parameters on 1 x", SETTINGS, demo_parameters),
+    Figure(
+        "docs/training.md",
+        "the model generates {} characters",
+        "train_demo/training.py",
+        lambda: (training.SAMPLE,),
+    ),
+    Figure(
+        "docs/training.md",
+        "reaches {} times the loss",
+        "train_demo/metrics.py",
+        lambda: (metrics.DIVERGED,),
+    ),
+    Figure(
+        "docs/training.md",
+        "| {}: adds the embeddings",
+        SETTINGS,
+        lambda: (Settings.token_shift,),
+    ),
+    Figure(
+        "docs/training.md",
+        "rate rises over {} steps",
+        "train_demo/update.py",
+        lambda: (update.WARM_UP,),
+    ),
+    Figure(
+        "docs/training.md",
+        "The default is {} for Muon and {} for AdamW",
+        SETTINGS,
+        lambda: (LEARNING_RATES["muon"], LEARNING_RATES["adamw"]),
+    ),
+    Figure(
+        "docs/training.md",
+        "more than {} parts or into a number of parts that does not divide {}.",
+        "train_demo/data.py",
+        lambda: (data.WINDOWS, data.WINDOWS),
+    ),
+    Figure(
+        "docs/training.md",
+        "run on two {name} cores with jax {} and torch {}, measured on {}. The text,",
+        RACE,
+        race_conditions,
+    ),
+    Figure(
+        "docs/training.md",
+        "used for tuning, is {} MB",
+        RACE,
+        lambda: (f"{report('training-cpu')['rows'][0]['bytes'] / 1e6:.1f}",),
+    ),
+    Figure("docs/training.md", "run ended {} s earlier", RACE, race_cached),
+    Figure("docs/training.md", "times vary by {} to {}%.", RACE, race_spread),
+    Figure(
+        "docs/training.md",
+        "PyTorch | {} | {} | {} | {} | {} s | {} |",
+        RACE,
+        lambda: race("nanoGPT's recipe, PyTorch"),
+    ),
+    *(
+        Figure(
+            "docs/training.md",
+            f"{words} | {{}} | {{}} | {{}} | {{}} | {{}} s | {{}} |",
+            RACE,
+            functools.partial(race, name),
+        )
+        for words, name in (
+            ("the demo, first run", "ours, first run"),
+            ("with cached programs", "ours, again"),
+            ("with Flax's attention", "ours, Flax's attention"),
+        )
+    ),
+    Figure(
+        "docs/training.md",
+        "twin's 4 layers, AdamW | {} | | | | | {} |",
+        RACE,
+        race_at_size,
+    ),
+]
+
+# What is no figure, by page: names, definitions, and what was seen once, with its date
+# and machine on the page. These pages may have no other numbers.
+FIXED: dict[str, list[str]] = {
+    "README.md": [
+        "Apache-2.0",
+        "8-bit storage",
+        # Of the demo on Python 3.11's documentation, measured again on 2026-11-28; that
+        # run took 58 s.
+        "loss of 1.227 nats",
+    ],
+    "CHANGELOG.md": [
+        "DeepSeek V3.2 and GLM 5,",
+        "HY 4 and",
+        "Ling 3,",
+        "(Gemma 3n, Gemma 4)",
+        "Gemma 3 and 4)",
+        "Gemma 4,",
+        "8-bit caches",
+        "head size 64",
+        "Llama 3,",
+    ],
+    "docs/derivatives.md": ["arxiv.org/abs/2505.13447"],
+    "docs/index.md": [],
+    "docs/from-flax.md": ["Llama 3,", "Gemma 2,", "Gemma 3n", "Gemma 4"],
+    "docs/from-pytorch.md": [
+        "12 heads with 64 features",
+        "8 heads with 96 features",
+    ],
+    "docs/families.md": [],
+    "docs/gpu-tpu.md": [
+        "for [16 of them]",
+        # What ran on an H200, once.
+        "On 2026-11-28, with jax 0.11.2, flax 0.12.12, CUDA 13.0, cuDNN 9.19.0 and "
+        "PyTorch 2.11:",
+        "all 25 kinds of calls",
+        "head sizes from 8 to 256",
+        "926 ran before",
+        "26 failed",
+        "206 of 207 core tests",
+        "about 1e38",
+        "by up to 2.7 from",
+        "at lengths of 64 more than a multiple of 128",
+        "8 heads of size 64: 209 MiB for 16,384 and 837 MiB for 65,536 tokens in "
+        "bfloat16; 199 and 683 MiB in float32",
+    ],
+    # Counted in the file that the page links there.
+    "docs/implementations.md": ["launches about 25 kernels"],
+    "docs/performance.md": [
+        "The batch size is 8 at 64 and 128 tokens, 4 up to 512 tokens, and 1 for",
+        "All calls have 8 heads",
+        "From 64 to 1024 tokens: the table",
+        "[2 x 2]",
+        "[4 x 4]",
+    ],
+}
+
+
+def problems() -> Iterator[str]:
+    """Says where pages and sources differ, and which numbers belong to neither list."""
+    for figure in FIGURES:
+        now = current(figure)
+        for page in figure.pages.split():
+            found = stated(figure, page)
+            if not found:
+                yield f"{page} has no words {figure.words!r}"
+            for numbers in found:
+                if numbers != now:
+                    yield f"{page} says {numbers}, but {figure.source} {now}"
+    for page, fixed in FIXED.items():
+        for words in fixed:
+            if not pattern(words).search(by_hand(page)):
+                yield f"{page} has no words {words!r}"
+        for place in unseen(page):
+            yield f"{page} has a number that nothing compares: {place!r}"
+
+
+if __name__ == "__main__":
+    for figure in FIGURES:
+        for page in figure.pages.split():
+            for numbers in stated(figure, page):
+                print(f"{page}: {figure.words}")
+                print(f"    the page: {', '.join(numbers)}")
+                print(f"    {figure.source}: {', '.join(current(figure))}")
+    found = list(problems())
+    if found:
+        sys.exit("\n".join(found))
