@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from train_demo.data import Text
 from train_demo.errors import UserError
 from train_demo.run_folder import Config, prepare, read_config
 from train_demo.settings import SAMPLING, Layout, checked, one_of
@@ -167,6 +168,20 @@ def start(
     """Starts or resumes a run, and trains; returns the command's exit code."""
     began = time.perf_counter()
     config, text = prepare(out, data, given, resume, size)
+    return run_prepared(config, text, out, resume, layout, quiet, samples, began)
+
+
+def run_prepared(
+    config: Config,
+    text: Text,
+    out: Path,
+    resume: bool,
+    layout: Layout,
+    quiet: bool,
+    samples: bool,
+    began: float,
+) -> int:
+    """Trains a run that `prepare` has checked; returns the command's exit code."""
     # Some fast operations on GPUs add in any order, but a resumed run must compute the
     # same bits.
     flags = os.environ.get("XLA_FLAGS", "")
