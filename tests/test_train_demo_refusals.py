@@ -129,6 +129,7 @@ def test_bad_texts_are_refused_before_anything_is_written(
         ),
         (["compare", "--attention", "full,huge"], ["compare: error", "'huge'"]),
         (["compare", "--attention", ""], ["--attention", "got ''"]),
+        (["compare", "--attention", "full,blocks", "--context", "2"], ["--context 2"]),
         (["compare", "--resume"], ["runs/compare contains no comparison"]),
         (["train", "--steps", "x"], ["python -m train_demo train: error: argument"]),
         (["--token-shift", "64"], ["--token-shift 64", "at most 63"]),

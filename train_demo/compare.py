@@ -1,5 +1,6 @@
 """The command `compare`: one model, trained with several kinds of attention."""
 
+import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from train_demo import metrics, plots, report
-from train_demo.api import run_prepared
+from train_demo.api import run_prepared, sizes_here
 from train_demo.attention import window_of
 from train_demo.errors import UserError, printable
 from train_demo.model import Params, Structure, blueprint
@@ -23,7 +24,7 @@ from train_demo.run_folder import (
     write_atomically,
     write_config,
 )
-from train_demo.settings import ATTENTIONS, Layout
+from train_demo.settings import ATTENTIONS, Layout, processes_in
 
 PICTURE = "comparison.png"
 HEADINGS = ("attention", "parameters", "loss", "ms per step", "cache", "kept")
@@ -44,8 +45,9 @@ def compare(
 ) -> int:
     """Trains a run for each kind in `out/KIND`, and writes a report that compares them.
 
-    The runs have the same seed, so they see the same batches. All are prepared before
-    the first begins, so that a comparison that was stopped can be resumed.
+    The runs have the same seed, so they see the same batches. All are checked and
+    prepared before the first begins, so that a comparison that was stopped can be
+    resumed.
 
     Args:
       out: The folder of the comparison.
@@ -59,20 +61,13 @@ def compare(
     Returns:
       0, or 128 + the number of the signal that stopped a run, which is then saved.
     """
-    saved = [kind for kind in ATTENTIONS if (out / kind / CONFIG).exists()]
-    if resume:
-        if not saved:
-            raise UserError(f"{out} contains no comparison: start it without --resume")
-        if kinds is not None and set(kinds) != set(saved):
-            raise UserError(
-                f"{out} contains a comparison of {', '.join(saved)}: drop --attention, "
-                "or choose a different --out"
-            )
-        kinds = saved
+    if processes_in(os.environ) is not None:
+        raise UserError("compare needs a single process: unset JAX_NUM_PROCESSES")
     prepared = {}
-    for kind in kinds or ATTENTIONS:
+    for kind in _kinds(out, kinds, resume):
         settings = {**given, "attention": kind}
         prepared[kind] = prepare(out / kind, data, settings, resume, size)
+        sizes_here(layout, prepared[kind][0].settings)
     for kind, (config, _) in prepared.items():
         (out / kind).mkdir(parents=True, exist_ok=True)
         write_config(out / kind, config)
@@ -95,49 +90,35 @@ def compare(
             command = f"python -m train_demo compare --resume --out {place}"
             console.print(f"To continue the comparison:\n{command}", soft_wrap=True)
             return code
+    _report(out, list(prepared), console)
+    return 0
 
-    rows = [HEADINGS, *(tuple(_row(out / kind)) for kind in prepared)]
+
+def _kinds(out: Path, kinds: Sequence[str] | None, resume: bool) -> Sequence[str]:
+    """Returns the kinds of a new comparison, or those of the one in the folder."""
+    if not resume:
+        return kinds or list(ATTENTIONS)
+    saved = [kind for kind in ATTENTIONS if (out / kind / CONFIG).exists()]
+    if not saved:
+        raise UserError(f"{out} contains no comparison: start it without --resume")
+    if kinds is not None and set(kinds) != set(saved):
+        raise UserError(
+            f"{out} contains a comparison of {', '.join(saved)}: drop --attention, or "
+            "choose a different --out"
+        )
+    return saved
+
+
+def _report(out: Path, kinds: Sequence[str], console: Console) -> None:
+    """Prints a table of finished runs, and writes it with a plot of their losses."""
+    rows = [HEADINGS, *(tuple(_row(out / kind)) for kind in kinds)]
     shown = Table.grid(padding=(0, 2))
     for row in rows:
         shown.add_row(*row)
     console.rule("comparison", style="dim")
     console.print(shown)
     console.print(LEGEND, style="dim")
-    _write_report(out, list(prepared), rows)
-    console.print(printable(f"{out / report.FILE} is ready: open it in a browser"))
-    return 0
 
-
-def _row(out: Path) -> Iterator[str]:
-    """Yields what `HEADINGS` name of a finished run."""
-    config = read_config(out)
-    measured = metrics.read(out)
-    structure, params = blueprint(len(config.vocabulary), config.settings)
-    losses = [line["val_loss"] for line in measured if "val_loss" in line]
-    seconds = metrics.step_seconds(measured)
-    yield config.settings.attention
-    yield f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,}"
-    yield f"{losses[-1]:.4f}"
-    yield "-" if seconds is None else f"{1000 * seconds:.1f}"
-    # Of the second character: what the model holds once is not counted.
-    added = _cache_bytes(structure, params, 2) - _cache_bytes(structure, params, 1)
-    yield f"{added:,}"
-    yield str(window_of(config.settings) or "all")
-
-
-def _cache_bytes(structure: Structure, params: Params, max_length: int) -> int:
-    """Returns the size of the cache for a text of this length."""
-
-    def make() -> nnx.State:
-        model = nnx.merge(structure, params)
-        model = nnx.view(model, decode=True, batch_size=1, max_length=max_length)
-        return nnx.state(model, nnx.Cache)
-
-    cache = jax.tree.leaves(jax.eval_shape(make))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
-
-
-def _write_report(out: Path, kinds: Sequence[str], rows: Sequence[Any]) -> None:
     measured = {kind: metrics.read(out / kind) for kind in kinds}
     plots.save(plots.comparison_figure(measured), out / PICTURE)
     title = "Kinds of attention"
@@ -154,3 +135,36 @@ def _write_report(out: Path, kinds: Sequence[str], rows: Sequence[Any]) -> None:
         "</html>\n",
     ]
     write_atomically(out / report.FILE, "\n".join(page).encode())
+    console.print(printable(f"{out / report.FILE} is ready: open it in a browser"))
+
+
+def _row(out: Path) -> Iterator[str]:
+    """Yields what `HEADINGS` name of a finished run."""
+    config = read_config(out)
+    measured = metrics.read(out)
+    structure, params = blueprint(len(config.vocabulary), config.settings)
+    losses = [line["val_loss"] for line in measured if "val_loss" in line]
+    seconds = metrics.step_seconds(measured)
+    yield config.settings.attention
+    yield f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,}"
+    yield f"{losses[-1]:.4f}"
+    if seconds is None:
+        yield "-"
+    else:
+        yield f"{1000 * seconds:.1f}"
+    # Of the second character: what the model holds once is not counted.
+    added = _cache_bytes(structure, params, 2) - _cache_bytes(structure, params, 1)
+    yield f"{added:,}"
+    yield str(window_of(config.settings) or "all")
+
+
+def _cache_bytes(structure: Structure, params: Params, max_length: int) -> int:
+    """Returns the size of the cache for a text of this length."""
+
+    def make() -> nnx.State:
+        model = nnx.merge(structure, params)
+        model = nnx.view(model, decode=True, batch_size=1, max_length=max_length)
+        return nnx.state(model, nnx.Cache)
+
+    cache = jax.tree.leaves(jax.eval_shape(make))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
