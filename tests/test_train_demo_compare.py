@@ -46,6 +46,16 @@ def test_a_comparison_prints_a_table_and_writes_a_report(text, tmp_path, capfd):
     assert "data:image/png;base64,iVBOR" in page
 
 
+def test_several_processes_are_refused(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:9876")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_PROCESS_ID", "0")
+    out = tmp_path / "compared"
+    said = refusal(capsys, "compare", "--out", out, "--data", text, *TINY)
+    assert "compare runs in one process" in said
+    assert not out.exists()
+
+
 def test_a_comparison_that_was_stopped_ends_the_same(
     text, tmp_path, capfd, monkeypatch
 ):

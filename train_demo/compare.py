@@ -62,7 +62,10 @@ def compare(
       0, or 128 + the number of the signal that stopped a run, which is then saved.
     """
     if processes_in(os.environ) is not None:
-        raise UserError("compare needs a single process: unset JAX_NUM_PROCESSES")
+        raise UserError(
+            "compare runs in one process: unset JAX_COORDINATOR_ADDRESS, "
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+        )
     prepared = {}
     for kind in _kinds(out, kinds, resume):
         settings = {**given, "attention": kind}
