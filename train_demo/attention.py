@@ -111,7 +111,7 @@ def attend_to_blocks(
         decodes.
       options: Other arguments of `flax_mha.attention_fn`.
     """
-    offset = 0
+    offset: int | Array = 0
     if mask is not None:
         # The first query sees the keys before it, and its own.
         seen = mask[:, 0, 0].sum(axis=-1, dtype=jnp.int32)
