@@ -361,7 +361,28 @@ def test_top_blocks_equal_the_definition():
     got = dot_product_attention(query, key, value, **blocks, query_offset=offset)
 
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])
+def test_top_blocks_of_sequences_at_their_own_positions(dtype):
+    (query, key, _), _ = drawn(Sizes(2, 5, 30, 4, 2, 8, 8, count=1))
+    offsets = jnp.array([0, 17], dtype)
+
+    choose = jax.jit(lambda offset: recipes.top_blocks(query, key, 4, 3, offset))
+    got = choose(offsets)["key_indices"]
+
+    for i, offset in enumerate(offsets.tolist()):
+        alone = recipes.top_blocks(query[i], key[i], 4, 3, query_offset=offset)
+        np.testing.assert_array_equal(got[i], alone["key_indices"])
+
+
+def test_top_blocks_refuse_what_they_cannot_use():
+    (query, key, _), _ = drawn(Sizes(2, 5, 30, 4, 2, 8, 8, count=1))
     refused("block must be an int >= 1", recipes.top_blocks, query, key, 0, 3)
+    choose = functools.partial(recipes.top_blocks, query, key, 4, 3)
+    for offset in (jnp.zeros((3,), int), jnp.zeros((2, 5), int)):
+        refused("query_offset must broadcast to", choose, offset)
+    refused("query_offset must have an integer dtype", choose, 1.5)
 
 
 CACHES = {

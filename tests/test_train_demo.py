@@ -322,15 +322,19 @@ def test_signal_at_any_moment_ends_a_run_without_a_traceback(
     command = (*COMMAND, "--data", text, "--out", tmp_path / "run", *ENDLESS)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
-        time.sleep(delay)
-        process.send_signal(number)
-        # Python may ignore what is raised in a callback of its imports, before any line
-        # of the program has run.
-        if delay == 0.05:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=30)
+        try:
+            time.sleep(delay)
             process.send_signal(number)
-        said, complaint = process.communicate(timeout=30)
+            # Python may ignore what is raised in a callback of its imports, before any
+            # line of the program has run.
+            if delay == 0.05:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=30)
+                process.send_signal(number)
+            said, complaint = process.communicate(timeout=30)
+        finally:
+            # The run has no end, and the context would wait for it.
+            process.kill()
     if process.returncode == 128 + number:
         assert (complaint + said).count("--resume") == 1
         assert "Traceback" not in complaint + said

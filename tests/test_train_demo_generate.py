@@ -2,6 +2,8 @@
 pass without a cache.
 """
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from train_demo import generate
 from train_demo.data import Vocabulary
 from train_demo.generate import Sampling, draw, filtered
 from train_demo.model import blueprint
-from train_demo.settings import Settings
+from train_demo.settings import ATTENTIONS, Settings
 
 
 def hugging_face(logits, temperature=1.0, top_k=None, top_p=None, min_p=None):
@@ -129,20 +131,26 @@ GREEDY = Sampling(temperature=0.0)
 WILD = Sampling(temperature=2.0)
 
 
-@pytest.fixture(scope="module")
-def model():
-    """Weights large enough that texts do not repeat one character."""
-    structure, shapes = blueprint(len(VOCABULARY), SETTINGS)
+def drawn(settings):
+    """A model with weights large enough that texts do not repeat one character."""
+    structure, shapes = blueprint(len(VOCABULARY), settings)
     draws = np.random.default_rng(0)
 
     def weights(path, leaf):
         name = path[-1].key
         if name == "scale":
             return np.full(leaf.shape, 3, np.float32)
+        if name == "sinks":
+            return draws.normal(size=leaf.shape).astype(np.float32)
         scale = 3 if name == "embedding" else 3 * SETTINGS.features**-0.5
         return draws.normal(0, scale, leaf.shape).astype(np.float32)
 
     return nnx.merge(structure, jax.tree.map_with_path(weights, shapes))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return drawn(SETTINGS)
 
 
 def texts(model, prompts, *rest, **options):
@@ -176,6 +184,24 @@ def test_texts_beyond_the_context_equal_one_windowed_pass(model, prompt):
     assert text == expected[len(prompt) - 1 : -1]
     # A model that repeats one character would pass with any window.
     assert len(set(text)) > 3
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_each_kind_of_attention_writes_what_one_pass_computes(kind):
+    model = drawn(replace(SETTINGS, attention=kind))
+    prompts = ["a", "bcdefgabkkjihc", "abcdefghijkabcdefghijkabc"]
+    # Of different lengths, and beyond the context.
+    for prompt, text in zip(prompts, texts(model, prompts, 40, GREEDY), strict=True):
+        whole = prompt + text
+        logits = logits_of(model, numbers_of(whole))
+        expected = VOCABULARY.decode(np.argmax(logits, axis=-1))
+        assert text == expected[len(prompt) - 1 : -1]
+        assert len(set(text)) > 2
+
+
+def test_a_window_shortens_the_reach():
+    assert drawn(replace(SETTINGS, attention="window")).reach == 2 * (2 - 1) + 1 + 2
+    assert drawn(replace(SETTINGS, attention="blocks")).reach is None
 
 
 def test_only_tokens_within_reach_matter(model):

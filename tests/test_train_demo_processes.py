@@ -56,7 +56,11 @@ def two(*arguments, struck=1, moment="", number=signal.SIGKILL):
         own_moment = moment if index == struck else ""
         process = start(index, address, own_moment, number, *arguments, *MESH)
         processes.append(process)
-    said = [process.communicate(timeout=120) for process in processes]
+    try:
+        said = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     return [process.returncode for process in processes], said
 
 

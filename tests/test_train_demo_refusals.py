@@ -6,10 +6,13 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from demo_runs import (
+    ROOT,
     STEPS,
     TEXT,
     TINY,
@@ -22,7 +25,7 @@ from demo_runs import (
 from train_demo import generate, metrics, plots, report, run_folder, training
 from train_demo.__main__ import main
 from train_demo.errors import UserError
-from train_demo.settings import SIZES, processes_in
+from train_demo.settings import SIZES, Layout, Settings, processes_in
 
 pytest_plugins = ["demo_fixtures"]
 
@@ -111,6 +114,24 @@ def test_bad_texts_are_refused_before_anything_is_written(
         (["--heads", "3"], ["--features 128", "--heads 3"]),
         (["--heads", "128"], ["--features 128", "--heads 128", "rotary"]),
         (["--data", "."], ["--data .", "contains no UTF-8 text (0 files)"]),
+        (["--attention", "sparse"], ["--attention", "full, gqa", "'sparse'"]),
+        (
+            ["--attention", "gqa", "--heads", "1"],
+            ["--attention gqa", "--heads 1", "an even number"],
+        ),
+        (
+            ["--attention", "latent", "--features", "40"],
+            ["--attention latent", "--features 40", "a multiple of 16"],
+        ),
+        (
+            ["--attention", "blocks", "--context", "2"],
+            ["--context 2", "--attention blocks", "use --context 1"],
+        ),
+        (["compare", "--attention", "full,huge"], ["compare: error", "'huge'"]),
+        (["compare", "--attention", ""], ["--attention", "got ''"]),
+        (["compare", "--attention", "full,blocks", "--context", "2"], ["--context 2"]),
+        (["compare", "--resume"], ["runs/compare contains no comparison"]),
+        (["train", "--steps", "x"], ["python -m train_demo train: error: argument"]),
         (["--token-shift", "64"], ["--token-shift 64", "at most 63"]),
         (["--size", "huge"], ["--size", "tiny, small, medium, gpt2", "'huge'"]),
         (["--optimizer", "sgd"], ["--optimizer", "muon, adamw", "'sgd'"]),
@@ -321,7 +342,14 @@ def test_the_help_lists_the_options_of_training_within_the_width(
 ):
     monkeypatch.setenv("COLUMNS", str(width))
     words = {}
-    for arguments in ([], ["train"], ["sample"], ["report"], ["export"]):
+    for arguments in (
+        [],
+        ["train"],
+        ["compare"],
+        ["sample"],
+        ["report"],
+        ["export"],
+    ):
         with pytest.raises(SystemExit) as ended:
             main([*arguments, "--help"])
         assert ended.value.code == 0
@@ -568,6 +596,44 @@ def test_a_damaged_configuration_is_refused(copy, where):
             else:
                 assert_config_refused(copy, config, damaged)
         place[name] = intact
+
+
+@pytest.mark.core
+def test_heads_of_keys_that_devices_cannot_split_are_refused():
+    layout = Layout(tensor=4)
+    words = ["--tensor 4", "2 heads of keys and values", "a divisor of 2"]
+    assert_refused(words, layout.sizes, 4, Settings(attention="gqa"))
+    assert layout.sizes(4, Settings(attention="sinks")).model == 4
+
+
+@pytest.mark.core
+def test_a_run_from_before_kinds_of_attention_has_full_attention(copy):
+    config = json.loads((copy / "config.json").read_bytes())
+    del config["settings"]["attention"]
+    (copy / "config.json").write_text(json.dumps(config))
+    assert run_folder.read_config(copy).settings.attention == "full"
+
+
+@pytest.mark.core
+def test_only_full_attention_is_exported(capsys, copy):
+    config = json.loads((copy / "config.json").read_bytes())
+    config["settings"]["attention"] = "gated"
+    (copy / "config.json").write_text(json.dumps(config))
+    said = refusal(capsys, "export", "--out", copy)
+    assert "--attention gated cannot be exported" in said
+    assert not (copy / "export").exists()
+
+
+@pytest.mark.core
+def test_a_missing_package_is_named_in_one_line():
+    # Without the folder of installed packages.
+    command = [sys.executable, "-S", "-m", "train_demo"]
+    done = subprocess.run(command, cwd=ROOT, env={}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "python -m train_demo: error: numpy is not installed: run pip install -e "
+        "'.[demo]' in the repository\n"
+    )
 
 
 @pytest.mark.core

@@ -1,10 +1,11 @@
 """A small transformer that learns to write, trained with `flax_mha.MultiHeadAttention`.
 
 The files tell one story: settings.py (what a user may choose), data.py (the text),
-run_folder.py (where a run is kept), mesh.py and model.py (the transformer, on one
-device or many), update.py (a training step), checkpoint.py and metrics.py (what is kept
-of it), training.py (the loop), generate.py, report.py, plots.py and export.py (what a
-trained model is good for), api.py and command_line.py (how to start all this).
+run_folder.py (where a run is kept), mesh.py, attention.py and model.py (the
+transformer, on one device or many), update.py (a training step), checkpoint.py and
+metrics.py (what is kept of it), training.py (the loop), generate.py, report.py,
+plots.py and export.py (what a trained model is good for), compare.py (one model with
+several kinds of attention), api.py and command_line.py (how to start all this).
 
 Example:
   ```python

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+PROGRAM = "python -m train_demo"
+FIX = "run pip install -e '.[demo]' in the repository"
 SHOW_CURSOR = b"\x1b[?25h"  # the progress bar hides it
 WORDS = b"Interrupted. To continue a training run: python -m train_demo --resume\n"
 # New objects between two garbage collections: imports and traces make millions of
@@ -24,9 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
       SystemExit: With code 2 and one line on stderr, for errors that the user can fix.
     """
-    from train_demo.command_line import run
+    try:
+        from train_demo.command_line import run
 
-    return run(sys.argv[1:] if arguments is None else arguments)
+        return run(sys.argv[1:] if arguments is None else arguments)
+    except ModuleNotFoundError as error:
+        print(
+            f"{PROGRAM}: error: {error.name} is not installed: {FIX}", file=sys.stderr
+        )
+        raise SystemExit(2) from None
 
 
 def end_at_once(number: int = 2, *_: object) -> None:

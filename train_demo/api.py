@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from train_demo.data import Text
 from train_demo.errors import UserError
 from train_demo.run_folder import Config, prepare, read_config
-from train_demo.settings import SAMPLING, Layout, checked, one_of
+from train_demo.settings import SAMPLING, Layout, Settings, Sizes, checked, one_of
 
 if TYPE_CHECKING:
     from train_demo.model import Transformer
@@ -167,19 +168,26 @@ def start(
     """Starts or resumes a run, and trains; returns the command's exit code."""
     began = time.perf_counter()
     config, text = prepare(out, data, given, resume, size)
-    # Some fast operations on GPUs add in any order, but a resumed run must compute the
-    # same bits.
-    flags = os.environ.get("XLA_FLAGS", "")
-    if DETERMINISTIC not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()
+    return run_prepared(config, text, out, resume, layout, quiet, samples, began)
+
+
+def run_prepared(
+    config: Config,
+    text: Text,
+    out: Path,
+    resume: bool,
+    layout: Layout,
+    quiet: bool,
+    samples: bool,
+    began: float,
+) -> int:
+    """Trains a run that `prepare` has checked; returns the command's exit code."""
+    sizes = sizes_here(layout, config.settings)
     import jax
 
     from train_demo import mesh, model, training
 
-    mesh.connect_processes()
     settings = replace(config.settings, dtype=model.chosen_dtype(config.settings))
-    several = jax.process_count() > 1
-    sizes = layout.sizes(jax.device_count(), settings, use_all=several)
     run = training.Run(
         config=replace(config, settings=settings),
         text=text,
@@ -200,6 +208,22 @@ def start(
             "there is not enough memory on the device: reduce --batch-size, "
             "--context-length or --features"
         ) from error
+
+
+def sizes_here(layout: Layout, settings: Settings) -> Sizes:
+    """Connects the processes of a run; returns the mesh's sizes for all devices."""
+    # Some fast operations on GPUs add in any order, but a resumed run must compute the
+    # same bits.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if DETERMINISTIC not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()
+    import jax
+
+    from train_demo import mesh
+
+    mesh.connect_processes()
+    several = jax.process_count() > 1
+    return layout.sizes(jax.device_count(), settings, use_all=several)
 
 
 def as_path(option: str, path: str | os.PathLike[str]) -> Path:

@@ -1,4 +1,4 @@
-"""The commands `train`, `sample`, `report` and `export`, and their options."""
+"""The commands `train`, `compare`, `sample`, `report`, `export`, and their options."""
 
 import argparse
 import os
@@ -13,6 +13,7 @@ from train_demo.api import RUNS, default_folder, load, start
 from train_demo.errors import UserError, printable, reason
 from train_demo.run_folder import CONFIG, check_folder, newest, read_config
 from train_demo.settings import (
+    ATTENTIONS,
     SAMPLING,
     SIZES,
     Layout,
@@ -67,9 +68,6 @@ def run(arguments: Sequence[str]) -> int:
             f"cannot read or write {error.filename} ({reason(error)}): check its "
             "permissions and the free disk space"
         )
-    except ModuleNotFoundError as error:
-        install = "run pip install -e '.[demo]' in the repository"
-        parser.error(f"{error.name} is not installed: {install}")
 
 
 def _train(chosen: argparse.Namespace) -> int:
@@ -88,6 +86,23 @@ def _train(chosen: argparse.Namespace) -> int:
         layout=layout,
         quiet=False,
         samples=not chosen.no_samples,
+        size=chosen.size,
+    )
+
+
+def _compare(chosen: argparse.Namespace) -> int:
+    given = _given(chosen, Settings)
+    kinds = given.pop("attention", None)
+    _keep_compiled()
+    from train_demo import compare
+
+    return compare.compare(
+        out=chosen.out or RUNS / "compare",
+        kinds=kinds,
+        data=chosen.data,
+        given=given,
+        resume=chosen.resume,
+        layout=Layout(**_given(chosen, Layout)),
         size=chosen.size,
     )
 
@@ -173,7 +188,7 @@ def _export(chosen: argparse.Namespace) -> int:
     from train_demo import export, generate
 
     to = chosen.to or out / "export"
-    export.check_target(to)  # before the model is loaded
+    export.check(to, config)  # before the model is loaded
     try:
         export.write(to, generate.load_model(out, config), config)
     except OSError as error:
@@ -192,6 +207,12 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
+def _kinds(text: str) -> list[str]:
+    """Returns the kinds of attention that a text names, without repetitions."""
+    parse = one_of(*ATTENTIONS)
+    return list(dict.fromkeys(parse(name) for name in text.split(",")))
+
+
 def make_parser() -> Parser:
     parser = Parser(
         prog="python -m train_demo",
@@ -200,7 +221,11 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=Parser
+        title="commands",
+        metavar="COMMAND",
+        required=True,
+        parser_class=Parser,
+        prog="python -m train_demo",
     )
 
     def command(
@@ -233,33 +258,22 @@ def make_parser() -> Parser:
         action="store_true",
         help="do not write a short sample at each validation",
     )
-    train.add_argument(
-        "--data",
-        metavar="PATH",
-        help="a UTF-8 text file, or a folder of them (default: Python's documentation)",
-    )
-    train.add_argument(
-        "--size",
-        type=one_of(*SIZES),
-        metavar="NAME",
-        help=f"preset for model, batch and steps: {', '.join(SIZES)} (default: tiny); "
-        "other options override it",
-    )
-    for field in (*fields(Settings), *fields(Layout)):
-        # The value of an option that is not given is None.
-        parse = field.metadata["parse"]
-        explanation = field.metadata["help"]
-        option = option_of(field.name)
-        if parse is None:
-            train.add_argument(
-                option, action="store_true", default=None, help=explanation
-            )
-            continue
-        explanation += f" (default: {default_of(field.name, field.default)})"
-        metavar = METAVARS[type(field.default)]
-        train.add_argument(option, type=parse, metavar=metavar, help=explanation)
+    _add_training_options(train)
     # The help of the whole command also lists the options of its default.
     _, _, parser.epilog = train.format_help().partition("\n\n")
+
+    compare = command(
+        "compare",
+        _compare,
+        "train one model with several kinds of attention, and compare them",
+        "runs/compare",
+    )
+    compare.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the comparison in --out, with its options",
+    )
+    _add_training_options(compare, several=True)
 
     sample = command("sample", _sample, "write text with a trained model")
     sample.add_argument(
@@ -293,3 +307,38 @@ def make_parser() -> Parser:
         help="output folder (default: export/ in the run folder)",
     )
     return parser
+
+
+def _add_training_options(parser: Parser, several: bool = False) -> None:
+    """Adds the options of a run, or of several runs that differ in their attention."""
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        help="a UTF-8 text file, or a folder of them (default: Python's documentation)",
+    )
+    parser.add_argument(
+        "--size",
+        type=one_of(*SIZES),
+        metavar="NAME",
+        help=f"preset for model, batch and steps: {', '.join(SIZES)} (default: tiny); "
+        "other options override it",
+    )
+    for field in (*fields(Settings), *fields(Layout)):
+        # The value of an option that is not given is None.
+        parse = field.metadata["parse"]
+        explanation = field.metadata["help"]
+        option = option_of(field.name)
+        if parse is None:
+            parser.add_argument(
+                option, action="store_true", default=None, help=explanation
+            )
+            continue
+        default = default_of(field.name, field.default)
+        metavar = METAVARS[type(field.default)]
+        if several and field.name == "attention":
+            parse = _kinds
+            explanation = f"kinds of attention, out of {', '.join(ATTENTIONS)}"
+            default = "all"
+            metavar = "NAME,..."
+        explanation += f" (default: {default})"
+        parser.add_argument(option, type=parse, metavar=metavar, help=explanation)

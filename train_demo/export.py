@@ -22,7 +22,7 @@ FILES = {WEIGHTS, CONFIG, CODE.name}
 
 def write(to: Path, model: Transformer, config: Config) -> None:
     """Writes a model into a new or empty folder, or over an earlier export."""
-    check_target(to)
+    check(to, config)
     arguments = {name: getattr(config.settings, name) for name in ARGUMENTS}
     described = {
         "model": {"vocabulary_size": len(config.vocabulary), **arguments},
@@ -36,8 +36,14 @@ def write(to: Path, model: Transformer, config: Config) -> None:
     write_atomically(to / CODE.name, CODE.read_bytes())
 
 
-def check_target(to: Path) -> None:
-    """Raises a `UserError` unless an export may be written into a folder."""
+def check(to: Path, config: Config) -> None:
+    """Raises a `UserError` unless a model of this kind may be written into a folder."""
+    kind = config.settings.attention
+    if kind != "full":
+        raise UserError(
+            f"a model with --attention {kind} cannot be exported: {CODE.name} has only "
+            "full attention"
+        )
     check_folder("--to", to, writable=True)
     if not to.exists():
         return

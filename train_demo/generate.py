@@ -24,7 +24,7 @@ CHUNK = 32  # characters that are written to each text before they are shown
 # Prompts are padded to this length, or to a power of two above it, so that few lengths
 # are compiled.
 SHORTEST = 16
-# The length of the cache: because of the model's window it is a small ring, which never
+# The length of the cache of a model with a window: it is a small ring, which never
 # overflows.
 ENDLESS = 2**31 - 1
 Number = float | Float[Array, ""]
@@ -136,12 +136,18 @@ def generate(
       The next piece of each text.
     """
     structure, params = nnx.split(model, nnx.Param)
-    # No prediction depends on earlier characters than these.
-    rows = [vocabulary.encode(prompt)[-model.reach :] for prompt in prompts]
+    rows = [vocabulary.encode(prompt) for prompt in prompts]
     if not all(prompts):
         raise UserError("the prompt '' is empty: pass at least one character")
+    if model.reach is not None:
+        # No prediction depends on earlier characters than these.
+        rows = [row[-model.reach :] for row in rows]
     numbers, lengths = padded(rows)
-    cache, logits = prefill(structure, params, numbers, lengths)
+    max_length = ENDLESS
+    if model.reach is None:
+        # Whole chunks are written, and few lengths are compiled.
+        max_length = power_of_two(numbers.shape[1] + max_new_tokens + CHUNK)
+    cache, logits = prefill(structure, params, numbers, lengths, max_length)
     key = jax.random.key(seed)
     for start in range(0, max_new_tokens, CHUNK):
         cache, logits, written = write(
@@ -152,6 +158,7 @@ def generate(
             key=key,
             start=start,
             sampling=sampling,
+            max_length=max_length,
         )
         texts = np.asarray(written)[:, : max_new_tokens - start].tolist()
         yield [vocabulary.decode(text) for text in texts]
@@ -168,29 +175,37 @@ def padded(
       ((2, 16), [3, 1])
     """
     lengths = np.array([len(row) for row in rows], np.int32)
-    power = 1 << int(lengths.max() - 1).bit_length()
-    numbers = np.zeros((len(rows), max(SHORTEST, power)), np.int32)
+    length = max(SHORTEST, power_of_two(int(lengths.max())))
+    numbers = np.zeros((len(rows), length), np.int32)
     for number, row in enumerate(rows):
         numbers[number, : len(row)] = row
     return numbers, lengths
 
 
-@functools.partial(jax.jit, static_argnames="structure")
+def power_of_two(least: int) -> int:
+    """Returns the smallest power of two that is at least `least`."""
+    return 1 << (least - 1).bit_length()
+
+
+@functools.partial(jax.jit, static_argnames=("structure", "max_length"))
 def prefill(
     structure: Structure,
     params: nnx.State,
     numbers: Int[Array, "B T"],
     lengths: Int[Array, " B"],
+    max_length: int,
 ) -> tuple[nnx.State, Float[Array, "B V"]]:
     """Reads prompts, padded at their ends; returns the cache and the next logits."""
-    model = _decoding(structure, params, len(numbers))
+    model = _decoding(structure, params, len(numbers), max_length)
     logits = model(numbers, lengths=lengths)
     last = (lengths - 1)[:, None, None]
     logits = jnp.take_along_axis(logits, last, axis=1)[:, 0]
     return nnx.state(model, nnx.Cache), logits
 
 
-@functools.partial(jax.jit, static_argnames="structure", donate_argnames="cache")
+@functools.partial(
+    jax.jit, static_argnames=("structure", "max_length"), donate_argnames="cache"
+)
 def write(
     structure: Structure,
     params: nnx.State,
@@ -199,6 +214,7 @@ def write(
     key: Key[Array, ""],
     start: int | Int[Array, ""],
     sampling: Sampling,
+    max_length: int,
 ) -> tuple[nnx.State, Float[Array, "B V"], Int[Array, "B CHUNK"]]:
     """Draws the next `CHUNK` characters of each text.
 
@@ -212,7 +228,7 @@ def write(
         cache, logits = carry
         place_key = jax.random.fold_in(key, place)
         numbers = jax.vmap(draw, (None, 0, None))(place_key, logits, sampling)
-        model = _decoding(structure, params, len(logits))
+        model = _decoding(structure, params, len(logits), max_length)
         nnx.update(model, cache)
         logits = model(numbers[:, None])[:, 0]
         return (nnx.state(model, nnx.Cache), logits), numbers
@@ -222,12 +238,14 @@ def write(
     return cache, logits, numbers.T
 
 
-def _decoding(structure: Structure, params: nnx.State, batch: int) -> Transformer:
+def _decoding(
+    structure: Structure, params: nnx.State, batch: int, max_length: int
+) -> Transformer:
     """Returns the model in its decoding mode, with an empty cache."""
     return nnx.view(
         nnx.merge(structure, params),
         decode=True,
         batch_size=batch,
-        max_length=ENDLESS,
+        max_length=max_length,
         per_row=True,
     )

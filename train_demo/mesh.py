@@ -38,7 +38,12 @@ PARAMS = {
     "query": P("fsdp", "model", None),  # [features, heads, head size]
     "key": P("fsdp", "model", None),
     "value": P("fsdp", "model", None),
+    "gate": P("fsdp", "model", None),
     "out": P("model", None, "fsdp"),  # [heads, head size, features]
+    "q_proj": P("fsdp", "model", None),
+    "kv_a_proj_with_mqa": P("fsdp", None),  # [features, latent and rotary features]
+    "kv_b_proj": P(None, "model", None),  # [latent features, heads, head size]
+    "o_proj": P("model", None, "fsdp"),
     "widen": P("fsdp", "model"),  # [features, width]
     "narrow": P("model", "fsdp"),  # [width, features]
     "head": P("fsdp", None),  # [features, vocabulary]

@@ -2,7 +2,9 @@
 
 import errno
 import json
+import operator
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +33,17 @@ def read_samples(out: Path) -> list[dict[str, Any]]:
 
 def _read(path: Path, *names: str) -> list[dict[str, Any]]:
     return [line for line in read_lines(path) if set(names) <= line.keys()]
+
+
+def step_seconds(measured: list[dict[str, Any]]) -> float | None:
+    """Returns the seconds of a step; None for fewer than two steps.
+
+    They are the median, because validations and checkpoints are between some steps.
+    """
+    times = [metric["seconds"] for metric in measured if "loss" in metric]
+    if len(times) < 2:
+        return None
+    return max(statistics.median(map(operator.sub, times[1:], times)), 1e-6)
 
 
 class Log:

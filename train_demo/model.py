@@ -9,10 +9,8 @@ from flax import nnx
 from jax import P
 from jaxtyping import Array, Float, Int
 
-import flax_mha
-from flax_mha import MultiHeadAttention
-from flax_mha.rope import RoPE
 from train_demo import mesh
+from train_demo.attention import make_attention, window_of
 from train_demo.settings import Layout, Settings
 
 DEFAULT = Layout()
@@ -98,33 +96,12 @@ class Block(nnx.Module):
     def __init__(self, settings: Settings, layout: Layout, *, rngs: nnx.Rngs):
         dtype = computed_in(settings)
         norm = functools.partial(nnx.RMSNorm, settings.features, dtype=dtype, rngs=rngs)
+        self.qkv_sharding: P | None = None
         if layout.context == 1:
-            attention_fn: Any = flax_mha.attention_fn
             # Each device then computes the attention of its own heads.
-            self.qkv_sharding: P | None = P(mesh.BATCH, None, "model", None)
-        else:
-            attention_fn = flax_mha.context_parallel(
-                "context", batch_axes=mesh.BATCH, head_axis="model"
-            )
-            self.qkv_sharding = None
+            self.qkv_sharding = P(mesh.BATCH, None, "model", None)
         self.attention_norm = norm()
-        self.attention = MultiHeadAttention(
-            settings.heads,
-            settings.features,
-            dtype=dtype,
-            dropout_rate=settings.dropout_rate,
-            use_bias=False,
-            out_kernel_init=ZEROS,
-            normalize_qk=flax_mha.Norm("rms"),
-            rope=RoPE(),
-            # As long as the windows of training; in longer texts it slides, and the
-            # cache is a ring.
-            local_window_size=(settings.context_length - 1, 0),
-            decode=False,
-            keep_rngs=False,
-            rngs=rngs,
-            attention_fn=attention_fn,
-        )
+        self.attention = make_attention(settings, layout, dtype=dtype, rngs=rngs)
         self.network_norm = norm()
         self.mlp = MLP(settings, rngs=rngs)
         self.dropout = nnx.Dropout(settings.dropout_rate)
@@ -151,19 +128,20 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Predicts, at each position, the character that follows.
 
-    Positions are rotary, and each layer sees the last `context_length` of them: texts
-    may be longer than in training.
+    Positions are rotary, and texts may be longer than in training: unless the kind of
+    attention has no window, each layer sees the last `context_length` characters.
 
     Args:
       vocabulary_size: V, the distinct characters.
-      settings: Layers, heads, features, dropout rate, and the context length.
+      settings: The kind of attention, layers, heads, features, dropout rate, and the
+        context length.
       layout: How the model is computed; its `context` devices split the attention along
         the sequence.
       rngs: The stream `params` draws the weights.
 
     Attributes:
       reach: The number of last characters that a prediction depends on, through all
-        layers.
+        layers; None means all characters.
     """
 
     def __init__(
@@ -197,8 +175,10 @@ class Transformer(nnx.Module):
             kernel_init=ZEROS,
             rngs=rngs,
         )
-        seen = settings.layers * (settings.context_length - 1)
-        self.reach = seen + 1 + settings.token_shift
+        self.reach: int | None = None
+        window = window_of(settings)
+        if window is not None:
+            self.reach = settings.layers * (window - 1) + 1 + settings.token_shift
 
     def __call__(
         self,

@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,16 @@ def draw(out: Path, model: Transformer, config: Config) -> None:
         attention_figure(weights, pieces(config)),
     ]
     for name, figure in zip(PICTURES, figures, strict=True):
-        picture = io.BytesIO()
-        with warnings.catch_warnings():
-            # Matplotlib draws boxes for characters that its font lacks.
-            warnings.filterwarnings("ignore", message="Glyph .* missing from")
-            figure.savefig(picture, format="png", dpi=110)
-        write_atomically(out / name, picture.getvalue())
+        save(figure, out / name)
+
+
+def save(figure: Figure, path: Path) -> None:
+    picture = io.BytesIO()
+    with warnings.catch_warnings():
+        # Matplotlib draws boxes for characters that its font lacks.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure.savefig(picture, format="png", dpi=110)
+    write_atomically(path, picture.getvalue())
 
 
 def loss_figure(measured: list[dict[str, Any]]) -> Figure:
@@ -60,6 +64,20 @@ def loss_figure(measured: list[dict[str, Any]]) -> Figure:
         axes.set_ylim(axes.dataLim.y0, 2 * losses.min())
     axes.set(xlabel="step", ylabel="loss (nats per character)")
     axes.set_title("How well the model predicts the next character")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def comparison_figure(measured: Mapping[str, list[dict[str, Any]]]) -> Figure:
+    """Draws the validation losses of several runs over steps."""
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    axes = figure.subplots()
+    for name, lines in measured.items():
+        steps, losses = _points(lines, "val_loss")
+        axes.plot(steps, losses, "o-", label=f"{name}: {losses[-1]:.3f}")
+    axes.set(xlabel="step", ylabel="validation loss (nats per character)")
+    axes.set_title("One model with several kinds of attention")
     axes.grid(alpha=0.3)
     axes.legend()
     return figure

@@ -3,8 +3,6 @@
 import base64
 import html
 import math
-import operator
-import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -61,10 +59,8 @@ def facts(out: Path, config: Config) -> Iterator[tuple[str, str, str]]:
         seconds = measured[-1]["seconds"]
         meaning = "including compilation, validation, samples and checkpoints"
         yield "training", f"{seconds:,.1f} s", meaning
-    times = [metric["seconds"] for metric in measured if "loss" in metric]
-    if len(times) > 1:
-        # The median, because validations and checkpoints are between some steps.
-        seconds = max(statistics.median(map(operator.sub, times[1:], times)), 1e-6)
+    seconds = metrics.step_seconds(measured)
+    if seconds is not None:
         tokens = config.settings.batch_size * config.settings.context_length
         meaning = f"{1000 * seconds:,.1f} ms per step"
         yield "characters per second", f"{tokens / seconds:,.0f}", meaning
@@ -120,11 +116,9 @@ def write(out: Path, config: Config, sample: str = "") -> None:
         f"<p><strong>{_text(verdict(out, config))}</strong></p>",
         f"<p>{last:,} of {config.settings.steps:,} steps. Random guessing among "
         f"{kinds:,} characters has a loss of {math.log(kinds):.3f}.</p>",
-        _table([*facts(out, config), data]),
+        table([*facts(out, config), data]),
     ]
-    for name in PICTURES:
-        content = base64.b64encode((out / name).read_bytes()).decode()
-        page.append(f'<p><img alt="{name}" src="data:image/png;base64,{content}">')
+    page += [picture(out / name) for name in PICTURES]
     if sample:
         page += ["<h2>What it writes</h2>", _sample(config.prompt, sample)]
     samples = metrics.read_samples(out)
@@ -138,8 +132,14 @@ def write(out: Path, config: Config, sample: str = "") -> None:
     for field in fields(config.settings):
         value = getattr(config.settings, field.name)
         settings.append((option_of(field.name), value, field.metadata["help"]))
-    page += ["<h2>Settings</h2>", _table(settings), "</html>\n"]
+    page += ["<h2>Settings</h2>", table(settings), "</html>\n"]
     write_atomically(out / FILE, "\n".join(page).encode())
+
+
+def picture(path: Path) -> str:
+    """Returns an element that holds a PNG file."""
+    content = base64.b64encode(path.read_bytes()).decode()
+    return f'<p><img alt="{path.name}" src="data:image/png;base64,{content}">'
 
 
 def _sample(prompt: str, text: str) -> str:
@@ -151,7 +151,8 @@ def _text(text: object) -> str:
     return html.escape(printable(str(text)))
 
 
-def _table(rows: Iterable[tuple[object, ...]]) -> str:
+def table(rows: Iterable[tuple[object, ...]]) -> str:
+    """Returns an element that holds a table of escaped cells."""
     lines = []
     for row in rows:
         cells = "".join(f"<td>{_text(cell)}</td>" for cell in row)

@@ -183,6 +183,8 @@ def read_config(out: Path) -> Config:
 def _restored(saved: dict[str, Any]) -> Config:
     """Turns a value read from JSON into the `Config` that was written so."""
     try:
+        # Earlier versions had only full attention.
+        saved = {**saved, "settings": {"attention": "full", **saved["settings"]}}
         settings = Settings(**saved["settings"])
         vocabulary = Vocabulary(**saved["vocabulary"])
         config = Config(**saved | {"settings": settings, "vocabulary": vocabulary})

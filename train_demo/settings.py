@@ -47,6 +47,16 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 }
 TINY = SIZES["tiny"]
 LEARNING_RATES = {"muon": 0.03, "adamw": 4e-3}
+# The values of `--attention`; attention.py makes each of them.
+ATTENTIONS: Mapping[str, str] = {
+    "full": "each head has its own keys and values",
+    "gqa": "two query heads share one head of keys and values",
+    "window": "a layer sees only the last quarter of the context",
+    "gated": "each head's output is multiplied by a learned gate",
+    "sinks": "each head can attend to nothing, by a learned score",
+    "latent": "keys and values are computed from one short vector per character",
+    "blocks": "each character attends to its block and the two that match it best",
+}
 
 # A function that turns the text of an option into its value, or raises argparse's
 # error.
@@ -179,6 +189,9 @@ class Settings:
     layers: int = option(TINY["layers"], count, "transformer blocks")
     heads: int = option(TINY["heads"], count, "attention heads per block")
     features: int = option(TINY["features"], count, "width of the model")
+    attention: str = option(
+        "full", one_of(*ATTENTIONS), f"kind of attention: {', '.join(ATTENTIONS)}"
+    )
     token_shift: int = option(
         2, whole(0, 1024), "number of previous characters mixed into each embedding"
     )
@@ -201,12 +214,30 @@ class Settings:
                 f"{self.heads}: choose a multiple of twice the number of heads, "
                 "because rotary positions pair up the features of each head"
             )
+        if self.attention == "gqa" and self.heads % 2:
+            raise UserError(
+                f"--attention gqa is incompatible with --heads {self.heads}: choose an "
+                "even number, because pairs of heads share keys and values"
+            )
+        if self.attention == "latent" and self.features % (4 * self.heads):
+            raise UserError(
+                f"--attention latent is incompatible with --features {self.features}: "
+                f"choose a multiple of {4 * self.heads}, four times the number of "
+                "heads, because half of the features of each head are rotated in pairs"
+            )
         if self.token_shift >= self.context_length:
             raise UserError(
                 f"--token-shift {self.token_shift} reaches beyond a window of "
                 f"--context-length {self.context_length}: "
                 f"choose at most {self.context_length - 1}"
             )
+
+    @property
+    def kv_heads(self) -> int:
+        """The heads of keys and values."""
+        if self.attention == "gqa":
+            return self.heads // 2
+        return self.heads
 
 
 def default_of(name: str, default: Any) -> str:
@@ -276,6 +307,11 @@ class Layout:
         A layout of defaults uses as many devices as divide the batch, unless `use_all`;
         any other must use all devices.
         """
+        if self.context > 1 and settings.attention == "blocks":
+            raise UserError(
+                f"--context {self.context} is incompatible with --attention blocks, "
+                "whose blocks lie on other devices: use --context 1"
+            )
         shared = self.fsdp * self.context * self.tensor
         data = self.data_parallel
         if data == -1:
@@ -304,6 +340,12 @@ class Layout:
                     f"{option_of(name)} {size} cannot be split into {divisor} equal "
                     f"parts ({by}): choose a multiple of {divisor}"
                 )
+        if settings.kv_heads % self.tensor:
+            raise UserError(
+                f"--tensor {self.tensor} cannot split the {settings.kv_heads} heads of "
+                f"keys and values of --attention {settings.attention}: choose a "
+                f"divisor of {settings.kv_heads}"
+            )
         return Sizes(data, self.fsdp, self.context, self.tensor)
 
 

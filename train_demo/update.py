@@ -23,7 +23,12 @@ ORTHOGONALIZED = {
     "query": MuonDimensionNumbers(0, (1, 2)),
     "key": MuonDimensionNumbers(0, (1, 2)),
     "value": MuonDimensionNumbers(0, (1, 2)),
+    "gate": MuonDimensionNumbers(0, (1, 2)),
     "out": MuonDimensionNumbers((0, 1), 2),
+    "q_proj": MuonDimensionNumbers(0, (1, 2)),
+    "kv_a_proj_with_mqa": MuonDimensionNumbers(0, 1),
+    "kv_b_proj": MuonDimensionNumbers(0, (1, 2)),
+    "o_proj": MuonDimensionNumbers((0, 1), 2),
     "widen": MuonDimensionNumbers(0, 1),
     "narrow": MuonDimensionNumbers(0, 1),
 }
@@ -60,7 +65,7 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
         rising = optax.linear_schedule(peak / warm_up, peak, warm_up)
         schedule = optax.join_schedules([rising, schedule], [warm_up])
     if settings.optimizer == "adamw":
-        adamw = optax.adamw(schedule, b2=0.99, weight_decay=0.1, mask=_is_no_scale)
+        adamw = optax.adamw(schedule, b2=0.99, weight_decay=0.1, mask=_is_decayed)
         return optax.chain(optax.clip_by_global_norm(1.0), adamw)
     muon = optax.contrib.muon(
         schedule,
@@ -74,8 +79,11 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
     return optax.chain(muon, optax.masked(scale, _is_of_head))
 
 
-def _is_no_scale(params: Params) -> Params:
-    return jax.tree.map_with_path(lambda path, _: path[-1].key != "scale", params)
+def _is_decayed(params: Params) -> Params:
+    def is_matrix(path: tuple, _: Array) -> bool:
+        return path[-1].key not in ("scale", "sinks")
+
+    return jax.tree.map_with_path(is_matrix, params)
 
 
 def _is_of_head(params: Params) -> Params:

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -42,6 +43,7 @@ LAYOUTS = {
     "accumulate": Layout(data_parallel=2, fsdp=4, accumulate=4, remat=True),
     "tensor": Layout(data_parallel=2, tensor=4),
     "context": Layout(data_parallel=2, context=4),
+    "mixed": Layout(data_parallel=2, fsdp=2, tensor=2),
 }
 
 
@@ -102,6 +104,24 @@ def test_the_losses_of_one_device_at_every_step(name, settings, packed):
     one = seen("alone", settings, packed).losses
     np.testing.assert_allclose(seen(name, settings, packed).losses, one, rtol=ROUNDING)
     assert one[-1] < one[0] - 0.05  # it learns
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("mixed", "gqa"),
+        ("mixed", "gated"),
+        ("mixed", "sinks"),
+        ("mixed", "latent"),
+        ("mixed", "blocks"),
+        ("context", "window"),
+        ("context", "latent"),
+    ],
+)
+def test_each_kind_of_attention_has_the_losses_of_one_device(name, kind):
+    settings = replace(MUON, attention=kind)
+    one = seen("alone", settings, True).losses
+    np.testing.assert_allclose(seen(name, settings, True).losses, one, rtol=ROUNDING)
 
 
 def test_fsdp_holds_an_eighth_and_sends_no_activations():

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from flax_mha._src.core.validation import int_at_least
+from flax_mha._src.core.validation import broadcastable, int32, int_at_least
 from flax_mha._src.masks import CausalMask
 
 
@@ -17,7 +17,7 @@ def top_blocks(
     key: Float[Array, "*B S K H"],
     block: int,
     count: int,
-    query_offset: int = 0,
+    query_offset: int | Int[Array, "*B"] = 0,
 ) -> dict[str, Any]:
     """Lets each query attend to its own block of keys and the blocks that match it
     best. MoBA, arXiv:2502.13189.
@@ -34,10 +34,12 @@ def top_blocks(
       key: Keys, which are also passed to the attention; rotate them first.
       block: Number of keys in a block; the last block may have fewer.
       count: Number of blocks for each query, its own included.
-      query_offset: Position of the first query.
+      query_offset: Position of the first query, an int or int [B...]; while decoding,
+        the number of tokens before it.
 
     Raises:
-      ValueError: If `block` or `count` is not an integer of at least 1.
+      ValueError: If `block` or `count` is not an integer of at least 1, or if
+        `query_offset` has another shape or dtype.
 
     Example:
       >>> import jax
@@ -52,6 +54,8 @@ def top_blocks(
     # Check the arguments.
     block = int_at_least("block", block, 1)
     count = int_at_least("count", count, 1)
+    offset = int32("query_offset", query_offset)
+    broadcastable("query_offset", offset, query.shape[:-3], "[batch...]")
 
     *batch, keys, num_heads, size = key.shape
     number = -(-keys // block)
@@ -72,7 +76,9 @@ def top_blocks(
 
     # A query's own block comes first; later blocks are hidden.
     row = lax.broadcasted_iota(jnp.int32, products.shape, products.ndim - 3)
-    own = (row + query_offset) // block
+    first = jnp.asarray(query_offset, jnp.int32)
+    first = jnp.broadcast_to(first, query.shape[:-3])[..., None, None, None]
+    own = (row + first) // block
     blocks = lax.broadcasted_iota(jnp.int32, products.shape, products.ndim - 1)
     is_earlier = blocks < own
     own_or_later = jnp.where(blocks == own, jnp.inf, -jnp.inf)
@@ -80,9 +86,9 @@ def top_blocks(
     best, chosen = lax.top_k(products, min(count, number))
 
     # The keys in the chosen blocks, [B..., T, K, count * block]; -1 is no key.
-    first = chosen[..., None] * block
+    begin = chosen[..., None] * block
     steps = lax.broadcasted_iota(jnp.int32, (*chosen.shape, block), chosen.ndim)
-    indices = first + steps
+    indices = begin + steps
     exists = (best[..., None] > -jnp.inf) & (indices < keys)
     indices = jnp.where(exists, indices, -1)
     indices = lax.collapse(indices, indices.ndim - 2)

@@ -1,0 +1,90 @@
+"""`python -m train_demo compare`: one model with several kinds of attention."""
+
+import jax
+import pytest
+from demo_runs import TINY, as_users_have_it, here, newest_state, refusal
+
+from train_demo import compare, metrics, run_folder
+from train_demo.__main__ import main
+from train_demo.settings import ATTENTIONS
+
+pytest_plugins = ["demo_fixtures"]
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
+def cells(said):
+    """The rows of the printed table, by their kind of attention."""
+    rows = [line.split() for line in said.splitlines()]
+    return {row[0]: row[1:] for row in rows if row and row[0] in ATTENTIONS}
+
+
+def test_a_comparison_prints_a_table_and_writes_a_report(text, tmp_path, capfd):
+    kinds = ["full", "latent", "window", "blocks"]
+    out = tmp_path / "compared"
+    said = here(
+        capfd,
+        "compare",
+        *("--out", out, "--data", text, "--attention", ",".join(kinds)),
+        *TINY,
+    )
+
+    rows = cells(said)
+    assert list(rows) == kinds
+    for kind in kinds:
+        parameters, loss, *_ = rows[kind]
+        _, state = newest_state(out / kind)
+        leaves = jax.tree.leaves(state.params)
+        assert int(parameters.replace(",", "")) == sum(leaf.size for leaf in leaves)
+        measured = metrics.read(out / kind)
+        assert loss == f"{measured[-1]['val_loss']:.4f}"
+        assert run_folder.read_config(out / kind).settings.attention == kind
+    # Two heads of 4: keys and values, or a latent of 8 and a rotary key of 2, float32.
+    assert [rows[kind][3] for kind in kinds] == ["64", "40", "64", "64"]
+    assert [rows[kind][4] for kind in kinds] == ["8", "8", "2", "all"]
+    page = (out / "report.html").read_text()
+    assert all(ATTENTIONS[kind] in page for kind in kinds)
+    assert "data:image/png;base64,iVBOR" in page
+
+
+def test_several_processes_are_refused(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:9876")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_PROCESS_ID", "0")
+    out = tmp_path / "compared"
+    said = refusal(capsys, "compare", "--out", out, "--data", text, *TINY)
+    assert "compare runs in one process" in said
+    assert not out.exists()
+
+
+def test_a_comparison_that_was_stopped_ends_the_same(
+    text, tmp_path, capfd, monkeypatch
+):
+    options = ["--data", text, "--attention", "sinks,gqa", *TINY]
+    whole = cells(here(capfd, "compare", "--out", tmp_path / "whole", *options))
+
+    run_prepared = compare.run_prepared
+
+    def stops(config, *rest, **options):
+        if config.settings.attention == "gqa":
+            return 130
+        return run_prepared(config, *rest, **options)
+
+    out = tmp_path / "stopped"
+    with monkeypatch.context() as patch, as_users_have_it():
+        patch.setattr(compare, "run_prepared", stops)
+        assert main(list(map(str, ["compare", "--out", out, *options]))) == 130
+    said = " ".join(capfd.readouterr().out.split())
+    assert f"python -m train_demo compare --resume --out {out}" in said
+
+    # The options are those of the comparison.
+    resumed = cells(here(capfd, "compare", "--resume", "--out", out))
+    assert resumed.keys() == {"sinks", "gqa"}
+    for kind, (parameters, loss, _, *cache) in whole.items():
+        same_parameters, same_loss, _, *same_cache = resumed[kind]
+        assert (same_parameters, same_loss) == (parameters, loss)
+        assert same_cache == cache
+
+    said = refusal(capfd, "compare", "--resume", "--out", out, "--attention", "full")
+    assert "contains a comparison of gqa, sinks: drop --attention" in said
+    said = refusal(capfd, "compare", "--out", out, *options)
+    assert "already contains a run" in said

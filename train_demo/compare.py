@@ -1,0 +1,173 @@
+"""The command `compare`: one model, trained with several kinds of attention."""
+
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from train_demo import metrics, plots, report
+from train_demo.api import run_prepared, sizes_here
+from train_demo.attention import window_of
+from train_demo.errors import UserError, printable
+from train_demo.model import Params, Structure, blueprint
+from train_demo.run_folder import (
+    CONFIG,
+    prepare,
+    read_config,
+    write_atomically,
+    write_config,
+)
+from train_demo.settings import ATTENTIONS, Layout, processes_in
+
+PICTURE = "comparison.png"
+HEADINGS = ("attention", "parameters", "loss", "ms per step", "cache", "kept")
+LEGEND = """\
+loss: validation loss, in nats per character
+cache: bytes for each character, in all layers
+kept: how many of the last characters a layer keeps in its cache"""
+
+
+def compare(
+    out: Path,
+    kinds: Sequence[str] | None,
+    data: str | None,
+    given: dict[str, Any],
+    resume: bool,
+    layout: Layout,
+    size: str | None,
+) -> int:
+    """Trains a run for each kind in `out/KIND`, and writes a report that compares them.
+
+    The runs have the same seed, so they see the same batches. All are checked and
+    prepared before the first begins, so that a comparison that was stopped can be
+    resumed.
+
+    Args:
+      out: The folder of the comparison.
+      kinds: Kinds of attention; None means those of the resumed comparison, or all.
+      data: As in `prepare`, like `given`, `resume` and `size`.
+      given: The settings that the user gave, without the kind of attention.
+      resume: Continue the comparison that is in the folder.
+      layout: How the runs are computed.
+      size: The preset that the user gave.
+
+    Returns:
+      0, or 128 + the number of the signal that stopped a run, which is then saved.
+    """
+    if processes_in(os.environ) is not None:
+        raise UserError(
+            "compare runs in one process: unset JAX_COORDINATOR_ADDRESS, "
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+        )
+    prepared = {}
+    for kind in _kinds(out, kinds, resume):
+        settings = {**given, "attention": kind}
+        prepared[kind] = prepare(out / kind, data, settings, resume, size)
+        sizes_here(layout, prepared[kind][0].settings)
+    for kind, (config, _) in prepared.items():
+        (out / kind).mkdir(parents=True, exist_ok=True)
+        write_config(out / kind, config)
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    for kind, (config, text) in prepared.items():
+        console.rule(f"{kind}: {ATTENTIONS[kind]}", style="dim")
+        code = run_prepared(
+            config,
+            text,
+            out / kind,
+            resume=resume,
+            layout=layout,
+            quiet=False,
+            samples=False,
+            began=time.perf_counter(),
+        )
+        if code:
+            place = shlex.quote(str(out))
+            command = f"python -m train_demo compare --resume --out {place}"
+            console.print(f"To continue the comparison:\n{command}", soft_wrap=True)
+            return code
+    _report(out, list(prepared), console)
+    return 0
+
+
+def _kinds(out: Path, kinds: Sequence[str] | None, resume: bool) -> Sequence[str]:
+    """Returns the kinds of a new comparison, or those of the one in the folder."""
+    if not resume:
+        return kinds or list(ATTENTIONS)
+    saved = [kind for kind in ATTENTIONS if (out / kind / CONFIG).exists()]
+    if not saved:
+        raise UserError(f"{out} contains no comparison: start it without --resume")
+    if kinds is not None and set(kinds) != set(saved):
+        raise UserError(
+            f"{out} contains a comparison of {', '.join(saved)}: drop --attention, or "
+            "choose a different --out"
+        )
+    return saved
+
+
+def _report(out: Path, kinds: Sequence[str], console: Console) -> None:
+    """Prints a table of finished runs, and writes it with a plot of their losses."""
+    rows = [HEADINGS, *(tuple(_row(out / kind)) for kind in kinds)]
+    shown = Table.grid(padding=(0, 2))
+    for row in rows:
+        shown.add_row(*row)
+    console.rule("comparison", style="dim")
+    console.print(shown)
+    console.print(LEGEND, style="dim")
+
+    measured = {kind: metrics.read(out / kind) for kind in kinds}
+    plots.save(plots.comparison_figure(measured), out / PICTURE)
+    title = "Kinds of attention"
+    legend = LEGEND.replace("\n", "<br>")
+    page = [
+        report.HEAD,
+        f"<title>{title}</title>\n<h1>{title}</h1>",
+        "<p>One model, trained on the same batches with each kind of attention. Each "
+        "folder has the report of its own run.</p>",
+        report.table(rows),
+        f"<p>{legend}</p>",
+        report.picture(out / PICTURE),
+        report.table((kind, ATTENTIONS[kind]) for kind in kinds),
+        "</html>\n",
+    ]
+    write_atomically(out / report.FILE, "\n".join(page).encode())
+    console.print(printable(f"{out / report.FILE} is ready: open it in a browser"))
+
+
+def _row(out: Path) -> Iterator[str]:
+    """Yields what `HEADINGS` name of a finished run."""
+    config = read_config(out)
+    measured = metrics.read(out)
+    structure, params = blueprint(len(config.vocabulary), config.settings)
+    losses = [line["val_loss"] for line in measured if "val_loss" in line]
+    seconds = metrics.step_seconds(measured)
+    yield config.settings.attention
+    yield f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,}"
+    yield f"{losses[-1]:.4f}"
+    if seconds is None:
+        yield "-"
+    else:
+        yield f"{1000 * seconds:.1f}"
+    # Of the second character: what the model holds once is not counted.
+    added = _cache_bytes(structure, params, 2) - _cache_bytes(structure, params, 1)
+    yield f"{added:,}"
+    yield str(window_of(config.settings) or "all")
+
+
+def _cache_bytes(structure: Structure, params: Params, max_length: int) -> int:
+    """Returns the size of the cache for a text of this length."""
+
+    def make() -> nnx.State:
+        model = nnx.merge(structure, params)
+        model = nnx.view(model, decode=True, batch_size=1, max_length=max_length)
+        return nnx.state(model, nnx.Cache)
+
+    cache = jax.tree.leaves(jax.eval_shape(make))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
