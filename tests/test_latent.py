@@ -491,3 +491,72 @@ def test_products_of_latents_are_added_in_float32(dtype):
     outputs, pull = jax.vjp(all_products, kernel, query)
     for x in jax.tree.leaves((outputs, pull(outputs))):
         assert x.dtype == dtype
+
+
+def product_of_heads(axes, x, kernel):
+    """A product in float64, in the dtype of `x`."""
+    product = np.einsum(axes, np.float64(x), np.float64(kernel))
+    return jnp.asarray(product, jnp.float32).astype(x.dtype)
+
+
+@pytest.mark.parametrize("mode", with_core(["eager", "jit", "vmap"], "eager"))
+@pytest.mark.parametrize("dtype", with_core(["bfloat16", "float16"], "bfloat16"))
+@pytest.mark.parametrize("size", with_core([1, 8, 16, 32], 8))
+def test_products_of_latents_of_every_size(size, dtype, mode):
+    """On a CPU, XLA has no product for some layouts of bfloat16."""
+    for batch, length, heads, features in ((1, 1, 2, 8), (2, 1, 2, 8), (2, 3, 3, 5)):
+        shape = (2, batch, length, heads)
+        kernel = jnp.asarray(inputs(0, (size, heads, 2 * features)), dtype)
+        query = jnp.asarray(inputs(1, (*shape, features)), dtype)
+        average = jnp.asarray(inputs(2, (*shape, size)), dtype)
+        absorb = Latent(size, features, layer=None, kernel=kernel).absorb
+        project = Latent(size, features, layer=None, kernel=kernel).project
+        if mode == "vmap":
+            absorb = jax.jit(jax.vmap(absorb))
+            project = jax.jit(jax.vmap(project))
+        if mode == "jit":
+            absorb = jax.jit(absorb)
+            project = jax.jit(project)
+
+        absorbed = absorb(query)
+        values = project(average)
+
+        key_kernel = kernel[..., :features]
+        value_kernel = kernel[..., features:]
+        expected = product_of_heads("...nf,cnf->...nc", query, key_kernel)
+        assert_rounded(absorbed, expected)
+        expected = product_of_heads("...nc,cnf->...nf", average, value_kernel)
+        assert_rounded(values, expected)
+
+
+def assert_rounded(x, expected):
+    """Sums of float32 may round to the other neighbor."""
+    assert x.dtype == expected.dtype
+    one_rounding = float(jnp.finfo(x.dtype).eps)
+    close(np.float32(x), np.float32(expected), tolerance=one_rounding, at_least=1.0)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", with_core(["bfloat16", "float16"], "bfloat16"))
+@pytest.mark.parametrize("batch", with_core([1, 2], 2))
+@pytest.mark.parametrize("rank", with_core([4, 8, 32], 8))
+@jax.numpy_dtype_promotion("standard")  # Flax's norms multiply float32 by 16 bits.
+def test_small_latents_of_16_bits_decode(rank, batch, dtype, is_jitted):
+    sizes = {"kv_lora_rank": rank, "qk_rope_head_dim": 4, "rope": None}
+    sizes |= {"qk_nope_head_dim": 8, "v_head_dim": 8}
+    module = made(**sizes, dtype=dtype, param_dtype=dtype)
+    exact = made(**sizes)
+    params = nnx.state(module, nnx.Param)
+    nnx.update(exact, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+    x = inputs(shape=(batch, 6, D))
+    whole = exact(x, is_causal=True)
+    x = jnp.asarray(x, dtype)
+    module.init_cache((batch, 9, D))
+    step = functools.partial(module, decode=True)
+    if is_jitted:
+        step = functools.partial(jitted(decode=True), module)
+
+    output = in_parts(step, x, (3, 1, 2))
+
+    assert output.dtype == dtype
+    close(np.float32(output), np.float32(whole), tolerance=0.03, at_least=1.0)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import in_parts, linen_step
 from flax import nnx
 from jax import lax
 from marks import with_core
@@ -156,7 +157,7 @@ def test_lora_adds_the_same_as_in_flax():
     assert relative_error(gradients(with_lora, x), gradients(of_flax, x)) < 1e-5
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", with_core(QUANTIZED, "PTQ of activations"))
 def test_quantized_linen_is_as_accurate_as_flax(name):
     x = inputs()
     ours = linen.MultiHeadDotProductAttention(HEADS)
@@ -176,6 +177,7 @@ def test_quantized_linen_is_as_accurate_as_flax(name):
     assert 1e-3 < errors[0] < FACTOR * errors[1] + ROUNDING
 
 
+@pytest.mark.core
 def test_lora_in_linen_adds_the_same_as_in_flax():
     x = inputs()
     outputs = []
@@ -189,7 +191,7 @@ def test_lora_in_linen_adds_the_same_as_in_flax():
 
 
 @pytest.mark.parametrize("options", [{}, {"gate": True}], ids=["plain", "gate"])
-@pytest.mark.parametrize("name", PROVIDERS)
+@pytest.mark.parametrize("name", with_core(PROVIDERS, "PTQ", "LoRA"))
 def test_latent_attention_is_about_as_accurate_and_decodes_the_same(name, options):
     x = inputs()
     module = latent(**options)
@@ -208,7 +210,7 @@ def error_of_decoding(name):
     return 0.03 if "activations" in name else 1e-5
 
 
-@pytest.mark.parametrize("name", PROVIDERS)
+@pytest.mark.parametrize("name", with_core(PROVIDERS, "PTQ", "LoRA"))
 def test_multi_head_attention_decodes_the_same(name):
     x = inputs()
     norm = flax_mha.Norm("rms")
@@ -217,6 +219,42 @@ def test_multi_head_attention_decodes_the_same(name):
     whole = other(x, is_causal=True)
     assert relative_error(whole, module(x, is_causal=True)) > 1e-3
     assert relative_error(decoded(other, x), whole) < error_of_decoding(name)
+
+
+LINEN = ["MultiHeadDotProductAttention", "MultiHeadAttention", "SelfAttention"]
+
+
+def changed_linen(module, name):
+    """The module after qwix has changed it as `PROVIDERS[name]` does."""
+    if name == "LoRA":
+        return qwix.apply_lora_to_model(module, PROVIDERS[name]())
+    return qwix.quantize_model(module, PROVIDERS[name]())
+
+
+@pytest.mark.parametrize("cls", with_core(LINEN, "MultiHeadAttention"))
+@pytest.mark.parametrize("name", with_core(PROVIDERS, "PTQ", "LoRA"))
+def test_linen_modules_decode_the_same(name, cls):
+    x = inputs()
+    module = getattr(linen, cls)(HEADS, num_kv_heads=2)
+    plain = module.init(jax.random.key(0), x)["params"]
+    other = changed_linen(module, name)
+    params = plain
+    if name == "LoRA":
+        params = other.init(jax.random.key(0), x)["params"]
+    if "PTQ" in name:
+        shapes = jax.eval_shape(other.init, jax.random.key(0), x)["params"]
+        params = qwix.quantize_params(plain, shapes)
+    mask = flax_mha.CausalMask()
+    whole = other.apply({"params": params}, x, mask=mask)
+    decoder = changed_linen(module.clone(decode=True), name)
+    cache = decoder.init(jax.random.key(0), x)["cache"]
+
+    step = linen_step(decoder, {"params": params, "cache": cache})
+    output = in_parts(step, x, (20, 1, 1, 2))
+
+    expected = module.apply({"params": plain}, x, mask=mask)
+    assert relative_error(whole, expected) > 1e-3
+    assert relative_error(output, whole) < error_of_decoding(name)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -26,6 +26,7 @@ from flax_mha._src.core.tracing import (
     being_traced,
     cpu_features,
     is_key,
+    manual_axes,
     multiplies_bfloat16,
     readable,
 )
@@ -634,9 +635,9 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
 
     A query's dtype of 16 bits is kept if that makes products faster: on accelerators,
     unless gradients in float16 could overflow, and for bfloat16 in tiles on one CPU
-    with a matrix unit (AMX), if lengths are multiples of 128 and there are several
-    heads. All other calls, and calls with more precision than the default, use
-    `options.dtype`. `tiles`: whether the call is computed tile by tile.
+    with a matrix unit (AMX), outside `jax.shard_map`, if lengths are multiples of 128
+    and there are several heads. All other calls, and calls with more precision than the
+    default, use `options.dtype`. `tiles`: whether the call is computed tile by tile.
     """
     operands, options = call
     target = options.target
@@ -656,8 +657,10 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
         return wide
     if not options.has_known_sizes or target.may_be_split:
         return wide
-    # XLA fails when such a program runs with odd sizes and one head: "DotThunk ... BF16
-    # x BF16 = F32".
+    # XLA fails when such a program runs inside `jax.shard_map`, or with odd sizes and
+    # one head: "DotThunk ... BF16 x BF16 = F32".
+    if manual_axes():
+        return wide
     has_whole_tiles = not any(length % 128 for length in operands.lengths)
     if has_whole_tiles and _number_of_heads(call) > 1:
         return dtype

@@ -485,3 +485,28 @@ def test_blocks_of_the_page_about_devices_equal_one_device():
         want = run(names["tokens"])
     tolerance = 1e-5 * np.abs(want).max()
     np.testing.assert_allclose(names["out"], want, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "length"), [core("ring", 256), ("allgather", 512)]
+)
+def test_gradients_in_bfloat16_of_whole_tiles(strategy, length):
+    """A CPU that multiplies bfloat16 lacks some products of these sizes."""
+    shape = (3, 1, length, 2, 64)
+    query, key, value = floats(0, *shape, dtype=jnp.bfloat16)
+    mesh = mesh_of(context=2)
+    attend = flax_mha.context_parallel("context", strategy=strategy, mesh=mesh)
+
+    def gradients(attend, *arrays):
+        def loss(*arrays):
+            return attend(*arrays, is_causal=True).astype(jnp.float32).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(*arrays)
+
+    ours = gradients(attend, query, key, value)
+
+    arrays = [x.astype(jnp.float32) for x in (query, key, value)]
+    expected = gradients(flax_mha.dot_product_attention, *arrays)
+    for got, want in zip(ours, expected, strict=True):
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.float32(got), want, rtol=2**-7, atol=2**-7)

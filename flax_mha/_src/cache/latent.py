@@ -77,12 +77,14 @@ class Latent(NamedTuple):
         with the head's weights.
         """
         assert self.kernel is not None
-        # Without the barrier, XLA on CPUs fuses the transpose into the product, which
-        # then reads V with strides.
-        by_head = lax.optimization_barrier(
-            jnp.swapaxes(self.kernel[..., self.key_size :], 0, 1)
-        )
-        return self._product("...nc,ncf->...nf", x[..., : self.size], by_head)
+        # Heads come first in both operands. Without the barrier, XLA on CPUs would fuse
+        # the transposes into the product: V is then read with strides, and products of
+        # bfloat16 fail ("DotThunk ... BF16 x BF16 = F32").
+        averages = jnp.moveaxis(x[..., : self.size], -2, 0)
+        by_head = jnp.swapaxes(self.kernel[..., self.key_size :], 0, 1)
+        averages, by_head = lax.optimization_barrier((averages, by_head))
+        values = self._product("n...c,ncf->n...f", averages, by_head)
+        return jnp.moveaxis(values, 0, -2)
 
     def _product(self, axes: str, x: Array, kernel: Array) -> Array:
         x, kernel = dtypes.promote_dtype((x, kernel), dtype=self.dtype)

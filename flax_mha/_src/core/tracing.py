@@ -120,13 +120,18 @@ def reasons_against_kernel(target: Target) -> list[str]:
             "on multiple devices, it needs to know how its arrays are sharded: pass "
             "qkv_sharding"
         )
-    axes = jax.sharding.get_abstract_mesh().manual_axes
+    axes = manual_axes()
     if axes and jax.typeof(lax.axis_index(axes)).manual_axis_type.varying:
         reasons.append(
             "inside jax.shard_map, it does not support check_vma=True: pass "
             "check_vma=False"
         )
     return reasons
+
+
+def manual_axes() -> tuple[str, ...]:
+    """Returns the mesh axes whose devices `jax.shard_map` runs; empty outside of it."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def without_mesh() -> AbstractContextManager:
