@@ -123,7 +123,7 @@ def _report(out: Path, kinds: Sequence[str], console: Console) -> None:
     console.print(LEGEND, style="dim")
 
     measured = {kind: metrics.read(out / kind) for kind in kinds}
-    plots.save(plots.comparison_figure(measured), out / PICTURE)
+    plots.save(plots.comparison_figure(measured), out / PICTURE, dpi=190)
     title = "Kinds of attention"
     legend = LEGEND.replace("\n", "<br>")
     shows = "Validation loss over steps, for each kind of attention"
