@@ -213,6 +213,9 @@ def break_names(
                 'class="pre">-', 'class="pre short">-'
             )
         context["body"] = context["body"].replace(code, shown)
+    # A signature that is too long breaks after its parenthesis, not inside a name.
+    opening = '<span class="sig-paren">(</span>'
+    context["body"] = context.get("body", "").replace(opening, f"{opening}<wbr>")
 
 
 MOST_ARGUMENTS = 6  # of a signature that is shown whole, above the summary

@@ -43,7 +43,10 @@ def test_a_comparison_prints_a_table_and_writes_a_report(text, tmp_path, capfd):
     assert [rows[kind][4] for kind in kinds] == ["8", "8", "2", "all"]
     page = (out / "report.html").read_text()
     assert all(ATTENTIONS[kind] in page for kind in kinds)
-    assert "data:image/png;base64,iVBOR" in page
+    assert "<tr><th>attention</th><th>parameters</th><th>loss</th>" in page
+    assert f"<tr><td>full</td><td>{rows['full'][0]}</td>" in page
+    picture = 'alt="Validation loss over steps, for each kind of attention"'
+    assert f'<img {picture} src="data:image/png;base64,iVBOR' in page
 
 
 def test_several_processes_are_refused(text, tmp_path, capsys, monkeypatch):

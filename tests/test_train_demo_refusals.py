@@ -491,7 +491,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(training, "_finish", lambda *_: None)
     monkeypatch.setattr(generate, "generate", lambda *_, **__: iter([["x"]] * 2))
     monkeypatch.setattr(plots, "draw", lambda *_: None)
-    monkeypatch.setattr(report, "PICTURES", ())
+    monkeypatch.setattr(report, "PICTURES", {})
 
 
 WRITTEN = {

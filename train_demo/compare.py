@@ -114,26 +114,27 @@ def _kinds(out: Path, kinds: Sequence[str] | None, resume: bool) -> Sequence[str
 
 def _report(out: Path, kinds: Sequence[str], console: Console) -> None:
     """Prints a table of finished runs, and writes it with a plot of their losses."""
-    rows = [HEADINGS, *(tuple(_row(out / kind)) for kind in kinds)]
+    rows = [tuple(_row(out / kind)) for kind in kinds]
     shown = Table.grid(padding=(0, 2))
-    for row in rows:
+    for row in [HEADINGS, *rows]:
         shown.add_row(*row)
     console.rule("comparison", style="dim")
     console.print(shown)
     console.print(LEGEND, style="dim")
 
     measured = {kind: metrics.read(out / kind) for kind in kinds}
-    plots.save(plots.comparison_figure(measured), out / PICTURE)
+    plots.save(plots.comparison_figure(measured), out / PICTURE, dpi=190)
     title = "Kinds of attention"
     legend = LEGEND.replace("\n", "<br>")
+    shows = "Validation loss over steps, for each kind of attention"
     page = [
         report.HEAD,
         f"<title>{title}</title>\n<h1>{title}</h1>",
         "<p>One model, trained on the same batches with each kind of attention. Each "
         "folder has the report of its own run.</p>",
-        report.table(rows),
+        report.columns(HEADINGS, rows),
         f"<p>{legend}</p>",
-        report.picture(out / PICTURE),
+        report.picture(out / PICTURE, shows),
         report.table((kind, ATTENTIONS[kind]) for kind in kinds),
         "</html>\n",
     ]

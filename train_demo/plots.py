@@ -34,12 +34,13 @@ def draw(out: Path, model: Transformer, config: Config) -> None:
         save(figure, out / name)
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path, dpi: int = 110) -> None:
+    """Writes a figure as a PNG file."""
     picture = io.BytesIO()
     with warnings.catch_warnings():
         # Matplotlib draws boxes for characters that its font lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure.savefig(picture, format="png", dpi=110)
+        figure.savefig(picture, format="png", dpi=dpi)
     write_atomically(path, picture.getvalue())
 
 
@@ -71,7 +72,8 @@ def loss_figure(measured: list[dict[str, Any]]) -> Figure:
 
 def comparison_figure(measured: Mapping[str, list[dict[str, Any]]]) -> Figure:
     """Draws the validation losses of several runs over steps."""
-    figure = Figure(figsize=(12, 7), layout="constrained")
+    # Small, with large letters: this picture is also read on phones.
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, lines in measured.items():
         steps, losses = _points(lines, "val_loss")

@@ -3,7 +3,7 @@
 import base64
 import html
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,11 @@ from train_demo.run_folder import Config, write_atomically
 from train_demo.settings import option_of
 
 FILE = "report.html"
-PICTURES = ("loss.png", "attention.png")
+# The pictures of a run, and what each shows.
+PICTURES = {
+    "loss.png": "Training and validation loss over steps",
+    "attention.png": "What each head attends to in a sentence",
+}
 HEAD = """\
 <!doctype html>
 <html lang="en">
@@ -29,11 +33,17 @@ HEAD = """\
   p { overflow-x: auto; }
   img { width: 100%; min-width: 700px; background: white; }
   pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-  td { padding: 0.2em 1.5em 0.2em 0; vertical-align: top; white-space: nowrap; }
+  th, td { padding: 0.2em 1.5em 0.2em 0; text-align: left; vertical-align: top; }
+  td { white-space: nowrap; }
   td:last-child { white-space: normal; overflow-wrap: anywhere; }
+  .columns { display: block; overflow-x: auto; }
+  .columns th { vertical-align: bottom; }
+  .columns :is(th, td):not(:first-child) { text-align: right; }
   @media (max-width: 600px) {
-    td { display: block; padding: 0; }
-    td:first-child { font-weight: 600; margin-top: 1em; }
+    .facts td { display: block; padding: 0; }
+    .facts td:first-child { font-weight: 600; margin-top: 1em; }
+    .columns { font-size: 13px; }
+    .columns :is(th, td) { padding-right: 0.6em; }
   }
 </style>"""
 
@@ -118,7 +128,7 @@ def write(out: Path, config: Config, sample: str = "") -> None:
         f"{kinds:,} characters has a loss of {math.log(kinds):.3f}.</p>",
         table([*facts(out, config), data]),
     ]
-    page += [picture(out / name) for name in PICTURES]
+    page += [picture(out / name, shows) for name, shows in PICTURES.items()]
     if sample:
         page += ["<h2>What it writes</h2>", _sample(config.prompt, sample)]
     samples = metrics.read_samples(out)
@@ -136,10 +146,10 @@ def write(out: Path, config: Config, sample: str = "") -> None:
     write_atomically(out / FILE, "\n".join(page).encode())
 
 
-def picture(path: Path) -> str:
-    """Returns an element that holds a PNG file."""
+def picture(path: Path, shows: str) -> str:
+    """Returns an element that holds a PNG file, and says what it shows."""
     content = base64.b64encode(path.read_bytes()).decode()
-    return f'<p><img alt="{path.name}" src="data:image/png;base64,{content}">'
+    return f'<p><img alt="{_text(shows)}" src="data:image/png;base64,{content}">'
 
 
 def _sample(prompt: str, text: str) -> str:
@@ -152,9 +162,20 @@ def _text(text: object) -> str:
 
 
 def table(rows: Iterable[tuple[object, ...]]) -> str:
-    """Returns an element that holds a table of escaped cells."""
-    lines = []
+    """Returns an element that holds a table of escaped cells.
+
+    Each row begins with its name. On a phone, the rest of the row stands below it.
+    """
+    return "\n".join(['<table class="facts">', *_rows("td", rows), "</table>"])
+
+
+def columns(headings: Sequence[str], rows: Iterable[tuple[object, ...]]) -> str:
+    """Returns an element that holds a table of numbers below headings."""
+    head = _rows("th", [headings])
+    return "\n".join(['<table class="columns">', *head, *_rows("td", rows), "</table>"])
+
+
+def _rows(tag: str, rows: Iterable[Sequence[object]]) -> Iterator[str]:
     for row in rows:
-        cells = "".join(f"<td>{_text(cell)}</td>" for cell in row)
-        lines.append(f"<tr>{cells}</tr>")
-    return "\n".join(["<table>", *lines, "</table>"])
+        cells = "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in row)
+        yield f"<tr>{cells}</tr>"
