@@ -3,6 +3,7 @@ in modules that are not.
 """
 
 import gc
+import itertools
 
 import flax.linen as nn
 import jax
@@ -12,7 +13,7 @@ import pytest
 from cases import in_parts, linen_step
 from flax import nnx
 from jax import lax
-from marks import with_core
+from marks import with_core, with_core_tuples
 
 import flax_mha
 from flax_mha import linen
@@ -108,8 +109,12 @@ def decoded(module, x, pieces=(20, 1, 1, 2)):
     return jnp.concatenate(outputs, axis=1)
 
 
-@pytest.mark.parametrize("implementation", [None, "blockwise"])
-@pytest.mark.parametrize("name", with_core(QUANTIZED, "PTQ of activations"))
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    with_core_tuples(
+        itertools.product(QUANTIZED, [None, "blockwise"]), ("PTQ of activations", None)
+    ),
+)
 def test_quantized_nnx_is_as_accurate_as_flax(name, implementation):
     x = inputs()
     ours = multi_head(flax_mha.MultiHeadAttention, implementation=implementation)
@@ -190,11 +195,15 @@ def test_lora_in_linen_adds_the_same_as_in_flax():
     assert relative_error(*outputs) < 1e-5
 
 
-@pytest.mark.parametrize("options", [{}, {"gate": True}], ids=["plain", "gate"])
-@pytest.mark.parametrize("name", with_core(PROVIDERS, "PTQ", "LoRA"))
-def test_latent_attention_is_about_as_accurate_and_decodes_the_same(name, options):
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    with_core_tuples(
+        itertools.product(PROVIDERS, [False, True]), ("PTQ", False), ("LoRA", True)
+    ),
+)
+def test_latent_attention_is_about_as_accurate_and_decodes_the_same(name, gate):
     x = inputs()
-    module = latent(**options)
+    module = latent(gate=gate)
     expected = module(x, is_causal=True)
 
     other = changed(module, name, x)
@@ -231,8 +240,14 @@ def changed_linen(module, name):
     return qwix.quantize_model(module, PROVIDERS[name]())
 
 
-@pytest.mark.parametrize("cls", with_core(LINEN, "MultiHeadAttention"))
-@pytest.mark.parametrize("name", with_core(PROVIDERS, "PTQ", "LoRA"))
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    with_core_tuples(
+        itertools.product(PROVIDERS, LINEN),
+        ("PTQ", "MultiHeadAttention"),
+        ("LoRA", "SelfAttention"),
+    ),
+)
 def test_linen_modules_decode_the_same(name, cls):
     x = inputs()
     module = getattr(linen, cls)(HEADS, num_kv_heads=2)

@@ -3,12 +3,14 @@ batches are given as offsets.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from marks import with_core_tuples
 
 import flax_mha
 from flax_mha.cache import KVCache, cached_attention
@@ -41,15 +43,16 @@ def alone(prompt, steps, **options):
     return jnp.concatenate(outputs, axis=1)[0]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
-    "options", [{}, {"local_window_size": (5, 0)}], ids=["plain", "window"]
+    ("window", "jitted"),
+    with_core_tuples(
+        itertools.product([None, (5, 0)], [False, True]), (None, True), ((5, 0), True)
+    ),
 )
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-def test_a_refilled_place_equals_a_batch_of_its_own(options, jitted):
+def test_a_refilled_place_equals_a_batch_of_its_own(window, jitted):
     first, second, third = tokens(1, 9), tokens(2, 6), tokens(3, 7)
     steps = [tokens(4, 6), tokens(5, 3), tokens(6, 3)]
-    layer = make_layer(2, **options)
+    layer = make_layer(2, local_window_size=window)
     call = nnx.jit(lambda layer, x, **more: layer(x, **more)) if jitted else None
     run = functools.partial(call, layer) if jitted else layer
     reset = nnx.jit(lambda layer, rows: layer.reset_cache(rows))
@@ -78,7 +81,7 @@ def test_a_refilled_place_equals_a_batch_of_its_own(options, jitted):
         got[3].append(both[1])
 
     for number, prompt in ((1, first), (2, second), (3, third)):
-        expected = alone(prompt, steps[number - 1], **options)
+        expected = alone(prompt, steps[number - 1], local_window_size=window)
         np.testing.assert_allclose(jnp.concatenate(got[number]), expected, atol=1e-5)
 
 
