@@ -457,7 +457,7 @@ def test_stored_keys_give_the_outputs_of_keys_that_are_passed(make, lengths):
     want = module(TARGET, ENCODED, decode=False, **given)
     for _ in range(2):  # stored keys can be stored again
         assert_close(decode_cross(module, given), want, atol=1e-6)
-    assert_close(module(TARGET, is_causal=True), want, atol=1e-6)  # no call added any
+    assert_close(module(TARGET), want, atol=1e-6)  # no call added any
 
 
 @CROSS
@@ -553,7 +553,7 @@ def unchanged(score, b, h, q_idx, kv_idx):
 @pytest.mark.parametrize(
     ("name", "options", "arguments"),
     [
-        ("mask", {}, {"mask": CausalMask()}),
+        ("a mask object", {}, {"mask": CausalMask()}),
         ("score_mod", {}, {"score_mod": unchanged}),
         ("local_window_size", {"local_window_size": 2}, {}),
     ],
@@ -562,8 +562,20 @@ def test_arguments_that_depend_on_positions_are_refused(make, name, options, arg
     module = make(**options)
     module(TARGET[:, :1], ENCODED, store_keys=True, **arguments)
     # This call begins at an unknown position; counted from 0, it would be wrong.
-    message = f"{name} must not depend on positions if keys are stored"
+    message = f"calls with stored keys do not track positions, so {name} cannot be used"
     refused(message, module, TARGET[:, 1:2], **arguments)
+
+
+@CROSS
+def test_is_causal_is_refused_with_stored_keys(make):
+    module = make()
+    message = (
+        "calls with stored keys do not track positions, so is_causal cannot be used"
+    )
+    arguments = {"store_keys": True, "is_causal": True}
+    refused(message, module, TARGET[:, :1], ENCODED, **arguments)
+    module(TARGET[:, :1], ENCODED, store_keys=True, is_causal=False)
+    refused(message, module, TARGET[:, 1:2], is_causal=True)
 
 
 def test_making_a_cache_forgets_the_stored_keys():

@@ -90,7 +90,7 @@ refuses(
 
 # Shapes and dtypes of the inputs.
 refuses(
-    r"query, key, value must have same rank, .*\(7, 3, 4\)",
+    r"query, key and value must have the same rank, .*\(7, 3, 4\)",
     key=(S, K, H),
     value=(S, K, H),
 )

@@ -44,7 +44,7 @@ def save(checkpoints: ocp.CheckpointManager, step: int, state: State) -> None:
     except Exception as error:  # Orbax raises many kinds
         raise UserError(
             f"cannot save checkpoint {step} in {checkpoints.directory} "
-            f"({reason(error)}): free some space, or fix the disk, then continue with "
+            f"({reason(error)}): free some space or fix the disk, then continue with "
             "--resume"
         ) from error
 

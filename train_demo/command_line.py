@@ -18,9 +18,11 @@ from train_demo.settings import (
     SIZES,
     Layout,
     Settings,
+    count,
     default_of,
     one_of,
     option_of,
+    seed,
 )
 
 # JAX and Matplotlib are imported where they are used, so that help and errors in
@@ -284,10 +286,17 @@ def make_parser() -> Parser:
         help="text to continue; repeat this option to continue several texts",
     )
     for name, (parse, default, explanation) in SAMPLING.items():
+        metavar = "X"
+        if parse in (count, seed):
+            metavar = "N"
         if default is not None:
             explanation += f" (default: {default})"
         sample.add_argument(
-            option_of(name), type=parse, default=default, metavar="N", help=explanation
+            option_of(name),
+            type=parse,
+            default=default,
+            metavar=metavar,
+            help=explanation,
         )
 
     command(

@@ -36,8 +36,8 @@ class Sampling(NamedTuple):
     Numbers may be traced, so that changing them does not compile again.
 
     Attributes:
-      temperature: Divides the logits; 0 takes the likeliest character, the first of
-        several.
+      temperature: Divides the logits; 0 takes the likeliest character (the first,
+        if several tie).
       top_k: Keeps the k likeliest characters, and all that are as likely as the k-th.
       top_p: Keeps the likeliest characters whose probabilities add up to p, above 0 and
         at most 1.

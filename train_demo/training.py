@@ -243,7 +243,8 @@ class Stop:
     def requested_at(self, step: int) -> int | None:
         """Returns the signal that asked to stop; None if none did.
 
-        After SIGTERM in any of several processes, JAX makes all stop at the same step.
+        If any of several processes gets SIGTERM, JAX stops all of them at the same
+        step.
         """
         if multihost_utils.reached_preemption_sync_point(step):
             self._number = signal.SIGTERM

@@ -143,7 +143,9 @@ def check_inputs(
     # Shapes.
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not query.ndim == key.ndim == value.ndim:
-        raise ValueError(f"query, key, value must have same rank, but got {shapes}.")
+        raise ValueError(
+            f"query, key and value must have the same rank, but got {shapes}."
+        )
     if query.ndim < 3:
         raise ValueError(
             f"query must have rank 3 or more ({meaning}), but got {shapes}."

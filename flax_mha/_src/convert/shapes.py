@@ -74,7 +74,7 @@ def torch_axes(has_head_gate: bool) -> dict[str, str]:
 def flax_axes(
     has_head_gate: bool, norms_of_all_heads: Collection[str]
 ) -> dict[str, str]:
-    """Returns the axes of each parameter in Flax."""
+    """Returns the letters of each parameter's axes in Flax, by the parameter's path."""
     axes = layouts.FLAX_AXES | layouts.OTHER_AXES
     for path, letters in layouts.NORMS_OF_ALL_HEADS.items():
         if path in norms_of_all_heads:

@@ -265,7 +265,8 @@ def flag(name: str, value: bool) -> bool:
             fix = "; pass mask=flax_mha.CausalMask() instead"
         raise ValueError(
             f"{name} must be a concrete True or False, but got a traced value{fix}. "
-            "flax.linen's nn.remat traces keyword arguments."
+            "flax.linen's nn.remat and flax.nnx.remat trace the arguments of what they "
+            "wrap."
         )
     raise ValueError(f"{name} must be True or False, but got {value!r}.")
 

@@ -47,8 +47,8 @@ class Listed(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The arrays and the score rule of one head or, with leading axes [B..., K, G], of
-    all heads.
+    """One head's arrays and score rule or, with leading axes [B..., K, G], those of all
+    heads.
     """
 
     query: Float[Array, "... T H"]  # scaled, or to be scaled by `rule.scale`
@@ -411,11 +411,11 @@ def _loop(
 def by_blocks(
     block: Callable[[Int[Array, ""]], T], queries: int, height: int, axis: int
 ) -> T:
-    """Calls `block` for one block of queries at a time, to save memory; joins results
-    along their query axis, `axis`.
+    """Calls `block` on one block of queries at a time, to save memory, and joins the
+    results along `axis`, their query axis.
 
-    `block(first)` returns results of `height` queries from number `first` on, or of all
-    `queries` if these are fewer.
+    `block(first)` returns the results of `height` queries (or of all `queries`, if
+    there are fewer), starting with query `first`.
     """
     if queries <= height:
         return block(jnp.int32(0))

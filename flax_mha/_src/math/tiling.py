@@ -505,8 +505,8 @@ class TileVisit(NamedTuple):
         return x
 
     def add(self, kind: Kind, x: Array, part: Array) -> Array:
-        """Adds the tile's `part` to the sum `x` from `Argument.start`; for "queries",
-        `x` holds one row of tiles.
+        """Adds a tile's `part` to `x`, the running sum that `Argument.start` created;
+        for "queries", `x` covers one row of tiles.
         """
         part = part.astype(x.dtype)
         axis = int(kind.endswith("transposed"))

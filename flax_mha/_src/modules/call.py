@@ -188,9 +188,13 @@ def check(layer: FlaxModule, given: Given) -> Checked:
     if layer.latent is None:
         _check_sharing(layer, given)
     source = _source_of_keys(layer, given)
+    preset = {} if core is None else core.preset
     if source == "stored":
-        preset = {} if core is None else core.preset
         sequences.check_stored(layer.module, preset, given.mask, given.score_mod)
+    if source in ("stored", "to store") and (
+        given.is_causal or preset.get("is_causal")
+    ):
+        raise ValueError(sequences.NO_POSITIONS.format("is_causal"))
     _check_process_heads(layer, given, source)
 
     # Inputs, and the arguments that say which of their tokens belong together.

@@ -239,6 +239,12 @@ def key_lengths(lengths: Array | None, key: Float[Array, "*B S K H"]) -> PerSequ
     return jnp.broadcast_to(lengths, key.shape[:-3])
 
 
+NO_POSITIONS = (
+    "calls with stored keys do not track positions, so {} cannot be used; use a mask "
+    "or bias array [..., queries, keys]."
+)
+
+
 def check_stored(
     module: Any, preset: Mapping[str, Any], mask: Array | Mask | None, score_mod: Any
 ) -> None:
@@ -252,18 +258,13 @@ def check_stored(
     has_objects = isinstance(mask, Mask) or isinstance(preset.get("mask"), Mask)
     has_score_mod = score_mod is not None or preset.get("score_mod") is not None
     given = {
-        "mask": has_objects,
+        "a mask object": has_objects,
         "score_mod": has_score_mod,
         "local_window_size": window is not None or preset_window is not None,
     }
     for name, is_given in given.items():
         if is_given:
-            got = "a mask object" if name == "mask" else "one"
-            raise ValueError(
-                f"{name} must not depend on positions if keys are stored, because "
-                f"calls with stored keys do not track positions, but got {got}; use a "
-                "mask or bias array [..., queries, keys]."
-            )
+            raise ValueError(NO_POSITIONS.format(name))
 
 
 def mask_padding(

@@ -243,8 +243,10 @@ def visible_range(
 
 
 def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
-    """Returns whether every query has a visible key, or False if `mask` has lengths or
-    segments; `lengths`: T, S.
+    """Returns whether every query surely has a visible key; False if `mask` has lengths
+    or segments.
+
+    `lengths` is (T, S).
     """
     queries, keys = lengths
     has_lengths = mask.query_lengths is not None or mask.key_lengths is not None
