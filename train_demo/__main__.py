@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-PROGRAM = "python -m train_demo"
-FIX = "run pip install -e '.[demo]' in the repository"
 SHOW_CURSOR = b"\x1b[?25h"  # the progress bar hides it
 WORDS = b"Interrupted. To continue a training run: python -m train_demo --resume\n"
 # New objects between two garbage collections: imports and traces make millions of
@@ -32,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(sys.argv[1:] if arguments is None else arguments)
     except ModuleNotFoundError as error:
         print(
-            f"{PROGRAM}: error: {error.name} is not installed: {FIX}", file=sys.stderr
+            f"python -m train_demo: error: {error.name} is not installed: run pip "
+            "install -e '.[demo]' in the repository",
+            file=sys.stderr,
         )
         raise SystemExit(2) from None
 
