@@ -45,7 +45,7 @@ def test_a_comparison_prints_a_table_and_writes_a_report(text, tmp_path, capfd):
     assert all(ATTENTIONS[kind] in page for kind in kinds)
     assert "<tr><th>attention</th><th>parameters</th><th>loss</th>" in page
     assert f"<tr><td>full</td><td>{rows['full'][0]}</td>" in page
-    picture = 'alt="Validation loss over steps, for each kind of attention"'
+    picture = 'alt="Validation loss of each kind over steps"'
     assert f'<img {picture} src="data:image/png;base64,iVBOR' in page
 
 

@@ -3,7 +3,7 @@
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +97,10 @@ def compare(
     return 0
 
 
-def _kinds(out: Path, kinds: Sequence[str] | None, resume: bool) -> Sequence[str]:
+def _kinds(out: Path, kinds: Sequence[str] | None, resume: bool) -> Iterable[str]:
     """Returns the kinds of a new comparison, or those of the one in the folder."""
     if not resume:
-        return kinds or list(ATTENTIONS)
+        return kinds or ATTENTIONS
     saved = [kind for kind in ATTENTIONS if (out / kind / CONFIG).exists()]
     if not saved:
         raise UserError(f"{out} contains no comparison: start it without --resume")
@@ -126,7 +126,6 @@ def _report(out: Path, kinds: Sequence[str], console: Console) -> None:
     plots.save(plots.comparison_figure(measured), out / PICTURE, dpi=190)
     title = "Kinds of attention"
     legend = LEGEND.replace("\n", "<br>")
-    shows = "Validation loss over steps, for each kind of attention"
     page = [
         report.HEAD,
         f"<title>{title}</title>\n<h1>{title}</h1>",
@@ -134,7 +133,7 @@ def _report(out: Path, kinds: Sequence[str], console: Console) -> None:
         "folder has the report of its own run.</p>",
         report.columns(HEADINGS, rows),
         f"<p>{legend}</p>",
-        report.picture(out / PICTURE, shows),
+        report.picture(out / PICTURE, "Validation loss of each kind over steps"),
         report.table((kind, ATTENTIONS[kind]) for kind in kinds),
         "</html>\n",
     ]
