@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cases import close, in_parts, linen_step
 from flax import nnx
-from marks import core
+from marks import core, with_core
 
 import flax_mha
 from flax_mha import linen
@@ -107,8 +107,7 @@ def causal(module, x):
     return module(x, is_causal=True)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", with_core(MODULES, "multi-head"))
 def test_lora_on_all_projections_equals_merged_kernels(name):
     module, merged = with_lora(name)
     x = random(0, (BATCH, LENGTH, FEATURES))
@@ -120,8 +119,7 @@ def test_lora_on_all_projections_equals_merged_kernels(name):
     assert np.abs(output - plain).max() > 0.1
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", with_core(MODULES, "latent"))
 def test_decoding_with_lora_on_all_projections_equals_one_call(name):
     module, merged = with_lora(name)
     x = random(0, (BATCH, LENGTH, FEATURES))
@@ -133,8 +131,7 @@ def test_decoding_with_lora_on_all_projections_equals_one_call(name):
     close(output, causal(merged, x))
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", with_core(MODULES, "multi-head"))
 def test_training_changes_every_lora_and_nothing_else(name):
     """The gradient of W + A B is G; so that of A is G B^T, and that of B is A^T G."""
     module, merged = with_lora(name)
@@ -202,7 +199,7 @@ def merge(params):
     return merged
 
 
-@pytest.mark.parametrize("decode", [core(False), core(True)], ids=["whole", "decode"])
+@pytest.mark.parametrize("decode", [False, core(True)], ids=["whole", "decode"])
 def test_lora_by_interception_in_linen_equals_merged_kernels(decode):
     attention = linen.MultiHeadDotProductAttention(HEADS, rope=RoPE())
     x = random(0, (BATCH, LENGTH, FEATURES))
