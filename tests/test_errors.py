@@ -295,7 +295,7 @@ refuses(
     score_mod=lambda score, b, h, q, k: score[None],
 )
 refuses(
-    r"score_mod\(.*returned int32\[\]; use .astype",
+    r"score_mod\(.*returned int32\[\]; convert the result with .astype",
     score_mod=lambda score, b, h, q, k: q,
 )
 refuses(

@@ -225,10 +225,17 @@ def test_truncate_marks_sequences_that_it_cannot_restore():
     has_room = jax.jit(lambda cache: cache.has_room(1))(marked)
     np.testing.assert_array_equal(has_room, [True, False, False])
     same_bits(updated(marked, *tokens(0, 1)).key[1:], marked.key[1:])
-    lost = "the ring cache no longer contains"
-    every = f"{lost} every token that a query attends to"
-    refused(every, marked.update, *tokens(0, 1))
-    refused(lost, marked.truncate, 0)
+    invalid = "the cache is invalid .* under jit got an index or slot outside the cache"
+    refused(invalid, marked.update, *tokens(0, 1))
+    refused(invalid, marked.truncate, 0)
+
+
+def test_a_ring_that_was_truncated_too_far_says_so():
+    cache = filled(9 * RING, max_length=9 * RING, window=WINDOW)
+    marked = truncated(cache, jnp.int32(RING))
+    assert int(marked.index) == -1
+    lost = "the ring cache no longer contains every token that a query attends to"
+    refused(lost, marked.update, *tokens(0, 1))
 
 
 @pytest.mark.core

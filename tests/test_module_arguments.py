@@ -548,6 +548,9 @@ refuses(
     "mask must be bool, or contain only 0 and 1.*-1000000000.0; pass it as bias=",
     mask=NUMBERS,
 )
+# No bias: integers, and NaN, would not mask either.
+refuses(r"but got int32 containing 2\.", mask=jnp.full((1, 1, T, T), 2))
+refuses(r"but got float32 containing nan\.", mask=jnp.full((1, 1, T, T), jnp.nan))
 refuses(
     r"mask must be a boolean array or a mask object .*call it: CausalMask\(\)",
     mask=CausalMask,

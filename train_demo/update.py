@@ -55,8 +55,8 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
     """Makes the optimizer; its learning rate warms up, then falls linearly to 0.
 
     Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon) makes the momentum of
-    each matrix orthogonal, so that all directions learn at one speed; AdamW updates the
-    other parameters: embedding, head and scales.
+    each matrix orthogonal, so that all directions learn at the same speed; AdamW
+    updates the other parameters: embedding, head and scales.
     """
     peak = settings.learning_rate
     warm_up = min(WARM_UP, settings.steps // 10)

@@ -580,12 +580,18 @@ class KVCache:
         return jnp.broadcast_to(numbers, self.index.shape)
 
     def _check_complete(self) -> None:
-        if np.any(np.asarray(self.index) < 0):
+        if not np.any(np.asarray(self.index) < 0):
+            return
+        if self.window is None:
             raise ValueError(
-                "the ring cache no longer contains every token that a query attends to "
-                "(a sequence's index is negative): truncate removed more tokens than "
-                "the ring has spare slots."
+                "the cache is invalid (a sequence's index is negative): an earlier "
+                "truncate or keep under jit got an index or slot outside the cache."
             )
+        raise ValueError(
+            "the ring cache no longer contains every token that a query attends to (a "
+            "sequence's index is negative): truncate removed more tokens than the ring "
+            "has spare slots."
+        )
 
     def positions(self) -> Int[Array, "*B S"]:
         """Returns the position of the token in each slot; -1 for an empty slot."""

@@ -28,8 +28,8 @@ class SharedKV:
     3n, Gemma 4).
 
     A module's call with `return_kv=True` returns it, and a module with `reuse_kv=True`
-    takes it for the same tokens. It is a pytree, so it may pass through `jit`, `remat`
-    and `scan`, and gradients flow through it.
+    accepts it in a call with the same tokens. It is a pytree, so it may pass through
+    `jit`, `remat` and `scan`, and gradients flow through it.
 
     Attributes:
       key: Keys of the call's tokens after norm and rotation, [B..., T, K, H].

@@ -42,7 +42,7 @@ CONDITIONS = ("eq", "ne", "lt", "le", "gt", "ge", "max", "min", "clamp")
 
 class TracedFunction:
     """The jaxpr of a user's function of ([score,] b, h, q_idx, kv_idx). Equal instances
-    compute the same.
+    compute the same function.
 
     Attributes:
       name: Name of the function in errors; not compared.
@@ -275,8 +275,8 @@ def _checked_program(name: str, function: Any, score: jnp.dtype | None) -> Progr
     if [(x.shape, x.dtype) for x in program.out_avals] != [((), result)]:
         got = ", ".join(aval.str_short() for aval in program.out_avals) or "nothing"
         raise ValueError(
-            f"{wanted}, but {_name_of(function)} returned {got}; use .astype or "
-            "jnp.where on scalars."
+            f"{wanted}, but {_name_of(function)} returned {got}; convert the "
+            "result with .astype, or select one scalar with jnp.where."
         )
     return program
 

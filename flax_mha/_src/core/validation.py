@@ -99,10 +99,12 @@ def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
         return converted, is_other.any()
     others = np.setdiff1d(array, (0, 1))
     if len(others):
+        fix = "."
+        if jnp.issubdtype(array.dtype, jnp.floating) and not np.isnan(others).any():
+            fix = "; pass it as bias= to add it to the scores."
         raise ValueError(
             "mask must be bool, or contain only 0 and 1 (1 means attend), but got "
-            f"{array.dtype} containing {others[0]}; pass it as bias= to add it to the "
-            "scores."
+            f"{array.dtype} containing {others[0]}{fix}"
         )
     return array.astype(bool), None
 

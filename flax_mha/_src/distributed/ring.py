@@ -204,8 +204,8 @@ class Ring(NamedTuple):
         return Call(pair, self.options)
 
     def hop(self, call: Call, known: Result | None = None) -> Result:
-        """Computes a pair's call in float32 at least, by `Engine.forward` or, given
-        `known`, by `Engine.share`.
+        """Computes the attention of one device's queries to another's keys, in at least
+        float32: by `Engine.forward` or, given `known`, by `Engine.share`.
         """
         engine: Engine = self.engine
         plan: Plan = self.plan

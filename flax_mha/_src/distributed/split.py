@@ -341,8 +341,8 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
     is_even = split.key_heads == split.heads and num_kv_heads % devices == 0
     if context.strategy == "ulysses" and not is_even:
         raise ValueError(
-            f"the number of key heads per device must be a multiple of {devices}, the "
-            f'number of devices on mesh axis {axis!r}, with strategy="ulysses", but '
+            'with strategy="ulysses", the number of key heads per device must be a '
+            f"multiple of {devices} (the number of devices on mesh axis {axis!r}), but "
             f'got {num_kv_heads}; use "ring" or "allgather".'
         )
 
@@ -459,7 +459,7 @@ def run_on_mesh(
 
 
 def unsplit(call: Call) -> Call:
-    """Returns the call with options for arrays that are all on one device."""
+    """Returns the call with its options changed so that no array counts as split."""
     target = call.options.target._replace(may_be_split=False)
     options = call.options._replace(sharding=None, target=target)
     return call._replace(options=options)
@@ -493,8 +493,8 @@ def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
 
 
 def empty_result(call: Call, parts: Split) -> Result:
-    """Returns the empty result of a call, not by `shard_map`: XLA may fail to compile
-    gradients of empty parts.
+    """Returns the empty result of a call without using `shard_map`, because XLA may
+    fail to compile gradients of empty parts.
     """
     query = call.operands.query
     value = call.operands.value

@@ -482,7 +482,7 @@ def cache_of(
         raise ValueError(
             "Autoregressive cache shape error: while decoding, inputs_k must be "
             "inputs_q or contain one token, because its tokens are added to the cache, "
-            f"but got a separate array of {keys} tokens for {queries} queries; for "
+            f"but got {queries=} and a separate array with {keys=}; for "
             "cross-attention, pass store_keys=True in the first call, or decode=False "
             "in every call."
         )

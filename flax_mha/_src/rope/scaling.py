@@ -32,7 +32,7 @@ def check_number(
 @dataclasses.dataclass(frozen=True)
 class Scaling:
     """The base class of all scalings, which change the frequencies of `RoPE`; the base
-    class itself keeps them.
+    class itself leaves them unchanged.
     """
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
