@@ -555,6 +555,7 @@ refuses(
     r"mask must be a boolean array or a mask object .*call it: CausalMask\(\)",
     mask=CausalMask,
 )
+refuses(r"got shape \(2, 9\); use bias\[:, None, None, :\]", bias=jnp.ones((B, T)))
 refuses(
     r"got shape \(2, 9\); use mask\[:, None, None, :\]", mask=jnp.ones((B, T), bool)
 )

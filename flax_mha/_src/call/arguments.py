@@ -33,6 +33,7 @@ from flax_mha._src.core.validation import (
     DTYPES,
     Shape,
     as_array,
+    axes_fix,
     broadcastable,
     is_finite,
     is_int,
@@ -195,12 +196,8 @@ def check_inputs(
     return query, key, value, shape
 
 
-def check_floats(
-    name: str, value: ArrayLike | None, shape: tuple[int, ...], meaning: str
-) -> Array | None:
-    """Checks that bias or sinks are floats that broadcast to `shape`, whose axes
-    `meaning` names in errors.
-    """
+def check_floats(name: str, value: ArrayLike | None) -> Array | None:
+    """Checks that bias or sinks are an array of floats."""
     if value is None:
         return None
     array = as_array(name, value, "an array of floats")
@@ -212,7 +209,7 @@ def check_floats(
             f"{name} must have one of the dtypes {', '.join(DTYPES)}, but got "
             f"{array.dtype}{fix}."
         )
-    return broadcastable(name, array, shape, meaning)
+    return array
 
 
 class _Positions(NamedTuple):
@@ -534,12 +531,10 @@ def check_scoring(
     sharding = check_sharding(arguments.get("qkv_sharding"), query.ndim)
     return_max_score = arguments.get("return_max_score", False)
     return_max_score = _flag("return_max_score", return_max_score)
-    sinks = check_floats(
-        "sinks",
-        arguments.get("sinks"),
-        shape=(*shape.batch, shape.num_heads),
-        meaning="[batch..., heads]",
-    )
+    sinks = check_floats("sinks", arguments.get("sinks"))
+    if sinks is not None:
+        of_heads = (*shape.batch, shape.num_heads)
+        sinks = broadcastable("sinks", sinks, of_heads, "[batch..., heads]")
 
     options = Options(
         scale=number,
@@ -587,9 +582,15 @@ def with_keys(
     checks bias and functions.
     """
     present = [mask for mask in masks if mask is not None]
-    checked_bias = check_floats(
-        "bias", bias, shape=shape.scores, meaning="[batch..., heads, queries, keys]"
-    )
+    checked_bias = check_floats("bias", bias)
+    if checked_bias is not None:
+        checked_bias = broadcastable(
+            "bias",
+            checked_bias,
+            shape.scores,
+            meaning="[batch..., heads, queries, keys]",
+            fix=axes_fix("bias", checked_bias, shape),
+        )
     operands = scoring.operands._replace(
         key=key,
         value=value,

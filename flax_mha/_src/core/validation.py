@@ -77,7 +77,7 @@ def mask(value: ArrayLike | None, shape: Shape) -> Array:
         array,
         shape.scores,
         meaning="[batch..., heads, queries, keys]",
-        fix=_mask_fix(array, shape),
+        fix=axes_fix("mask", array, shape),
     )
 
 
@@ -118,9 +118,9 @@ def nan_if(flag: Bool[Array, ""] | None, x: Array) -> Array:
     return jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
 
 
-def _mask_fix(array: Array, shape: Shape) -> str:
-    """Returns advice to add axes if the mask has shape [B..., S] or [B..., T | 1, S |
-    1], else "".
+def axes_fix(name: str, array: Array, shape: Shape) -> str:
+    """Returns advice to add axes if a mask or bias, the argument `name`, has shape
+    [B..., S] or [B..., T | 1, S | 1], else "".
     """
     rank = len(shape.batch)
     keys = shape.key_length
@@ -129,11 +129,11 @@ def _mask_fix(array: Array, shape: Shape) -> str:
     first = "..." if rank > 1 else ":"
     sizes = array.shape[rank:]
     if sizes == (keys,):
-        return f"; use mask[{first}, None, None, :]"
+        return f"; use {name}[{first}, None, None, :]"
     if len(sizes) != 2:
         return ""
     if sizes[0] in (1, shape.query_length) and sizes[1] in (1, keys):
-        return f"; use mask[{first}, None, :, :]"
+        return f"; use {name}[{first}, None, :, :]"
     return ""
 
 
