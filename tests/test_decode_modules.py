@@ -414,11 +414,11 @@ class LinenCross:
     def __init__(self, **options):
         given = {"num_heads": 2, "num_kv_heads": 1, "decode": True}
         self.module = linen.MultiHeadDotProductAttention(**given | options)
-        positions = {}
+        stored = {"store_keys": True, "is_causal": False}
         if "rope" in options:
-            positions = {"positions": (jnp.arange(1), jnp.arange(11))}
+            stored["positions"] = (jnp.arange(1), jnp.arange(11))
         self.variables = self.module.init(
-            jax.random.key(0), TARGET[:, :1], ENCODED, store_keys=True, **positions
+            jax.random.key(0), TARGET[:, :1], ENCODED, **stored
         )
 
     def __call__(self, *inputs, decode=True, **arguments):
@@ -576,6 +576,14 @@ def test_is_causal_is_refused_with_stored_keys(make):
     refused(message, module, TARGET[:, :1], ENCODED, **arguments)
     module(TARGET[:, :1], ENCODED, store_keys=True, is_causal=False)
     refused(message, module, TARGET[:, 1:2], is_causal=True)
+
+    # The call's own argument counts more than that of a partial.
+    attention_fn = functools.partial(flax_mha.attention_fn, is_causal=True)
+    causal = make(attention_fn=attention_fn)
+    refused(message, causal, TARGET[:, :1], ENCODED, store_keys=True)
+    causal(TARGET[:, :1], ENCODED, store_keys=True, is_causal=False)
+    got = causal(TARGET[:, 1:2], is_causal=False)
+    assert_close(got, module(TARGET[:, 1:2]), atol=1e-6)
 
 
 def test_making_a_cache_forgets_the_stored_keys():

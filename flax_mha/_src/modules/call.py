@@ -188,12 +188,10 @@ def check(layer: FlaxModule, given: Given) -> Checked:
     if layer.latent is None:
         _check_sharing(layer, given)
     source = _source_of_keys(layer, given)
-    preset = {} if core is None else core.preset
     if source == "stored":
+        preset = {} if core is None else core.preset
         sequences.check_stored(layer.module, preset, given.mask, given.score_mod)
-    if source in ("stored", "to store") and (
-        given.is_causal or preset.get("is_causal")
-    ):
+    if source in ("stored", "to store") and _is_causal(given, core):
         raise ValueError(sequences.NO_POSITIONS.format("is_causal"))
     _check_process_heads(layer, given, source)
 
@@ -613,7 +611,7 @@ def attention_arguments(
     module = layer.module
     core = call.core
     given = call.given
-    is_causal = _is_causal(call)
+    is_causal = _is_causal(given, core)
     stored_lengths = _stored_lengths(layer, call)
     takes_lengths = core is not None and core.context is None
 
@@ -664,14 +662,13 @@ def attention_arguments(
     return arguments, mask_is_invalid
 
 
-def _is_causal(call: Checked) -> Any:
+def _is_causal(given: Given, core: CoreAttention | None) -> Any:
     """Returns the `is_causal` of the call or, without one, of a partial around the
     attention function.
     """
-    is_causal = call.given.is_causal
-    if is_causal is None and call.core is not None:
-        return call.core.preset.get("is_causal")
-    return is_causal
+    if given.is_causal is None and core is not None:
+        return core.preset.get("is_causal")
+    return given.is_causal
 
 
 def _stored_lengths(layer: FlaxModule, call: Checked) -> Array | None:
