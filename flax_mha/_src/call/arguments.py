@@ -33,11 +33,11 @@ from flax_mha._src.core.validation import (
     DTYPES,
     Shape,
     as_array,
-    axes_fix,
     broadcastable,
     is_finite,
     is_int,
     number_in,
+    over_scores,
 )
 from flax_mha._src.masks import (
     ArrayMask,
@@ -584,13 +584,7 @@ def with_keys(
     present = [mask for mask in masks if mask is not None]
     checked_bias = check_floats("bias", bias)
     if checked_bias is not None:
-        checked_bias = broadcastable(
-            "bias",
-            checked_bias,
-            shape.scores,
-            meaning="[batch..., heads, queries, keys]",
-            fix=axes_fix("bias", checked_bias, shape),
-        )
+        checked_bias = over_scores("bias", checked_bias, shape)
     operands = scoring.operands._replace(
         key=key,
         value=value,

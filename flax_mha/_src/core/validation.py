@@ -72,12 +72,19 @@ def mask(value: ArrayLike | None, shape: Shape) -> Array:
             "mask.astype(bool) if it contains 0 and 1, or pass it as bias= to add it "
             "to the scores."
         )
+    return over_scores("mask", array, shape)
+
+
+def over_scores(name: str, array: Array, shape: Shape) -> Array:
+    """Checks that a mask or bias, the argument `name`, broadcasts to all scores, and
+    adds missing leading axes.
+    """
     return broadcastable(
-        "mask",
+        name,
         array,
         shape.scores,
         meaning="[batch..., heads, queries, keys]",
-        fix=axes_fix("mask", array, shape),
+        fix=_axes_fix(name, array, shape),
     )
 
 
@@ -118,7 +125,7 @@ def nan_if(flag: Bool[Array, ""] | None, x: Array) -> Array:
     return jnp.where(flag, jnp.asarray(jnp.nan, x.dtype), x)
 
 
-def axes_fix(name: str, array: Array, shape: Shape) -> str:
+def _axes_fix(name: str, array: Array, shape: Shape) -> str:
     """Returns advice to add axes if a mask or bias, the argument `name`, has shape
     [B..., S] or [B..., T | 1, S | 1], else "".
     """
