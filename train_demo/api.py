@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from train_demo import metrics
 from train_demo.data import Text
 from train_demo.errors import UserError
 from train_demo.run_folder import Config, prepare, read_config
@@ -41,7 +42,7 @@ class Run:
     @property
     def val_loss(self) -> float:
         """The last validation loss."""
-        found = [line["val_loss"] for line in self.metrics if "val_loss" in line]
+        found = metrics.values(self.metrics, "val_loss")
         if not found:
             raise UserError(f"{self.out} has no validation loss yet: train for longer")
         return found[-1]
@@ -148,7 +149,6 @@ def load(out: str | Path) -> Run:
     """Loads a run, finished or not, with the model of its newest whole checkpoint."""
     folder = as_path("--out", out)
     config = read_config(folder)
-    from train_demo import metrics
     from train_demo.generate import load_model
 
     model = load_model(folder, config)

@@ -146,7 +146,7 @@ def _row(out: Path) -> Iterator[str]:
     config = read_config(out)
     measured = metrics.read(out)
     structure, params = blueprint(len(config.vocabulary), config.settings)
-    losses = [line["val_loss"] for line in measured if "val_loss" in line]
+    losses = metrics.values(measured, "val_loss")
     seconds = metrics.step_seconds(measured)
     yield config.settings.attention
     yield f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,}"

@@ -35,6 +35,11 @@ def _read(path: Path, *names: str) -> list[dict[str, Any]]:
     return [line for line in read_lines(path) if set(names) <= line.keys()]
 
 
+def values(measured: list[dict[str, Any]], name: str) -> list[float]:
+    """Returns the numbers with this name, such as `loss`, in the order of steps."""
+    return [metric[name] for metric in measured if name in metric]
+
+
 def step_seconds(measured: list[dict[str, Any]]) -> float | None:
     """Returns the seconds of a step; None for fewer than two steps.
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from train_demo import metrics
 from train_demo.errors import printable
@@ -51,7 +50,7 @@ HEAD = """\
 def facts(out: Path, config: Config) -> Iterator[tuple[str, str, str]]:
     """Yields the measurements of a run: name, value and meaning."""
     measured = metrics.read(out)
-    checks = _values(measured, "val_loss")
+    checks = metrics.values(measured, "val_loss")
     if checks:
         bits = checks[-1] / math.log(2)
         meaning = (
@@ -59,7 +58,7 @@ def facts(out: Path, config: Config) -> Iterator[tuple[str, str, str]]:
             f"probability of the true next character: {math.exp(-checks[-1]):.1%}"
         )
         yield "validation loss", f"{checks[-1]:.4f}", meaning
-    losses = _values(measured, "loss")[-100:]
+    losses = metrics.values(measured, "loss")[-100:]
     if losses:
         meaning = (
             f"mean of the last {len(losses)} steps, on the text that they train on"
@@ -76,16 +75,12 @@ def facts(out: Path, config: Config) -> Iterator[tuple[str, str, str]]:
         yield "characters per second", f"{tokens / seconds:,.0f}", meaning
 
 
-def _values(measured: list[dict[str, Any]], name: str) -> list[float]:
-    return [metric[name] for metric in measured if name in metric]
-
-
 def verdict(out: Path, config: Config) -> str:
     """Says in one line how well a run predicts, and whether it overfits.
 
     It overfits if the validation loss has risen by 1 %.
     """
-    checks = _values(metrics.read(out), "val_loss")
+    checks = metrics.values(metrics.read(out), "val_loss")
     if not checks:
         return "No validation loss yet."
     guess = math.log(len(config.vocabulary))
@@ -164,7 +159,7 @@ def _text(text: object) -> str:
 def table(rows: Iterable[tuple[object, ...]]) -> str:
     """Returns an element that holds a table of escaped cells.
 
-    Each row begins with its name. On a phone, the rest of the row stands below it.
+    Each row begins with its name. On a phone, the rest of the row is shown below it.
     """
     return "\n".join(['<table class="facts">', *_rows("td", rows), "</table>"])
 
