@@ -91,8 +91,8 @@ def by_hand(page: str) -> str:
 
 
 def pattern(words: str) -> re.Pattern[str]:
-    """Finds `words`, on one line or on several; `{}` stands for any number, and
-    `{name}` for a name, which may have spaces.
+    """Finds `words`, also across line breaks; `{}` stands for any number, and `{name}`
+    for a name, which may have spaces.
     """
     escaped = re.escape(words).replace(r"\ ", r"\s+")
     escaped = escaped.replace(r"\{\}", r"(\S+)").replace(r"\{name\}", r"(.{,40}?)")
@@ -171,7 +171,7 @@ def curves_ms(length: int) -> tuple[str, str]:
     )
 
 
-def flax_gib(length: int) -> tuple[str, str]:
+def flax_gib(length: int) -> tuple[int, str]:
     """The length in units of 1024, and the GiB that Flax would have needed."""
     drawn = pictures.curves()
     [flax] = [x for x in drawn if x["name"] == "Flax" and x["length"] == length]
@@ -207,14 +207,16 @@ def h200_all_scores() -> tuple[str, ...]:
 
 
 def h200_guarded() -> tuple[str]:
-    """The largest overhead over the kernel alone, of causal calls."""
+    """The longest time of a causal call, as a multiple of the bare kernel's."""
     name = "attention-h200"
     found = ratios(name, "flax_mha automatic", "jax.nn cudnn", mask="causal")
     return (f"{max(found):.1f}",)
 
 
 def h200_step() -> tuple[str, ...]:
-    """A decoding step after and before a change, attention alone, and PyTorch's."""
+    """Milliseconds after and before a change: a whole decoding step, then only its
+    attention; and PyTorch's attention.
+    """
     names = ("decode-h200", "decode-h200-before")
     step = {"what": "step", "position": 256, "implementation": "flax_mha"}
     attention = {**step, "what": "attention"}
