@@ -2,15 +2,15 @@
 
 import errno
 import json
-import operator
 import os
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, SupportsFloat
+
+import numpy as np
 
 from train_demo.errors import UserError, reason
 from train_demo.run_folder import read_lines, write_atomically
@@ -48,7 +48,7 @@ def step_seconds(measured: list[dict[str, Any]]) -> float | None:
     times = [metric["seconds"] for metric in measured if "loss" in metric]
     if len(times) < 2:
         return None
-    return max(statistics.median(map(operator.sub, times[1:], times)), 1e-6)
+    return max(float(np.median(np.diff(times))), 1e-6)
 
 
 class Log:

@@ -128,8 +128,8 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Predicts, at each position, the character that follows.
 
-    Positions are rotary, and texts may be longer than in training: unless the kind of
-    attention has no window, each layer sees the last `context_length` characters.
+    Positions are rotary, and texts may be longer than in training: each layer sees only
+    the last characters, unless its kind of attention has no window.
 
     Args:
       vocabulary_size: V, the distinct characters.
