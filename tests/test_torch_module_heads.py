@@ -494,18 +494,3 @@ def test_fields_of_a_gate_are_checked():
     refused('per must be "feature" or "head", but got \'row\'', Gate, per="row")
     message = 'activation must be "sigmoid" or "softplus", but got \'relu\''
     refused(message, Gate, activation="relu")
-
-
-@pytest.mark.core
-@pytest.mark.parametrize(
-    ("name", "replacement"),
-    [
-        ("qk_norm_epsilon", "Norm"),
-        ("clip_qkv", "ClipHeads"),
-        ("gate_activation", "Gate"),
-        ("value_scale", "ScaleVal"),
-    ],
-)
-def test_errors_name_what_replaces_an_argument(name, replacement):
-    message = f"unexpected keyword argument '{name}'; pass .*{replacement}"
-    refused(message, whole, error=TypeError, **{name: 1})

@@ -1,9 +1,7 @@
 """Checks of constructor arguments that the modules share."""
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from flax_mha._src.call.arguments import (
     check_dropout_rate,
@@ -231,33 +229,3 @@ def check_rngs(rngs: Any, *kinds: type) -> None:
             f"rngs must be {names}, but got {type(rngs).__name__}; pass a key as "
             "nnx.Rngs(key)."
         )
-
-
-# Arguments that constructors no longer have, and what to pass instead.
-REPLACEMENTS = {
-    "qk_norm_epsilon": "pass normalize_qk=Norm(..., epsilon=...)",
-    "normalize_value": 'pass value_norm=Norm("rms", scale=None)',
-    "out_norm_epsilon": "pass out_norm=Norm(..., epsilon=...)",
-    "gate_activation": "pass gate=Gate(activation=...)",
-    "clip_qkv": "pass process_heads=flax_mha.convert.ClipHeads(...)",
-    "value_scale": "pass process_heads=flax_mha.convert.ScaleValues(...)",
-}
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def naming_replacements(constructor: F) -> F:
-    """Wraps a constructor: for an argument that it does not have, the error says what
-    to pass instead.
-    """
-
-    @functools.wraps(constructor)
-    def construct(*arguments: Any, **keywords: Any) -> Any:
-        removed = min(REPLACEMENTS.keys() & keywords.keys(), default=None)
-        if removed is not None:
-            raise TypeError(
-                f"MultiHeadAttention() got an unexpected keyword argument {removed!r}; "
-                f"{REPLACEMENTS[removed]} instead"
-            )
-        return constructor(*arguments, **keywords)
-
-    return cast(F, construct)

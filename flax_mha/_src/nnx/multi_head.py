@@ -27,7 +27,6 @@ from flax_mha._src.modules.options import (
     check_features,
     check_options,
     check_rngs,
-    naming_replacements,
 )
 from flax_mha._src.nnx.module import AttentionModule, CachedHeads, with_sharding
 from flax_mha._src.rope import RoPE
@@ -151,7 +150,6 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       (2, 10, 64)
     """
 
-    @naming_replacements
     def __init__(
         self,
         num_heads: int,
