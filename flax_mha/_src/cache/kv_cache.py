@@ -25,7 +25,8 @@ from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.validation import extremes, int32, int_at_least, is_int
 from flax_mha._src.distributed.split import place, take_entries
 
-# Slots of a ring beyond its window; `truncate` can take back this many tokens.
+# Slots of a ring beyond the window and the query itself. `truncate` can take back one
+# token more than this, because the next query is not in the ring yet.
 SPARE = 64
 
 
