@@ -104,6 +104,14 @@ def test_describe_returns_the_published_sizes_of_kimi_k2():
 
 
 @pytest.mark.core
+def test_a_latent_layer_always_rotates_qk_rope_head_dim_features():
+    ling = CONFIG | {"model_type": "bailing_hybrid", "num_hidden_layers": 6}
+    expected = convert.describe(ling, 5)
+    parameters = {"partial_rotary_factor": 0.5, "rope_theta": 6e6}
+    assert convert.describe(ling | {"rope_parameters": parameters}, 5) == expected
+
+
+@pytest.mark.core
 def test_describe_refuses_layers_of_linear_attention():
     of_layers = {"full_attn_layers": [4, 8]}
     config = CONFIG | {"model_type": "kimi_linear", "linear_attn_config": of_layers}

@@ -861,12 +861,13 @@ reject_config(
     DEEPSEEK | {"kv_lora_rank": 0}, "kv_lora_rank must be an integer >= 1, but got 0"
 )
 reject_config(
-    DEEPSEEK | {"rope_scaling": {"partial_rotary_factor": 0.5}},
-    "partial_rotary_factor .* 64 .* of 192",
-)
-reject_config(
     DEEPSEEK | {"rope_scaling": {"llama_4_scaling_beta": 0.1}},
     "must not set llama_4_scaling_beta=0.1",
+)
+reject_config(
+    like_llama("ministral3", max_position_embeddings=9)
+    | {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+    "rope_parameters must contain original_max_position_embeddings if",
 )
 reject_config(
     like_llama("qwen3_next"), "layer 0 of qwen3_next has type 'linear_attention'"

@@ -240,6 +240,27 @@ def test_the_length_chooses_the_factors_of_longrope():
     assert read(LONG, max_length=4097) == long
 
 
+NO_CHANGE = {"rope_interleaved": False, "rope_traditional": False, "rope_ratio": 1}
+NO_CHANGE |= {"rope_type": "default", "rotary_percent": 1.0, "rope_dim": 16}
+
+
+def test_foreign_keys_may_repeat_what_transformers_computes():
+    llama = model("llama", head_dim=16)
+    assert read(llama | NO_CHANGE) == read(llama)
+    pairs = model("helium", head_dim=16)
+    assert read(pairs | {"rope_interleaved": True}) == read(pairs)
+    latent = model("youtu_llm", qk_rope_head_dim=16, head_dim=32)
+    assert read(latent | {"rope_dim": 16}) == read(model("youtu"))
+    pixtral = model("pixtral", patch_size=16, head_dim=32)
+    assert read(pixtral | {"rope_ratio": 1}) == read(pixtral)
+
+
+def test_laguna_reads_no_base_outside_of_rope_parameters():
+    laguna = model("laguna", rope_theta=7e5)
+    assert read(laguna, **FULL) == RoPE(5e5, 0.5)
+    assert read(laguna, **LOCAL) == RoPE(1e4)
+
+
 # Errors of configs --------------------------------------------------------------------
 
 HALF = {"rope_theta": 1e4, "rotary_pct": 0.5}
@@ -269,12 +290,30 @@ def test_configs_must_be_dicts_of_known_models():
     message = "text_config must be a dict, but got 'x'"
     config_refused(message, {"text_config": "x"})
     config_refused("model_type must be a string", model(["llama"]))
-    message = "known keys, but got rope_ratio"
-    config_refused(message, {"rope_theta": 1e4, "rope_ratio": 500})
+    message = "known keys, but got rope_speed"
+    config_refused(message, {"rope_theta": 1e4, "rope_speed": 500})
     message = "config must contain rope_theta.* has model_type 'bert' and neither key"
     config_refused(message, model("bert"))
     message = "config must contain head_dim"
     config_refused(message, {"rotary_dim": 64, "rope_theta": 1e4})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope_interleaved", True),
+        ("rope_traditional", True),
+        ("rope_ratio", 500),
+        ("rope_type", "linear"),
+        ("rotary_percent", 0.25),
+        ("rope_dim", 8),
+    ],
+)
+def test_foreign_keys_must_not_change_the_rotation(key, value):
+    expected = f"{key} must be {NO_CHANGE[key]!r} or left out"
+    config_refused(expected, model("llama", head_dim=16) | {key: value})
+    scaled_twice = scaled(rope_type="linear", factor=2.0) | {"rope_type": "default"}
+    config_refused("rope_type must be 'linear' or left out", scaled_twice)
 
 
 def test_a_scaling_must_be_a_dict_of_a_known_type():

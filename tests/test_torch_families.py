@@ -505,6 +505,16 @@ FAMILIES["ministral3"] = grouped(
         "rope_theta": 1e6,
     },
 )
+FAMILIES["ministral3 without scaling"] = grouped(
+    "ministral3",
+    port.ministral_3,
+    rope_parameters={
+        "rope_type": "default",
+        "llama_4_scaling_beta": 0.5,
+        "original_max_position_embeddings": 3,
+        "rope_theta": 1e6,
+    },
+)
 # Norms after the rotation, without weights, of each head.
 FAMILIES["hunyuan"] = grouped(
     "hunyuan_v1_dense",

@@ -305,7 +305,7 @@ LAGUNA: Values = HEADS_8 | {
 LAGUNA |= {"partial_rotary_factor": 1.0}
 LAGUNA_ROPE = {
     FULL: {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
-    SLIDING: {"partial_rotary_factor": 1.0},
+    SLIDING: {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
 }
 LAGUNA |= {"rope_parameters": LAGUNA_ROPE}
 LFM_3: Values = (

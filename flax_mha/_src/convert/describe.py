@@ -23,7 +23,7 @@ from flax_mha._src.convert.layer_rules import (
 from flax_mha._src.convert.layouts import MODEL_TYPE
 from flax_mha._src.convert.process_heads import ClipHeads, ScaleValues
 from flax_mha._src.convert.read_config import ALIASES, LAYERS, Config, read_config
-from flax_mha._src.convert.rope import rope_arguments
+from flax_mha._src.convert.rope import ORIGINAL, rope_arguments
 from flax_mha._src.core.validation import is_int
 from flax_mha._src.masks import FunctionMask
 from flax_mha._src.modules.attention_fn import attention_fn
@@ -337,8 +337,7 @@ def _latent_sizes(values: Values) -> dict[str, Any]:
                 f"{name} in config must be a positive integer, but got "
                 f"{values.get(name)!r}."
             )
-    rotary = values["qk_rope_head_dim"]
-    size = values["qk_nope_head_dim"] + rotary
+    size = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     if values.get("num_key_value_heads") not in (None, heads):
         number = values["num_key_value_heads"]
         raise ValueError(
@@ -349,13 +348,6 @@ def _latent_sizes(values: Values) -> dict[str, Any]:
         raise ValueError(
             "qk_head_dim in config must equal qk_nope_head_dim + qk_rope_head_dim = "
             f"{size}, but got {values['qk_head_dim']!r}."
-        )
-    # In some configs, the fraction is of the whole head; in others, of its rotary part.
-    fraction = _rotary_parameters(values).get("partial_rotary_factor") or 1.0
-    if rotary not in (round(fraction * rotary), round(fraction * size)):
-        raise ValueError(
-            f"partial_rotary_factor must match {rotary} rotary features out of {size}, "
-            f"but got {fraction!r}."
         )
     sizes = {name: values[name] for name in (*LATENT_SIZES, "q_lora_rank")}
     return {"num_heads": heads, "in_features": hidden} | sizes
@@ -522,13 +514,14 @@ def _score_mod(
             f"config must not set llama_4_scaling_beta={beta!r}: this model type does "
             "not use it."
         )
-    original = "original_max_position_embeddings"
-    longest = "max_position_embeddings"
-    length = parameters.get(original) or values.get(longest)
+    length = parameters.get(ORIGINAL)
+    if length is None and rope is not None and rope.scaling is not None:
+        # As in Transformers, scaled frequencies complete themselves by it.
+        length = values.get("max_position_embeddings")
     if length is None:
         raise ValueError(
-            f"config must contain {original} or {longest} if it sets "
-            "llama_4_scaling_beta, but has neither."
+            f"rope_parameters must contain {ORIGINAL} if they contain "
+            "llama_4_scaling_beta, but got None."
         )
     return _temperature(float(beta), float(length), 0.0)
 

@@ -1,8 +1,9 @@
 """The table of Hugging Face's model families: for each `model_type`, its attention and
 the defaults of its config.
 
-Model types with the same attention share a `Family`. tests/hf_families.py compares
-every one with the models of Transformers.
+Model types with the same attention share a `Family`. tests/hf_families.py compares the
+decoders with the models of Transformers; tests/test_torch_families.py compares the
+encoders with PyTorch ports.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -24,9 +25,10 @@ class Family(NamedTuple):
     """Describes the attention of a Hugging Face model type: everything that its config
     does not say.
 
-    `keys` maps the keys that its config may have, in addition to `COMMON` in config.py,
-    to their defaults in Transformers. Keys that only other families have are not read.
-    A family rotates queries and keys if its `keys` contain `rope_theta`.
+    `keys` maps the keys that its config may have, in addition to `COMMON` in
+    read_config.py, to their defaults in Transformers. Keys that only other families
+    have are not read. A family rotates queries and keys if its `keys` contain
+    `rope_theta`.
     """
 
     keys: layer_rules.Values
@@ -410,7 +412,7 @@ FAMILIES: dict[str, Family] = {
         "gemma4_assistant gemma4_unified_assistant", GEMMA_4._replace(borrows_kv=True)
     ),
     # Latent attention.
-    **alike("deepseek_v3 kimi_k2 youtu axk1", LATENT),
+    **alike("deepseek_v3 kimi_k2 youtu youtu_llm axk1", LATENT),
     "sarvam_mla": like(LATENT, {"q_lora_rank": None}),
     "deepseek_v2": DEEPSEEK_2,
     "deepseek_v32": like(LATENT, defaults.INDEXER),

@@ -77,6 +77,9 @@ KNOWN = {
     "rope_interleave",
 }
 KNOWN |= {"rotary_dim", "rotary_pct", "rotary_emb_base", "rotary_value"}
+# Keys of other libraries and of models' own code, which Transformers does not read.
+FOREIGN = {"rope_interleaved", "rope_traditional", "rope_ratio", "rope_type"}
+FOREIGN |= {"rope_dim", "rotary_percent"}
 
 
 def rope_arguments(
@@ -91,9 +94,8 @@ def rope_arguments(
             f"{layer_type!r}."
         )
     family, given, values = config
-    unknown = {
-        key for key in given if str(key).startswith(("rope_", "rotary_"))
-    } - KNOWN
+    rotary = {key for key in given if str(key).startswith(("rope_", "rotary_"))}
+    unknown = rotary - KNOWN - FOREIGN
     if unknown:
         raise ValueError(
             "config must contain only known keys, but got "
@@ -106,7 +108,9 @@ def rope_arguments(
             "layers."
         )
     if "patch_size" in values and "rope_theta" not in family.keys:
-        return _vision_arguments(values)
+        arguments = _vision_arguments(values)
+        _check_foreign(given, "default", arguments, values)
+        return arguments
 
     parameters = {key: values[key] for key in MROPE & {*family.keys}} | _parameters(
         values, layer_type
@@ -134,7 +138,33 @@ def rope_arguments(
         arguments["fraction"] = _fraction(parameters, given, family.keys)
     if "mrope_section" in parameters:
         arguments |= _sections(config.model_type, parameters)
+    _check_foreign(given, rope_type, arguments, values)
     return arguments
+
+
+def _check_foreign(
+    given: Values, rope_type: str, arguments: Values, values: Values
+) -> None:
+    """Raises a ValueError if a key in `FOREIGN` describes a rotation other than that
+    of the arguments, which is what Transformers computes.
+    """
+    fraction = arguments.get("fraction", 1.0)
+    expected = {
+        "rope_interleaved": arguments["interleaved"],
+        "rope_traditional": arguments["interleaved"],
+        "rope_ratio": 1,
+        "rope_type": rope_type,
+        "rotary_percent": fraction,
+    }
+    size = values.get("qk_rope_head_dim") or _head_size(values)
+    if size is not None:
+        expected["rope_dim"] = round(fraction * size)
+    for key in sorted(FOREIGN & {*given}):
+        if key not in expected or given[key] != expected[key]:
+            raise ValueError(
+                f"{key} must be {expected.get(key)!r} or left out, because "
+                f"Transformers does not read it, but got {given[key]!r}."
+            )
 
 
 def _vision_arguments(values: Values) -> dict[str, Any]:
@@ -266,6 +296,9 @@ def _rope_type(parameters: Values) -> str:
 def _check_keys(
     rope_type: str, parameters: Values, optional: set[str], required: set[str]
 ) -> None:
+    if "llama_4_scaling_beta" in parameters:
+        # Its temperature has this length, whichever type the frequencies have.
+        optional = optional | {ORIGINAL}
     unknown = {*parameters} - COMMON - optional - required
     missing = required - {*parameters}
     if "attn_factor" in unknown:
