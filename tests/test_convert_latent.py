@@ -111,6 +111,13 @@ def test_a_latent_layer_always_rotates_qk_rope_head_dim_features():
     assert convert.describe(ling | {"rope_parameters": parameters}, 5) == expected
 
 
+def test_the_config_of_glm_5_decides_how_its_indexer_rotates():
+    glm = CONFIG | {"model_type": "glm_moe_dsa", "q_lora_rank": 8}
+    assert convert.describe(glm)["indexer"].interleaved
+    halves = glm | {"indexer_rope_interleave": False}
+    assert not convert.describe(halves)["indexer"].interleaved
+
+
 @pytest.mark.core
 def test_describe_refuses_layers_of_linear_attention():
     of_layers = {"full_attn_layers": [4, 8]}
