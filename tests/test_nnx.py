@@ -185,7 +185,6 @@ def test_view_makes_a_cache():
 @pytest.mark.parametrize(
     ("arguments", "missing"),
     [
-        ({"decode": True}, "batch_size"),
         ({"decode": True, "batch_size": 2}, "max_length"),
         ({"max_length": 5}, "batch"),
     ],
@@ -194,6 +193,22 @@ def test_view_needs_the_size_of_the_cache(arguments, missing):
     message = f"'{missing}.*must be provided when initializing cache"
     with pytest.raises(TypeError, match=message):
         make(OURS).set_view(**arguments)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", [OURS, nnx.MultiHeadAttention])
+def test_view_that_decodes_may_get_its_cache_later(kind):
+    module = make(kind, decode=False)
+    module.set_view(decode=True)
+    view = nnx.view(make(kind), decode=True)
+    assert module.decode
+    assert view.cached_key is None
+    with pytest.raises(ValueError, match="cache not initialized, call ``init_cache``"):
+        view(X[:, :1])
+
+    view.init_cache(X.shape)
+
+    assert view(X[:, :1]).shape == X[:, :1].shape
 
 
 RNGS = [

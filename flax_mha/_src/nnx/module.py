@@ -254,7 +254,7 @@ class AttentionModule(nnx.Module):
         per_row: bool = False,
     ) -> None:
         """Sets `deterministic` and `decode`, and creates a cache if its size is given;
-        `nnx.view` calls this.
+        `nnx.view` calls this. Without a size, `init_cache` must create it.
 
         Args:
           deterministic: True disables dropout; None leaves the setting unchanged.
@@ -266,24 +266,17 @@ class AttentionModule(nnx.Module):
           per_row: True gives each sequence its own index; see `init_cache`.
 
         Raises:
-          TypeError: If only one of `batch_size` and `max_length` is given, or if
-            decoding starts without a cache.
+          TypeError: If only one of `batch_size` and `max_length` is given.
         """
         if deterministic is not None:
             self.deterministic = deterministic
         if decode is not None:
             self.decode = decode
-        # Both sizes or none. Decoding needs them if there is no cache yet.
-        is_given = batch_size is not None or max_length is not None
-        lacks_cache = self.cached_key is None and not self.reuse_kv
-        if is_given or (decode and lacks_cache):
-            for name, size in (("batch_size", batch_size), ("max_length", max_length)):
-                if size is None:
-                    raise TypeError(
-                        f"'{name}' must be provided when initializing cache."
-                    )
-        if batch_size is None or max_length is None:
+        if batch_size is None and max_length is None:
             return
+        for name, size in (("batch_size", batch_size), ("max_length", max_length)):
+            if size is None:
+                raise TypeError(f"'{name}' must be provided when initializing cache.")
         batch = batch_size if isinstance(batch_size, Sequence) else (batch_size,)
         self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
 
