@@ -402,6 +402,34 @@ def of_flax(
     return query
 
 
+@MAKES
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_functions_like_flax_split_their_heads(make, kind):
+    """As in Flax, `qkv_sharding` and `head_axis` are not their arguments."""
+    axis_type = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(axis_type,) * 2)
+    seen = []
+
+    @functools.wraps(of_flax)
+    def of_flax_seen(query, *arrays, **arguments):
+        seen.append(jax.typeof(query).sharding.spec)
+        return of_flax(query, *arrays, **arguments)
+
+    want = call(make(attention_fn=of_flax), X)
+    options = {"attention_fn": of_flax_seen}
+    if kind == "Auto":
+        options["head_axis"] = "model"
+    with jax.set_mesh(mesh):
+        module = make(**options)
+        for sharding in (None, jax.P("data", None, None, None)):
+            given = {"qkv_sharding": sharding}
+            if kind == "Explicit" and make is nnx_module:
+                given["out_sharding"] = jax.P()
+            assert_close(call(module, X, **given), want)
+    if kind == "Explicit":
+        assert seen[-1][0] == "data"
+
+
 def of_arrays(query, key, value, deterministic=True):
     return query
 

@@ -24,7 +24,7 @@ from flax_mha._src.distributed.split import names_of
 from flax_mha._src.masks import Mask
 from flax_mha._src.modules import sequences
 from flax_mha._src.modules.attention_fn import CoreAttention, Heads, core_of, decode
-from flax_mha._src.modules.foreign import check_takes_mask
+from flax_mha._src.modules.foreign import check_takes_mask, with_split_heads
 from flax_mha._src.modules.indexer import IndexLayers, choose
 from flax_mha._src.modules.layers import Gate
 
@@ -552,17 +552,21 @@ def attend(
 ) -> Attended:
     """Computes the attention of projected heads, over the cache if there is one."""
     arguments, mask_is_invalid = attention_arguments(layer, call, query, key, cache)
+    attention_fn = layer.module.attention_fn
+    if call.core is None:
+        sharding = arguments.pop("qkv_sharding", None)
+        attention_fn = with_split_heads(attention_fn, sharding)
     chosen = choose_keys(layer, call, cache, arguments)
     if chosen.key_indices is not None:
         arguments["key_indices"] = chosen.key_indices
     if cache is None:
-        output = _without_cache(layer, call, query, key, value, arguments)
+        output = _without_cache(layer, call, attention_fn, query, key, value, arguments)
         appended = None
     else:
         # A layer that reuses keys finds them in the cache of the earlier layer.
         kv = call.given.kv
         output, appended = decode(
-            attention_fn=layer.module.attention_fn,
+            attention_fn=attention_fn,
             core=call.core,
             heads=(query, key, value),
             cache=cache,
@@ -579,6 +583,7 @@ def attend(
 def _without_cache(
     layer: FlaxModule,
     call: Checked,
+    attention_fn: Callable[..., Array],
     query: Array,
     key: Array,
     value: Array,
@@ -588,7 +593,7 @@ def _without_cache(
     if layer.latent is not None:
         key, value = layer.latent.expand(key)
     if core is None:
-        return layer.module.attention_fn(query, key, value, **arguments)
+        return attention_fn(query, key, value, **arguments)
     if not core.computes((query, key, value), arguments):
         return core.function(query, key, value, **arguments)
     made, implementation = core.call_of(query, key, value, **arguments)
@@ -698,11 +703,12 @@ def _attention_sharding(
     that splits heads.
 
     Heads are split over `head_axis`, but only on a mesh of Auto axes, and only if no
-    other axis may split the batch; otherwise returns None.
+    other axis may split the batch; otherwise returns None. For functions of other
+    libraries, the compiler splits them, because the parameters are split.
     """
-    if module.head_axis is None:
+    if module.head_axis is None or core is None:
         return qkv_sharding
-    if qkv_sharding is None and core is not None:
+    if qkv_sharding is None:
         qkv_sharding = core.preset.get("qkv_sharding")
     if qkv_sharding is not None:
         return qkv_sharding
@@ -713,7 +719,7 @@ def _attention_sharding(
     other_sizes = [size for name, size in mesh.shape.items() if name not in named]
     may_split_batch = any(size > 1 for size in other_sizes)
     # `context_parallel` knows which axes split the batch.
-    knows_batch_axes = core is not None and core.context is not None
+    knows_batch_axes = core.context is not None
     if may_split_batch and not knows_batch_axes:
         return None
     batch_and_length = (None,) * (query.ndim - 2)

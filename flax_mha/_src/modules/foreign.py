@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
+from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.masks import Mask
 
 # Functions that accept masks only as arrays.
@@ -51,6 +52,24 @@ def check_takes_mask(
             "flax_mha.attention_fn: it, functools.partial of it and "
             "flax_mha.context_parallel take mask objects."
         )
+
+
+def with_split_heads(
+    attention_fn: Callable[..., Array], qkv_sharding: Any
+) -> Callable[..., Array]:
+    """Returns a function that splits query, key and value as `qkv_sharding` says, and
+    calls `attention_fn`, which Flax's modules do not pass this argument.
+    """
+    if qkv_sharding is None:
+        return attention_fn
+
+    def attend(*heads: Array, **arguments: Any) -> Array:
+        split = jax.lax.with_sharding_constraint
+        if is_explicit(heads[0]):
+            split = jax.reshard
+        return attention_fn(*(split(x, qkv_sharding) for x in heads), **arguments)
+
+    return attend
 
 
 def _is_of_flax_or_jax(function: Any) -> bool:
