@@ -167,10 +167,7 @@ def _reference(directives: str) -> str:
         else:
             shown = {}
         if name == recipes.__name__:
-            shown = {
-                f"{name}.{x}": function
-                for x, function in inspect.getmembers(recipes, inspect.isfunction)
-            }
+            shown = {f"{name}.{x}": getattr(recipes, x) for x in recipes.__all__}
         for path, x in shown.items():
             file = Path(inspect.getfile(inspect.unwrap(x))).relative_to(ROOT)
             summary = " ".join(

@@ -4,7 +4,8 @@
 You can also pass the masks and score functions to the call of a module. For `soft_cap`
 and `attention_sinks`, modules take constructor arguments instead; see these recipes.
 `combine` joins several recipes. `differential` takes the difference of two calls, so it
-returns the output instead of arguments.
+returns the output instead of arguments. `RelativeBias` is a module that holds the table
+of `t5_bias`, for the argument `score_mod`.
 
 For another kind of attention, copy a recipe and change a line; memory stays O(T + S).
 The arguments of masks and score functions are named as in PyTorch's FlexAttention, so
@@ -31,6 +32,7 @@ from flax_mha._src.recipes.masks import shifted_windows as shifted_windows
 from flax_mha._src.recipes.masks import sliding_tiles as sliding_tiles
 from flax_mha._src.recipes.masks import sliding_window as sliding_window
 from flax_mha._src.recipes.masks import tree_causal as tree_causal
+from flax_mha._src.recipes.scores import RelativeBias as RelativeBias
 from flax_mha._src.recipes.scores import alibi as alibi
 from flax_mha._src.recipes.scores import attention_sinks as attention_sinks
 from flax_mha._src.recipes.scores import combine as combine
@@ -42,6 +44,7 @@ from flax_mha._src.recipes.scores import t5_bias as t5_bias
 from flax_mha._src.recipes.selection import top_blocks as top_blocks
 
 __all__ = [
+    "RelativeBias",
     "alibi",
     "attention_sinks",
     "block_diffusion",

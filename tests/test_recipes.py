@@ -84,6 +84,7 @@ def swin(height, width, window, shift):
 SWIN_MASK, SWIN_OFFSETS = swin(8, 12, window=4, shift=1)
 BUCKETS = {
     "T5 bias": t5_buckets(row - column),
+    "T5 bias as a module": t5_buckets(row - column),
     "T5 bias of an encoder": t5_buckets(abs(row - column), 6) + 6 * (column > row),
     "shifted windows": SWIN_OFFSETS,
 }
@@ -184,6 +185,12 @@ def relative(name, mask, **options):
     )
 
 
+def as_module(table):
+    bias = recipes.RelativeBias(N, len(table), max_distance=40)
+    bias.table[...] = table
+    return {"mask": recipes.causal()["mask"], "score_mod": bias}
+
+
 RECIPES = {
     "causal": Recipe(recipes.causal, CAUSAL),
     "sliding window": Recipe(
@@ -226,6 +233,9 @@ RECIPES = {
         CAUSAL,
         learned=TABLE,
         added=looked_up("T5 bias", TABLE),
+    ),
+    "T5 bias as a module": Recipe(
+        as_module, CAUSAL, learned=TABLE, added=looked_up("T5 bias", TABLE)
     ),
     "T5 bias of an encoder": Recipe(
         lambda table: recipes.t5_bias(table, max_distance=40, bidirectional=True),
@@ -284,7 +294,12 @@ for name, heads in (("query", N), ("key", K), ("value", K)):
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 # Of each recipe with several options, one case is a core test.
-SIBLINGS = ("T5 bias", "relative terms", "relative terms, both sides")
+SIBLINGS = (
+    "T5 bias",
+    "T5 bias as a module",
+    "relative terms",
+    "relative terms, both sides",
+)
 EQUAL = []
 for i, name in enumerate(RECIPES):
     marks = () if name in SIBLINGS else pytest.mark.core
@@ -436,6 +451,20 @@ refuses(
     recipes.t5_bias,
     TABLE,
     max_distance=6,
+)
+refuses("num_heads must be an int >= 1, but got 0", recipes.RelativeBias, 0)
+refuses(
+    "num_buckets must be an int >= 4, but got 3",
+    recipes.RelativeBias,
+    N,
+    3,
+    bidirectional=True,
+)
+refuses(
+    "max_distance must be an int >= 17, but got 16",
+    recipes.RelativeBias,
+    N,
+    max_distance=16,
 )
 refuses(r"block must be an int >= 1, but got 2\.0", recipes.block_diffusion, 8, 2.0)
 refuses(

@@ -27,6 +27,7 @@ from flax_mha._src.modules.attention_fn import CoreAttention, Heads, core_of, de
 from flax_mha._src.modules.foreign import check_takes_mask, with_split_heads
 from flax_mha._src.modules.indexer import IndexLayers, choose
 from flax_mha._src.modules.layers import Gate
+from flax_mha._src.modules.options import check_score_mod
 
 # Where the keys of a call come from.
 # "inputs": from its inputs.
@@ -66,6 +67,7 @@ class FlaxModule(NamedTuple):
     norms_after_rope: bool = False
     value_norm: Layer | None = None
     process_heads: ProcessHeads | None = None
+    score_mod: Any = None  # of calls that pass none
     gate: Layer | None = None  # projects inputs to the gate, before its activation
     gating: Gate | None = None  # how the gate changes the output
     out_norm: Layer | None = None  # of the gated output [B..., T, N, Hv]
@@ -190,10 +192,12 @@ def check(layer: FlaxModule, given: Given) -> Checked:
     source = _source_of_keys(layer, given)
     if source == "stored":
         preset = {} if core is None else core.preset
-        sequences.check_stored(layer.module, preset, given.mask, given.score_mod)
+        score_mod = _score_mod_of(layer, given)
+        sequences.check_stored(layer.module, preset, given.mask, score_mod)
     if source in ("stored", "to store") and _is_causal(given, core):
         raise ValueError(sequences.NO_POSITIONS.format("is_causal"))
     _check_process_heads(layer, given, source)
+    check_score_mod(layer.score_mod, core)
 
     # Inputs, and the arguments that say which of their tokens belong together.
     inputs = _check_inputs(layer, given, source)
@@ -313,6 +317,12 @@ def _process_heads_of(layer: FlaxModule, given: Given) -> ProcessHeads | None:
     if given.process_heads is not None:
         return given.process_heads
     return layer.process_heads
+
+
+def _score_mod_of(layer: FlaxModule, given: Given) -> Any:
+    if given.score_mod is not None:
+        return given.score_mod
+    return layer.score_mod
 
 
 def _check_inputs(
@@ -629,7 +639,7 @@ def attention_arguments(
         "sinks": layer.sinks,
         "mask": given.mask,
         "bias": given.bias,
-        "score_mod": given.score_mod,
+        "score_mod": _score_mod_of(layer, given),
         "key_indices": given.key_indices,
         "qkv_sharding": _attention_sharding(module, core, given.qkv_sharding, query),
         "max_score_module": module if given.sow_max_score else None,

@@ -1,7 +1,14 @@
 """Checks of constructor arguments that the modules share."""
 
+import functools
 import math
+import types
+from collections.abc import Callable
 from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
 
 from flax_mha._src.call.arguments import (
     check_dropout_rate,
@@ -11,6 +18,7 @@ from flax_mha._src.call.arguments import (
 )
 from flax_mha._src.core import validation
 from flax_mha._src.core.validation import int_at_least, is_int
+from flax_mha._src.modules.attention_fn import CoreAttention
 from flax_mha._src.modules.indexer import Indexer
 from flax_mha._src.modules.layers import gate_of, norm_of
 from flax_mha._src.rope import RoPE, YaRN
@@ -229,3 +237,67 @@ def check_rngs(rngs: Any, *kinds: type) -> None:
             f"rngs must be {names}, but got {type(rngs).__name__}; pass a key as "
             "nnx.Rngs(key)."
         )
+
+
+def check_score_mod(score_mod: Any, core: CoreAttention | None) -> None:
+    """Raises a ValueError unless a module's `score_mod` is a function or None, and the
+    only one: `core`, that of its `attention_fn`, may preset another.
+    """
+    preset = None
+    if core is not None:
+        preset = core.preset.get("score_mod")
+    if holds(is_of_nnx, preset):
+        raise ValueError(
+            "attention_fn must not preset a module with parameters as score_mod, "
+            "because they would not be trained; pass score_mod to the constructor of "
+            "flax_mha.MultiHeadAttention, or to the call."
+        )
+    if score_mod is None:
+        return
+    if not callable(score_mod):
+        raise ValueError(
+            "score_mod must be a function (score, b, h, q_idx, kv_idx) -> score or "
+            f"None, but got {score_mod!r}."
+        )
+    if preset is not None:
+        raise ValueError(
+            "score_mod must be set by the constructor or by a functools.partial in "
+            "attention_fn, but got both; remove one of them."
+        )
+
+
+def check_shows_parameters(**functions: Any) -> None:
+    """Raises a ValueError if a function, such as `score_mod=function`, hides parameters
+    from the nnx module whose attribute it becomes.
+    """
+    for name, function in functions.items():
+        # Flax finds the variables of a module that is itself the attribute.
+        is_hidden = holds(is_of_nnx, function) and not isinstance(function, nnx.Module)
+        if is_hidden or holds(_is_bound_linen, function):
+            raise ValueError(
+                f"{name} must be the nnx.Module itself, not its method, a "
+                "functools.partial or a bound module of flax.linen, whose parameters "
+                f"would not be trained, but got {type(function).__name__}; pass it in "
+                "the call, give the module a __call__, or use nnx.bridge.ToNNX."
+            )
+
+
+def holds(is_kind: Callable[[Any], bool], function: Any) -> bool:
+    """Returns whether `is_kind` is True for a function, or for what it is a method or
+    `functools.partial` of.
+    """
+    if isinstance(function, functools.partial):
+        parts = (function.func, *function.args, *function.keywords.values())
+        return any(holds(is_kind, part) for part in parts)
+    if isinstance(function, types.MethodType):
+        return holds(is_kind, function.__self__)
+    return is_kind(function)
+
+
+def is_of_nnx(x: Any) -> bool:
+    """Returns whether x is a module of flax.nnx that has variables."""
+    return isinstance(x, nnx.Module) and bool(jax.tree.leaves(nnx.state(x)))
+
+
+def _is_bound_linen(x: Any) -> bool:
+    return isinstance(x, nn.Module) and x.scope is not None

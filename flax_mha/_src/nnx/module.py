@@ -1,7 +1,6 @@
 """`AttentionModule`: the base class of the attention modules for `flax.nnx`."""
 
 import functools
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from jaxtyping import Array
 from flax_mha._src.attention import Explanation
 from flax_mha._src.cache.kv_cache import KVCache, reset_index
 from flax_mha._src.call.operands import Sharding
+from flax_mha._src.core.signature import ConstructorSignature
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.modules.attention_fn import ExplainedAttention
@@ -40,28 +40,12 @@ class CachedHeads(NamedTuple):
     latent_size: int | None = None  # values are the first features of latent keys
 
 
-class _ConstructorSignature:
-    """A descriptor for `__signature__`: the class gets its constructor's signature,
-    which Flax's metaclass hides.
-
-    Instances have no such attribute, so that `inspect.signature(module)` returns the
-    signature of `__call__`.
-    """
-
-    def __get__(self, instance: object, owner: type) -> inspect.Signature:
-        if instance is not None:
-            raise AttributeError("__signature__")
-        constructor = inspect.signature(owner.__init__)  # type: ignore[misc]
-        _self, *parameters = constructor.parameters.values()
-        return inspect.Signature(parameters)
-
-
 class AttentionModule(nnx.Module):
     """The base class of both attention modules: manages the cache, dropout, tensor
     parallelism and `explain`.
     """
 
-    __signature__ = _ConstructorSignature()
+    __signature__ = ConstructorSignature()
     # Whether calls take their keys and values from an earlier layer.
     reuse_kv: bool = False
 

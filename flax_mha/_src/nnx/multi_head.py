@@ -19,7 +19,7 @@ from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
 from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.masks import Mask
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha._src.modules.attention_fn import explaining
+from flax_mha._src.modules.attention_fn import core_of, explaining
 from flax_mha._src.modules.call import FlaxModule, Given, ProcessHeads, call_module
 from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.layers import Gate, Norm, gate_axes, gate_of, norm_of
@@ -27,6 +27,8 @@ from flax_mha._src.modules.options import (
     check_features,
     check_options,
     check_rngs,
+    check_score_mod,
+    check_shows_parameters,
 )
 from flax_mha._src.nnx.module import AttentionModule, CachedHeads, with_sharding
 from flax_mha._src.rope import RoPE
@@ -48,7 +50,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
     - Flax's, from `num_heads` to `key_ln_scale_metadata`. Only `normalize_qk` takes
       more than in Flax, a `Norm`.
     - Positions and masks: `rope` and `local_window_size`.
-    - Heads and norms, from `scale` to `reuse_kv`.
+    - Heads, norms and scores, from `scale` to `score_mod`.
     - Execution: `implementation` and `head_axis`.
 
     Args:
@@ -75,7 +77,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       attention_fn: A function with the signature of Flax's `dot_product_attention`. To
         set arguments of the default function, pass a `functools.partial` of
         `flax_mha.attention_fn`; the module's options and a call's arguments replace its
-        keywords.
+        keywords. Only one of the partial and the constructor may set `score_mod`.
       decode: True makes calls decode; None leaves it to the call.
       normalize_qk: A norm of queries and keys, before the rotation, such as
         `Norm("rms")` (Qwen 3). True is Flax's LayerNorm, `Norm("layer")`.
@@ -127,6 +129,10 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
       reuse_kv: Attend to the keys and values of an earlier layer, which every call
         passes as `kv` (Gemma 3n, Gemma 4): no parameters `key`, `value` and `key_ln`,
         and no cache. Both layers must have the same key heads and head size.
+      score_mod: The `score_mod` of calls that pass none: a function
+        `score_mod(score, b, h, q_idx, kv_idx) -> score`, or an `nnx.Module` with such a
+        call, whose parameters become parameters of this module, such as
+        `recipes.RelativeBias`. Layers that are given the same module share it.
       implementation: Name of the attention implementation; None lets the library
         choose. See `dot_product_attention`.
       head_axis: Split the heads over this mesh axis, or the mesh axis of this logical
@@ -202,6 +208,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         value_dim: int | None = None,
         share_kv: bool = False,
         reuse_kv: bool = False,
+        score_mod: ScoreMod | None = None,
     ) -> None:
         check_features(
             in_features=in_features,
@@ -231,6 +238,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             share_kv=share_kv,
             reuse_kv=reuse_kv,
         )
+        check_score_mod(score_mod, core_of(attention_fn))
+        check_shows_parameters(process_heads=process_heads, score_mod=score_mod)
         check_rngs(rngs, nnx.Rngs)
         norm_of_qk = norm_of("normalize_qk", normalize_qk)
         # Python's TypeErrors about a call's arguments print this or, without it, the
@@ -244,6 +253,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         self.rope = rope
         self.head_axis = head_axis
         self.process_heads = process_heads
+        self.score_mod = score_mod
         self.reuse_kv = reuse_kv
         self.norms_after_rope = norm_of_qk is not None and norm_of_qk.after_rope
 
@@ -442,8 +452,9 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             queries is 0, before the output projection. While decoding, one array: how
             many of the T tokens are not padding; this requires a cache with an index
             for each sequence (`per_row`).
-          score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`; see
-            `dot_product_attention`.
+          score_mod: `score_mod(score, b, h, q_idx, kv_idx) -> score`, a function or an
+            `nnx.Module`; see `dot_product_attention`. Replaces the `score_mod` of the
+            constructor, or of a partial in `attention_fn`, in this call.
           positions: Positions of the tokens for `rope`: [B..., T] or [T], or a pair for
             queries and keys, which is required if keys and queries have different
             inputs; with a last axis of coordinates if `rope` has sections. None counts
@@ -514,6 +525,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             norms_after_rope=self.norms_after_rope,
             value_norm=self.value_ln,
             process_heads=self.process_heads,
+            score_mod=self.score_mod,
             sinks=None if self.sinks is None else self.sinks[...],
             gate=with_sharding(self.gate, of_gate),
             gating=self.gating,

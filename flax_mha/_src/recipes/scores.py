@@ -10,11 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from flax import nnx
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.attention import dot_product_attention
 from flax_mha._src.call.arguments import Arguments, unexpected
+from flax_mha._src.core.signature import ConstructorSignature
 from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.user_function import NAMES
 from flax_mha._src.core.validation import (
@@ -85,6 +87,7 @@ def t5_bias(
     logarithmically up to `max_distance`. The last one also holds all greater distances.
     The attention is causal unless `bidirectional` is True, as in encoders; the first
     half of the table is then for keys up to the query, the second for keys after it.
+    For a module with the table as a parameter, see `RelativeBias`.
 
     Raises:
       ValueError: If `table` does not have two axes, has too few buckets, or has a
@@ -129,6 +132,73 @@ def t5_bias(
     if bidirectional:
         return {"score_mod": score_mod}
     return {"mask": CausalMask(), "score_mod": score_mod}
+
+
+class RelativeBias(nnx.Module):
+    """The bias of `t5_bias` as a module with the table as a parameter, for the argument
+    `score_mod` of a module or a call. Raffel et al., T5, arXiv:1910.10683, 2.1.
+
+    T5 shares one table between all layers of its encoder, and another between those of
+    its decoder: pass the same `RelativeBias` to the layers. Causality is not part of
+    it: pass `is_causal=True` in decoders.
+
+    The parameter is `table` [buckets, N]. It starts with zeros.
+
+    Args:
+      num_heads: Number of query heads N.
+      num_buckets: Number of buckets of distances.
+      max_distance: The last bucket holds all distances from here on.
+      bidirectional: Queries also attend to keys after them, which get the second half
+        of the buckets; for encoders.
+      param_dtype: Dtype of the table.
+
+    Raises:
+      ValueError: If a number is too small; in the attention, if it has a different
+        number of heads.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import flax_mha
+      >>> bias = flax_mha.recipes.RelativeBias(num_heads=8)
+      >>> attention = flax_mha.MultiHeadAttention(
+      ...     8, 64, scale=1.0, score_mod=bias, decode=False, rngs=nnx.Rngs(0)
+      ... )
+      >>> attention(jnp.ones((2, 10, 64)), is_causal=True).shape
+      (2, 10, 64)
+      >>> nnx.state(attention, nnx.Param)["score_mod"]["table"].shape
+      (32, 8)
+    """
+
+    __signature__ = ConstructorSignature()
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = False,
+        param_dtype: DTypeLike = jnp.float32,
+    ) -> None:
+        int_at_least("num_heads", num_heads, 1)
+        int_at_least("num_buckets", num_buckets, 4 if bidirectional else 2)
+        table = jnp.zeros((num_buckets, num_heads), param_dtype)
+        t5_bias(table, max_distance, bidirectional)  # checks max_distance
+        self.table = nnx.Param(table)
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
+
+    @property
+    def made_for(self) -> dict[str, int]:
+        """The sizes that calls must have; see `recipes.masks.made_for`."""
+        return {"h": self.table.shape[-1]}
+
+    def __call__(
+        self, score: Array, b: Array, h: Array, q_idx: Array, kv_idx: Array
+    ) -> Array:
+        """Returns the score plus the bias of the distance between query and key."""
+        bias = t5_bias(self.table[...], self.max_distance, self.bidirectional)
+        return bias["score_mod"](score, b, h, q_idx, kv_idx)
 
 
 def soft_cap(cap: float = 50.0) -> dict[str, Any]:
