@@ -17,7 +17,7 @@ from cases import refused
 from flax import nnx
 
 import flax_mha
-from flax_mha import CausalMask, LocalMask, convert, linen, masks
+from flax_mha import CausalMask, LocalMask, convert, linen, masks, recipes
 from flax_mha._src.core import tracing
 from flax_mha._src.modules.dot_general import dot_general
 
@@ -851,3 +851,83 @@ def test_projections_in_bfloat16_are_rounded_float32_sums(tokens, monkeypatch):
     wide = project(vector, preferred_element_type=jnp.float32)
     assert wide.dtype == jnp.float32
     np.testing.assert_allclose(wide, expected[0, 0], rtol=0, atol=1e-5)
+
+
+class Halved(nnx.Module):
+    """Halves values, or scores, by a parameter."""
+
+    def __init__(self, rngs=None):
+        self.weight = nnx.Param(jnp.array(0.5))
+
+    def __call__(self, query, key, value):
+        return query, key, value * self.weight
+
+    def score(self, score, b, h, q_idx, kv_idx):
+        return score * self.weight
+
+    def attend(self, *arrays, **arguments):
+        return flax_mha.attention_fn(*arrays, **arguments) * self.weight
+
+
+class Unlearned(nnx.Module):
+    def __call__(self, query, key, value):
+        return query, key, value / 2
+
+
+HALVED = Halved()
+BIAS = recipes.RelativeBias(N)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("options", "arguments", "name"),
+    [
+        ({"process_heads": HALVED}, {}, "process_heads"),
+        ({"process_heads": functools.partial(HALVED)}, {}, "process_heads"),
+        ({}, {"process_heads": HALVED.__call__}, "process_heads"),
+        ({}, {"score_mod": HALVED.score}, "score_mod"),
+        ({}, {"score_mod": BIAS}, "score_mod"),
+        ({"attention_fn": HALVED.attend}, {}, "attention_fn"),
+        ({"attention_fn": partial(score_mod=BIAS)}, {}, "attention_fn"),
+    ],
+)
+def test_modules_of_nnx_are_refused_in_linen(options, arguments, name):
+    module = linen_module(**options)
+    message = f"{name} must not be a module of flax.nnx .* not train its parameters; "
+    refused(message, call, module, X, **arguments)
+
+
+def test_modules_of_nnx_that_linen_can_use():
+    """Without parameters; and converted, in a linen module, which trains them."""
+    without = linen_module(process_heads=Unlearned(), use_bias=False)
+    plain = linen_module(use_bias=False)
+    assert_close(call(without, X), call(plain, X) / 2)
+
+    converted = nnx.bridge.to_linen(Halved)
+    module = linen_module(process_heads=converted, use_bias=False)
+    params = module.init(jax.random.key(0), X)["params"]
+    gradient = jax.grad(lambda p: jnp.sum(module.apply({"params": p}, X)))(params)
+    assert abs(gradient["process_heads"]["weight"]) > 1e-3
+
+
+class Scaled(nn.Module):
+    """The same in linen."""
+
+    @nn.compact
+    def __call__(self, query, key, value):
+        return query, key, value * self.param("weight", nn.initializers.ones, ())
+
+
+def test_bound_modules_of_linen_are_refused_in_nnx():
+    bound = Scaled().bind({"params": {"weight": jnp.ones(())}})
+    for function in (bound, bound.__call__):
+        message = "process_heads must be the nnx.Module itself, .* nnx.bridge.ToNNX"
+        refused(message, nnx_module, process_heads=function)
+    heads = jnp.ones((B, T, N, D // N))
+    converted = nnx.bridge.ToNNX(Scaled(), rngs=nnx.Rngs(0))
+    nnx.bridge.lazy_init(converted, heads, heads, heads)
+    module = nnx_module(process_heads=converted)
+
+    gradient = nnx.grad(lambda module: jnp.sum(module(X)))(module)
+
+    assert abs(gradient["process_heads"]["weight"][...]) > 1e-3

@@ -36,7 +36,11 @@ from flax_mha._src.modules.call import (
 )
 from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.layers import Gate, Norm, gate_axes, gate_of, norm_of
-from flax_mha._src.modules.options import check_has_features, check_options
+from flax_mha._src.modules.options import (
+    check_has_features,
+    check_not_of_nnx,
+    check_options,
+)
 from flax_mha._src.rope import RoPE
 
 # Variables that hold `KVCache.arrays`.
@@ -319,6 +323,9 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         check_has_features(
             inputs_q=inputs_q, inputs_k=inputs_k, inputs_v=inputs_v, inputs_kv=inputs_kv
         )
+        attributes = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+        check_not_of_nnx(attributes)
+        check_not_of_nnx({"process_heads": process_heads, "score_mod": score_mod})
         inputs_k, inputs_v, may_be_mask = _inputs(inputs_k, inputs_v, inputs_kv)
         parts = self._parts(
             features=inputs_q.shape[-1],

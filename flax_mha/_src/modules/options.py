@@ -3,7 +3,7 @@
 import functools
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -280,6 +280,25 @@ def check_shows_parameters(**functions: Any) -> None:
                 f"would not be trained, but got {type(function).__name__}; pass it in "
                 "the call, give the module a __call__, or use nnx.bridge.ToNNX."
             )
+
+
+def check_not_of_nnx(options: Mapping[str, Any]) -> None:
+    """Raises a ValueError if an attribute or argument of a linen module, by name, is a
+    module of nnx with parameters.
+    """
+    for name, option in options.items():
+        if not holds(is_of_nnx, option):
+            continue
+        fix = "convert it with flax.nnx.bridge.to_linen"
+        if name == "score_mod":
+            fix = (
+                "pass a function of a parameter of your linen module, such as "
+                "recipes.t5_bias(table)['score_mod']"
+            )
+        raise ValueError(
+            f"{name} must not be a module of flax.nnx in a module of flax.linen, which "
+            f"would not train its parameters; {fix}."
+        )
 
 
 def holds(is_kind: Callable[[Any], bool], function: Any) -> bool:
