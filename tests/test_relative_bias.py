@@ -12,7 +12,7 @@ from cases import refused
 from flax import nnx
 
 import flax_mha
-from flax_mha import recipes
+from flax_mha import convert, recipes
 from flax_mha.recipes import RelativeBias
 
 B = 2
@@ -191,6 +191,138 @@ def test_layers_are_stacked_and_scanned():
     of_tables = gradient(stacked)["score_mod"]["table"][...]
     assert of_tables.shape == (2, 8, N)
     assert (np.abs(of_tables).max((1, 2)) > 1e-3).all()
+
+
+CONFIG = {"model_type": "t5", "d_model": D, "d_kv": 6, "num_heads": N}
+CONFIG |= {"num_layers": 2, "relative_attention_max_distance": 6}
+
+
+def t5_weights(*tables_at, stack="encoder"):
+    """Two layers, with tables in some of them."""
+    weights = {}
+    for i in range(2):
+        layer = f"{stack}.block.{i}.layer.0.SelfAttention."
+        for name in "qkv":
+            shape = (N * 6, D)
+            array = np.float32(rng.standard_normal(shape)) / 4
+            weights[f"{layer}{name}.weight"] = array
+        weights[f"{layer}o.weight"] = np.float32(rng.standard_normal((D, N * 6)))
+        if i in tables_at:
+            weights[f"{layer}relative_attention_bias.weight"] = TABLE + i
+    return weights
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("model_type", "tables_at", "layer", "stack"),
+    [
+        ("t5", [0], 1, "encoder"),
+        ("mt5", [0], 0, "decoder"),
+        ("umt5", [0, 1], 1, "encoder"),
+    ],
+)
+def test_from_hf_loads_the_table_as_a_parameter(model_type, tables_at, layer, stack):
+    weights = t5_weights(*tables_at, stack=stack)
+    # An unused table of older files, and the other part's.
+    others = {
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+        "relative_attention_bias.weight",
+    }
+    weights = dict.fromkeys(others, TABLE * 0) | weights
+
+    config = CONFIG | {"model_type": model_type}
+    module = convert.from_hf(config, weights, layer, f"{stack}.")
+
+    table = module.score_mod.table
+    added = 1 if model_type == "umt5" else 0
+    assert isinstance(table, nnx.Param)
+    np.testing.assert_array_equal(table[...], TABLE + added)
+    assert module.score_mod.bidirectional == (stack == "encoder")
+    mod = recipes.t5_bias(jnp.asarray(TABLE + added), 6, stack == "encoder")
+    assert_close(module(X), module(X, score_mod=mod["score_mod"]))
+    _, gradient = learned(module, X)
+    assert np.abs(gradient["score_mod"]["table"][...]).max() > 1e-3
+
+
+def test_to_torch_and_load_torch_keep_the_table():
+    weights = t5_weights(0)
+    prefix = "encoder.block.0.layer.0.SelfAttention."
+    module = convert.from_hf(CONFIG, weights, 0)
+
+    back = convert.to_torch(module, "hf_t5")
+
+    assert len(back) == 5
+    for key, array in back.items():
+        np.testing.assert_array_equal(array, weights[prefix + key])
+    options = convert.describe(CONFIG) | {"decode": False, "rngs": nnx.Rngs(1)}
+    bias = RelativeBias(N, **SMALL, bidirectional=True)
+    again = flax_mha.MultiHeadAttention(**options, score_mod=bias)
+    convert.load_torch(again, back)
+    assert_close(again(X), module(X))
+    # Later layers use the table of the first.
+    again.score_mod.table[...] *= 0.0
+    convert.load_torch(again, weights, "encoder.block.1.layer.0.SelfAttention")
+    assert_close(again(X), convert.from_hf(CONFIG, weights, 1)(X))
+
+
+def test_a_table_that_does_not_fit_is_refused():
+    weights = t5_weights(0)
+    prefix = "encoder.block.0.layer.0.SelfAttention."
+    options = convert.describe(CONFIG) | {"decode": False, "rngs": nnx.Rngs(1)}
+
+    def load(score_mod, weights=weights, prefix=prefix):
+        module = flax_mha.MultiHeadAttention(**options, score_mod=score_mod)
+        convert.load_torch(module, weights, prefix)
+
+    larger = RelativeBias(N)
+    lacking = t5_weights()
+    for message, *arguments in (
+        (r"score_mod\.table is missing from the module; .*RelativeBias", None),
+        (r"score_mod\.table must have shape \(32, 4\), but got", larger),
+        (r"score_mod\.table is missing from state_dict", larger, lacking),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(*arguments)
+    refused(
+        r"state_dict must contain .*relative_attention_bias\.weight.* whole model",
+        convert.from_hf,
+        CONFIG,
+        lacking,
+    )
+    message = r"state_dict must not contain relative_attention_bias\.weight.*t5_bias"
+    refused(message, convert.from_torch, weights, N, prefix=prefix)
+
+
+def test_only_families_with_a_table_get_one():
+    """A text encoder of another model, beside a layer of Llama; and a stray table."""
+    config = {"model_type": "llama", "hidden_size": D, "num_attention_heads": N}
+    llama = {
+        f"model.layers.0.self_attn.{name}_proj.weight": np.ones((D, D), np.float32)
+        for name in "qkvo"
+    }
+
+    module = convert.from_hf(config, t5_weights(0) | llama, prefix="model.")
+
+    assert module.score_mod is None
+    key = "model.layers.0.self_attn.relative_attention_bias.weight"
+    with pytest.raises(ValueError, match=r"extra .*relative_attention_bias"):
+        convert.from_hf(config, llama | {key: TABLE})
+
+
+def test_a_learned_bias_added_to_another_model_is_left_alone():
+    config = {"model_type": "gpt2", "n_embd": D, "n_head": N}
+    bias = filled()
+    module = flax_mha.MultiHeadAttention(
+        **convert.describe(config), score_mod=bias, decode=False, rngs=nnx.Rngs(0)
+    )
+    shapes = {"c_attn.weight": (D, 3 * D), "c_attn.bias": 3 * D}
+    shapes |= {"c_proj.weight": (D, D), "c_proj.bias": D}
+    weights = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+
+    convert.load_torch(module, weights)
+
+    np.testing.assert_array_equal(bias.table[...], TABLE)
+    refused("has no score_mod/table", convert.to_torch, module, "hf_gpt2")
 
 
 def test_score_mod_must_be_set_in_one_place():

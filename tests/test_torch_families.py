@@ -978,10 +978,10 @@ def test_layer_of_gpt_neo_is_not_scaled():
     assert_close(module(jnp.asarray(x), is_causal=True), expected.numpy())
 
 
-def test_table_in_the_first_layer_of_t5_must_be_passed_as_a_bias():
+def test_table_in_the_first_layer_of_t5_needs_a_module_that_holds_it():
     weights = FAMILIES["t5"].weights()
     weights["relative_attention_bias.weight"] = TABLE
-    message = r"got relative_attention_bias\.weight, .*recipes\.t5_bias\(table\)"
+    message = r"create it with score_mod=recipes\.RelativeBias\("
     with pytest.raises(ValueError, match=message):
         convert.load_torch(module_of("t5"), weights)
 

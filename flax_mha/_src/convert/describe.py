@@ -64,9 +64,10 @@ def describe(
     latent attention (DeepSeek's `kv_lora_rank`), the arguments are for
     `MultiHeadLatentAttention`, which is only for `flax.nnx`.
 
-    Calls need two more arguments, which `from_hf` sets: `is_causal=True` in decoders,
-    and in every layer of T5, for the bias table of the first layer,
-    `score_mod=recipes.t5_bias(table)["score_mod"]`.
+    Two more arguments are needed, which `from_hf` sets: `is_causal=True` in calls of
+    decoders, and in every layer of T5, `score_mod=recipes.RelativeBias(num_heads,
+    bidirectional=is_encoder)` in the constructor (for `flax.linen`,
+    `recipes.t5_bias(table)["score_mod"]` in calls).
 
     Args:
       config: The dict of a `config.json`, or `config.to_dict()`. For a multimodal

@@ -61,6 +61,9 @@ class Family(NamedTuple):
     value_norm: bool = False
     borrows_kv: bool = False  # all layers use keys and values of another model
     alibi: bool = False
+    # Scores get a learned bias of the distance: T5's, from a table in each layer or, if
+    # only the first layer has one, from that.
+    relative_bias: bool = False
     layer_type: layer_rules.LayerType = full
     rotates: layer_rules.Rotates = layer_rules.all_rotate
     # Or the config key of this boolean; None: causal only in decoders.
@@ -500,7 +503,15 @@ FAMILIES: dict[str, Family] = {
         rotates=layer_rules.if_key("use_mem_rope"),
     ),
     # Encoders, and decoders that are made from them.
-    "t5": Family({"head_dim": 64}, scale=1.0, causal=None),
+    **alike(
+        "t5 mt5 umt5",
+        Family(
+            {"head_dim": 64, "relative_attention_max_distance": 128},
+            scale=1.0,
+            causal=None,
+            relative_bias=True,
+        ),
+    ),
     **alike(
         "bert bert-generation camembert data2vec-text electra ernie megatron-bert "
         "rembert roberta",

@@ -2,7 +2,6 @@
 config and weights.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,13 +20,13 @@ from flax_mha._src.convert.read_config import Config, of_part, read_config
 from flax_mha._src.convert.state_dict import (
     T5_TABLE,
     layer_prefix,
-    to_numpy,
+    table_key,
     with_shared,
 )
 from flax_mha._src.modules.attention_fn import attention_fn
 from flax_mha._src.nnx.latent import MultiHeadLatentAttention
 from flax_mha._src.nnx.multi_head import MultiHeadAttention
-from flax_mha._src.recipes.scores import t5_bias
+from flax_mha._src.recipes.scores import RelativeBias
 
 
 def from_hf(
@@ -49,7 +48,10 @@ def from_hf(
     The module is `MultiHeadAttention(**describe(config, layer))`, or
     `MultiHeadLatentAttention` for models with latents such as DeepSeek, with weights
     loaded by `load_torch`. Its `attention_fn` sets the arguments that every call needs:
-    `is_causal=True` in decoders, and the bias of T5.
+    `is_causal=True` in decoders. Layers of T5 have its table as the parameter
+    `score_mod.table` of a `recipes.RelativeBias`, which is their `score_mod`. If you
+    train several layers, let them share it, as in the model:
+    `layer.score_mod = first_layer.score_mod`.
 
     Prompts of models with images need one more argument, in training and in decoding,
     because not all of their tokens are causal. PaliGemma: `**recipes.prefix_lm(n)`,
@@ -112,7 +114,16 @@ def from_hf(
     )
     read = of_part(read, is_decoder)
     arguments = describe_layer(read, layer, max_length)
-    arguments["attention_fn"] = _attention_fn(read, arguments, state_dict, is_decoder)
+    is_causal = _is_causal(read, is_decoder)
+    arguments["attention_fn"] = _attention_fn(read, arguments, is_causal)
+    if read.family.relative_bias:
+        arguments["score_mod"] = RelativeBias(
+            arguments["num_heads"],
+            num_buckets=_num_buckets(state_dict, prefix),
+            max_distance=read.values["relative_attention_max_distance"],
+            bidirectional=not is_causal,
+            param_dtype=param_dtype,
+        )
     kind: Any = MultiHeadAttention
     if read.family.latent:
         kind = MultiHeadLatentAttention
@@ -126,10 +137,7 @@ def from_hf(
         kernel_init=nnx.initializers.zeros_init(),
         rngs=nnx.Rngs(0),
     )
-    weights = {
-        key: value for key, value in state_dict.items() if not key.endswith(T5_TABLE)
-    }
-    load_torch(module, weights, prefix)
+    load_torch(module, state_dict, prefix)
     return module
 
 
@@ -140,16 +148,22 @@ def _is_causal(config: Config, is_decoder: bool) -> bool:
     return bool(is_decoder if causal is None else causal)
 
 
-def _attention_fn(
-    config: Config,
-    arguments: Mapping[str, Any],
-    state_dict: Mapping[str, Any],
-    is_decoder: bool,
-) -> Any:
+def _num_buckets(state_dict: Mapping[str, Any], prefix: str) -> int:
+    """Returns the number of rows of the table of relative positions of a layer."""
+    key = table_key(state_dict, prefix)
+    if key is None:
+        raise ValueError(
+            f"state_dict must contain the {T5_TABLE} of the first layer, which all "
+            "layers add to their scores, but has none for "
+            f"{prefix!r}; pass the weights of the whole model."
+        )
+    return len(state_dict[key])
+
+
+def _attention_fn(config: Config, arguments: Mapping[str, Any], is_causal: bool) -> Any:
     """Returns the `attention_fn` of a layer, a partial that sets what each call needs:
-    causality, T5's bias, ALiBi.
+    causality, ALiBi, the temperature of Llama 4.
     """
-    is_causal = _is_causal(config, is_decoder)
     if not config.values.get("is_causal", True):
         raise ValueError(
             "config must not set is_causal=False; use describe for a layer that "
@@ -165,14 +179,6 @@ def _attention_fn(
         presets["is_causal"] = True
     if "attention_fn" in arguments:
         presets |= arguments["attention_fn"].keywords
-    for key in state_dict:
-        if key.endswith(T5_TABLE) and ("decoder" in key) == is_decoder:
-            table = jnp.asarray(to_numpy(key, state_dict[key]))
-            length = config.values.get("relative_attention_max_distance", 128)
-            bias = t5_bias(table, length, bidirectional=not is_causal)
-            return functools.partial(
-                attention_fn, **presets | {"score_mod": bias["score_mod"]}
-            )
     if presets:
         return attention_with(**presets)
     return attention_fn

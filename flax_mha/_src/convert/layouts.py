@@ -67,7 +67,9 @@ OTHER_AXES = {
     NORM_BIASES[0]: "H",
     NORM_BIASES[1]: "H",
 }
-OTHER_AXES |= {"out_norm/scale": "NU"}
+# T5's table of `recipes.RelativeBias`, with R buckets.
+TABLE = "score_mod/table"
+OTHER_AXES |= {"out_norm/scale": "NU", TABLE: "RN"}
 # In Flax; PyTorch has one axis, except in Cohere.
 NORMS_OF_ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}
 HEAD_GATE = {"gate/kernel": "QN", "gate/bias": "N"}
@@ -314,7 +316,13 @@ LAYOUTS: dict[LayoutName, Layout] = {
     "hf_vit5_unbiased": _layout(LLAMA, "QSVO", ("out",)),  # and RecurrentGemma
     "timm": _layout("qkv.* qkv.* qkv.* proj.*", "QSVO", ALL, ()),
     "timm_unbiased": _layout("qkv.* qkv.* qkv.* proj.*", "QSVO", ("out",)),
-    "hf_t5": _layout("q.* k.* v.* o.*", "QSVO", (), scale=1.0),
+    "hf_t5": _layout(
+        "q.* k.* v.* o.*",
+        "QSVO",
+        (),
+        others="- - - - - - relative_attention_bias.weight",
+        scale=1.0,
+    ),
 }
 # Values before keys.
 LAYOUTS["hf_codegen"].stacks["qkv_proj.weight"][1:] = ["value/kernel", "key/kernel"]

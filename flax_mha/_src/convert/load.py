@@ -19,13 +19,20 @@ from flax_mha._src.convert.layouts import (
     NORM_BIASES,
     NORMS,
     OTHER_AXES,
+    TABLE,
     TORCH_AXES,
     LayoutName,
 )
 from flax_mha._src.convert.shapes import Arrays, fill_with_zeros
-from flax_mha._src.convert.state_dict import T5_TABLE, attention_entries, with_shared
+from flax_mha._src.convert.state_dict import (
+    attention_entries,
+    table_key,
+    with_shared,
+    with_table,
+)
 from flax_mha._src.convert.weights import family_of, norm_offset, read
 from flax_mha._src.nnx.latent import MultiHeadLatentAttention
+from flax_mha._src.recipes.scores import RelativeBias
 
 # What errors say to pass.
 OVER_ALL_HEADS = 'Norm("rms", scale="heads", over="all_heads")'
@@ -51,6 +58,9 @@ def load_torch(
     devices. (For Gemma 3, whose norms multiply by 1 + weight, keep `param_dtype` at
     float32.) If only some projections have biases (Qwen 2, Whisper), the module's other
     biases become zeros.
+
+    The table of T5 is loaded into the `recipes.RelativeBias` that the module has as
+    `score_mod`. Layers without a table use that of the first layer in `state_dict`.
 
     The arguments of the module must also match the model: a Llama layer without rotary
     positions runs, but is wrong. `describe` returns the arguments of a config. For a
@@ -113,6 +123,9 @@ def load_torch(
     reuses_kv = getattr(module, "reuse_kv", False)
     if uses_other_values:
         state_dict = with_shared(state_dict, module.num_heads, module.num_kv_heads)
+    has_table = isinstance(getattr(module, "score_mod", None), RelativeBias)
+    if has_table and isinstance(state_dict, Mapping):
+        state_dict = with_table(state_dict, prefix)
     layout, arrays = read(
         state_dict, module.num_heads, module.num_kv_heads, prefix, offset
     )
@@ -125,6 +138,9 @@ def load_torch(
     # Add what the model does not store, and leave out what the module takes from other
     # layers.
     variables = _variables(module, (*TORCH_AXES, *OTHER_AXES))
+    if not has_table or layout != "hf_t5":
+        # A bias that the model does not have is the user's own.
+        variables.pop(TABLE, None)
     if family.norm_scale == "none":
         arrays |= {
             path: np.ones(variables[path].shape, np.float32)
@@ -311,6 +327,9 @@ def _option(
         return "gate", gate, "False"
     if path == "sinks":
         return "sinks", "True", "False"
+    if path == TABLE:
+        on = "recipes.RelativeBias(num_heads, bidirectional=is_encoder)"
+        return "score_mod", on, "None"
     return "", "", ""
 
 
@@ -334,7 +353,7 @@ def _wrong_heads(
                 f"{expected}"
             )
     if layout == "hf_t5":
-        table = next((key for key in state_dict if key.endswith(T5_TABLE)), None)
+        table = table_key(state_dict, prefix)
         if table is not None:
             heads = np.shape(state_dict[table])[-1]  # [buckets, heads]
             if heads != module.num_heads:

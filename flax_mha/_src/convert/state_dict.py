@@ -64,8 +64,7 @@ def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]
                 f"state_dict must map names to tensors, but {key!r} is a dict; pass "
                 f"state_dict[{key!r}] if it contains the tensors."
             )
-    if prefix and not prefix.endswith("."):
-        prefix += "."
+    prefix = with_dot(prefix)
     entries = {
         key.removeprefix(prefix): value
         for key, value in state_dict.items()
@@ -81,6 +80,13 @@ def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]
             f"{prefix!r}.{found}"
         )
     return prefix, entries
+
+
+def with_dot(prefix: str) -> str:
+    """Returns a prefix of keys that ends in a dot, if it is not empty."""
+    if prefix and not prefix.endswith("."):
+        return f"{prefix}."
+    return prefix
 
 
 def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
@@ -100,12 +106,6 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
     fits = [name for name, difference in differences.items() if difference == ([], [])]
     if fits:
         return max(fits, key=lambda name: _fit(LAYOUTS[name], entries))
-    if T5_TABLE in entries and differences["hf_t5"] == ([T5_TABLE], []):
-        raise ValueError(
-            f"state_dict must contain only the attention weights, but got {T5_TABLE}, "
-            "which T5 adds to the scores in every layer; remove it and pass it to "
-            "every call, as score_mod=recipes.t5_bias(table)['score_mod'] or bias=."
-        )
     if layers:
         raise ValueError(
             "prefix must select one attention layer, but got "
@@ -239,6 +239,26 @@ def with_shared(
         if f"{attention}q_norm.weight" in state_dict:
             added[f"{attention}k_norm.weight"] = state_dict[f"{attention}q_norm.weight"]
     return added | dict(state_dict)
+
+
+def with_table(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Adds T5's table to the layer at `prefix`, if it has none and the first layer of
+    its encoder or decoder has one: all layers use that.
+    """
+    key = table_key(state_dict, prefix)
+    if key is None:
+        return dict(state_dict)
+    return {**state_dict, with_dot(prefix) + T5_TABLE: state_dict[key]}
+
+
+def table_key(state_dict: Mapping[str, Any], prefix: str) -> str | None:
+    """Returns the key of the T5 table that the layer at `prefix` uses, or None."""
+    prefix = with_dot(prefix)
+    of_first = re.sub(r"(^|\.)block\.\d+\.", r"\1block.0.", prefix)
+    for key in (prefix + T5_TABLE, of_first + T5_TABLE):
+        if key in state_dict:
+            return key
+    return None
 
 
 def leaves_of(params: Any, path: str = "") -> dict[str, Any]:

@@ -18,11 +18,13 @@ from flax_mha._src.convert.layouts import (
     MODEL_TYPE,
     NORMS,
     OTHER_AXES,
+    TABLE,
     TORCH_AXES,
     LayoutName,
 )
 from flax_mha._src.convert.shapes import Arrays
 from flax_mha._src.convert.state_dict import (
+    T5_TABLE,
     attention_entries,
     check_not_quantized,
     leaves_of,
@@ -93,6 +95,13 @@ def from_torch(
     if num_kv_heads is None:
         num_kv_heads = num_heads
     layout, arrays = read(state_dict, num_heads, num_kv_heads, prefix, qk_norm_offset)
+    # Modules of linen would ignore a parameter that they do not have.
+    if TABLE in arrays:
+        raise ValueError(
+            f"state_dict must not contain {T5_TABLE}, which T5 adds to the scores in "
+            "every layer; use load_torch, or remove it and pass it to every call, as "
+            "score_mod=recipes.t5_bias(table)['score_mod']."
+        )
     if fill_biases and layout != LATENT:
         arrays = shapes.fill_with_zeros(arrays)
     return traverse_util.unflatten_dict(arrays, sep="/")
@@ -265,6 +274,7 @@ def read(
         )
 
     sizes |= shapes.head_sizes(sizes, num_heads, num_kv_heads)
+    sizes["R"] = len(arrays.get(TABLE, ()))
     # The norms may have a weight for each feature of all heads.
     norm_size = np.size(arrays.get(NORMS[0], ()))
     spans_all_heads = norm_size == sizes["A"] != sizes["H"]
