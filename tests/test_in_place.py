@@ -71,6 +71,10 @@ CASES["logits"] = {
     "sinks": SLOPES,
     "scale": jnp.float32(0.9),
 }
+CASES["large scores"] = {
+    "bias": jnp.full((N, 1, S), -1e9).at[2:, :, 70:].set(0),
+    "sinks": jnp.full(N, -1e9),
+}
 CASES["score_mod"] = {
     "score_mod": sloped(SLOPES),
     "mask": FunctionMask(lambda b, h, q, k: (q + k + h) % 3 != 1),

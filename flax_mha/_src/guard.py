@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from flax_mha._src.call.operands import Call, NonFinite, may_mask
+from flax_mha._src.call.operands import Call, LogSumExp, NonFinite, may_mask
 
 
 def guard(call: Call, plan: Any) -> Call:
@@ -152,43 +152,41 @@ def poison_rows(
 
 def derivative_rows(
     query: Float[Array, "*L T H"],
-    result: tuple[Float[Array, "*L T Hv"], Float[Array, "*L T"]],
+    result: tuple[Float[Array, "*L T Hv"], LogSumExp],
     keys_are_finite: bool,
 ) -> tuple[
-    Float[Array, "*L T H"],
-    Float[Array, "*L T Hv"],
-    Float[Array, "*L T"],
-    Bool[Array, "*L T"],
+    Float[Array, "*L T H"], Float[Array, "*L T Hv"], LogSumExp, Bool[Array, "*L T"]
 ]:
     """Prepares a backward pass in which rows without derivatives add 0 to all
     gradients. Returns query, output, log-sum-exp, and which rows have derivatives.
 
     A row has none if its log-sum-exp, `result[1]`, is not finite: the row is NaN, or
-    has no visible key and no sink. The log-sum-exp becomes infinity, so that all
-    weights are 0. Output and, if `keys_are_finite`, query become 0.
+    has no visible key and no sink. Its maximum becomes 0 and its `log_sum` infinity, so
+    that all weights are 0. Output and, if `keys_are_finite`, query become 0.
     """
-    output, lse = result
-    is_finite = jnp.isfinite(lse)
-    # P = exp(S - LSE) is 0 with LSE = inf; zeros keep products with it from being NaN.
+    output, (maximum, log_sum) = result
+    is_finite = jnp.isfinite(maximum + log_sum)
+    # P = exp((S - m) - log(l)) is 0; zeros keep products with it from being NaN.
     output = jnp.where(is_finite[..., None], output, jnp.zeros_like(output))
-    output = output.astype(lse.dtype)
+    output = output.astype(log_sum.dtype)
     if keys_are_finite:
         query = jnp.where(is_finite[..., None], query, jnp.zeros_like(query))
-    lse = jnp.where(is_finite, lse, jnp.full_like(lse, jnp.inf))
-    return query, output, lse, is_finite
+    maximum = jnp.where(is_finite, maximum, jnp.zeros_like(maximum))
+    log_sum = jnp.where(is_finite, log_sum, jnp.full_like(log_sum, jnp.inf))
+    return query, output, LogSumExp(maximum, log_sum), is_finite
 
 
 def backward_weights(
-    s: Float[Array, "..."], lse: Float[Array, "..."], may_be_nan: bool
+    s: Float[Array, "..."], lse: LogSumExp, may_be_nan: bool
 ) -> Float[Array, "..."]:
-    """Computes the weights P = exp(S - LSE) for derivatives; 0 where `derivative_rows`
-    set `lse` to infinity.
+    """Computes the weights of scores S for derivatives; 0 where `derivative_rows` set
+    `lse.log_sum` to infinity.
 
     `may_be_nan`: whether scores in those rows may be NaN, which a bias or a `score_mod`
     can cause.
     """
     if may_be_nan:
         # exp(NaN - inf) would be NaN, not 0.
-        has_no_derivative = lse == jnp.inf
+        has_no_derivative = lse.log_sum == jnp.inf
         s = jnp.where(has_no_derivative, jnp.full_like(s, -jnp.inf), s)
-    return jnp.exp(s - lse)
+    return lse.weights(s)

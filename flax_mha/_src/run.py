@@ -20,7 +20,14 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from flax_mha._src import plan as plans
-from flax_mha._src.call.operands import Call, Context, Operands, Options, Result
+from flax_mha._src.call.operands import (
+    Call,
+    Context,
+    LogSumExp,
+    Operands,
+    Options,
+    Result,
+)
 from flax_mha._src.core.products import jit_products
 from flax_mha._src.core.tracing import being_traced
 from flax_mha._src.distributed import ring, split
@@ -156,7 +163,10 @@ def _compute(
     engine: Engine, plan: Plan, operands: Operands, options: Options
 ) -> Result:
     """Does all of `compute` after the plan, as one program."""
-    return engine.forward(plan, guard(Call(operands, options), plan))
+    result = engine.forward(plan, guard(Call(operands, options), plan))
+    if isinstance(result.lse, LogSumExp):
+        return result._replace(lse=result.lse.rounded)
+    return result
 
 
 def choose(call: Call) -> str:

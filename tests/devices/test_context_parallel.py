@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
+import test_large_scores
 from cases import close, compiled_for, nothing_is_compiled, refused
 from contexts import (
     CASES,
@@ -116,6 +117,37 @@ def test_second_derivatives_equal_those_of_one_device(
     mesh = mesh_of(context=devices)
     attention_fn = flax_mha.context_parallel("context", strategy, layout, mesh=mesh)
     contexts.compare_derivatives(derivatives, attention_fn, case, layout, mesh)
+
+
+@pytest.mark.parametrize(
+    ("derivatives", "devices", "layout", "arguments", "has_sinks"),
+    [
+        core(test_large_scores.gradient, 4, "zigzag", "causal", True),
+        (test_large_scores.derivatives, 4, "zigzag", "causal", True),
+        (test_large_scores.derivatives, 4, "contiguous", "causal", False),
+        (test_large_scores.derivatives, 2, "zigzag", "soft cap", False),
+        (test_large_scores.derivatives, 2, "contiguous", "full", True),
+    ],
+)
+def test_rings_compute_scores_of_any_size(
+    derivatives, devices, layout, arguments, has_sinks
+):
+    ring = flax_mha.context_parallel(
+        "context", "ring", layout, mesh=mesh_of(context=devices)
+    )
+    order, back = contexts.in_order(layout, devices)
+
+    def attend(x):
+        ordered = contexts.in_order_of(order, x)
+        ordered["bias"] = order(order(x["bias"], 2), 3)
+        qkv = [ordered.pop(name) for name in QKV]
+        return (back(ring(*qkv, **ordered, **test_large_scores.ARGUMENTS[arguments])),)
+
+    given = test_large_scores.given(has_sinks)
+    got = jax.device_get(jax.jit(derivatives(attend))(*given))
+
+    want = test_large_scores.expected(derivatives, arguments, has_sinks, has_lse=False)
+    close(got, want, 2e-6)
 
 
 def with_largest_scores(attention_fn, x):

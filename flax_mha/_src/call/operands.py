@@ -211,14 +211,35 @@ class Call(NamedTuple):
     options: Options
 
 
+class LogSumExp(NamedTuple):
+    """The log-sum-exp of each row's scores, the sum of two parts, m + log(l).
+
+    They are kept apart, because their sum is rounded: at -1e9, a usual bias of masked
+    scores, floats are 64 apart. All derivatives are those of `log_sum`.
+    """
+
+    maximum: Float[Array, "*L"]  # m: a score, the largest; a constant in derivatives
+    log_sum: Float[Array, "*L"]  # log(l), where l is the sum of exp(score - m)
+
+    @property
+    def rounded(self) -> Float[Array, "*L"]:
+        """The log-sum-exp as one number."""
+        return self.maximum + self.log_sum
+
+    def weights(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Computes the softmax's weights of these scores, exp(score - m) / l."""
+        return jnp.exp((scores - self.maximum) - self.log_sum)
+
+
 class Result(NamedTuple):
     """The result of a call: output, log-sum-exp and largest scores, in the caller's
     layout.
     """
 
     output: Float[Array, "*B T N Hv"]
-    # The log-sum-exp of the scores; None if a kernel does not return it.
-    lse: Float[Array, "*B T N"] | None
+    # The log-sum-exp of the scores, in two parts from engines, and one number once
+    # `run` has returned it; None if a kernel does not return it.
+    lse: LogSumExp | Float[Array, "*B T N"] | None
     # The largest visible score of each row, or of each head [B..., N] once `run` has
     # returned it; None unless `return_max_score` asks for it.
     largest: Float[Array, "*B T N"] | Float[Array, "*B N"] | None = None

@@ -30,6 +30,7 @@ from flax_mha._src.call import slices
 from flax_mha._src.call.operands import (
     Call,
     Context,
+    LogSumExp,
     Operands,
     Options,
     Result,
@@ -41,7 +42,11 @@ from flax_mha._src.distributed import split
 from flax_mha._src.engines.engine import Engine
 from flax_mha._src.guard import guard
 from flax_mha._src.math.derivatives import Function, linear_function
-from flax_mha._src.math.softmax import OnlineSoftmax, name_residuals
+from flax_mha._src.math.softmax import (
+    OnlineSoftmax,
+    name_residuals,
+    shapes_of_results,
+)
 from flax_mha._src.plan import Plan
 
 # Cuts a pair of chunks out of a device's operands; see `Ring.fold`.
@@ -63,9 +68,9 @@ def attention(call: Call, context: Context, engine: Engine) -> Result:
     ring = ring._replace(engine=engine, plan=plan)
     output, lse, largest = _results(ring, _of_hops(operands))
     if operands.sinks is not None:
-        sinks = operands.sinks[..., None, :].astype(lse.dtype)
+        sinks = operands.sinks[..., None, :].astype(options.dtype)
         output, lse = _with_sinks(output, lse, sinks)
-    return Result(output.astype(operands.query.dtype), lse, largest)
+    return Result(output.astype(operands.query.dtype), lse.rounded, largest)
 
 
 def first_hop(call: Call, context: Context) -> Call:
@@ -271,31 +276,13 @@ class Ring(NamedTuple):
 def _merge_hops(ring: Ring, operands: Operands) -> Result:
     """Runs the forward pass: merges the results of all hops to output, log-sum-exp and,
     if wanted, largest scores.
-
-    In the online softmax, the result over some keys is like one more key: its score is
-    the log-sum-exp and its value is the output. The state keeps maximum and sum apart;
-    a merged log-sum-exp would be rounded in every hop.
     """
 
     def step(
         held: Operands, cut: Cut, i: Scalar, merged: OnlineSoftmax
     ) -> OnlineSoftmax:
         result: Any = ring.hop(cut(held))
-        before = ring.rows(merged, i)
-        # `update` takes one axis of rows: [B..., t, N] becomes the rows of all heads.
-        count = result.lse.size
-        features = result.output.shape[-1]
-        values = result.output.reshape(count, features)
-        num_axes = result.lse.ndim
-        flat = jax.tree.map(lambda x: x.reshape(count, *x.shape[num_axes:]), before)
-        scores = result.lse.reshape(count, 1)
-        # With one key per row, the product of weights and values has only one term.
-        after = flat.update(scores, lambda weights: weights * values)
-        # `update` took the log-sum-exps for scores.
-        if before.largest is not None:
-            after = after._replace(largest=lax.max(before.largest, result.largest))
-        after = jax.tree.map(lambda x, old: x.reshape(old.shape), after, before)
-        return ring.put_rows(merged, i, after)
+        return ring.put_rows(merged, i, ring.rows(merged, i).merge(*result))
 
     start = OnlineSoftmax.start(
         rows=operands.query.shape[:-1],
@@ -362,24 +349,26 @@ def _gradients(
 
 
 def _with_sinks(
-    output: Array, lse: Array, sinks: Float[Array, "*B 1 N"]
-) -> tuple[Array, Array]:
+    output: Array, lse: LogSumExp, sinks: Float[Array, "*B 1 N"]
+) -> tuple[Array, LogSumExp]:
     """Adds sinks (one score per head, without a value) to a finished softmax; returns
     new output and log-sum-exp.
 
-    The softmax without a sink, `exp(s) / sum(exp(s))`, is multiplied by
-    `exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink)`.
+    With the maximum m' and the sum l' of the scores, and a sink z, the output is
+    multiplied by a share::
+
+        m = max(m', z)    l = exp(m' - m) l' + exp(z - m)    share = exp(m' - m) l' / l
     """
+    maximum = lax.stop_gradient(jnp.maximum(lse.maximum, sinks))
     # Rows that are NaN, or have neither a visible score nor a sink, stay as they are
     # and have no gradient.
-    proper = (lse < jnp.inf) & ((lse > -jnp.inf) | (sinks > -jnp.inf))
-    sinks = jnp.broadcast_to(sinks, lse.shape)
-    a = jnp.where(proper, lse, jnp.zeros_like(lse))
-    b = jnp.where(proper, sinks, jnp.zeros_like(sinks))
-    share = jnp.where(proper, jax.nn.sigmoid(a - b), jnp.ones_like(lse))
-    output = output * share[..., None]
-    lse = jnp.where(proper, jnp.logaddexp(a, b), lse)
-    return output, lse
+    is_proper = jnp.isfinite(maximum + lse.log_sum)
+    of_keys = jnp.exp(jnp.where(is_proper, (lse.maximum - maximum) + lse.log_sum, 0))
+    of_sink = jnp.exp(jnp.where(is_proper, sinks - maximum, -jnp.inf))
+    total = of_keys + of_sink
+    output = output * (of_keys / total)[..., None]
+    log_sum = jnp.where(is_proper, jnp.log(total), lse.log_sum)
+    return output, LogSumExp(maximum, log_sum)
 
 
 def _results(ring: Ring, operands: Operands) -> Any:
@@ -387,38 +376,36 @@ def _results(ring: Ring, operands: Operands) -> Any:
     `_gradients`.
     """
     leaves, structure = jax.tree.flatten(operands)
-    rows = operands.query.shape[:-1]
-    # Output, log-sum-exp and, if wanted, largest scores.
-    shapes = [(*rows, operands.value.shape[-1]), rows]
-    if ring.options.return_max_score:
-        shapes.append(rows)
+    shape = (*operands.query.shape[:-1], operands.value.shape[-1])
+    like = shapes_of_results(shape, ring.options.dtype, ring.options.return_max_score)
+    outputs, results = jax.tree.flatten(like)
 
     def evaluate(*arguments: Any) -> list[Array]:
         operands = jax.tree.unflatten(structure, arguments)
         return jax.tree.leaves(_merge_hops(ring, operands))
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        output, lse, *largest = attend(*arguments)
+        output, lse, largest = jax.tree.unflatten(results, attend(*arguments))
         known = name_residuals(output, lse)
         d_arguments = [
             tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)
         ]
         operands = jax.tree.unflatten(structure, arguments)
         d_operands = jax.tree.unflatten(structure, d_arguments)
-        # The largest score has no tangent.
         options = ring.options._replace(return_max_score=False)
-        tangent = _linear(
+        d_output, _, d_log_sum = _linear(
             _tangents,
             ring._replace(options=options),
             operands,
             known=Result(*known),
             linear=trainable_of(d_operands),
         )
-        return [*known, *largest], [*tangent, *(None for _ in largest)]
+        # Maxima have no derivative.
+        d_results = [d_output, None, d_log_sum, None]
+        return jax.tree.leaves((known, largest)), d_results[: len(outputs)]
 
-    outputs = [jax.ShapeDtypeStruct(shape, ring.options.dtype) for shape in shapes]
     attend = Function(outputs, evaluate, jvp)
-    return Result(*attend(*leaves))
+    return Result(*jax.tree.unflatten(results, attend(*leaves)))
 
 
 def _linear(

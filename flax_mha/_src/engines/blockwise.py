@@ -13,13 +13,14 @@ tile, with m_i', l_i' and O_i' from the tiles before it::
     l_i   = exp(m_i' - m_i) l_i' + rowsum(P_ij)
     O_i   = exp(m_i' - m_i) O_i' + P_ij V_j
 
-After the last tile, O_i is divided by l_i, and LSE_i = m_i + log(l_i).
+After the last tile, O_i is divided by l_i, and LSE_i = m_i + log(l_i); `LogSumExp`
+keeps the two terms apart.
 
 Backward: FlashAttention-2, algorithm 2, also with the outer loop over rows. It computes
-the scores of each tile again, and needs only Q, K, V, O and LSE::
+the scores of each tile again, and needs only Q, K, V, O, m and log(l)::
 
     D_i   = rowsum(dO_i * O_i)
-    P_ij  = exp(S_ij - LSE_i)
+    P_ij  = exp((S_ij - m_i) - log(l_i))
     dV_j += P_ij^T dO_i
     dP_ij = dO_i V_j^T
     dS_ij = P_ij * (dP_ij - D_i)
@@ -42,7 +43,13 @@ from jaxtyping import Array, Float
 
 from flax_mha._src import guard
 from flax_mha._src import plan as plans
-from flax_mha._src.call.operands import Call, NonFinite, Result, accumulation_dtype
+from flax_mha._src.call.operands import (
+    Call,
+    LogSumExp,
+    NonFinite,
+    Result,
+    accumulation_dtype,
+)
 from flax_mha._src.core.products import jit_products, products_are_replaced
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike, varying_as
@@ -62,6 +69,7 @@ from flax_mha._src.math.softmax import (
     ResultsOfHead,
     name_residuals,
     rows_of,
+    shapes_of_results,
 )
 from flax_mha._src.math.tile_sum import Argument, TileSummand, tile_sum
 from flax_mha._src.math.tiling import (
@@ -157,9 +165,7 @@ def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
 def blockwise_head(
     tiling: Tiling,
     fuse_rows: bool,
-    operands: tuple[
-        Head, BlockMask, tuple[Float[Array, "T Hv"], Float[Array, " T"]] | None
-    ],
+    operands: tuple[Head, BlockMask, tuple[Float[Array, "T Hv"], LogSumExp] | None],
 ) -> ResultsOfHead:
     """Computes output and log-sum-exp of a head; also each row's largest score, None
     unless `rule.returns_max` is True.
@@ -176,14 +182,9 @@ def blockwise_head(
     queries, _ = tiling.lengths
     padded_queries, _ = tiling.shape
     head = _pad(head, tiling)
-    if known is not None:
-        output, lse = known
-        known = (_pad_to(output, padded_queries), _pad_to(lse, padded_queries))
+    known = jax.tree.map(lambda x: _pad_to(x, padded_queries), known)
     results = _attention(tiling, fuse_rows, head, blocks, known)
-    results = [x[:queries] for x in results]
-    if head.rule.returns_max:
-        return results[0], results[1], results[2]
-    return results[0], results[1], None
+    return jax.tree.map(lambda x: x[:queries], results)
 
 
 def _pad(head: Head, tiling: Tiling) -> Head:
@@ -227,30 +228,28 @@ def _pad_to(x: Array, *lengths: int) -> Array:
 
 def _attention(
     tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any
-) -> list[Array]:
+) -> ResultsOfHead:
     """Computes a padded head as one JAX operation with derivatives of every order.
 
     `known` is None or, for `Engine.share`, an output and a log-sum-exp: then these are
     returned, not computed.
     """
     leaves, structure = jax.tree.flatten((head, blocks, known))
-    queries = tiling.shape[0]
-    shapes = [(queries, head.value.shape[1]), (queries,)]
-    if head.rule.returns_max:
-        shapes.append((queries,))
-    outputs = [jax.ShapeDtypeStruct(shape, head.rule.dtype) for shape in shapes]
+    shape = (tiling.shape[0], head.value.shape[1])
+    like = shapes_of_results(shape, head.rule.dtype, head.rule.returns_max)
+    outputs, results = jax.tree.flatten(like)
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
         head, blocks, known = jax.tree.unflatten(structure, arguments)
-        if known is not None:
-            return known
-        return jax.tree.leaves(_output(tiling, fuse_rows, head, blocks))
+        if known is None:
+            known = _output(tiling, fuse_rows, head, blocks)
+        return jax.tree.leaves(known)
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         head, blocks, known = jax.tree.unflatten(structure, arguments)
-        largest: list[Array] = []
+        largest = None
         if known is None:
-            output, lse, *largest = _attention(
+            output, lse, largest = _attention(
                 tiling, fuse_rows=False, head=head, blocks=blocks, known=None
             )
             known = name_residuals(output, lse)
@@ -258,12 +257,12 @@ def _attention(
             tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)
         ]
         d_head, _, _ = jax.tree.unflatten(structure, d_arguments)
-        d_result = _tangent(tiling, head, blocks, known, d_head)
-        # The largest scores have no derivative.
-        d_largest = [None for _ in largest]
-        return [*known, *largest], [*d_result, *d_largest]
+        d_output, d_log_sum = _tangent(tiling, head, blocks, known, d_head)
+        # Maxima have no derivative.
+        d_results = [d_output, None, d_log_sum, None]
+        return jax.tree.leaves((known, largest)), d_results[: len(outputs)]
 
-    return Function(outputs, evaluate, jvp)(*leaves)
+    return jax.tree.unflatten(results, Function(outputs, evaluate, jvp)(*leaves))
 
 
 @functools.partial(jit_products, static_argnums=(0, 1), inline=True)
@@ -383,13 +382,13 @@ def _tangent(
     tiling: Tiling,
     head: Head,
     blocks: BlockMask,
-    result: tuple[Array, Array],
+    result: tuple[Array, LogSumExp],
     d_head: Head,
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
     """Computes the tangents of output and log-sum-exp (`result`) from `d_head`, the
     tangents of the head's arrays.
 
-    With P = exp(S - LSE), tangents dS and dV, and sums over keys and sink::
+    With weights P, tangents dS and dV, and sums over keys and sink::
 
         dLSE = rowsum(P * dS)
         dO   = (P * dS) V + P dV - O * dLSE
@@ -407,10 +406,10 @@ def _tangent(
     # Summed over tiles: (P * dS) V + P dV, and rowsum(P * dS).
     weighted, d_lse = tile_sum(
         tiling,
-        _tangent_of_tile(head, lse),
+        _tangent_of_tile(head),
         head.rule,
         blocks,
-        residuals=[query, lse[:, None], *_arguments(head)],
+        residuals=[query, *(x[:, None] for x in lse), *_arguments(head)],
         linear=[d_head.query, *_arguments(d_head)],
         backward=backward,
     )
@@ -418,12 +417,12 @@ def _tangent(
     sink = head.inputs.sink
     d_sink = d_head.inputs.sink
     if sink is not None and d_sink is not None:
-        d_lse = d_lse + jnp.exp(sink - lse) * d_sink
+        d_lse = d_lse + lse.weights(sink) * d_sink
     d_output = weighted - output * d_lse[:, None]
-    # Rows without derivatives have the log-sum-exp infinity (`derivative_rows`), like a
-    # flag. So the transpose needs only `lse`, not a mask [T, Hv].
-    d_output = guard.zero(d_output, lse)
-    return d_output, jnp.where(is_finite, d_lse, jnp.zeros_like(lse))
+    # Rows without derivatives have the `log_sum` infinity (`derivative_rows`), like a
+    # flag. So the transpose needs only that, not a mask [T, Hv].
+    d_output = guard.zero(d_output, lse.log_sum)
+    return d_output, jnp.where(is_finite, d_lse, jnp.zeros_like(d_lse))
 
 
 def _arguments(head: Head) -> list[Array]:
@@ -457,12 +456,12 @@ def _inputs(arguments: Sequence[Array], has_bias: bool) -> ScoreInputs:
     return ScoreInputs(None, None, list(arguments))
 
 
-def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
+def _tangent_of_tile(head: Head) -> TileSummand:
     """Makes the function that `_tangent` sums over tiles; for the symbols below, see
     there.
 
     The function returns (P * dS) V + P dV [t, Hv], and the sum of P * dS over the
-    tile's keys [t, 1]. `lse` is the log-sum-exp of each row over all keys.
+    tile's keys [t, 1].
     """
     has_bias = head.inputs.bias is not None
     may_be_nan = has_bias or head.rule.score_mod is not None
@@ -476,7 +475,7 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
     ) -> tuple:
         if rule.forward_mode_error:
             raise NotImplementedError(rule.forward_mode_error)
-        Q_i, LSE_i, K_j, V_j, *inputs = residuals
+        Q_i, m_i, log_l_i, K_j, V_j, *inputs = residuals
         dQ_i, dK_j, dV_j, *d_inputs = linear
 
         # S_ij and dS_ij: from Q K^T through cap, `score_mod`, bias and mask.
@@ -492,7 +491,7 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
             # Its derivative may be NaN at a masked score.
             dS_ij = jnp.where(S_ij == -jnp.inf, jnp.zeros_like(dS_ij), dS_ij)
 
-        P_ij = guard.backward_weights(S_ij, LSE_i, may_be_nan)  # exp(S_ij - LSE_i)
+        P_ij = guard.backward_weights(S_ij, LogSumExp(m_i, log_l_i), may_be_nan)
         dropout = rule.dropout_multiplier(tile, S_ij.dtype)
         P_dS = P_ij * dS_ij
         P_dS_V = rule.dot(times(P_dS, dropout), _for_gradients(V_j))
@@ -504,14 +503,12 @@ def _tangent_of_tile(head: Head, lse: Array) -> TileSummand:
     kinds = ["queries", "keys", "keys", *_kinds(has_bias, len(shared) - 2)]
     query, *others = Argument.of(kinds, (head.query, *shared))
     dtype = head.rule.dtype
+    of_rows = Argument("queries", (rows, 1), dtype)
     return TileSummand(
         compute,
-        residuals=(query, Argument("queries", (rows, 1), lse.dtype), *others),
+        residuals=(query, of_rows, of_rows, *others),
         linear=(query, *others),
-        outputs=(
-            Argument("queries", (rows, head.value.shape[1]), dtype),
-            Argument("queries", (rows, 1), dtype),
-        ),
+        outputs=(Argument("queries", (rows, head.value.shape[1]), dtype), of_rows),
     )
 
 
@@ -527,12 +524,12 @@ def _backward(
     """Computes FlashAttention-2's backward pass: the transpose of the tile sum in
     `_tangent`.
 
-    `residuals` are that sum's residuals: queries, log-sum-exp, keys, values, bias (if
-    `has_bias`) and captured arrays. `cotangents` are those of its two outputs. Products
-    of queries and keys are multiplied by `scale`. Returns the cotangents of queries,
-    keys, values, bias (if `has_bias`) and captured arrays.
+    `residuals` are that sum's residuals: queries, both parts of the log-sum-exp, keys,
+    values, bias (if `has_bias`) and captured arrays. `cotangents` are those of its two
+    outputs. Products of queries and keys are multiplied by `scale`. Returns the
+    cotangents of queries, keys, values, bias (if `has_bias`) and captured arrays.
     """
-    query, lse, key, value, *inputs = residuals
+    query, m, log_l, key, value, *inputs = residuals
     # The transpose of `d_output = weighted - output * d_lse` in `_tangent` gives the
     # second cotangent: that of the log-sum-exp, minus D = rowsum(dO * O).
     d_output, minus_D = cotangents
@@ -546,7 +543,7 @@ def _backward(
         linear: Sequence[Array],
         safe: bool,
     ) -> tuple:
-        Q_i, Q_i_transposed, LSE_i, K_j, V_j, *inputs_ij = residuals
+        Q_i, Q_i_transposed, m_i, log_l_i, K_j, V_j, *inputs_ij = residuals
         dO_i, dO_i_transposed, minus_D_i = linear
 
         # S_ij, and `pull` from dS_ij to the cotangents of Q_i K_j^T and of the inputs.
@@ -563,7 +560,7 @@ def _backward(
         else:
             S_ij, pull = rule.tile_vjp(products, score_inputs, tile)
 
-        P_ij = guard.backward_weights(S_ij, LSE_i, may_be_nan)  # exp(S_ij - LSE_i)
+        P_ij = guard.backward_weights(S_ij, LogSumExp(m_i, log_l_i), may_be_nan)
         dropout = rule.dropout_multiplier(tile, S_ij.dtype)
         dP_ij = times(rule.dot(dO_i, V_j, transpose_b=True), dropout)
         dS_ij = P_ij * (dP_ij + minus_D_i)
@@ -579,9 +576,9 @@ def _backward(
 
     kinds = _kinds(has_bias, len(inputs))
     kinds_of_rows = ("queries", "queries transposed", "queries")
-    sum_residuals = [query, query, lse, key, value, *inputs]
+    sum_residuals = [query, query, m, log_l, key, value, *inputs]
     sum_linear = [d_output, d_output, minus_D]
-    residual_kinds = (*kinds_of_rows, "keys", "keys", *kinds)
+    residual_kinds = (*kinds_of_rows, "queries", "keys", "keys", *kinds)
     function = TileSummand(
         compute,
         residuals=Argument.of(residual_kinds, sum_residuals),

@@ -24,6 +24,7 @@ from flax_mha._src import guard
 from flax_mha._src.call.operands import (
     Call,
     IdsAndSeeds,
+    LogSumExp,
     NonFinite,
     Operands,
     Options,
@@ -279,32 +280,27 @@ def vectors_by_head(
 
 def to_caller(
     results: tuple[
-        Float[Array, "*B K G T Hv"],
-        Float[Array, "*B K G T"],
-        Float[Array, "*B K G T"] | None,
+        Float[Array, "*B K G T Hv"], LogSumExp, Float[Array, "*B K G T"] | None
     ],
     dtype: DTypeLike,
 ) -> Result:
     """Converts results from the layout of one head to the caller's layout [B..., T, N],
     and the output to `dtype`.
     """
-    output, lse, largest = results
-    output = join_heads(output).astype(dtype)
-    lse = join_heads(lse[..., None])[..., 0]
-    if largest is not None:
-        largest = join_heads(largest[..., None])[..., 0]
-    return Result(output, lse, largest)
+    output, *rows = results
+    lse, largest = jax.tree.map(lambda x: join_heads(x[..., None])[..., 0], rows)
+    return Result(join_heads(output).astype(dtype), lse, largest)
 
 
 def from_caller(
     result: Result, groups: tuple[int, int]
-) -> tuple[Float[Array, "*B K G T Hv"], Float[Array, "*B K G T"]]:
+) -> tuple[Float[Array, "*B K G T Hv"], LogSumExp]:
     """Converts output and log-sum-exp to the layout of one head, in the log-sum-exp's
     dtype; `groups` is (K, G).
     """
     lse: Any = result.lse
-    output = split_heads(result.output.astype(lse.dtype), groups)
-    return output, vectors_by_head(lse, groups)
+    output = split_heads(result.output.astype(lse.log_sum.dtype), groups)
+    return output, jax.tree.map(lambda x: vectors_by_head(x, groups), lse)
 
 
 def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:

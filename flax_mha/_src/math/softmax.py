@@ -8,7 +8,7 @@ arXiv:1706.03762, equation 1.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha._src import guard
+from flax_mha._src.call.operands import LogSumExp
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Tile
+from flax_mha._src.core.tracing import T
 from flax_mha._src.math.head import Head
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
 
 # Output, log-sum-exp and, with `return_max_score`, the largest score of each row (the
 # scores of one query).
-ResultsOfHead = tuple[
-    Float[Array, "t Hv"], Float[Array, " t"], Float[Array, " t"] | None
-]
+ResultsOfHead = tuple[Float[Array, "t Hv"], LogSumExp, Float[Array, " t"] | None]
 
 # Names for policies of `jax.checkpoint`: gradients need the inputs, the output and the
 # log-sum-exp. Gradients of `_differentiable` also need the products of queries and
@@ -35,13 +35,23 @@ ResultsOfHead = tuple[
 RESIDUALS = ("attention_output", "attention_lse")
 
 
-def name_residuals(
-    output: Float[Array, "..."], lse: Float[Array, "..."]
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Returns output and log-sum-exp with the names `RESIDUALS`, by which policies of
-    `jax.checkpoint` find them.
+def name_residuals(output: Float[Array, "..."], lse: T) -> tuple[Array, T]:
+    """Returns output and log-sum-exp, a pytree, with the names `RESIDUALS`, by which
+    policies of `jax.checkpoint` find them.
     """
     return checkpoint_name(output, RESIDUALS[0]), checkpoint_name(lse, RESIDUALS[1])
+
+
+def shapes_of_results(
+    shape: tuple[int, ...], dtype: DTypeLike, returns_max: bool
+) -> Any:
+    """Returns the shapes and dtypes of results whose output has this shape: output,
+    log-sum-exp and, if `returns_max`, largest scores, else None.
+    """
+    output = jax.ShapeDtypeStruct(shape, dtype)
+    rows: Any = jax.ShapeDtypeStruct(shape[:-1], dtype)
+    largest = rows if returns_max else None
+    return output, LogSumExp(rows, rows), largest
 
 
 def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
@@ -140,7 +150,8 @@ def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
     s = jnp.where(is_nan[:, None], jnp.zeros_like(s), s)
     output, lse, largest = _softmax(s, head.value, head.inputs, rule, whole)
     output = jnp.where(is_nan[:, None], jnp.full_like(output, jnp.nan), output)
-    lse = jnp.where(is_nan, jnp.full_like(lse, jnp.nan), lse)
+    nan = jnp.full_like(lse.log_sum, jnp.nan)
+    lse = lse._replace(log_sum=jnp.where(is_nan, nan, lse.log_sum))
     return output, lse, largest
 
 
@@ -221,14 +232,14 @@ def _softmax(
             # this product elsewhere than that of its tangent, and JAX then confuses
             # them in a custom_jvp. An operation with `total` moves both to the front.
             output = jnp.where(total == 0, 0, output)
-        lse = jnp.log(divisor) + m
-        return output, lse[:, 0], largest
+        return output, LogSumExp(m[:, 0], jnp.log(divisor)[:, 0]), largest
     # A row without visible keys has equal weights. XLA's maximum of a row of NaN may be
     # -inf, but the row's sum is NaN.
     is_masked = (m <= lowest) & ~jnp.isnan(total)
-    output = jnp.where(is_masked, 0, output) / jnp.where(is_masked, 1, total)
-    lse = jnp.where(is_masked, -jnp.inf, jnp.log(total) + m)
-    return output, lse[:, 0], largest
+    total = jnp.where(is_masked, 1, total)
+    output = jnp.where(is_masked, 0, output) / total
+    m = jnp.where(is_masked, -jnp.inf, m)
+    return output, LogSumExp(m[:, 0], jnp.log(total)[:, 0]), largest
 
 
 class OnlineSoftmax(NamedTuple):
@@ -306,11 +317,7 @@ class OnlineSoftmax(NamedTuple):
         largest_now = jnp.max(scores, axis=1)
         if row_poison is not None:
             largest_now = guard.poison_rows(largest_now, row_poison)
-        running_max = lax.max(self.running_max, largest_now)
-        # A row without a visible key so far has the maximum -inf. Replace it: -inf -
-        # -inf would be NaN.
-        lowest = lax.full_like(running_max, jnp.finfo(running_max.dtype).min)
-        shift = lax.max(running_max, lowest)
+        running_max, shift = self._maximum(largest_now)
         weights = lax.exp(scores - lax.expand_dims(shift, (1,)))
         if dtype is not None:
             weights = weights.astype(dtype)
@@ -324,6 +331,16 @@ class OnlineSoftmax(NamedTuple):
         output = self.output * lax.expand_dims(decay, (1,))
         return OnlineSoftmax(running_max, running_sum, output, largest), weights
 
+    def _maximum(self, largest: Float[Array, "*L t"]) -> tuple[Array, Array]:
+        """Returns the running maximum with these scores, and the same number, but
+        finite, to subtract from scores.
+        """
+        running_max = lax.max(self.running_max, largest)
+        # A row without a visible key so far has the maximum -inf. Replace it: -inf -
+        # -inf would be NaN.
+        lowest = lax.full_like(running_max, jnp.finfo(running_max.dtype).min)
+        return running_max, lax.max(running_max, lowest)
+
     def update(
         self,
         scores: Float[Array, "t s"],
@@ -336,11 +353,35 @@ class OnlineSoftmax(NamedTuple):
         state, weights = self.rescale(scores, row_poison)
         return state._replace(output=state.output + weigh(weights))
 
+    def merge(
+        self,
+        output: Float[Array, "*L t Hv"],
+        lse: LogSumExp,
+        largest: Float[Array, "*L t"] | None,
+    ) -> "OnlineSoftmax":
+        """Adds the results of other keys, which `finish` returned.
+
+        With their maximum m", sum l" and output O" / l", and m', l' and O' as in
+        `rescale`::
+
+            m = max(m', m")    l = exp(m' - m) l' + exp(m" - m) l"
+            O = exp(m' - m) O' + exp(m" - m) O"
+        """
+        running_max, shift = self._maximum(lse.maximum)
+        decay = lax.exp(self.running_max - shift)
+        total = lax.exp((lse.maximum - shift) + lse.log_sum)
+        if self.largest is not None and largest is not None:
+            largest = lax.max(self.largest, largest)
+        return OnlineSoftmax(
+            running_max,
+            running_sum=self.running_sum * decay + total,
+            output=self.output * decay[..., None] + output * total[..., None],
+            largest=largest,
+        )
+
     def finish(
         self,
-    ) -> tuple[
-        Float[Array, "*L t Hv"], Float[Array, "*L t"], Float[Array, "*L t"] | None
-    ]:
+    ) -> tuple[Float[Array, "*L t Hv"], LogSumExp, Float[Array, "*L t"] | None]:
         """Converts the last state to output O / l, log-sum-exp m + log(l), and largest
         score (None if the state has none).
 
@@ -352,5 +393,5 @@ class OnlineSoftmax(NamedTuple):
         is_zero = lax.eq(total, lax.full_like(total, 0))
         total = lax.select(is_zero, lax.full_like(total, 1), total)
         output = self.output / lax.expand_dims(total, (total.ndim,))
-        lse = lax.log(total) + self.running_max
+        lse = LogSumExp(self.running_max, lax.log(total))
         return output, lse, self.largest

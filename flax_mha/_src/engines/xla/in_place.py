@@ -41,7 +41,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import Call, Operands, Options, Result
+from flax_mha._src.call.operands import Call, LogSumExp, Operands, Options, Result
 from flax_mha._src.core.eight_bits import as_floats, dequantize_cache
 from flax_mha._src.core.tile import Grid, Scalar, Tile
 from flax_mha._src.core.tracing import (
@@ -66,11 +66,7 @@ from flax_mha._src.math.softmax import OnlineSoftmax
 from flax_mha._src.plan import KeyBlocks, Plan
 
 # Output, log-sum-exp and, with `return_max_score`, each query's largest score.
-Results = tuple[
-    Float[Array, "*B K G T Hv"],
-    Float[Array, "*B K G T"],
-    Float[Array, "*B K G T"] | None,
-]
+Results = tuple[Float[Array, "*B K G T Hv"], LogSumExp, Float[Array, "*B K G T"] | None]
 
 # XLA's CPU cuts blocks out of these dtypes faster as integers with the same bits: it
 # converts such floats first.
