@@ -16,6 +16,7 @@ from marks import Refusals, core, with_core
 
 import flax_mha
 from flax_mha import KVCache, dot_product_attention, explain_implementation, recipes
+from flax_mha._src.recipes import selection
 from flax_mha.cache import cached_attention
 
 
@@ -383,6 +384,121 @@ def test_top_blocks_refuse_what_they_cannot_use():
     for offset in (jnp.zeros((3,), int), jnp.zeros((2, 5), int)):
         refused("query_offset must broadcast to", choose, offset)
     refused("query_offset must have an integer dtype", choose, 1.5)
+    choose = functools.partial(recipes.top_blocks, block=4, count=3)
+    refused(
+        "query heads must be a multiple of .* got 3 and 2", choose, query[:, :, :3], key
+    )
+    refused(
+        "query heads must be a multiple of .* got 4 and 0", choose, query, key[:, :, :0]
+    )
+    refused("batch dims must match", choose, query[:1], key)
+    refused("depths must match, but got 7 and 8", choose, query[..., :7], key)
+    refused("must have rank 3 or more", choose, query[0, 0], key[0, 0])
+
+
+def test_top_blocks_of_no_queries_or_keys():
+    (query, key, value), _ = drawn(Sizes(2, 5, 30, 4, 2, 8, 8, count=1))
+    for t, s in ((0, 30), (5, 0), (0, 0)):
+        arrays = (query[:, :t], key[:, :s])
+        blocks = recipes.top_blocks(*arrays, 4, 3)
+        got = dot_product_attention(*arrays, value[:, :s], **blocks)
+        np.testing.assert_array_equal(got, np.zeros((2, t, 4, 8)))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_top_blocks_choose_blocks_with_non_finite_keys(bad, count):
+    """As `Indexer` does: a query that may choose the block returns NaN, and no query
+    silently attends to one block less.
+    """
+    (query, key, value), _ = drawn(Sizes(2, 23, 23, 4, 2, 8, 8, count=1))
+    key[0, 5, 1, 3] = bad
+    blocks = recipes.top_blocks(query, key, block=4, count=count)
+    got = dot_product_attention(query, key, value, **blocks)
+
+    want = np.zeros((2, 23, 4), bool)
+    # Its own block, without the queries before the key; with others, all queries after.
+    end = 8 if count == 1 else 23
+    want[0, 5:end, 2:] = True
+    np.testing.assert_array_equal(np.isnan(got).any(-1), want)
+    # A list holds as many keys as without NaN.
+    listed = recipes.top_blocks(query, np.zeros_like(key), block=4, count=count)
+    np.testing.assert_array_equal(
+        (blocks["key_indices"] >= 0).sum(-1), (listed["key_indices"] >= 0).sum(-1)
+    )
+
+
+def test_top_blocks_of_other_heads_ignore_a_query_with_nan():
+    """Heads that share a key head choose together, by the features that are finite."""
+    (query, key, _), _ = drawn(Sizes(1, 23, 23, 4, 2, 8, 8, count=1))
+    query[0, 20, 0, 2] = np.nan
+    got = recipes.top_blocks(query, key, block=4, count=3)["key_indices"]
+    query[0, 20, 0, 2] = 0
+    want = recipes.top_blocks(query, key, block=4, count=3)["key_indices"]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_top_blocks_list_blocks_whose_products_overflow():
+    """Every query has earlier blocks, so every list is full."""
+    query = np.full((1, 40, 1, 2), [[[[1e30, -1e30]]]], np.float32)
+    key = np.ones((1, 40, 1, 2), np.float32)
+    # Their products are -inf, and inf - inf.
+    key[0, :4] = [-1e30, 1e30]
+    key[0, 4:8] = 1e30
+    indices = recipes.top_blocks(query, key, block=4, count=3)["key_indices"]
+    assert (indices[0, 12:] >= 0).sum(-1).min() >= 8 + 1
+    assert (indices[0, 12:, 0, :] < 8).sum(-1).max() > 0
+
+
+def memory_of_top_blocks(length):
+    x = jax.ShapeDtypeStruct((1, length, 4, 32), jnp.float32)
+    choose = jax.jit(
+        lambda query, key: recipes.top_blocks(query, key, 64, 3)["key_indices"]
+    )
+    analysis = choose.lower(x, x).compile().memory_analysis()
+    return analysis.temp_size_in_bytes
+
+
+@pytest.mark.core
+def test_memory_of_choosing_blocks_grows_linearly():
+    short, long = map(memory_of_top_blocks, (2**14, 2**16))
+    assert long < 4.5 * short
+    # The products of all queries and blocks.
+    assert long < 2**16 * (2**16 // 64) * 4 * 4 / 4
+
+
+def test_blocks_of_queries_choose_as_one_does(monkeypatch):
+    (query, key, _), _ = drawn(Sizes(2, 23, 30, 4, 2, 8, 8, count=1))
+    offset = jnp.array([7, 3])
+    choose = functools.partial(recipes.top_blocks, query, key, 4, 3, offset)
+    want = choose()["key_indices"]
+    monkeypatch.setattr(selection, "MOST_PRODUCTS", 5 * 2 * 2 * 8)
+    np.testing.assert_array_equal(choose()["key_indices"], want)
+
+
+def test_top_blocks_are_exported_with_symbolic_lengths():
+    """One program for all lengths, also of fewer blocks than `count`."""
+
+    def attend(query, key, value, offset):
+        blocks = recipes.top_blocks(query, key, 4, 3, query_offset=offset)
+        return dot_product_attention(
+            query, key, value, **blocks, query_offset=offset, implementation="xla"
+        )
+
+    batch, queries, keys = jax.export.symbolic_shape("batch, queries, keys")
+    of_keys = jax.ShapeDtypeStruct((batch, keys, 2, 8), jnp.float32)
+    exported = jax.export.export(jax.jit(attend))(
+        jax.ShapeDtypeStruct((batch, queries, 4, 8), jnp.float32),
+        of_keys,
+        of_keys,
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    for t, s in ((23, 30), (7, 7), (1, 3)):
+        arrays, _ = drawn(Sizes(2, t, s, 4, 2, 8, 8, count=1))
+        offset = np.int32(s - t)
+        want = attend(*arrays, offset)
+        got = exported.call(*arrays, offset)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
 CACHES = {

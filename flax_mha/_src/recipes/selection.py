@@ -2,14 +2,19 @@
 `key_indices`.
 """
 
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from flax_mha._src.call.arguments import check_inputs
 from flax_mha._src.core.validation import broadcastable, int32, int_at_least
 from flax_mha._src.masks import CausalMask
+
+MOST_PRODUCTS = 2**22  # products of queries and blocks that are in memory at a time
 
 
 def top_blocks(
@@ -26,8 +31,9 @@ def top_blocks(
     keys. Of the blocks before its own, a query attends to the `count - 1` blocks whose
     mean has the largest product with the query. Query heads that share a key head share
     blocks, chosen by the sum of their products. The choice has no gradient. Choosing
-    takes T x S / block products of vectors; attention then takes T x count x block
-    products instead of T x S.
+    costs T * S / block dot products, computed for a few queries at a time; attention
+    then costs T * count * block instead of T * S. A block whose keys hold NaN or
+    infinity is always chosen, so that the output is NaN.
 
     Args:
       query: Queries, which are also passed to the attention; rotate them first.
@@ -38,8 +44,8 @@ def top_blocks(
         the number of tokens before it.
 
     Raises:
-      ValueError: If `block` or `count` is not an integer of at least 1, or if
-        `query_offset` has another shape or dtype.
+      ValueError: If `block` or `count` is not an integer of at least 1, or if `query`,
+        `key` or `query_offset` has a wrong shape or dtype.
 
     Example:
       >>> import jax
@@ -54,11 +60,20 @@ def top_blocks(
     # Check the arguments.
     block = int_at_least("block", block, 1)
     count = int_at_least("count", count, 1)
-    offset = int32("query_offset", query_offset)
-    broadcastable("query_offset", offset, query.shape[:-3], "[batch...]")
+    query, key, _, _ = check_inputs(query, key, key, any_dtypes=True)
+    query_offset = int32("query_offset", query_offset)
+    broadcastable("query_offset", query_offset, query.shape[:-3], "[batch...]")
 
     *batch, keys, num_heads, size = key.shape
+    queries = query.shape[-3]
+    group = query.shape[-2] // num_heads
     number = -(-keys // block)
+    if isinstance(number, int):
+        number = max(number, 1)
+        count = min(count, number)
+    else:
+        # A symbol of `jax.export`; there may be fewer than `count`.
+        number = number + count
 
     # The mean key of each block, [B..., blocks, K, H]; the last block may be shorter.
     widths = [(0, 0)] * key.ndim
@@ -66,30 +81,49 @@ def top_blocks(
     padded = jnp.pad(lax.stop_gradient(key), widths)
     padded = padded.reshape(*batch, number, block, num_heads, size)
     sums = padded.astype(jnp.float32).sum(-3)
-    sizes = jnp.minimum(block, keys - jnp.arange(number) * block).astype(jnp.float32)
+    sizes = jnp.clip(keys - jnp.arange(number) * block, 1, block).astype(jnp.float32)
     means = sums / jnp.broadcast_to(sizes[:, None, None], sums.shape)
+    means = jnp.where(jnp.isfinite(means), means, jnp.nan)
 
-    # Its products with the query heads that share a key head, [B..., T, K, blocks].
+    # The sum of the query heads that share a key head, [T, B..., K, H].
     grouped = lax.stop_gradient(query).astype(jnp.float32)
-    grouped = grouped.reshape(*query.shape[:-2], num_heads, -1, size).sum(-2)
-    products = jnp.einsum("...tkh,...nkh->...tkn", grouped, means)
+    # A NaN in one head must not change the choice of the others.
+    grouped = jnp.where(jnp.isfinite(grouped), grouped, 0.0)
+    grouped = grouped.reshape(*batch, queries, num_heads, group, size).sum(-2)
+    grouped = jnp.moveaxis(grouped, -3, 0)
 
-    # A query's own block comes first; later blocks are hidden.
-    row = lax.broadcasted_iota(jnp.int32, products.shape, products.ndim - 3)
-    first = jnp.asarray(query_offset, jnp.int32)
-    first = jnp.broadcast_to(first, query.shape[:-3])[..., None, None, None]
-    own = (row + first) // block
-    blocks = lax.broadcasted_iota(jnp.int32, products.shape, products.ndim - 1)
-    is_earlier = blocks < own
-    own_or_later = jnp.where(blocks == own, jnp.inf, -jnp.inf)
-    products = jnp.where(is_earlier, products, own_or_later)
-    best, chosen = lax.top_k(products, min(count, number))
+    rows = jnp.arange(queries, dtype=jnp.int32)
+    first = jnp.broadcast_to(query_offset, tuple(batch))[..., None, None]
+
+    def choose(query_and_row: tuple[Array, Array]) -> Array:
+        """Returns the blocks of one query, [B..., K, count]; -1 is no block."""
+        query, row = query_and_row
+        products = jnp.einsum("...kh,...nkh->...kn", query, means)
+        # A block with NaN comes first: it must not be dropped in silence.
+        largest = jnp.finfo(jnp.float32).max
+        products = jnp.where(products < largest, products, largest)
+        # Only the query's own block comes before it; later blocks are hidden.
+        own = (row + first) // block
+        blocks = lax.broadcasted_iota(jnp.int32, products.shape, products.ndim - 1)
+        is_earlier = (blocks < own) & (blocks * block < keys)
+        own_or_later = jnp.where(blocks == own, jnp.inf, -jnp.inf)
+        _, chosen = lax.top_k(jnp.where(is_earlier, products, own_or_later), count)
+        return jnp.where(chosen <= own, chosen, -1)
+
+    # Few enough queries at a time for the memory, if all sizes are known.
+    products_of_query = math.prod((*batch, num_heads, number))
+    if isinstance(products_of_query * queries, int):
+        height = max(1, MOST_PRODUCTS // max(1, products_of_query))
+        chosen = lax.map(choose, (grouped, rows), batch_size=height)
+    else:
+        chosen = jax.vmap(choose)((grouped, rows))
+    chosen = jnp.moveaxis(chosen, 0, -3)
 
     # The keys in the chosen blocks, [B..., T, K, count * block]; -1 is no key.
     begin = chosen[..., None] * block
     steps = lax.broadcasted_iota(jnp.int32, (*chosen.shape, block), chosen.ndim)
     indices = begin + steps
-    exists = (best[..., None] > -jnp.inf) & (indices < keys)
+    exists = (begin >= 0) & (indices < keys)
     indices = jnp.where(exists, indices, -1)
     indices = lax.collapse(indices, indices.ndim - 2)
     return {"mask": CausalMask(), "key_indices": indices}
