@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import close
+from cases import close, compiled_for, forget_programs
+from kernels import abstract, as_if_cudnn_were_here, lowered
 from test_user_functions import ARRAYS, jvp_rule, loss_of, vjp_rule
 
-from flax_mha import dot_product_attention
+from flax_mha import FunctionMask, dot_product_attention
 
 # JAX 0.10 has these flags too, but cannot map a name over an axis with them.
 IS_NEW = jax.__version_info__ >= (0, 12)
@@ -78,3 +79,59 @@ def test_rules_of_custom_derivatives_are_compared(flag, rule, implementation):
     finally:
         jax.config.update(flag, False)
     close(second, 3 * first)
+
+
+@pytest.mark.skipif(not IS_NEW, reason="needs JAX 0.12")
+@pytest.mark.parametrize("implementation", [None, "cudnn", "splash"])
+def test_gradients_by_kernels_are_lowered_with_custom_vjp3(implementation, monkeypatch):
+    """The kernels' own `custom_vjp` then is an operation that JAX expands first."""
+    platform = {"splash": "tpu"}.get(implementation, "cuda")
+    compiled_for(monkeypatch, {"cuda": "gpu"}.get(platform, platform))
+    as_if_cudnn_were_here(monkeypatch)
+    forget_programs()
+    jax.config.update("jax_custom_vjp3", True)
+    try:
+        program = lowered(
+            abstract(256, 256, h=64),
+            platform=platform,
+            is_causal=True,
+            key_value_seq_lengths=np.int32([3, 256]),
+            implementation=implementation,
+        )
+    finally:
+        jax.config.update("jax_custom_vjp3", False)
+        forget_programs()
+    assert "tpu_custom_call" in program or "cudnn" in program
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_user_functions_may_use_nonzero(implementation):
+    """In JAX 0.12, it is an operation that JAX expands before it compiles."""
+    is_even = jnp.arange(8) % 2 == 0
+
+    def visible(b, h, q_idx, kv_idx):
+        [even] = jnp.nonzero(is_even, size=4)
+        return even[kv_idx % 4] <= q_idx
+
+    def raised(score, b, h, q_idx, kv_idx):
+        [far] = jnp.nonzero(jnp.arange(8) > kv_idx % 3, size=8)
+        return score + far[q_idx % 8].astype(score.dtype)
+
+    def gradient(arguments):
+        def loss(x):
+            return attend(jnp.sin(x), x, x, **arguments).sum()
+
+        return jax.grad(loss)(x)
+
+    attend = functools.partial(dot_product_attention, implementation=implementation)
+    x = np.random.default_rng(0).standard_normal((1, 20, 2, 8)).astype(np.float32)
+    query = np.arange(20)[:, None]
+    key = np.arange(20)[None]
+    far = query % 8 + key % 3 + 1
+    want = {
+        "mask": key % 4 * 2 <= query,
+        "bias": np.where(far < 8, far, 0).astype(np.float32),
+    }
+    close(
+        gradient({"mask": FunctionMask(visible), "score_mod": raised}), gradient(want)
+    )

@@ -8,6 +8,7 @@ as arguments is a `Body`.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
@@ -22,6 +23,18 @@ Body = Jaxpr
 def as_function(program: Program) -> Callable[..., list[Array]]:
     """Returns a function that evaluates `program` and returns its results as a list."""
     return jaxpr_as_fun(program)
+
+
+def traced(function: Callable, *arguments: Any) -> Program:
+    """Traces a function to a program that an operation may keep as a parameter.
+
+    JAX 0.12 refuses a parameter that holds operations which it expands before it
+    compiles, such as `jnp.nonzero`, and `custom_vjp` with its flag jax_custom_vjp3.
+    """
+    program = jax.make_jaxpr(function)(*arguments)
+    if getattr(program, "is_high", False) and hasattr(partial_eval, "lower_jaxpr2"):
+        return partial_eval.lower_jaxpr2(program)
+    return program
 
 
 def with_outputs(program: Program, wanted: Sequence[bool]) -> Program:

@@ -17,7 +17,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import Operands, Result
-from flax_mha._src.core.jaxprs import Program, as_function, equations, with_outputs
+from flax_mha._src.core.jaxprs import (
+    Program,
+    as_function,
+    equations,
+    traced,
+    with_outputs,
+)
 from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.engines.kernels.lower_for_platform import compile_for
 from flax_mha._src.math.derivatives import (
@@ -49,7 +55,7 @@ def with_derivatives(
     def run_kernel(*leaves: Array) -> list[Array]:
         return jax.tree.leaves(kernel(jax.tree.unflatten(structure, leaves)))
 
-    program = jax.make_jaxpr(run_kernel)(*leaves)
+    program = traced(run_kernel, *leaves)
     count = len(program.out_avals)  # one less if the kernel returns no log-sum-exp
 
     def run_portable(*leaves: Array) -> list[Array]:
@@ -124,7 +130,7 @@ class _ForwardPass(NamedTuple):
             structures.append(structure)
             return [*results, *residuals]
 
-        program = jax.make_jaxpr(forward)(*arguments)
+        program = traced(forward, *arguments)
         count = len(program.out_avals)
 
         # Keep the results, and the residuals whose computation runs the kernel.
@@ -258,7 +264,7 @@ def _tangent(
             kernel_gradient = jax.tree.unflatten(saved.pull, both[:num_saved])
             return list(kernel_gradient(list(both[num_saved:])))
 
-        program = jax.make_jaxpr(pull)(*residuals[num_leaves:], *cotangents)
+        program = traced(pull, *residuals[num_leaves:], *cotangents)
 
         def run(*arguments: Any) -> Sequence[Array]:
             return functions.run(program, arguments[num_leaves:])

@@ -19,7 +19,7 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import Operands
-from flax_mha._src.core.jaxprs import Program, as_function
+from flax_mha._src.core.jaxprs import Program, as_function, traced
 
 Attend = Callable[[Operands], Array]
 
@@ -63,7 +63,7 @@ def _types(*_: Any, jaxpr: Program, name: str) -> list[Any]:
 
 
 def _batched(arguments: Any, axes: Any, *, jaxpr: Program, name: str) -> Any:
-    program = jax.make_jaxpr(jax.vmap(as_function(jaxpr), axes))(*arguments)
+    program = traced(jax.vmap(as_function(jaxpr), axes), *arguments)
     results = _compiled_for_p.bind(*arguments, jaxpr=program, name=name)
     return results, [0] * len(results)
 
