@@ -14,8 +14,6 @@ from flax_mha._src.call.arguments import check_inputs
 from flax_mha._src.core.validation import broadcastable, int32, int_at_least
 from flax_mha._src.masks import CausalMask
 
-MOST_PRODUCTS = 2**22  # products of queries and blocks that are in memory at a time
-
 
 def top_blocks(
     query: Float[Array, "*B T N H"],
@@ -61,8 +59,8 @@ def top_blocks(
     block = int_at_least("block", block, 1)
     count = int_at_least("count", count, 1)
     query, key, _, _ = check_inputs(query, key, key, any_dtypes=True)
-    query_offset = int32("query_offset", query_offset)
-    broadcastable("query_offset", query_offset, query.shape[:-3], "[batch...]")
+    offset = int32("query_offset", query_offset)
+    broadcastable("query_offset", offset, query.shape[:-3], "[batch...]")
 
     *batch, keys, num_heads, size = key.shape
     queries = query.shape[-3]
@@ -93,7 +91,8 @@ def top_blocks(
     grouped = jnp.moveaxis(grouped, -3, 0)
 
     rows = jnp.arange(queries, dtype=jnp.int32)
-    first = jnp.broadcast_to(query_offset, tuple(batch))[..., None, None]
+    first = jnp.asarray(query_offset, jnp.int32)
+    first = jnp.broadcast_to(first, tuple(batch))[..., None, None]
 
     def choose(query_and_row: tuple[Array, Array]) -> Array:
         """Returns the blocks of one query, [B..., K, count]; -1 is no block."""
@@ -110,10 +109,10 @@ def top_blocks(
         _, chosen = lax.top_k(jnp.where(is_earlier, products, own_or_later), count)
         return jnp.where(chosen <= own, chosen, -1)
 
-    # Few enough queries at a time for the memory, if all sizes are known.
+    # If all sizes are known, as many queries at a time as have 2**22 products (16 MiB).
     products_of_query = math.prod((*batch, num_heads, number))
     if isinstance(products_of_query * queries, int):
-        height = max(1, MOST_PRODUCTS // max(1, products_of_query))
+        height = max(1, 2**22 // max(1, products_of_query))
         chosen = lax.map(choose, (grouped, rows), batch_size=height)
     else:
         chosen = jax.vmap(choose)((grouped, rows))
