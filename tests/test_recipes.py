@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from cases import close, refused
+from cases import close, nothing_is_compiled, refused
 from marks import Refusals
 from test_meanings import dropped
 
@@ -197,6 +197,10 @@ RECIPES = {
         lambda: recipes.sliding_window(9), CAUSAL & (column >= row - 9)
     ),
     "prefix-LM": Recipe(lambda: recipes.prefix_lm(20), CAUSAL | (column < 20)),
+    "prefix-LM of each sequence": Recipe(
+        lambda: recipes.prefix_lm([20, 0]),
+        CAUSAL | (column < np.array([20, 0])[:, None, None, None]),
+    ),
     "image spans": Recipe(
         lambda: recipes.image_spans(SPANS[:, :50]), CAUSAL | SAME_SPAN
     ),
@@ -295,6 +299,7 @@ pytestmark = pytest.mark.usefixtures("small_tiles")
 
 # Of each recipe with several options, one case is a core test.
 SIBLINGS = (
+    "prefix-LM",
     "T5 bias",
     "T5 bias as a module",
     "relative terms",
@@ -344,6 +349,27 @@ def test_recipe_equals_its_dense_formula(name, implementation, rate):
             want_grads.append(gradient_of_learned(name, d_added))
     got_grads = [grads[name] for name in INPUTS]
     close((output, got_grads, d_learned), (want, want_grads))
+
+
+@pytest.mark.parametrize("lengths", [(5, 21), ([5, 0], [60, 21])])
+def test_another_prefix_compiles_nothing(lengths):
+    first, second = lengths
+    dot_product_attention(**INPUTS, **recipes.prefix_lm(first))
+    with nothing_is_compiled():
+        dot_product_attention(**INPUTS, **recipes.prefix_lm(second))
+
+
+def test_a_prefix_may_be_traced_and_stays_known_if_it_is():
+    want = dot_product_attention(**INPUTS, **recipes.prefix_lm(20))
+
+    @jax.jit
+    def attend(inputs, length):
+        # Equal only if both lengths are known.
+        assert recipes.prefix_lm(20)["mask"] == recipes.prefix_lm(20)["mask"]
+        return dot_product_attention(**inputs, **recipes.prefix_lm(length))
+
+    for length in (20, np.full(B, 20)):
+        close(attend(INPUTS, length), want)
 
 
 def doubled(score, *place):
@@ -423,6 +449,15 @@ refuses(r"got \(2, 3\) and \(3,\)", recipes.tree_causal, np.full((2, 3), -1), [1
 refuses("parents must have an integer dtype", recipes.tree_causal, [0.0])
 refuses("num_heads must be an int >= 1, but got 0", recipes.alibi, 0)
 refuses("length must have an integer dtype, but got float64", recipes.prefix_lm, 2.5)
+refuses(
+    r"length must be an int or have shape \[B\], but got \(2, 1\)",
+    recipes.prefix_lm,
+    [[1], [2]],
+)
+refuses(
+    "was created for 3 batch entries, but the call has 2",
+    lambda: dot_product_attention(**INPUTS, **recipes.prefix_lm([1, 2, 3])),
+)
 refuses("ids must have an integer dtype", recipes.image_spans, [0.5])
 refuses(
     r"ids must have shape \[S\] or \[B, S\], not empty, but got \(\)",

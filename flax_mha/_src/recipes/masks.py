@@ -21,7 +21,6 @@ from flax_mha._src.core.validation import (
     ids_int32,
     int32,
     int_at_least,
-    is_int,
 )
 from flax_mha._src.masks import CausalMask, FunctionMask, LocalMask, SegmentMask
 
@@ -59,18 +58,38 @@ def sliding_window(width: int) -> dict[str, Any]:
     return {"mask": LocalMask(width, 0)}
 
 
-def prefix_lm(length: int | Int[Array, ""]) -> dict[str, Any]:
+def prefix_lm(length: int | Int[Array, "*B"]) -> dict[str, Any]:
     """Lets the first `length` tokens attend to each other; causal after them. Raffel et
     al., T5, arXiv:1910.10683.
 
     While decoding, the first call must contain the whole prefix.
+
+    Args:
+      length: An int, or int [B] with a length for each sequence. A different length
+        does not compile the attention again.
+
+    Raises:
+      ValueError: If `length` is not an integer or integers [B]; in the attention, if
+        the batch does not have B sequences.
     """
     # Check the argument.
-    if not is_int(length):
-        length = int32("length", length)
+    length = int32("length", length)
+    if length.ndim > 1:
+        raise ValueError(
+            f"length must be an int or have shape [B], but got {length.shape}."
+        )
+    sizes = {}
+    if length.ndim:
+        sizes["b"] = length.shape[0]
 
+    # An array, because another number would compile again. Inside `jit`, a known length
+    # stays known, so that tiles can be skipped without evaluating the mask in each run.
+    with jax.ensure_compile_time_eval():
+        lengths = jnp.asarray(length)
+
+    @made_for(**sizes)
     def in_prefix(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return kv_idx < length
+        return kv_idx < (lengths[b] if lengths.ndim else lengths)
 
     # The causal default of decoding would hide the rest of the prefix.
     return {"mask": CausalMask() | FunctionMask(in_prefix), "is_causal": False}
