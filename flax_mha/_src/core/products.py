@@ -10,9 +10,11 @@ them.
 """
 
 import functools
+import os
+import threading
 from collections.abc import Callable
 from operator import attrgetter, is_
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,35 +38,101 @@ _in_lax = [(vars(lax), name) for name in _of_lax]
 _in_numpy = [(vars(jnp), name) for name in _of_numpy]
 # Older versions of JAX lack some.
 _PLACES = [(module, name) for module, name in _in_lax + _in_numpy if name in module]
-# What these names stood for when this file was imported, and the code of those that are
-# Python functions.
-_PRODUCTS = [module[name] for module, name in _PLACES]
-_IN_PYTHON = [product for product in _PRODUCTS if hasattr(product, "__code__")]
+_JITTED = type(jax.jit(lambda: None))
+# The folder with JAX's code; tools leave this function alone.
+_FOLDER = os.path.dirname(jax.eval_shape.__code__.co_filename)
 _get_code = attrgetter("__code__")
-_CODES = [_get_code(product) for product in _IN_PYTHON]
+
+
+class _OfJAX(NamedTuple):
+    """JAX's own products, and the code of those that are Python functions."""
+
+    products: list[Any]
+    in_python: list[Any]
+    codes: list[Any]
+
+
+# Not read on import, because a tool may have replaced the products then.
+_of_jax: _OfJAX | None = None
+
+
+class _Trace(threading.local):
+    """Whether the current trace of a thread has met replaced products."""
+
+    met_tool = False
+
+
+_trace = _Trace()
+
+
+class _MetToolError(Exception):
+    """Makes JAX forget a trace."""
 
 
 def products_are_replaced() -> bool:
     """Returns whether a tool has replaced a matrix product or convolution of `jax.lax`
     or `jax.numpy`.
     """
-    # Every call asks, so the loops are those of `map`.
-    have_same_code = all(map(is_, map(_get_code, _IN_PYTHON), _CODES))
+    global _of_jax
     products = [module[name] for module, name in _PLACES]
-    are_same_products = all(map(is_, products, _PRODUCTS))
-    return not (have_same_code and are_same_products)
+    # Every call asks, so the loops are those of `map`.
+    if _of_jax is not None:
+        have_same_code = all(map(is_, map(_get_code, _of_jax.in_python), _of_jax.codes))
+        if have_same_code and all(map(is_, products, _of_jax.products)):
+            return False
+    elif all(map(_is_of_jax, [name for _, name in _PLACES], products)):
+        in_python = [product for product in products if hasattr(product, "__code__")]
+        _of_jax = _OfJAX(products, in_python, list(map(_get_code, in_python)))
+        return False
+    _trace.met_tool = True
+    return True
+
+
+def _is_of_jax(name: str, product: Any) -> bool:
+    """Returns whether a product is the function of this name in JAX, with JAX's code.
+
+    A tool may give its function the name and the module of JAX's, but not the code.
+    """
+    if isinstance(product, _JITTED):
+        product = product.__wrapped__  # type: ignore[attr-defined]
+    code = getattr(product, "__code__", None)
+    if code is None or getattr(product, "__name__", None) != name:
+        return False
+    return code.co_filename.startswith(_FOLDER)
 
 
 def jit_products(function: Callable[P, T], **options: Any) -> Callable[P, T]:
     """Returns `jax.jit(function, **options)`, but traces `function` in every call while
     `products_are_replaced`.
     """
-    compiled = jax.jit(function, **options)
+
+    @functools.wraps(function)
+    def trace(*arguments: P.args, **keywords: P.kwargs) -> T:
+        """Raises an error instead of returning a program with a tool's products: a tool
+        in another thread may replace them at any time.
+        """
+        met_before = _trace.met_tool
+        _trace.met_tool = False
+        try:
+            products_are_replaced()
+            result = function(*arguments, **keywords)
+            products_are_replaced()
+            if _trace.met_tool:
+                raise _MetToolError
+            return result
+        finally:
+            # A trace around this one has met the same tool.
+            _trace.met_tool |= met_before
+
+    compiled = jax.jit(trace, **options)
 
     @functools.wraps(function)
     def call(*arguments: P.args, **keywords: P.kwargs) -> T:
         if not products_are_replaced():
-            return compiled(*arguments, **keywords)
+            try:
+                return compiled(*arguments, **keywords)
+            except _MetToolError:
+                pass
         if being_traced():
             return function(*arguments, **keywords)
         # JAX forgets the program of a function that is gone. It would keep the loops of
