@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 from typing import NamedTuple
+from unittest import mock
 
 import cases
 import jax
@@ -27,6 +28,7 @@ from kernels import call, explained, normal
 from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation, masks
+from flax_mha._src.core import validation
 from flax_mha._src.engines.kernels import cudnn
 from flax_mha.cache import KVCache, cached_attention
 
@@ -41,6 +43,7 @@ CUDNN_CALLS = [
     for x in ("", "Backward")
 ]
 IDS = jnp.zeros((B, T), jnp.int32)
+COMPILES = cudnn.failure  # which `as_if_cudnn_were_here` replaces
 
 
 @pytest.fixture
@@ -277,6 +280,40 @@ def test_a_kernel_that_does_not_compile_has_no_plan():
     [reason] = cudnn.failure(kernel)
     assert reason.startswith("cuDNN has no execution plan for this call (")
     assert REMEDY.search(reason)
+
+
+class OutOfMemory:
+    """A function to compile, while another program holds the GPU's memory."""
+
+    def lower(self, *arguments):
+        return self
+
+    def compile(self):
+        raise RuntimeError("INTERNAL: no plan:\nRESOURCE_EXHAUSTED: 2 GiB")
+
+
+@pytest.mark.core
+def test_a_kernel_that_fails_for_a_passing_reason_is_tried_again(monkeypatch):
+    compiled_for(monkeypatch, "gpu")
+    kernels.as_if_cudnn_were_here(monkeypatch)
+    monkeypatch.setattr(cudnn, "failure", COMPILES)
+    validation.warn_once.cache_clear()
+
+    def chosen():
+        return explained(inputs(), is_causal=True).chosen
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cudnn.jax, "jit", lambda function: OutOfMemory())
+        with pytest.warns(UserWarning, match="RESOURCE_EXHAUSTED.*jax.clear_caches"):
+            assert chosen() == "xla"
+        # It warns once.
+        assert chosen() == "xla"
+        [reason] = explained(inputs(), is_causal=True).refusals["cudnn"]
+        assert REMEDY.search(reason)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cudnn.jax, "jit", lambda function: mock.MagicMock())
+        assert chosen() == "cudnn"
 
 
 # Around the kernel --------------------------------------------------------------------

@@ -6,8 +6,10 @@ values are not checked. Lengths, positions and ids of any integer dtype become i
 never with a silent change of their meaning.
 """
 
+import functools
 import math
 import numbers
+import warnings
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -24,6 +26,14 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 LARGEST = 2**31 - 1
 SMALLEST = -(2**31)
 MASK = "a boolean array or a mask object such as CausalMask()"
+
+
+@functools.lru_cache(maxsize=256)
+def warn_once(text: str) -> None:
+    """Warns of a call that works, but not as its author may expect; once in a process,
+    whatever Python's filters say.
+    """
+    warnings.warn(f"flax_mha: {text}", stacklevel=2)
 
 
 class Shape(NamedTuple):

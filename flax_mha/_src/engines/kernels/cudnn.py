@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha._src.call.operands import Call, Operands, Result
 from flax_mha._src.core.tracing import varying_alike
+from flax_mha._src.core.validation import warn_once
 from flax_mha._src.engines.engine import (
     EMPTY,
     Engine,
@@ -36,6 +37,9 @@ DTYPES_OF_BIAS = (jnp.bfloat16,)
 # Lengths are padded to a multiple of this: backward plans fail for odd lengths, and
 # returned NaN for odd multiples of 64 (pytorch/pytorch#196678).
 SIDE = 128
+
+# Errors of XLA that do not depend on the kernel alone.
+PASSING = re.compile("RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED")
 
 # The most scores with a bias, 512 MiB: it is copied for every batch entry and head,
 # because `jax.nn` supports no other bias under `jax.vmap`.
@@ -222,7 +226,17 @@ def refusals(call: Call) -> list[str]:
         )
     if reasons or target.assumed:
         return reasons
-    return failure(_kernel(call, mask))
+    try:
+        return failure(_kernel(call, mask))
+    except PassingError as error:
+        reason, status = error.args
+        # Without the reason, in which numbers of bytes differ.
+        warn_once(
+            f"cuDNN could not compile a kernel ({status}), so another implementation "
+            "is used; programs that are compiled now keep it. To try again in a "
+            "program that is already compiled, call jax.clear_caches()."
+        )
+        return [reason]
 
 
 def _refusals_of_bias(call: Call) -> list[str]:
@@ -264,10 +278,20 @@ def _refusals_of_bias(call: Call) -> list[str]:
     return reasons
 
 
+class PassingError(Exception):
+    """The kernel did not compile, but may compile later. Holds the reason against the
+    kernel, and XLA's status.
+    """
+
+
+# A PassingError is not cached, so the next call tries again.
 @functools.lru_cache(maxsize=1024)
 def failure(kernel: Kernel) -> list[str]:
     """Compiles the kernel, forward and backward; returns a list with cuDNN's error if
     that fails, else [].
+
+    Raises:
+      PassingError: If it fails for a reason that may be gone later.
     """
     batch, rows, num_heads, _ = kernel.query
     columns = kernel.key[1]
@@ -297,6 +321,13 @@ def failure(kernel: Kernel) -> list[str]:
         jax.jit(both).lower(query, key, key, bias, lengths).compile()
     except Exception as error:  # any error means that the kernel cannot run
         what = str(error).strip().splitlines()[0]
+        status = PASSING.search(str(error))
+        if status:
+            raise PassingError(
+                f"cuDNN could not compile its kernel for this call ({what}): run it "
+                "again when the device has free memory and responds",
+                status[0],
+            ) from error
         return [
             f"cuDNN has no execution plan for this call ({what}): use different "
             "shapes, or a different version of jax or cuDNN"
