@@ -316,6 +316,44 @@ def test_a_kernel_that_fails_for_a_passing_reason_is_tried_again(monkeypatch):
         assert chosen() == "cudnn"
 
 
+# Several devices, by plain `jit`: the sharding is not known.
+UNKNOWN = {
+    "bias": ({"bias": bias_of(1, N, T, T)}, "does not compute this call.*with a bias"),
+    "lengths": (KEY_LENGTHS, "on copies of its arrays"),
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", with_core(UNKNOWN, "bias"))
+def test_an_unknown_sharding_that_costs_time_is_a_warning(name, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    validation.warn_once.cache_clear()
+    arguments, text = UNKNOWN[name]
+
+    with pytest.warns(UserWarning, match=f"{text}.*pass qkv_sharding, such as jax.P"):
+        lowered(inputs(), **arguments)
+    forget_programs()
+    # A second warning would be an error.
+    lowered(inputs(), **arguments)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_nothing_is_said_if_a_sharding_would_not_help(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    validation.warn_once.cache_clear()
+    bias = UNKNOWN["bias"][0]
+
+    # Nothing is masked, the sharding is known, or a kernel would not run in any case.
+    assert "__cudnn" in lowered(inputs())
+    assert "__cudnn" in lowered(inputs(), qkv_sharding=jax.P(), **bias)
+    lowered(inputs(t=1), key_value_seq_lengths=jnp.array([200, 0]))
+    lowered(inputs(), logits_soft_cap=2.0, **bias)
+    explained(inputs(), **bias)
+    # On CPUs, XLA splits what we compute.
+    compiled_for(monkeypatch, "cpu")
+    lowered(inputs(), **bias)
+
+
 # Around the kernel --------------------------------------------------------------------
 
 # The others have these arguments together with lengths, or with more queries than keys.
@@ -359,6 +397,7 @@ def test_our_semantics_around_the_kernel(name, devices, monkeypatch):
     visible places.
     """
     monkeypatch.setattr(jax, "device_count", lambda: devices)
+    monkeypatch.setattr(cudnn, "warn_once", lambda text: None)
     kernels.compute_for_cudnn(monkeypatch)
     shapes, arguments = FUSED[name]
     ours = jax.jit(with_gradients("cudnn", **arguments))

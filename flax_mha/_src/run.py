@@ -29,7 +29,12 @@ from flax_mha._src.call.operands import (
     Result,
 )
 from flax_mha._src.core.products import jit_products
-from flax_mha._src.core.tracing import being_traced
+from flax_mha._src.core.tracing import (
+    EXAMPLES_OF_SHARDING,
+    NEEDS_SHARDING,
+    being_traced,
+)
+from flax_mha._src.core.validation import warn_once
 from flax_mha._src.distributed import ring, split
 from flax_mha._src.distributed.exchange import allgather, ulysses
 from flax_mha._src.engines.engine import Engine
@@ -114,6 +119,7 @@ def on_device(call: Call, implementation: str | None = None) -> Result:
     if implementation is None:
         name = choose(call)
         call_on_cpu = _on_cpu(call, name)
+        _warn_of_unknown_sharding(call, name)
     else:
         name = implementation
         _check_supported(name, refusals(name, call))
@@ -181,6 +187,25 @@ def choose(call: Call) -> str:
     if plans.prefers_dense(call):
         return "xla"
     return PORTABLE
+
+
+def _warn_of_unknown_sharding(call: Call, chosen: str) -> None:
+    """Warns if a fused kernel is not chosen for the only reason that the sharding of
+    the arrays is not known.
+    """
+    target = call.options.target
+    kernels = PREFERRED.get(target.platform, ())
+    if not target.may_be_split or chosen in kernels:
+        return
+    if call.operands.key_indices is not None or plans.is_memory_bound(call):
+        return  # no kernel would be chosen
+    for name in kernels:
+        reasons = refusals(name, call)
+        if all(NEEDS_SHARDING in reason for reason in reasons):
+            warn_once(
+                f'"{name}" does not compute this call, but "{chosen}": '
+                f"{'; '.join(reasons)}{EXAMPLES_OF_SHARDING}"
+            )
 
 
 def refusals(name: str, call: Call, in_ring: bool = False) -> list[str]:

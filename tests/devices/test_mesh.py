@@ -17,6 +17,7 @@ from marks import core
 from meshes import context, floats, gradients, mesh_of, put
 
 from flax_mha import dot_product_attention, explain_implementation
+from flax_mha._src.core import validation
 from flax_mha.cache import KVCache, cached_attention
 from flax_mha.masks import CausalMask, FunctionMask
 
@@ -317,7 +318,15 @@ def test_kernels_run_in_every_part(monkeypatch):
 
 def test_no_kernel_runs_if_the_split_is_unknown(monkeypatch):
     compiled_for(monkeypatch, "tpu")
-    assert kernels_on_a_tpu(None, mesh_of("auto")) == [0, 0]
+    validation.warn_once.cache_clear()
+
+    # It warns once, for the forward pass.
+    with pytest.warns(
+        UserWarning, match='"splash" does not.*pass qkv_sharding'
+    ) as warnings:
+        assert kernels_on_a_tpu(None, mesh_of("auto")) == [0, 0]
+
+    assert len(warnings) == 1
 
 
 @pytest.mark.core

@@ -22,6 +22,10 @@ Platform = typing.Literal["cpu", "cuda", "gpu", "tpu"]
 # JAX's name of each.
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}
 
+# The end of reasons against kernels, and what warnings add to the remedy.
+NEEDS_SHARDING = "it needs to know how its arrays are sharded: pass qkv_sharding"
+EXAMPLES_OF_SHARDING = ', such as jax.P("data"), or jax.P() if nothing is split'
+
 
 class Target(NamedTuple):
     """The kind of devices for which a call is compiled, and whether there may be
@@ -116,10 +120,7 @@ def reasons_against_kernel(target: Target) -> list[str]:
     """
     reasons = []
     if target.may_be_split:
-        reasons.append(
-            "on multiple devices, it needs to know how its arrays are sharded: pass "
-            "qkv_sharding"
-        )
+        reasons.append(f"on multiple devices, {NEEDS_SHARDING}")
     axes = manual_axes()
     if axes and jax.typeof(lax.axis_index(axes)).manual_axis_type.varying:
         reasons.append(

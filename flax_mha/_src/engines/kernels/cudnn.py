@@ -19,7 +19,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.call.operands import Call, Operands, Result
-from flax_mha._src.core.tracing import varying_alike
+from flax_mha._src.core.tracing import (
+    EXAMPLES_OF_SHARDING,
+    NEEDS_SHARDING,
+    varying_alike,
+)
 from flax_mha._src.core.validation import warn_once
 from flax_mha._src.engines.engine import (
     EMPTY,
@@ -271,10 +275,7 @@ def _refusals_of_bias(call: Call) -> list[str]:
             "smaller batches, or lengths and windows if it only masks"
         )
     if options.target.may_be_split:
-        reasons.append(
-            "with a bias, it needs to know how its arrays are sharded: pass "
-            "qkv_sharding"
-        )
+        reasons.append(f"with a bias, {NEEDS_SHARDING}")
     return reasons
 
 
@@ -414,6 +415,10 @@ class CuDNN(Engine):
             [output] = _padded(kernel, arrays, None)
         elif options.target.may_be_split:
             # No `lax.cond`: devices might take different branches.
+            warn_once(
+                '"cudnn" masks this call on copies of its arrays: to mask without '
+                f"copies, {NEEDS_SHARDING}{EXAMPLES_OF_SHARDING}"
+            )
             output = guarded.on_guarded(Masked(kernel), arrays, mask)
         else:
             arrays, mask = varying_alike((arrays, mask))
