@@ -5,6 +5,10 @@ In a cell all peers do the same work in the same process. After a warm-up they t
 turns (A B C, A B C, ...), so that what slows the machine down slows all of them; each
 gets the median of its turns, and their spread: the distance between the quartiles in
 percent of the median. A peer that cannot take part is shown with the reason.
+
+The JSON also has the spread of the medians of eighths of the turns, `median_spread`: a
+turn may vary a lot, although many of them have a reliable median. `--spread` takes
+turns until this is small enough.
 """
 
 import argparse
@@ -39,11 +43,15 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from train_demo.run_folder import write_atomically
+
 Row = dict[str, Any]
 # Seconds before each turn: a thread pool that hopes for more work keeps the cores busy
 # for a while.
 PAUSE = 0.01
 TURN = 0.02  # seconds that a turn lasts at least: short calls are repeated
+EIGHTHS = 8
+FEWEST_TURNS = 3 * EIGHTHS  # for a spread of medians
 ON_CPU = jax.default_backend() == "cpu"
 
 
@@ -78,6 +86,15 @@ def arguments(question: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--rounds", type=int, help="of turns in a cell, instead of --seconds"
+    )
+    parser.add_argument(
+        "--spread",
+        type=float,
+        help="end a cell before its --seconds if the medians of all peers vary by less "
+        "than this, in %%",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="measure only what OUT.json lacks"
     )
     parser.add_argument(
         "--memory",
@@ -175,7 +192,7 @@ def compare(
     turns: dict[str, list[float]] = {name: [] for name in ready}
     start = time.perf_counter()
     rounds = 0
-    while ready and not _enough(rounds, time.perf_counter() - start, options):
+    while ready and not _enough(turns, time.perf_counter() - start, options):
         say(f"round {rounds + 1}")
         for name, peer in ready.items():
             seconds = seconds_of(peer, repeats[name])
@@ -209,11 +226,22 @@ def seconds_of(peer: Ready, repeats: int = 1) -> float:
 def summary(seconds: Sequence[float]) -> Row:
     """Median and spread."""
     low, median, high = np.percentile(seconds, (25, 50, 75))
-    return {
+    row = {
         "ms": 1e3 * median,
         "spread": 100 * (high - low) / median,
         "rounds": len(seconds),
     }
+    if len(seconds) >= FEWEST_TURNS:
+        row["median_spread"] = median_spread(seconds)
+    return row
+
+
+def median_spread(seconds: Sequence[float]) -> float:
+    """How much the medians of eighths of the turns vary, in %."""
+    eighths = np.array_split(np.asarray(seconds), EIGHTHS)
+    medians = [np.median(eighth) for eighth in eighths]
+    low, middle, high = np.percentile(medians, (25, 50, 75))
+    return 100 * (high - low) / middle
 
 
 def _warm_up(peer: Ready) -> int:
@@ -228,13 +256,20 @@ def _warm_up(peer: Ready) -> int:
     return max(1, round(TURN / seconds))
 
 
-def _enough(rounds: int, seconds: float, options: argparse.Namespace) -> bool:
+def _enough(
+    turns: dict[str, list[float]], seconds: float, options: argparse.Namespace
+) -> bool:
+    rounds = min(map(len, turns.values()))
     if options.rounds is not None:
         return rounds >= options.rounds
     # A median needs a few rounds, even if they take longer than wanted.
     slow = rounds > 0 and seconds / rounds > options.seconds
     fewest = 3 if slow else 5
-    return seconds >= options.seconds and rounds >= fewest
+    if seconds >= options.seconds and rounds >= fewest:
+        return True
+    if options.spread is None or rounds < FEWEST_TURNS:
+        return False
+    return all(median_spread(own) < options.spread for own in turns.values())
 
 
 def _first_line(error: Exception) -> str:
@@ -285,7 +320,7 @@ def ratios(results: dict[str, Row], peer: str, column: str) -> None:
 
 class Report:
     """What a benchmark tells: progress while it runs, JSON after every cell, and at the
-    end, or Ctrl-C, the table.
+    end, or Ctrl-C, the table. With `--resume`, cells of an earlier JSON are skipped.
 
     Args:
       title: Of the table.
@@ -299,7 +334,9 @@ class Report:
         self.title = title
         self.columns = columns
         self.out = options.out
+        self.file = self.out.with_name(f"{self.out.name}.json")
         self.rows: list[Row] = []
+        self._cell = ""
         self.console = Console()
         # In a file, rich would wrap at 80 columns.
         if not self.console.is_terminal:
@@ -311,6 +348,16 @@ class Report:
                 "spreads",
                 style="yellow",
             )
+        if options.resume and self.file.exists():
+            saved = json.loads(self.file.read_text())
+            for name in ("title", "device", "versions"):
+                now = {"title": title, **self.about}[name]
+                if saved[name] != now:
+                    raise SystemExit(
+                        f"{self.file} was measured with another {name}: {saved[name]} "
+                        f"instead of {now}; choose another --out"
+                    )
+            self.rows = saved["rows"]
 
     def __enter__(self) -> "Report":
         self._progress = Progress(
@@ -332,17 +379,19 @@ class Report:
         if kind is None or stopped:
             self.show()
             how = "stopped early" if stopped else "complete"
-            self.console.print(f"{how}, {self.out}.json", soft_wrap=True)
+            self.console.print(f"{how}, {self.file}", soft_wrap=True)
         # True: Ctrl-C is no error.
         return stopped
 
     def each(self, cells: Sequence[Any]) -> Iterator[Any]:
         """The cells, one after the other."""
         self._task = self._progress.add_task("", total=len(cells))
+        measured = {row.get("cell") for row in self.rows}
         for cell in cells:
             words = cell if isinstance(cell, tuple) else (cell,)
             self._cell = " ".join(map(str, words))
-            yield cell
+            if self._cell not in measured:
+                yield cell
             self._progress.advance(self._task)
 
     def say(self, text: str) -> None:
@@ -352,12 +401,13 @@ class Report:
     def add(self, facts: Row, results: dict[str, Row]) -> None:
         """A cell's results; all its rows share `facts`."""
         for name, result in results.items():
-            self.rows.append(facts | {"implementation": name} | result)
-        # Written after each cell, so that a run that is stopped loses only one.
-        self.out.parent.mkdir(parents=True, exist_ok=True)
+            row = facts | {"cell": self._cell, "implementation": name}
+            self.rows.append(row | result)
+        # Written after each cell, so that a run that is stopped loses only one; whole,
+        # even if it is killed while it writes.
+        self.file.parent.mkdir(parents=True, exist_ok=True)
         content = {"title": self.title, **self.about, "rows": self.rows}
-        file = self.out.with_name(f"{self.out.name}.json")
-        file.write_text(json.dumps(content, indent=1) + "\n")
+        write_atomically(self.file, f"{json.dumps(content, indent=1)}\n".encode())
 
     def show(self) -> None:
         """Prints the table; under it who was absent everywhere, and why."""
