@@ -8,8 +8,8 @@ PyTorch.
 
 On a CPU the shapes (batch, length, heads, head size) are (8,128,8,64), (4,512,8,64),
 (1,2048,8,64), (1,8192,4,64) and (1,16384,4,64); on a GPU or TPU 16k tokens in 2048
-features, as in FlashAttention's paper. `backward` is the value and the gradients of
-query, key and value for a given cotangent.
+features, as in FlashAttention's paper, and beside PyTorch's compiled FlexAttention.
+`backward` is the value and the gradients of query, key and value for a given cotangent.
 
 Columns:
   spread      distance between the quartiles, in % of the median
@@ -29,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import flex
 import jax
 import jax.numpy as jnp
 import measure
@@ -152,6 +153,13 @@ def by_torch(cell: Cell) -> measure.Ready:
     return candidates[min(candidates)]
 
 
+def by_flex(cell: Cell) -> measure.Ready:
+    make = flex.causal if cell.mask == "causal" else flex.no_mod
+    _, length, heads, _ = cell.shape
+    case = make(length, heads)
+    return flex.theirs(case, cell.arrays(), cell.direction, cell.dtype)
+
+
 def peers(cell: Cell, memory: float) -> measure.Peers:
     def ours(name: str | None) -> measure.Ready:
         attend = functools.partial(flax_mha.dot_product_attention, implementation=name)
@@ -166,6 +174,7 @@ def peers(cell: Cell, memory: float) -> measure.Peers:
     everyone["jax.nn"] = functools.partial(theirs, None)
     if jax.default_backend() == "gpu":
         everyone["jax.nn cudnn"] = functools.partial(theirs, "cudnn")
+        everyone[flex.FLEX] = functools.partial(by_flex, cell)
     return everyone | {"torch SDPA": functools.partial(by_torch, cell)}
 
 

@@ -133,15 +133,19 @@ def ours(
     return measure.compiled(attend, *inputs, memory=memory)
 
 
-def theirs(case: Case, length: int, direction: str) -> measure.Ready:
+def theirs(
+    case: Case, arrays: list[np.ndarray], direction: str, dtype: str = "float32"
+) -> measure.Ready:
+    """`arrays` are query, key, value and cotangent, [B, T, N, H]."""
     torch, device = measure.torch_here()
     if direction == "backward" and device == "cpu":
         raise NotImplementedError("no gradient on a CPU")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # [B, N, T, H].
-    tensors = (torch.from_numpy(x.swapaxes(1, 2).copy()) for x in arrays(length))
-    *inputs, cotangent = (x.to(device) for x in tensors)
+    tensors = (torch.from_numpy(x.swapaxes(1, 2).copy()) for x in arrays)
+    *inputs, cotangent = (x.to(device, getattr(torch, dtype)) for x in tensors)
+    length = arrays[0].shape[1]
     for x in inputs:
         x.requires_grad_(direction == "backward")
     block_mask = case.mask_mod and create_block_mask(
@@ -190,7 +194,7 @@ def main() -> None:
             peers = {
                 OURS: functools.partial(ours, None, **cell, memory=options.memory),
                 DENSE: functools.partial(ours, "xla", **cell, memory=options.memory),
-                FLEX: functools.partial(theirs, **cell),
+                FLEX: functools.partial(theirs, case, arrays(length), direction),
             }
             results = measure.compare(peers, options, report.say)
             measure.ratios(results, FLEX, "to_torch")
