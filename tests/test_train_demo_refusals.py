@@ -467,7 +467,35 @@ def test_the_newest_run_is_the_default(
     with as_users_have_it():
         assert main(command) == 0
     said = capsys.readouterr()
-    assert said.err == f"Using the newest run: {Path('runs', 'new')}\n"
+    which = "newest run" if command == ["--resume"] else "newest run with a checkpoint"
+    assert said.err == f"Using the {which}: {Path('runs', 'new')}\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["sample", "--prompt", "fox", "--max-new-tokens", "2"], ["report"], ["export"]],
+)
+def test_a_newer_run_without_a_checkpoint_is_passed_over(
+    capsys, monkeypatch, run, fast, tmp_path, command
+):
+    """Such as one that diverged, or was killed before its first checkpoint or in it."""
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "runs"
+    for name, time in (("good", 1), ("diverged", 2), ("killed", 3)):
+        shutil.copytree(run.out, runs / name)
+        os.utime(runs / name / run_folder.CONFIG, (time, time))
+    shutil.rmtree(runs / "diverged" / "checkpoints")
+    shutil.rmtree(runs / "killed" / "checkpoints")
+    (runs / "killed" / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
+
+    with as_users_have_it():
+        assert main(command) == 0
+    said = capsys.readouterr().err
+    assert said == f"Using the newest run with a checkpoint: {Path('runs', 'good')}\n"
+
+    shutil.rmtree(runs / "good")
+    said = refusal(capsys, *command)
+    assert "runs contains no run with a checkpoint: train a model" in said
 
 
 COMMANDS = (

@@ -32,6 +32,7 @@ DESCRIPTION = """\
 Trains a small transformer that writes text, one character
 at a time. The default command is train. COMMAND --help
 lists the options of the other commands."""
+NEWEST = "newest run with a checkpoint"
 METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
@@ -76,7 +77,7 @@ def _train(chosen: argparse.Namespace) -> int:
     layout = Layout(**_given(chosen, Layout))
     has_runs = any(RUNS.glob(f"*/{CONFIG}"))
     if chosen.resume and chosen.data is None and has_runs:
-        out = _chosen_folder(chosen)
+        out = _chosen_folder(chosen, trained=False)
     else:
         out = chosen.out or default_folder(chosen.data)
     _keep_compiled()
@@ -129,11 +130,15 @@ def _keep_compiled() -> None:
     warnings.filterwarnings("ignore", words, UserWarning)
 
 
-def _chosen_folder(chosen: argparse.Namespace) -> Path:
+def _chosen_folder(chosen: argparse.Namespace, trained: bool = True) -> Path:
+    """Returns `--out`, or the newest run, which has a checkpoint if `trained`."""
     if chosen.out is not None:
         return chosen.out
-    out = newest(RUNS)
-    print(printable(f"Using the newest run: {out}"), file=sys.stderr)
+    out = newest(RUNS, trained)
+    which = "newest run"
+    if trained:
+        which = NEWEST
+    print(printable(f"Using the {which}: {out}"), file=sys.stderr)
     return out
 
 
@@ -234,7 +239,7 @@ def make_parser() -> Parser:
         name: str,
         function: Callable[[argparse.Namespace], int],
         explanation: str,
-        default: str = "the newest run",
+        default: str = f"the {NEWEST}",
     ) -> Parser:
         made = commands.add_parser(name, help=explanation, allow_abbrev=False)
         made.set_defaults(command=function)

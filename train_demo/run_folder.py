@@ -139,15 +139,29 @@ def _differences(
     return differing
 
 
-def newest(runs: Path) -> Path:
-    """Returns the folder of the run that was started or resumed last."""
+def newest(runs: Path, trained: bool) -> Path:
+    """Returns the folder of the run that was started or resumed last.
+
+    Args:
+      runs: The folder of runs.
+      trained: Pass over runs without a checkpoint, such as those that diverged.
+    """
     found = [path for path in runs.glob(f"*/{CONFIG}") if path.is_file()]
+    missing = "runs"
+    if found and trained:
+        found = [path for path in found if _has_checkpoint(path.parent)]
+        missing = "run with a checkpoint"
     if not found:
         raise UserError(
-            f"{runs} contains no runs: train a model with python -m train_demo, or "
-            "point --out to an existing run"
+            f"{runs} contains no {missing}: train a model with python -m train_demo, "
+            "or point --out to an existing run"
         )
     return max(found, key=lambda path: path.stat().st_mtime_ns).parent
+
+
+def _has_checkpoint(out: Path) -> bool:
+    # Orbax names a checkpoint by its step alone when it is whole.
+    return any(path.name.isdigit() for path in out.glob(f"{CHECKPOINTS}/*/"))
 
 
 def write_config(out: Path, config: Config) -> None:
