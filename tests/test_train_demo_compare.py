@@ -1,11 +1,14 @@
 """`python -m train_demo compare`: one model with several kinds of attention."""
 
+import re
+
 import jax
 import pytest
 from demo_runs import TINY, as_users_have_it, here, newest_state, refusal
 
 from train_demo import compare, metrics, run_folder
 from train_demo.__main__ import main
+from train_demo.errors import UserError
 from train_demo.settings import ATTENTIONS
 
 pytest_plugins = ["demo_fixtures"]
@@ -14,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 def cells(said):
     """The rows of the printed table, by their kind of attention."""
-    rows = [line.split() for line in said.splitlines()]
+    _, _, table = said.partition("comparison")
+    rows = [line.split() for line in table.splitlines()]
     return {row[0]: row[1:] for row in rows if row and row[0] in ATTENTIONS}
 
 
@@ -27,6 +31,14 @@ def test_a_comparison_prints_a_table_and_writes_a_report(text, tmp_path, capfd):
         *("--out", out, "--data", text, "--attention", ",".join(kinds)),
         *TINY,
     )
+
+    lines = said.splitlines()
+    for kind, line in zip(kinds, lines, strict=False):
+        assert re.fullmatch(
+            rf"{kind}: validation loss \d\.\d{{4}}, 12 steps, \d+ s", line
+        )
+    assert "comparison" in lines[len(kinds)]
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", said)
 
     rows = cells(said)
     assert list(rows) == kinds
@@ -47,6 +59,16 @@ def test_a_comparison_prints_a_table_and_writes_a_report(text, tmp_path, capfd):
     assert f"<tr><td>full</td><td>{rows['full'][0]}</td>" in page
     picture = 'alt="Validation loss of each kind over steps"'
     assert f'<img {picture} src="data:image/png;base64,iVBOR' in page
+
+
+def test_an_error_of_a_run_names_its_kind(text, tmp_path, capfd, monkeypatch):
+    def diverges(config, *rest, **options):
+        raise UserError("training diverged")
+
+    monkeypatch.setattr(compare, "run_prepared", diverges)
+    options = ["--data", text, "--out", tmp_path, "--attention", "sinks", *TINY]
+    said = refusal(capfd, "compare", *options)
+    assert "error: --attention sinks: training diverged" in said
 
 
 def test_several_processes_are_refused(text, tmp_path, capsys, monkeypatch):

@@ -180,6 +180,7 @@ def run_prepared(
     quiet: bool,
     samples: bool,
     began: float,
+    only_bar: str | None = None,
 ) -> int:
     """Trains a run that `prepare` has checked; returns the command's exit code."""
     sizes = sizes_here(layout, config.settings)
@@ -198,6 +199,7 @@ def run_prepared(
         quiet=quiet,
         samples=samples,
         began=began,
+        only_bar=only_bar,
     )
     try:
         return training.train(run)

@@ -77,22 +77,31 @@ def compare(
 
     console = Console(highlight=False, markup=False, emoji=False)
     for kind, (config, text) in prepared.items():
-        console.rule(f"{kind}: {ATTENTIONS[kind]}", style="dim")
-        code = run_prepared(
-            config,
-            text,
-            out / kind,
-            resume=resume,
-            layout=layout,
-            quiet=False,
-            samples=False,
-            began=time.perf_counter(),
-        )
+        began = time.perf_counter()
+        try:
+            code = run_prepared(
+                config,
+                text,
+                out / kind,
+                resume=resume,
+                layout=layout,
+                quiet=False,
+                samples=False,
+                began=began,
+                only_bar=f"{kind}: ",
+            )
+        except UserError as error:
+            raise UserError(f"--attention {kind}: {error}") from error
         if code:
             place = shlex.quote(str(out))
             command = f"python -m train_demo compare --resume --out {place}"
-            console.print(f"To continue the comparison:\n{command}", soft_wrap=True)
+            console.print("Stopped and saved. To continue the comparison:")
+            console.print(printable(command), soft_wrap=True)
             return code
+        seconds = time.perf_counter() - began
+        loss = _last_loss(metrics.read(out / kind))
+        steps = config.settings.steps
+        console.print(f"{kind}: validation loss {loss}, {steps} steps, {seconds:.0f} s")
     _report(out, list(prepared), console)
     return 0
 
@@ -146,11 +155,10 @@ def _row(out: Path) -> Iterator[str]:
     config = read_config(out)
     measured = metrics.read(out)
     structure, params = blueprint(len(config.vocabulary), config.settings)
-    losses = metrics.values(measured, "val_loss")
     seconds = metrics.step_seconds(measured)
     yield config.settings.attention
     yield f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,}"
-    yield f"{losses[-1]:.4f}"
+    yield _last_loss(measured)
     if seconds is None:
         yield "-"
     else:
@@ -159,6 +167,14 @@ def _row(out: Path) -> Iterator[str]:
     added = _cache_bytes(structure, params, 2) - _cache_bytes(structure, params, 1)
     yield f"{added:,}"
     yield str(window_of(config.settings) or "all")
+
+
+def _last_loss(measured: list[dict[str, Any]]) -> str:
+    """Returns the last validation loss, or - if the metrics were deleted."""
+    losses = metrics.values(measured, "val_loss")
+    if not losses:
+        return "-"
+    return f"{losses[-1]:.4f}"
 
 
 def _cache_bytes(structure: Structure, params: Params, max_length: int) -> int:

@@ -47,6 +47,8 @@ class Run:
       quiet: Print nothing.
       samples: Write a short text at each validation.
       began: The `time.perf_counter` at the start.
+      only_bar: Words that a progress bar shows; only the bar and warnings are printed,
+        and the bar disappears at the end. None prints everything.
     """
 
     config: Config
@@ -58,6 +60,7 @@ class Run:
     quiet: bool
     samples: bool
     began: float
+    only_bar: str | None = None
 
     @property
     def writes(self) -> bool:
@@ -76,6 +79,11 @@ class Run:
 
     def say(self, text: str, wrap: bool = True) -> None:
         """Prints a text on the terminal, its control characters escaped."""
+        if self.only_bar is None:
+            self.warn(text, wrap)
+
+    def warn(self, text: str, wrap: bool = True) -> None:
+        """Prints a text that is also shown beside a bar alone."""
         self.console.print(printable(text), soft_wrap=not wrap)
 
 
@@ -121,7 +129,7 @@ def _initial(run: Run, checkpoints: CheckpointManager) -> tuple[int, State]:
     restored = None
     if run.resume:
         restored = checkpoint.restore_newest(
-            checkpoints, shapes, over=run.mesh, say=run.say
+            checkpoints, shapes, over=run.mesh, say=run.warn
         )
     if restored:
         start, state = restored
@@ -171,9 +179,14 @@ def _loop(
     step = start
     stopped = None
     unread: collections.deque[tuple[int, Array]] = collections.deque()
-    bar = Progress(console=run.console)
-    task = bar.add_task("compiling", total=settings.steps, completed=start)
-    with contextlib.closing(log), Stop() as stop, bar:
+    bar = Progress(console=run.console, transient=run.only_bar is not None)
+    shown: contextlib.AbstractContextManager[Any] = bar
+    if run.only_bar is not None and not run.console.is_interactive:
+        # A bar that ends leaves an empty line in a file.
+        shown = contextlib.nullcontext()
+    prefix = run.only_bar or ""
+    task = bar.add_task(f"{prefix}compiling", total=settings.steps, completed=start)
+    with contextlib.closing(log), Stop() as stop, shown:
         while step < settings.steps and stopped is None:
             step += 1
             with mesh.use(run.mesh):
@@ -189,7 +202,7 @@ def _loop(
             while len(unread) > 1 or (unread and (validates or saves)):
                 number, loss = unread.popleft()
                 value = log.loss("loss", number, loss)
-                words = f"step {number} of {settings.steps}, loss {value:.3f}"
+                words = f"{prefix}step {number} of {settings.steps}, loss {value:.3f}"
                 bar.update(task, completed=number, description=words)
             if validates:
                 with mesh.use(run.mesh):
@@ -202,7 +215,7 @@ def _loop(
             if saves:
                 log.sync()
                 checkpoint.save(checkpoints, step, state)
-    if run.writes:
+    if run.writes and run.only_bar is None:
         table = Table.grid(padding=(0, 2))
         for row in report.facts(run.out, run.config):
             table.add_row(*map(printable, row))
@@ -278,6 +291,8 @@ def _finish(run: Run, params: Params) -> None:
     sample = _sample(run, params, LONG_SAMPLE)
     plots.draw(out, generate.merged(run.config, params), run.config)
     report.write(out, run.config, sample)
+    if run.only_bar is not None:
+        return
     run.console.rule("a sample", style="dim")
     run.say(prompt + sample)
     run.say(report.verdict(out, run.config))
