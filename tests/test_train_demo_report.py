@@ -126,9 +126,14 @@ VERDICTS = [
         [1.2],
         "Trained to 1.200 nats per character, better than random guessing (1.386).",
     ),
-    ([1.3, 1.2], "and not overfitting: the validation loss was still falling."),
-    ([1.3, 1.2, 1.205], "and not overfitting: the validation loss has leveled off."),
-    ([1.3, 1.2, 1.3], "but overfitting: the validation loss was as low as 1.200."),
+    ([1.3, 1.2], "(1.386). The validation loss was still falling."),
+    # The loss of a text that repeats one character.
+    ([0.0, 0.0], "(1.386). The validation loss has leveled off."),
+    ([1.3, 1.2, 1.205], "(1.386). The validation loss has leveled off."),
+    (
+        [1.3, 1.2, 1.3],
+        "(1.386), but overfitting: the validation loss was as low as 1.200.",
+    ),
     (
         [1.5],
         "Trained to 1.500 nats per character, no better than random guessing (1.386).",
@@ -147,6 +152,27 @@ def test_page_contains_the_verdict_once(out, losses, said):
 
     assert verdict.endswith(said)
     assert shown(out).count(verdict) == 1
+
+
+@pytest.mark.parametrize(
+    ("training", "trend"),
+    [
+        (1.3, "still falling."),
+        (1.11, "still falling."),
+        (0.95, "still falling, but the training loss is 23% lower."),
+    ],
+)
+def test_verdict_compares_the_losses_of_both_texts(out, training, trend):
+    lines = []
+    for step, loss in [(1, 1.3), (2, 1.23)]:
+        lines.append({"step": step, "loss": training, "seconds": 1.0})
+        lines.append({"step": step, "val_loss": loss, "seconds": 1.0})
+    measured(out, *lines)
+
+    verdict = report.verdict(out, config())
+
+    assert verdict.endswith(f"The validation loss was {trend}")
+    assert "overfitting" not in verdict
 
 
 def test_plot_leaves_out_the_high_losses_of_the_beginning():

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from train_demo import metrics
 from train_demo.errors import printable
@@ -58,7 +59,7 @@ def facts(out: Path, config: Config) -> Iterator[tuple[str, str, str]]:
             f"probability of the true next character: {math.exp(-checks[-1]):.1%}"
         )
         yield "validation loss", f"{checks[-1]:.4f}", meaning
-    losses = metrics.values(measured, "loss")[-100:]
+    losses = _last_losses(measured)
     if losses:
         meaning = (
             f"mean of the last {len(losses)} steps, on the text that they train on"
@@ -75,12 +76,20 @@ def facts(out: Path, config: Config) -> Iterator[tuple[str, str, str]]:
         yield "characters per second", f"{tokens / seconds:,.0f}", meaning
 
 
-def verdict(out: Path, config: Config) -> str:
-    """Says in one line how well a run predicts, and whether it overfits.
+def _last_losses(measured: list[dict[str, Any]]) -> list[float]:
+    """Returns the training losses of the last steps."""
+    return metrics.values(measured, "loss")[-100:]
 
-    It overfits if the validation loss has risen by 1 %.
+
+def verdict(out: Path, config: Config) -> str:
+    """Says in one line how well a run predicts, and what its validation loss does.
+
+    The run overfits if this loss has risen by more than 1 %. If it has not, the
+    model may still memorize its text, so a training loss that is more than 10 % lower
+    is named.
     """
-    checks = metrics.values(metrics.read(out), "val_loss")
+    measured = metrics.read(out)
+    checks = metrics.values(measured, "val_loss")
     if not checks:
         return "No validation loss yet."
     guess = math.log(len(config.vocabulary))
@@ -97,9 +106,15 @@ def verdict(out: Path, config: Config) -> str:
     if len(checks) == 1:
         return f"{quality}."
     trend = "was still falling"
-    if last > best:
+    if last >= min(checks[:-1]):
         trend = "has leveled off"
-    return f"{quality}, and not overfitting: the validation loss {trend}."
+    said = f"{quality}. The validation loss {trend}"
+    losses = _last_losses(measured)
+    if losses:
+        mean = sum(losses) / len(losses)
+        if mean < 0.9 * last:
+            said += f", but the training loss is {1 - mean / last:.0%} lower"
+    return f"{said}."
 
 
 def write(out: Path, config: Config, sample: str = "") -> None:
