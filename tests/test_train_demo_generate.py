@@ -12,6 +12,7 @@ from flax import nnx
 
 from train_demo import generate
 from train_demo.data import Vocabulary
+from train_demo.errors import UserError
 from train_demo.generate import Sampling, draw, filtered
 from train_demo.model import blueprint
 from train_demo.settings import ATTENTIONS, Settings
@@ -184,6 +185,15 @@ def test_texts_beyond_the_context_equal_one_windowed_pass(model, prompt):
     assert text == expected[len(prompt) - 1 : -1]
     # A model that repeats one character would pass with any window.
     assert len(set(text)) > 3
+
+
+def test_prompts_are_a_list_with_texts(model):
+    with pytest.raises(UserError, match="prompts is empty: pass at least one text"):
+        texts(model, [], 5)
+    with pytest.raises(UserError, match=r"a list of texts, got 'abc': pass \['abc'\]"):
+        texts(model, "abc", 5)
+    with pytest.raises(UserError, match="the prompt '' is empty"):
+        texts(model, ["a", ""], 5)
 
 
 @pytest.mark.parametrize("kind", ATTENTIONS)

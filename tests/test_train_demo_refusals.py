@@ -127,6 +127,11 @@ def test_bad_texts_are_refused_before_anything_is_written(
             ["--attention", "blocks", "--context", "2"],
             ["--context 2", "--attention blocks", "use --context 1"],
         ),
+        (
+            ["train", "--attention", "full,gqa"],
+            ["'full,gqa'", "python -m train_demo compare --attention full,gqa"],
+        ),
+        (["compare", "--attention", "full, "], ["--attention", "got ''"]),
         (["compare", "--attention", "full,huge"], ["compare: error", "'huge'"]),
         (["compare", "--attention", ""], ["--attention", "got ''"]),
         (["compare", "--attention", "full,blocks", "--context", "2"], ["--context 2"]),
@@ -391,11 +396,11 @@ OTHERS = ["--resume", "--data", "other", "--batch-size", 3, "--learning-rate", 0
         ),
         (
             [*OTHERS, "--seed", 0],
-            [
-                "--batch-size was 2, now 3",
-                "--learning-rate was 0.03, now 0.5",
-                "--data",
-            ],
+            ["--batch-size was 2, now 3", "--learning-rate was 0.03, now 0.5"],
+        ),
+        (
+            ["--resume", "--data", "other"],
+            ["other is not the text that", "was trained on: drop --data, or choose"],
         ),
         (["--resume", "--optimizer", "adamw"], ["--optimizer was muon, now adamw"]),
         (
@@ -444,6 +449,39 @@ def test_presets_do_not_replace_numbers_of_a_saved_run(capsys, text, tmp_path):
     assert "(--optimizer was adamw, now muon)" in said
     said = resume("--steps", 100, "--learning-rate", 0.03)
     assert "(--steps was 2000, now 100; --learning-rate was 0.004, now 0.03)" in said
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_changed_text_is_named_without_its_fingerprint(
+    capsys, text, tmp_path, passed
+):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    out = tmp_path / "run"
+    config, _ = run_folder.prepare(out, str(path), {"context_length": 8}, resume=False)
+    out.mkdir()
+    run_folder.write_config(out, config)
+    path.write_text(TEXT + "!")
+    data = []
+    if passed:
+        data = ["--data", path]
+    said = refusal(capsys, "--resume", "--out", out, *data)
+    message = (
+        "error: the text in --data has changed since the run began; restore it, or "
+        "choose another --out\n"
+    )
+    assert said.endswith(message)
+
+
+def test_a_changed_documentation_of_python_is_named(capsys, monkeypatch, tmp_path):
+    topics = {"word": TEXT}
+    monkeypatch.setattr("pydoc_data.topics.topics", topics)
+    config, _ = run_folder.prepare(tmp_path, None, {"context_length": 8}, resume=False)
+    run_folder.write_config(tmp_path, config)
+    topics["other"] = TEXT
+    said = refusal(capsys, "--resume", "--out", tmp_path)
+    assert "Python's documentation has changed since the run began" in said
+    assert "use the version of Python that began it, or choose another --out" in said
 
 
 def test_a_moved_text_is_the_same_configuration(run, tmp_path):
@@ -671,6 +709,41 @@ def test_a_run_of_an_earlier_model_version_must_be_trained_again(copy, version):
     config["model_version"] = version
     message = f"contains a run with model version {version}, .*train again"
     assert_config_refused(copy, config, message)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "three"},
+        {"step": None},
+        {"step": 1.5},
+        {"step": True},
+        {"step": -1},
+        {"seconds": "1"},
+        {"seconds": None},
+        {"loss": "low"},
+        {"loss": 10**400},
+        {"val_loss": [1.5]},
+        {"val_loss": float("nan")},
+    ],
+)
+def test_a_foreign_line_of_metrics_is_named(tmp_path, change):
+    intact = {"step": 1, "loss": 1.5, "seconds": 1.0}
+    lines = [intact, intact | change]
+    path = tmp_path / metrics.METRICS
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (name,) = change
+    words = [f"{path} has a line with {name} ", ": remove this line"]
+    assert_refused(words, metrics.read, tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"prompt": 3}, {"text": None}, {"step": "3"}])
+def test_a_foreign_line_of_samples_is_named(tmp_path, change):
+    line = {"step": 1, "prompt": "a", "text": "b"} | change
+    (tmp_path / metrics.SAMPLES).write_text(json.dumps(line))
+    assert_refused(
+        ["samples.jsonl", ": remove this line"], metrics.read_samples, tmp_path
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +121,19 @@ def train(
       again = train_demo.train("my-texts", steps=1000, resume=True)
       ```
     """
+    flags = {"resume": resume, "quiet": quiet, "samples": samples}
+    for name, flag in flags.items():
+        checked(name, flag, bool, None)
+    if layout is not None and not isinstance(layout, Layout):
+        raise UserError(f"layout: expected a train_demo.Layout, got {layout!r}")
+    in_layout = {field.name for field in fields(Layout)}
+    names = [field.name for field in fields(Settings)]
+    for name, value in settings.items():
+        if name in in_layout:
+            raise UserError(
+                f"{name} belongs to a layout: pass layout=Layout({name}={value!r})"
+            )
+        checked("setting", name, str, one_of(*names))
     source = None
     if data is not None:
         source = str(as_path("--data", data))

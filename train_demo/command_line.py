@@ -217,7 +217,7 @@ def folder(text: str) -> Path:
 def _kinds(text: str) -> list[str]:
     """Returns the kinds of attention that a text names, without repetitions."""
     parse = one_of(*ATTENTIONS)
-    return list(dict.fromkeys(parse(name) for name in text.split(",")))
+    return list(dict.fromkeys(parse(name.strip()) for name in text.split(",")))
 
 
 def make_parser() -> Parser:

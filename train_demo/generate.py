@@ -135,6 +135,12 @@ def generate(
     Yields:
       The next piece of each text.
     """
+    if isinstance(prompts, str):
+        raise UserError(
+            f"prompts: expected a list of texts, got {prompts!r}: pass [{prompts!r}]"
+        )
+    if not prompts:
+        raise UserError("prompts is empty: pass at least one text")
     structure, params = nnx.split(model, nnx.Param)
     rows = [vocabulary.encode(prompt) for prompt in prompts]
     if not all(prompts):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -32,7 +33,46 @@ def read_samples(out: Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path, *names: str) -> list[dict[str, Any]]:
-    return [line for line in read_lines(path) if set(names) <= line.keys()]
+    """Reads the lines with these names; leaves out others, such as half of one.
+
+    Raises:
+      UserError: A line has these names, but not their values.
+    """
+    found = [line for line in read_lines(path) if set(names) <= line.keys()]
+    for line in found:
+        for name, (fits, expected) in VALUES.items():
+            if name in line and not fits(line[name]):
+                value = repr(line[name])[:60]
+                raise UserError(
+                    f"{path} has a line with {name} {value} instead of {expected}: "
+                    "remove this line"
+                )
+    return found
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is int:
+        return abs(value) < 2**63
+    return type(value) is float and math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# What the values in both files are.
+VALUES = {
+    "step": (_is_step, "a number of steps"),
+    "seconds": (_is_number, "a number"),
+    "loss": (_is_number, "a number"),
+    "val_loss": (_is_number, "a number"),
+    "prompt": (_is_text, "a text"),
+    "text": (_is_text, "a text"),
+}
 
 
 def values(measured: list[dict[str, Any]], name: str) -> list[float]:

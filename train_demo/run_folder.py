@@ -102,6 +102,9 @@ def prepare(
             f"{out} contains a run with different settings ({'; '.join(differing)}): "
             "drop these options, or choose a different --out"
         )
+    # The text must be the same, its path need not.
+    if saved.sha256 != config.sha256:
+        raise UserError(_changed_text(out, saved, config))
     return config, text
 
 
@@ -132,11 +135,25 @@ def _differences(
             if name in preset:
                 line += f" from --size {size}"
             differing.append(line)
-    # The text must be the same, its path need not.
-    if saved.sha256 != now.sha256:
-        hashes = f"{saved.sha256[:12]}, now {now.sha256[:12]}"
-        differing.append(f"the sha256 of --data was {hashes}")
     return differing
+
+
+def _changed_text(out: Path, saved: Config, now: Config) -> str:
+    """Returns the error about a run that cannot be resumed with this text."""
+    if now.data != saved.data:
+        return (
+            f"--data {now.data} is not the text that {out} was trained on: drop "
+            "--data, or choose another --out"
+        )
+    if saved.data is None:
+        return (
+            "Python's documentation has changed since the run began: use the version "
+            "of Python that began it, or choose another --out"
+        )
+    return (
+        "the text in --data has changed since the run began; restore it, or choose "
+        "another --out"
+    )
 
 
 def newest(runs: Path, trained: bool) -> Path:

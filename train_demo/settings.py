@@ -103,6 +103,16 @@ parts = parser(
 )
 
 
+def attention(text: str) -> str:
+    """Reads one kind of attention."""
+    if "," in text:
+        raise argparse.ArgumentTypeError(
+            f"expected one kind of attention, got {text!r}: train several kinds with "
+            f"python -m train_demo compare --attention {text}"
+        )
+    return one_of(*ATTENTIONS)(text)
+
+
 # The options of `sample`: how they are parsed, their defaults, and what they mean.
 SAMPLING: Mapping[str, tuple[Parse, float | None, str]] = {
     "max_new_tokens": (count, 500, "number of characters to write"),
@@ -190,7 +200,7 @@ class Settings:
     heads: int = option(TINY["heads"], count, "attention heads per block")
     features: int = option(TINY["features"], count, "width of the model")
     attention: str = option(
-        "full", one_of(*ATTENTIONS), f"kind of attention: {', '.join(ATTENTIONS)}"
+        "full", attention, f"kind of attention: {', '.join(ATTENTIONS)}"
     )
     token_shift: int = option(
         2, whole(0, 1024), "number of previous characters mixed into each embedding"
