@@ -2,10 +2,12 @@
 a run that has just begun.
 """
 
+import itertools
 import json
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from train_demo import metrics, plots, report, run_folder
@@ -173,6 +175,32 @@ def test_verdict_compares_the_losses_of_both_texts(out, training, trend):
 
     assert verdict.endswith(f"The validation loss was {trend}")
     assert "overfitting" not in verdict
+
+
+@pytest.mark.parametrize("length", [1, 13, 64])
+def test_labels_of_attention_are_few_large_and_hold_the_sentence(length):
+    # As long as the longest sentence, with a character that cannot be shown.
+    sentence = ("Many words $x_ \n and\x1b[ marks, " * 3)[:length]
+    run = run_folder.Config(SETTINGS, None, "", Vocabulary(" "), sentence)
+    characters = plots.pieces(run)
+    assert len(characters) == length
+    weights = np.tri(length, dtype=np.float32)[None, None].repeat(4, axis=1)
+
+    figure = plots.attention_figure(weights, characters)
+
+    figure.canvas.draw()
+    width = figure.get_size_inches()[0]
+    for axes in figure.axes[:4]:
+        for axis, along in ((axes.xaxis, "x"), (axes.yaxis, "y")):
+            labels = axis.get_ticklabels()
+            assert len(labels) <= 12
+            assert "".join(x.get_text() for x in labels) == "".join(characters)
+            # On the report, the picture is 1,100 pixels wide.
+            assert labels[0].get_size() / 72 * 1100 / width > 10
+            boxes = [label.get_window_extent() for label in labels]
+            places = sorted(getattr(box, f"interval{along}").tolist() for box in boxes)
+            for (_, end), (start, _) in itertools.pairwise(map(sorted, places)):
+                assert end < start
 
 
 def test_plot_leaves_out_the_high_losses_of_the_beginning():

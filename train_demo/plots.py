@@ -20,6 +20,8 @@ from train_demo.model import Transformer
 from train_demo.report import PICTURES
 from train_demo.run_folder import Config, write_atomically
 
+LABELS = 12  # along an axis of the attention
+UNKNOWN = "�"  # a character that cannot be shown
 VISIBLE = {" ": "␣", "\n": "↵", "\t": "⇥"}
 
 
@@ -93,9 +95,13 @@ def _points(measured: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.n
 
 def pieces(config: Config) -> list[str]:
     """Returns the characters of the run's sentence, all of them made visible."""
-    return [
-        printable(VISIBLE.get(character, character)) for character in config.sentence
-    ]
+    shown = []
+    for character in config.sentence:
+        piece = VISIBLE.get(character, character)
+        if printable(piece) != piece:
+            piece = UNKNOWN  # an escape would be wider than its cell
+        shown.append(piece)
+    return shown
 
 
 def attention_weights(model: Transformer, config: Config) -> np.ndarray:
@@ -127,23 +133,36 @@ def attention_figure(weights: np.ndarray, characters: Sequence[str]) -> Figure:
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(layers, heads, squeeze=False)
     hidden = np.triu(np.ones(weights.shape[-2:], bool), k=1)
-    places = range(len(characters))
-    font = {"fontsize": 8, "family": "monospace", "parse_math": False}
+    # Each label is a piece of the sentence, so that all of it can be read.
+    length = -(-len(characters) // LABELS)
+    starts = np.arange(0, len(characters), length)
+    labels = ["".join(characters[start : start + length]) for start in starts]
+    ends = np.minimum(starts + length, len(characters))
+    middles = (starts + ends - 1) / 2
+    font = {"fontsize": 14, "family": "monospace", "parse_math": False}
+    rotation = 0
+    if length > 1:
+        rotation = 90
     for (layer, head), axes in np.ndenumerate(grid):
         visible = np.ma.array(weights[layer, head], mask=hidden)
         # On a square root scale, because most weights are small.
         shown = axes.imshow(visible, cmap="magma_r", norm=PowerNorm(0.5, 0, 1))
         axes.set_title(f"layer {layer + 1}, head {head + 1}", fontsize=13)
-        axes.set_xticks(places, characters, **font)
-        axes.set_yticks(places, characters, **font)
-        axes.tick_params(length=0, pad=1)
+        axes.set_xticks(middles, labels, rotation=rotation, **font)
+        axes.set_yticks(middles, labels, **font)
+        # Lines between the pieces.
+        axes.set_xticks(starts[1:] - 0.5, minor=True)
+        axes.set_yticks(starts[1:] - 0.5, minor=True)
+        axes.grid(which="minor", color="0.75", linewidth=0.5)
+        axes.tick_params(which="both", length=0, pad=2)
         axes.set_facecolor("0.93")
     sentence = "".join(characters)
-    title = f"What each head attends to in “{sentence}”"
+    title = f"What each head attends to in\n“{sentence}”"
     figure.suptitle(title, fontsize=18, parse_math=False)
-    legend = "character attended to (␣ is a space, ↵ the end of a line, ⇥ a tab)"
+    legend = "character attended to\n(␣ is a space, ↵ the end of a line, ⇥ a tab)"
     figure.supxlabel(legend, fontsize=15)
     figure.supylabel("attending character (it predicts the next one)", fontsize=15)
-    label = "attention weight (each row sums to 1)"
-    figure.colorbar(shown, ax=grid, shrink=0.6, pad=0.01, label=label)
+    bar = figure.colorbar(shown, ax=grid, shrink=0.6, pad=0.01)
+    bar.set_label("attention weight (each row sums to 1)", fontsize=14)
+    bar.ax.tick_params(labelsize=14)
     return figure
