@@ -177,6 +177,23 @@ def test_verdict_compares_the_losses_of_both_texts(out, training, trend):
     assert "overfitting" not in verdict
 
 
+@pytest.mark.parametrize("number", [0, 1, 6, 15, 64])
+def test_ticks_of_a_comparison_are_steps_that_were_measured(number):
+    steps = [250 * (i + 1) for i in range(number)]
+    lines = []
+    for step in steps:
+        lines.append({"step": step, "seconds": 1.0, "val_loss": 100 / step})
+
+    (axes,) = plots.comparison_figure({"full": lines, "lost": []}).axes
+
+    ticks = axes.get_xticks().tolist()
+    assert set(ticks) <= set(steps)
+    assert steps[-1:] == ticks[:1]
+    assert min(number, 4) <= len(ticks) <= 8
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels[-1] == "lost"
+
+
 @pytest.mark.parametrize("length", [1, 13, 64])
 def test_labels_of_attention_are_few_large_and_hold_the_sentence(length):
     # As long as the longest sentence, with a character that cannot be shown.

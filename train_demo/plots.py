@@ -21,6 +21,7 @@ from train_demo.report import PICTURES
 from train_demo.run_folder import Config, write_atomically
 
 LABELS = 12  # along an axis of the attention
+STEPS = 8  # that are named in a comparison
 UNKNOWN = "�"  # a character that cannot be shown
 VISIBLE = {" ": "␣", "\n": "↵", "\t": "⇥"}
 
@@ -77,9 +78,17 @@ def comparison_figure(measured: Mapping[str, list[dict[str, Any]]]) -> Figure:
     # Small, with large letters: this picture is also read on phones.
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
+    all_steps: set[float] = set()
     for name, lines in measured.items():
         steps, losses = _points(lines, "val_loss")
-        axes.plot(steps, losses, "o-", label=f"{name}: {losses[-1]:.3f}")
+        label = name
+        if len(losses):
+            label = f"{name}: {losses[-1]:.3f}"
+        axes.plot(steps, losses, "o-", label=label)
+        all_steps.update(steps.tolist())
+    # Ticks where a loss was measured, the last one among them.
+    backwards = sorted(all_steps, reverse=True)
+    axes.set_xticks(backwards[:: 1 + len(backwards) // STEPS])
     axes.set(xlabel="step", ylabel="validation loss (nats per character)")
     axes.set_title("One model with several kinds of attention")
     axes.grid(alpha=0.3)
