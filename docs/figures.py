@@ -29,9 +29,10 @@ from flax import nnx  # noqa: E402
 from flax_mha import KVCache, convert, recipes  # noqa: E402
 from flax_mha._src import plan  # noqa: E402
 from flax_mha._src.engines.kernels import cudnn  # noqa: E402
-from train_demo import data, metrics, training, update  # noqa: E402
-from train_demo.model import Transformer  # noqa: E402
-from train_demo.settings import LEARNING_RATES, Layout, Settings  # noqa: E402
+from train_demo import compare, data, metrics, training, update  # noqa: E402
+from train_demo.attention import window_of  # noqa: E402
+from train_demo.model import Transformer, blueprint  # noqa: E402
+from train_demo.settings import ATTENTIONS, LEARNING_RATES, Layout, Settings  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -294,6 +295,33 @@ def demo_parameters() -> tuple[str]:
     )
     sizes = [math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
     return (f"{sum(sizes):,}",)
+
+
+def demo_kind(kind: str) -> tuple[str, ...]:
+    """A line of the comparison, whose loss and milliseconds were measured once."""
+    page = (DOCS / "training.md").read_text()
+    characters = int(re.search(r"(\d+) of them distinct", page)[1])
+    loss, ms = re.search(rf"`{kind}` \| [\d,]+ \| (\S+) \| (\S+) \|", page).groups()
+    settings = Settings(attention=kind, dtype="float32")
+    structure, params = blueprint(characters, settings)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    cache = compare.cache_bytes(structure, params, compare.text_length(settings))
+    return f"{size:,}", loss, ms, f"{cache:,}"
+
+
+def demo_text() -> tuple[str, int]:
+    """Characters of the text whose cache is counted, and their contexts."""
+    return f"{compare.text_length(Settings()):,}", compare.CONTEXTS
+
+
+def demo_slots() -> list[int]:
+    """Slots of the rings of two kinds."""
+    slots = []
+    for kind in ("window", "full"):
+        window = window_of(Settings(attention=kind))
+        cache = KVCache.create(1, 2**20, 1, 2, "float32", window=window - 1)
+        slots.append(cache.length)
+    return slots
 
 
 def race(name: str) -> tuple[str, ...]:
@@ -724,6 +752,33 @@ FIGURES = [
         "The default is {} for Muon and {} for AdamW",
         SETTINGS,
         lambda: (LEARNING_RATES["muon"], LEARNING_RATES["adamw"]),
+    ),
+    Figure(
+        "docs/training.md",
+        "bytes of cache for {} characters",
+        "train_demo/compare.py",
+        lambda: demo_text()[:1],
+    ),
+    Figure(
+        "docs/training.md",
+        "as long as {} contexts",
+        "train_demo/compare.py",
+        lambda: demo_text()[1:],
+    ),
+    Figure(
+        "docs/training.md",
+        "`window` holds {} characters, and a layer of `full` holds {}.",
+        "train_demo/attention.py",
+        demo_slots,
+    ),
+    *(
+        Figure(
+            "docs/training.md",
+            f"`{kind}` | {{}} | {{}} | {{}} | {{}} |",
+            "train_demo/compare.py",
+            functools.partial(demo_kind, kind),
+        )
+        for kind in ATTENTIONS
     ),
     Figure(
         "docs/training.md",

@@ -51,8 +51,15 @@ def test_a_comparison_prints_a_table_and_writes_a_report(text, tmp_path, capfd):
         assert loss == f"{measured[-1]['val_loss']:.4f}"
         assert run_folder.read_config(out / kind).settings.attention == kind
     # Two heads of 4: keys and values, or a latent of 8 and a rotary key of 2, float32.
-    assert [rows[kind][3] for kind in kinds] == ["64", "40", "64", "64"]
-    assert [rows[kind][4] for kind in kinds] == ["8", "8", "2", "all"]
+    # Slots of the ring of a window, 64 of them spare, or of the text.
+    slots = {"full": 8 + 64, "latent": 8 + 64, "window": 2 + 64, "blocks": 16 * 8}
+    assert "a text of 128 characters takes" in said
+    for kind in kinds:
+        size = 64
+        if kind == "latent":
+            size = 40
+        # Besides, a number of written slots, and two embeddings of 8 features.
+        assert rows[kind][3:] == [f"{slots[kind] * size + 4 + 64:,}"]
     page = (out / "report.html").read_text()
     assert all(ATTENTIONS[kind] in page for kind in kinds)
     assert "<tr><th>attention</th><th>parameters</th><th>loss</th>" in page

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from train_demo import metrics, plots, report
 from train_demo.api import run_prepared, sizes_here
-from train_demo.attention import window_of
 from train_demo.errors import UserError, printable
 from train_demo.model import Params, Structure, blueprint
 from train_demo.run_folder import (
@@ -24,14 +23,15 @@ from train_demo.run_folder import (
     write_atomically,
     write_config,
 )
-from train_demo.settings import ATTENTIONS, Layout, processes_in
+from train_demo.settings import ATTENTIONS, Layout, Settings, processes_in
 
 PICTURE = "comparison.png"
-HEADINGS = ("attention", "parameters", "loss", "ms per step", "cache", "kept")
+HEADINGS = ("attention", "parameters", "loss", "ms per step", "cache")
 LEGEND = """\
 loss: validation loss, in nats per character
-cache: bytes for each character, in all layers
-kept: how many of the last characters a layer keeps in its cache"""
+cache: bytes that a text of {:,} characters takes, in all layers"""
+# The text whose cache is counted: longer than a ring of a window and its spare slots.
+CONTEXTS = 16
 
 
 def compare(
@@ -129,19 +129,19 @@ def _report(out: Path, kinds: Sequence[str], console: Console) -> None:
         shown.add_row(*row)
     console.rule("comparison", style="dim")
     console.print(shown)
-    console.print(LEGEND, style="dim")
+    legend = LEGEND.format(text_length(read_config(out / kinds[0]).settings))
+    console.print(legend, style="dim")
 
     measured = {kind: metrics.read(out / kind) for kind in kinds}
     plots.save(plots.comparison_figure(measured), out / PICTURE, dpi=190)
     title = "Kinds of attention"
-    legend = LEGEND.replace("\n", "<br>")
     page = [
         report.HEAD,
         f"<title>{title}</title>\n<h1>{title}</h1>",
         "<p>One model, trained on the same batches with each kind of attention. Each "
         "folder has the report of its own run.</p>",
         report.columns(HEADINGS, rows),
-        f"<p>{legend}</p>",
+        "<p>" + legend.replace("\n", "<br>") + "</p>",
         report.picture(out / PICTURE, "Validation loss of each kind over steps"),
         report.table((kind, ATTENTIONS[kind]) for kind in kinds),
         "</html>\n",
@@ -163,10 +163,12 @@ def _row(out: Path) -> Iterator[str]:
         yield "-"
     else:
         yield f"{1000 * seconds:.1f}"
-    # Of the second character: what the model holds once is not counted.
-    added = _cache_bytes(structure, params, 2) - _cache_bytes(structure, params, 1)
-    yield f"{added:,}"
-    yield str(window_of(config.settings) or "all")
+    yield f"{cache_bytes(structure, params, text_length(config.settings)):,}"
+
+
+def text_length(settings: Settings) -> int:
+    """Returns the characters of the text whose cache is counted."""
+    return CONTEXTS * settings.context_length
 
 
 def _last_loss(measured: list[dict[str, Any]]) -> str:
@@ -177,7 +179,7 @@ def _last_loss(measured: list[dict[str, Any]]) -> str:
     return f"{losses[-1]:.4f}"
 
 
-def _cache_bytes(structure: Structure, params: Params, max_length: int) -> int:
+def cache_bytes(structure: Structure, params: Params, max_length: int) -> int:
     """Returns the size of the cache for a text of this length."""
 
     def make() -> nnx.State:

@@ -144,10 +144,13 @@ def attention_figure(weights: np.ndarray, characters: Sequence[str]) -> Figure:
     hidden = np.triu(np.ones(weights.shape[-2:], bool), k=1)
     # Each label is a piece of the sentence, so that all of it can be read.
     length = -(-len(characters) // LABELS)
-    starts = np.arange(0, len(characters), length)
-    labels = ["".join(characters[start : start + length]) for start in starts]
-    ends = np.minimum(starts + length, len(characters))
-    middles = (starts + ends - 1) / 2
+    starts = range(0, len(characters), length)
+    parts = [characters[start : start + length] for start in starts]
+    labels = ["".join(part) for part in parts]
+    middles = [
+        start + (len(part) - 1) / 2 for start, part in zip(starts, parts, strict=True)
+    ]
+    borders = [start - 0.5 for start in starts[1:]]
     font = {"fontsize": 14, "family": "monospace", "parse_math": False}
     rotation = 0
     if length > 1:
@@ -160,8 +163,8 @@ def attention_figure(weights: np.ndarray, characters: Sequence[str]) -> Figure:
         axes.set_xticks(middles, labels, rotation=rotation, **font)
         axes.set_yticks(middles, labels, **font)
         # Lines between the pieces.
-        axes.set_xticks(starts[1:] - 0.5, minor=True)
-        axes.set_yticks(starts[1:] - 0.5, minor=True)
+        axes.set_xticks(borders, minor=True)
+        axes.set_yticks(borders, minor=True)
         axes.grid(which="minor", color="0.75", linewidth=0.5)
         axes.tick_params(which="both", length=0, pad=2)
         axes.set_facecolor("0.93")
