@@ -143,7 +143,13 @@ def test_bad_texts_are_refused_before_anything_is_written(
         (["--out", ""], ["--out: expected a folder, got ''"]),
         (["--data", ""], ["--data is empty"]),
         (["export", "--to", ""], ["--to: expected a folder"]),
-        (["--step", "5"], ["--step"]),
+        (["--step", "5"], ["--step 5 (did you mean --steps?)", "train --help lists"]),
+        (["sample", "--prompt", "x", "--topk=5"], ["--topk=5 (did you mean --top-k?)"]),
+        (
+            ["sample", "--prompt", "The", "quick", "fox"],
+            ["quick fox (put quotes around a value with spaces)", "sample --help"],
+        ),
+        (["report", "--format", "pdf"], ["--format pdf: ", "report --help lists"]),
         (["sing"], ["sing"]),
         (["--data-parallel", "-2"], ["--data-parallel", "-1 or", "got '-2'"]),
         (["--dtype", "float16"], ["--dtype", "float32, bfloat16", "got 'float16'"]),
@@ -187,6 +193,18 @@ def test_a_folder_without_a_run(capsys, monkeypatch, tmp_path, command):
     arguments = [*command, "--out", "no-such-folder"]
     words = ["no-such-folder contains no run", "start one"]
     assert_nothing_written(capsys, monkeypatch, tmp_path, arguments, words)
+
+
+@pytest.mark.parametrize("command", OF_A_RUN)
+def test_a_folder_of_several_runs(capsys, run, tmp_path, command):
+    for kind in ("gqa", "full"):
+        (tmp_path / kind).mkdir()
+        shutil.copy(run.out / run_folder.CONFIG, tmp_path / kind)
+    said = refusal(capsys, *command, "--out", tmp_path)
+    first = tmp_path / "full"
+    assert (
+        f"{tmp_path} contains several runs: choose one, such as --out {first}" in said
+    )
 
 
 @pytest.mark.core

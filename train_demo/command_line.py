@@ -1,6 +1,7 @@
 """The commands `train`, `compare`, `sample`, `report`, `export`, and their options."""
 
 import argparse
+import difflib
 import os
 import sys
 import warnings
@@ -56,7 +57,9 @@ def run(arguments: Sequence[str]) -> int:
     if not is_help and not (arguments and not arguments[0].startswith("-")):
         arguments.insert(0, "train")
     parser = make_parser()
-    chosen = parser.parse_args(arguments)
+    chosen, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(_unrecognized(chosen, arguments[0], unknown))
     try:
         code = chosen.command(chosen)
         sys.stdout.flush()
@@ -71,6 +74,24 @@ def run(arguments: Sequence[str]) -> int:
             f"cannot read or write {error.filename} ({reason(error)}): check its "
             "permissions and the free disk space"
         )
+
+
+def _unrecognized(
+    chosen: argparse.Namespace, command: str, unknown: Sequence[str]
+) -> str:
+    """Returns the error about arguments that a command does not have."""
+    first, _, _ = unknown[0].partition("=")
+    options = [option_of(name) for name in vars(chosen) if name != "command"]
+    similar = difflib.get_close_matches(first, options, n=1, cutoff=0.7)
+    hint = ""
+    if similar:
+        hint = f" (did you mean {similar[0]}?)"
+    elif not first.startswith("-"):
+        hint = " (put quotes around a value with spaces)"
+    return (
+        f"unrecognized arguments: {' '.join(unknown)}{hint}: python -m train_demo "
+        f"{command} --help lists all options"
+    )
 
 
 def _train(chosen: argparse.Namespace) -> int:

@@ -102,7 +102,7 @@ def load_model(out: Path, config: Config) -> Transformer:
     if restored is None:
         raise UserError(
             f"{out} contains no complete checkpoint: run python -m train_demo --resume "
-            f"--out {out}"
+            f"--out {out}, or choose a different --out if the training diverged"
         )
     _, state = restored
     return merged(config, state.params)

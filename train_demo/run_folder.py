@@ -197,6 +197,11 @@ def read_config(out: Path) -> Config:
         if version == MODEL_VERSION:
             return _restored(saved)
     except FileNotFoundError:
+        runs = sorted(path.parent for path in out.glob(f"*/{CONFIG}"))
+        if runs:  # such as a comparison
+            raise UserError(
+                f"{out} contains several runs: choose one, such as --out {runs[0]}"
+            ) from None
         start = f"start one with python -m train_demo --out {out}"
         raise UserError(f"{out} contains no runs: {start}") from None
     except (ValueError, OSError, RecursionError) as error:
