@@ -179,6 +179,27 @@ def test_segments_from_offsets_equal_documents_one_by_one():
     assert jitted(offsets, 11).tolist() == ids.tolist()
 
 
+def test_segments_from_offsets_are_exported_with_symbolic_lengths():
+    """Of traced offsets and, with the number of tokens alone, of known ones."""
+    known = np.array([0, 2, 5])
+
+    def segments(offsets, x):
+        length = x.shape[0]
+        ids = segments_from_offsets(offsets, length)
+        return ids, segments_from_offsets(known, length)
+
+    ends, length = jax.export.symbolic_shape("ends, length")
+    exported = jax.export.export(jax.jit(segments))(
+        jax.ShapeDtypeStruct((ends,), jnp.int32),
+        jax.ShapeDtypeStruct((length,), jnp.float32),
+    )
+    for offsets, length in (([0, 4, 4, 9], 11), ([0, 1], 6)):
+        offsets = np.array(offsets, np.int32)
+        got = exported.call(offsets, np.zeros(length, np.float32))
+        for ids, want in zip(got, (offsets, known), strict=True):
+            np.testing.assert_array_equal(ids, segments_from_offsets(want, length))
+
+
 def test_positions_may_exceed_the_dtype_of_offsets():
     ids = segments_from_offsets(np.array([0, 100, 120], np.int8), 300)
 

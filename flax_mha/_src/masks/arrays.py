@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jaxtyping import Array, Bool, Int
 
 from flax_mha._src.core import validation
@@ -160,8 +161,9 @@ def segments_from_offsets(
     Args:
       offsets: Ints that do not decrease: document i has the tokens from `offsets[i]`
         to `offsets[i + 1]`. The first is 0.
-      length: The number of tokens in the packed sequence. Those after the last offset
-        are padding, and get an id of their own.
+      length: The number of tokens in the packed sequence, an int or a symbol of
+        `jax.export`. Tokens after the last offset are padding, and get an id of their
+        own.
 
     Returns:
       int32 ids [length], for `segment_ids` of the modules or a `SegmentMask`.
@@ -176,7 +178,9 @@ def segments_from_offsets(
       >>> segments_from_offsets(np.array([0, 3, 5]), 6).tolist()
       [0, 0, 0, 1, 1, 2]
     """
-    validation.int_at_least("length", length, 0)
+    has_known_length = not export.is_symbolic_dim(length)
+    if has_known_length:
+        validation.int_at_least("length", length, 0)
     offsets = jnp.asarray(offsets)
     if offsets.ndim != 1 or offsets.size < 1 or offsets.dtype.kind not in "iu":
         raise ValueError(
@@ -186,14 +190,14 @@ def segments_from_offsets(
     if readable(offsets):
         # Differences of unsigned numbers would never be negative.
         known = np.asarray(offsets, np.int64)
-        if known[0] != 0 or known[-1] > length or np.any(np.diff(known) < 0):
+        ends_later = has_known_length and known[-1] > length
+        if known[0] != 0 or ends_later or np.any(np.diff(known) < 0):
             raise ValueError(
                 "offsets must begin with 0, not decrease, and end at most at length "
                 f"({length}), but got {known.tolist()}."
             )
     # Positions may not fit in the dtype of the offsets.
     ends = offsets[1:].astype(jnp.int32)
-    positions = jnp.arange(length, dtype=jnp.int32)
-    # How many documents have ended at or before each position.
-    ids = jnp.searchsorted(ends, positions, side="right")
-    return ids.astype(jnp.int32)
+    # How many documents end at each position, and how many have ended there or before.
+    ended = jnp.zeros(length, jnp.int32).at[ends].add(1, mode="drop")
+    return jnp.cumsum(ended, dtype=jnp.int32)
