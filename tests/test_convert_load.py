@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import refused
 from flax import nnx
 
 import flax_mha
@@ -322,6 +323,36 @@ def test_error_about_a_large_model_is_short():
 
     assert len(str(error.value).splitlines()) <= 10
     assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["query", "value", "out", "key_ln"])
+def test_load_torch_refuses_wrapped_layers(name):
+    module = make_module(**RMS_NORM)
+    setattr(module, name, nnx.Sequential(getattr(module, name)))
+    message = f"{name} must have its own .*, but is Sequential; load .* before wrapping"
+    refused(message, convert.load_torch, module, NORMED, qk_norm_offset=0.0)
+
+
+def test_load_torch_refuses_other_kernels_and_wrapped_latent_layers():
+    module = make_module()
+    module.key.kernel = nnx.data(np.ones(module.key.kernel.shape, np.float32))
+    message = "key must have its own kernel, an nnx.Variable, but is LinearGeneral; "
+    refused(message, convert.load_torch, module, state_dict())
+
+    for name in ("kv_b_proj", "q_proj"):
+        latent = flax_mha.MultiHeadLatentAttention(
+            N,
+            D,
+            kv_lora_rank=6,
+            qk_nope_head_dim=H,
+            qk_rope_head_dim=H,
+            v_head_dim=H,
+            decode=False,
+            rngs=nnx.Rngs(0),
+        )
+        setattr(latent, name, nnx.Sequential(getattr(latent, name)))
+        message = f"{name} must have its own .* before wrapping"
+        refused(message, convert.load_torch, latent, {})
 
 
 # What is loaded -----------------------------------------------------------------------

@@ -90,8 +90,8 @@ def load_torch(
 
     Raises:
       ValueError: If the keys fit no layout, if a shape, bias or dtype does not fit the
-        module, if weights are quantized or hold no values, or if the module lacks an
-        argument.
+        module, if weights are quantized or hold no values, if the module lacks an
+        argument, or if one of its layers is wrapped, as by LoRA.
 
     Example:
       >>> import numpy as np
@@ -110,6 +110,7 @@ def load_torch(
       >>> flax_mha.convert.load_torch(attention, layers, prefix="h.0.attn.")
     """
     if isinstance(module, MultiHeadLatentAttention):
+        _check_layers(module, AXES)
         _load_latent(module, state_dict, prefix, qk_norm_offset, check_options)
         return
     if not isinstance(module, nnx.MultiHeadAttention):
@@ -117,6 +118,7 @@ def load_torch(
             "module must be an nnx.MultiHeadAttention, but got "
             f"{type(module).__name__}; for flax.linen, use from_torch."
         )
+    _check_layers(module, (*TORCH_AXES, *OTHER_AXES))
     family = family_of(module.query.kernel)
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
     uses_other_values = module.value is None
@@ -169,6 +171,29 @@ def load_torch(
                 "models that it supports"
             )
     _fill(variables, arrays, problems, layout)
+
+
+def _check_layers(module: Any, paths: Iterable[str]) -> None:
+    """Raises a ValueError if a wrapper, such as LoRA, or a quantized array replaces a
+    layer or its variable; `paths` are the paths of all variables.
+    """
+    for path in paths:
+        *names, leaf = path.split("/")
+        layer = module
+        for name in names:
+            layer = getattr(layer, name, None)
+        if layer is None or leaf not in ("kernel", "scale"):
+            continue
+        is_as_made = hasattr(layer, leaf)
+        # The scale of a norm may be None.
+        if leaf == "kernel":
+            is_as_made = isinstance(getattr(layer, leaf, None), nnx.Variable)
+        if not is_as_made:
+            raise ValueError(
+                f"{'.'.join(names)} must have its own {leaf}, an nnx.Variable, "
+                f"but is {type(layer).__name__}; load the weights before wrapping or "
+                "quantizing layers."
+            )
 
 
 def _without(arrays: Arrays, prefixes: tuple[str, ...]) -> Arrays:
