@@ -982,6 +982,10 @@ reject_config(
     "no_rope_layers must be a list with .* layer 1",
     layer=1,
 )
+reject_config(
+    like_llama("smollm3", no_rope_layers=[1, 2]),
+    r"no_rope_layers must be a list of 0 and 1, but got \[1, 2\]",
+)
 reject_config(like_llama("jamba"), "layer 0 of jamba has type 'no attention'")
 reject_config(like_llama("zamba"), "layer 0 of zamba has type 'linear_attention'")
 reject_config(

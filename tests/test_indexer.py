@@ -293,6 +293,10 @@ def test_wrong_fields_of_an_indexer_are_rejected():
     refused(
         "norm_epsilon must be a finite number > 0", Indexer, 8, 12, 5, norm_epsilon=0.0
     )
+    for epsilon in (2.0**140, 2.0**-140):
+        message = "epsilon must be in the range of float32, 1.2e-38 to 3.4e.38, but got"
+        refused(message, Indexer, 8, 12, 5, norm_epsilon=epsilon)
+        refused(message, flax_mha.Norm, epsilon=epsilon)
     refused("interleaved must be True or False", Indexer, 8, 12, 5, 1)
 
 

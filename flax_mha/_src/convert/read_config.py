@@ -267,7 +267,7 @@ KINDS |= _each("hybrid_override_pattern index_topk_pattern", TEXT_OR_TEXTS)
 KINDS |= _each(
     "full_attn_idxs attn_layer_indices cross_attention_layers full_attn_layers", INDICES
 )
-KINDS["no_rope_layers"] = _list("0 and 1", lambda x: isinstance(x, int))
+KINDS["no_rope_layers"] = _list("0 and 1", lambda x: isinstance(x, int) and x in (0, 1))
 KINDS["layer_rope_theta"] = _list("finite numbers >= 0", NUMBER.fits)
 KINDS["attention_types"] = _list("pairs [layer types, repetitions]", _is_repeated)
 KINDS |= _each("linear_attn_config per_layer_config", MAPPING)

@@ -347,10 +347,18 @@ def int_at_least(name: str, value: object, least: int) -> int:
 
 def epsilon(name: str, value: Any) -> None:
     """Raises a ValueError unless `value`, which a norm adds to a variance, is a finite
-    number above 0.
+    number above 0, also in float32.
     """
     if not is_finite(number_in(value)) or value <= 0:
         raise ValueError(f"{name} must be a finite number > 0, but got {value!r}.")
+    limits = np.finfo(np.float32)
+    least = float(limits.tiny)
+    greatest = float(limits.max)
+    if not least <= value <= greatest:
+        raise ValueError(
+            f"{name} must be in the range of float32, {least:.2g} to {greatest:.2g}, "
+            f"but got {value!r}."
+        )
 
 
 def unwrapped(value: Any) -> Any:
