@@ -610,3 +610,40 @@ def test_stored_keys_without_a_batch_axis_have_one_length():
     stored = module(first, ENCODED[0], lengths=lengths, store_keys=True)
     assert_close(module(first), stored, atol=1e-6)
     assert module.cached_lengths.shape == ()
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_process_heads_may_return_numpy_arrays_while_decoding(api):
+    """Outside of `jit`, all of them; inside, those that it knows."""
+
+    def clipped(*heads):
+        return [jnp.clip(x, -0.3, 0.3) for x in heads]
+
+    def clipped_by_numpy(*heads):
+        return [np.clip(x, -0.3, 0.3) for x in map(np.asarray, heads)]
+
+    x = X[:, :3]
+    outputs = []
+    for function in (clipped, clipped_by_numpy):
+        if api == "nnx":
+            module = flax_mha.MultiHeadAttention(
+                N, D, decode=True, process_heads=function, rngs=nnx.Rngs(0)
+            )
+            module.init_cache((B, 8, D))
+            outputs.append(module(x))
+            continue
+        layer = linen.MultiHeadDotProductAttention(N, decode=True)
+        layer = layer.copy(process_heads=clipped)
+        variables = layer.init(jax.random.key(0), X[:, :8])
+        layer = layer.copy(process_heads=function)
+        outputs.append(layer.apply(variables, x, mutable="cache")[0])
+    assert_close(*outputs)
+
+    def no_values(query, key, value):
+        return query, key, np.zeros(value.shape, np.float32)
+
+    module = flax_mha.MultiHeadAttention(
+        N, D, use_bias=False, decode=True, process_heads=no_values, rngs=nnx.Rngs(0)
+    )
+    module.init_cache((B, 8, D))
+    assert_close(nnx_step(module, x, {}), np.zeros_like(x))

@@ -120,6 +120,8 @@ def test_wrong_rows_are_errors():
         cache.reset(jnp.array([1, 0]))
     with pytest.raises(ValueError, match=r"but got bool with shape \(3,\)"):
         cache.reset(jnp.array([True, False, True]))
+    with pytest.raises(ValueError, match=r"rows must be bool .* but got None"):
+        cache.reset(None)
 
 
 @pytest.mark.core
@@ -130,6 +132,16 @@ def test_a_module_without_such_a_cache_says_so():
 
     layer.init_cache((1, 8, FEATURES))
     with pytest.raises(ValueError, match="per_row=True"):
+        layer.reset_cache(jnp.array([True]))
+
+
+def test_stored_keys_cannot_be_reset():
+    """They have no index, and their sequences cannot be replaced one by one."""
+    layer = flax_mha.MultiHeadAttention(HEADS, FEATURES, decode=True, rngs=nnx.Rngs(0))
+    layer.init_cache((1, 8, FEATURES), per_row=True)
+    layer(tokens(1, 3), tokens(2, 5), store_keys=True)
+
+    with pytest.raises(ValueError, match=r"store_keys=True.* pass store_keys=True"):
         layer.reset_cache(jnp.array([True]))
 
 

@@ -22,7 +22,13 @@ from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.core.eight_bits import dequantize_cache, is_quantized, quantize_cache
 from flax_mha._src.core.tracing import readable
-from flax_mha._src.core.validation import extremes, int32, int_at_least, is_int
+from flax_mha._src.core.validation import (
+    as_array,
+    extremes,
+    int32,
+    int_at_least,
+    is_int,
+)
 from flax_mha._src.distributed.split import place, take_entries
 
 # Slots of a ring beyond the window and the query itself. `truncate` can take back one
@@ -32,7 +38,7 @@ SPARE = 64
 
 def reset_index(index: Int[Array, "*B"], rows: ArrayLike) -> Int[Array, "*B"]:
     """Sets the index of a cache to 0 where `rows` is True; see `KVCache.reset`."""
-    rows = jnp.asarray(rows)
+    rows = as_array("rows", rows, "bool [B...], True for each sequence to empty")
     if index.ndim == 0:
         raise ValueError(
             "rows requires a cache with an index for each sequence, but this cache has "

@@ -448,7 +448,8 @@ def process(
     _check_processed("query", new_query, query)
     _check_processed("key", new_key, key)
     _check_processed("value", new_value, value)
-    return new_query, new_key, new_value
+    # It may have returned NumPy arrays.
+    return jnp.asarray(new_query), jnp.asarray(new_key), jnp.asarray(new_value)
 
 
 def _check_processed(name: str, x: Any, before: Array) -> None:

@@ -215,11 +215,18 @@ class AttentionModule(nnx.Module):
           rows: bool [B...]: True empties the sequence.
 
         Raises:
-          ValueError: Without a cache, or if it was not created with `per_row=True`, or
-            if `rows` has another shape or dtype.
+          ValueError: Without a cache, if it was not created with `per_row=True`, if it
+            holds the keys of a call with `store_keys=True`, or if `rows` has another
+            shape or dtype.
         """
         if self.reuse_kv:
             return
+        if self.cached_lengths is not None:
+            raise ValueError(
+                "reset_cache requires a cache of tokens with an index for each "
+                "sequence, but got keys that store_keys=True has stored; pass "
+                "store_keys=True again to replace them."
+            )
         self._cache()  # an error without a cache
         _own(self.cache_index)[...] = reset_index(self.cache_index[...], rows)
 
