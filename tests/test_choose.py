@@ -28,7 +28,8 @@ from kernels import call, explained, normal
 from marks import with_core, with_core_tuples
 
 from flax_mha import dot_product_attention, explain_implementation, masks
-from flax_mha._src.core import validation
+from flax_mha._src import plan as schedule
+from flax_mha._src.core import tracing, validation
 from flax_mha._src.engines.kernels import cudnn
 from flax_mha.cache import KVCache, cached_attention
 
@@ -737,33 +738,100 @@ def test_products_have_operands_in_16_bits(
     """Unless `precision` or JAX's default asks for float32; results have 32 bits."""
     compiled_for(monkeypatch, platform)
     request.addfinalizer(forget_programs)
-    target = "cuda" if platform == "gpu" else platform
     # JAX's own gradient of "xla" multiplies float32, and so do ours of scores in
     # float16, which may overflow.
-    gradient = arguments["implementation"] == "blockwise" and dtype != "float16"
+    types = functools.partial(
+        types_of_operands,
+        inputs(dtype=jnp.dtype(dtype)),
+        platform="cuda" if platform == "gpu" else platform,
+        gradient=arguments["implementation"] == "blockwise" and dtype != "float16",
+        **arguments,
+    )
+    assert types() == {operands}
+    with jax.default_matmul_precision("float32"):
+        assert types() == {"f32"}
+
+
+def types_of_operands(arrays, *, gradient, **arguments):
+    """The dtypes of all products' operands in a program; results are float32."""
     tensors = r"\(tensor<\S+x(\w+)>, tensor<\S+x(\w+)>\) -> tensor<\S+x(\w+)>"
     product = re.compile(rf"stablehlo.dot_general.*: {tensors}")
+    forget_programs()
+    found = product.findall(lowered(arrays, gradient=gradient, **arguments))
+    # Two products forward, and five backward.
+    assert len(found) >= (7 if gradient else 2)
+    types = set()
+    for left, right, result in found:
+        assert result == "f32"
+        types |= {left, right}
+    return types
 
-    def types_of_operands():
-        forget_programs()
-        text = lowered(
-            inputs(dtype=jnp.dtype(dtype)),
-            platform=target,
-            gradient=gradient,
-            **arguments,
+
+@pytest.fixture
+def amx(monkeypatch):
+    """As on a CPU that multiplies matrices of bfloat16. Other CPUs compute the same
+    program, with slower instructions.
+    """
+    features = frozenset({"amx_bf16"})
+    for module in (schedule, tracing):
+        monkeypatch.setattr(module, "cpu_features", lambda: features)
+    forget_programs()
+    yield
+    forget_programs()
+
+
+def on_one_device(*arrays, **arguments):
+    """Attention inside `jax.shard_map`."""
+    attend = functools.partial(dot_product_attention, **arguments)
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
+    split = jax.sharding.PartitionSpec("x")
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=split, out_specs=split)
+    return mapped(*arrays)
+
+
+WHOLE_TILES = kernels.shapes(256, 384)
+ODD_LENGTHS = kernels.shapes(250, 384)
+ONE_HEAD = kernels.shapes(256, 384, batch=(1,), n=1)
+
+
+@pytest.mark.usefixtures("amx")
+def test_amx_multiplies_bfloat16_where_xla_can():
+    """XLA fails with odd lengths, with one head, and inside `jax.shard_map`."""
+
+    def types(sizes, attend=dot_product_attention, gradient=False, **arguments):
+        arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
+        attend = functools.partial(attend, implementation="blockwise", **arguments)
+        return types_of_operands(
+            arrays, attend=attend, platform="cpu", gradient=gradient
         )
-        found = product.findall(text)
-        # Two products forward, and five backward.
-        assert len(found) >= (7 if gradient else 2)
-        of_operands = set()
-        for left, right, result in found:
-            assert result == "f32"
-            of_operands |= {left, right}
-        return of_operands
 
-    assert types_of_operands() == {operands}
-    with jax.default_matmul_precision("float32"):
-        assert types_of_operands() == {"f32"}
+    assert types(WHOLE_TILES, gradient=True, is_causal=True) == {"bf16"}
+    assert types(WHOLE_TILES, precision="highest") == {"f32"}
+    assert types(ODD_LENGTHS) == {"f32"}
+    assert types(ONE_HEAD) == {"f32"}
+    assert types(WHOLE_TILES, on_one_device) == {"f32"}
+
+
+def assert_exact_in_bfloat16(sizes):
+    kernels.in_bfloat16_by_the_rule_of_flash_attention(
+        "blockwise", sizes, visible=np.tri(sizes[0][1], sizes[1][1]) > 0, is_causal=True
+    )
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("amx")
+def test_the_program_for_amx_is_right_on_any_cpu():
+    assert_exact_in_bfloat16(WHOLE_TILES)
+
+
+@pytest.mark.core
+@pytest.mark.skipif(
+    "amx_bf16" not in tracing.cpu_features(), reason="this CPU has no AMX (amx_bf16)"
+)
+def test_bfloat16_is_right_on_a_cpu_with_amx():
+    """Also where the products are float32, because XLA would fail."""
+    for sizes in (WHOLE_TILES, ODD_LENGTHS, ONE_HEAD):
+        assert_exact_in_bfloat16(sizes)
 
 
 class Elsewhere(NamedTuple):
