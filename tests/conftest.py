@@ -15,8 +15,8 @@ from importlib.metadata import version
 # third of the time, and also changes only rounding; later versions lack it, and abort
 # at unknown flags. AVX has no fused multiply-add, which would make results depend on
 # XLA's fusions. Compiling parts of a program in parallel takes longer than it saves if
-# other tests use the other cores. To test with the settings of users, set XLA_FLAGS=''
-# (`.ci/run` runs tests with both).
+# other tests use the other cores. To test with the settings of users, set XLA_FLAGS='',
+# as `.ci/run` does for the core tests.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
