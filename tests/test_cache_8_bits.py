@@ -81,6 +81,15 @@ def test_quantized_zeros_and_extremes(dtype):
     np.testing.assert_allclose(rounded(x, dtype), expected, rtol=1e-6)
 
 
+@pytest.mark.core
+def test_no_maximum_loses_a_nan():
+    """In arrays of this size, XLA's largest number of a vector is not NaN."""
+    x = np.ones((40, 128), np.float32)
+    places = np.arange(40)
+    x[places, places] = np.nan
+    assert np.isnan(rounded(x, "int8")).all()
+
+
 class Kind(NamedTuple):
     window: int | None = None
     lengths: list | None = None
