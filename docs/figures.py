@@ -881,6 +881,7 @@ FIXED: dict[str, list[str]] = {
     "docs/performance.md": [
         "The batch size is 8 at 64 and 128 tokens, 4 up to 512 tokens, and 1 for",
         "All calls have 8 heads",
+        "a causal layer of 1024 tokens",
         "From 64 to 1024 tokens: the table",
         "[2 x 2]",
         "[4 x 4]",

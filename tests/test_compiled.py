@@ -1,7 +1,8 @@
 """`benchmarks/hlo.py` reads costs out of a program; `benchmarks/targets.py` makes
-choices for another device.
+choices for another device; `benchmarks/start.py` compiles for it, and many layers.
 """
 
+import argparse
 import importlib.util
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import forget_programs
 from jax import lax
 
 from flax_mha import dot_product_attention, explain_implementation
@@ -25,6 +27,7 @@ def benchmark(name):
 
 hlo = benchmark("hlo")
 targets = benchmark("targets")
+start = benchmark("start")
 
 TEXT = """HloModule f
 
@@ -121,6 +124,25 @@ def test_choices_for_the_target_device(dtype, chosen):
     with targets.compiling_for(targets.Target("gpu", [])):
         jax.eval_shape(note, x)
     assert names == [chosen]
+
+
+ONE_ROUND = argparse.Namespace(rounds=1, seconds=0.0)
+
+
+def test_lowering_for_cuda_is_timed_without_a_gpu(request):
+    request.addfinalizer(forget_programs)  # those for a GPU
+    rows = start.tracing(start.CUDA, "backward", 256, ONE_ROUND, lambda text: None)
+    assert list(rows) == [start.OURS, start.THEIRS]
+    assert all(row["ms"] > 0 and row["to_jax_nn"] > 0 for row in rows.values())
+
+
+def test_compiling_layers_is_timed_beside_flax(monkeypatch):
+    monkeypatch.setattr(start, "LAYERS", 2)
+    monkeypatch.setattr(start, "FEATURES", 16)
+    rows = start.compiling(32, ONE_ROUND, lambda text: None)
+    assert list(rows) == [start.OURS, start.FLAX]
+    assert all(row["ms"] > 0 and row["kernels"] > 1 for row in rows.values())
+    assert rows[start.FLAX]["to_flax"] == 1
 
 
 @pytest.mark.parametrize(
