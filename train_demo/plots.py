@@ -138,7 +138,7 @@ def attention_figure(weights: np.ndarray, characters: Sequence[str]) -> Figure:
     The character of a row attends to the characters of columns.
     """
     layers, heads, *_ = weights.shape
-    size = (4.4 * heads + 1, 4.4 * layers + 1)
+    size = (4.4 * heads + 1, 4.4 * layers + 2)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(layers, heads, squeeze=False)
     hidden = np.triu(np.ones(weights.shape[-2:], bool), k=1)
