@@ -99,12 +99,15 @@ def test_two_processes_train_as_one_also_after_a_kill_and_sigterm(
     assert time.monotonic() - began < 60
     assert steps_saved(out) == [2]
 
-    # One process is told to end, so all save at the same step.
+    # One process is told to end, so all save at the same step. What cannot be restored
+    # is moved once.
+    (out / "checkpoints" / "99").mkdir()
     codes, said = two(
         "--resume", "--out", out, "--no-samples", moment=3, number=signal.SIGTERM
     )
     assert codes == [128 + signal.SIGTERM] * 2, said
     assert "Resuming from the checkpoint at step 2" in said[0][0]
+    assert [path.name for path in out.glob("checkpoints/damaged-*")] == ["damaged-99"]
     stopped = steps_saved(out)[-1]
     assert 2 < stopped < STEPS
     assert f"Stopped and saved at step {stopped}" in said[0][0]

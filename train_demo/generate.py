@@ -95,10 +95,7 @@ def load_model(out: Path, config: Config) -> Transformer:
     kinds = len(config.vocabulary)
     shapes = jax.eval_shape(lambda: first_state(kinds, config.settings))
     one_device = mesh.make(Sizes(1, 1, 1, 1))
-    with checkpoint.manager(out) as checkpoints:
-        restored = checkpoint.restore_newest(
-            checkpoints, shapes, over=one_device, say=_warn
-        )
+    restored = checkpoint.restore_newest(out, shapes, over=one_device, say=_warn)
     if restored is None:
         raise UserError(
             f"{out} contains no complete checkpoint: run python -m train_demo --resume "

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -166,7 +167,7 @@ def newest(runs: Path, trained: bool) -> Path:
     found = [path for path in runs.glob(f"*/{CONFIG}") if path.is_file()]
     missing = "runs"
     if found and trained:
-        found = [path for path in found if _has_checkpoint(path.parent)]
+        found = [path for path in found if saved_steps(path.parent)]
         missing = "run with a checkpoint"
     if not found:
         raise UserError(
@@ -176,9 +177,13 @@ def newest(runs: Path, trained: bool) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
 
-def _has_checkpoint(out: Path) -> bool:
-    # Orbax names a checkpoint by its step alone when it is whole.
-    return any(path.name.isdigit() for path in out.glob(f"{CHECKPOINTS}/*/"))
+def saved_steps(out: Path) -> list[int]:
+    """Returns the steps of a run's checkpoints, damaged ones included, in order."""
+    folder = out / CHECKPOINTS
+    if not folder.is_dir():
+        return []
+    names = [path.name for path in folder.iterdir()]
+    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
 
 def write_config(out: Path, config: Config) -> None:

@@ -96,9 +96,9 @@ def train(run: Run) -> int:
     with contextlib.ExitStack() as stack:
         if run.writes:
             stack.enter_context(sole_writer(run.out))
-            write_config(run.out, run.config)
-        checkpoints = stack.enter_context(checkpoint.manager(run.out, writes=True))
-        start, state = _initial(run, checkpoints)
+        start, state = _initial(run)
+        # Orbax waits here until process 0 has written the configuration.
+        checkpoints = stack.enter_context(checkpoint.manager(run.out))
         step, params, stopped = _loop(run, checkpoints, start, state)
         if stopped:
             run.say(f"Stopped and saved at step {step}. To continue:")
@@ -110,8 +110,11 @@ def train(run: Run) -> int:
     return 0
 
 
-def _initial(run: Run, checkpoints: CheckpointManager) -> tuple[int, State]:
-    """Returns the step and the state to start after, and introduces the run."""
+def _initial(run: Run) -> tuple[int, State]:
+    """Returns the step and the state to start after, and introduces the run.
+
+    A folder whose checkpoints cannot be restored stays as it is.
+    """
     text = run.text
     source = run.config.data or "the Python documentation"
     if text.packed:
@@ -128,9 +131,12 @@ def _initial(run: Run, checkpoints: CheckpointManager) -> tuple[int, State]:
     shapes = jax.eval_shape(draw)
     restored = None
     if run.resume:
-        restored = checkpoint.restore_newest(
-            checkpoints, shapes, over=run.mesh, say=run.warn
-        )
+        restored = checkpoint.restore_newest(run.out, shapes, run.mesh, run.warn)
+    if restored and run.writes:
+        newest, _ = restored
+        checkpoint.move_aside(run.out, newest, shapes, run.warn)
+    if run.writes:
+        write_config(run.out, run.config)
     if restored:
         start, state = restored
         run.say(f"Resuming from the checkpoint at step {start}")
@@ -140,10 +146,6 @@ def _initial(run: Run, checkpoints: CheckpointManager) -> tuple[int, State]:
         if run.resume:
             none = f"{run.out} contains no complete checkpoint"
             run.say(f"{none}: starting from step 0")
-    # Those that were skipped, which the run will save again.
-    for step in checkpoints.all_steps():
-        if step > start:
-            checkpoints.delete(step)
 
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     devices = f"{run.mesh.size} x {jax.devices()[0].device_kind}"
