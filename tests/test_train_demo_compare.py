@@ -4,7 +4,15 @@ import re
 
 import jax
 import pytest
-from demo_runs import TINY, as_users_have_it, here, newest_state, refusal
+from demo_runs import (
+    STEPS,
+    TINY,
+    as_users_have_it,
+    here,
+    newest_state,
+    refusal,
+    steps_saved,
+)
 
 from train_demo import compare, metrics, run_folder
 from train_demo.__main__ import main
@@ -120,3 +128,40 @@ def test_a_comparison_that_was_stopped_ends_the_same(
     assert "contains a comparison of gqa, sinks: drop --attention" in said
     said = refusal(capfd, "compare", "--out", out, *options)
     assert "already contains a run" in said
+
+
+@pytest.mark.skipif(run_folder.fcntl is None, reason="no flock here")
+def test_two_comparisons_never_share_a_folder(text, tmp_path, capfd, monkeypatch):
+    out = tmp_path / "compared"
+    longer = ["compare", "--resume", "--steps", 900, "--out", out]
+    run_prepared = compare.run_prepared
+    refused = []
+
+    def configurations():
+        return [path.read_bytes() for path in sorted(out.glob("*/config.json"))]
+
+    def meets_another(*arguments, **options):
+        found = configurations()
+        refused.append(refusal(capfd, *longer))
+        assert configurations() == found
+        return run_prepared(*arguments, **options)
+
+    with monkeypatch.context() as patch, as_users_have_it():
+        patch.setattr(compare, "run_prepared", meets_another)
+        command = ["compare", "--out", out, "--data", text, "--attention", "sinks,gqa"]
+        assert main([*map(str, command), *TINY]) == 0
+
+    assert len(refused) == 2
+    for said in refused:
+        assert f"another run is writing to {out}: wait for it to finish" in said
+    assert len(configurations()) == 2
+
+    # One of its runs may be trained alone, too.
+    found = configurations()
+    with run_folder.sole_writer(out / "sinks"):
+        said = refusal(capfd, *longer)
+    assert f"another run is writing to {out / 'sinks'}: wait" in said
+    assert configurations() == found
+    for kind in ("sinks", "gqa"):
+        assert run_folder.read_config(out / kind).settings.steps == STEPS
+        assert steps_saved(out / kind)[-1] == STEPS

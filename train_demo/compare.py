@@ -4,6 +4,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from rich.table import Table
 
 from train_demo import metrics, plots, report
 from train_demo.api import run_prepared, sizes_here
+from train_demo.data import Text
 from train_demo.errors import UserError, printable
 from train_demo.model import Params, Structure, blueprint
 from train_demo.run_folder import (
     CONFIG,
+    Config,
     prepare,
     read_config,
+    sole_writer,
     write_atomically,
     write_config,
 )
@@ -71,10 +75,20 @@ def compare(
         settings = {**given, "attention": kind}
         prepared[kind] = prepare(out / kind, data, settings, resume, size)
         sizes_here(layout, prepared[kind][0].settings)
-    for kind, (config, _) in prepared.items():
-        (out / kind).mkdir(parents=True, exist_ok=True)
-        write_config(out / kind, config)
+    with sole_writer(out):
+        # No other process may be training one of the runs.
+        with ExitStack() as stack:
+            for kind in prepared:
+                stack.enter_context(sole_writer(out / kind))
+            for kind, (config, _) in prepared.items():
+                write_config(out / kind, config)
+        return _train_all(out, prepared, resume, layout)
 
+
+def _train_all(
+    out: Path, prepared: dict[str, tuple[Config, Text]], resume: bool, layout: Layout
+) -> int:
+    """Trains the runs of a comparison, and compares them; returns the exit code."""
     console = Console(highlight=False, markup=False, emoji=False)
     for kind, (config, text) in prepared.items():
         began = time.perf_counter()
