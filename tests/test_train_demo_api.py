@@ -27,7 +27,7 @@ from demo_runs import (
 from flax import nnx
 
 import train_demo
-from train_demo import api, metrics
+from train_demo import api, metrics, update
 from train_demo.settings import Layout
 
 pytest_plugins = ["demo_fixtures"]
@@ -209,6 +209,26 @@ def test_ctrl_c_saves_and_a_resumed_run_ends_the_same(run, text, tmp_path, monke
     thread.start()
     thread.join(120)
     assert_same_run(run.out, out)
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("no_pictures")
+def test_training_leaves_the_callers_process_as_it_was(text, copy, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    before = (dict(os.environ), sys.unraisablehook)
+
+    train_demo.train(text, out=copy, resume=True, quiet=True, **SETTINGS)
+
+    assert (dict(os.environ), sys.unraisablehook) == before
+
+
+def test_programs_for_gpus_add_in_a_fixed_order(monkeypatch):
+    assert update.repeatable() == {}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    options = update.repeatable()
+    assert options == {"xla_gpu_deterministic_ops": True}
+    # The compiler would reject a name that it does not have.
+    jax.jit(lambda x: x + 1, compiler_options=options)(1.0)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def start() -> None:
         end_at_once()
     gc.set_threshold(COLLECT_EVERY)
     # Where a disk is full or a file is damaged, Orbax raises an error, and then others
-    # in threads that nobody waits for.
+    # in threads that nobody waits for. This process is the command's own: `main` and
+    # `train_demo.train` leave the hook of their caller as it is.
     sys.unraisablehook = lambda _: None
     try:
         code = main()

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 # JAX is imported where it is used, so that errors in arguments come at once.
 
 RUNS = Path("runs")
-DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 
 @dataclass(frozen=True)
@@ -227,11 +226,6 @@ def run_prepared(
 
 def sizes_here(layout: Layout, settings: Settings) -> Sizes:
     """Connects the processes of a run; returns the mesh's sizes for all devices."""
-    # Some fast operations on GPUs add in any order, but a resumed run must compute the
-    # same bits.
-    flags = os.environ.get("XLA_FLAGS", "")
-    if DETERMINISTIC not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()
     import jax
 
     from train_demo import mesh

@@ -27,7 +27,14 @@ from train_demo.errors import printable
 from train_demo.model import Params, blueprint
 from train_demo.run_folder import Config, sole_writer, write_config
 from train_demo.settings import Layout
-from train_demo.update import State, compiled, first_state, make_update, make_validate
+from train_demo.update import (
+    State,
+    compiled,
+    first_state,
+    make_update,
+    make_validate,
+    repeatable,
+)
 
 SAMPLE = 64  # tokens of the sample at each validation
 LONG_SAMPLE = 500  # tokens of the sample at the end
@@ -167,7 +174,9 @@ def _loop(
     structure, _ = blueprint(len(run.text.vocabulary), settings, run.layout)
     update = make_update(structure, settings, run.layout, run.text.packed)
     update = compiled(update, run.mesh, mesh.shardings(run.mesh, state))
-    validate = make_validate(structure, run.text.packed)
+    validate = jax.jit(
+        make_validate(structure, run.text.packed), compiler_options=repeatable()
+    )
 
     # Put the text on the devices; windows are validated in a multiple of the parts.
     characters = mesh.put(run.mesh, run.text.training)

@@ -177,8 +177,22 @@ def make_update(
 
 def compiled(update: Update, over: Mesh, shardings: State) -> jax.stages.Wrapped:
     """Compiles an update; the arrays of the state that it is given are donated."""
-    results = (shardings, NamedSharding(over, P()))
-    return jax.jit(update, donate_argnums=0, out_shardings=results)
+    return jax.jit(
+        update,
+        donate_argnums=0,
+        out_shardings=(shardings, NamedSharding(over, P())),
+        compiler_options=repeatable(),
+    )
+
+
+def repeatable() -> dict[str, bool]:
+    """Returns the compiler's options for programs that compute the same bits each time.
+
+    A resumed run needs them on GPUs, where some fast operations add in any order.
+    """
+    if jax.default_backend() == "gpu":
+        return {"xla_gpu_deterministic_ops": True}
+    return {}
 
 
 def make_validate(structure: Structure, packed: bool = False) -> jax.stages.Wrapped:
