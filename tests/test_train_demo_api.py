@@ -27,7 +27,7 @@ from demo_runs import (
 from flax import nnx
 
 import train_demo
-from train_demo import api, metrics, update
+from train_demo import api, mesh, metrics, update
 from train_demo.settings import Layout
 
 pytest_plugins = ["demo_fixtures"]
@@ -229,6 +229,23 @@ def test_programs_for_gpus_add_in_a_fixed_order(monkeypatch):
     assert options == {"xla_gpu_deterministic_ops": True}
     # The compiler would reject a name that it does not have.
     jax.jit(lambda x: x + 1, compiler_options=options)(1.0)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_parameters_are_fetched_only_for_texts(text, copy, monkeypatch):
+    fetched = []
+
+    def fetch(tree, fetch=mesh.fetch):
+        fetched.append(tree)
+        return fetch(tree)
+
+    monkeypatch.setattr(mesh, "fetch", fetch)
+    longer = SETTINGS | {"steps": SETTINGS["steps"] + 6}
+
+    train_demo.train(text, out=copy, resume=True, quiet=True, samples=False, **longer)
+
+    # Two validations, and the sample at the end.
+    assert len(fetched) == 1
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ def train(run: Run) -> int:
             place = shlex.quote(str(run.out))
             run.say(f"python -m train_demo --resume --out {place}", wrap=False)
             return 128 + stopped
+        params = mesh.fetch(params)
         if run.writes:
             _finish(run, params)
     return 0
@@ -167,8 +168,7 @@ def _loop(
     """Trains from after step `start`.
 
     Returns:
-      The last step, its whole parameters, and the signal that stopped the loop, or
-      None.
+      The last step, its parameters, and the signal that stopped the loop, or None.
     """
     settings = run.config.settings
     structure, _ = blueprint(len(run.text.vocabulary), settings, run.layout)
@@ -220,9 +220,10 @@ def _loop(
                     val_loss = validate(state.params, windows)
                 val_loss = log.loss("val_loss", step, val_loss)
                 run.say(f"step {step:>6}  validation loss {val_loss:.4f}")
-                params = mesh.fetch(state.params)
-                if run.writes and run.samples:
-                    _write_sample(run, log, step, params)
+                if run.samples:
+                    params = mesh.fetch(state.params)
+                    if run.writes:
+                        _write_sample(run, log, step, params)
             if saves:
                 log.sync()
                 checkpoint.save(checkpoints, step, state)
@@ -231,7 +232,7 @@ def _loop(
         for row in report.facts(run.out, run.config):
             table.add_row(*map(printable, row))
         run.console.print(table)
-    return step, mesh.fetch(state.params), stopped
+    return step, state.params, stopped
 
 
 class Stop:
