@@ -1,6 +1,7 @@
 """Mask objects: in attention, their tiles, pictures of them, and comparisons."""
 
 import contextlib
+import copy
 import io
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from marks import with_core_tuples
 
 from flax_mha import dot_product_attention, plot
 from flax_mha._src.core.tile import Grid
+from flax_mha._src.masks.base import conjuncts, hides_future, shows_future
 from flax_mha.masks import (
     ArrayMask,
     CausalMask,
@@ -257,6 +259,64 @@ def test_traced_masks_are_equal_if_they_hold_the_same_arrays():
     lengths = jnp.array([3])
     assert jax.jit(lambda x: LengthMask(x) == LengthMask(x))(lengths)
     assert jax.jit(lambda x: LengthMask(x) != LengthMask(x + 1))(lengths)
+
+
+# Without parts that are computed once, it would be computed 2^12 times.
+def nested(mask, times=12):
+    """A mask that holds `mask` and two others again and again."""
+    first = LocalMask(9, None)
+    for _ in range(times):
+        mask = (mask | first) & (SHORT | mask)
+    return mask
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_a_part_of_a_mask_is_computed_once(implementation):
+    """Twelve levels make a program that is not much longer than that of two."""
+    query, key = (rng.standard_normal((B, n, N, 8)).astype(np.float32) for n in (T, S))
+
+    @jax.jit
+    def attend(mask):
+        return dot_product_attention(
+            query, key, key, mask=mask, implementation=implementation
+        )
+
+    inner = FunctionMask(every_fifth) & ArrayMask(ARRAY)
+    deep = nested(inner)
+    assert len(jax.tree.leaves(deep)) == 1
+    short, long = (attend.lower(x).as_text() for x in (nested(inner, 2), deep))
+    assert len(long) < 2 * len(short)
+    visible = ((row - column) % 5 == 0) & ARRAY
+    visible = visible | ((column >= row - 9) & (column < each([20, 40])))
+    want = dot_product_attention(query, key, key, mask=visible)
+    np.testing.assert_allclose(attend(deep), want, rtol=0, atol=1e-5)
+
+
+def test_nested_masks_are_compared_copied_drawn_and_asked_fast():
+    first = nested(ArrayMask(ARRAY[0, 0]), 40)
+    second = nested(ArrayMask(ARRAY[0, 0].copy()), 40)
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first != nested(ArrayMask(~ARRAY[0, 0]), 40)
+    assert jax.tree.map(jnp.asarray, first) == first
+    assert copy.deepcopy(first) == first
+    assert str(first) == str(nested(ArrayMask(ARRAY[0, 0]), 1))
+    assert first.lengths == (T, S)
+    assert first.window is None
+    assert not hides_future(first)
+    assert not shows_future(first)
+    assert len(conjuncts(first)) == 2
+
+
+def test_parts_are_equal_by_their_contents_however_they_are_shared():
+    causal = CausalMask()
+    shared = (causal | FIRST_KEYS) & ~causal
+    apart = (CausalMask() | FIRST_KEYS) & ~CausalMask()
+    assert shared == apart
+    assert hash(shared) == hash(apart)
+    assert shared != (CausalMask() | FIRST_KEYS) & ~CausalMask(1)
 
 
 @pytest.mark.core

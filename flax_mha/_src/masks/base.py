@@ -19,7 +19,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ from flax_mha._src.core.tile import BoolMatrix, Grid, Tile
 from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.validation import LARGEST, SMALLEST, Shape, is_int
 
+T = TypeVar("T")
+M = TypeVar("M", bound=type)
 # (left, right): how far a query attends before and after itself; None: no limit.
 Window = tuple[int | None, int | None]
 
@@ -232,7 +234,11 @@ def _equal(a: Any, b: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Combined(Mask):
-    """The base class of masks that are made of other masks, their `parts`."""
+    """The base class of masks that are made of other masks, their `parts`.
+
+    A mask may be part of several others. It is computed once, and flattened once, so
+    that arrays are passed to a program once.
+    """
 
     @property
     def parts(self) -> tuple[Mask, ...]:
@@ -240,14 +246,141 @@ class _Combined(Mask):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        queries, keys = zip(*(mask.lengths for mask in self.parts), strict=True)
-        return max(queries), max(keys)
+        def largest(_: Mask, of_parts: list[tuple[int, int]]) -> tuple[int, int]:
+            queries, keys = zip(*of_parts, strict=True)
+            return max(queries), max(keys)
+
+        return fold(self, lambda part: part.lengths, largest)
+
+    @property
+    def window(self) -> Window | None:
+        return fold(
+            self,
+            lambda part: part.window,
+            lambda mask, windows: mask.combined_window(windows),
+        )
+
+    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
+        return fold(
+            self,
+            lambda part: part.tile(tile),
+            lambda mask, tiles: mask.combined_tile(tiles),
+        )
+
+    def occupancy(self, grid: Grid) -> Occupancy:
+        return fold(
+            self,
+            lambda part: part.occupancy(grid),
+            lambda mask, parts: mask.combined_occupancy(parts),
+        )
 
     def canonical(self, shape: Shape) -> Mask:
-        return type(self)(*(part.canonical(shape) for part in self.parts))
+        return fold(self, lambda part: part.canonical(shape), _remade)
 
     def map_arrays(self, change: Callable[[Array, str], Any]) -> Mask:
-        return type(self)(*(part.map_arrays(change) for part in self.parts))
+        return fold(self, lambda part: part.map_arrays(change), _remade)
+
+    def combined_window(self, windows: list[Window | None]) -> Window | None:
+        """Returns the window of the mask, given those of its parts."""
+        return None
+
+    def combined_tile(self, tiles: list[Array]) -> Bool[Array, "#t #s"]:
+        """Computes `tile` from those of the parts."""
+        raise NotImplementedError
+
+    def combined_occupancy(self, parts: list[Occupancy]) -> Occupancy:
+        """Computes `occupancy` from those of the parts."""
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return _equal_parts(self, other, {})
+
+    def __hash__(self) -> int:
+        return fold(self, hash, lambda mask, parts: hash((type(mask), *parts)))
+
+
+def fold(
+    mask: Mask,
+    of_part: Callable[[Mask], T],
+    of_combined: Callable[[Any, list[T]], T],
+) -> T:
+    """Computes a value of a mask from those of its parts, each part once, however many
+    masks it is part of.
+
+    `of_part(mask)` returns the value of a mask without parts, and
+    `of_combined(mask, values)` that of a combined one.
+    """
+    values: dict[int, T] = {}
+
+    def value(mask: Mask) -> T:
+        if id(mask) not in values:
+            if isinstance(mask, _Combined):
+                found = of_combined(mask, [value(part) for part in mask.parts])
+            else:
+                found = of_part(mask)
+            values[id(mask)] = found
+        return values[id(mask)]
+
+    return value(mask)
+
+
+def _remade(mask: Mask, parts: list[Mask]) -> Mask:
+    return type(mask)(*parts)
+
+
+def _equal_parts(first: Any, second: Any, known: dict[tuple[int, int], bool]) -> bool:
+    """Returns whether two masks are equal; `known` has the answers for pairs of parts,
+    by their `id`.
+    """
+    if not isinstance(first, _Combined) or type(first) is not type(second):
+        return bool(first == second)
+    pair = (id(first), id(second))
+    if pair not in known:
+        parts = zip(first.parts, second.parts, strict=True)
+        known[pair] = all(_equal_parts(a, b, known) for a, b in parts)
+    return known[pair]
+
+
+# How a flattened mask is made of the masks in its leaves: for each different mask, None
+# for a leaf, or the class and the places of its parts, which come before it.
+_Steps = tuple[tuple[Any, ...] | None, ...]
+
+
+def _flatten(mask: Mask) -> tuple[list[Mask], _Steps]:
+    leaves: list[Mask] = []
+    steps: list[Any] = []
+
+    def of_part(part: Mask) -> int:
+        leaves.append(part)
+        steps.append(None)
+        return len(steps) - 1
+
+    def of_combined(mask: Mask, places: list[int]) -> int:
+        steps.append((type(mask), *places))
+        return len(steps) - 1
+
+    fold(mask, of_part, of_combined)
+    return leaves, tuple(steps)
+
+
+def _unflatten(steps: _Steps, leaves: Sequence[Any]) -> Mask:
+    remaining = iter(leaves)
+    made: list[Any] = []
+    for step in steps:
+        if step is None:
+            made.append(next(remaining))
+            continue
+        kind, *places = step
+        made.append(kind(*(made[i] for i in places)))
+    return made[-1]
+
+
+def _register(kind: M) -> M:
+    """Registers a class of combined masks as a pytree."""
+    jax.tree_util.register_pytree_node(kind, _flatten, _unflatten)
+    return kind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -258,29 +391,24 @@ class _Pair(_Combined):
     right: Mask
     operator: ClassVar[Callable[[Any, Any], Any]]
 
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
+    def combined_tile(self, tiles: list[Array]) -> Bool[Array, "#t #s"]:
         # From the class: an instance would pass itself.
-        operator = type(self).operator
-        return operator(self.left.tile(tile), self.right.tile(tile))
+        return type(self).operator(*tiles)
 
-    def occupancy(self, grid: Grid) -> Occupancy:
+    def combined_occupancy(self, parts: list[Occupancy]) -> Occupancy:
         # For `|`, `all_visible` may be False for a tile that both fill together.
-        left = self.left.occupancy(grid)
-        right = self.right.occupancy(grid)
-        return Occupancy(*map(type(self).operator, left, right))
+        return Occupancy(*map(type(self).operator, *parts))
 
 
-@jax.tree_util.register_dataclass
+@_register
 @dataclasses.dataclass(frozen=True, eq=False)
 class And(_Pair):
     """Lets queries attend to the keys that both masks leave visible: `left & right`."""
 
     operator = operator.and_
 
-    @property
-    def window(self) -> Window | None:
-        first = self.left.window
-        second = self.right.window
+    def combined_window(self, windows: list[Window | None]) -> Window | None:
+        first, second = windows
         if first is None or second is None:
             return None
         return _nearer(first[0], second[0]), _nearer(first[1], second[1])
@@ -293,16 +421,28 @@ def _nearer(first: int | None, second: int | None) -> int | None:
 
 def conjuncts(mask: Mask | None) -> list[Mask]:
     """Splits a mask at `&`: returns [a, b, c] for `a & b & c`, [mask] without `&`, and
-    an empty list for None.
+    an empty list for None. Lists each part once.
     """
-    if isinstance(mask, And):
-        return [*conjuncts(mask.left), *conjuncts(mask.right)]
-    if mask is None:
-        return []
-    return [mask]
+    found: list[Mask] = []
+    # Parts that are already in the list.
+    seen: set[int] = set()
+
+    def visit(mask: Mask) -> None:
+        if id(mask) in seen:
+            return
+        seen.add(id(mask))
+        if isinstance(mask, And):
+            visit(mask.left)
+            visit(mask.right)
+        else:
+            found.append(mask)
+
+    if mask is not None:
+        visit(mask)
+    return found
 
 
-@jax.tree_util.register_dataclass
+@_register
 @dataclasses.dataclass(frozen=True, eq=False)
 class Or(_Pair):
     """Lets queries attend to the keys that at least one of two masks leaves visible:
@@ -351,12 +491,16 @@ def shows_future(mask: Mask) -> bool:
     not count, such as windows to both sides, or `LocalMask(8, 0) | mask`, where `mask`
     shows more of the past.
     """
-    if isinstance(mask, And):
-        return any(map(shows_future, mask.parts)) and not hides_future(mask)
-    if isinstance(mask, Or):
-        widens_causal = any(map(_shows_past, mask.parts)) and not hides_future(mask)
-        return widens_causal or any(map(shows_future, mask.parts))
-    return False
+
+    def of_combined(mask: Mask, parts: list[bool]) -> bool:
+        if isinstance(mask, And):
+            return any(parts) and not hides_future(mask)
+        if isinstance(mask, Or):
+            widens_causal = any(map(_shows_past, mask.parts))
+            return any(parts) or (widens_causal and not hides_future(mask))
+        return False
+
+    return fold(mask, lambda part: False, of_combined)
 
 
 def _shows_past(mask: Mask) -> bool:
@@ -369,28 +513,34 @@ def _shows_past(mask: Mask) -> bool:
 
 def hides_future(mask: Mask) -> bool:
     """Returns whether a mask certainly hides all keys after the query."""
-    if isinstance(mask, And):
-        return any(map(hides_future, mask.parts))
-    if isinstance(mask, Or):
-        return all(map(hides_future, mask.parts))
-    if mask.window is None:
-        return False
-    _, right = mask.window
-    return right is not None and right <= 0
+
+    def of_part(part: Mask) -> bool:
+        if part.window is None:
+            return False
+        _, right = part.window
+        return right is not None and right <= 0
+
+    def of_combined(mask: Mask, parts: list[bool]) -> bool:
+        if isinstance(mask, And):
+            return any(parts)
+        return isinstance(mask, Or) and all(parts)
+
+    return fold(mask, of_part, of_combined)
 
 
-@jax.tree_util.register_dataclass
+@_register
 @dataclasses.dataclass(frozen=True, eq=False)
 class Not(_Combined):
     """Lets queries attend to exactly the keys that a mask hides: `~mask`."""
 
     mask: Mask
 
-    def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        return ~self.mask.tile(tile)
+    def combined_tile(self, tiles: list[Array]) -> Bool[Array, "#t #s"]:
+        [visible] = tiles
+        return ~visible
 
-    def occupancy(self, grid: Grid) -> Occupancy:
-        occupancy = self.mask.occupancy(grid)
+    def combined_occupancy(self, parts: list[Occupancy]) -> Occupancy:
+        [occupancy] = parts
         return Occupancy(~occupancy.all_visible, ~occupancy.any_visible)
 
 
