@@ -14,6 +14,7 @@ import pytest
 from cases import (
     by_the_rule_of_flash_attention,
     dense_gradients,
+    equations,
     gradients,
     interpret,
     kernels_in,
@@ -24,6 +25,7 @@ from kernels import abstract, call, close, explained, normal, shapes
 from marks import with_core
 
 from flax_mha import dot_product_attention, masks
+from flax_mha._src.engines.kernels import splash
 
 B = 2
 T = 256
@@ -402,3 +404,15 @@ def test_a_policy_saves_kernel_results_by_name(arguments):
     )
     in_forward = 2  # with masks, the branch for NaN has another one
     assert saved == without == anew - 2 * in_forward
+
+
+def test_the_id_of_hidden_keys_is_unused_and_takes_linear_memory():
+    ids = np.array([[0, 1, 3, 1], [1, 2, 3, 4], [3, 2, 1, 0], [-1, 0, -4, 2**31 - 1]])
+    unused = jax.jit(splash._unused)(ids.astype(np.int32))
+    np.testing.assert_array_equal(unused, [2, 0, 4, 1])
+
+    length = 2**14
+    ids = jax.ShapeDtypeStruct((2, length), jnp.int32)
+    program = jax.make_jaxpr(splash._unused)(ids)
+    sizes = [x.outvars[0].aval.size for x in equations(program.jaxpr)]
+    assert max(sizes) < 10 * length

@@ -428,6 +428,11 @@ def _unused(ids: Int[Array, "B T"]) -> Int[Array, " B"]:
     """Returns, for each batch entry, the least number >= 0 that is not among its ids;
     hidden keys get it as an id.
     """
-    numbers = jnp.arange(ids.shape[1] + 1, dtype=jnp.int32)
-    taken = (ids[:, :, None] == numbers[None, None, :]).any(1)
+    batch, length = ids.shape
+    # Among length + 1 numbers, one is not taken; larger ids do not matter.
+    is_small = (ids >= 0) & (ids <= length)
+    places = jnp.where(is_small, ids, length + 1)
+    entries = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    taken = jnp.zeros((batch, length + 1), bool)
+    taken = taken.at[entries, places].set(True, mode="drop")
     return jnp.argmin(taken, axis=1).astype(jnp.int32)
