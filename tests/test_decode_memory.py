@@ -180,9 +180,11 @@ def test_a_prompt_copies_no_cache(dtype, kind, mapped):
 
     analysis = donated(update, cache, *new, *lengths)
 
-    # Until JAX 0.12, the new tokens are converted if they are bfloat16.
+    # Until JAX 0.12, the new tokens are converted if they are bfloat16; if XLA
+    # optimizes, those of the sequence that is being written once more, to float32.
     may_convert = dtype == jnp.bfloat16 and jax.__version_info__ < (0, 12)
-    converted = nbytes(new) if may_convert else 0
+    of_a_sequence = number * N * H * 4
+    converted = nbytes(new) + of_a_sequence if may_convert else 0
     assert analysis.temp_size_in_bytes <= converted + 2**16
     # What is donated is written to.
     assert analysis.alias_size_in_bytes >= nbytes(cache)
