@@ -116,7 +116,8 @@ def name(case):
     return " ".join(getattr(x, "__name__", f"{key}={x}") for key, x in values)
 
 
-@pytest.mark.parametrize("case", with_core(CASES, CASES[0]), ids=name)
+# With optimizations, XLA would convert a whole cache in this case, if it could.
+@pytest.mark.parametrize("case", with_core(CASES, IN_8_BITS[1]), ids=name)
 def test_a_step_copies_no_cache(case):
     analysis, size = compiled(case)
     # Queries, keys, values and outputs, in parts.
