@@ -816,6 +816,15 @@ def assert_exact_in_bfloat16(sizes):
     kernels.in_bfloat16_by_the_rule_of_flash_attention(
         "blockwise", sizes, visible=np.tri(sizes[0][1], sizes[1][1]) > 0, is_causal=True
     )
+    # Scores are not rounded: a log-sum-exp would be off by 1e-3.
+    attend = functools.partial(
+        dot_product_attention, is_causal=True, return_residual=True
+    )
+    arrays = normal(*sizes, dtype=jnp.bfloat16)
+    exact = [x.astype(np.float32) for x in arrays]
+    _, lse = jax.jit(functools.partial(attend, implementation="blockwise"))(*arrays)
+    _, want = attend(*exact, implementation="xla")
+    close(lse, want, 1e-5)
 
 
 @pytest.mark.core
