@@ -55,7 +55,7 @@ def run(tmp_path_factory):
     shapes = jax.eval_shape(
         lambda: first_state(len(config.vocabulary), config.settings)
     )
-    with checkpoint.manager(out, writes=True) as checkpoints:
+    with checkpoint.manager(out) as checkpoints:
         checkpoint.save(checkpoints, 1, drawn(shapes))
     assert main(["export", "--out", str(out)]) == 0
     return train_demo.load(out)

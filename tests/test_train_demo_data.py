@@ -140,7 +140,7 @@ def test_a_folder_that_changed_is_refused(folder, tmp_path):
     config, _ = run_folder.prepare(out, str(folder), given, resume=False)
     run_folder.write_config(out, config)
     (folder / "a.txt").write_text("a says: something else")
-    with pytest.raises(UserError, match="the sha256 of --data was"):
+    with pytest.raises(UserError, match="the text in --data has changed"):
         run_folder.prepare(out, None, {}, resume=True)
 
 

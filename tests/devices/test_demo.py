@@ -141,12 +141,12 @@ def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path):
     fsdp = mesh.make(LAYOUTS["fsdp"].sizes(8, SETTINGS))
     tensor = mesh.make(LAYOUTS["tensor"].sizes(8, SETTINGS))
     alone = mesh.make(LAYOUTS["alone"].sizes(1, SETTINGS))
-    with checkpoint.manager(tmp_path, writes=True) as checkpoints:
+    with checkpoint.manager(tmp_path) as checkpoints:
         split = jax.device_put(state, mesh.shardings(fsdp, state))
         checkpoint.save(checkpoints, 1, split)
         for over in (fsdp, tensor, alone):
             step, found = checkpoint.restore_newest(
-                checkpoints, state, over=over, say=pytest.fail
+                tmp_path, state, over=over, say=pytest.fail
             )
             assert step == 1
             jax.tree.map(np.testing.assert_array_equal, found, state)
