@@ -1,10 +1,9 @@
-"""vmap, export, checkpoint and linear_transpose with many arguments, empty axes, and
+"""vmap, export and checkpoint with many arguments, empty axes, and
 gradients in float16.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -351,125 +350,12 @@ def test_a_policy_saves_attention_by_name(implementation):
     assert 0 < saved == without < anew
 
 
-class Linear(NamedTuple):
-    """A call, which is linear in its values."""
-
-    implementation: str | None
-    arguments: dict[str, Any]
-
-
-KEYS = jnp.array([5, 9])
-
-
-def scaled_by_batch(score, b, h, q_idx, kv_idx):
-    return score * KEYS[b].astype(score.dtype)
-
-
-LINEAR = {}
-LINEAR["plain"] = Linear(None, {})
-LINEAR["causal, dense"] = Linear("xla", {"is_causal": True})
-LINEAR["causal"] = Linear("blockwise", {"is_causal": True})
-LINEAR["lengths"] = Linear(
-    "blockwise",
-    {"key_value_seq_lengths": KEYS, "query_seq_lengths": jnp.array([7, 3])},
-)
-LINEAR["window, soft cap, sinks"] = Linear(
-    "xla", {"local_window_size": 2, "logits_soft_cap": 3.0, "sinks": jnp.ones(4)}
-)
-LINEAR["dropout"] = Linear(
-    "blockwise",
-    {"dropout_rate": 0.5, "dropout_rng": jax.random.key(3), "is_causal": True},
-)
-LINEAR["mask"] = Linear(
-    "xla", {"mask": jnp.arange(9) % 2 == 0, "bias": jnp.ones((7, 9))}
-)
-LINEAR["score_mod"] = Linear("xla", {"score_mod": scaled_by_batch})
-
-
-def linear_inputs():
-    """Query, key, value and a cotangent of the output."""
-    rng = np.random.default_rng(0)
-    shapes = ((2, 7, 4, 8), (2, 9, 2, 8), (2, 9, 2, 3), (2, 7, 4, 3))
-    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
-
-
-@pytest.mark.parametrize("name", with_core(LINEAR, "causal, dense"))
-def test_linear_transpose_by_values_is_the_gradient(name):
-    """Also under `jit`."""
-    implementation, arguments = LINEAR[name]
-    attend = functools.partial(
-        dot_product_attention, implementation=implementation, **arguments
-    )
-    query, key, value, cotangent = linear_inputs()
-
-    def transposed(query, key, cotangent):
-        like = jax.ShapeDtypeStruct(value.shape, value.dtype)
-        of_value = functools.partial(attend, query, key)
-        (result,) = jax.linear_transpose(of_value, like)(cotangent)
-        return result
-
-    _, pull = jax.vjp(lambda value: attend(query, key, value), value)
-    (want,) = pull(cotangent)
-
-    # Equal zeros would show nothing.
-    assert jnp.abs(want).max() > 0.1
-    got = transposed(query, key, cotangent)
-    np.testing.assert_allclose(got, want, atol=1e-6)
-    got = jax.jit(transposed)(query, key, cotangent)
-    np.testing.assert_allclose(got, want, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    "name", with_core(["causal, dense", "causal"], "causal, dense")
-)
-def test_linear_transpose_can_be_differentiated(name):
-    implementation, arguments = LINEAR[name]
-    attend = functools.partial(
-        dot_product_attention, implementation=implementation, **arguments
-    )
-    query, key, value, cotangent = linear_inputs()
-
-    @jax.jit
-    def of_transpose(query):
-        of_value = functools.partial(attend, query, key)
-        (transposed,) = jax.linear_transpose(of_value, value)(cotangent)
-        return jnp.vdot(transposed, value)
-
-    def of_call(query):
-        return jnp.vdot(attend(query, key, value), cotangent)
-
-    want = jax.grad(of_call)(query)
-    np.testing.assert_allclose(jax.grad(of_transpose)(query), want, atol=2e-5)
-
-
 @pytest.mark.core
-def test_linear_transpose_of_a_call_that_also_returns_the_residual():
+def test_linear_transpose_is_rejected():
     x = jnp.ones((1, 3, 2, 4))
+    message = "jax.linear_transpose does not support attention; use jax.vjp"
 
-    def attend(value):
-        output, _ = dot_product_attention(x, x, value, return_residual=True)
-        return output
+    def of_values(value):
+        return dot_product_attention(x, x, value, implementation="blockwise")
 
-    (got,) = jax.linear_transpose(attend, x)(x)
-    np.testing.assert_allclose(got, x, atol=1e-6)
-
-
-def squared(value):
-    """Not linear: the queries are the values, too."""
-    key = jnp.ones((1, 3, 2, 4))
-    return dot_product_attention(value, key, value, implementation="blockwise")
-
-
-@jax.jit
-def linear_inside_jit(value):
-    """Linear, but its transpose does not know it."""
-    x = jnp.ones((1, 3, 2, 4))
-    return dot_product_attention(x, x, value, implementation="blockwise")
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("function", [squared, linear_inside_jit])
-def test_linear_transpose_of_a_function_that_may_not_be_linear_is_rejected(function):
-    x = jnp.ones((1, 3, 2, 4))
-    message = "only as a function of value, .* use jax.vjp"
-    refused(message, jax.linear_transpose(function, x), x, error=NotImplementedError)
+    refused(message, jax.linear_transpose(of_values, x), x, error=NotImplementedError)

@@ -42,7 +42,6 @@ from flax_mha._src.engines.kernels.derivatives import with_derivatives
 from flax_mha._src.engines.kernels.lower_for_platform import lower_for_platform
 from flax_mha._src.explanation import ASSUMPTIONS, Explanation
 from flax_mha._src.guard import guard
-from flax_mha._src.math.derivatives import as_function_of_values, is_linear_in_values
 from flax_mha._src.plan import Plan
 
 Implementation = Literal["xla", "blockwise", "cudnn", "splash"]
@@ -94,11 +93,6 @@ def run(call: Call, implementation: str | None) -> Result:
     # calls are not split.
     is_empty = call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]
     if parts is None:
-        if is_linear_in_values(call.operands):
-            # `jax.linear_transpose` cannot transpose the search for NaN: run the call
-            # again, as one operation that is linear in the values. Inside it, values
-            # are not linearized, so that `run` does not come here again.
-            return as_function_of_values(call, lambda call: run(call, implementation))
         result = on_device(_unsplit(call), implementation)
     elif is_empty:
         explain(call, implementation)  # raises the errors that computing it would raise

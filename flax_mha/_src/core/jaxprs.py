@@ -72,13 +72,6 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, Literal)
 
 
-def is_linearized(x: Any) -> bool:
-    """Returns whether JAX is tracing a function of the array `x` to transpose it, or to
-    evaluate it in part.
-    """
-    return isinstance(x, partial_eval.JaxprTracer)
-
-
 def equations(jaxpr: Body | Program) -> Iterator[Any]:
     """Iterates over the equations of a jaxpr and of all jaxprs inside it."""
     for equation in jaxpr.eqns:

@@ -20,8 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import Call, Operands, Result
-from flax_mha._src.core.jaxprs import Program, as_function, is_linearized
+from flax_mha._src.core.jaxprs import Program, as_function
 from flax_mha._src.core.products import products_are_replaced
 
 # For every `jax.vmap` around a call, the innermost first: the size of its axis, and
@@ -101,57 +100,6 @@ def linear_function(
         program=program,
     )
     return function
-
-
-def is_linear_in_values(operands: Operands) -> bool:
-    """Returns whether JAX is tracing the call to transpose it (`jax.linear_transpose`)
-    with the values as the only variable.
-    """
-    if not is_linearized(operands.value):
-        return False
-    num_linearized = sum(map(is_linearized, jax.tree.leaves(operands)))
-    return num_linearized == 1
-
-
-def as_function_of_values(call: Call, run: Callable[[Call], Result]) -> Result:
-    """Computes `run(call)` as one operation that is linear in the values, for
-    `jax.linear_transpose`.
-
-    JAX cannot transpose the operations inside `run`, because the search for NaN in the
-    values is not linear.
-    """
-    value = call.operands.value
-    leaves, structure = jax.tree.flatten(call.operands)
-    place = next(i for i, x in enumerate(leaves) if x is value)
-    others = leaves[:place] + leaves[place + 1 :]
-    like_value = jax.ShapeDtypeStruct(value.shape, value.dtype)
-
-    def attend(*leaves: Array) -> Result:
-        *others, value = leaves
-        in_order = [*others[:place], value, *others[place:]]
-        operands = jax.tree.unflatten(structure, in_order)
-        return run(call._replace(operands=operands))
-
-    def evaluate(*leaves: Array) -> Sequence[Array]:
-        return [attend(*leaves).output]
-
-    def transpose(
-        others: Sequence[Array], cotangents: Sequence[Array]
-    ) -> Sequence[Array]:
-        # The output is linear in the values, so its derivative at 0 is enough.
-        zeros = jnp.zeros(value.shape, value.dtype)
-        _, pull = jax.vjp(lambda value: attend(*others, value).output, zeros)
-        return pull(cotangents[0])
-
-    # Log-sum-exp and largest scores do not depend on the values.
-    of_scores = Result(value, None)
-    needs_others = call.options.return_residual or call.options.return_max_score
-    if needs_others:
-        of_scores = attend(*others, jnp.zeros(value.shape, value.dtype))
-    output = jax.eval_shape(attend, *others, like_value).output
-    function = linear_function([output], evaluate, transpose, first=len(others))
-    [output] = function(*others, value)
-    return of_scores._replace(output=output)
 
 
 def reverse_only(x: Array, error: str) -> Array:
@@ -339,8 +287,7 @@ def _transpose(
     transpose = function.transpose
     if first is None or transpose is None:
         raise NotImplementedError(
-            "jax.linear_transpose supports attention only as a function of value, and "
-            "not if jax.jit or jax.vmap wraps that function; use jax.vjp."
+            "jax.linear_transpose does not support attention; use jax.vjp."
         )
 
     def pull(*both: Any) -> list[Array]:
