@@ -255,6 +255,11 @@ def test_foreign_keys_may_repeat_what_transformers_computes():
     assert read(pixtral | {"rope_ratio": 1}) == read(pixtral)
 
 
+def test_sizes_of_heads_are_read_only_if_they_are_needed():
+    sizes = {"hidden_size": 4, "num_attention_heads": 8}
+    assert read({"rope_theta": 1e4} | sizes) == RoPE()
+
+
 def test_laguna_reads_no_base_outside_of_rope_parameters():
     laguna = model("laguna", rope_theta=7e5)
     assert read(laguna, **FULL) == RoPE(5e5, 0.5)

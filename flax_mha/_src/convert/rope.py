@@ -148,6 +148,9 @@ def _check_foreign(
     """Raises a ValueError if a key in `FOREIGN` describes a rotation other than that
     of the arguments, which is what Transformers computes.
     """
+    found = sorted(FOREIGN & {*given})
+    if not found:
+        return
     fraction = arguments.get("fraction", 1.0)
     expected = {
         "rope_interleaved": arguments["interleaved"],
@@ -159,7 +162,7 @@ def _check_foreign(
     size = values.get("qk_rope_head_dim") or _head_size(values)
     if size is not None:
         expected["rope_dim"] = round(fraction * size)
-    for key in sorted(FOREIGN & {*given}):
+    for key in found:
         if key not in expected or given[key] != expected[key]:
             raise ValueError(
                 f"{key} must be {expected.get(key)!r} or left out, because "
