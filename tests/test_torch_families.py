@@ -494,26 +494,18 @@ FAMILIES["llama4"] = grouped("llama4_text", port.llama_4, {"chunk": WINDOW}, **L
 FAMILIES["llama4 without rotary positions"] = grouped(
     "llama4_text", port.llama_4, {"chunk": None}, layer=3, **LLAMA_4
 )._replace(prefix="model.layers.3.self_attn.")
+MINISTRAL = {
+    "llama_4_scaling_beta": 0.5,
+    "original_max_position_embeddings": 3,
+    "rope_theta": 1e6,
+}
 FAMILIES["ministral3"] = grouped(
     "ministral3",
     port.ministral_3,
-    rope_parameters={
-        "rope_type": "yarn",
-        "factor": 1.0,
-        "llama_4_scaling_beta": 0.5,
-        "original_max_position_embeddings": 3,
-        "rope_theta": 1e6,
-    },
+    rope_parameters=MINISTRAL | {"rope_type": "yarn", "factor": 1.0},
 )
 FAMILIES["ministral3 without scaling"] = grouped(
-    "ministral3",
-    port.ministral_3,
-    rope_parameters={
-        "rope_type": "default",
-        "llama_4_scaling_beta": 0.5,
-        "original_max_position_embeddings": 3,
-        "rope_theta": 1e6,
-    },
+    "ministral3", port.ministral_3, rope_parameters=MINISTRAL | {"rope_type": "default"}
 )
 # Norms after the rotation, without weights, of each head.
 FAMILIES["hunyuan"] = grouped(

@@ -27,10 +27,9 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from flax_mha._src.core.tile import BoolMatrix, Grid, Tile
-from flax_mha._src.core.tracing import readable
+from flax_mha._src.core.tracing import T, readable
 from flax_mha._src.core.validation import LARGEST, SMALLEST, Shape, is_int
 
-T = TypeVar("T")
 M = TypeVar("M", bound=type)
 # (left, right): how far a query attends before and after itself; None: no limit.
 Window = tuple[int | None, int | None]

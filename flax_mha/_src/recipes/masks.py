@@ -89,7 +89,9 @@ def prefix_lm(length: int | Int[Array, "*B"]) -> dict[str, Any]:
 
     @made_for(**sizes)
     def in_prefix(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
-        return kv_idx < (lengths[b] if lengths.ndim else lengths)
+        if lengths.ndim:
+            return kv_idx < lengths[b]
+        return kv_idx < lengths
 
     # The causal default of decoding would hide the rest of the prefix.
     return {"mask": CausalMask() | FunctionMask(in_prefix), "is_causal": False}
