@@ -24,7 +24,7 @@ from typing import Any
 
 from train_demo.run_folder import write_atomically
 
-# JAX is imported by the functions: the demo sets XLA's flags before.
+# JAX is imported by the functions: on_device.py imports this file without it.
 
 DEMO = {"size": "medium", "context_length": 1024, "steps": 500, "eval_every": 100}
 SMALL_DEMO = {

@@ -138,10 +138,10 @@ def _restore(out: Path, step: int, like: State) -> tuple[Any, str]:
     Returns:
       The state, or None; and what is wrong with the checkpoint, or "".
     """
-    alone = ocp.options.MultiprocessingOptions(
+    own_process = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(), active_processes={jax.process_index()}
     )
-    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=own_process)
     folder = (out / CHECKPOINTS).absolute()
     path = folder / str(step) / ITEM
     try:
@@ -151,7 +151,9 @@ def _restore(out: Path, step: int, like: State) -> tuple[Any, str]:
             .find_step(folder, step)
             .commit_timestamp
         )
-        with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+        with ocp.Checkpointer(
+            handler, multiprocessing_options=own_process
+        ) as checkpointer:
             restored = checkpointer.restore(path, args=ocp.args.StandardRestore(like))
             return restored, ""
     except (jax.errors.JaxRuntimeError, MemoryError):

@@ -90,7 +90,7 @@ class Run:
             self.warn(text, wrap)
 
     def warn(self, text: str, wrap: bool = True) -> None:
-        """Prints a text that is also shown beside a bar alone."""
+        """Prints a text even if `only_bar` hides all other texts."""
         self.console.print(printable(text), soft_wrap=not wrap)
 
 

@@ -39,7 +39,7 @@ _in_numpy = [(vars(jnp), name) for name in _of_numpy]
 # Older versions of JAX lack some.
 _PLACES = [(module, name) for module, name in _in_lax + _in_numpy if name in module]
 _JITTED = type(jax.jit(lambda: None))
-# The folder with JAX's code; tools leave this function alone.
+# The folder with JAX's code, found by a function that tools do not replace.
 _FOLDER = os.path.dirname(jax.eval_shape.__code__.co_filename)
 _get_code = attrgetter("__code__")
 

@@ -42,7 +42,7 @@ DTYPES_OF_BIAS = (jnp.bfloat16,)
 # returned NaN for odd multiples of 64 (pytorch/pytorch#196678).
 SIDE = 128
 
-# Errors of XLA that do not depend on the kernel alone.
+# Statuses of XLA that have causes outside of the kernel, such as full memory.
 PASSING = re.compile("RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED")
 
 # The most scores with a bias, 512 MiB: it is copied for every batch entry and head,
