@@ -18,7 +18,7 @@ from flax import nnx
 import flax_mha
 from flax_mha import Gate, Norm, convert, linen
 from flax_mha._src.convert.families import FAMILIES
-from flax_mha._src.modules.attention_fn import core_of
+from flax_mha._src.modules.attention_fn import ours
 from flax_mha.rope import RoPE, YaRN
 
 # Query heads, key heads, head size, features.
@@ -851,7 +851,7 @@ def test_the_two_parts_of_a_model_have_their_own_number_of_heads(part, heads):
     for weights, prefix in ((whisper_layer(part), ""), (both, f"model.{part}.")):
         module = convert.from_hf(WHISPER, weights, prefix=prefix)
         assert module.num_heads == heads
-        is_causal = core_of(module.attention_fn).preset.get("is_causal", False)
+        is_causal = ours(module.attention_fn).preset.get("is_causal", False)
         assert is_causal == (part == "decoder")
 
 

@@ -267,6 +267,10 @@ def test_positions_of_the_call_reach_attention_fn():
     positions = normal(6, BATCH, QUERIES)
     expected = module.out(module.query(X) * positions[..., None, None])
     assert_close(module(X, input_positions=positions), expected)
+    with pytest.raises(
+        TypeError, match="unexpected keyword argument 'input_positions'"
+    ):
+        make(OURS)(X, input_positions=positions)
 
 
 def test_sharded_projections_give_the_same_output():

@@ -26,11 +26,13 @@ from flax_mha._src.call.arguments import (
     with_keys,
 )
 from flax_mha._src.call.operands import Call, Result, ScoreMod, Sharding
+from flax_mha._src.core import validation
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import T, readable, target_of, varying_alike
-from flax_mha._src.core.validation import LARGEST, Shape, extremes, key_indices
+from flax_mha._src.core.validation import LARGEST, Shape, extremes
 from flax_mha._src.masks import CausalMask, LengthMask, LocalMask, Mask, WrittenMask
+from flax_mha._src.masks.base import visible_at
 from flax_mha._src.masks.function import check_lookups, with_windows
 from flax_mha._src.plan import MAX_QUERIES_IN_PLACE, reads_in_place
 from flax_mha._src.run import Implementation, run
@@ -170,15 +172,14 @@ def cached_attention(  # noqa: D417 - dot_product_attention describes the others
             "KVCache.create."
         )
     key, value = cache.new_entries(key, value)
-    return over_cache(  # type: ignore[return-value]  # 2 or 3 results
+    appended = Appended(*cache.append(key, value, lengths))
+    tokens = NewTokens(key, value, cache, appended, is_padded=lengths is not None)
+    result = over_cache(
         run,
         query,
-        key,
-        value,
-        cache,
+        tokens,
         bias=bias,
         mask=mask,
-        lengths=lengths,
         is_causal=is_causal,  # type: ignore[arg-type]  # None is the default
         scale=scale,
         local_window_size=local_window_size,
@@ -194,85 +195,79 @@ def cached_attention(  # noqa: D417 - dot_product_attention describes the others
         precision=precision,
         qkv_sharding=qkv_sharding,
     )
+    if result.largest is None:
+        return result.output, appended.cache
+    return result.output, appended.cache, result.largest
+
+
+class NewTokens(NamedTuple):
+    """The tokens of one decoding step, with the cache before and after they are added.
+
+    The caller has checked that `key` and `value` fit the cache.
+    """
+
+    key: Float[Array, "*B T K H"]
+    value: Float[Array, "*B T K Hv"]
+    cache: KVCache  # before
+    appended: Appended  # after
+    is_padded: bool  # whether there may be padding among the tokens
+    # Computes keys and values of all heads; None unless key and cache hold latents.
+    latent: Latent | None = None
 
 
 def over_cache(
     run_or_explain: Run,
     query: Array,
-    key: Array,
-    value: Array,
-    cache: KVCache,
+    tokens: NewTokens,
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
-    lengths: ArrayLike | None = None,
     implementation: Implementation | None = None,
-    latent: Latent | None = None,
     platform: str | None = None,
     top_k: int = 0,
-    appended: Appended | None = None,
     **arguments: Unpack[CallArguments],
-) -> tuple[Float[Array, "*B T N Hv"], KVCache, *tuple[Float[Array, "*B N"], ...]]:
+) -> Result:
     """Computes `cached_attention` with `run_or_explain(call, implementation)`, which
     computes a call or explains it.
 
     If the cache is empty, a prompt of more than 16 tokens attends only to itself, which
-    is faster; see `Step.by_emptiness`. All other calls read the cache. The caller has
-    checked that `key` and `value` fit the cache.
+    is faster; see `Step.by_emptiness`. All other calls read the cache.
 
-    With `latent`, the key and the cache hold latents, and `query` is not absorbed yet
-    (see `Latent`). A prompt in an empty cache expands latents to keys and values of all
-    heads, which takes fewer products; other calls absorb `query`. If `latent.kernel` is
-    None, nothing can be absorbed, and every call expands.
+    With a latent, `query` is not absorbed yet (see `Latent`). A prompt in an empty
+    cache expands latents to keys and values of all heads, which takes fewer products;
+    other calls absorb `query`. If `latent.kernel` is None, nothing can be absorbed, and
+    every call expands.
 
     `platform` names the platform to explain the call for; None means the current one.
-    `appended` is the result of `cache.append`, if the caller has called it. `top_k` is
-    that of the indexer that chose `key_indices`, or 0 without one. An indexer chooses
-    all visible keys if there are at most `top_k`, so a prompt of at most `top_k` tokens
-    in an empty cache ignores `key_indices`.
+    `top_k` is that of the indexer that chose `key_indices`, or 0 without one. An
+    indexer chooses all visible keys if there are at most `top_k`, so a prompt of at
+    most `top_k` tokens in an empty cache ignores `key_indices`.
     """
     # Check the inputs.
+    cache = tokens.cache
+    latent = tokens.latent
     unabsorbed = query
-    always_expands = False
+    always_expands = latent is not None and latent.kernel is None
     if latent is not None and arguments.get("scale") is None:
         # An absorbed query has more features.
         arguments["scale"] = query.shape[-1] ** -0.5
-    if latent is None:
-        query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
-    elif latent.kernel is None:
+    key = tokens.key
+    value = tokens.value
+    if latent is not None and always_expands:
         # Every call expands the latents; these are the new ones.
-        always_expands = True
-        new_key, new_value = latent.expand(key)
-        query, new_key, new_value, shape = check_inputs(
-            query, new_key, new_value, any_dtypes=True
-        )
-    else:
+        key, value = latent.expand(key)
+    elif latent is not None:
         # The key remains a latent.
         query = latent.absorb(query)
-        query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
+    query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
     if shape.key_length != shape.query_length:
         raise ValueError(
             "query and key must have the same length (the number of new tokens), but "
             f"got {shape.query_length} and {shape.key_length}."
         )
-    window = check_window_and_cache(
-        cache, bias, mask, arguments.get("local_window_size")
-    )
-
-    # Append the new tokens to the cache.
-    if appended is None:
-        appended = Appended(*cache.append(key, value, lengths))
-    new, tokens, room = appended
 
     # Choose what is visible.
-    target = target_of((query, new.key, new.value), platform)
+    target = target_of((query, tokens.appended.cache.key), platform)
     scoring = check_scoring(query, shape, arguments, target)
-    visibility = Visibility.of(
-        arguments.get("is_causal"),
-        window,
-        mask,
-        number=shape.query_length,
-        is_padded=lengths is not None,
-    )
     lists = arguments.get("key_indices")
     if lists is not None:
         # A sequence in a ring may have any length.
@@ -281,22 +276,19 @@ def over_cache(
         if always_expands:
             # The lists are those of the cache, which has one latent for all heads.
             shape_of_lists = shape_of_lists._replace(num_kv_heads=1)
-        lists = key_indices(lists, shape_of_lists)
-    step = Step(
-        scoring=scoring,
-        shape=shape,
-        key=key,
-        value=value,
-        cache=cache,
-        new=new,
-        tokens=tokens,
+        lists = validation.key_indices(lists, shape_of_lists)
+    step = Step.of(
+        scoring,
+        shape,
+        tokens._replace(latent=latent if always_expands else None),
         bias=bias,
         mask=mask,
-        visibility=visibility,
+        is_causal=arguments.get("is_causal"),
+        local_window_size=arguments.get("local_window_size"),
         key_indices=lists,
         top_k=top_k,
-        latent=latent if always_expands else None,
     )
+    room = tokens.appended.room
     if scoring.options.score_mod is not None or isinstance(mask, Mask):
         room = step.room_in_arrays(room)
 
@@ -304,7 +296,8 @@ def over_cache(
     def attend(is_empty: bool) -> list[Array]:
         own_step = step
         if is_empty and always_expands:
-            own_step = step._replace(key=new_key, value=new_value, latent=None)
+            expanded = tokens._replace(key=key, value=value, latent=None)
+            own_step = step._replace(tokens=expanded)
         elif is_empty and latent is not None:
             own_step = step.expand(latent, unabsorbed, arguments)
         in_place = implementation is None and not products_are_replaced()
@@ -319,42 +312,143 @@ def over_cache(
         if max_score is not None:
             results.append(max_score)
         # Inside `jax.shard_map`, both calls must return the same types.
-        results, _ = varying_alike((results, new.arrays))
+        results, _ = varying_alike((results, tokens.appended.cache.arrays))
         return results
 
     results = step.by_emptiness(attend)
     output, *max_score = (nan_without(room, x, cache.batch) for x in results)
-    return output, new, *max_score
+    return Result(output, None, *max_score)
 
 
-class Visibility(NamedTuple):
-    """The rule of decoding: which keys the new tokens of a call attend to. Every
-    function that computes a step uses it.
+def all_written(
+    query: Array,
+    tokens: NewTokens,
+    takes_objects: bool,
+    mask: Any = None,
+    is_causal: bool | None = None,
+    local_window_size: Any = None,
+    **arguments: Any,
+) -> tuple[Array, Array, dict[str, Any]]:
+    """Prepares a decoding step for an attention function that cannot read a cache:
+    returns all keys and values, oldest first, and its arguments.
+
+    The argument `mask` then hides all that a step hides. It is an object, with offsets,
+    if the function `takes_objects`, or if the caller's mask is an object; otherwise a
+    bool array.
+    """
+    cache = tokens.cache
+    if cache.window is not None and "key_indices" in arguments:
+        raise ValueError(
+            "key_indices must be None over a ring cache if another function than "
+            "flax_mha's computes attention, or if weights are sown, but got an array; "
+            "use a cache without a window."
+        )
+    key = tokens.key
+    value = tokens.value
+    if tokens.latent is not None:
+        key, value = tokens.latent.expand(key)
+    *_, query_length, num_heads, head_size = query.shape
+    shape = Shape(
+        batch=cache.batch,
+        query_length=query_length,
+        key_length=query_length,
+        num_heads=num_heads,
+        num_kv_heads=key.shape[-2],
+        head_size=head_size,
+        value_size=value.shape[-1],
+    )
+    target = target_of((query, tokens.appended.cache.key), None)
+    takes_objects = takes_objects or isinstance(mask, Mask)
+    step = Step.of(
+        check_scoring(query, shape, {}, target),
+        shape,
+        tokens,
+        bias=arguments.get("bias"),
+        mask=mask,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+    )
+    # The function gets bias and array itself.
+    step = step._replace(bias=None)
+    if not takes_objects:
+        step = step._replace(mask=None)
+    call = step.call(is_empty=False, in_place=False)
+    shape = shape._replace(key_length=call.operands.lengths[1])
+    query_offset, key_offset = call.operands.offsets.values
+
+    if takes_objects or "score_mod" in arguments:
+        arguments["query_offset"] = _like_index(query_offset, cache)
+        arguments["key_value_offset"] = _like_index(key_offset, cache)
+    visible: Any = call.operands.mask
+    if not takes_objects:
+        visible = visible_at(visible, shape, (query_offset, key_offset))
+        if mask is not None:
+            visible = visible & validation.mask(mask, shape)
+    arguments["mask"] = visible
+    return call.operands.key, call.operands.value, arguments
+
+
+def _like_index(offset: Any, cache: KVCache) -> Any:
+    """Returns an offset of a call, an int or with batch axes, as an int or an array
+    shaped like the cache's index.
+    """
+    if isinstance(offset, int):
+        return offset
+    return offset.reshape(cache.index.shape)
+
+
+class Step(NamedTuple):
+    """The checked arguments of one call of `cached_attention`.
 
     A step attends to all written keys, up to the query itself if it is causal. Windows
     and masks narrow that. Without causality, only windows and masks hide written keys;
     queries also attend to later tokens of the call.
     """
 
+    # The query and the options; keys, values and masks are added by `call`.
+    scoring: Call
+    shape: Shape  # of attention among the new tokens only
+    # With a latent only if it expands the keys before attention: otherwise, the query
+    # is absorbed.
+    tokens: NewTokens
+    bias: ArrayLike | None
+    mask: ArrayLike | Mask | None
     is_causal: bool
     window: tuple[int | None, int | None] | None
-    is_padded: bool  # whether there may be padding among the new tokens
+    # Positions of the tokens that each query attends to.
+    key_indices: Int[Array, "..."] | None = None
+    top_k: int = 0  # a query with at most this many visible keys lists all of them
 
     @classmethod
     def of(
         cls,
-        is_causal: Any,
-        window: tuple[int | None, int | None] | None,
-        mask: Any,
-        number: int,
-        is_padded: bool,
-    ) -> "Visibility":
-        """Checks `is_causal` against `mask`, for a call with `number` new tokens."""
+        scoring: Call,
+        shape: Shape,
+        tokens: NewTokens,
+        bias: ArrayLike | None,
+        mask: ArrayLike | Mask | None,
+        is_causal: bool | None,
+        local_window_size: Any,
+        key_indices: Int[Array, "..."] | None = None,
+        top_k: int = 0,
+    ) -> "Step":
+        """Checks what the step attends to; all other arguments are checked already."""
+        window = check_window_and_cache(tokens.cache, bias, mask, local_window_size)
         is_causal = check_is_causal(is_causal, mask)
         # No token comes after a single one, so the causal mask, with which rings are
         # read in place, hides nothing.
-        is_single = isinstance(number, int) and number == 1
-        return cls(is_causal or is_single, window, is_padded)
+        is_single = isinstance(shape.query_length, int) and shape.query_length == 1
+        return cls(
+            scoring=scoring,
+            shape=shape,
+            tokens=tokens,
+            bias=bias,
+            mask=mask,
+            is_causal=is_causal or is_single,
+            window=window,
+            key_indices=key_indices,
+            top_k=top_k,
+        )
 
     def masks(
         self,
@@ -363,7 +457,8 @@ class Visibility(NamedTuple):
         ends: Int[Array, "..."] | None,
         is_ring: bool = False,
     ) -> list[Mask | None]:
-        """Lists all masks of a step for the keys in `shape`; `mask` is the caller's.
+        """Lists all masks of the step for the keys in `shape`; `mask` is the caller's,
+        for these keys.
 
         `ends` are the positions after the last new token of each sequence; None if
         every key is a token, and none is padding. `is_ring`: whether the keys are slots
@@ -381,7 +476,7 @@ class Visibility(NamedTuple):
         # A causal mask hides all slots that are not written yet.
         if not self.is_causal:
             key_ends = ends
-        if self.is_padded:
+        if self.tokens.is_padded:
             query_ends = ends
         if key_ends is not None or query_ends is not None:
             masks.append(LengthMask(key_ends, query_ends))
@@ -389,39 +484,15 @@ class Visibility(NamedTuple):
             masks.append(WrittenMask())
         return masks
 
-
-class Step(NamedTuple):
-    """The checked arguments of one call of `cached_attention`, with the cache before
-    and after it adds the tokens.
-    """
-
-    # The query and the options; keys, values and masks are added by `call`.
-    scoring: Call
-    shape: Shape  # of attention among the new tokens only
-    key: Array
-    value: Array
-    cache: KVCache
-    new: KVCache
-    # The number of new tokens without padding, shaped like the index.
-    tokens: Int[Array, "..."]
-    bias: ArrayLike | None
-    mask: ArrayLike | Mask | None
-    visibility: Visibility
-    # Positions of the tokens that each query attends to.
-    key_indices: Int[Array, "..."] | None = None
-    top_k: int = 0  # a query with at most this many visible keys lists all of them
-    # Expands the keys, which are latents, before attention; None: the query is
-    # absorbed.
-    latent: Latent | None = None
-
     def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
         """Returns this step with all heads' keys and values, computed from the new
         latents; `query` is not absorbed.
         """
-        key, value = latent.expand(self.key)
+        key, value = latent.expand(self.tokens.key)
         query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
         scoring = check_scoring(query, shape, arguments, self.scoring.options.target)
-        return self._replace(scoring=scoring, shape=shape, key=key, value=value)
+        tokens = self.tokens._replace(key=key, value=value)
+        return self._replace(scoring=scoring, shape=shape, tokens=tokens)
 
     def room_in_arrays(
         self, room: Bool[Array, "..."] | bool
@@ -435,10 +506,12 @@ class Step(NamedTuple):
         """
         # Leave out the mask of written keys: lookups beyond it are what is checked
         # here, and `ends` below replaces it.
-        shape = self.shape._replace(key_length=self.cache.length)
-        masks = self.visibility.masks(self.mask, shape, ends=None)
+        cache = self.tokens.cache
+        shape = self.shape._replace(key_length=cache.length)
+        masks = self.masks(self.mask, shape, ends=None)
         score_mod = self.scoring.options.score_mod
-        ends = jnp.where(self.tokens > 0, self.cache.index + self.tokens, 0)
+        number = self.tokens.appended.tokens
+        ends = jnp.where(number > 0, cache.index + number, 0)
         if readable(ends):
             # The last query, and all keys up to it.
             length = extremes(ends)[1]
@@ -476,7 +549,7 @@ class Step(NamedTuple):
         """
         if not self._may_be_prompt():
             return compute(False)
-        index = self.cache.index
+        index = self.tokens.cache.index
         if readable(index):
             return compute(not np.any(np.asarray(index)))
         is_empty = jnp.all(index == 0)
@@ -484,7 +557,7 @@ class Step(NamedTuple):
 
     def _may_be_prompt(self) -> bool:
         number = self.shape.query_length
-        length = self.cache.length
+        length = self.tokens.cache.length
         # `jax.export` may make them symbols.
         has_known_sizes = isinstance(number, int) and isinstance(length, int)
         # A few queries read their keys in place, which is as fast.
@@ -519,15 +592,18 @@ class Step(NamedTuple):
         if is_empty:
             return "new tokens"
         # In a ring, each new token may have overwritten a key of the queries before it.
-        is_overwritten = self.cache.window is not None and self.shape.query_length != 1
-        if not in_place or is_overwritten or self.latent is not None:
+        is_ring = self.tokens.cache.window is not None
+        is_overwritten = is_ring and self.shape.query_length != 1
+        if not in_place or is_overwritten or self.tokens.latent is not None:
             return "copy"
         return "in place"
 
     def _call(self, source: Source) -> Call:
         rank = len(self.shape.batch)
+        cache = self.tokens.cache
+        number = self.tokens.appended.tokens
         in_place = source == "in place"
-        reads_ring = source != "new tokens" and self.cache.window is not None
+        reads_ring = source != "new tokens" and cache.window is not None
         ring_in_place = reads_ring and in_place
 
         # The keys, and the position of the first query; None means 0.
@@ -538,17 +614,17 @@ class Step(NamedTuple):
             bias = _first_slots(bias, self.shape.query_length)
             mask = _first_slots(mask, self.shape.query_length)
         else:
-            index = jnp.maximum(self.cache.index, 0)
+            index = jnp.maximum(cache.index, 0)
         key, value, key_offset = self._keys(source, index)
         shape = self.shape._replace(key_length=key.shape[-3])
 
         # What is visible. All keys of a prompt without padding are tokens of this call.
         ends = None
         if source != "new tokens":
-            ends = _by_batch(index + self.tokens, rank)
-        elif self.visibility.is_padded:
-            ends = _by_batch(self.tokens, rank)
-        masks = self.visibility.masks(mask, shape, ends, reads_ring)
+            ends = _by_batch(index + number, rank)
+        elif self.tokens.is_padded:
+            ends = _by_batch(number, rank)
+        masks = self.masks(mask, shape, ends, reads_ring)
         offsets = Offsets(_by_batch(index, rank), _by_batch(key_offset, rank))
         indices = None
         # An indexer lists all keys of a short prompt.
@@ -556,11 +632,13 @@ class Step(NamedTuple):
         if not lists_all:
             indices = self._listed(key_offset, shape.key_length, ring_in_place)
 
-        scale = self.new.scale if in_place else None
+        scale = None
+        if in_place:
+            scale = self.tokens.appended.cache.scale
         options = self.scoring.options._replace(
             cached=in_place,
             ring=ring_in_place,
-            value_size=None if scale is None else self.cache.value_size,
+            value_size=None if scale is None else cache.value_size,
         )
         return with_keys(
             self.scoring._replace(options=options),
@@ -581,24 +659,26 @@ class Step(NamedTuple):
         `key_offset` is the position of the first key; None means 0. But for a ring that
         is read in place, it is the position of the newest key (see `Tile.ring`).
         """
-        cache = self.cache
+        tokens = self.tokens
+        cache = tokens.cache
+        new = tokens.appended.cache
         dtype = self.scoring.operands.query.dtype
         in_place = source == "in place"
         key_offset = None
         if source == "new tokens":
-            key = self.key
-            value = self.value
+            key = tokens.key
+            value = tokens.value
         elif in_place:
-            key = self.new.key
-            value = self.new.value
+            key = new.key
+            value = new.value
             if cache.window is not None:
-                key_offset = index + self.tokens - 1
+                key_offset = index + tokens.appended.tokens - 1
         elif cache.window is not None:
-            key, value, key_offset = in_order(cache, self.key, self.value)
+            key, value, key_offset = in_order(cache, tokens.key, tokens.value)
         else:
-            key, value = self.new.floats(dtype)
-        if self.latent is not None:
-            key, value = self.latent.expand(key)
+            key, value = new.floats(dtype)
+        if tokens.latent is not None:
+            key, value = tokens.latent.expand(key)
         elif cache.value_size is not None and not value.shape[-1]:
             # Cutting the values out of the keys would copy a cache that is read in
             # place; the output is cut instead.

@@ -24,7 +24,7 @@ from flax_mha._src.core import validation
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.distributed.tensor_parallel import boxed, parameter_names
 from flax_mha._src.masks import Mask
-from flax_mha._src.modules.attention_fn import ExplainedAttention, core_of, explaining
+from flax_mha._src.modules.attention_fn import Recorder, explaining, ours
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import (
     Arrays,
@@ -62,8 +62,8 @@ class AttentionModule:
         """
         # Not traced, so that the cache's index is known.
         variables = None if self.scope is None else self.variables
-        explained = ExplainedAttention(self.attention_fn, platform)
-        layer = self.clone(attention_fn=explained, parent=None)
+        recorder = Recorder(self.attention_fn, platform)
+        layer = self.clone(attention_fn=recorder.attention_fn, parent=None)
 
         def call(key: Array) -> Any:
             rngs = {"params": key, "dropout": key}
@@ -80,7 +80,7 @@ class AttentionModule:
             return output
 
         jax.eval_shape(call, jax.random.key(0))
-        return explained.explanations[0]
+        return recorder.explanation()
 
     def _split(
         self: Any, init: Callable[..., Any], parameter: str, bias: bool = False
@@ -129,7 +129,7 @@ class AttentionModule:
         }
         if sow_weights:
             arguments["module"] = self
-        if core_of(self.attention_fn) is not None:
+        if ours(self.attention_fn) is not None:
             return arguments
 
         parameters = inspect.signature(self.attention_fn).parameters

@@ -6,7 +6,7 @@ out(norm(gate * attention(rotate(process_heads(norm(project(x)))))))
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
+from flax_mha._src.cache.cached_attention import NewTokens, all_written, nan_without
 from flax_mha._src.cache.kv_cache import KVCache
 from flax_mha._src.cache.latent import Latent
 from flax_mha._src.cache.shared import Appended, SharedKV
@@ -22,9 +23,13 @@ from flax_mha._src.core import validation
 from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.distributed.split import names_of
 from flax_mha._src.masks import Mask
-from flax_mha._src.modules import sequences
-from flax_mha._src.modules.attention_fn import CoreAttention, Heads, core_of, decode
-from flax_mha._src.modules.foreign import check_takes_mask, with_split_heads
+from flax_mha._src.modules import foreign, sequences
+from flax_mha._src.modules.attention_fn import (
+    AttentionFn,
+    Heads,
+    ours,
+    uses_flax,
+)
 from flax_mha._src.modules.indexer import IndexLayers, choose
 from flax_mha._src.modules.layers import Gate
 from flax_mha._src.modules.options import check_score_mod
@@ -118,7 +123,7 @@ class Checked(NamedTuple):
 
     given: Given
     source: KeySource
-    core: CoreAttention | None  # None for an `attention_fn` of another library
+    ours: AttentionFn | None  # None for an `attention_fn` of another library
     is_self_attention: bool  # queries and keys are of the same tokens
     # The inputs of queries, keys and values, 0 at padding.
     inputs_q: Float[Array, "*B T D"]
@@ -163,7 +168,7 @@ def call_module(layer: FlaxModule, given: Given) -> Any:
     cache = cache_of(layer, call, query, key, value)
     query, key = rotate(layer, call, query, key, cache)
     query, key = normalize(layer, call, query, key, after_rope=True)
-    attended = attend(layer, call, query, key, value, cache)
+    attended = attend_to_keys(layer, call, query, key, value, cache)
     output = gate_and_normalize(layer, call, attended.output)
     write(layer, call, key, value, attended)
     output = layer.out(output)
@@ -185,19 +190,19 @@ def call_module(layer: FlaxModule, given: Given) -> Any:
 
 def check(layer: FlaxModule, given: Given) -> Checked:
     """Checks the arguments, and sets the inputs to 0 at padding."""
-    core = core_of(layer.module.attention_fn)
+    attention_fn = ours(layer.module.attention_fn)
     # Arguments that exclude each other.
     if layer.latent is None:
         _check_sharing(layer, given)
     source = _source_of_keys(layer, given)
     if source == "stored":
-        preset = {} if core is None else core.preset
+        preset = {} if attention_fn is None else attention_fn.preset
         score_mod = _score_mod_of(layer, given)
         sequences.check_stored(layer.module, preset, given.mask, score_mod)
-    if source in ("stored", "to store") and _is_causal(given, core):
+    if source in ("stored", "to store") and _is_causal(given, attention_fn):
         raise ValueError(sequences.NO_POSITIONS.format("is_causal"))
     _check_process_heads(layer, given, source)
-    check_score_mod(layer.score_mod, core)
+    check_score_mod(layer.score_mod, attention_fn)
 
     # Inputs, and the arguments that say which of their tokens belong together.
     inputs = _check_inputs(layer, given, source)
@@ -219,7 +224,7 @@ def check(layer: FlaxModule, given: Given) -> Checked:
     return Checked(
         given=given,
         source=source,
-        core=core,
+        ours=attention_fn,
         is_self_attention=is_self_attention,
         inputs_q=inputs_q,
         inputs_k=inputs_k,
@@ -553,7 +558,7 @@ def _next_position(cache: KVCache | None) -> Any:
     return jnp.maximum(cache.index, 0)
 
 
-def attend(
+def attend_to_keys(
     layer: FlaxModule,
     call: Checked,
     query: Array,
@@ -563,52 +568,87 @@ def attend(
 ) -> Attended:
     """Computes the attention of projected heads, over the cache if there is one."""
     arguments, mask_is_invalid = attention_arguments(layer, call, query, key, cache)
-    attention_fn = layer.module.attention_fn
-    if call.core is None:
-        sharding = arguments.pop("qkv_sharding", None)
-        attention_fn = with_split_heads(attention_fn, sharding)
     chosen = choose_keys(layer, call, cache, arguments)
     if chosen.key_indices is not None:
         arguments["key_indices"] = chosen.key_indices
     if cache is None:
-        output = _without_cache(layer, call, attention_fn, query, key, value, arguments)
-        appended = None
-    else:
-        # A layer that reuses keys finds them in the cache of the earlier layer.
-        kv = call.given.kv
-        output, appended = decode(
-            attention_fn=attention_fn,
-            core=call.core,
-            heads=(query, key, value),
-            cache=cache,
-            lengths=call.given.lengths,
-            latent=layer.latent,
-            appended=None if kv is None else kv.appended,
-            arguments=arguments,
-            top_k=chosen.top_k,
+        if layer.latent is not None:
+            key, value = layer.latent.expand(key)
+        output = _attend_to_arrays(layer, call, query, key, value, arguments)
+        output = validation.nan_if(mask_is_invalid, output)
+        return Attended(output, appended=None, index_cache=chosen.cache)
+
+    attention_fn = call.ours
+    _check_decodes(attention_fn, arguments)
+    tokens = add_to_cache(layer, call, key, value, cache)
+    # Only our engines read a cache. Other functions, and the one that computes weights
+    # to be sown, get all keys and values as arrays.
+    is_ours = attention_fn is not None and not uses_flax(query, arguments)
+    if attention_fn is not None and is_ours and arguments.get("module") is None:
+        output = attention_fn.attend_over_cache(
+            query, tokens, top_k=chosen.top_k, **arguments
         )
+    else:
+        key, value, arguments = all_written(query, tokens, is_ours, **arguments)
+        output = _attend_to_arrays(layer, call, query, key, value, arguments)
+        output = nan_without(tokens.appended.room, output, cache.batch)
     output = validation.nan_if(mask_is_invalid, output)
-    return Attended(output=output, appended=appended, index_cache=chosen.cache)
+    return Attended(output, tokens.appended, index_cache=chosen.cache)
 
 
-def _without_cache(
+def _attend_to_arrays(
     layer: FlaxModule,
     call: Checked,
-    attention_fn: Callable[..., Array],
     query: Array,
     key: Array,
     value: Array,
-    arguments: dict[str, Any],
+    arguments: Mapping[str, Any],
 ) -> Float[Array, "*B T N Hv"]:
-    core = call.core
-    if layer.latent is not None:
-        key, value = layer.latent.expand(key)
-    if core is None:
-        return attention_fn(query, key, value, **arguments)
-    if not core.computes((query, key, value), arguments):
-        return core.function(query, key, value, **arguments)
-    made, implementation = core.call_of(query, key, value, **arguments)
-    return core.run(made, implementation).output
+    if call.ours is not None:
+        return call.ours.attend(query, key, value, **arguments)
+    return foreign.attend(layer.module.attention_fn, query, key, value, **arguments)
+
+
+def _check_decodes(attention_fn: AttentionFn | None, arguments: Iterable[str]) -> None:
+    """Raises a ValueError if an attention function of this package cannot decode, or
+    if a partial sets an argument that the cache sets.
+    """
+    if attention_fn is None:
+        return
+    if attention_fn.context is not None:
+        raise ValueError(
+            "decode must be False with context_parallel, which cannot split a cache "
+            "along the sequence, but got True; decode with "
+            "attention_fn=flax_mha.attention_fn."
+        )
+    for name in arguments:
+        if name.startswith(("query_", "key_value_")):
+            raise ValueError(
+                f"attention_fn must not set {name} while decoding, because the cache "
+                "tracks positions; remove it from the functools.partial, and pass "
+                "lengths in the call."
+            )
+
+
+def add_to_cache(
+    layer: FlaxModule, call: Checked, key: Array, value: Array, cache: KVCache
+) -> NewTokens:
+    """Adds new keys and values to the cache; a layer that reuses keys finds them in the
+    cache of the earlier layer.
+    """
+    # 8-bit keys and values are quantized by the cache.
+    if cache.scale is None:
+        key = key.astype(cache.key.dtype)
+        value = value.astype(cache.value.dtype)
+    kv = call.given.kv
+    lengths = call.given.lengths
+    if kv is not None and kv.appended is not None:
+        appended = kv.appended
+    else:
+        appended = Appended(*cache.append(key, value, lengths))
+    return NewTokens(
+        key, value, cache, appended, is_padded=lengths is not None, latent=layer.latent
+    )
 
 
 def attention_arguments(
@@ -625,11 +665,11 @@ def attention_arguments(
     and 1; None for other masks.
     """
     module = layer.module
-    core = call.core
+    attention_fn = call.ours
     given = call.given
-    is_causal = _is_causal(given, core)
+    is_causal = _is_causal(given, attention_fn)
     stored_lengths = _stored_lengths(layer, call)
-    takes_lengths = core is not None and core.context is None
+    takes_lengths = attention_fn is not None and attention_fn.context is None
 
     # The module's options and the call's arguments.
     ours = {
@@ -642,7 +682,7 @@ def attention_arguments(
         "bias": given.bias,
         "score_mod": _score_mod_of(layer, given),
         "key_indices": given.key_indices,
-        "qkv_sharding": _attention_sharding(module, core, given.qkv_sharding, query),
+        "qkv_sharding": _attention_sharding(layer, call, query),
         "max_score_module": module if given.sow_max_score else None,
         **call.per_sequence,
     }
@@ -658,10 +698,10 @@ def attention_arguments(
     for name, x in ours.items():
         if x is not None:
             arguments[name] = x
-    if core is None:
-        check_takes_mask(module.attention_fn, arguments.get("mask"))
+    if attention_fn is None:
+        foreign.check_takes_mask(module.attention_fn, arguments.get("mask"))
     else:
-        arguments = core.with_preset(arguments, without=("is_causal",))
+        arguments = attention_fn.with_preset(arguments, without=("is_causal",))
     if cache is not None:
         # Pass None too: while decoding it means causal, but Flax's default is False.
         arguments["is_causal"] = is_causal
@@ -678,12 +718,12 @@ def attention_arguments(
     return arguments, mask_is_invalid
 
 
-def _is_causal(given: Given, core: CoreAttention | None) -> Any:
+def _is_causal(given: Given, attention_fn: AttentionFn | None) -> bool | None:
     """Returns the `is_causal` of the call or, without one, of a partial around the
     attention function.
     """
-    if given.is_causal is None and core is not None:
-        return core.preset.get("is_causal")
+    if given.is_causal is None and attention_fn is not None:
+        return attention_fn.preset.get("is_causal")
     return given.is_causal
 
 
@@ -702,35 +742,45 @@ def _boolean_mask(call: Checked, mask: Any) -> tuple[Any, Bool[Array, ""] | None
     if mask is None or isinstance(mask, Mask):
         return mask, None
     # Other functions get arrays of numbers as Flax's modules pass them.
-    if call.core is None and call.source == "inputs":
+    if call.ours is None and call.source == "inputs":
         return mask, None
     return validation.mask_of_numbers(mask)
 
 
-def _attention_sharding(
-    module: Any, core: CoreAttention | None, qkv_sharding: Any, query: Array
-) -> Any:
+def _attention_sharding(layer: FlaxModule, call: Checked, query: Array) -> Any:
     """Returns the `qkv_sharding` of the call or of a `functools.partial`, otherwise one
-    that splits heads.
+    that splits heads over `head_axis`, or None.
 
-    Heads are split over `head_axis`, but only on a mesh of Auto axes, and only if no
-    other axis may split the batch; otherwise returns None. For functions of other
-    libraries, the compiler splits them, because the parameters are split.
+    For functions of other libraries, the compiler splits heads, because the parameters
+    are split.
     """
-    if module.head_axis is None or core is None:
-        return qkv_sharding
-    if qkv_sharding is None:
-        qkv_sharding = core.preset.get("qkv_sharding")
-    if qkv_sharding is not None:
-        return qkv_sharding
+    sharding = call.given.qkv_sharding
+    attention_fn = call.ours
+    if attention_fn is None:
+        return sharding
+    if sharding is None:
+        sharding = attention_fn.preset.get("qkv_sharding")
+    if sharding is None and layer.module.head_axis is not None:
+        knows_batch_axes = attention_fn.context is not None
+        sharding = _over_head_axis(layer.module.head_axis, query, knows_batch_axes)
+    return attention_fn.sharding(sharding, query.ndim)
+
+
+def _over_head_axis(
+    head_axis: str, query: Array, knows_batch_axes: bool
+) -> PartitionSpec | None:
+    """Returns a sharding that splits the query's heads; None unless all axes of the
+    mesh are Auto axes, or if another axis may split the batch.
+
+    `knows_batch_axes`: whether the attention function knows which axes split the batch,
+    so that other axes do not matter.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return None
-    named = names_of(tensor_parallel.mesh_axis(module.head_axis))
+    named = names_of(tensor_parallel.mesh_axis(head_axis))
     other_sizes = [size for name, size in mesh.shape.items() if name not in named]
     may_split_batch = any(size > 1 for size in other_sizes)
-    # `context_parallel` knows which axes split the batch.
-    knows_batch_axes = core.context is not None
     if may_split_batch and not knows_batch_axes:
         return None
     batch_and_length = (None,) * (query.ndim - 2)
@@ -747,7 +797,7 @@ def choose_keys(
     index_layers = layer.indexer
     if index_layers is None:
         return Chosen()
-    if call.core is None:
+    if call.ours is None:
         raise ValueError(
             "With an indexer, attention_fn must be flax_mha.attention_fn, but got "
             "another function."

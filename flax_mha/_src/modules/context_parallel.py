@@ -5,22 +5,18 @@ Each device holds a part of the tokens. All other layers of a transformer comput
 token by itself, so they need no change; see `docs/devices.md`.
 """
 
-import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any, get_args
 
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha._src.call.arguments import check_sharding
-from flax_mha._src.call.operands import Axes, Context, Layout, Sharding, Strategy
+from flax_mha._src.call.operands import Axes, Context, Layout, Strategy
 from flax_mha._src.core.validation import is_int
 from flax_mha._src.distributed.split import chunk_order, reorder_chunks
-from flax_mha._src.modules.attention_fn import CoreAttention, attention_fn
+from flax_mha._src.modules.attention_fn import AttentionFn
 
 
 def context_parallel(
@@ -99,7 +95,7 @@ def context_parallel(
         head_axis=_names("head_axis", head_axis),
         mesh=mesh,
     )
-    return _ContextAttention(context)
+    return AttentionFn(context)
 
 
 def _check_known(name: str, given: Any, known: tuple[str, ...]) -> None:
@@ -127,69 +123,6 @@ def _names(name: str, axes: Any) -> Axes:
     if len(names) == 1:
         return names[0] or None
     return names or None
-
-
-@dataclasses.dataclass(frozen=True)
-class _ContextAttention:
-    """The function that `context_parallel` returns. A dataclass, because `jit` compiles
-    once for equal functions.
-    """
-
-    context: Context
-
-    # Called by modules.
-    core: CoreAttention = dataclasses.field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        of_devices: CoreAttention = attention_fn.core  # type: ignore[attr-defined]
-        core = dataclasses.replace(of_devices, function=self, context=self.context)
-        # The dataclass is frozen.
-        object.__setattr__(self, "core", core)
-
-    def __call__(
-        self,
-        query: Array,
-        *others: Any,
-        qkv_sharding: Sharding | None = None,
-        **arguments: Any,
-    ) -> Array:
-        """Calls `attention_fn`, split by `self.context`; `qkv_sharding` may add the
-        mesh and its other axes.
-        """
-        _check_splittable(query, arguments)
-        rank = np.ndim(query)
-        qkv_sharding = check_sharding(qkv_sharding, rank)
-        sharding = self.context.with_sharding(qkv_sharding, rank)
-        return attention_fn(query, *others, qkv_sharding=sharding, **arguments)
-
-
-# Shows the arguments of `attention_fn` in `help` and editors.
-_SIGNATURE = inspect.signature(attention_fn)
-_SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_CALL: Any = _ContextAttention.__call__
-_CALL.__signature__ = _SIGNATURE.replace(
-    parameters=[_SELF, *_SIGNATURE.parameters.values()]
-)
-
-
-def _check_splittable(query: Array, arguments: dict[str, Any]) -> None:
-    """Raises a ValueError if the call is complex, or if an argument (such as a custom
-    einsum) needs whole sequences.
-    """
-    got = None
-    for name, x in arguments.items():
-        needs_whole = name == "module" or "einsum" in name
-        if needs_whole and x is not None:
-            got = "module (sow_weights)" if name == "module" else name
-            break
-    if got is None and jnp.iscomplexobj(query):
-        got = f"a query of {query.dtype}"
-    if got is not None:
-        raise ValueError(
-            "context_parallel does not support complex inputs, custom einsums or "
-            f"sow_weights, but got {got}, which needs whole sequences on one device; "
-            "use flax_mha.attention_fn."
-        )
 
 
 def zigzag_positions(length: int, devices: int) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""What modules know of attention functions of other libraries."""
+"""Attention functions of other libraries: Flax's own, which computes what our engines
+cannot, and those that users pass to modules.
+"""
 
 import functools
 import types
@@ -7,12 +9,26 @@ from typing import Any
 
 import flax.linen
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.masks import Mask
 
+# Arguments of `attention_fn` for Flax's own function: custom products.
+EINSUMS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")
+# All that it takes beside query, key, value and mask.
+FLAX_NAMES = (
+    *EINSUMS,
+    "bias",
+    "broadcast_dropout",
+    "dropout_rng",
+    "dropout_rate",
+    "precision",
+    "module",
+    "force_fp32_for_softmax",
+)
 # Functions that accept masks only as arrays.
 FUNCTIONS_OF_ARRAYS = [
     nnx.dot_product_attention,
@@ -54,22 +70,73 @@ def check_takes_mask(
         )
 
 
-def with_split_heads(
-    attention_fn: Callable[..., Array], qkv_sharding: Any
-) -> Callable[..., Array]:
-    """Returns a function that splits query, key and value as `qkv_sharding` says, and
-    calls `attention_fn`, which Flax's modules do not pass this argument.
+def attend(
+    attention_fn: Callable[..., Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    qkv_sharding: Any = None,
+    **arguments: Any,
+) -> Float[Array, "*B T N Hv"]:
+    """Calls a user's attention function, after splitting query, key and value as
+    `qkv_sharding` says, an argument that Flax's modules do not pass.
     """
-    if qkv_sharding is None:
-        return attention_fn
-
-    def attend(*heads: Array, **arguments: Any) -> Array:
+    heads = (query, key, value)
+    if qkv_sharding is not None:
         split = jax.lax.with_sharding_constraint
-        if is_explicit(heads[0]):
+        if is_explicit(query):
             split = jax.reshard
-        return attention_fn(*(split(x, qkv_sharding) for x in heads), **arguments)
+        heads = tuple(split(x, qkv_sharding) for x in heads)
+    return attention_fn(*heads, **arguments)
 
-    return attend
+
+def flax_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Any = None,
+    is_causal: bool = False,
+    deterministic: bool = False,
+    dtype: Any = None,
+    promote_dtype: Any = None,
+    **arguments: Any,
+) -> Array:
+    """Computes Flax's own attention, which takes neither `is_causal` nor fewer key
+    heads than query heads; the arguments are those of `attention_fn`.
+
+    Query, key and value are promoted already, to `dtype`. Raises a ValueError for
+    arguments that Flax's function lacks.
+    """
+    passed = {}
+    extra = []
+    for name, x in arguments.items():
+        if name in FLAX_NAMES:
+            passed[name] = x
+            continue
+        is_default = x is None or (isinstance(x, int) and x == 0)
+        if not is_default:
+            extra.append(name)
+    if isinstance(mask, Mask):
+        extra.append("mask")
+    if extra:
+        raise ValueError(
+            "complex inputs and quantized einsums use Flax's own attention, which does "
+            f"not support {', '.join(extra)}; omit those arguments, or use real inputs "
+            "without a custom einsum."
+        )
+    if deterministic:
+        passed.pop("dropout_rate", None)
+        passed.pop("dropout_rng", None)
+    if is_causal:
+        batch_and_heads = (None,) * (query.ndim - 2)
+        causal = jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)[batch_and_heads]
+        mask = causal if mask is None else mask & causal
+    num_heads = query.shape[-2]
+    key = jnp.repeat(key, num_heads // key.shape[-2], axis=-2)
+    value = jnp.repeat(value, num_heads // value.shape[-2], axis=-2)
+    flax_function = flax.linen.dot_product_attention
+    return flax_function(query, key, value, mask=mask, **passed)
 
 
 def _is_of_flax_or_jax(function: Any) -> bool:

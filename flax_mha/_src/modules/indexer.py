@@ -12,12 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from flax_mha._src.cache.cached_attention import (
-    Step,
-    Visibility,
-    check_window_and_cache,
-)
+from flax_mha._src.cache.cached_attention import NewTokens, Step
 from flax_mha._src.cache.kv_cache import KVCache
+from flax_mha._src.cache.shared import Appended
 from flax_mha._src.call.arguments import (
     CallArguments,
     canonical,
@@ -207,13 +204,14 @@ def choose(
         )
 
     # The cache gets the new keys, whoever chooses.
-    added = None
+    tokens = None
     new = None
     if cache is not None:
         # 8-bit keys are quantized by the cache.
         stored = key if cache.scale is not None else key.astype(cache.key.dtype)
-        added = cache.append(stored, no_value, lengths)
-        new, *_ = added
+        appended = Appended(*cache.append(stored, no_value, lengths))
+        new = appended.cache
+        tokens = NewTokens(key, no_value, cache, appended, lengths is not None)
 
     # There is nothing to choose if a user has chosen, or if all keys fit.
     given = arguments.get("key_indices")
@@ -223,7 +221,7 @@ def choose(
         return given, new
 
     _check_mask(arguments.get("mask"))
-    if cache is None or added is None:
+    if tokens is None:
         hiding = {}
         for name in HIDING:
             if arguments.get(name) is not None:
@@ -234,8 +232,7 @@ def choose(
         count = min(indexer.top_k, num_keys)
         scores, positions = _choose(call, query, weights, count)
     else:
-        is_padded = lengths is not None
-        step = _step(query, key, cache, added, is_padded, arguments)
+        step = _step(query, tokens, arguments)
         scores, positions = _choose_cached(step, query, weights, indexer.top_k)
     if sow_to is not None:
         sow(sow_to, "index_scores", scores)
@@ -259,41 +256,21 @@ def _check_mask(mask: Any) -> None:
         )
 
 
-def _step(
-    query: Array,
-    key: Array,
-    cache: KVCache,
-    added: tuple,
-    is_padded: bool,
-    arguments: Mapping[str, Any],
-) -> Step:
-    """Makes a `Step` for a single head whose keys are the index keys; `added` is what
-    `cache.append` returned.
-    """
-    query, key, value, shape = check_inputs(
-        query[..., :1, :], key, key[..., :0], any_dtypes=True
+def _step(query: Array, tokens: NewTokens, arguments: Mapping[str, Any]) -> Step:
+    """Makes a `Step` for a single head whose keys are the index keys."""
+    query, _, _, shape = check_inputs(
+        query[..., :1, :], tokens.key, tokens.value, any_dtypes=True
     )
-    mask = arguments.get("mask")
-    window = check_window_and_cache(
-        cache, None, mask, arguments.get("local_window_size")
-    )
-    target = target_of((query, cache.key))
     options: CallArguments = {"precision": arguments.get("precision")}
-    new, tokens, _ = added
-    visibility = Visibility.of(
-        arguments.get("is_causal"), window, mask, shape.query_length, is_padded
-    )
-    return Step(
-        scoring=check_scoring(query, shape, options, target),
-        shape=shape,
-        key=key,
-        value=value,
-        cache=cache,
-        new=new,
-        tokens=tokens,
+    target = target_of((query, tokens.cache.key))
+    return Step.of(
+        check_scoring(query, shape, options, target),
+        shape,
+        tokens,
         bias=None,
-        mask=mask,
-        visibility=visibility,
+        mask=arguments.get("mask"),
+        is_causal=arguments.get("is_causal"),
+        local_window_size=arguments.get("local_window_size"),
     )
 
 
@@ -301,7 +278,7 @@ def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choi
     """Chooses among cached and new keys; if the cache is empty (a prompt), only among
     new keys.
     """
-    cache = step.cache
+    cache = step.tokens.cache
     slots = cache.length
     if cache.window is not None:
         # A ring is read with the new tokens behind it.

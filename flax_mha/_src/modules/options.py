@@ -18,7 +18,7 @@ from flax_mha._src.call.arguments import (
 )
 from flax_mha._src.core import validation
 from flax_mha._src.core.validation import int_at_least, is_int
-from flax_mha._src.modules.attention_fn import CoreAttention
+from flax_mha._src.modules.attention_fn import AttentionFn
 from flax_mha._src.modules.indexer import Indexer
 from flax_mha._src.modules.layers import gate_of, norm_of
 from flax_mha._src.rope import RoPE, YaRN
@@ -239,13 +239,13 @@ def check_rngs(rngs: Any, *kinds: type) -> None:
         )
 
 
-def check_score_mod(score_mod: Any, core: CoreAttention | None) -> None:
+def check_score_mod(score_mod: Any, attention_fn: AttentionFn | None) -> None:
     """Raises a ValueError unless a module's `score_mod` is a function or None, and the
-    only one: `core`, that of its `attention_fn`, may preset another.
+    only one: its `attention_fn` may preset another.
     """
     preset = None
-    if core is not None:
-        preset = core.preset.get("score_mod")
+    if attention_fn is not None:
+        preset = attention_fn.preset.get("score_mod")
     if holds(is_of_nnx, preset):
         raise ValueError(
             "attention_fn must not preset a module with parameters as score_mod, "

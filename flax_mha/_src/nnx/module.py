@@ -18,7 +18,7 @@ from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core.signature import ConstructorSignature
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.distributed import tensor_parallel
-from flax_mha._src.modules.attention_fn import ExplainedAttention
+from flax_mha._src.modules.attention_fn import Recorder
 from flax_mha._src.modules.call import Arrays, reach
 from flax_mha._src.modules.options import check_rngs
 
@@ -66,17 +66,17 @@ class AttentionModule(nnx.Module):
         module's state does not change.
         """
         graph, state = nnx.split(self)
-        explained = ExplainedAttention(self.attention_fn, platform)
+        recorder = Recorder(self.attention_fn, platform)
 
         def call() -> Array:
             # New variables with the same arrays, which are not traced: the choice may
             # depend on the cache's index.
             module = nnx.merge(graph, jax.tree.map(lambda array: array, state))
-            module.attention_fn = explained
+            module.attention_fn = recorder.attention_fn
             return module(*inputs, **arguments)
 
         jax.eval_shape(call)
-        return explained.explanations[0]
+        return recorder.explanation()
 
     def _split_heads(
         self: Any, num_kv_heads: int, layers: Iterable[tuple[str, str]]

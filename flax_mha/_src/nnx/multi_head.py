@@ -19,7 +19,7 @@ from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
 from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.masks import Mask
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
-from flax_mha._src.modules.attention_fn import core_of, explaining
+from flax_mha._src.modules.attention_fn import explaining, ours
 from flax_mha._src.modules.call import FlaxModule, Given, ProcessHeads, call_module
 from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.layers import Gate, Norm, gate_axes, gate_of, norm_of
@@ -238,7 +238,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             share_kv=share_kv,
             reuse_kv=reuse_kv,
         )
-        check_score_mod(score_mod, core_of(attention_fn))
+        check_score_mod(score_mod, ours(attention_fn))
         check_shows_parameters(process_heads=process_heads, score_mod=score_mod)
         check_rngs(rngs, nnx.Rngs)
         norm_of_qk = norm_of("normalize_qk", normalize_qk)
