@@ -19,6 +19,7 @@ from flax_mha import (
     linen,
     recipes,
 )
+from flax_mha._src.core import user_function
 from flax_mha.cache import KVCache, cached_attention
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, Mask
 
@@ -61,6 +62,82 @@ OFFSETS = {"query_offset": [0, 5], "key_value_offset": [0, 5], "is_causal": True
 
 def call_refused(message, arguments):
     refused(message, call, arguments)
+
+
+# How JAX traces lookups ---------------------------------------------------------------
+
+PAIRS = jnp.ones((2, 8))
+CUBE = jnp.ones((8, T, T))
+OF_QUERY = [("q_idx", 0, (40,))]
+OF_HEAD = [("h", 0, (4,))]
+OF_PAIR = [("b", 0, (2, 8)), ("h", 1, (2, 8))]
+OF_CUBE = [("h", 0, CUBE.shape), ("q_idx", 1, CUBE.shape), ("kv_idx", 2, CUBE.shape)]
+# The indexed expression, the function, and the indices that bounds are checked of.
+FORMS = [
+    ("x[q_idx]", lambda b, h, q, k: TABLE[q], OF_QUERY),
+    ("x[h]", lambda b, h, q, k: HEADS[h], OF_HEAD),
+    ("x[b, h]", lambda b, h, q, k: PAIRS[b, h], OF_PAIR),
+    ("x[h, q_idx, kv_idx]", lambda b, h, q, k: CUBE[h, q, k], OF_CUBE),
+    ("x[0, h]", lambda b, h, q, k: PAIRS[0, h], OF_PAIR[1:]),
+    ("x[h, q_idx] (a row)", lambda b, h, q, k: CUBE[h, q].sum(), OF_CUBE[:2]),
+    ("x[..., kv_idx]", lambda b, h, q, k: CUBE[..., k].sum(), OF_CUBE[2:]),
+    ("x[b][h]", lambda b, h, q, k: PAIRS[b][h], [OF_PAIR[0], ("h", 0, (8,))]),
+    ("x[q_idx.astype(int16)]", lambda b, h, q, k: TABLE[q.astype(jnp.int16)], OF_QUERY),
+    ("x[q_idx.astype(uint8)]", lambda b, h, q, k: TABLE[q.astype(jnp.uint8)], OF_QUERY),
+    (
+        "x[where(q_idx < 0, q_idx + 40, q_idx)]",
+        lambda b, h, q, k: TABLE[jnp.where(q < 0, q + 40, q)],
+        OF_QUERY,
+    ),
+    ("x.at[q_idx].get()", lambda b, h, q, k: TABLE.at[q].get(), OF_QUERY),
+    ("x[q_idx] in a jit", lambda b, h, q, k: jax.jit(lambda i: TABLE[i])(q), OF_QUERY),
+    (
+        "lax.dynamic_index_in_dim",
+        lambda b, h, q, k: jax.lax.dynamic_index_in_dim(TABLE, q, keepdims=False),
+        OF_QUERY,
+    ),
+    # Not checked. Beyond the array, `jnp.take` returns NaN.
+    ("jnp.take(x, q_idx)", lambda b, h, q, k: jnp.take(TABLE, q), []),
+    ("x[h] in a vmap", lambda b, h, q, k: jax.vmap(lambda x: x[h])(PAIRS).sum(), []),
+    # Without an effect on lookups: the sign of an index is no condition on it.
+    ("x[h] if k <= q", lambda b, h, q, k: jnp.where(k <= q, HEADS[h], 0.0), OF_HEAD),
+    ("x[q_idx] if q_idx < n", lambda b, h, q, k: jnp.where(q < 9, TABLE[q], 0.0), []),
+]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("form", "of", "want"), FORMS, ids=[x[0] for x in FORMS])
+def test_jax_traces_lookups_to_operations_that_are_recognized(form, of, want):
+    function = user_function.trace("score_mod", mod(of)["score_mod"], score=X.dtype)
+    traced = function.function
+    assert traced.lookups == want, (
+        f"JAX {jax.__version__} traces {form} to operations in which `lookups` in "
+        "flax_mha/_src/core/jaxprs.py does not find the right indices. Calls with "
+        "tables that are too short then return wrong numbers instead of an error. "
+        "Compare the operations with those that `_positions` and `_conditional` know:\n"
+        f"{traced.body}"
+    )
+
+
+@pytest.mark.core
+def test_jax_traces_entries_of_heads_to_operations_that_are_recognized():
+    """Otherwise gradients of such arrays would take the memory of all heads at every
+    tile.
+    """
+
+    rows = jnp.ones((2, 8, 9))
+
+    def of(b, h, q, k):
+        return PAIRS[b, h] + rows[b, h, q % 9] + HEADS[h]
+
+    function = user_function.trace("score_mod", mod(of)["score_mod"], score=X.dtype)
+    traced = function.function
+    by_shape = zip(function.constants, traced.entries_of_heads, strict=False)
+    found = {x.shape: is_entry for x, is_entry in by_shape if x.shape}
+    assert found == {(2, 8): True, (2, 8, 9): True, (4,): False}, (
+        f"JAX {jax.__version__} traces x[b, h] to operations that `entries_of_heads` "
+        f"in flax_mha/_src/core/jaxprs.py does not find:\n{traced.body}"
+    )
 
 
 # What is certainly missing ------------------------------------------------------------

@@ -468,7 +468,7 @@ def reads_in_place(call: Call) -> bool:
     if is_empty:
         return False
     mod = options.score_mod
-    if mod is not None and "custom_vjp_call" in mod.primitives:
+    if mod is not None and mod.has_custom_vjp:
         # `in_place.py` has a rule for jax.jvp, which cannot differentiate a custom_vjp.
         return False
     if options.cached:

@@ -1,16 +1,19 @@
 """Programs that JAX has traced (jaxprs): how to read, shorten and evaluate them.
 
-JAX changes the classes of its jaxprs from time to time, so only this file uses them.
-Elsewhere, a jaxpr with its constants is a `Program`, and one that takes all its arrays
-as arguments is a `Body`.
+JAX changes the classes of its jaxprs, and the operations that it traces, from time to
+time, so only this file reads them. Elsewhere, a jaxpr with its constants is a
+`Program`, and one that takes all its arrays as arguments is a `Body`.
+
+The second half recognizes what users' functions do. If JAX traces `x[i]` differently,
+nothing fails but the checks of bounds stop; `tests/test_lookups.py` notices.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jaxtyping import Array
 
@@ -18,6 +21,11 @@ from flax_mha._src.core.tracing import varies_over_devices, varying_alike
 
 Program = ClosedJaxpr
 Body = Jaxpr
+# The last inputs of a user's function of scores.
+POSITIONS = ("b", "h", "q_idx", "kv_idx")
+# Kernels are JAX primitives whose names begin with these.
+KERNELS = ("pallas_call", "dot_product_attention")
+CONDITIONS = ("eq", "ne", "lt", "le", "gt", "ge", "max", "min", "clamp")
 
 
 def as_function(program: Program) -> Callable[..., list[Array]]:
@@ -67,50 +75,6 @@ def is_jaxpr(x: Any) -> bool:
     return isinstance(x, Jaxpr | ClosedJaxpr)
 
 
-def is_literal(atom: Any) -> bool:
-    """Returns whether an operand of an equation is a number rather than a variable."""
-    return isinstance(atom, Literal)
-
-
-def equations(jaxpr: Body | Program) -> Iterator[Any]:
-    """Iterates over the equations of a jaxpr and of all jaxprs inside it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in inner_jaxprs(equation):
-            yield from equations(inner)
-
-
-def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """Iterates over an equation's jaxprs: branches, loop bodies, functions with custom
-    derivatives.
-    """
-    for parameter in equation.params.values():
-        # The branches of `lax.cond` are a tuple.
-        several = parameter if isinstance(parameter, tuple | list) else (parameter,)
-        yield from filter(is_jaxpr, several)
-
-
-def custom_call(equation: Any) -> tuple[str, Body] | None:
-    """Returns the name and the jaxpr of a function with custom derivatives that an
-    equation calls, otherwise None.
-
-    The name is "custom_jvp_call" or "custom_vjp_call", also with JAX's flags
-    jax_custom_jvp3 and jax_custom_vjp3.
-    """
-    name = equation.primitive.name
-    if name in ("custom_jvp_call", "custom_vjp_call"):
-        return name, equation.params["call_jaxpr"].jaxpr
-    if name != "call_hi_primitive":
-        return None
-    # With the flags, the primitive is an object that holds the traced function.
-    primitive = equation.params["_prim"]
-    names = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_call"}
-    name = names.get(type(primitive).__name__)
-    if name is None:
-        return None
-    return name, primitive.traced.jaxpr.jaxpr
-
-
 def evaluate(body: Body, values: Sequence[Array]) -> list[Array]:
     """Evaluates the jaxpr of a user's function.
 
@@ -122,24 +86,267 @@ def evaluate(body: Body, values: Sequence[Array]) -> list[Array]:
     known = dict(zip(body.invars, values, strict=True))
 
     def value_of(atom: Any) -> Array:
-        return jnp.asarray(atom.val) if is_literal(atom) else known[atom]
+        return jnp.asarray(atom.val) if _is_literal(atom) else known[atom]
 
     def read(atoms: Sequence[Any]) -> list[Array]:
         return varying_alike([value_of(atom) for atom in atoms])
 
     for equation in body.eqns:
         # The equations inside would also need casts.
-        if any(True for _ in inner_jaxprs(equation)):
+        if _has_jaxprs(equation):
             raise NotImplementedError(
                 "score_mod and mask_mod must not use control flow or custom "
-                f"derivatives inside jax.shard_map, but got {equation.primitive.name}; "
+                f"derivatives inside jax.shard_map, but got {_name(equation)}; "
                 "use jnp.where, or jax.shard_map(..., check_vma=False)."
             )
         results = read(equation.invars)
         # These cast captured arrays.
-        if equation.primitive.name not in ("pvary", "pcast"):
+        if _name(equation) not in ("pvary", "pcast"):
             results = equation.primitive.bind(*results, **equation.params)
         if not isinstance(results, list | tuple):
             results = [results]
         known.update(zip(equation.outvars, results, strict=True))
     return read(body.outvars)
+
+
+# What a program does ------------------------------------------------------------------
+
+
+def runs_kernel(program: Program) -> bool:
+    """Returns whether a program runs a fused kernel."""
+    return any(_name(x).startswith(KERNELS) for x in _equations(program))
+
+
+def calls_python(body: Body) -> bool:
+    """Returns whether a jaxpr calls a Python function whenever it runs."""
+    return any("callback" in _name(x) for x in _equations(body))
+
+
+def has_custom_vjp(body: Body) -> bool:
+    """Returns whether a jaxpr calls a function with a `jax.custom_vjp`, which has no
+    forward mode.
+    """
+    calls = map(_custom_call, _equations(body))
+    return any(call is not None and call[0] == "custom_vjp_call" for call in calls)
+
+
+def custom_functions(body: Body) -> set[tuple]:
+    """Returns the functions with custom derivatives that a jaxpr calls: where each is
+    defined, and the text of its jaxpr.
+    """
+    calls = map(_custom_call, _equations(body))
+    bodies = [call[1] for call in calls if call is not None]
+    return {(called.debug_info.func_src_info, str(called)) for called in bodies}
+
+
+def missing_in_text(body: Body | Program) -> list[Any]:
+    """Lists what the text of a jaxpr does not show: values of constants, and the
+    functions of callbacks.
+    """
+    jaxprs = [body]
+    callbacks = []
+    for equation in _equations(body):
+        jaxprs.extend(_inner_jaxprs(equation))
+        if "callback" in equation.params:
+            callback = equation.params["callback"]
+            callbacks.append(getattr(callback, "callback_func", callback))
+    constants: list[Any] = []
+    for jaxpr in jaxprs:
+        constants.extend(getattr(jaxpr, "consts", ()))
+    return constants + callbacks
+
+
+def types(body: Body) -> tuple[list[Any], list[Any]]:
+    """Returns the types of the inputs and of the outputs of a jaxpr."""
+    return [x.aval for x in body.invars], [x.aval for x in body.outvars]
+
+
+# What a function of positions does ----------------------------------------------------
+
+# The last inputs of these jaxprs are POSITIONS.
+
+
+class Lookup(NamedTuple):
+    """An index of an array that is a position."""
+
+    position: str  # "b", "h", "q_idx" or "kv_idx"
+    axis: int
+    shape: tuple[int, ...]  # of the array
+
+
+def uses(body: Body, position: str) -> bool:
+    """Returns whether a jaxpr reads the input `position`: "b", "h", "q_idx" or
+    "kv_idx".
+    """
+    variable = body.invars[POSITIONS.index(position) - len(POSITIONS)]
+    if _is_among(variable, body.outvars):
+        return True
+    return any(_is_among(variable, e.invars) for e in body.eqns)
+
+
+def lookups(body: Body) -> list[Lookup]:
+    """Lists where a jaxpr indexes an array by b, h, q_idx or kv_idx.
+
+    Leaves out an index that a condition also uses: the condition may discard what is
+    read.
+    """
+    held = _positions(body)
+    conditional = _conditional(body)
+    found = []
+    for equation in body.eqns:
+        if _name(equation) != "dynamic_slice":
+            continue
+        array, *indices = _atoms(equation)
+        for axis, index in enumerate(indices):
+            if index not in held or held[index] in conditional:
+                continue
+            # An int, or a symbol of `jax.export`.
+            size: Any = array.aval.shape[axis]
+            # An index of few bits cannot leave a longer axis.
+            largest = jnp.iinfo(index.aval.dtype).max
+            if isinstance(size, int) and size <= largest:
+                found.append(Lookup(held[index], axis, array.aval.shape))
+    return found
+
+
+def entries_of_heads(body: Body) -> list[bool]:
+    """For each input before the positions, returns whether the jaxpr only reads it as
+    array[b, h, ...].
+    """
+    held = _positions(body)
+    found = []
+    for variable in body.invars[: -len(POSITIONS)]:
+        readers = [e for e in body.eqns if _is_among(variable, e.invars)]
+        is_returned = variable in body.outvars
+        reads_entries = all(_is_entry(e, held) for e in readers)
+        found.append(bool(readers) and reads_entries and not is_returned)
+    return found
+
+
+def _positions(body: Any) -> dict[Any, str]:
+    """Maps variables to names: those that equal b, h, q_idx or kv_idx, or that are one
+    of these after a cast or after wrapping negative indices (`where(i < 0, i + n, i)`).
+    """
+    inputs = body.invars[-len(POSITIONS) :]
+    held: dict[Any, str] = dict(zip(inputs, POSITIONS, strict=True))
+    # Variables that equal i + n.
+    from_end: dict[Any, str] = {}
+    for equation in body.eqns:
+        name = _name(equation)
+        atoms = _atoms(equation)
+        if name == "convert_element_type" and atoms[0] in held:
+            [result] = equation.outvars
+            if jnp.issubdtype(result.aval.dtype, jnp.integer):
+                held[result] = held[atoms[0]]
+        elif name == "add" and atoms[0] in held and atoms[1] is None:
+            [result] = equation.outvars
+            if equation.invars[1].val > 0:
+                from_end[result] = held[atoms[0]]
+        # The operands: i < 0, i, i + n.
+        elif name == "select_n" and atoms[1] in held:
+            [result] = equation.outvars
+            if from_end.get(atoms[2]) == held[atoms[1]]:
+                held[result] = held[atoms[1]]
+    return held
+
+
+def _is_entry(equation: JaxprEqn, held: Mapping[Any, str]) -> bool:
+    """Returns whether an equation reads array[b, h, ...], the part of one head; for
+    `held` see `_positions`.
+    """
+    if _name(equation) != "dynamic_slice":
+        return False
+    if equation.params["slice_sizes"][:2] != (1, 1):
+        return False
+    _, *indices = _atoms(equation)
+    return [held.get(x) for x in indices[:2]] == ["b", "h"]
+
+
+def _conditional(body: Any) -> set[str]:
+    """Returns which of b, h, q_idx and kv_idx affect a comparison or branch, as in
+    `where(q_idx < 8, x[q_idx], 0)`.
+    """
+    inputs = body.invars[-len(POSITIONS) :]
+    # The positions that each variable depends on.
+    sources = {v: {name} for v, name in zip(inputs, POSITIONS, strict=True)}
+    found: set[str] = set()
+    for equation in body.eqns:
+        name = _name(equation)
+        atoms = _atoms(equation)
+        # The position of an entry is no condition on it.
+        read = atoms[:1] if name in ("dynamic_slice", "gather") else atoms
+        of: set[str] = set().union(*(sources.get(x, ()) for x in read))
+        sources.update(dict.fromkeys(equation.outvars, of))
+        # JAX compares each index with 0, for indices that count from the end.
+        is_sign = name == "lt" and atoms[1] is None and equation.invars[1].val == 0
+        is_condition = name in CONDITIONS and not is_sign
+        # A branch or a loop.
+        if is_condition or _has_jaxprs(equation):
+            found |= of
+    return found
+
+
+def _atoms(equation: JaxprEqn) -> list[Any]:
+    """Lists the operands of an equation: variables, and None in place of each literal
+    number.
+    """
+    return [None if _is_literal(x) else x for x in equation.invars]
+
+
+def _is_among(variable: Any, atoms: Sequence[Any]) -> bool:
+    return any(x is variable for x in atoms)
+
+
+# Equations ----------------------------------------------------------------------------
+
+
+def _equations(jaxpr: Body | Program) -> Iterator[JaxprEqn]:
+    """Iterates over the equations of a jaxpr and of all jaxprs inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in _inner_jaxprs(equation):
+            yield from _equations(inner)
+
+
+def _inner_jaxprs(equation: JaxprEqn) -> Iterator[Any]:
+    """Iterates over an equation's jaxprs: branches, loop bodies, functions with custom
+    derivatives.
+    """
+    for parameter in equation.params.values():
+        # The branches of `lax.cond` are a tuple.
+        several = parameter if isinstance(parameter, tuple | list) else (parameter,)
+        yield from filter(is_jaxpr, several)
+
+
+def _has_jaxprs(equation: JaxprEqn) -> bool:
+    return any(True for _ in _inner_jaxprs(equation))
+
+
+def _name(equation: JaxprEqn) -> str:
+    return equation.primitive.name
+
+
+def _is_literal(atom: Any) -> bool:
+    """Returns whether an operand of an equation is a number rather than a variable."""
+    return isinstance(atom, Literal)
+
+
+def _custom_call(equation: JaxprEqn) -> tuple[str, Body] | None:
+    """Returns the name and the jaxpr of a function with custom derivatives that an
+    equation calls, otherwise None.
+
+    The name is "custom_jvp_call" or "custom_vjp_call", also with JAX's flags
+    jax_custom_jvp3 and jax_custom_vjp3.
+    """
+    name = _name(equation)
+    if name in ("custom_jvp_call", "custom_vjp_call"):
+        return name, equation.params["call_jaxpr"].jaxpr
+    if name != "call_hi_primitive":
+        return None
+    # With the flags, the primitive is an object that holds the traced function.
+    primitive = equation.params["_prim"]
+    names = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_call"}
+    old_name = names.get(type(primitive).__name__)
+    if old_name is None:
+        return None
+    return old_name, primitive.traced.jaxpr.jaxpr

@@ -16,16 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from flax_mha._src.core import jaxprs
 from flax_mha._src.core.jaxprs import (
+    POSITIONS,
     Body,
+    Lookup,
     Program,
     captured_variables,
-    custom_call,
-    equations,
+    custom_functions,
     evaluate,
-    inner_jaxprs,
     is_jaxpr,
-    is_literal,
+    missing_in_text,
     open_program,
 )
 from flax_mha._src.core.tracing import without_mesh
@@ -36,8 +37,6 @@ NAMES = {
     "q_idx": "query positions",
     "kv_idx": "key positions",
 }
-POSITIONS = tuple(NAMES)
-CONDITIONS = ("eq", "ne", "lt", "le", "gt", "ge", "max", "min", "clamp")
 
 
 class TracedFunction:
@@ -74,69 +73,37 @@ class TracedFunction:
     def __call__(self, captured: Sequence[Array], *arguments: Array) -> Array:
         return evaluate(self.body, (*captured, *arguments))[0]
 
-    @property
-    def primitives(self) -> set[str]:
-        """The names of the primitives in the jaxpr, such as "custom_vjp_call", which
-        has no forward mode.
+    @functools.cached_property
+    def has_custom_vjp(self) -> bool:
+        """Whether it calls a function with a `jax.custom_vjp`, which has no forward
+        mode.
         """
-        names = set()
-        for equation in equations(self.body):
-            name = equation.primitive.name
-            call = custom_call(equation)
-            if call is not None:
-                name, _ = call
-            names.add(name)
-        return names
+        return jaxprs.has_custom_vjp(self.body)
+
+    @functools.cached_property
+    def calls_python(self) -> bool:
+        """Whether it calls a Python function (a callback) whenever it runs."""
+        return jaxprs.calls_python(self.body)
 
     def uses(self, position: str) -> bool:
         """Returns whether the function reads the argument `position`: "b", "h", "q_idx"
         or "kv_idx".
         """
-        # The positions are the last inputs.
-        variable = self.body.invars[POSITIONS.index(position) - len(POSITIONS)]
-        if _is_among(variable, self.body.outvars):
-            return True
-        return any(_is_among(variable, e.invars) for e in self.body.eqns)
+        return jaxprs.uses(self.body, position)
 
     @functools.cached_property
-    def lookups(self) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Lists where the function indexes an array by b, h, q_idx or kv_idx: (index,
-        axis, shape).
-
-        Leaves out an index that a condition also uses: the condition may discard what
-        is read.
+    def lookups(self) -> list[Lookup]:
+        """Where the function indexes an array by b, h, q_idx or kv_idx, and no
+        condition uses this position.
         """
-        held = _positions(self.body)
-        conditional = _conditional(self.body)
-        found = []
-        for equation in self.body.eqns:
-            if equation.primitive.name != "dynamic_slice":
-                continue
-            array, *indices = _atoms(equation)
-            for axis, index in enumerate(indices):
-                if index not in held or held[index] in conditional:
-                    continue
-                # An int, or a symbol of `jax.export`.
-                size: Any = array.aval.shape[axis]
-                # An index of few bits cannot leave a longer axis.
-                largest = jnp.iinfo(index.aval.dtype).max
-                if isinstance(size, int) and size <= largest:
-                    found.append((held[index], axis, array.aval.shape))
-        return found
+        return jaxprs.lookups(self.body)
 
     @functools.cached_property
     def entries_of_heads(self) -> list[bool]:
         """For each captured array, whether the function only reads it as array[b, h,
         ...]: a head needs one entry.
         """
-        held = _positions(self.body)
-        found = []
-        for variable in self.body.invars[: -len(POSITIONS)]:
-            uses = [e for e in self.body.eqns if _is_among(variable, e.invars)]
-            is_returned = variable in self.body.outvars
-            reads_entries = all(_is_entry(e, held) for e in uses)
-            found.append(bool(uses) and reads_entries and not is_returned)
-        return found
+        return jaxprs.entries_of_heads(self.body)
 
     def size(self, position: str) -> int | None:
         """Returns how many values `position`, such as "q_idx", may have by `lookups`
@@ -321,19 +288,7 @@ def _key(compared: Any) -> tuple:
     """
     if not is_jaxpr(compared):
         return (id(compared),)
-    # The text of a jaxpr shows neither the values of constants nor which function a
-    # callback calls.
-    jaxprs = [compared]
-    callbacks = []
-    for equation in equations(compared):
-        jaxprs.extend(inner_jaxprs(equation))
-        if "callback" in equation.params:
-            callback = equation.params["callback"]
-            callbacks.append(getattr(callback, "callback_func", callback))
-    constants: list[Any] = []
-    for jaxpr in jaxprs:
-        constants.extend(getattr(jaxpr, "consts", ()))
-    return (str(compared), *map(id, constants), *map(id, callbacks))
+    return (str(compared), *map(id, missing_in_text(compared)))
 
 
 def _rules(body: Body, function: Any) -> list[Any]:
@@ -343,15 +298,6 @@ def _rules(body: Body, function: Any) -> list[Any]:
     Goes on while new rules appear. `function` is added if tracing fails, or if the
     fourth derivative has new rules.
     """
-
-    def custom(body: Body) -> set[tuple]:
-        found = set()
-        for equation in equations(body):
-            call = custom_call(equation)
-            if call is not None:
-                _, called = call
-                found.add((called.debug_info.func_src_info, str(called)))
-        return found
 
     def pull(values: list[Array], cotangents: list[Array]) -> Any:
         with jax.disable_jit():
@@ -364,93 +310,17 @@ def _rules(body: Body, function: Any) -> list[Any]:
     known: set[tuple] = set()
     # A rule may contain functions that have rules themselves.
     for _ in range(4):
-        new = custom(body) - known
+        new = custom_functions(body) - known
         if not new:
             return found
         known |= new
-        values = [v.aval for v in body.invars]
-        cotangents = [v.aval for v in body.outvars]
+        values, cotangents = jaxprs.types(body)
         try:
             derivative = jax.make_jaxpr(pull)(values, cotangents)
         except Exception:  # the function may still be used without derivatives
             return [*found, function]
         found.append(derivative)
         body = open_program(derivative)
-    if custom(body) - known:
+    if custom_functions(body) - known:
         return [*found, function]
     return found
-
-
-def _positions(body: Any) -> dict[Any, str]:
-    """Maps variables to names: those that equal b, h, q_idx or kv_idx, or that are one
-    of these after a cast or after wrapping negative indices (`where(i < 0, i + n, i)`).
-    """
-    inputs = body.invars[-len(POSITIONS) :]
-    held: dict[Any, str] = dict(zip(inputs, POSITIONS, strict=True))
-    # Variables that equal i + n.
-    from_end: dict[Any, str] = {}
-    for equation in body.eqns:
-        name = equation.primitive.name
-        atoms = _atoms(equation)
-        if name == "convert_element_type" and atoms[0] in held:
-            [result] = equation.outvars
-            if jnp.issubdtype(result.aval.dtype, jnp.integer):
-                held[result] = held[atoms[0]]
-        elif name == "add" and atoms[0] in held and atoms[1] is None:
-            [result] = equation.outvars
-            if equation.invars[1].val > 0:
-                from_end[result] = held[atoms[0]]
-        # The operands: i < 0, i, i + n.
-        elif name == "select_n" and atoms[1] in held:
-            [result] = equation.outvars
-            if from_end.get(atoms[2]) == held[atoms[1]]:
-                held[result] = held[atoms[1]]
-    return held
-
-
-def _is_entry(equation: Any, held: Mapping[Any, str]) -> bool:
-    """Returns whether an equation reads array[b, h, ...], the part of one head; for
-    `held` see `_positions`.
-    """
-    if equation.primitive.name != "dynamic_slice":
-        return False
-    if equation.params["slice_sizes"][:2] != (1, 1):
-        return False
-    _, *indices = _atoms(equation)
-    return [held.get(x) for x in indices[:2]] == ["b", "h"]
-
-
-def _conditional(body: Any) -> set[str]:
-    """Returns which of b, h, q_idx and kv_idx affect a comparison or branch, as in
-    `where(q_idx < 8, x[q_idx], 0)`.
-    """
-    inputs = body.invars[-len(POSITIONS) :]
-    # The positions that each variable depends on.
-    sources = {v: {name} for v, name in zip(inputs, POSITIONS, strict=True)}
-    found: set[str] = set()
-    for equation in body.eqns:
-        name = equation.primitive.name
-        atoms = _atoms(equation)
-        # The position of an entry is no condition on it.
-        read = atoms[:1] if name in ("dynamic_slice", "gather") else atoms
-        of: set[str] = set().union(*(sources.get(x, ()) for x in read))
-        sources.update(dict.fromkeys(equation.outvars, of))
-        # JAX compares each index with 0, for indices that count from the end.
-        is_sign = name == "lt" and atoms[1] is None and equation.invars[1].val == 0
-        is_condition = name in CONDITIONS and not is_sign
-        # A branch or a loop.
-        has_jaxprs = any(True for _ in inner_jaxprs(equation))
-        if is_condition or has_jaxprs:
-            found |= of
-    return found
-
-
-def _atoms(equation: Any) -> list[Any]:
-    """Lists the operands of an equation: variables, and None in place of each literal
-    number.
-    """
-    return [None if is_literal(x) else x for x in equation.invars]
-
-
-def _is_among(variable: Any, atoms: Sequence[Any]) -> bool:
-    return any(x is variable for x in atoms)

@@ -341,7 +341,7 @@ def store_occupancy(
         if mask.batch is None or mask.head is None:
             return mask
         # A callback must run in every call.
-        calls_python = any("callback" in name for name in mask.function.primitives)
+        calls_python = mask.function.calls_python
         if calls_python or not all(map(readable, (*mask.captured, mask.batch))):
             return mask
         batch, head = np.broadcast_arrays(mask.batch[..., None], mask.head)

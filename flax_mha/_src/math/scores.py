@@ -302,9 +302,7 @@ class ScoreRule:
         """The error message if `score_mod` cannot be differentiated in forward mode,
         else None.
         """
-        if self.score_mod is None:
-            return None
-        if "custom_vjp_call" not in self.score_mod.primitives:
+        if self.score_mod is None or not self.score_mod.has_custom_vjp:
             return None
         return (
             f"{self.score_mod.name} must support forward mode for jax.jvp, "

@@ -67,9 +67,7 @@ def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor
     # differentiate functions with a custom_vjp, such as the quantized products of qwix.
     is_empty = not head.query.size or not head.key.size
-    reverse_only = (
-        rule.score_mod is not None and "custom_vjp_call" in rule.score_mod.primitives
-    )
+    reverse_only = rule.score_mod is not None and rule.score_mod.has_custom_vjp
     if masks_nothing or is_empty or reverse_only or products_are_replaced():
         return _differentiable(head, fuse_rows)
     return _head(fuse_rows, head)

@@ -20,7 +20,7 @@ from flax_mha._src.call.operands import Operands, Result
 from flax_mha._src.core.jaxprs import (
     Program,
     as_function,
-    equations,
+    runs_kernel,
     traced,
     with_outputs,
 )
@@ -35,8 +35,6 @@ from flax_mha._src.math.derivatives import (
 from flax_mha._src.math.softmax import RESIDUALS
 
 Attend = Callable[[Operands], Result]
-# Kernels are JAX primitives whose names begin with these.
-KERNELS = ("pallas_call", "dot_product_attention")
 
 
 def with_derivatives(
@@ -93,10 +91,6 @@ class _Functions(NamedTuple):
         return run(*arguments)
 
 
-def _runs_kernel(program: Program) -> bool:
-    return any(x.primitive.name.startswith(KERNELS) for x in equations(program))
-
-
 class _ForwardPass(NamedTuple):
     """The kernel's forward pass, traced, with the residuals (saved arrays) that its
     gradient needs.
@@ -138,7 +132,7 @@ class _ForwardPass(NamedTuple):
             if i < functions.num_results:
                 return True
             only_this = with_outputs(program, [i == j for j in range(count)])
-            return _runs_kernel(only_this)
+            return runs_kernel(only_this)
 
         kept = [is_kept(i) for i in range(count)]
         from_kernel = kept[functions.num_results :]
