@@ -23,6 +23,7 @@ from flax_cases import (
 from flax_modules import Nnx, X
 
 import flax_mha
+from flax_mha._src.modules.dot_general import dot_general
 
 OURS = Nnx.ours
 FLAX = Nnx.flax
@@ -303,3 +304,50 @@ def test_an_argument_given_twice_does_not_print_the_module():
     with pytest.raises(TypeError, match=message) as error:
         make(OURS)(X, **mask, **mask)
     assert len(str(error.value)) < 120
+
+
+# The product of the projections -------------------------------------------------------
+
+PROJECTIONS = ("query", "key", "value", "gate", "out")
+
+
+def product_of_user(*operands, **options):
+    return jax.lax.dot_general(*operands, **options)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("value_dim", [None, 5])
+def test_flax_gets_deprecated_arguments_only_from_users(value_dim, monkeypatch):
+    """Our own product does not depend on `qkv_dot_general` and `out_dot_general`."""
+    of_flax = FLAX.__init__
+
+    def without_products(self, *arguments, **options):
+        assert not [name for name in options if "dot_general" in name]
+        of_flax(self, *arguments, **options)
+
+    monkeypatch.setattr(FLAX, "__init__", without_products)
+    layer = OURS(4, 32, gate=True, value_dim=value_dim, rngs=nnx.Rngs(0))
+    for name in PROJECTIONS:
+        assert getattr(layer, name).dot_general is dot_general, name
+    # As in Flax's module.
+    assert layer.qkv_dot_general is None
+    assert layer.out_dot_general is None
+
+
+@pytest.mark.parametrize("value_dim", [None, 5])
+@pytest.mark.parametrize("kind", ["qkv_dot_general", "out_dot_general"])
+def test_product_of_a_user_wins(kind, value_dim):
+    options = {"gate": True, "value_dim": value_dim, "rngs": nnx.Rngs(0)}
+    by_function = OURS(4, 32, **{kind: product_of_user}, **options)
+    made = {f"{kind}_cls": lambda: product_of_user}
+    by_class = OURS(4, 32, **made, **options)
+    for name in PROJECTIONS:
+        of_function = getattr(by_function, name)
+        of_class = getattr(by_class, name)
+        if (name == "out") == (kind == "out_dot_general"):
+            assert of_function.dot_general is product_of_user, name
+            assert of_class.dot_general is None, name
+            assert of_class.dot_general_cls() is product_of_user, name
+        else:
+            assert of_function.dot_general is dot_general, name
+            assert of_class.dot_general is dot_general, name

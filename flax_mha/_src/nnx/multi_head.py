@@ -257,11 +257,13 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         self.reuse_kv = reuse_kv
         self.norms_after_rope = norm_of_qk is not None and norm_of_qk.after_rope
 
-        # Flax's layers.
-        if not qkv_dot_general and not qkv_dot_general_cls:
-            qkv_dot_general = dot_general
-        if not out_dot_general and not out_dot_general_cls:
-            out_dot_general = dot_general
+        # Flax's layers. It gets deprecated arguments only if a user passes them.
+        deprecated = {
+            "qkv_dot_general": qkv_dot_general,
+            "out_dot_general": out_dot_general,
+            "qkv_dot_general_cls": qkv_dot_general_cls,
+            "out_dot_general_cls": out_dot_general_cls,
+        }
         super().__init__(
             num_heads=num_heads,
             in_features=in_features,
@@ -286,10 +288,6 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             qkv_promote_dtype=qkv_promote_dtype,
             out_promote_dtype=out_promote_dtype,
             ln_promote_dtype=ln_promote_dtype,
-            qkv_dot_general=qkv_dot_general,
-            out_dot_general=out_dot_general,
-            qkv_dot_general_cls=qkv_dot_general_cls,
-            out_dot_general_cls=out_dot_general_cls,
             rngs=rngs,
             keep_rngs=keep_rngs,
             kernel_metadata=kernel_metadata,
@@ -298,6 +296,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             out_bias_metadata=out_bias_metadata,
             query_ln_scale_metadata=query_ln_scale_metadata,
             key_ln_scale_metadata=key_ln_scale_metadata,
+            **{name: x for name, x in deprecated.items() if x is not None},
         )
         self.value_dim = self.head_dim if value_dim is None else int(value_dim)
 
@@ -372,6 +371,13 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
                 dot_general=out_dot_general,
                 dot_general_cls=out_dot_general_cls,
             )
+
+        # Our product, unless a user has set another.
+        for layer in (self.query, self.key, self.value, self.gate, self.out):
+            if layer is None:
+                continue
+            if layer.dot_general is None and layer.dot_general_cls is None:
+                layer.dot_general = dot_general
 
         # Flax's module lacks these variables of the cache.
         self.cached_lengths = nnx.data(None)
