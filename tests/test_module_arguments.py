@@ -572,6 +572,7 @@ refuses_option("gate must be True, False or a flax_mha.Gate, but got 1", gate=1)
 refuses_option("dropout_rate must be a concrete number in", dropout_rate=np.zeros(1))
 refuses_option("dropout_rate must be a concrete number in", dropout_rate=np.array(None))
 refuses_option("scale must be a finite number, but got 'big'", scale="big")
+refuses_option("local_window_size must be an int", local_window_size=(jnp.int32(3), 0))
 refuses(
     "mask must be bool, or contain only 0 and 1.*-1000000000.0; pass it as bias=",
     mask=NUMBERS,
@@ -617,6 +618,110 @@ refuses(
 @MAKES
 def test_wrong_options_and_arguments_raise_errors(message, options, arguments, make):
     refused(message, lambda: call(make(**options), X, **arguments))
+
+
+# Attributes that are set after construction -------------------------------------------
+
+WRONG = {
+    "dropout_rate": 2.0,
+    "implementation": "fast",
+    "scale": "big",
+    "local_window_size": (-3, 0),
+    "logits_soft_cap": 0.0,
+    "rope": 10_000.0,
+    "head_axis": 1,
+    "reuse_kv": 1,
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("attribute", WRONG)
+@pytest.mark.parametrize("name", ["nnx", "nnx, latent"])
+def test_wrong_attributes_raise_the_errors_of_the_constructor(name, attribute):
+    if name == "nnx, latent" and attribute == "reuse_kv":
+        pytest.skip("no argument of this module")
+    wrong = {attribute: WRONG[attribute]}
+    with pytest.raises(ValueError, match=attribute) as of_constructor:
+        MODULES[name](**wrong)
+    module = MODULES[name](decode=False)
+    setattr(module, attribute, WRONG[attribute])
+    # Before any draw from the stream of keys.
+    rngs = nnx.Rngs(dropout=0)
+    with pytest.raises(ValueError, match=attribute) as of_call:
+        module(X, deterministic=False, rngs=rngs)
+
+    assert str(of_call.value) == str(of_constructor.value)
+    assert rngs.dropout.count[...] == 0
+
+
+def only_first(query, key, value, **_):
+    """An attention function in which all queries attend to the first key."""
+    return jnp.broadcast_to(value[..., :1, :, :], query.shape)
+
+
+NEW_ATTRIBUTES = {
+    "attention_fn": only_first,
+    "broadcast_dropout": True,
+    "decode": True,
+    "deterministic": True,
+    "dropout_rate": 0.5,
+    "local_window_size": (2, 0),
+    "logits_soft_cap": 0.5,
+    "process_heads": lambda query, key, value: (query, key, 2 * value),
+    "rope": flax_mha.RoPE(),
+    "scale": 3.0,
+    "score_mod": lambda score, b, h, q_idx, kv_idx: score * (h + 1).astype(score.dtype),
+}
+ONLY_MULTI_HEAD = {"attention_fn", "process_heads", "score_mod"}
+
+
+@pytest.mark.parametrize("attribute", NEW_ATTRIBUTES)
+@pytest.mark.parametrize("name", ["nnx", "nnx, latent"])
+def test_attributes_may_be_set_after_construction(name, attribute):
+    if name == "nnx, latent" and attribute in ONLY_MULTI_HEAD:
+        pytest.skip("no argument of this module, or no sizes for this function")
+    new = {attribute: NEW_ATTRIBUTES[attribute]}
+    options = {"decode": False, "deterministic": False, "dropout_rate": 0.25}
+
+    def output(module):
+        if module.decode:
+            module.init_cache(X.shape)
+        return module(X, rngs=nnx.Rngs(dropout=0))
+
+    module = MODULES[name](**options)
+    before = output(module)
+    setattr(module, attribute, NEW_ATTRIBUTES[attribute])
+    after = output(module)
+
+    assert_close(after, output(MODULES[name](**options | new)))
+    assert not np.allclose(after, before, atol=1e-4)
+
+
+def test_the_implementation_may_be_set_after_construction():
+    module = nnx_module(implementation="xla")
+    module.implementation = "blockwise"
+    assert module.explain(X).chosen == "blockwise"
+
+
+def test_sizes_of_modules_may_be_read():
+    module = nnx_module(num_kv_heads=K)
+    sizes = (module.num_heads, module.num_kv_heads, module.head_dim, module.value_dim)
+    assert sizes == (N, K, D // N, D // N)
+    # Flax's users read what they have passed, or what follows from it.
+    assert module.qkv_features == D
+    assert module.in_features == D
+    assert module.out_features == D
+
+
+def test_fewer_heads_may_be_set_after_construction():
+    """As when heads are pruned: the kernels decide."""
+    module = nnx_module(use_bias=False)
+    for layer in (module.query, module.key, module.value):
+        layer.kernel = nnx.Param(layer.kernel[:, :3])
+    module.out.kernel = nnx.Param(module.out.kernel[:3])
+    module.num_heads = module.num_kv_heads = 3
+
+    assert module(X).shape == X.shape
 
 
 @pytest.mark.core

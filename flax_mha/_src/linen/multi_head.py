@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha._src.attention import Explanation, Implementation, ScoreMod
 from flax_mha._src.cache.kv_cache import KVCache
-from flax_mha._src.call.arguments import check_dropout_rate
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.core.tracing import Platform
@@ -37,9 +36,11 @@ from flax_mha._src.modules.call import (
 from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.layers import Gate, Norm, gate_axes, gate_of, norm_of
 from flax_mha._src.modules.options import (
+    AttentionOptions,
     check_has_features,
+    check_heads,
+    check_layers,
     check_not_of_nnx,
-    check_options,
 )
 from flax_mha._src.rope import RoPE
 
@@ -102,6 +103,7 @@ class AttentionModule:
 
     def _flax_arguments(
         self: Any,
+        dropout_rate: float,
         mask: Array | Mask | None,
         deterministic: bool | None,
         dropout_rng: Array | None,
@@ -111,8 +113,7 @@ class AttentionModule:
         """Returns Flax's arguments for `attention_fn`; omits optional ones that a
         user's function does not take.
         """
-        rate = check_dropout_rate(self.dropout_rate)
-        keeps_all = rate == 0.0 or merge_param(
+        keeps_all = dropout_rate == 0.0 or merge_param(
             "deterministic", self.deterministic, deterministic
         )
         if not keeps_all and dropout_rng is None:
@@ -120,7 +121,7 @@ class AttentionModule:
         arguments = {
             "mask": mask,
             "dropout_rng": dropout_rng,
-            "dropout_rate": rate,
+            "dropout_rate": dropout_rate,
             "broadcast_dropout": self.broadcast_dropout,
             "deterministic": keeps_all,
             "dtype": self.dtype,
@@ -371,30 +372,29 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         num_heads = self.num_heads
         num_kv_heads = num_heads if self.num_kv_heads is None else self.num_kv_heads
         qkv_features = features if self.qkv_features is None else self.qkv_features
-        check_options(
-            num_heads=num_heads,
-            qkv_features=qkv_features,
-            num_kv_heads=num_kv_heads,
-            dropout_rate=self.dropout_rate,
-            implementation=self.implementation,
-            scale=self.scale,
-            local_window_size=self.local_window_size,
-            logits_soft_cap=self.logits_soft_cap,
+        head_size = check_heads(num_heads, self.num_kv_heads, qkv_features)
+        check_layers(
             sinks=self.sinks,
-            gate=self.gate,
-            rope=self.rope,
-            head_axis=self.head_axis,
-            normalize_qk=self.normalize_qk,
-            value_norm=self.value_norm,
-            out_norm=self.out_norm,
-            process_heads=self.process_heads,
-            value_dim=self.value_dim,
             share_kv=self.share_kv,
             reuse_kv=self.reuse_kv,
+            value_dim=self.value_dim,
+            value_norm=self.value_norm,
+            process_heads=self.process_heads,
         )
         validation.flag("per_row", self.per_row)
-        head_size = qkv_features // num_heads
+        norm_of_qk = norm_of("normalize_qk", self.normalize_qk)
+        norm_of_values = norm_of("value_norm", self.value_norm)
+        norm_of_output = norm_of("out_norm", self.out_norm)
+        gating = gate_of(self.gate)
         value_dim = head_size if self.value_dim is None else self.value_dim
+        options = AttentionOptions.of(
+            self,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_size,
+            value_dim=value_dim,
+            norms_after_rope=norm_of_qk is not None and norm_of_qk.after_rope,
+            gating=gating,
+        )
 
         # Projections. Keys that are reused come from an earlier layer.
         query = self._dense("query", (num_heads, head_size))
@@ -407,9 +407,6 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         out = self._dense("out", self.out_features or features)
 
         # Norms. The earlier layer has normalized its keys.
-        norm_of_qk = norm_of("normalize_qk", self.normalize_qk)
-        norm_of_values = norm_of("value_norm", self.value_norm)
-        norm_of_output = norm_of("out_norm", self.out_norm)
         query_norm = self._norm("query_ln", norm_of_qk, "query")
         key_norm = None
         if not self.reuse_kv:
@@ -417,7 +414,6 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         value_norm = self._norm("value_ln", norm_of_values, "key")
 
         # The gate, the norm of what it returns, and sinks.
-        gating = gate_of(self.gate)
         gate = None
         if gating is not None:
             gate = self._dense("gate", gating.shape(num_heads, value_dim))
@@ -433,6 +429,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         if self.has_variable("cache", "cached_lengths"):
             stored = self._stored()
         flax_arguments = self._flax_arguments(
+            options.dropout_rate,
             mask,
             deterministic,
             dropout_rng,
@@ -443,17 +440,16 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         )
         return FlaxModule(
             module=self,
+            options=options,
             query=query,
             key=key,
             value=value,
             out=out,
             query_norm=query_norm,
             key_norm=key_norm,
-            norms_after_rope=norm_of_qk is not None and norm_of_qk.after_rope,
             value_norm=value_norm,
             process_heads=self.process_heads,
             gate=gate,
-            gating=gating,
             out_norm=out_norm,
             sinks=sinks,
             cache=functools.partial(self._cache, variables),

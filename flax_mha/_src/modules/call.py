@@ -31,8 +31,11 @@ from flax_mha._src.modules.attention_fn import (
     uses_flax,
 )
 from flax_mha._src.modules.indexer import IndexLayers, choose
-from flax_mha._src.modules.layers import Gate
-from flax_mha._src.modules.options import check_score_mod
+from flax_mha._src.modules.options import (
+    AttentionOptions,
+    check_process_heads,
+    check_score_mod,
+)
 
 # Where the keys of a call come from.
 # "inputs": from its inputs.
@@ -51,7 +54,8 @@ class FlaxModule(NamedTuple):
     arguments of the attention.
     """
 
-    module: Any  # has the options
+    module: Any  # to sow weights in
+    options: AttentionOptions
     query: Layer  # projects inputs [B..., T, D] to queries [B..., T, N, H]
     # Projects inputs to keys; with `latent`, to the one key [latent, rotary key] of all
     # heads.
@@ -69,12 +73,10 @@ class FlaxModule(NamedTuple):
     value: Layer | None = None
     query_norm: Layer | None = None
     key_norm: Layer | None = None
-    norms_after_rope: bool = False
     value_norm: Layer | None = None
     process_heads: ProcessHeads | None = None
     score_mod: Any = None  # of calls that pass none
     gate: Layer | None = None  # projects inputs to the gate, before its activation
-    gating: Gate | None = None  # how the gate changes the output
     out_norm: Layer | None = None  # of the gated output [B..., T, N, Hv]
     # Computes keys and values of heads from the latents that `key` returns.
     latent: Latent | None = None
@@ -190,7 +192,7 @@ def call_module(layer: FlaxModule, given: Given) -> Any:
 
 def check(layer: FlaxModule, given: Given) -> Checked:
     """Checks the arguments, and sets the inputs to 0 at padding."""
-    attention_fn = ours(layer.module.attention_fn)
+    attention_fn = ours(layer.options.attention_fn)
     # Arguments that exclude each other.
     if layer.latent is None:
         _check_sharing(layer, given)
@@ -198,7 +200,8 @@ def check(layer: FlaxModule, given: Given) -> Checked:
     if source == "stored":
         preset = {} if attention_fn is None else attention_fn.preset
         score_mod = _score_mod_of(layer, given)
-        sequences.check_stored(layer.module, preset, given.mask, score_mod)
+        window = layer.options.local_window_size
+        sequences.check_stored(window, preset, given.mask, score_mod)
     if source in ("stored", "to store") and _is_causal(given, attention_fn):
         raise ValueError(sequences.NO_POSITIONS.format("is_causal"))
     _check_process_heads(layer, given, source)
@@ -238,7 +241,7 @@ def _check_sharing(layer: FlaxModule, given: Given) -> None:
     cross-attention reuses or returns keys.
     """
     validation.flag("return_kv", given.return_kv)
-    reuses = layer.module.reuse_kv
+    reuses = layer.options.reuse_kv
     if reuses and not isinstance(given.kv, SharedKV):
         raise ValueError(
             "kv must be the SharedKV that the call of an earlier layer returns with "
@@ -298,13 +301,9 @@ def _source_of_keys(layer: FlaxModule, given: Given) -> KeySource:
 
 def _check_process_heads(layer: FlaxModule, given: Given, source: KeySource) -> None:
     function = _process_heads_of(layer, given)
+    check_process_heads(function)
     if function is None:
         return
-    if not callable(function):
-        raise ValueError(
-            "process_heads must be a function of (query, key, value) or None, but got "
-            f"{function!r}."
-        )
     several_use_keys = {
         "shared": "an earlier layer (kv)",
         "stored": "an earlier call",
@@ -407,15 +406,10 @@ def project(layer: FlaxModule, call: Checked) -> Heads:
 
 
 def _check_kv(layer: FlaxModule, call: Checked, kv: SharedKV, query: Array) -> None:
-    module = layer.module
     *batch_and_length, _, size = query.shape
-    # None is Flax's default: as many key heads as query heads, and values as large as
-    # queries.
-    num_kv_heads = module.num_kv_heads or module.num_heads
-    value_size = module.value_dim or size
     kv.check(
-        shape=(*batch_and_length, num_kv_heads, size),
-        value_size=value_size,
+        shape=(*batch_and_length, layer.options.num_kv_heads, size),
+        value_size=layer.options.value_dim,
         decode=call.given.decode,
         has_lengths=call.given.has_lengths,
     )
@@ -427,7 +421,7 @@ def normalize(
     """Normalizes queries and keys if `after_rope` says where this layer's norms stand:
     after the rotation (True) or before it.
     """
-    if layer.norms_after_rope != after_rope:
+    if layer.options.norms_after_rope != after_rope:
         return query, key
     if layer.query_norm is not None:
         query = layer.query_norm(query)
@@ -503,7 +497,7 @@ def cache_of(
     value_size = None
     if layer.latent is not None:
         value_size = layer.latent.size
-    window = reach(layer.module.local_window_size)
+    window = reach(layer.options.local_window_size)
     cache = KVCache.of_arrays(window, value_size, arrays)
     cache.check_fits(key, value, queries)
     return cache
@@ -529,7 +523,7 @@ def rotate(
     """Rotates queries and keys by their positions; stored and shared keys are rotated
     already.
     """
-    rope = layer.module.rope
+    rope = layer.options.rope
     positions = call.given.positions
     if rope is None and positions is None:
         return query, key
@@ -606,7 +600,7 @@ def _attend_to_arrays(
 ) -> Float[Array, "*B T N Hv"]:
     if call.ours is not None:
         return call.ours.attend(query, key, value, **arguments)
-    return foreign.attend(layer.module.attention_fn, query, key, value, **arguments)
+    return foreign.attend(layer.options.attention_fn, query, key, value, **arguments)
 
 
 def _check_decodes(attention_fn: AttentionFn | None, arguments: Iterable[str]) -> None:
@@ -664,7 +658,7 @@ def attention_arguments(
     Also returns a flag for `nan_if`: whether a mask of traced numbers holds any but 0
     and 1; None for other masks.
     """
-    module = layer.module
+    options = layer.options
     attention_fn = call.ours
     given = call.given
     is_causal = _is_causal(given, attention_fn)
@@ -673,17 +667,17 @@ def attention_arguments(
 
     # The module's options and the call's arguments.
     ours = {
-        "implementation": module.implementation,
-        "scale": module.scale,
-        "local_window_size": module.local_window_size,
-        "logits_soft_cap": module.logits_soft_cap,
+        "implementation": options.implementation,
+        "scale": options.scale,
+        "local_window_size": options.local_window_size,
+        "logits_soft_cap": options.logits_soft_cap,
         "sinks": layer.sinks,
         "mask": given.mask,
         "bias": given.bias,
         "score_mod": _score_mod_of(layer, given),
         "key_indices": given.key_indices,
         "qkv_sharding": _attention_sharding(layer, call, query),
-        "max_score_module": module if given.sow_max_score else None,
+        "max_score_module": layer.module if given.sow_max_score else None,
         **call.per_sequence,
     }
     if takes_lengths and stored_lengths is not None:
@@ -699,7 +693,7 @@ def attention_arguments(
         if x is not None:
             arguments[name] = x
     if attention_fn is None:
-        foreign.check_takes_mask(module.attention_fn, arguments.get("mask"))
+        foreign.check_takes_mask(options.attention_fn, arguments.get("mask"))
     else:
         arguments = attention_fn.with_preset(arguments, without=("is_causal",))
     if cache is not None:
@@ -760,9 +754,9 @@ def _attention_sharding(layer: FlaxModule, call: Checked, query: Array) -> Any:
         return sharding
     if sharding is None:
         sharding = attention_fn.preset.get("qkv_sharding")
-    if sharding is None and layer.module.head_axis is not None:
+    if sharding is None and layer.options.head_axis is not None:
         knows_batch_axes = attention_fn.context is not None
-        sharding = _over_head_axis(layer.module.head_axis, query, knows_batch_axes)
+        sharding = _over_head_axis(layer.options.head_axis, query, knows_batch_axes)
     return attention_fn.sharding(sharding, query.ndim)
 
 
@@ -804,8 +798,7 @@ def choose_keys(
         )
     given = call.given
     query, key, weights = index_layers.project(call.inputs_q)
-    if layer.module.rope is not None:
-        query, key = _rotate_index(layer, index_layers, given, query, key, cache)
+    query, key = _rotate_index(layer, index_layers, given, query, key, cache)
     index_cache = None
     if given.decode:
         index_cache = index_layers.cached(key, cache)
@@ -831,8 +824,10 @@ def _rotate_index(
 ) -> tuple[Array, Array]:
     """Rotates index queries and keys: the first or last `qk_rope_head_dim` features."""
     options = index_layers.indexer
-    rope = layer.module.rope
-    rotated_size = layer.module.qk_rope_head_dim
+    rope = layer.options.rope
+    if rope is None:
+        return query, key
+    rotated_size = layer.options.head_dim
     size = None
     fraction = rope.fraction
     if options.rotary_last:
@@ -857,8 +852,9 @@ def _rotate_index(
 def gate_and_normalize(
     layer: FlaxModule, call: Checked, output: Float[Array, "*B T N Hv"]
 ) -> Float[Array, "*B T N Hv"]:
-    if layer.gate is not None and layer.gating is not None:
-        output = layer.gating.apply(output, layer.gate(call.inputs_q))
+    gating = layer.options.gating
+    if layer.gate is not None and gating is not None:
+        output = gating.apply(output, layer.gate(call.inputs_q))
     if layer.out_norm is not None:
         output = layer.out_norm(output)
     return output

@@ -1,5 +1,6 @@
-"""Checks of constructor arguments that the modules share."""
+"""The options that the modules share, and checks of constructor arguments."""
 
+import dataclasses
 import functools
 import math
 import types
@@ -9,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 from flax import nnx
+from jaxtyping import Array
 
 from flax_mha._src.call.arguments import (
     check_dropout_rate,
@@ -20,88 +22,111 @@ from flax_mha._src.core import validation
 from flax_mha._src.core.validation import int_at_least, is_int
 from flax_mha._src.modules.attention_fn import AttentionFn
 from flax_mha._src.modules.indexer import Indexer
-from flax_mha._src.modules.layers import gate_of, norm_of
+from flax_mha._src.modules.layers import Gate, Norm
 from flax_mha._src.rope import RoPE, YaRN
 from flax_mha._src.run import check_name
 
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-def check_options(
-    *,
-    num_heads: int,
-    qkv_features: int,
-    dropout_rate: Any,
-    implementation: Any,
-    scale: Any,
-    local_window_size: Any,
-    logits_soft_cap: Any,
-    sinks: Any,
-    gate: Any,
-    rope: Any,
-    head_axis: Any,
-    num_kv_heads: int | None = None,
-    normalize_qk: Any = False,
-    value_norm: Any = None,
-    out_norm: Any = None,
-    process_heads: Any = None,
-    value_dim: Any = None,
-    share_kv: Any = False,
-    reuse_kv: Any = False,
-) -> None:
-    """Raises a ValueError unless a module's constructor arguments are valid;
-    `qkv_features`: N times the head size.
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionOptions:
+    """The options of a module that its calls read: checked, and without layers.
+
+    The constructor makes this value to check the options before it makes parameters.
+    Every call makes it again, because users may set attributes.
     """
-    # Sizes.
-    if num_kv_heads is None:
-        num_kv_heads = num_heads
-    _check_heads(num_heads, num_kv_heads, qkv_features)
 
-    # Options of the attention itself.
-    check_dropout_rate(dropout_rate)
-    check_name(implementation)
-    check_window(local_window_size)
-    check_soft_cap(logits_soft_cap)
-    validation.flag("sinks", sinks)
+    attention_fn: Callable[..., Array]
+    dropout_rate: float
+    implementation: str | None
+    scale: float | Array | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    logits_soft_cap: float | None
+    rope: RoPE | None
+    head_axis: str | None
+    reuse_kv: bool
+    num_kv_heads: int
+    # Features of a head of queries and keys; with latents, those that are rotated.
+    head_dim: int
+    value_dim: int  # features of a head of values
+    norms_after_rope: bool  # whether norms of queries and keys follow their rotation
+    gating: Gate | None  # how the gate changes the output
 
-    # Options of keys and values, some of which exclude each other.
-    validation.flag("share_kv", share_kv)
-    validation.flag("reuse_kv", reuse_kv)
-    if reuse_kv:
-        _check_off_in_reuse("value_norm", value_norm, off=None)
-        _check_off_in_reuse("share_kv", share_kv, off=False)
-        _check_off_in_reuse("process_heads", process_heads, off=None)
-    # The sizes only set the default, which is not used here.
-    check_scale(scale, validation.Shape((), 1, 1, 1, 1, 1, 1))
+    @classmethod
+    def of(cls, module: Any, **resolved: Any) -> "AttentionOptions":
+        """Reads and checks a module's options, its attributes of the same names.
 
-    # Layers.
-    norm_of("normalize_qk", normalize_qk)
-    norm_of("value_norm", value_norm)
-    norm_of("out_norm", out_norm)
-    gate_of(gate)
-    if process_heads is not None and not callable(process_heads):
-        raise ValueError(
-            "process_heads must be a function of (query, key, value) or None, but got "
-            f"{process_heads!r}."
-        )
-    check_features(value_dim=value_dim)
-    if share_kv and value_dim is not None:
-        raise ValueError(
-            "value_dim must be None with share_kv=True, whose values are keys, but got "
-            f"{value_dim}."
-        )
-    if head_axis is not None and not isinstance(head_axis, str):
-        raise ValueError(
-            "head_axis must be the name of a mesh axis or logical axis, but got "
-            f"{head_axis!r}."
-        )
-    if rope is not None:
+        `resolved` holds the options whose attribute may be None, or that are none.
+
+        Raises:
+          ValueError: If an option is not valid.
+        """
+        given = dict(resolved)
+        for field in dataclasses.fields(cls):
+            if field.name not in resolved:
+                given[field.name] = getattr(module, field.name)
+        # Numbers may be arrays without axes.
+        given["dropout_rate"] = check_dropout_rate(given["dropout_rate"])
+        given["logits_soft_cap"] = check_soft_cap(given["logits_soft_cap"])
+        options = cls(**given)
+        check_name(options.implementation)
+        check_window(options.local_window_size)
+        # The sizes only set the default, which is not used here.
+        check_scale(options.scale, validation.Shape((), 1, 1, 1, 1, 1, 1))
+        validation.flag("reuse_kv", options.reuse_kv)
+        head_axis = options.head_axis
+        if head_axis is not None and not isinstance(head_axis, str):
+            raise ValueError(
+                "head_axis must be the name of a mesh axis or logical axis, but got "
+                f"{head_axis!r}."
+            )
+        rope = options.rope
+        if rope is None:
+            return options
         if not isinstance(rope, RoPE):
             raise ValueError(
                 f"rope must be a flax_mha.rope.RoPE or None, but got {rope!r}."
             )
         # Raises an error if it cannot rotate a head of this size.
-        rope.rotated_size(qkv_features // num_heads)
+        rope.rotated_size(options.head_dim)
+        return options
+
+
+def check_layers(
+    *,
+    sinks: bool,
+    share_kv: bool,
+    reuse_kv: bool,
+    value_dim: int | None,
+    value_norm: Norm | None,
+    process_heads: Callable[..., Any] | None,
+) -> None:
+    """Raises a ValueError unless the options that set the layers of a module are valid
+    and fit each other.
+    """
+    validation.flag("sinks", sinks)
+    validation.flag("share_kv", share_kv)
+    check_features(value_dim=value_dim)
+    check_process_heads(process_heads)
+    if reuse_kv:
+        _check_off_in_reuse("value_norm", value_norm, off=None)
+        _check_off_in_reuse("share_kv", share_kv, off=False)
+        _check_off_in_reuse("process_heads", process_heads, off=None)
+    if share_kv and value_dim is not None:
+        raise ValueError(
+            "value_dim must be None with share_kv=True, whose values are keys, but got "
+            f"{value_dim}."
+        )
+
+
+def check_process_heads(function: Callable[..., Any] | None) -> None:
+    """Raises a ValueError unless `process_heads` is a function or None."""
+    if function is not None and not callable(function):
+        raise ValueError(
+            "process_heads must be a function of (query, key, value) or None, but got "
+            f"{function!r}."
+        )
 
 
 def _check_off_in_reuse(name: str, given: Any, off: Any) -> None:
@@ -112,32 +137,18 @@ def _check_off_in_reuse(name: str, given: Any, off: Any) -> None:
         )
 
 
-def check_latent(
-    *,
-    num_heads: Any,
-    kv_lora_rank: Any,
-    qk_nope_head_dim: Any,
-    qk_rope_head_dim: Any,
-    v_head_dim: Any,
-    q_lora_rank: Any,
-    norm_epsilon: Any,
-    query_residual: Any,
-    indexer: Any,
-    rope: Any,
-) -> None:
-    """Raises a ValueError unless the constructor arguments that only latent attention
-    has are valid.
+def check_latent(module: Any, indexer: Indexer | None) -> None:
+    """Raises a ValueError unless the attributes and the indexer that only latent
+    attention has are valid.
     """
-    _check_size("num_heads", num_heads)
-    _check_size("kv_lora_rank", kv_lora_rank)
-    _check_size("qk_nope_head_dim", qk_nope_head_dim)
-    _check_size("qk_rope_head_dim", qk_rope_head_dim)
-    _check_size("v_head_dim", v_head_dim)
+    for name in ("num_heads", *LATENT_SIZES):
+        _check_size(name, getattr(module, name))
+    q_lora_rank = module.q_lora_rank
     if q_lora_rank is not None:
         _check_size("q_lora_rank", q_lora_rank, expected="an int >= 1 or None")
-    validation.epsilon("norm_epsilon", norm_epsilon)
-    validation.flag("query_residual", query_residual)
-    if query_residual and q_lora_rank is None:
+    validation.epsilon("norm_epsilon", module.norm_epsilon)
+    validation.flag("query_residual", module.query_residual)
+    if module.query_residual and q_lora_rank is None:
         raise ValueError(
             "q_lora_rank must be an int with query_residual=True, which is for "
             "compressed queries."
@@ -153,10 +164,11 @@ def check_latent(
             "q_lora_rank must be an int with an indexer, whose queries use it, but got "
             "None."
         )
-    if rope is not None and indexer.head_dim < qk_rope_head_dim:
+    rotary_size = module.qk_rope_head_dim
+    if module.rope is not None and indexer.head_dim < rotary_size:
         raise ValueError(
             "head_dim of the indexer must be at least qk_rope_head_dim "
-            f"({qk_rope_head_dim}), but got {indexer.head_dim}."
+            f"({rotary_size}), but got {indexer.head_dim}."
         )
 
 
@@ -180,7 +192,12 @@ def yarn_scale(module: Any) -> dict[str, float]:
     return {"scale": factor**2 / math.sqrt(head_size)}
 
 
-def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
+def check_heads(num_heads: int, num_kv_heads: int | None, qkv_features: int) -> int:
+    """Returns the head size; raises a ValueError unless heads and features fit
+    together. `num_kv_heads` of None is `num_heads`.
+    """
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
     sizes = {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
@@ -204,6 +221,7 @@ def _check_heads(num_heads: int, num_kv_heads: int, qkv_features: int) -> None:
             f"Memory dimension ({qkv_features}) must be divisible by 'num_heads' heads "
             f"({num_heads}); choose qkv_features to be a multiple of num_heads."
         )
+    return qkv_features // num_heads
 
 
 def check_features(**sizes: Any) -> None:

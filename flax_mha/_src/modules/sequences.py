@@ -246,14 +246,17 @@ NO_POSITIONS = (
 
 
 def check_stored(
-    module: Any, preset: Mapping[str, Any], mask: Array | Mask | None, score_mod: Any
+    local_window_size: int | tuple[int | None, int | None] | None,
+    preset: Mapping[str, Any],
+    mask: Array | Mask | None,
+    score_mod: Any,
 ) -> None:
     """Raises a ValueError for a mask object, `score_mod` or window: with stored keys,
     query positions are unknown.
 
     `preset` holds the arguments that a `functools.partial` around `attention_fn` sets.
     """
-    window = check_window(module.local_window_size)
+    window = check_window(local_window_size)
     preset_window = check_window(preset.get("local_window_size"))
     has_objects = isinstance(mask, Mask) or isinstance(preset.get("mask"), Mask)
     has_score_mod = score_mod is not None or preset.get("score_mod") is not None

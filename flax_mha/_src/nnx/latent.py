@@ -18,8 +18,13 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha._src.attention import Implementation, ScoreMod
 from flax_mha._src.cache.latent import Latent, compress
-from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
+from flax_mha._src.call.arguments import (
+    check_dropout_rate,
+    check_soft_cap,
+    check_window,
+)
 from flax_mha._src.call.operands import Sharding
+from flax_mha._src.core import validation
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.masks import Mask
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
@@ -29,9 +34,9 @@ from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.indexer import Indexer, IndexLayers
 from flax_mha._src.modules.layers import Gate, gate_axes, gate_of
 from flax_mha._src.modules.options import (
+    AttentionOptions,
     check_features,
     check_latent,
-    check_options,
     check_rngs,
     yarn_scale,
 )
@@ -213,34 +218,8 @@ class MultiHeadLatentAttention(AttentionModule):
         query_residual: bool = False,
     ) -> None:
         check_features(in_features=in_features, out_features=out_features)
-        check_latent(
-            num_heads=num_heads,
-            kv_lora_rank=kv_lora_rank,
-            qk_nope_head_dim=qk_nope_head_dim,
-            qk_rope_head_dim=qk_rope_head_dim,
-            v_head_dim=v_head_dim,
-            q_lora_rank=q_lora_rank,
-            norm_epsilon=norm_epsilon,
-            query_residual=query_residual,
-            indexer=indexer,
-            rope=rope,
-        )
-        check_options(
-            num_heads=num_heads,
-            qkv_features=num_heads * qk_rope_head_dim,  # the features that are rotated
-            dropout_rate=dropout_rate,
-            implementation=implementation,
-            scale=scale,
-            local_window_size=local_window_size,
-            logits_soft_cap=logits_soft_cap,
-            sinks=sinks,
-            gate=gate,
-            rope=rope,
-            head_axis=head_axis,
-        )
+        validation.flag("sinks", sinks)
         check_rngs(rngs, nnx.Rngs)
-        dropout_rate = check_dropout_rate(dropout_rate)
-        logits_soft_cap = check_soft_cap(logits_soft_cap)
         # Python's TypeErrors about a call's arguments print this or, without it, the
         # whole module.
         self.__qualname__ = type(self).__qualname__
@@ -256,7 +235,7 @@ class MultiHeadLatentAttention(AttentionModule):
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.precision = precision
-        self.dropout_rate = dropout_rate
+        self.dropout_rate = check_dropout_rate(dropout_rate)
         self.broadcast_dropout = broadcast_dropout
         self.deterministic = deterministic
         self.decode = decode
@@ -264,13 +243,18 @@ class MultiHeadLatentAttention(AttentionModule):
         self.attention_fn = attention_fn
         self.implementation = implementation
         self.scale = scale
+        # Checked first, because Flax would refuse a pair of arrays with its own error.
+        check_window(local_window_size)
         self.local_window_size = local_window_size
-        self.logits_soft_cap = logits_soft_cap
+        self.logits_soft_cap = check_soft_cap(logits_soft_cap)
         self.rope = rope
         self.head_axis = head_axis
         self.query_residual = query_residual
         self.gating = gate_of(gate)
-        self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
+        check_latent(self, indexer)
+        options = self._options()
+        keeps_stream = keep_rngs and options.dropout_rate > 0
+        self.rngs = rngs.dropout.fork() if keeps_stream else None
 
         # What all layers have in common.
         linear = functools.partial(
@@ -382,7 +366,10 @@ class MultiHeadLatentAttention(AttentionModule):
         """Computes latent attention; for the arguments, see
         `flax_mha.MultiHeadAttention.__call__`.
         """
-        flax_arguments = self._flax_arguments(deterministic, rngs, sow_weights)
+        options = self._options()
+        flax_arguments = self._flax_arguments(
+            options.dropout_rate, deterministic, rngs, sow_weights
+        )
         given = Given(
             decode=self._first_given("decode", decode),
             inputs_q=inputs_q,
@@ -399,6 +386,7 @@ class MultiHeadLatentAttention(AttentionModule):
         )
         parts = FlaxModule(
             module=self,
+            options=options,
             query=self._query,
             key=self._latent_key,
             latent=self._latent(),
@@ -409,12 +397,20 @@ class MultiHeadLatentAttention(AttentionModule):
             arguments=flax_arguments | yarn_scale(self),
             indexer=self._index_layers(),
             gate=None if self.gate is None else self._gate,
-            gating=self.gating,
             features=(self.in_features, self.in_features),
         )
         return call_module(parts, given)
 
     explain = explaining(__call__)
+
+    def _options(self) -> AttentionOptions:
+        return AttentionOptions.of(
+            self,
+            norms_after_rope=False,
+            num_kv_heads=1,
+            head_dim=self.qk_rope_head_dim,
+            value_dim=self.v_head_dim,
+        )
 
     def _latent(self) -> Latent:
         layer = self.kv_b_proj

@@ -337,6 +337,7 @@ class AttentionModule(nnx.Module):
 
     def _flax_arguments(
         self: Any,
+        dropout_rate: float,
         deterministic: bool | None,
         rngs: nnx.Rngs | nnx.RngStream | None,
         sow_weights: bool,
@@ -347,7 +348,7 @@ class AttentionModule(nnx.Module):
         if rngs is not None:
             check_rngs(rngs, nnx.Rngs, nnx.RngStream)
         dropout_rng = None
-        has_dropout = self.dropout_rate != 0.0 and not self._first_given(
+        has_dropout = dropout_rate != 0.0 and not self._first_given(
             "deterministic", deterministic
         )
         if has_dropout:
@@ -356,7 +357,7 @@ class AttentionModule(nnx.Module):
             "mask": None,
             "is_causal": False,
             "broadcast_dropout": self.broadcast_dropout,
-            "dropout_rate": self.dropout_rate,
+            "dropout_rate": dropout_rate,
             "dtype": self.dtype,
             "precision": self.precision,
             "module": self if sow_weights else None,

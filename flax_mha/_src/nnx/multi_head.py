@@ -15,7 +15,11 @@ from flax.typing import DotGeneralT, Dtype, Initializer, PrecisionLike, PromoteD
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.attention import Implementation, ScoreMod
-from flax_mha._src.call.arguments import check_dropout_rate, check_soft_cap
+from flax_mha._src.call.arguments import (
+    check_dropout_rate,
+    check_soft_cap,
+    check_window,
+)
 from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.masks import Mask
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
@@ -24,8 +28,10 @@ from flax_mha._src.modules.call import FlaxModule, Given, ProcessHeads, call_mod
 from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.layers import Gate, Norm, gate_axes, gate_of, norm_of
 from flax_mha._src.modules.options import (
+    AttentionOptions,
     check_features,
-    check_options,
+    check_heads,
+    check_layers,
     check_rngs,
     check_score_mod,
     check_shows_parameters,
@@ -215,47 +221,47 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             out_features=out_features,
             in_kv_features=in_kv_features,
         )
-        dropout_rate = check_dropout_rate(dropout_rate)
-        logits_soft_cap = check_soft_cap(logits_soft_cap)
-        check_options(
-            num_heads=num_heads,
-            qkv_features=in_features if qkv_features is None else qkv_features,
-            num_kv_heads=num_kv_heads,
-            dropout_rate=dropout_rate,
-            implementation=implementation,
-            scale=scale,
-            local_window_size=local_window_size,
-            logits_soft_cap=logits_soft_cap,
+        if qkv_features is None:
+            qkv_features = in_features
+        head_dim = check_heads(num_heads, num_kv_heads, qkv_features)
+        check_layers(
             sinks=sinks,
-            gate=gate,
-            rope=rope,
-            head_axis=head_axis,
-            normalize_qk=normalize_qk,
-            value_norm=value_norm,
-            out_norm=out_norm,
-            process_heads=process_heads,
-            value_dim=value_dim,
             share_kv=share_kv,
             reuse_kv=reuse_kv,
+            value_dim=value_dim,
+            value_norm=value_norm,
+            process_heads=process_heads,
         )
         check_score_mod(score_mod, ours(attention_fn))
         check_shows_parameters(process_heads=process_heads, score_mod=score_mod)
         check_rngs(rngs, nnx.Rngs)
         norm_of_qk = norm_of("normalize_qk", normalize_qk)
+        norm_of_values = norm_of("value_norm", value_norm)
+        norm_of_output = norm_of("out_norm", out_norm)
         # Python's TypeErrors about a call's arguments print this or, without it, the
         # whole module.
         self.__qualname__ = type(self).__qualname__
         self.gating = gate_of(gate)
-        self.implementation = implementation
-        self.scale = scale
-        self.logits_soft_cap = logits_soft_cap
-        self.local_window_size = local_window_size
-        self.rope = rope
-        self.head_axis = head_axis
         self.process_heads = process_heads
         self.score_mod = score_mod
-        self.reuse_kv = reuse_kv
         self.norms_after_rope = norm_of_qk is not None and norm_of_qk.after_rope
+
+        # The attributes of `AttentionOptions`, some of which Flax sets again.
+        self.attention_fn = attention_fn
+        self.dropout_rate = check_dropout_rate(dropout_rate)
+        self.implementation = implementation
+        self.scale = scale
+        # Checked first, because Flax would refuse a pair of arrays with its own error.
+        check_window(local_window_size)
+        self.local_window_size = local_window_size
+        self.logits_soft_cap = check_soft_cap(logits_soft_cap)
+        self.rope = rope
+        self.head_axis = head_axis
+        self.reuse_kv = reuse_kv
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = head_dim
+        self.value_dim = head_dim if value_dim is None else int(value_dim)
+        AttentionOptions.of(self)
 
         # Flax's layers. It gets deprecated arguments only if a user passes them.
         deprecated = {
@@ -274,7 +280,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             dtype=dtype,
             param_dtype=param_dtype,
             broadcast_dropout=broadcast_dropout,
-            dropout_rate=dropout_rate,
+            dropout_rate=self.dropout_rate,
             deterministic=deterministic,
             precision=precision,
             kernel_init=kernel_init,
@@ -298,7 +304,6 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             key_ln_scale_metadata=key_ln_scale_metadata,
             **{name: x for name, x in deprecated.items() if x is not None},
         )
-        self.value_dim = self.head_dim if value_dim is None else int(value_dim)
 
         # Norms; those of queries and keys replace Flax's, and take over their metadata.
         if isinstance(normalize_qk, Norm):
@@ -312,8 +317,6 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
                 rngs,
                 of_flax=self.key_ln,
             )
-        norm_of_values = norm_of("value_norm", value_norm)
-        norm_of_output = norm_of("out_norm", out_norm)
         self.value_ln = self._norm(
             norm_of_values, self.num_kv_heads, self.value_dim, rngs
         )
@@ -488,7 +491,10 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             missing, has another shape, or is full. Under `jit`, a full cache is not an
             error: the output of the sequence is NaN, and its cache does not change.
         """
-        flax_arguments = self._flax_arguments(deterministic, rngs, sow_weights)
+        options = AttentionOptions.of(self)
+        flax_arguments = self._flax_arguments(
+            options.dropout_rate, deterministic, rngs, sow_weights
+        )
         if input_positions is not None:
             flax_arguments["input_positions"] = input_positions
         given = Given(
@@ -522,19 +528,18 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             of_gate = None
         parts = FlaxModule(
             module=self,
+            options=options,
             query=with_sharding(self.query, of_heads),
             key=with_sharding(self.key, of_heads),
             value=with_sharding(self.value, of_heads),
             out=with_sharding(self.out, out_sharding),
             query_norm=self.query_ln,
             key_norm=self.key_ln,
-            norms_after_rope=self.norms_after_rope,
             value_norm=self.value_ln,
             process_heads=self.process_heads,
             score_mod=self.score_mod,
             sinks=None if self.sinks is None else self.sinks[...],
             gate=with_sharding(self.gate, of_gate),
-            gating=self.gating,
             out_norm=self.out_norm,
             cache=self._cache,
             write=self._write,
