@@ -370,9 +370,10 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         sow_weights: bool,
     ) -> FlaxModule:
         num_heads = self.num_heads
-        num_kv_heads = num_heads if self.num_kv_heads is None else self.num_kv_heads
         qkv_features = features if self.qkv_features is None else self.qkv_features
-        head_size = check_heads(num_heads, self.num_kv_heads, qkv_features)
+        num_kv_heads, head_size = check_heads(
+            num_heads, self.num_kv_heads, qkv_features
+        )
         check_layers(
             sinks=self.sinks,
             share_kv=self.share_kv,

@@ -142,10 +142,13 @@ def check_latent(module: Any, indexer: Indexer | None) -> None:
     attention has are valid.
     """
     for name in ("num_heads", *LATENT_SIZES):
-        _check_size(name, getattr(module, name))
+        int_at_least(name, getattr(module, name), 1)
     q_lora_rank = module.q_lora_rank
-    if q_lora_rank is not None:
-        _check_size("q_lora_rank", q_lora_rank, expected="an int >= 1 or None")
+    is_size = is_int(q_lora_rank) and q_lora_rank >= 1
+    if q_lora_rank is not None and not is_size:
+        raise ValueError(
+            f"q_lora_rank must be an int >= 1 or None, but got {q_lora_rank!r}."
+        )
     validation.epsilon("norm_epsilon", module.norm_epsilon)
     validation.flag("query_residual", module.query_residual)
     if module.query_residual and q_lora_rank is None:
@@ -172,29 +175,28 @@ def check_latent(module: Any, indexer: Indexer | None) -> None:
         )
 
 
-def _check_size(name: str, size: Any, expected: str = "an int >= 1") -> None:
-    if not is_int(size) or size < 1:
-        raise ValueError(f"{name} must be {expected}, but got {size!r}.")
-
-
-def yarn_scale(module: Any) -> dict[str, float]:
-    """Returns {"scale": scale} if the module's YaRN (`mscale_all_dim`) changes the
-    scale of scores, else {}.
+def scale_of(module: Any) -> float | Array | None:
+    """Returns the scale of a module with latents: its attribute or, without one, that
+    of its YaRN if `mscale_all_dim` changes it, otherwise None.
     """
+    if module.scale is not None:
+        return module.scale
     scaling = None
     if isinstance(module.rope, RoPE):
         scaling = module.rope.scaling
     if not isinstance(scaling, YaRN) or not scaling.mscale_all_dim:
-        return {}
+        return None
     # scale = (0.1 mscale_all_dim ln(factor) + 1)^2 / sqrt(head size)
     factor = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1
     head_size = module.qk_nope_head_dim + module.qk_rope_head_dim
-    return {"scale": factor**2 / math.sqrt(head_size)}
+    return factor**2 / math.sqrt(head_size)
 
 
-def check_heads(num_heads: int, num_kv_heads: int | None, qkv_features: int) -> int:
-    """Returns the head size; raises a ValueError unless heads and features fit
-    together. `num_kv_heads` of None is `num_heads`.
+def check_heads(
+    num_heads: int, num_kv_heads: int | None, qkv_features: int
+) -> tuple[int, int]:
+    """Returns the number of key heads, which is `num_heads` for None, and the head
+    size; raises a ValueError unless heads and features fit together.
     """
     if num_kv_heads is None:
         num_kv_heads = num_heads
@@ -221,7 +223,7 @@ def check_heads(num_heads: int, num_kv_heads: int | None, qkv_features: int) -> 
             f"Memory dimension ({qkv_features}) must be divisible by 'num_heads' heads "
             f"({num_heads}); choose qkv_features to be a multiple of num_heads."
         )
-    return qkv_features // num_heads
+    return num_kv_heads, qkv_features // num_heads
 
 
 def check_features(**sizes: Any) -> None:

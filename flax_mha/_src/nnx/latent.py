@@ -38,7 +38,7 @@ from flax_mha._src.modules.options import (
     check_features,
     check_latent,
     check_rngs,
-    yarn_scale,
+    scale_of,
 )
 from flax_mha._src.nnx.module import AttentionModule, CachedHeads, with_sharding
 from flax_mha._src.nnx.multi_head import NO_METADATA
@@ -394,7 +394,7 @@ class MultiHeadLatentAttention(AttentionModule):
             sinks=None if self.sinks is None else self.sinks[...],
             cache=self._cache,
             write=self._write,
-            arguments=flax_arguments | yarn_scale(self),
+            arguments=flax_arguments,
             indexer=self._index_layers(),
             gate=None if self.gate is None else self._gate,
             features=(self.in_features, self.in_features),
@@ -406,6 +406,7 @@ class MultiHeadLatentAttention(AttentionModule):
     def _options(self) -> AttentionOptions:
         return AttentionOptions.of(
             self,
+            scale=scale_of(self),
             norms_after_rope=False,
             num_kv_heads=1,
             head_dim=self.qk_rope_head_dim,

@@ -223,7 +223,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         )
         if qkv_features is None:
             qkv_features = in_features
-        head_dim = check_heads(num_heads, num_kv_heads, qkv_features)
+        key_heads, head_dim = check_heads(num_heads, num_kv_heads, qkv_features)
         check_layers(
             sinks=sinks,
             share_kv=share_kv,
@@ -258,7 +258,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         self.rope = rope
         self.head_axis = head_axis
         self.reuse_kv = reuse_kv
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_kv_heads = key_heads
         self.head_dim = head_dim
         self.value_dim = head_dim if value_dim is None else int(value_dim)
         AttentionOptions.of(self)
