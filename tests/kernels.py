@@ -126,6 +126,11 @@ REFUSED_BY_BOTH = {
         {"is_causal": True, "query_offset": np.int32([7, 9])},
         "query_offset",
     ),
+    # Without the offset, the window would hide nothing.
+    "offset as data, wide window": (
+        {"local_window_size": (300, None), "query_offset": np.int32([400, 9])},
+        "query_offset is an array",
+    ),
     "scale as data": ({"scale": jnp.float32(0.3)}, "scale"),
     "precision": (
         {"precision": "highest"},

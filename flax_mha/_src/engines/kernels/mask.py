@@ -85,18 +85,11 @@ def kernel_mask(call: Call) -> KernelMask:
     queries, keys = call.operands.lengths
     query_offset, key_offset = call.operands.offsets.values
     are_known = call.operands.offsets.are_known
-    shift: Any = 0
     if are_known:
         shift = query_offset - key_offset
-    if left is None or left - shift >= queries - 1:
-        left = None
-    else:
-        left = max(left - shift, -keys)
-    if right is None or right + shift >= keys - 1:
-        right = None
-    else:
-        right = max(right + shift, -queries)
-    if not are_known:  # then any limit is a reason to refuse
+        left = _side(left, -shift, queries - 1, -keys)
+        right = _side(right, shift, keys - 1, -queries)
+    else:  # then any limit is a reason to refuse
         left = None if left is None else 0
         right = None if right is None else 0
     if query_lengths is not None:
@@ -111,6 +104,15 @@ def kernel_mask(call: Call) -> KernelMask:
         segments=segments,
         others=tuple(others),
     )
+
+
+def _side(limit: int | None, shift: int, most: int, least: int) -> int | None:
+    """Shifts a limit of the window; None if it is then `most` or more, which masks
+    nothing, and at least `least`.
+    """
+    if limit is None or limit + shift >= most:
+        return None
+    return max(limit + shift, least)
 
 
 def _smaller(a: Any, b: Any) -> Any:
