@@ -14,7 +14,9 @@ from marks import with_core_tuples
 
 from flax_mha import dot_product_attention, plot
 from flax_mha._src.core.tile import Grid
-from flax_mha._src.masks.base import conjuncts, hides_future, shows_future
+from flax_mha._src.core.validation import Shape
+from flax_mha._src.masks.base import axes_of, merged, shows_future
+from flax_mha._src.masks.visible import Visible
 from flax_mha.masks import (
     ArrayMask,
     CausalMask,
@@ -23,6 +25,7 @@ from flax_mha.masks import (
     LocalMask,
     Mask,
     SegmentMask,
+    WrittenMask,
 )
 
 B = 2
@@ -304,10 +307,8 @@ def test_nested_masks_are_compared_copied_drawn_and_asked_fast():
     assert copy.deepcopy(first) == first
     assert str(first) == str(nested(ArrayMask(ARRAY[0, 0]), 1))
     assert first.lengths == (T, S)
-    assert first.window is None
-    assert not hides_future(first)
     assert not shows_future(first)
-    assert len(conjuncts(first)) == 2
+    assert len(Visible.of([first]).others) == 2
 
 
 def test_parts_are_equal_by_their_contents_however_they_are_shared():
@@ -317,6 +318,82 @@ def test_parts_are_equal_by_their_contents_however_they_are_shared():
     assert shared == apart
     assert hash(shared) == hash(apart)
     assert shared != (CausalMask() | FIRST_KEYS) & ~CausalMask(1)
+
+
+SHAPE = Shape(
+    batch=(B,),
+    query_length=T,
+    key_length=S,
+    num_heads=N,
+    num_kv_heads=N,
+    head_size=8,
+    value_size=8,
+)
+SEGMENTS = SegmentMask(IDS[:, :T], IDS)
+SHARED = ArrayMask(ARRAY) | FIRST_KEYS
+TOGETHER = {
+    "one window": [CausalMask()],
+    "windows": [CausalMask(2), None, LocalMask(9, 30), LocalMask(None, 1)],
+    "an empty window": [CausalMask(-9), LocalMask(2, None)],
+    "lengths": [LengthMask(LENGTHS[0]), LengthMask(np.array(30), LENGTHS[1])],
+    "segments twice": [SEGMENTS, CausalMask() & SegmentMask(IDS[:, :T] // 2, IDS)],
+    "what is shared": [SHARED & CausalMask(), (SHARED | SEGMENTS) & ~SHARED, SHARED],
+    "all kinds": [
+        LocalMask(20, 9) & LengthMask(50),
+        SEGMENTS,
+        ~(CausalMask() & SHORT),
+        FunctionMask(every_fifth) | CausalMask(-3),
+    ],
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", TOGETHER)
+def test_the_masks_of_a_call_show_the_same_together(name):
+    tree = merged(TOGETHER[name]).canonical(SHAPE)
+    visible = Visible.of([tree])
+    assert visible == Visible.of([tree, tree])
+    axes = axes_of(visible)
+    assert [len(x.split()) for x in axes] == [x.ndim for x in jax.tree.leaves(visible)]
+
+    leaves, structure = jax.tree.flatten(visible)
+    for same in (visible, jax.tree.unflatten(structure, leaves)):
+        np.testing.assert_array_equal(same.picture(T, S), tree.picture(T, S))
+    first, other = (x.map_arrays(first_of) for x in (visible, tree))
+    grid = Grid((T // 8, S // 8), (8, 8))
+    for ours, theirs in zip(first.occupancy(grid), other.occupancy(grid), strict=True):
+        np.testing.assert_array_equal(*np.broadcast_arrays(ours, theirs))
+
+
+def first_of(x, axes):
+    """The first sequence and head of a mask's array."""
+    rank = len([name for name in axes.split() if name not in "BN"])
+    return x.reshape(-1, *x.shape[x.ndim - rank :])[0] if axes else x
+
+
+def test_visible_holds_the_tightest_limits_and_the_rest():
+    masks = [
+        *(CausalMask(2), LocalMask(9, 5), LocalMask(4, None)),
+        *(LengthMask(np.array([3, 50])), LengthMask(np.array([40]), np.array([7]))),
+        *(SEGMENTS, ~SHARED & SegmentMask(IDS[:, :T], IDS), WrittenMask()),
+    ]
+
+    @jax.jit
+    def limits():
+        # Arrays that are known while tracing stay known.
+        visible = Visible.of(masks)
+        assert np.asarray(visible.key_lengths).tolist() == [3, 40]
+        assert np.asarray(visible.query_lengths).tolist() == [7]
+        return visible
+
+    visible = limits()
+    assert (visible.left, visible.right) == (4, 2)
+    assert visible.segments == SEGMENTS
+    assert visible.others == [~SHARED, SEGMENTS, WrittenMask()]
+
+
+def test_masks_that_hide_nothing_are_none():
+    assert Visible.of([None, LocalMask(None, None), LengthMask(None)]) is None
 
 
 @pytest.mark.core

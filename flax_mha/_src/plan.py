@@ -288,8 +288,7 @@ def with_occupancy(call: Call) -> Call:
     operands = call.operands
     mask = operands.mask
     # A mask without arrays computes this by itself.
-    has_arrays = bool(jax.tree.leaves(mask))
-    if mask is None or not has_arrays or not operands.offsets.are_known:
+    if not jax.tree.leaves(mask) or not operands.offsets.are_known:
         return call
     mask = store_occupancy(
         mask, operands.lengths, operands.offsets.numbers, tilings.CELL

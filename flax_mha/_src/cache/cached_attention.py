@@ -33,7 +33,8 @@ from flax_mha._src.core.tracing import T, readable, target_of, varying_alike
 from flax_mha._src.core.validation import LARGEST, Shape, extremes
 from flax_mha._src.masks import CausalMask, LengthMask, LocalMask, Mask, WrittenMask
 from flax_mha._src.masks.base import visible_at
-from flax_mha._src.masks.function import check_lookups, with_windows
+from flax_mha._src.masks.function import check_lookups, lookups
+from flax_mha._src.masks.visible import Visible
 from flax_mha._src.plan import MAX_QUERIES_IN_PLACE, reads_in_place
 from flax_mha._src.run import Implementation, run
 
@@ -508,7 +509,7 @@ class Step(NamedTuple):
         # here, and `ends` below replaces it.
         cache = self.tokens.cache
         shape = self.shape._replace(key_length=cache.length)
-        masks = self.masks(self.mask, shape, ends=None)
+        visible = Visible.of(self.masks(self.mask, shape, ends=None))
         score_mod = self.scoring.options.score_mod
         number = self.tokens.appended.tokens
         ends = jnp.where(number > 0, cache.index + number, 0)
@@ -516,14 +517,14 @@ class Step(NamedTuple):
             # The last query, and all keys up to it.
             length = extremes(ends)[1]
             offsets = Offsets.of(length - 1, 0)
-            check_lookups(self.shape, score_mod, masks, offsets, lengths=(1, length))
+            check_lookups(self.shape, score_mod, visible, offsets, lengths=(1, length))
             return room
         # Without keys, this checks only b and h.
         offsets = Offsets.of(ends, 0)
-        check_lookups(self.shape, score_mod, masks, offsets, lengths=(1, 0))
+        check_lookups(self.shape, score_mod, visible, offsets, lengths=(1, 0))
         # The longest sequence that each function allows.
         longest = []
-        for function, window in with_windows(masks, score_mod):
+        for function, window in lookups(visible, score_mod):
             # Without a window, another mask may hide what is beyond the arrays.
             if window is None:
                 continue

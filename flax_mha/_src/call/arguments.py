@@ -47,8 +47,9 @@ from flax_mha._src.masks import (
     Mask,
     SegmentMask,
 )
-from flax_mha._src.masks.base import merged, shows_future
+from flax_mha._src.masks.base import shows_future
 from flax_mha._src.masks.function import check_lookups
+from flax_mha._src.masks.visible import Visible
 
 # Arguments that only modules accept, and the arguments of functions to use instead.
 SIBLINGS = {
@@ -578,10 +579,10 @@ def with_keys(
     cache_scale: Array | None = None,
     key_indices: Array | None = None,
 ) -> Call:
-    """Returns a call from `check_scoring` with keys, values, bias and one merged mask;
-    checks bias and functions.
+    """Returns a call from `check_scoring` with keys, values, bias and all masks
+    together; checks bias and functions.
     """
-    present = [mask for mask in masks if mask is not None]
+    visible = Visible.of(masks)
     checked_bias = check_floats("bias", bias)
     if checked_bias is not None:
         checked_bias = over_scores("bias", checked_bias, shape)
@@ -589,7 +590,7 @@ def with_keys(
         key=key,
         value=value,
         bias=checked_bias,
-        mask=merged(present),
+        mask=visible,
         offsets=offsets,
         cache_scale=cache_scale,
         key_indices=key_indices,
@@ -599,8 +600,8 @@ def with_keys(
     has_known_sizes = all(isinstance(size, int) for size in sizes)
     options = scoring.options._replace(has_known_sizes=has_known_sizes)
     # Masks without arrays call no function.
-    if options.score_mod is not None or jax.tree.leaves(operands.mask):
-        check_lookups(shape, options.score_mod, present, offsets, operands.lengths)
+    if options.score_mod is not None or jax.tree.leaves(visible):
+        check_lookups(shape, options.score_mod, visible, offsets, operands.lengths)
     return Call(operands, options)
 
 

@@ -16,6 +16,7 @@ from flax_mha._src.core.tracing import Target
 from flax_mha._src.core.user_function import TracedFunction
 from flax_mha._src.masks import Mask
 from flax_mha._src.masks.base import axes_of
+from flax_mha._src.masks.visible import Visible
 
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
@@ -124,7 +125,7 @@ class Operands(NamedTuple):
     value: Float[Array, "*B S K Hv"]
     bias: Array | None
     sinks: Array | None
-    mask: Mask | None
+    mask: Visible | None
     captured: list[Array]  # arrays that `score_mod` captures and that get gradients
     constants: list[Array]  # all other arrays that `score_mod` captures
     offsets: Offsets  # positions of the first query and the first key

@@ -94,9 +94,11 @@ class Mask:
         """
         changed = {}
         for field in dataclasses.fields(self):
-            if "axes" in field.metadata:
+            value = getattr(self, field.name)
+            if isinstance(value, Mask):
+                changed[field.name] = value.map_arrays(change)
+            elif "axes" in field.metadata:
                 axes = field.metadata["axes"]
-                value = getattr(self, field.name)
                 changed[field.name] = jax.tree.map(
                     lambda x, axes=axes: change(x, axes), value
                 )
@@ -113,8 +115,8 @@ class Mask:
 
     @property
     def window(self) -> Window | None:
-        """(left, right) if the mask is a window or an `&` of windows, equal to
-        `LocalMask(left, right)`; otherwise None.
+        """(left, right) if the mask is a window, equal to `LocalMask(left, right)`;
+        otherwise None, also for masks combined by `&`.
         """
         return None
 
@@ -251,14 +253,6 @@ class _Combined(Mask):
 
         return fold(self, lambda part: part.lengths, largest)
 
-    @property
-    def window(self) -> Window | None:
-        return fold(
-            self,
-            lambda part: part.window,
-            lambda mask, windows: mask.combined_window(windows),
-        )
-
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return fold(
             self,
@@ -278,10 +272,6 @@ class _Combined(Mask):
 
     def map_arrays(self, change: Callable[[Array, str], Any]) -> Mask:
         return fold(self, lambda part: part.map_arrays(change), _remade)
-
-    def combined_window(self, windows: list[Window | None]) -> Window | None:
-        """Returns the window of the mask, given those of its parts."""
-        return None
 
     def combined_tile(self, tiles: list[Array]) -> Bool[Array, "#t #s"]:
         """Computes `tile` from those of the parts."""
@@ -406,40 +396,6 @@ class And(_Pair):
 
     operator = operator.and_
 
-    def combined_window(self, windows: list[Window | None]) -> Window | None:
-        first, second = windows
-        if first is None or second is None:
-            return None
-        return _nearer(first[0], second[0]), _nearer(first[1], second[1])
-
-
-def _nearer(first: int | None, second: int | None) -> int | None:
-    """Returns the lower one of two limits of a window; None is no limit."""
-    return min((x for x in (first, second) if x is not None), default=None)
-
-
-def conjuncts(mask: Mask | None) -> list[Mask]:
-    """Splits a mask at `&`: returns [a, b, c] for `a & b & c`, [mask] without `&`, and
-    an empty list for None. Lists each part once.
-    """
-    found: list[Mask] = []
-    # Parts that are already in the list.
-    seen: set[int] = set()
-
-    def visit(mask: Mask) -> None:
-        if id(mask) in seen:
-            return
-        seen.add(id(mask))
-        if isinstance(mask, And):
-            visit(mask.left)
-            visit(mask.right)
-        else:
-            found.append(mask)
-
-    if mask is not None:
-        visit(mask)
-    return found
-
 
 @_register
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -482,6 +438,14 @@ def visible_at(
     return visible.reshape(*shape.batch, 1, *lengths)
 
 
+class _Reach(NamedTuple):
+    """What a mask certainly shows or hides, as far as `shows_future` needs it."""
+
+    shows_past: bool = False  # each query's own key and all before
+    hides_future: bool = False  # all keys after the query
+    shows_future: bool = False
+
+
 def shows_future(mask: Mask) -> bool:
     """Returns whether a mask certainly is meant to show keys after the query: it widens
     `CausalMask()` by `|`.
@@ -491,40 +455,27 @@ def shows_future(mask: Mask) -> bool:
     shows more of the past.
     """
 
-    def of_combined(mask: Mask, parts: list[bool]) -> bool:
-        if isinstance(mask, And):
-            return any(parts) and not hides_future(mask)
-        if isinstance(mask, Or):
-            widens_causal = any(map(_shows_past, mask.parts))
-            return any(parts) or (widens_causal and not hides_future(mask))
-        return False
-
-    return fold(mask, lambda part: False, of_combined)
-
-
-def _shows_past(mask: Mask) -> bool:
-    """Returns whether a mask certainly shows each query its own key and all before."""
-    if mask.window is None:
-        return False
-    left, right = mask.window
-    return left is None and (right is None or right >= 0)
-
-
-def hides_future(mask: Mask) -> bool:
-    """Returns whether a mask certainly hides all keys after the query."""
-
-    def of_part(part: Mask) -> bool:
+    def of_part(part: Mask) -> _Reach:
         if part.window is None:
-            return False
-        _, right = part.window
-        return right is not None and right <= 0
+            return _Reach()
+        left, right = part.window
+        return _Reach(
+            shows_past=left is None and (right is None or right >= 0),
+            hides_future=right is not None and right <= 0,
+        )
 
-    def of_combined(mask: Mask, parts: list[bool]) -> bool:
+    def of_combined(mask: Mask, parts: list[_Reach]) -> _Reach:
+        if isinstance(mask, Not):
+            return _Reach()
+        shows_past, hides_future, shows_future = zip(*parts, strict=True)
         if isinstance(mask, And):
-            return any(parts)
-        return isinstance(mask, Or) and all(parts)
+            hides = any(hides_future)
+            return _Reach(all(shows_past), hides, any(shows_future) and not hides)
+        hides = all(hides_future)
+        widens_causal = any(shows_past) and not hides
+        return _Reach(False, hides, any(shows_future) or widens_causal)
 
-    return fold(mask, of_part, of_combined)
+    return fold(mask, of_part, of_combined).shows_future
 
 
 @_register
@@ -545,7 +496,7 @@ class Not(_Combined):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Window(Mask):
-    """The base class of `LocalMask` and `CausalMask`: visible keys form a range of
+    """The base class of windows: visible keys form a range of
     positions around the query.
     """
 
@@ -584,7 +535,20 @@ def _int32(distance: int) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class LocalMask(_Window):
+class Band(_Window):
+    """The window of several masks together: like `LocalMask`, but it may be empty."""
+
+    left: int | None = dataclasses.field(metadata={"static": True})
+    right: int | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def window(self) -> Window:
+        return self.left, self.right
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalMask(Band):
     """Lets queries attend to keys from `left` positions before to `right` positions
     after their own, inclusive.
 
@@ -607,9 +571,6 @@ class LocalMask(_Window):
       ·····███
     """
 
-    left: int | None = dataclasses.field(metadata={"static": True})
-    right: int | None = dataclasses.field(metadata={"static": True})
-
     def __post_init__(self) -> None:
         sides = (self.left, self.right)
         for side in sides:
@@ -628,10 +589,6 @@ class LocalMask(_Window):
                 "empty window; left counts backward, so pass a positive left to "
                 "include keys before the query."
             )
-
-    @property
-    def window(self) -> Window:
-        return self.left, self.right
 
 
 @jax.tree_util.register_dataclass

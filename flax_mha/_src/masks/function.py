@@ -5,7 +5,7 @@ lookups are within arrays.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +15,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from flax_mha._src.core.tile import Grid, Offsets, Scalar, Tile
-from flax_mha._src.core.tracing import is_key, readable
+from flax_mha._src.core.tracing import T, is_key, readable
 from flax_mha._src.core.user_function import Trace, TracedFunction, trace
 from flax_mha._src.core.validation import LARGEST, Shape
-from flax_mha._src.masks.base import LocalMask, Mask, Occupancy, Window, conjuncts
+from flax_mha._src.masks.base import Mask, Occupancy, Window
+from flax_mha._src.masks.visible import Visible
 
 
 @jax.tree_util.register_pytree_node_class
@@ -197,20 +198,20 @@ def functions_of(mask: Any) -> list[TracedMask]:
 def check_lookups(
     shape: Shape,
     score_mod: TracedFunction | None,
-    masks: Sequence[Mask | None],
+    visible: Visible | None,
     offsets: Offsets,
     lengths: tuple[int, int],
 ) -> None:
     """Raises a ValueError if a user's function does not fit the call, or looks up an
     entry outside a captured array.
 
-    `masks` are all masks of the call, and `lengths` are T and S. `q_idx` and `kv_idx`
-    are checked only at visible positions, and only if `with_windows` returns the window
-    in which keys are visible.
+    `visible` holds all masks of the call, and `lengths` are T and S. `q_idx` and
+    `kv_idx` are checked only at visible positions, and only if `lookups` returns the
+    window in which keys are visible.
     """
     last_entry = _last_index(math.prod(shape.batch))
     last_head = _last_index(shape.num_heads)
-    for function, window in with_windows(masks, score_mod):
+    for function, window in lookups(visible, score_mod):
         query = None
         key = None
         if window is not None:
@@ -223,42 +224,45 @@ def _last_index(size: int) -> int | None:
     return size - 1 if isinstance(size, int) and size else None
 
 
-def with_windows(
-    masks: Sequence[Mask | None], score_mod: TracedFunction | None
+def lookups(
+    visible: Visible | None, score_mod: TracedFunction | None
 ) -> list[tuple[TracedFunction, Window | None]]:
-    """Pairs each user function, those in `masks` and then `score_mod`, with the window
-    in which to check its lookups.
+    """Pairs each user function, those in masks and then `score_mod`, with the window in
+    which to check its lookups.
 
-    The window (left, right) is the intersection of all causal masks and windows. It is
+    The window (left, right) is that of all causal masks and windows together. It is
     None if there is another mask, because that may hide lookups beyond an array; masks
-    made of this function, causal masks and windows do not count.
+    made of this function do not count.
     """
-    functions = [part.function for part in functions_of(masks)]
+    if visible is None:
+        visible = Visible()
+    functions = [part.function for part in functions_of(visible)]
     if score_mod is not None:
         functions.append(score_mod)
-    return [(function, _window_beside(masks, function)) for function in functions]
+    found: list[tuple[TracedFunction, Window | None]] = []
+    for function in functions:
+        window = None
+        if not _other_masks(visible, function):
+            window = (visible.left, visible.right)
+        found.append((function, window))
+    return found
 
 
-def _window_beside(
-    masks: Sequence[Mask | None], function: TracedFunction
-) -> Window | None:
-    nothing_hidden = LocalMask(None, None)
+def _other_masks(visible: Visible, function: TracedFunction) -> bool:
+    """Returns whether there may be masks other than windows and those made of
+    `function`.
+    """
 
     def without_function(part: TracedMask) -> Mask:
-        return nothing_hidden if part.function == function else part
+        return Visible() if part.function == function else part
 
-    window: Mask = nothing_hidden
-    for mask in masks:
-        for part in conjuncts(mask):
-            if part.window is not None:
-                window &= part
-                continue
-            # Other masks have leaves: arrays, or the positions of other functions.
-            others = map_functions(without_function, part)
-            calls_function = function in [x.function for x in functions_of(part)]
-            if not calls_function or jax.tree.leaves(others):
-                return None
-    return window.window
+    def calls_function(mask: Mask) -> bool:
+        return function in [part.function for part in functions_of(mask)]
+
+    if not all(map(calls_function, visible.others)):
+        return True
+    # Other masks have leaves: arrays, or the positions of other functions.
+    return bool(jax.tree.leaves(map_functions(without_function, visible)))
 
 
 def _last_visible(
@@ -323,8 +327,8 @@ def _calls_function(part: Any) -> bool:
 
 
 def store_occupancy(
-    mask: Mask | None, lengths: tuple[int, int], offsets: tuple[int, int], cell: int
-) -> Mask | None:
+    mask: T, lengths: tuple[int, int], offsets: tuple[int, int], cell: int
+) -> T:
     """Evaluates the user's functions in a mask before the call is computed, to find the
     tiles that it can skip.
 

@@ -150,9 +150,8 @@ def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreR
     if seed is not None:
         seed = convert(seed, "B N words")
 
-    mask = operands.mask
-    has_arrays = bool(jax.tree.leaves(mask))
-    if mask is not None and has_arrays:
+    mask: Mask | None = operands.mask
+    if mask is not None:
         mask = mask.map_arrays(convert)
     rule = ScoreRule(
         mask=mask,

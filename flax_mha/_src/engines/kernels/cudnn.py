@@ -33,7 +33,8 @@ from flax_mha._src.engines.engine import (
 )
 from flax_mha._src.engines.kernels import cudnn_faults, guarded
 from flax_mha._src.engines.kernels import mask as kernel_mask
-from flax_mha._src.engines.kernels.mask import Arrays, KernelMask
+from flax_mha._src.engines.kernels.mask import Arrays
+from flax_mha._src.masks.visible import Visible
 from flax_mha._src.plan import Plan
 
 DTYPES = (jnp.float16, jnp.bfloat16)
@@ -124,7 +125,7 @@ class Kernel(NamedTuple):
         )
 
 
-def _kernel(call: Call, mask: KernelMask) -> Kernel:
+def _kernel(call: Call, mask: Visible) -> Kernel:
     query = call.operands.query
     key = call.operands.key
     batch = math.prod(query.shape[:-3])
@@ -153,7 +154,7 @@ def _kernel(call: Call, mask: KernelMask) -> Kernel:
     )
 
 
-def _facts(call: Call, mask: KernelMask) -> cudnn_faults.Facts:
+def _facts(call: Call, mask: Visible) -> cudnn_faults.Facts:
     kernel = _kernel(call, mask)
     return cudnn_faults.Facts(
         queries=call.operands.lengths[0],
@@ -344,7 +345,7 @@ class Masked(NamedTuple):
     kernel: Kernel
 
     def run(
-        self, arrays: Arrays, mask: KernelMask, differentiated: bool
+        self, arrays: Arrays, mask: Visible, differentiated: bool
     ) -> tuple[Array, tuple[Array, ...]]:
         """Returns the output, and arrays to check: the output is correct if all of
         these arrays are finite.
@@ -378,7 +379,7 @@ class Masked(NamedTuple):
         bias = jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias)
         return output, (checked, key, arrays.value, bias)
 
-    def clean(self, arrays: Arrays, mask: KernelMask) -> tuple[Arrays, Array]:
+    def clean(self, arrays: Arrays, mask: Visible) -> tuple[Arrays, Array]:
         return kernel_mask.clean(arrays, mask, self.kernel.scale)
 
 
@@ -401,7 +402,7 @@ class CuDNN(Engine):
         axes = len(shape) - 3
         mask = kernel_mask.kernel_mask(call)
         kernel = _kernel(call, mask)
-        mask = mask.flat(shape[:axes])
+        mask = kernel_mask.flat_mask(mask, shape[:axes])
 
         # A causal kernel takes no keys after its last query (`_kernel`).
         query, key, value = (kernel_mask.flat(x, axes) for x in operands[:3])
@@ -411,7 +412,7 @@ class CuDNN(Engine):
             bias = _flat_bias(operands.bias, operands)[..., :columns]
         arrays = Arrays(query, key[:, :columns], value[:, :columns], bias)
 
-        if bias is None and not mask.masks_scores:
+        if bias is None and not mask.hides_keys:
             [output] = _padded(kernel, arrays, None)
         elif options.target.may_be_split:
             # No `lax.cond`: devices might take different branches.

@@ -1,5 +1,5 @@
-"""Translates a call's mask for fused kernels, which support only a window, lengths and
-segments.
+"""Converts the limits of a call's mask for fused kernels, which support only a window,
+lengths and segments.
 
 Calls with other masks are refused. Kernels return arbitrary output for queries whose
 keys are all masked: `masked_rows` finds these rows. `clean` replaces NaN and infinity
@@ -16,93 +16,40 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._src import guard
 from flax_mha._src.call.operands import DEFAULT_PRECISION, Call
-from flax_mha._src.masks import LengthMask, SegmentMask
-from flax_mha._src.masks.base import conjuncts
+from flax_mha._src.masks.visible import Visible
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KernelMask:
-    """A mask for fused kernels: query i attends to keys i - left to i + right, below
-    the lengths, in the same segment.
+def kernel_mask(call: Call) -> Visible:
+    """Returns the call's mask with limits in rows and columns, indices into its arrays,
+    in place of positions.
 
-    i is an index into the call's arrays, not a position. None means no limit.
+    A side of the window that masks nothing becomes None; one that masks everything is
+    clamped to the size of the arrays. If an offset is an array, the window stays in
+    positions: `refusals` only asks whether there is one.
     """
-
-    # Negative if the window begins after key i.
-    left: int | None = dataclasses.field(metadata={"static": True})
-    # Negative if it ends before key i.
-    right: int | None = dataclasses.field(metadata={"static": True})
-    query_lengths: Int[Array, "*B"] | None  # number of queries that are used
-    key_lengths: Int[Array, "*B"] | None  # number of keys that are used
-    segments: SegmentMask | None
-    # Names of unsupported masks.
-    others: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
-
-    @property
-    def masks_scores(self) -> bool:
-        """True if any score may be masked."""
-        has_window = self.left is not None or self.right is not None
-        return has_window or bool(jax.tree.leaves(self))
-
-    def flat(self, batch: tuple[int, ...]) -> "KernelMask":
-        """Broadcasts the batch axes of all arrays to the sizes `batch`, and flattens
-        them to one axis.
-        """
-        rank = len(batch)
-
-        def flatten(x: Array) -> Array:
-            return flat(jnp.broadcast_to(x, (*batch, *x.shape[rank:])), rank)
-
-        return jax.tree.map(flatten, self)
-
-
-def kernel_mask(call: Call) -> KernelMask:
-    """Translates the mask of a call; masks that cannot be translated are named in
-    `others`, for `refusals`.
-
-    If an offset is an array, `left` and `right` are 0 for a limit and None for no
-    limit: `refusals` needs no more.
-    """
-    # Masks that are combined by `&`: the tightest limits hold.
-    left = right = query_lengths = key_lengths = segments = None
-    others = []
-    for part in conjuncts(call.operands.mask):
-        if part.window is not None:
-            before, ahead = part.window
-            left = _smaller(left, before)
-            right = _smaller(right, ahead)
-        elif isinstance(part, LengthMask):
-            query_lengths = _smaller(query_lengths, part.query_lengths)
-            key_lengths = _smaller(key_lengths, part.key_value_lengths)
-        elif isinstance(part, SegmentMask) and segments is None:
-            segments = part
-        else:
-            others.append(type(part).__name__.strip("_"))
-
-    # Convert positions to rows and columns. A limit that masks nothing becomes None;
-    # one that masks everything is clamped to the size of the arrays.
+    mask = call.operands.mask
+    if mask is None:
+        return Visible()
     queries, keys = call.operands.lengths
     query_offset, key_offset = call.operands.offsets.values
-    are_known = call.operands.offsets.are_known
-    if are_known:
+    left = mask.left
+    right = mask.right
+    if call.operands.offsets.are_known:
         shift = query_offset - key_offset
         left = _side(left, -shift, queries - 1, -keys)
         right = _side(right, shift, keys - 1, -queries)
-    else:  # then any limit is a reason to refuse
-        left = None if left is None else 0
-        right = None if right is None else 0
+    query_lengths = mask.query_lengths
     if query_lengths is not None:
         query_lengths = query_lengths - query_offset
+    key_lengths = mask.key_lengths
     if key_lengths is not None:
         key_lengths = key_lengths - key_offset
-    return KernelMask(
+    return dataclasses.replace(
+        mask,
         left=left,
         right=right,
         query_lengths=query_lengths,
         key_lengths=key_lengths,
-        segments=segments,
-        others=tuple(others),
     )
 
 
@@ -115,19 +62,19 @@ def _side(limit: int | None, shift: int, most: int, least: int) -> int | None:
     return max(limit + shift, least)
 
 
-def _smaller(a: Any, b: Any) -> Any:
-    if a is None:
-        return b
-    if b is None:
-        return a
-    if isinstance(a, int) and isinstance(b, int):
-        return min(a, b)
-    return jnp.minimum(a, b)
+def flat_mask(mask: Visible, batch: tuple[int, ...]) -> Visible:
+    """Broadcasts the batch axes of all arrays to the sizes `batch`, and flattens them
+    to one axis.
+    """
+    rank = len(batch)
+
+    def flatten(x: Array) -> Array:
+        return flat(jnp.broadcast_to(x, (*batch, *x.shape[rank:])), rank)
+
+    return jax.tree.map(flatten, mask)
 
 
-def refusals(
-    call: Call, mask: KernelMask, supported: Collection[str] = ()
-) -> list[str]:
+def refusals(call: Call, mask: Visible, supported: Collection[str] = ()) -> list[str]:
     """Lists the reasons why a fused kernel cannot compute a call; `mask` is
     `kernel_mask(call)`.
 
@@ -192,7 +139,8 @@ def refusals(
             f"segment ids must be int32, but are {mask.segments.query_ids.dtype}: use "
             ".astype(jnp.int32)"
         )
-    for name in mask.others:
+    for part in mask.others:
+        name = type(part).__name__.strip("_")
         reasons.append(
             f"the mask contains {name}, which is not a causal, window, length or "
             "segment mask: use only these, combined with &, if possible"
@@ -213,12 +161,12 @@ def flat(x: Array, axes: int) -> Array:
 
 
 def visible_range(
-    mask: KernelMask, batch: int, lengths: tuple[int, int]
+    mask: Visible, batch: int, lengths: tuple[int, int]
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """Computes the first key that each query attends to, and one past the last, as if
     there were no segments.
 
-    `mask` has one batch axis, of size `batch` (see `KernelMask.flat`), and `lengths`
+    `mask` has one batch axis, of size `batch` (see `flat_mask`), and `lengths`
     are T and S.
     """
     queries, keys = lengths
@@ -244,7 +192,7 @@ def visible_range(
     return jnp.broadcast_to(first, shape), jnp.broadcast_to(end, shape)
 
 
-def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
+def every_row_sees_a_key(mask: Visible, lengths: tuple[int, int]) -> bool:
     """Returns whether every query surely has a visible key; False if `mask` has lengths
     or segments.
 
@@ -261,7 +209,7 @@ def every_row_sees_a_key(mask: KernelMask, lengths: tuple[int, int]) -> bool:
 
 
 def masked_rows(
-    mask: KernelMask,
+    mask: Visible,
     batch: int,
     lengths: tuple[int, int],
     bias: Float[Array, "B T N S"] | None = None,
@@ -276,7 +224,7 @@ def masked_rows(
 
 
 def _visible(
-    mask: KernelMask,
+    mask: Visible,
     batch: int,
     lengths: tuple[int, int],
     bias: Float[Array, "B T N S"] | None,
@@ -310,7 +258,7 @@ class Arrays(NamedTuple):
 
 
 def clean(
-    arrays: Arrays, mask: KernelMask, scale: float
+    arrays: Arrays, mask: Visible, scale: float
 ) -> tuple[Arrays, Bool[Array, "B T N 1"]]:
     """Replaces queries, keys, values and biases that are not finite by zeros, so that a
     kernel can run on them.

@@ -31,7 +31,8 @@ from flax_mha._src.engines.engine import (
 )
 from flax_mha._src.engines.kernels import guarded
 from flax_mha._src.engines.kernels import mask as kernel_mask
-from flax_mha._src.engines.kernels.mask import Arrays, KernelMask
+from flax_mha._src.engines.kernels.mask import Arrays
+from flax_mha._src.masks.visible import Visible
 from flax_mha._src.plan import Plan
 
 # Rows and columns of a tile; lengths are padded to multiples of them.
@@ -268,7 +269,7 @@ class Masked(NamedTuple):
     interpret: bool
 
     def run(
-        self, arrays: Arrays, mask: KernelMask, differentiated: bool
+        self, arrays: Arrays, mask: Visible, differentiated: bool
     ) -> tuple[Array, tuple[Array, ...]]:
         """Returns the output (0 for rows without visible keys) and arrays to check: it
         is correct if all are finite.
@@ -305,7 +306,7 @@ class Masked(NamedTuple):
             output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
         return output, arrays[:3]
 
-    def clean(self, arrays: Arrays, mask: KernelMask) -> tuple[Arrays, Array]:
+    def clean(self, arrays: Arrays, mask: Visible) -> tuple[Arrays, Array]:
         return kernel_mask.clean(arrays, mask, 1.0)
 
 
@@ -327,7 +328,8 @@ class Splash(Engine):
         operands, options = call
         *batch, queries, num_heads, _ = operands.query.shape
         axes = len(batch)
-        mask = kernel_mask.kernel_mask(call).flat(tuple(batch))
+        mask = kernel_mask.kernel_mask(call)
+        mask = kernel_mask.flat_mask(mask, tuple(batch))
         query, key, value = (kernel_mask.flat(x, axes) for x in operands[:3])
         arrays = Arrays(_scaled(query, options.scale), key, value)
         if operands.sinks is not None:
@@ -335,7 +337,7 @@ class Splash(Engine):
             sinks = sinks.astype(jnp.float32)
             arrays = arrays._replace(sinks=kernel_mask.flat(sinks, axes))
         kernel = Masked(options.soft_cap, self.interpret)
-        if mask.masks_scores:
+        if mask.hides_keys:
             arrays, mask = varying_alike((arrays, mask))
             output = guarded.around_kernel(kernel, arrays, mask)
         else:
@@ -371,7 +373,7 @@ def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
 
 
 def _mask(
-    mask: KernelMask, lengths: tuple[int, int], sides: tuple[int, int]
+    mask: Visible, lengths: tuple[int, int], sides: tuple[int, int]
 ) -> splash_masks.Mask:
     """Makes splash's mask of window and padding; `lengths` T and S are padded to
     multiples of `sides`, a tile's shape.
@@ -397,7 +399,7 @@ def _mask(
 
 
 def _segment_ids(
-    mask: KernelMask, batch: int, lengths: tuple[int, int], sides: tuple[int, int]
+    mask: Visible, batch: int, lengths: tuple[int, int], sides: tuple[int, int]
 ) -> splash.SegmentIds | None:
     """Makes padded segment ids, by which splash hides keys of other segments, and keys
     past their sequence's length.

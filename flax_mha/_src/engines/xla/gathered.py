@@ -24,6 +24,7 @@ from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.masks import Mask
+from flax_mha._src.masks.visible import Visible
 from flax_mha._src.math.head import (
     Head,
     Listed,
@@ -62,9 +63,7 @@ def attention(plan: Plan, call: Call) -> Result:
     else:
         key, value = _gathered(operands, options, None)
 
-    mask: Mask = ListedMask()
-    if operands.mask is not None:
-        mask = operands.mask & mask
+    mask = Visible.of([operands.mask, ListedMask()])
     operands = operands._replace(
         key=key, value=value, mask=mask, cache_scale=None, key_indices=None
     )

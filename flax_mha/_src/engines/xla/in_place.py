@@ -28,6 +28,7 @@ bfloat16, queries in bfloat16 are multiplied by keys in bfloat16 or 8 bits as th
 (`_dtype_in_place` in `plan.py`). The scales of 8 bits multiply scores and weights.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -51,8 +52,7 @@ from flax_mha._src.core.tracing import (
     varying_as,
 )
 from flax_mha._src.engines.xla import dense
-from flax_mha._src.masks import LengthMask, Mask
-from flax_mha._src.masks.base import conjuncts, merged
+from flax_mha._src.masks.visible import Visible
 from flax_mha._src.math.head import (
     by_blocks,
     map_heads,
@@ -403,33 +403,25 @@ def _seen(
         newest = jnp.asarray(rule.offsets.values[1])
         firsts = jnp.arange(count, dtype=newest.dtype) * blocks.width
         return jax.vmap(lambda first: first <= newest, out_axes=-1)(firsts)
-    mask = _bounds(rule.mask)
-    if mask is None:
+    limits = Visible()
+    if isinstance(rule.mask, Visible):
+        # Only window and lengths limit the keys to read.
+        limits = dataclasses.replace(rule.mask, segments=None, rest=None)
+    if not limits.hides_keys:
         return jnp.ones((count,), bool)
 
     def one_head(own: tuple) -> Bool[Array, " count"]:
-        mask, offsets = own
+        limits, offsets = own
         first_query, first_key = offsets.values
         grid = Grid(
             (1, count),
             (blocks.height, blocks.width),
             (first_query + part.row, first_key),
         )
-        visible = mask.occupancy(grid).any_visible
+        visible = limits.occupancy(grid).any_visible
         return jnp.broadcast_to(visible, (1, count))[0]
 
-    return map_heads(one_head, (mask, rule.offsets), part.query.ndim - 2)
-
-
-def _bounds(mask: Mask | None) -> Mask | None:
-    """Returns the causal, window and length masks in `mask`, which limit the keys to
-    read; None if it has none.
-    """
-    bounds = []
-    for part in conjuncts(mask):
-        if part.window is not None or isinstance(part, LengthMask):
-            bounds.append(part)
-    return merged(bounds)
+    return map_heads(one_head, (limits, rule.offsets), part.query.ndim - 2)
 
 
 def _step(
