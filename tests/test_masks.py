@@ -130,6 +130,15 @@ def test_windows_find_all_empty_and_full_tiles(left):
         assert_occupancy(LocalMask(left, right), array, 5)
 
 
+def test_windows_take_unsigned_integers():
+    window = LocalMask(np.uint8(3), np.uint8(1))
+    assert window == LocalMask(3, 1)
+    assert LocalMask(np.uint8(9), -2) == LocalMask(9, -2)
+    assert str(window) == str(LocalMask(3, 1))
+    assert Visible.of([window, LocalMask(300, None)]) == Visible(left=3, right=1)
+    assert Visible.of([CausalMask(np.uint8(2))]).right == 2
+
+
 @pytest.mark.core
 def test_causal_masks_and_lengths_find_all_empty_and_full_tiles():
     for number in range(-9, 10):

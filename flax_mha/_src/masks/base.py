@@ -579,6 +579,10 @@ class LocalMask(Band):
                     "LocalMask(left, right) requires integers or None, but got "
                     f"{sides}."
                 )
+        for name, side in zip(("left", "right"), sides, strict=True):
+            if side is not None:
+                # NumPy's unsigned integers have no negative.
+                object.__setattr__(self, name, int(side))
         if (
             self.left is not None
             and self.right is not None
@@ -615,6 +619,7 @@ class CausalMask(_Window):
                 f"CausalMask(offset) requires an integer, but got {self.offset!r}; "
                 "pass an array as query_offset=."
             )
+        object.__setattr__(self, "offset", int(self.offset))
 
     @property
     def window(self) -> Window:
