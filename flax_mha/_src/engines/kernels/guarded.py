@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from flax_mha._src.masks.visible import Visible
+
 
 class Fused(Protocol):
     """What `around_kernel` needs of a fused kernel: how to run it, and how to remove
@@ -18,20 +20,20 @@ class Fused(Protocol):
     """
 
     def run(
-        self, arrays: Any, mask: Any, differentiated: bool
+        self, arrays: Any, mask: Visible, differentiated: bool
     ) -> tuple[Array, tuple[Array, ...]]:
         """Returns output and arrays. Output and, if `differentiated`, gradient are
         correct if the arrays are finite.
         """
 
-    def clean(self, arrays: Any, mask: Any) -> tuple[Any, Bool[Array, "B T N 1"]]:
+    def clean(self, arrays: Any, mask: Visible) -> tuple[Any, Bool[Array, "B T N 1"]]:
         """Returns the arrays with zeros in place of NaN and infinity, and which rows of
         the output must become NaN.
         """
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def around_kernel(fused: Fused, arrays: Any, mask: Any) -> Array:
+def around_kernel(fused: Fused, arrays: Any, mask: Visible) -> Array:
     """Returns the output of `fused.run` if it is correct, otherwise of `on_guarded`;
     `arrays` get first-order gradients.
     """
@@ -40,7 +42,7 @@ def around_kernel(fused: Fused, arrays: Any, mask: Any) -> Array:
     return lax.cond(is_correct, lambda: output, lambda: on_guarded(fused, arrays, mask))
 
 
-def _forward(fused: Fused, arrays: Any, mask: Any) -> tuple[Array, tuple]:
+def _forward(fused: Fused, arrays: Any, mask: Visible) -> tuple[Array, tuple]:
     def run(arrays: Any) -> tuple[Array, tuple[Array, ...]]:
         return fused.run(arrays, mask, differentiated=True)
 
@@ -80,7 +82,7 @@ def _backward(fused: Fused, saved: tuple, cotangent: Array) -> tuple[Any, None]:
 around_kernel.defvjp(_forward, _backward)
 
 
-def on_guarded(fused: Fused, arrays: Any, mask: Any) -> Array:
+def on_guarded(fused: Fused, arrays: Any, mask: Visible) -> Array:
     """Runs a fused kernel on arrays from `fused.clean`. Rows that attend to NaN or
     infinity become NaN (gradient 0).
     """
