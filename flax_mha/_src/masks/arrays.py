@@ -16,9 +16,24 @@ from flax_mha._src.core.validation import Shape
 from flax_mha._src.masks.base import Mask, Occupancy
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OfArrays(Mask):
+    """The base class of the masks in this file: converts lists to arrays."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            # JAX would treat each number as a leaf.
+            if field.metadata.get("axes") and type(value) is list:
+                leaves = jax.tree.leaves(value)
+                is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+                numpy: Any = jnp if is_traced else np
+                object.__setattr__(self, field.name, numpy.asarray(value))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class LengthMask(Mask):
+class LengthMask(_OfArrays):
     """Hides key positions >= `key_value_lengths` and query positions >=
     `query_lengths`: int [B...] or None (no limit).
 
@@ -61,7 +76,7 @@ class LengthMask(Mask):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class SegmentMask(Mask):
+class SegmentMask(_OfArrays):
     """Lets queries attend to keys with the same segment id; the ids are int [B..., T]
     and [B..., S].
 
@@ -114,7 +129,7 @@ def _last_axis(x: Any) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class ArrayMask(Mask):
+class ArrayMask(_OfArrays):
     """Wraps a boolean array (True attends), so that it combines with other masks.
 
     The array broadcasts to [B..., N, T, S]. All other masks need less than T x S

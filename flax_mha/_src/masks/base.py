@@ -60,16 +60,6 @@ class Mask:
     they are the same object.
     """
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            # JAX would treat each number as a leaf.
-            if field.metadata.get("axes") and type(value) is list:
-                leaves = jax.tree.leaves(value)
-                is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
-                numpy: Any = jnp if is_traced else np
-                object.__setattr__(self, field.name, numpy.asarray(value))
-
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         """Computes which scores of the tile are visible, for one head; broadcasts to
         the tile's shape.

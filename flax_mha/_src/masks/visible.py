@@ -3,6 +3,8 @@ rest.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +70,7 @@ class Visible(Mask):
     @property
     def hides_keys(self) -> bool:
         """Whether any key may be hidden."""
-        return _has_parts(self)
+        return bool(self._parts())
 
     @property
     def others(self) -> list[Mask]:
@@ -76,24 +78,28 @@ class Visible(Mask):
         return _conjuncts(self.rest)
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        return self._as_masks().tile(tile)
+        parts = self._parts() or [Band(None, None)]
+        return functools.reduce(operator.and_, [part.tile(tile) for part in parts])
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        return self._as_masks().occupancy(grid)
+        parts = self._parts() or [Band(None, None)]
+        both = [part.occupancy(grid) for part in parts]
+        any_visible = functools.reduce(operator.and_, [x.any_visible for x in both])
+        all_visible = functools.reduce(operator.and_, [x.all_visible for x in both])
+        return Occupancy(any_visible, all_visible)
 
-    def _as_masks(self) -> Mask:
-        """Returns masks, combined by `&`, that leave the same visible."""
-        window = Band(self.left, self.right)
-        lengths = LengthMask(self.key_lengths, self.query_lengths)
-        limits = filter(_has_parts, (window, lengths))
-        combined = merged([*limits, self.segments, *self.others])
-        if combined is None:
-            return window
-        return combined
-
-
-def _has_parts(mask: Mask) -> bool:
-    return any(part is not None for part in vars(mask).values())
+    def _parts(self) -> list[Mask]:
+        """Lists masks that leave the same visible together."""
+        parts: list[Mask] = []
+        if self.left is not None or self.right is not None:
+            parts.append(Band(self.left, self.right))
+        if self.query_lengths is not None or self.key_lengths is not None:
+            parts.append(LengthMask(self.key_lengths, self.query_lengths))
+        if self.segments is not None:
+            parts.append(self.segments)
+        if self.rest is not None:
+            parts.append(self.rest)
+        return parts
 
 
 def _conjuncts(mask: Mask | None) -> list[Mask]:
