@@ -238,9 +238,7 @@ def test_dropout_in_float64(implementation):
 @pytest.fixture
 def narrow_products(monkeypatch):
     """As on accelerators: the operands of matrix products keep their 16 bits."""
-    monkeypatch.setattr(
-        schedule, "product_dtype", lambda call, tiles: call.operands.query.dtype
-    )
+    monkeypatch.setattr(schedule, "product_dtype", lambda call, tiles: call.query.dtype)
 
 
 @pytest.mark.usefixtures("narrow_products")

@@ -228,9 +228,7 @@ def test_products_in_16_bits(monkeypatch):
     """As on accelerators, where products are scaled, not queries: some roundings off
     the results of float32.
     """
-    monkeypatch.setattr(
-        schedule, "product_dtype", lambda call, tiles: call.operands.query.dtype
-    )
+    monkeypatch.setattr(schedule, "product_dtype", lambda call, tiles: call.query.dtype)
 
     def second(x, implementation):
         def loss(x):

@@ -25,6 +25,7 @@ unguarded first. Fused kernels (`engines/kernels/guarded.py`) and keys read in p
 (`engines/xla/in_place.py`) are computed again, guarded, if the output is not finite.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -32,34 +33,29 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from flax_mha._src.call.operands import Call, LogSumExp, NonFinite, may_mask
+from flax_mha._src.call.operands import Call, LogSumExp, NonFinite
 
 
 def guard(call: Call, plan: Any) -> Call:
-    """Replaces keys and values with NaN or infinity by zeros. `Operands.nonfinite`
+    """Replaces keys and values with NaN or infinity by zeros. `Call.nonfinite`
     flags all such keys and queries.
 
     Returns the call unchanged if nothing can be masked, or if `plan.guard_first` is
     False: then the engine does it.
     """
-    operands, options = call
-    masks = may_mask(operands.mask, operands.bias, options.score_mod)
-    if not plan.guard_first or not masks:
+    if not plan.guard_first or not call.may_mask:
         return call
+    dtype = call.dtype
     # Products use scaled queries, and scaling may overflow.
-    query = operands.query
-    if operands.scale is not None:
-        scale = operands.scale.astype(options.dtype)
-        query = query.astype(options.dtype) * scale
-    elif abs(options.scale) > 1:
-        query = query.astype(options.dtype) * options.scale
+    query = call.query
+    if call.scale_array is not None:
+        query = query.astype(dtype) * call.scale_array.astype(dtype)
+    elif abs(call.scale) > 1:
+        query = query.astype(dtype) * call.scale
     query_flags = flag(query)
-    key, value, key_flags = zero_keys(operands.key, operands.value)
-    nonfinite = NonFinite(
-        query=query_flags.astype(options.dtype), key=key_flags.astype(options.dtype)
-    )
-    guarded = operands._replace(key=key, value=value, nonfinite=nonfinite)
-    return call._replace(operands=guarded)
+    key, value, key_flags = zero_keys(call.key, call.value)
+    nonfinite = NonFinite(query=query_flags.astype(dtype), key=key_flags.astype(dtype))
+    return dataclasses.replace(call, key=key, value=value, nonfinite=nonfinite)
 
 
 def flag(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:

@@ -6,6 +6,7 @@ those for GPUs and TPUs were counted in compiled programs (`benchmarks/compiled.
 Only how a GPU reads a cache in place was also timed, on an H200.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -15,13 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha._src.call.operands import (
-    DEFAULT_PRECISION,
-    Call,
-    Operands,
-    Options,
-    may_mask,
-)
+from flax_mha._src.call.operands import DEFAULT_PRECISION, Call
 from flax_mha._src.core.tracing import (
     being_traced,
     cpu_features,
@@ -208,12 +203,12 @@ def plan_xla(call: Call) -> Plan:
     """Plans a call for "xla", which gathers the keys in `key_indices`, reads keys in
     place, or computes all scores.
     """
-    if call.operands.key_indices is not None:
-        return _plan_gathered(call, call.operands.key_indices.shape[-1])
+    if call.key_indices is not None:
+        return _plan_gathered(call, call.key_indices.shape[-1])
     blocks = blocks_in_place(call)
     if blocks is not None:
         return Plan(blocks.dtype, guard_first=False, in_place=blocks)
-    scores = math.prod(call.operands.lengths)
+    scores = math.prod(call.lengths)
     loops = _loops(call, scores)
     if _is_plain_and_small(call, scores):
         # XLA may compile such a call to one kernel (MAX_SCORES_DENSE), which is faster
@@ -235,9 +230,9 @@ def _plan_gathered(call: Call, count: int) -> Plan:
     number of keys, and adding up the gradients of keys from all blocks takes no longer
     than gathering the keys.
     """
-    queries, keys = call.operands.lengths
+    queries, keys = call.lengths
     dtype = product_dtype(call, tiles=False)
-    if not call.options.has_known_sizes:
+    if not call.has_known_sizes:
         # Symbolic sizes: all queries in one block.
         return Plan(dtype, guard_first=False, looped_axes=None, gathered=queries)
     height = max(keys // count, MAX_QUERIES_IN_PLACE)
@@ -246,7 +241,7 @@ def _plan_gathered(call: Call, count: int) -> Plan:
     looped_axes = loops.looped_axes
     if looped_axes is not None:
         # Heads that share a key head gather its keys together.
-        batch_and_key_heads = call.operands.query.ndim - 2
+        batch_and_key_heads = call.query.ndim - 2
         looped_axes = min(looped_axes, batch_and_key_heads)
     return Plan(
         dtype=dtype,
@@ -262,7 +257,7 @@ def plan_tiles(call: Call) -> tuple[Plan, Call]:
     of `mask_mod`s, if known now.
     """
     call = with_occupancy(call)
-    on_cpu = call.options.target.platform == "cpu"
+    on_cpu = call.target.platform == "cpu"
     shapes = TILE_SHAPES if on_cpu else TILE_SHAPES[:1]
     tiling, blocks = choose_tiles(call, shapes)
     scores = tiling.height * tiling.width
@@ -274,8 +269,7 @@ def plan_tiles(call: Call) -> tuple[Plan, Call]:
         fuses_rows=_fuses_rows(call, scores, tiling.rows),
         tiling=tiling,
     )
-    operands = call.operands._replace(tiles=blocks)
-    return plan, call._replace(operands=operands)
+    return plan, dataclasses.replace(call, tiles=blocks)
 
 
 def with_occupancy(call: Call) -> Call:
@@ -285,15 +279,12 @@ def with_occupancy(call: Call) -> Call:
     The mask of the returned call holds, for each square of CELL x CELL scores, whether
     some or all of them are visible.
     """
-    operands = call.operands
-    mask = operands.mask
+    mask = call.mask
     # A mask without arrays computes this by itself.
-    if not jax.tree.leaves(mask) or not operands.offsets.are_known:
+    if not jax.tree.leaves(mask) or not call.offsets.are_known:
         return call
-    mask = store_occupancy(
-        mask, operands.lengths, operands.offsets.numbers, tilings.CELL
-    )
-    return call._replace(operands=operands._replace(mask=mask))
+    mask = store_occupancy(mask, call.lengths, call.offsets.numbers, tilings.CELL)
+    return dataclasses.replace(call, mask=mask)
 
 
 def choose_tiles(
@@ -306,22 +297,21 @@ def choose_tiles(
     made later: at trace time without arrays (`block_mask_of_one`), at run time with
     them (`dynamic_block_mask`).
     """
-    operands = call.operands
-    lengths = operands.lengths
-    offsets = operands.offsets
+    lengths = call.lengths
+    offsets = call.offsets
     head_size = product_size(call)
-    arrays = jax.tree.leaves(operands.mask)
+    arrays = jax.tree.leaves(call.mask)
     if offsets.are_known and not arrays:
         tiling = _cheapest_of_one(
-            operands.mask, lengths, offsets.numbers, shapes, head_size
+            call.mask, lengths, offsets.numbers, shapes, head_size
         )
         return tiling, None
     # Outside of a trace, every call would read the mask again.
-    is_readable = all(map(readable, arrays)) and operands.query.size > 0
+    is_readable = all(map(readable, arrays)) and call.query.size > 0
     if not offsets.are_known or not is_readable or not being_traced():
         return tiling_of(lengths, shapes[0]), None
 
-    masks, head_axes = _masks_of_heads(operands)  # one for each distinct head
+    masks, head_axes = _masks_of_heads(call)  # one for each distinct head
     step = max(1, -(-len(masks) // EXAMPLES))
     examples = masks[::step]
     tiling = _cheapest(examples, lengths, offsets.numbers, shapes, head_size)
@@ -330,15 +320,15 @@ def choose_tiles(
     return tiling, blocks
 
 
-def _masks_of_heads(operands: Operands) -> tuple[list[Mask], tuple[int, ...]]:
+def _masks_of_heads(call: Call) -> tuple[list[Mask], tuple[int, ...]]:
     """Lists the masks of all heads, as NumPy arrays, and the sizes of their axes
     [B..., K, G].
 
     An axis along which heads share a mask has the size 1.
     """
-    concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), operands.mask)
-    batch_rank = operands.query.ndim - 3
-    mask = mask_by_head(concrete, batch_rank, operands.groups)
+    concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), call.mask)
+    batch_rank = call.query.ndim - 3
+    mask = mask_by_head(concrete, batch_rank, call.groups)
     num_axes = batch_rank + 2  # B..., K and G
     shapes_of_axes = [x.shape[:num_axes] for x in jax.tree.leaves(mask)]
     head_axes = np.broadcast_shapes(*shapes_of_axes)
@@ -349,7 +339,7 @@ def product_size(call: Call) -> int:
     """Returns the number of multiplications per score in a matrix product: the larger
     head size, H or Hv.
     """
-    return max(call.operands.query.shape[-1], call.operands.value.shape[-1])
+    return max(call.query.shape[-1], call.value.shape[-1])
 
 
 def _cheapest(
@@ -402,24 +392,23 @@ def is_memory_bound(call: Call) -> bool:
     """
     if reads_in_place(call):
         return True
-    return call.options.has_known_sizes and call.operands.query.shape[-3] == 1
+    return call.has_known_sizes and call.query.shape[-3] == 1
 
 
 def prefers_dense(call: Call) -> bool:
     """Returns whether "xla" is faster than "blockwise", or sizes are symbolic, which
     "blockwise" does not support.
     """
-    options = call.options
-    scores = math.prod(call.operands.lengths)
-    if not options.has_known_sizes or scores <= MAX_SCORES_DENSE:
+    scores = math.prod(call.lengths)
+    if not call.has_known_sizes or scores <= MAX_SCORES_DENSE:
         return True
     scores_of_all_heads = _number_of_heads(call) * scores
-    return options.target.platform == "gpu" and scores_of_all_heads <= MAX_SCORES_GPU
+    return call.target.platform == "gpu" and scores_of_all_heads <= MAX_SCORES_GPU
 
 
 def _number_of_heads(call: Call) -> int:
     """Returns the number of query heads in all batch entries, B * N."""
-    shape = call.operands.query.shape
+    shape = call.query.shape
     return math.prod(shape[:-3]) * shape[-2]
 
 
@@ -442,12 +431,11 @@ def _is_plain_and_small(call: Call, scores: int) -> bool:
     """Returns whether a call is a plain softmax on one CPU, with at most
     MAX_SCORES_DENSE `scores` in a head or a tile.
     """
-    operands, options = call
-    if not options.has_known_sizes or options.target[:2] != ON_ONE_CPU:
+    if not call.has_known_sizes or call.target[:2] != ON_ONE_CPU:
         return False
     # Only the output of a plain softmax becomes one kernel.
-    changes_weights = options.score_mod is not None or operands.dropout_rng is not None
-    returns_more = options.return_residual or options.return_max_score
+    changes_weights = call.score_mod is not None or call.dropout_rng is not None
+    returns_more = call.return_residual or call.return_max_score
     if changes_weights or returns_more:
         return False
     return scores <= MAX_SCORES_DENSE
@@ -457,24 +445,23 @@ def reads_in_place(call: Call) -> bool:
     """Returns whether "xla" reads keys and values [B..., S, K, H] where they are,
     instead of copying them head by head.
 
-    "xla" does so for a cache (`Options.cached`) if no implementation is named, and on a
+    "xla" does so for a cache (`Call.cached`) if no implementation is named, and on a
     CPU for few queries, many keys.
     """
-    operands, options = call
-    if not options.has_known_sizes or operands.key_indices is not None:
+    if not call.has_known_sizes or call.key_indices is not None:
         return False
-    is_empty = not all(x.size for x in operands[:3])
+    is_empty = not all(x.size for x in call.inputs)
     if is_empty:
         return False
-    mod = options.score_mod
+    mod = call.score_mod
     if mod is not None and mod.has_custom_vjp:
         # `in_place.py` has a rule for jax.jvp, which cannot differentiate a custom_vjp.
         return False
-    if options.cached:
+    if call.cached:
         return True
-    queries, keys = operands.lengths
+    queries, keys = call.lengths
     is_few_to_many = queries <= MAX_QUERIES_IN_PLACE and keys >= MIN_KEYS_IN_PLACE
-    return is_few_to_many and options.target.platform == "cpu"
+    return is_few_to_many and call.target.platform == "cpu"
 
 
 def blocks_in_place(call: Call) -> KeyBlocks | None:
@@ -483,44 +470,42 @@ def blocks_in_place(call: Call) -> KeyBlocks | None:
     """
     if not reads_in_place(call):
         return None
-    if call.options.target.platform == "cpu":
+    if call.target.platform == "cpu":
         return _blocks_on_cpu(call)
     return _blocks_on_accelerator(call)
 
 
 def _blocks_on_accelerator(call: Call) -> KeyBlocks:
-    operands, options = call
-    queries, keys = operands.lengths
+    queries, keys = call.lengths
     height = min(queries, MAX_HEIGHT_IN_PLACE)
     width = MAX_WIDTH_ACCELERATOR
-    if operands.cache_scale is not None:
+    if call.cache_scale is not None:
         width = MAX_WIDTH_IN_PLACE  # 8 bits are converted
     blocks = KeyBlocks(
         height=height,
         width=min(keys, width),
         sequential=False,
-        dtype=options.dtype,
-        value_size=options.value_size,
+        dtype=call.dtype,
+        value_size=call.value_size,
     )
-    if options.target.platform != "gpu":
+    if call.target.platform != "gpu":
         return blocks
     return blocks._replace(
         dtype=_dtype_in_place(call),
         # Without a block-diagonal product, XLA transposes the whole cache.
-        block_diagonal=height * operands.query.shape[-2] <= MAX_JOINT_ROWS,
+        block_diagonal=height * call.query.shape[-2] <= MAX_JOINT_ROWS,
         # A GPU waits for the host at every condition.
         unconditional=keys <= width,
     )
 
 
 def _blocks_on_cpu(call: Call) -> KeyBlocks | None:
-    operands, options = call
-    queries, keys = operands.lengths
-    num_heads = operands.query.shape[-2]
-    num_kv_heads = operands.key.shape[-2]
+    queries, keys = call.lengths
+    num_heads = call.query.shape[-2]
+    num_kv_heads = call.key.shape[-2]
     height = min(queries, MAX_HEIGHT_IN_PLACE)
-    is_sequential = not options.target.may_be_split
-    dtype = options.dtype
+    is_sequential = not call.target.may_be_split
+    dtype = call.dtype
     if is_sequential:
         dtype = _dtype_in_place(call)
 
@@ -534,15 +519,14 @@ def _blocks_on_cpu(call: Call) -> KeyBlocks | None:
     width = max(MIN_WIDTH_IN_PLACE, width)
     width = min(keys, width)
 
-    masks = may_mask(operands.mask, operands.bias, options.score_mod)
-    if keys % width and not masks:
+    if keys % width and not call.may_mask:
         return None  # the last block would have to mask some of its keys
     blocks = KeyBlocks(
         height=height,
         width=width,
         sequential=is_sequential,
         dtype=dtype,
-        value_size=options.value_size,
+        value_size=call.value_size,
     )
     if not is_sequential:
         return blocks
@@ -553,8 +537,8 @@ def _blocks_on_cpu(call: Call) -> KeyBlocks | None:
 
 def _numbers_per_key(call: Call) -> int:
     """Counts the numbers in one key and its value, in all key heads."""
-    key = call.operands.key
-    return key.shape[-2] * (key.shape[-1] + call.operands.value.shape[-1])
+    key = call.key
+    return key.shape[-2] * (key.shape[-1] + call.value.shape[-1])
 
 
 def _width_on_cpu(call: Call, dtype: jnp.dtype, widest: int) -> int:
@@ -562,10 +546,9 @@ def _width_on_cpu(call: Call, dtype: jnp.dtype, widest: int) -> int:
 
     `widest` is the most keys of a wide block, see MAX_BYTES_WIDE.
     """
-    options = call.options
-    is_sequential = not options.target.may_be_split
-    has_8_bits = call.operands.cache_scale is not None
-    if is_sequential and (has_8_bits or dtype != options.dtype):
+    is_sequential = not call.target.may_be_split
+    has_8_bits = call.cache_scale is not None
+    if is_sequential and (has_8_bits or dtype != call.dtype):
         # Keys that are converted, or multiplied in fewer bits, take fewer and larger
         # blocks.
         return widest
@@ -578,21 +561,20 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
     """Chooses larger blocks, of all keys or at most `widest`, to use if most of
     `blocks` hold a visible key; None: use `blocks`.
     """
-    operands = call.operands
-    queries, keys = operands.lengths
-    num_heads = operands.query.shape[-2]
-    num_kv_heads = operands.key.shape[-2]
+    queries, keys = call.lengths
+    num_heads = call.query.shape[-2]
+    num_kv_heads = call.key.shape[-2]
     scores = _number_of_heads(call) * queries * keys
     joint_rows = queries * num_heads * num_kv_heads
     is_small = scores <= MAX_SCORES_WHOLE and joint_rows <= MAX_JOINT_ROWS_WHOLE
     is_one_block = is_small and queries <= MAX_HEIGHT_IN_PLACE
     # Keys of another dtype would all have to be converted at once.
-    if is_one_block and operands.key.dtype == blocks.dtype:
+    if is_one_block and call.key.dtype == blocks.dtype:
         return blocks._replace(
             width=keys, sequential=False, block_diagonal=True, whole=True
         )
-    has_8_bits = operands.cache_scale is not None
-    entries = math.prod(operands.query.shape[:-3])
+    has_8_bits = call.cache_scale is not None
+    entries = math.prod(call.query.shape[:-3])
     # One after the other, entries take 1.2 times as long.
     if has_8_bits and widest >= 2 * keys and entries > 1:
         width = max(MIN_WIDTH_IN_PLACE, widest // entries // 64 * 64)
@@ -612,20 +594,19 @@ def _dtype_in_place(call: Call) -> jnp.dtype:
     keys and values have bfloat16 or 8 bits. Products are then scaled instead of
     queries, so only weights are rounded. That makes the log-sum-exp less exact. So if
     the call returns it, or asks for more precision than the default, the dtype is
-    `options.dtype`.
+    `call.dtype`.
     """
-    operands, options = call
-    if options.return_residual or not _may_round(options):
-        return options.dtype
-    platform = options.target.platform
+    if call.return_residual or not _may_round(call):
+        return call.dtype
+    platform = call.target.platform
     is_fast = platform == "gpu" or multiplies_bfloat16(platform)
-    has_8_bits = operands.cache_scale is not None
-    dtypes = {operands.query.dtype}
+    has_8_bits = call.cache_scale is not None
+    dtypes = {call.query.dtype}
     if not has_8_bits:
-        dtypes |= {operands.key.dtype, operands.value.dtype}
+        dtypes |= {call.key.dtype, call.value.dtype}
     if is_fast and dtypes == {jnp.dtype(jnp.bfloat16)}:
-        return operands.query.dtype
-    return options.dtype
+        return call.query.dtype
+    return call.dtype
 
 
 def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
@@ -636,42 +617,41 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     unless gradients in float16 could overflow, and for bfloat16 in tiles on one CPU
     with a matrix unit (AMX), outside `jax.shard_map`, if lengths are multiples of 128
     and there are several heads. All other calls, and calls with more precision than the
-    default, use `options.dtype`. `tiles`: whether the call is computed tile by tile.
+    default, use `call.dtype`. `tiles`: whether the call is computed tile by tile.
     """
-    operands, options = call
-    target = options.target
-    dtype = operands.query.dtype
-    wide = options.dtype
-    if dtype.itemsize > 2 or not _may_round(options):
+    target = call.target
+    dtype = call.query.dtype
+    wide = call.dtype
+    if dtype.itemsize > 2 or not _may_round(call):
         return wide
     if target.platform != "cpu":
         # Some gradients reach the dtype of products before the scale makes them
         # smaller, and may overflow in float16: without tiles those of the weights, and
         # those of queries that were scaled before the products.
-        rounds_before_scale = not tiles or operands.scale is not None
+        rounds_before_scale = not tiles or call.scale_array is not None
         if dtype == jnp.float16 and rounds_before_scale:
             return wide
         return dtype
     if not tiles or dtype != jnp.bfloat16 or "amx_bf16" not in cpu_features():
         return wide
-    if not options.has_known_sizes or target.may_be_split:
+    if not call.has_known_sizes or target.may_be_split:
         return wide
     # XLA fails when such a program runs inside `jax.shard_map`, or with odd sizes and
     # one head: "DotThunk ... BF16 x BF16 = F32".
     if manual_axes():
         return wide
-    has_whole_tiles = not any(length % 128 for length in operands.lengths)
+    has_whole_tiles = not any(length % 128 for length in call.lengths)
     if has_whole_tiles and _number_of_heads(call) > 1:
         return dtype
     return wide
 
 
-def _may_round(options: Options) -> bool:
+def _may_round(call: Call) -> bool:
     """Returns whether operands of products may have 16 bits: neither the call nor JAX's
     config raises the precision.
     """
     of_jax = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return options.precision in DEFAULT_PRECISION and of_jax in DEFAULT_PRECISION
+    return call.precision in DEFAULT_PRECISION and of_jax in DEFAULT_PRECISION
 
 
 def _loops(call: Call, scores: int) -> Loops:
@@ -680,8 +660,8 @@ def _loops(call: Call, scores: int) -> Loops:
 
     `scores` counts the scores of one head that are in memory at a time.
     """
-    target = call.options.target[:2]
-    has_known_sizes = call.options.has_known_sizes
+    target = call.target[:2]
+    has_known_sizes = call.has_known_sizes
     if target == ON_ONE_TPU and has_known_sizes:
         max_heads = MAX_SCORES_TPU // max(scores, 1)
         return Loops(looped_axes=None, max_heads=max(max_heads, 1))
@@ -690,8 +670,8 @@ def _loops(call: Call, scores: int) -> Loops:
         return Loops(looped_axes=None)
     if scores <= MAX_SCORES_ALL_HEADS:
         return Loops(looped_axes=0)
-    num_axes = call.operands.query.ndim - 1  # [B..., K, G]
-    num_heads = call.operands.query.shape[-2]
+    num_axes = call.query.ndim - 1  # [B..., K, G]
+    num_heads = call.query.shape[-2]
     fits = (
         scores <= MAX_SCORES_ONE_ENTRY
         and num_heads * scores <= MAX_SCORES_ONE_ENTRY_IN_ALL

@@ -8,6 +8,7 @@
 each hop of the ring itself.
 """
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -20,18 +21,12 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from flax_mha._src import plan as plans
-from flax_mha._src.call.operands import (
-    Call,
-    Context,
-    LogSumExp,
-    Operands,
-    Options,
-    Result,
-)
+from flax_mha._src.call.operands import Call, Context, LogSumExp, Result
 from flax_mha._src.core.products import jit_products
 from flax_mha._src.core.tracing import (
     EXAMPLES_OF_SHARDING,
     NEEDS_SHARDING,
+    Target,
     being_traced,
 )
 from flax_mha._src.core.validation import warn_once
@@ -91,7 +86,7 @@ def run(call: Call, implementation: str | None) -> Result:
     parts = _split_of(call)
     # Symbolic sizes cannot be compared with 0. `split.empty_result` says why empty
     # calls are not split.
-    is_empty = call.options.has_known_sizes and 0 in call.operands.query.shape[:-1]
+    is_empty = call.has_known_sizes and 0 in call.query.shape[:-1]
     if parts is None:
         result = on_device(_unsplit(call), implementation)
     elif is_empty:
@@ -100,7 +95,7 @@ def run(call: Call, implementation: str | None) -> Result:
     else:
         run_part = _run_part(implementation, parts.context)
         on_mesh = split.run_on_mesh if being_traced() else _compiled_on_mesh
-        result = on_mesh(call.operands, call.options, parts, run_part)
+        result = on_mesh(call, parts, run_part)
     if result.largest is None:
         return result
     return result._replace(largest=_max_score(result.lse, result.largest))
@@ -112,58 +107,51 @@ def on_device(call: Call, implementation: str | None = None) -> Result:
     """
     if implementation is None:
         name = choose(call)
-        call_on_cpu = _on_cpu(call, name)
+        on_cpu = _on_cpu(call, name)
         _warn_of_unknown_sharding(call, name)
     else:
         name = implementation
         _check_supported(name, refusals(name, call))
-        call_on_cpu = None
+        on_cpu = None
     engine = ENGINES[name]
     if engine.platform is None:
         return compute(engine, call)
-    return _run_kernel(engine, call, call_on_cpu)
+    return _run_kernel(engine, call, on_cpu)
 
 
-def _run_kernel(engine: Engine, call: Call, call_on_cpu: Call | None) -> Result:
+def _run_kernel(engine: Engine, call: Call, on_cpu: Target | None) -> Result:
     """Computes a call by a kernel, `engine`, and the derivatives that the kernel lacks
     by a portable engine.
 
-    The program runs `call_on_cpu` instead if it is compiled for a CPU; None: that
-    cannot happen, or does not matter.
+    If the program is compiled for a CPU, it computes the call for the target `on_cpu`
+    instead; None: that cannot happen, or does not matter.
     """
+    kernel = functools.partial(compute, engine)
+    portable = functools.partial(compute, ENGINES[PORTABLE])
+    if on_cpu is None:
+        return with_derivatives(kernel, portable, call, None)
+    platform = call.target.platform
 
-    def kernel(operands: Operands) -> Result:
-        return compute(engine, call._replace(operands=operands))
+    def of_kernel(call: Call) -> Array:
+        return with_derivatives(kernel, portable, call, platform).output
 
-    def portable(operands: Operands) -> Result:
-        return compute(ENGINES[PORTABLE], call._replace(operands=operands))
+    def of_cpu(call: Call) -> Array:
+        return on_device(dataclasses.replace(call, target=on_cpu)).output
 
-    if call_on_cpu is None:
-        return with_derivatives(kernel, portable, call.operands, None)
-    platform = call.options.target.platform
-
-    def of_kernel(operands: Operands) -> Array:
-        return with_derivatives(kernel, portable, operands, platform).output
-
-    def of_cpu(operands: Operands) -> Array:
-        return on_device(call_on_cpu._replace(operands=operands)).output
-
-    output = lower_for_platform(platform, of_kernel, of_cpu, call.operands)
+    output = lower_for_platform(platform, of_kernel, of_cpu, call)
     return Result(output, None)
 
 
 def compute(engine: Engine, call: Call) -> Result:
     """Plans a call on one device, guards it against NaN, and runs `engine` on it."""
     plan, call = engine.plan(call)
-    return _compute(engine, plan, *call)
+    return _compute(engine, plan, call)
 
 
-@functools.partial(jit_products, static_argnames=("engine", "plan", "options"))
-def _compute(
-    engine: Engine, plan: Plan, operands: Operands, options: Options
-) -> Result:
+@functools.partial(jit_products, static_argnames=("engine", "plan"))
+def _compute(engine: Engine, plan: Plan, call: Call) -> Result:
     """Does all of `compute` after the plan, as one program."""
-    result = engine.forward(plan, guard(Call(operands, options), plan))
+    result = engine.forward(plan, guard(call, plan))
     if isinstance(result.lse, LogSumExp):
         return result._replace(lse=result.lse.rounded)
     return result
@@ -171,11 +159,11 @@ def _compute(
 
 def choose(call: Call) -> str:
     """Returns the name of the engine that `implementation=None` uses on one device."""
-    if call.operands.key_indices is not None:
+    if call.key_indices is not None:
         return "xla"  # no other engine supports them
     if plans.is_memory_bound(call):
         return "xla"  # a fused kernel gains nothing
-    for name in PREFERRED.get(call.options.target.platform, ()):
+    for name in PREFERRED.get(call.target.platform, ()):
         if not refusals(name, call):
             return name
     if plans.prefers_dense(call):
@@ -187,11 +175,11 @@ def _warn_of_unknown_sharding(call: Call, chosen: str) -> None:
     """Warns if a fused kernel is not chosen for the only reason that the sharding of
     the arrays is not known.
     """
-    target = call.options.target
+    target = call.target
     kernels = PREFERRED.get(target.platform, ())
     if not target.may_be_split or chosen in kernels:
         return
-    if call.operands.key_indices is not None or plans.is_memory_bound(call):
+    if call.key_indices is not None or plans.is_memory_bound(call):
         return  # no kernel would be chosen
     for name in kernels:
         reasons = refusals(name, call)
@@ -230,19 +218,18 @@ def _check_supported(implementation: str, reasons: list[str]) -> None:
         )
 
 
-def _on_cpu(call: Call, name: str) -> Call | None:
-    """Returns `call` with a CPU as its target, to run if the program that JAX traces is
-    compiled for a CPU instead.
+def _on_cpu(call: Call, name: str) -> Target | None:
+    """Returns the target of `call` if the program that JAX traces is compiled for a CPU
+    instead.
 
     None if that cannot happen, or does not matter: JAX does not trace, the engine
     `name` runs on CPUs, too, or the call is only explained for another platform. See
     `lower_for_platform.py`.
     """
-    target = call.options.target
+    target = call.target
     if ENGINES[name].platform is None or target.assumed or not being_traced():
         return None
-    target = target._replace(platform="cpu")
-    return call._replace(options=call.options._replace(target=target))
+    return target._replace(platform="cpu")
 
 
 def _split_of(call: Call) -> split.Split | None:
@@ -251,24 +238,24 @@ def _split_of(call: Call) -> split.Split | None:
     `qkv_sharding` or `context_parallel` decides; without them, the types of the arrays
     or the devices that hold them.
     """
-    sharding = call.options.sharding
+    sharding = call.sharding
     if isinstance(sharding, Context):
         return split.by_context(call, sharding)
     if sharding is not None:
         return split.by_caller(call, sharding)
-    arrays = call.operands[:3]
+    arrays = call.inputs
     if any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in arrays):
         return split.by_types(call)
     # XLA's partitioner may split traced arrays.
     is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
-    if is_traced or not call.options.target.may_be_split:
+    if is_traced or not call.target.may_be_split:
         return None
     return split.by_placement(call)
 
 
 def _unsplit(call: Call) -> Call:
     """Removes the sharding that a call names; for a call that no mesh splits."""
-    if call.options.sharding is None:
+    if call.sharding is None:
         return call
     return split.unsplit(call)
 
@@ -309,9 +296,7 @@ def _exchanging(
     return functools.partial(strategy, context=context, attend=attend)
 
 
-_compiled_on_mesh = jit_products(
-    split.run_on_mesh, static_argnames=("options", "parts", "run")
-)
+_compiled_on_mesh = jit_products(split.run_on_mesh, static_argnames=("parts", "run"))
 
 
 @jax.jit
@@ -337,7 +322,7 @@ def explain(call: Call, implementation: str | None) -> Explanation:
         explanation = _explain_part(_unsplit(call), implementation)
     else:
         explanation = _explain_on_mesh(call, implementation, parts)
-    target = call.options.target
+    target = call.target
     if target.assumed:
         return explanation._replace(note=ASSUMPTIONS[target.platform])
     return explanation
@@ -356,15 +341,11 @@ def _explain_on_mesh(
             in_ring = True
             call = ring.first_hop(call, context)
         explanations.append(_explain_part(call, implementation, in_ring))
-        operands = call.operands
-        shape = (*operands.query.shape[:-1], operands.value.shape[-1])
+        shape = (*call.query.shape[:-1], call.value.shape[-1])
         return Result(jnp.zeros(shape), None)
 
     part = _exchanging(context, explain_part)
-    jax.eval_shape(
-        lambda operands: split.run_on_mesh(operands, call.options, parts, part),
-        call.operands,
-    )
+    jax.eval_shape(lambda call: split.run_on_mesh(call, parts, part), call)
     return explanations[0]
 
 
@@ -373,20 +354,20 @@ def _explain_part(
 ) -> Explanation:
     table = {name: refusals(name, call, in_ring) for name in NAMES}
     chosen = implementation
-    on_cpu = None
+    chosen_on_cpu = None
     if chosen is not None:
         _check_supported(chosen, table[chosen])
     elif in_ring:
         chosen = PORTABLE
     else:
         chosen = choose(call)
-        call_on_cpu = _on_cpu(call, chosen)
-        if call_on_cpu is not None:
-            on_cpu = choose(call_on_cpu)
+        on_cpu = _on_cpu(call, chosen)
+        if on_cpu is not None:
+            chosen_on_cpu = choose(dataclasses.replace(call, target=on_cpu))
     variant = None
     # Kernels and hops of a ring have one algorithm each.
     engine = ENGINES[chosen]
     if engine.platform is None and not in_ring:
         plan, _ = engine.plan(call)
         variant = plan.variant
-    return Explanation(chosen, refusals=table, on_cpu=on_cpu, variant=variant)
+    return Explanation(chosen, refusals=table, on_cpu=chosen_on_cpu, variant=variant)

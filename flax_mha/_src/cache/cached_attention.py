@@ -2,6 +2,7 @@
 themselves.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
@@ -290,7 +291,7 @@ def over_cache(
         top_k=top_k,
     )
     room = tokens.appended.room
-    if scoring.options.score_mod is not None or isinstance(mask, Mask):
+    if scoring.score_mod is not None or isinstance(mask, Mask):
         room = step.room_in_arrays(room)
 
     # Attend to the new tokens only, or to all in the cache.
@@ -374,19 +375,19 @@ def all_written(
     if not takes_objects:
         step = step._replace(mask=None)
     call = step.call(is_empty=False, in_place=False)
-    shape = shape._replace(key_length=call.operands.lengths[1])
-    query_offset, key_offset = call.operands.offsets.values
+    shape = shape._replace(key_length=call.lengths[1])
+    query_offset, key_offset = call.offsets.values
 
     if takes_objects or "score_mod" in arguments:
         arguments["query_offset"] = _like_index(query_offset, cache)
         arguments["key_value_offset"] = _like_index(key_offset, cache)
-    visible: Any = call.operands.mask
+    visible: Any = call.mask
     if not takes_objects:
         visible = visible_at(visible, shape, (query_offset, key_offset))
         if mask is not None:
             visible = visible & validation.mask(mask, shape)
     arguments["mask"] = visible
-    return call.operands.key, call.operands.value, arguments
+    return call.key, call.operands.value, arguments
 
 
 def _like_index(offset: Any, cache: KVCache) -> Any:
@@ -491,7 +492,7 @@ class Step(NamedTuple):
         """
         key, value = latent.expand(self.tokens.key)
         query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
-        scoring = check_scoring(query, shape, arguments, self.scoring.options.target)
+        scoring = check_scoring(query, shape, arguments, self.scoring.target)
         tokens = self.tokens._replace(key=key, value=value)
         return self._replace(scoring=scoring, shape=shape, tokens=tokens)
 
@@ -510,7 +511,7 @@ class Step(NamedTuple):
         cache = self.tokens.cache
         shape = self.shape._replace(key_length=cache.length)
         visible = Visible.of(self.masks(self.mask, shape, ends=None))
-        score_mod = self.scoring.options.score_mod
+        score_mod = self.scoring.score_mod
         number = self.tokens.appended.tokens
         ends = jnp.where(number > 0, cache.index + number, 0)
         if readable(ends):
@@ -580,11 +581,10 @@ class Step(NamedTuple):
         """
         source = self._source_of_keys(is_empty, in_place)
         call = self._call(source)
-        operands = call.operands
         # Only attention in place, and over gathered keys, can dequantize 8 bits itself;
         # all others need floats.
-        has_floats = operands.cache_scale is None
-        is_gathered = operands.key_indices is not None
+        has_floats = call.cache_scale is None
+        is_gathered = call.key_indices is not None
         if has_floats or is_gathered or reads_in_place(call):
             return call
         return self._call("copy")
@@ -636,20 +636,21 @@ class Step(NamedTuple):
         scale = None
         if in_place:
             scale = self.tokens.appended.cache.scale
-        options = self.scoring.options._replace(
+        scoring = dataclasses.replace(
+            self.scoring,
             cached=in_place,
-            ring=ring_in_place,
+            cache_scale=scale,
+            ring=key.shape[-3] if ring_in_place else None,
             value_size=None if scale is None else cache.value_size,
         )
         return with_keys(
-            self.scoring._replace(options=options),
+            scoring,
             key,
             value,
             shape,
             bias,
             masks,
             offsets,
-            cache_scale=scale,
             key_indices=indices,
         )
 
@@ -663,7 +664,7 @@ class Step(NamedTuple):
         tokens = self.tokens
         cache = tokens.cache
         new = tokens.appended.cache
-        dtype = self.scoring.operands.query.dtype
+        dtype = self.scoring.query.dtype
         in_place = source == "in place"
         key_offset = None
         if source == "new tokens":

@@ -2,6 +2,7 @@
 a `Call` of them.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -19,8 +20,6 @@ from flax_mha._src.call.operands import (
     NO_OFFSET,
     Call,
     Context,
-    Operands,
-    Options,
     ScoreMod,
     Sharding,
     accumulation_dtype,
@@ -537,35 +536,25 @@ def check_scoring(
         of_heads = (*shape.batch, shape.num_heads)
         sinks = broadcastable("sinks", sinks, of_heads, "[batch..., heads]")
 
-    options = Options(
+    return Call(
+        query=query,
+        sinks=sinks,
+        captured=captured,
+        constants=constants,
+        scale_array=scale_array,
+        dropout_rng=dropout_rng,
+        dtype=dtype,
+        target=target,
         scale=number,
         soft_cap=soft_cap,
         score_mod=function,
         dropout_rate=rate,
         broadcast_dropout=broadcast_dropout,
-        return_residual=return_residual,
         precision=precision,
-        target=target,
-        sharding=sharding,
-        has_known_sizes=False,  # set with the keys
-        dtype=dtype,
+        return_residual=return_residual,
         return_max_score=return_max_score,
+        sharding=sharding,
     )
-    missing: Any = None
-    operands = Operands(
-        query=query,
-        key=missing,
-        value=missing,
-        bias=None,
-        sinks=sinks,
-        mask=None,
-        captured=captured,
-        constants=constants,
-        offsets=Offsets(),
-        scale=scale_array,
-        dropout_rng=dropout_rng,
-    )
-    return Call(operands, options)
 
 
 def with_keys(
@@ -576,7 +565,6 @@ def with_keys(
     bias: ArrayLike | None,
     masks: Sequence[Mask | None],
     offsets: Offsets,
-    cache_scale: Array | None = None,
     key_indices: Array | None = None,
 ) -> Call:
     """Returns a call from `check_scoring` with keys, values, bias and all masks
@@ -586,23 +574,22 @@ def with_keys(
     checked_bias = check_floats("bias", bias)
     if checked_bias is not None:
         checked_bias = over_scores("bias", checked_bias, shape)
-    operands = scoring.operands._replace(
+    # `jax.export` may replace sizes by symbols.
+    sizes = (*scoring.query.shape, *key.shape, *value.shape)
+    call = dataclasses.replace(
+        scoring,
         key=key,
         value=value,
         bias=checked_bias,
         mask=visible,
         offsets=offsets,
-        cache_scale=cache_scale,
         key_indices=key_indices,
+        has_known_sizes=all(isinstance(size, int) for size in sizes),
     )
-    # `jax.export` may replace sizes by symbols.
-    sizes = (*operands.query.shape, *key.shape, *value.shape)
-    has_known_sizes = all(isinstance(size, int) for size in sizes)
-    options = scoring.options._replace(has_known_sizes=has_known_sizes)
     # Masks without arrays call no function.
-    if options.score_mod is not None or jax.tree.leaves(visible):
-        check_lookups(shape, options.score_mod, visible, offsets, operands.lengths)
-    return Call(operands, options)
+    if call.score_mod is not None or jax.tree.leaves(visible):
+        check_lookups(shape, call.score_mod, visible, offsets, call.lengths)
+    return call
 
 
 def _flag(name: str, value: Any) -> bool:

@@ -1,9 +1,10 @@
-"""A call of attention as a value: its checked arguments as arrays (`Operands`) and
-static `Options`.
+"""`Call`: a call of attention as a value, with its checked arguments as fields, arrays
+and static values.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import Target
 from flax_mha._src.core.user_function import TracedFunction
 from flax_mha._src.masks import Mask
-from flax_mha._src.masks.base import axes_of
 from flax_mha._src.masks.visible import Visible
 
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
@@ -93,17 +93,6 @@ class Context(NamedTuple):
 Sharding = PartitionSpec | NamedSharding | Context
 
 
-class IdsAndSeeds(NamedTuple):
-    """Indices of batch entries and heads for `score_mod`, and random words for dropout;
-    each None if not needed.
-    """
-
-    batch: Int[Array, "*B"] | None  # indices of the batch entries (flattened)
-    head: Int[Array, " N"] | None  # indices of the query heads
-    # Two random words for each head, or for all heads.
-    dropout_seed: UInt32[Array, "*B N 2"] | None
-
-
 class NonFinite(NamedTuple):
     """Flags from `guard.py`: infinity for each query or key that held NaN or infinity,
     else 0.
@@ -115,33 +104,131 @@ class NonFinite(NamedTuple):
     key: Float[Array, "... S"]  # [B..., S, K]; in a `Head`, [S]
 
 
-class Operands(NamedTuple):
-    """The checked arrays of a call, in the caller's layout; None for each array that
-    the call does not have.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreFields:
+    """The fields of a call that say how products of queries and keys become scores, and
+    scores become weights.
+
+    In a `Call`, arrays are in the caller's layout. A `ScoreRule` has these fields in
+    the layout of one head, and the formulas.
     """
 
-    query: Float[Array, "*B T N H"]
-    key: Float[Array, "*B S K H"]
-    value: Float[Array, "*B S K Hv"]
-    bias: Array | None
-    sinks: Array | None
-    mask: Visible | None
-    captured: list[Array]  # arrays that `score_mod` captures and that get gradients
-    constants: list[Array]  # all other arrays that `score_mod` captures
-    offsets: Offsets  # positions of the first query and the first key
-    scale: Array | None  # factor of query . key if it is an array, else None
-    dropout_rng: Array | None
-    # Of these heads, if the operands are a slice of a larger call.
-    ids_and_seeds: IdsAndSeeds | None = None
+    mask: Mask | None = None
+    # Positions of the first query and the first key.
+    offsets: Offsets = dataclasses.field(default=Offsets(), metadata={"axes": "B"})
+    # Two random words for each head, or for all heads; None without dropout. A slice of
+    # a larger call gets these and the indices below from that call; otherwise
+    # `with_indices` makes them.
+    dropout_seed: UInt32[Array, "*B N 2"] | None = dataclasses.field(
+        default=None, metadata={"axes": "B N words"}
+    )
+    # Indices of the batch entries (flattened), for `score_mod`.
+    batch_index: Int[Array, "*B"] | None = dataclasses.field(
+        default=None, metadata={"axes": "B"}
+    )
+    # Indices of the query heads, for `score_mod`.
+    head_index: Int[Array, " N"] | None = dataclasses.field(
+        default=None, metadata={"axes": "N"}
+    )
+    # Arrays that `score_mod` captures and that get no gradient.
+    constants: list[Array] = dataclasses.field(metadata={"axes": ""})
+
+    # Of scores and sums: float32, or float64 for float64 inputs.
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    # The devices that the call is compiled for.
+    target: Target = dataclasses.field(metadata={"static": True})
+    # Factor of query . key; 1 if it is an array, or if queries are scaled.
+    scale: float = dataclasses.field(metadata={"static": True})
+    # C in c * tanh(s / c).
+    soft_cap: float | None = dataclasses.field(metadata={"static": True})
+    score_mod: TracedFunction | None = dataclasses.field(metadata={"static": True})
+    # Fraction of the weights that are dropped.
+    dropout_rate: float = dataclasses.field(metadata={"static": True})
+    # Of matrix products.
+    precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})
+    return_max_score: bool = dataclasses.field(metadata={"static": True})
+    # The number of slots if the keys are a ring cache that is read in place; the key
+    # offset is then the position of the newest key (see `Tile`).
+    ring: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def map_arrays(self, change: Callable[[Array, str], Any]) -> Self:
+        """Returns a copy with each array replaced by `change(array, axes)`; `axes`
+        names the array's axes, such as "B T N H" (see `masks/base.py`).
+
+        Fields without axes, which are made once a call is cut, stay as they are.
+        """
+        changed: dict[str, Any] = {}
+        if self.mask is not None:
+            changed["mask"] = self.mask.map_arrays(change)
+        for field in dataclasses.fields(self):
+            if "axes" in field.metadata:
+                axes = field.metadata["axes"]
+                value = getattr(self, field.name)
+                changed[field.name] = jax.tree.map(
+                    lambda x, axes=axes: change(x, axes), value
+                )
+        return dataclasses.replace(self, **changed)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(ScoreFields):
+    """One call of attention: its checked arguments.
+
+    Arrays are in the caller's layout, and None if the call does not have them; the
+    metadata of their fields names their axes, as in masks. All other values are static.
+    """
+
+    mask: Visible | None = None
+    query: Float[Array, "*B T N H"] = dataclasses.field(metadata={"axes": "B T N H"})
+    # Keys and values are None until `with_keys` adds them.
+    key: Float[Array, "*B S K H"] = dataclasses.field(
+        default=None,  # type: ignore[assignment]
+        metadata={"axes": "B S K H"},
+    )
+    value: Float[Array, "*B S K Hv"] = dataclasses.field(
+        default=None,  # type: ignore[assignment]
+        metadata={"axes": "B S K H"},
+    )
+    bias: Float[Array, "*#B #N #T #S"] | None = dataclasses.field(
+        default=None, metadata={"axes": "B N T|1 S|1"}
+    )
+    sinks: Float[Array, "*#B #N"] | None = dataclasses.field(metadata={"axes": "B N"})
+    # Arrays that `score_mod` captures and that get gradients.
+    captured: list[Array] = dataclasses.field(metadata={"axes": ""})
+    # Factor of query . key if it is an array; `scale` is then 1.
+    scale_array: Float[Array, ""] | None = dataclasses.field(metadata={"axes": ""})
+    dropout_rng: Array | None = dataclasses.field(metadata={"axes": ""})
     # Scales of keys and values in 8 bits; see `KVCache.scale`.
-    cache_scale: Float[Array, "*B S K 2"] | None = None
+    cache_scale: Float[Array, "*B S K 2"] | None = dataclasses.field(
+        default=None, metadata={"axes": "B S K H"}
+    )
     # Indices of the keys that each query attends to; -1 means no key, repeated indices
     # count once. None: all keys.
-    key_indices: Int[Array, "*B T #K k"] | None = None
+    key_indices: Int[Array, "*B T #K k"] | None = dataclasses.field(
+        default=None, metadata={"axes": "B T K k"}
+    )
     # Made by `guard`; None before it, or if nothing is masked.
     nonfinite: NonFinite | None = None
     # The tiles to visit (`BlockMask`), if they are known before the call is computed.
     tiles: Any = None
+
+    broadcast_dropout: bool = dataclasses.field(metadata={"static": True})
+    return_residual: bool = dataclasses.field(metadata={"static": True})
+    # The caller's `qkv_sharding`, or the arguments of `context_parallel`.
+    sharding: Sharding | None = dataclasses.field(metadata={"static": True})
+    # Whether all sizes are numbers, not symbols of `jax.export`; set with the keys.
+    has_known_sizes: bool = dataclasses.field(default=False, metadata={"static": True})
+    # Whether keys and values are a cache, which is read in place.
+    cached: bool = dataclasses.field(default=False, metadata={"static": True})
+    # `KVCache.value_size` of a cache in 8 bits, which is read in place.
+    value_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def inputs(self) -> tuple[Array, Array, Array]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -155,61 +242,16 @@ class Operands(NamedTuple):
         """
         return self.key.shape[-2], self.query.shape[-2] // self.key.shape[-2]
 
+    @property
+    def may_mask(self) -> bool:
+        """Whether a score may be masked."""
+        return may_mask(self.mask, self.bias, self.score_mod)
+
     def axis_names(self) -> list[str]:
         """Lists the axis names of each array, such as "B T N H" (see `masks/base.py`),
         in pytree order.
         """
-        named = [
-            (self.query, "B T N H"),
-            (self.key, "B S K H"),
-            (self.value, "B S K H"),
-            (self.bias, "B N T|1 S|1"),
-            (self.sinks, "B N"),
-            # A mask names the axes of its own arrays.
-            *((axes, axes) for axes in axes_of(self.mask)),
-            ((self.captured, self.constants), ""),
-            (self.offsets, "B"),
-            (self.scale, ""),
-            (self.dropout_rng, ""),
-            *zip(self.ids_and_seeds or (), ("B", "N", "B N words"), strict=False),
-            (self.cache_scale, "B S K H"),
-            (self.key_indices, "B T K k"),
-        ]
-        names: list[str] = []
-        for tree, axes in named:
-            names += [axes] * len(jax.tree.leaves(tree))
-        return names
-
-
-class Options(NamedTuple):
-    """The static part of a call: hashable values that are known while tracing."""
-
-    scale: float  # factor of query . key if it is a number, else 1
-    soft_cap: float | None
-    score_mod: TracedFunction | None
-    dropout_rate: float
-    broadcast_dropout: bool
-    return_residual: bool
-    precision: lax.PrecisionLike
-    target: Target  # the devices that the call is compiled for
-    # The caller's `qkv_sharding`, or the arguments of `context_parallel`.
-    sharding: Sharding | None
-    has_known_sizes: bool  # whether all sizes are numbers, not symbols of `jax.export`
-    dtype: jnp.dtype  # of softmax and sums: float32, or float64 for float64 inputs
-    cached: bool = False  # whether keys and values are a cache, which is read in place
-    # Whether the cache is a ring; the key offset is then the position of the newest
-    # key.
-    ring: bool = False
-    return_max_score: bool = False
-    # `KVCache.value_size` of a cache in 8 bits, which is read in place.
-    value_size: int | None = None
-
-
-class Call(NamedTuple):
-    """One call of attention: its operands and options."""
-
-    operands: Operands
-    options: Options
+        return jax.tree.leaves(self.map_arrays(lambda _, axes: axes))
 
 
 class LogSumExp(NamedTuple):

@@ -6,6 +6,7 @@ Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509. "allgather": each device col
 all keys and values, and computes the attention of its queries.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -23,11 +24,10 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> R
     """Computes the result of this device's queries by "ulysses": `attend` computes some
     heads over all positions.
     """
-    operands, options = call
     axis = context.axis
     is_zigzag = context.layout == "zigzag"
     order = split.chunk_order(context.layout, lax.axis_size(axis))
-    rows_axis = operands.query.ndim - 3
+    rows_axis = call.query.ndim - 3
 
     def to_heads(x: Array) -> Array:
         """Exchanges some positions of all heads for all positions of some heads."""
@@ -42,27 +42,26 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> R
             x, axis, split_axis=rows_axis, concat_axis=rows_axis + 1, tiled=True
         )
 
-    operands = operands._replace(
-        query=to_heads(operands.query),
-        key=to_heads(operands.key),
-        value=to_heads(operands.value),
+    call = dataclasses.replace(
+        call,
+        query=to_heads(call.query),
+        key=to_heads(call.key),
+        value=to_heads(call.value),
     )
     # The chunks arrive in the order of devices. Masks and dropout depend on positions.
     if is_zigzag:
         by_position = np.argsort(order)
-        operands = split.reorder_keys(operands, by_position, and_queries=True)
-    result = attend(Call(operands, options))
-    return jax.tree.map(to_positions, result)
+        call = split.reorder_keys(call, by_position, and_queries=True)
+    return jax.tree.map(to_positions, attend(call))
 
 
 def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) -> Result:
     """Computes the result of this device's queries by "allgather": `attend` computes a
     chunk of them over all keys.
     """
-    operands, options = call
     devices = lax.axis_size(context.axis)
     rank = lax.axis_index(context.axis)
-    rows_axis = operands.query.ndim - 3
+    rows_axis = call.query.ndim - 3
 
     def gather(x: Array) -> Array:
         # XLA cannot gather nothing.
@@ -70,22 +69,22 @@ def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) ->
             return x
         return lax.all_gather(x, context.axis, axis=rows_axis, tiled=True)
 
-    operands = operands._replace(key=gather(operands.key), value=gather(operands.value))
+    call = dataclasses.replace(call, key=gather(call.key), value=gather(call.value))
     chunks = 1
     if context.layout == "zigzag":
         chunks = 2
         by_position = np.argsort(split.chunk_order("zigzag", devices))
-        operands = split.reorder_keys(operands, by_position)
+        call = split.reorder_keys(call, by_position)
     # The two chunks of "zigzag" are not adjacent, and a call has one query offset.
-    length = operands.query.shape[-3] // chunks
+    length = call.query.shape[-3] // chunks
     results = []
     for number in range(chunks):
         first = split.chunk_of(rank, number, devices) * length
         chunk = slices.slice_call(
-            operands,
+            call,
             queries=(number * length, length),
             keys=None,
             positions=(first, 0),
         )
-        results.append(attend(Call(chunk, options)))
+        results.append(attend(chunk))
     return jax.tree.map(lambda *x: jnp.concatenate(x, rows_axis), *results)

@@ -17,6 +17,7 @@ hop's keys, and the tiles to visit, are known only at run time; tiles that are m
 throughout are not computed.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,8 +32,6 @@ from flax_mha._src.call.operands import (
     Call,
     Context,
     LogSumExp,
-    Operands,
-    Options,
     Result,
     accumulation_dtype,
 )
@@ -49,9 +48,9 @@ from flax_mha._src.math.softmax import (
 )
 from flax_mha._src.plan import Plan
 
-# Cuts a pair of chunks out of a device's operands; see `Ring.fold`.
-Cut = Callable[[Operands], Call]
-Trainable = dict[str, Any]  # the operands of a call that get derivatives, by name
+# Cuts a pair of chunks out of a device's part of a call; see `Ring.fold`.
+Cut = Callable[[Call], Call]
+Trainable = dict[str, Any]  # the arrays of a call that get derivatives, by field
 
 
 def attention(call: Call, context: Context, engine: Engine) -> Result:
@@ -59,18 +58,17 @@ def attention(call: Call, context: Context, engine: Engine) -> Result:
 
     `engine` computes the hops, and has derivatives of every order.
     """
-    operands = call.operands
     # Hops are merged by their log-sum-exp.
-    options = call.options._replace(return_residual=True)
-    ring, hop = _ring_of(Call(operands, options), context)
+    call = dataclasses.replace(call, return_residual=True)
+    ring, hop = _ring_of(call, context)
     # The calls of all hops have equal shapes, so one plan is for all.
     plan, _ = engine.plan(hop)
     ring = ring._replace(engine=engine, plan=plan)
-    output, lse, largest = _results(ring, _of_hops(operands))
-    if operands.sinks is not None:
-        sinks = operands.sinks[..., None, :].astype(options.dtype)
+    output, lse, largest = _results(ring, _of_hops(call))
+    if call.sinks is not None:
+        sinks = call.sinks[..., None, :].astype(call.dtype)
         output, lse = _with_sinks(output, lse, sinks)
-    return Result(output.astype(operands.query.dtype), lse.rounded, largest)
+    return Result(output.astype(call.query.dtype), lse.rounded, largest)
 
 
 def first_hop(call: Call, context: Context) -> Call:
@@ -88,35 +86,45 @@ def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
     """Returns the `Ring` of a call, still without its engine, which `attention` adds,
     and the call of `first_hop`.
     """
-    operands = _of_hops(call.operands)
     ring = Ring(
         axis=context.axis,
         size=lax.axis_size(context.axis),
         chunks=2 if context.layout == "zigzag" else 1,
-        rows_axis=operands.query.ndim - 3,
-        options=call.options,
+        rows_axis=call.query.ndim - 3,
     )
     rank = lax.axis_index(ring.axis)
-    hop = ring.slice(operands, source=rank, i=0, j=0)
+    hop = ring.slice(_of_hops(call), source=rank, i=0, j=0)
     return ring, hop
 
 
-def _of_hops(operands: Operands) -> Operands:
-    """Removes sinks, which `attention` adds after the last hop, and the dropout key:
-    `ids_and_seeds` replaces it.
+def _of_hops(call: Call) -> Call:
+    """Removes sinks, which `attention` adds after the last hop, and the dropout key,
+    which `dropout_seed` replaces.
     """
-    return operands._replace(sinks=None, dropout_rng=None)
+    return dataclasses.replace(call, sinks=None, dropout_rng=None)
 
 
-def trainable_of(operands: Operands) -> Trainable:
+def trainable_of(call: Call) -> Trainable:
     return {
-        "query": operands.query,
-        "key": operands.key,
-        "value": operands.value,
-        "bias": operands.bias,
-        "captured": operands.captured,
-        "scale": operands.scale,
+        "query": call.query,
+        "key": call.key,
+        "value": call.value,
+        "bias": call.bias,
+        "captured": call.captured,
+        "scale_array": call.scale_array,
     }
+
+
+def promote(call: Call) -> Call:
+    """Converts query, key and value to the dtype of sums: results and gradients of hops
+    are added up, and are rounded only after the last hop.
+    """
+    return dataclasses.replace(
+        call,
+        query=call.query.astype(call.dtype),
+        key=call.key.astype(call.dtype),
+        value=call.value.astype(call.dtype),
+    )
 
 
 class Ring(NamedTuple):
@@ -130,32 +138,33 @@ class Ring(NamedTuple):
     # "zigzag".
     chunks: int
     rows_axis: int  # the axis of queries in all results
-    options: Options  # the options of the call
     # The `Engine` that computes the hops; `attention` sets it and its plan.
     engine: Any = None
     plan: Any = None  # the `Plan` of every hop
 
     def fold(
         self,
-        operands: Operands,
-        step: Callable[[Operands, Cut, Scalar, T], T],
+        call: Call,
+        step: Callable[[Call, Cut, Scalar, T], T],
         state: T,
         after_hop: Callable[[T], T] = lambda state: state,
     ) -> T:
         """Runs `state = step(held, cut, i, state)` for each pair of chunks in each hop;
         returns the last state.
 
-        `held` is `operands` with this hop's keys and values: first the device's own,
+        `held` is `call` with this hop's keys and values: first the device's own,
         later those of other devices. `cut(held)` makes the call of a pair: chunk `i` of
         the device's queries, and one chunk of these keys. `after_hop` updates the state
         at the end of each hop.
         """
         rank = lax.axis_index(self.axis)
-        leaves, structure = jax.tree.flatten(operands)
+        leaves, structure = jax.tree.flatten(call)
         # The leaves that travel around the ring: keys, values, and what masks have for
         # each key.
-        axes_of_leaves = slices.sequence_axes(operands)
-        travelling = [n for n, axes in enumerate(axes_of_leaves) if axes.travels]
+        travelling = []
+        for n, axes in enumerate(call.axis_names()):
+            if slices.travels_with_keys(axes.split()):
+                travelling.append(n)
 
         def hop(carry: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
             state, arrays = carry
@@ -185,11 +194,11 @@ class Ring(NamedTuple):
         (state, _), _ = lax.scan(hop, start, hops)
         return state
 
-    def slice(self, operands: Operands, source: Scalar, i: Scalar, j: Scalar) -> Call:
+    def slice(self, call: Call, source: Scalar, i: Scalar, j: Scalar) -> Call:
         """Makes a pair's call: chunk `i` of this device's queries, and chunk `j` of the
         keys of device `source`.
         """
-        queries, keys = operands.lengths
+        queries, keys = call.lengths
         height = queries // self.chunks
         width = keys // self.chunks
         # The positions of the chunks in the sequence, for masks and dropout.
@@ -200,13 +209,12 @@ class Ring(NamedTuple):
         # hold the keys of all devices in the order of devices.
         first_held = j * width
         first_of_all = source * keys + j * width
-        pair = slices.slice_call(
-            operands,
+        return slices.slice_call(
+            call,
             queries=(i * height, height),
             keys=(first_held, first_of_all, width),
             positions=(first_query, first_key),
         )
-        return Call(pair, self.options)
 
     def hop(self, call: Call, known: Result | None = None) -> Result:
         """Computes the attention of one device's queries to another's keys, in at least
@@ -214,32 +222,25 @@ class Ring(NamedTuple):
         """
         engine: Engine = self.engine
         plan: Plan = self.plan
-        call = guard(call._replace(operands=self.promote(call.operands)), plan)
+        call = guard(promote(call), plan)
         if known is None:
             return engine.forward(plan, call)
         return engine.share(plan, call, known)
 
-    def promote(self, operands: Operands) -> Operands:
-        """Converts query, key and value to the dtype of sums: results and gradients of
-        hops are added up, and are rounded only after the last hop.
-        """
-        dtype = self.options.dtype
-        return operands._replace(
-            query=operands.query.astype(dtype),
-            key=operands.key.astype(dtype),
-            value=operands.value.astype(dtype),
-        )
-
     def share(
-        self, held: Operands, cut: Cut, known: Result
+        self, held: Call, cut: Cut, known: Result
     ) -> Callable[[Trainable], Result]:
-        """Makes a function of the trainable operands that returns `known`, with this
+        """Makes a function of the trainable arrays that returns `known`, with this
         pair's share as its derivative.
 
         `known` is the result of the pair's queries over all keys. For `held` and `cut`,
         see `fold`.
         """
-        return lambda trainable: self.hop(cut(held._replace(**trainable)), known)
+
+        def hop(trainable: Trainable) -> Result:
+            return self.hop(cut(dataclasses.replace(held, **trainable)), known)
+
+        return hop
 
     def send(self, tree: T) -> T:
         """Sends arrays to the next device; returns those from the previous device."""
@@ -273,58 +274,52 @@ class Ring(NamedTuple):
         return jax.tree.map(put, results, parts)
 
 
-def _merge_hops(ring: Ring, operands: Operands) -> Result:
+def _merge_hops(ring: Ring, call: Call) -> Result:
     """Runs the forward pass: merges the results of all hops to output, log-sum-exp and,
     if wanted, largest scores.
     """
 
-    def step(
-        held: Operands, cut: Cut, i: Scalar, merged: OnlineSoftmax
-    ) -> OnlineSoftmax:
+    def step(held: Call, cut: Cut, i: Scalar, merged: OnlineSoftmax) -> OnlineSoftmax:
         result: Any = ring.hop(cut(held))
         return ring.put_rows(merged, i, ring.rows(merged, i).merge(*result))
 
     start = OnlineSoftmax.start(
-        rows=operands.query.shape[:-1],
-        features=operands.value.shape[-1],
+        rows=call.query.shape[:-1],
+        features=call.value.shape[-1],
         sink=None,  # `attention` adds sinks after the last hop
-        dtype=ring.options.dtype,
-        keeps_largest=ring.options.return_max_score,
+        dtype=call.dtype,
+        keeps_largest=call.return_max_score,
     )
-    merged = ring.fold(operands, step, start)
+    merged = ring.fold(call, step, start)
     return Result(*merged.finish())
 
 
-def _tangents(
-    ring: Ring, operands: Operands, known: Result, d_operands: Trainable
-) -> Result:
+def _tangents(ring: Ring, call: Call, known: Result, d_trainable: Trainable) -> Result:
     """Computes the tangents of `known` (output and log-sum-exp) from those of a
-    device's operands, `d_operands`.
+    device's arrays, `d_trainable`.
 
     They are the sums of all hops' shares. Tangents of keys and values travel around the
     ring with keys and values.
     """
 
-    def step(held: Operands, cut: Cut, i: Scalar, state: tuple) -> tuple:
-        sums, d_operands = state
+    def step(held: Call, cut: Cut, i: Scalar, state: tuple) -> tuple:
+        sums, d_trainable = state
         share = ring.share(held, cut, ring.rows(known, i))
-        _, more = jax.jvp(share, (trainable_of(held),), (d_operands,))
+        _, more = jax.jvp(share, (trainable_of(held),), (d_trainable,))
         added = jax.tree.map(jnp.add, ring.rows(sums, i), more)
-        return ring.put_rows(sums, i, added), d_operands
+        return ring.put_rows(sums, i, added), d_trainable
 
     def after_hop(state: tuple) -> tuple:
-        sums, d_operands = state
-        return sums, ring.send_keys(d_operands)
+        sums, d_trainable = state
+        return sums, ring.send_keys(d_trainable)
 
-    start = (jax.tree.map(jnp.zeros_like, known), d_operands)
-    sums, _ = ring.fold(operands, step, start, after_hop)
+    start = (jax.tree.map(jnp.zeros_like, known), d_trainable)
+    sums, _ = ring.fold(call, step, start, after_hop)
     return sums
 
 
-def _gradients(
-    ring: Ring, operands: Operands, known: Result, cotangents: Result
-) -> Trainable:
-    """Computes the gradients of a device's operands from the cotangents of `known`: the
+def _gradients(ring: Ring, call: Call, known: Result, cotangents: Result) -> Trainable:
+    """Computes the gradients of a device's arrays from the cotangents of `known`: the
     transpose of `_tangents`.
 
     The gradients of keys and values travel around the ring with keys and values: after
@@ -334,17 +329,17 @@ def _gradients(
     def zeros_like(x: Array) -> Array:
         return jnp.zeros(x.shape, accumulation_dtype(x.dtype))
 
-    def step(held: Operands, cut: Cut, i: Scalar, sums: Trainable) -> Trainable:
+    def step(held: Call, cut: Cut, i: Scalar, sums: Trainable) -> Trainable:
         share = ring.share(held, cut, ring.rows(known, i))
-        # A gradient has the dtype of its operand.
-        trainable = trainable_of(ring.promote(held))
+        # A gradient has the dtype of its array.
+        trainable = trainable_of(promote(held))
         _, transpose = jax.vjp(share, trainable)
         [more] = transpose(ring.rows(cotangents, i))
         return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, more)
 
-    trainable = trainable_of(operands)
+    trainable = trainable_of(call)
     zeros = jax.tree.map(zeros_like, trainable)
-    sums = ring.fold(operands, step, zeros, ring.send_keys)
+    sums = ring.fold(call, step, zeros, ring.send_keys)
     return jax.tree.map(lambda d, x: d.astype(x.dtype), sums, trainable)
 
 
@@ -371,18 +366,18 @@ def _with_sinks(
     return output, LogSumExp(maximum, log_sum)
 
 
-def _results(ring: Ring, operands: Operands) -> Any:
+def _results(ring: Ring, call: Call) -> Any:
     """Computes `_merge_hops` as one JAX operation with the derivatives `_tangents` and
     `_gradients`.
     """
-    leaves, structure = jax.tree.flatten(operands)
-    shape = (*operands.query.shape[:-1], operands.value.shape[-1])
-    like = shapes_of_results(shape, ring.options.dtype, ring.options.return_max_score)
+    leaves, structure = jax.tree.flatten(call)
+    shape = (*call.query.shape[:-1], call.value.shape[-1])
+    like = shapes_of_results(shape, call.dtype, call.return_max_score)
     outputs, results = jax.tree.flatten(like)
 
     def evaluate(*arguments: Any) -> list[Array]:
-        operands = jax.tree.unflatten(structure, arguments)
-        return jax.tree.leaves(_merge_hops(ring, operands))
+        call = jax.tree.unflatten(structure, arguments)
+        return jax.tree.leaves(_merge_hops(ring, call))
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         output, lse, largest = jax.tree.unflatten(results, attend(*arguments))
@@ -390,15 +385,14 @@ def _results(ring: Ring, operands: Operands) -> Any:
         d_arguments = [
             tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)
         ]
-        operands = jax.tree.unflatten(structure, arguments)
-        d_operands = jax.tree.unflatten(structure, d_arguments)
-        options = ring.options._replace(return_max_score=False)
+        call = jax.tree.unflatten(structure, arguments)
+        d_call = jax.tree.unflatten(structure, d_arguments)
         d_output, _, d_log_sum = _linear(
             _tangents,
-            ring._replace(options=options),
-            operands,
+            ring,
+            dataclasses.replace(call, return_max_score=False),
             known=Result(*known),
-            linear=trainable_of(d_operands),
+            linear=trainable_of(d_call),
         )
         # Maxima have no derivative.
         d_results = [d_output, None, d_log_sum, None]
@@ -409,38 +403,38 @@ def _results(ring: Ring, operands: Operands) -> Any:
 
 
 def _linear(
-    compute: Callable, ring: Ring, operands: Operands, known: Result, linear: Any
+    compute: Callable, ring: Ring, call: Call, known: Result, linear: Any
 ) -> list[Array]:
-    """Returns the leaves of `compute(ring, operands, known, linear)`, as one operation
+    """Returns the leaves of `compute(ring, call, known, linear)`, as one operation
     that JAX can transpose.
 
     `compute` is `_tangents` or its transpose `_gradients`, and `linear` holds the
     tangents or cotangents.
     """
-    # The results look like `known` or, of the transpose, like the operands.
+    # The results look like `known` or, of the transpose, like the call's arrays.
     if compute is _tangents:
         other: Callable = _gradients
         like: Any = known
     else:
         other = _tangents
-        like = trainable_of(operands)
-    residual_leaves, residual_structure = jax.tree.flatten((operands, known))
+        like = trainable_of(call)
+    residual_leaves, residual_structure = jax.tree.flatten((call, known))
     linear_leaves, linear_structure = jax.tree.flatten(linear)
     like_leaves, result_structure = jax.tree.flatten(like)
     first_linear = len(residual_leaves)
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
         residuals = arguments[:first_linear]
-        operands, known = jax.tree.unflatten(residual_structure, residuals)
+        call, known = jax.tree.unflatten(residual_structure, residuals)
         linear = jax.tree.unflatten(linear_structure, arguments[first_linear:])
-        return jax.tree.leaves(compute(ring, operands, known, linear))
+        return jax.tree.leaves(compute(ring, call, known, linear))
 
     def transpose(
         residuals: Sequence[Any], cotangents: Sequence[Array]
     ) -> Sequence[Array]:
-        operands, known = jax.tree.unflatten(residual_structure, residuals)
+        call, known = jax.tree.unflatten(residual_structure, residuals)
         linear = jax.tree.unflatten(result_structure, cotangents)
-        return _linear(other, ring, operands, known, linear)
+        return _linear(other, ring, call, known, linear)
 
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like_leaves]
     operation = linear_function(outputs, evaluate, transpose, first_linear)

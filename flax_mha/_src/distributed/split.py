@@ -10,6 +10,7 @@ too. The parts need no communication unless the sequence is split; `ring.py` and
 *chunks*: each device holds one or, with the layout "zigzag", two.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -27,14 +28,13 @@ from flax_mha._src.call.operands import (
     Call,
     Context,
     Layout,
-    Operands,
-    Options,
     Result,
     Sharding,
 )
-from flax_mha._src.call.slices import SequenceAxes, map_arrays, travels_with_keys
+from flax_mha._src.call.slices import sequence_axes, travels_with_keys
+from flax_mha._src.core.tracing import T
 from flax_mha._src.core.validation import int_at_least
-from flax_mha._src.math.head import ids_and_seeds
+from flax_mha._src.math.head import with_indices
 
 
 def mesh_axes(mesh: Any, *kinds: AxisType) -> list[str]:
@@ -193,7 +193,7 @@ def by_types(call: Call) -> Split:
     """Returns the split in the types of query, key and value. At least one must be on a
     mesh with Explicit axes.
     """
-    arrays = call.operands[:3]
+    arrays = call.inputs
     mesh = next(jax.typeof(x).sharding.mesh for x in arrays if is_explicit(x))
     explicit = mesh_axes(mesh, AxisType.Explicit)
     specs = [jax.typeof(x).sharding.spec for x in arrays]
@@ -220,7 +220,7 @@ def by_placement(call: Call) -> Split | None:
     None if they share no mesh, the mesh has one device, or they are split in a way that
     attention does not support.
     """
-    shardings: list[Any] = [x.sharding for x in call.operands[:3]]
+    shardings: list[Any] = [x.sharding for x in call.inputs]
     if not all(isinstance(x, NamedSharding) for x in shardings):
         return None
     mesh = shardings[0].mesh
@@ -287,7 +287,7 @@ def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]
     """Returns the mesh to use and, for each axis of the query, the mesh axes that split
     it (None: none, or unknown).
     """
-    query: Any = call.operands.query
+    query: Any = call.query
     known: Any = None
     if is_explicit(query):
         known = jax.typeof(query).sharding
@@ -310,17 +310,17 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
     """Raises a ValueError if `context_parallel` does not support a call, or its devices
     cannot split it evenly.
     """
-    if call.options.cached:
+    if call.cached:
         raise ValueError(
             "context_parallel does not support decoding, but got a cache; decode "
             "without it."
         )
-    if call.operands.key_indices is not None:
+    if call.key_indices is not None:
         raise ValueError(
             "context_parallel does not support key_indices, whose keys may be on any "
             "device; split batch axes and heads with qkv_sharding instead."
         )
-    query, key = call.operands[:2]
+    query, key = call.inputs[:2]
     axis = context.axis
     devices = number_of_parts(split.mesh, axis)
     parts = devices
@@ -355,7 +355,7 @@ def _split(
 
     `manual` becomes `Split.manual`. Errors say that `source` gave the specs.
     """
-    query, key = call.operands[:2]
+    query, key = call.inputs[:2]
     # The different entries for each axis, of which a valid split has at most one.
     by_axis = zip(*(pad_spec(spec, query.ndim) for spec in specs), strict=True)
     given = [set(entries) - {None, ()} for entries in by_axis]
@@ -440,36 +440,32 @@ def take_entries(x: ArrayLike, indices: Array, missing: float) -> Array:
     return x.at[indices].get(mode="fill", fill_value=missing, out_sharding=target)
 
 
-def run_on_mesh(
-    operands: Operands, options: Options, parts: Split, run: Callable[[Call], Any]
-) -> Any:
+def run_on_mesh(call: Call, parts: Split, run: Callable[[Call], T]) -> T:
     """Calls `run(call)` on each device with its part of a call, split by `parts`;
     returns the whole call's result.
     """
     # Drawn for the whole call, so that every mesh drops the same weights.
-    operands = operands._replace(ids_and_seeds=ids_and_seeds(operands, options))
-    leaves, structure = jax.tree.flatten(operands)
+    call = with_indices(call)
+    leaves, structure = jax.tree.flatten(call)
 
-    def part(*leaves: Array) -> Any:
+    def part(*leaves: Array) -> T:
         held = jax.tree.unflatten(structure, leaves)
-        held = _shared_key_head(held, operands, parts)
-        return run(unsplit(Call(held, options)))
+        return run(unsplit(_shared_key_head(held, call, parts)))
 
-    return parts.shard_map(part, leaves, operands.axis_names(), parts.output_spec)
+    return parts.shard_map(part, leaves, call.axis_names(), parts.output_spec)
 
 
 def unsplit(call: Call) -> Call:
-    """Returns the call with its options changed so that no array counts as split."""
-    target = call.options.target._replace(may_be_split=False)
-    options = call.options._replace(sharding=None, target=target)
-    return call._replace(options=options)
+    """Returns the call with no array counted as split."""
+    target = call.target._replace(may_be_split=False)
+    return dataclasses.replace(call, sharding=None, target=target)
 
 
-def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
+def _shared_key_head(part: Call, whole: Call, parts: Split) -> Call:
     """If key heads are not split, reduces `part` to the one key head that the query
     heads on this device use.
 
-    `part` holds the operands on this device, and `whole` those of the whole call.
+    `part` is this device's part of the call `whole`.
     """
     if parts.heads == parts.key_heads:
         return part
@@ -489,39 +485,41 @@ def _shared_key_head(part: Operands, whole: Operands, parts: Split) -> Operands:
     indices = part.key_indices
     if indices is not None and indices.shape[-2] > 1:
         indices = one_head(indices)
-    return part._replace(key=key, value=value, cache_scale=scale, key_indices=indices)
+    return dataclasses.replace(
+        part, key=key, value=value, cache_scale=scale, key_indices=indices
+    )
 
 
 def empty_result(call: Call, parts: Split) -> Result:
     """Returns the empty result of a call without using `shard_map`, because XLA may
     fail to compile gradients of empty parts.
     """
-    query = call.operands.query
-    value = call.operands.value
+    query = call.query
+    value = call.value
     # No constant, so that the results are on the devices of the query.
     lse = query.sum(-1)
     output = jnp.broadcast_to(lse[..., None], (*lse.shape, value.shape[-1]))
     output = parts.reshard(output, parts.output_spec)
-    lse = parts.reshard(lse, parts.output_spec).astype(call.options.dtype)
-    largest = lse if call.options.return_max_score else None
+    lse = parts.reshard(lse, parts.output_spec).astype(call.dtype)
+    largest = lse if call.return_max_score else None
     return Result(output, lse, largest)
 
 
-def reorder_keys(
-    operands: Operands, order: np.ndarray, and_queries: bool = False
-) -> Operands:
+def reorder_keys(call: Call, order: np.ndarray, and_queries: bool = False) -> Call:
     """Applies `reorder_chunks` to the key axis of every array of a call and, with
     `and_queries`, also to the query axis.
     """
+    batch_axes = call.query.ndim - 3
 
-    def change(x: Array, axes: SequenceAxes) -> Array:
-        if axes.keys is not None:
-            x = reorder_chunks(x, order, axes.keys)
-        if and_queries and axes.queries is not None:
-            x = reorder_chunks(x, order, axes.queries)
+    def change(x: Array, axes: str) -> Array:
+        query_axis, key_axis = sequence_axes(x, axes, batch_axes)
+        if key_axis is not None:
+            x = reorder_chunks(x, order, key_axis)
+        if and_queries and query_axis is not None:
+            x = reorder_chunks(x, order, query_axis)
         return x
 
-    return map_arrays(change, operands)
+    return call.map_arrays(change)
 
 
 def reorder_chunks(x: Any, order: np.ndarray, axis: int) -> Any:

@@ -113,8 +113,8 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
     """
     tiling: Any = plan.tiling
     head = heads_of(call, plan.dtype)
-    axes = call.operands.query.ndim - 1  # B..., K and G
-    blocks = call.operands.tiles
+    axes = call.query.ndim - 1  # B..., K and G
+    blocks = call.tiles
     if blocks is None:
         blocks = _block_mask(head.rule, tiling, axes)
 
@@ -130,7 +130,7 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
 
     known = None
     if result is not None:
-        known = from_caller(result, call.operands.groups)
+        known = from_caller(result, call.groups)
     fuse_rows = blocks.single and plan.fuses_rows
     one_head = functools.partial(blockwise_head, tiling, fuse_rows)
     results = map_heads(
@@ -140,7 +140,7 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
         looped_axes=looped_axes,
         max_heads=plan.max_heads,
     )
-    return to_caller(results, call.operands.query.dtype)
+    return to_caller(results, call.query.dtype)
 
 
 def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
@@ -168,7 +168,7 @@ def blockwise_head(
     operands: tuple[Head, BlockMask, tuple[Float[Array, "T Hv"], LogSumExp] | None],
 ) -> ResultsOfHead:
     """Computes output and log-sum-exp of a head; also each row's largest score, None
-    unless `rule.returns_max` is True.
+    unless `rule.return_max_score` is True.
 
     Args:
       tiling: How the scores are cut into tiles.
@@ -236,7 +236,7 @@ def _attention(
     """
     leaves, structure = jax.tree.flatten((head, blocks, known))
     shape = (tiling.shape[0], head.value.shape[1])
-    like = shapes_of_results(shape, head.rule.dtype, head.rule.returns_max)
+    like = shapes_of_results(shape, head.rule.dtype, head.rule.return_max_score)
     outputs, results = jax.tree.flatten(like)
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
@@ -308,7 +308,7 @@ def _output(
             features=head.value.shape[1],
             sink=head.inputs.sink,
             dtype=head.rule.dtype,
-            keeps_largest=head.rule.returns_max,
+            keeps_largest=head.rule.return_max_score,
         )
         start = varying_as(Q_i, start)
         state = over_keys(blocks, tiling, head.rule, i, visit_tile, start)

@@ -38,12 +38,12 @@ class Engine:
         all keys.
         """
         reasons = []
-        if not call.options.has_known_sizes:
+        if not call.has_known_sizes:
             reasons.append(
                 "it needs static shapes, but some dimensions are symbolic: export with "
                 "static shapes"
             )
-        if call.operands.key_indices is not None:
+        if call.key_indices is not None:
             reasons.append(
                 'key_indices is not supported: pass implementation=None or "xla"'
             )
@@ -64,7 +64,7 @@ class Engine:
 
         The default plan multiplies matrices in the query's dtype.
         """
-        return Plan(call.operands.query.dtype, self.guard_first), call
+        return Plan(call.query.dtype, self.guard_first), call
 
     def forward(self, plan: Plan, call: Call) -> Result:
         """Computes a call that `guard.guard` returned; the log-sum-exp may be None

@@ -181,16 +181,6 @@ class Mask:
         return hash((structure, *(np.shape(x) for x in leaves)))
 
 
-def axes_of(mask: Mask | None) -> list[str]:
-    """Lists the axis names, such as "B T", of each array in the mask, in the order of
-    `jax.tree.leaves(mask)`.
-    """
-    if mask is None:
-        return []
-    names = mask.map_arrays(lambda _, axes: axes)
-    return jax.tree.leaves(names)
-
-
 def _first_head(x: Array, axes: str) -> Array:
     """Returns the part of a mask's array for the first batch entry and head; `axes`
     names its axes ("B N T S").

@@ -21,15 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import (
-    Call,
-    IdsAndSeeds,
-    LogSumExp,
-    NonFinite,
-    Operands,
-    Options,
-    Result,
-)
+from flax_mha._src.call.operands import Call, LogSumExp, NonFinite, Result
 from flax_mha._src.core.tile import Offsets, Scalar, Tile
 from flax_mha._src.core.tracing import T, being_traced
 from flax_mha._src.masks import Mask
@@ -94,29 +86,28 @@ def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> H
     The scale multiplies the queries. But if it is a number, and queries are rounded to
     a narrower `dtype`, it multiplies the products, as `rule.scale`.
     """
-    operands, options = call
-    inputs, rule = scores_of(operands, options)
-    nonfinite = operands.nonfinite
+    inputs, rule = scores_of(call)
+    nonfinite = call.nonfinite
     if stored is None:
         stored = dtype
 
-    # The scale of softmax(scale * Q K^T).
-    query = operands.query.astype(rule.dtype)
-    if operands.scale is not None:
+    # The scale of softmax(scale * Q K^T). A rule scales the products, because scaling
+    # queries that are then rounded would round twice.
+    query = call.query.astype(rule.dtype)
+    if call.scale_array is not None:
         # The gradient of the scale is a sum over the queries, so these must be finite.
         if nonfinite is not None:
             query = guard.zero(query, nonfinite.query)
-        query = query * operands.scale.astype(rule.dtype)
+        query = query * call.scale_array.astype(rule.dtype)
     elif dtype == rule.dtype:
-        query = query * options.scale
-    else:  # scaling before the product would round the query
-        rule = dataclasses.replace(rule, scale=options.scale)
+        query = query * call.scale
+        rule = dataclasses.replace(rule, scale=1.0)
 
-    groups = operands.groups
+    groups = call.groups
     key_groups = (groups[0], 1)
     queries = split_heads(query.astype(stored), groups)
-    keys = split_heads(operands.key.astype(stored), key_groups)
-    values = split_heads(operands.value.astype(stored), key_groups)
+    keys = split_heads(call.key.astype(stored), key_groups)
+    values = split_heads(call.value.astype(stored), key_groups)
     if nonfinite is not None:
         nonfinite = NonFinite(
             query=vectors_by_head(nonfinite.query, groups),
@@ -125,55 +116,31 @@ def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> H
     return Head(queries, keys, values, inputs, rule, nonfinite)
 
 
-def scores_of(operands: Operands, options: Options) -> tuple[ScoreInputs, ScoreRule]:
+def scores_of(call: Call) -> tuple[ScoreInputs, ScoreRule]:
     """Collects everything except query and key that a call's scores depend on, in the
     layout of one head.
 
     Returns the arrays that get gradients, and a rule that holds everything else.
     """
-    rank = operands.query.ndim - 3
-    convert = functools.partial(by_head, batch_rank=rank, groups=operands.groups)
+    rank = call.query.ndim - 3
+    convert = functools.partial(by_head, batch_rank=rank, groups=call.groups)
 
-    bias = operands.bias
+    bias = call.bias
     if bias is not None:
         bias = convert(bias, "B N T S")
-    sink = operands.sinks
+    sink = call.sinks
     if sink is not None:
-        sink = convert(sink, "B N").astype(options.dtype)
-    captured = _captured_by_head(operands, options, convert)
+        sink = convert(sink, "B N").astype(call.dtype)
+    captured = _captured_by_head(call, convert)
 
-    batch, head, seed = ids_and_seeds(operands, options)
-    if batch is not None:
-        batch = convert(batch, "B")
-    if head is not None:
-        head = convert(head, "N")
-    if seed is not None:
-        seed = convert(seed, "B N words")
-
-    mask: Mask | None = operands.mask
-    if mask is not None:
-        mask = mask.map_arrays(convert)
-    rule = ScoreRule(
-        mask=mask,
-        offsets=jax.tree.map(lambda x: convert(x, "B"), operands.offsets),
-        dropout_seed=seed,
-        batch=batch,
-        head=head,
-        constants=[convert(x, "") for x in operands.constants],
-        dtype=options.dtype,
-        soft_cap=options.soft_cap,
-        score_mod=options.score_mod,
-        dropout_rate=options.dropout_rate,
-        precision=options.precision,
-        ring=operands.key.shape[-3] if options.ring else None,
-        returns_max=options.return_max_score,
-        on_gpu=options.target.platform == "gpu",
-    )
+    call = with_indices(call)
+    fields = {x.name: getattr(call, x.name) for x in dataclasses.fields(ScoreRule)}
+    rule = ScoreRule(**fields).map_arrays(convert)
     return ScoreInputs(bias, sink, captured), rule
 
 
 def _captured_by_head(
-    operands: Operands, options: Options, convert: Callable[[Array, str], Array]
+    call: Call, convert: Callable[[Array, str], Array]
 ) -> list[Array]:
     """Splits a captured array by head if `score_mod` indexes it only as array[b, h,
     ...]; heads share the others.
@@ -182,17 +149,16 @@ def _captured_by_head(
     time. A head's entry has the shape [1, 1, ...]. `score_mod` still works, because JAX
     clamps the indices b and h to 0.
     """
-    if options.score_mod is None:
-        return [convert(x, "") for x in operands.captured]
-    batch = operands.query.shape[:-3]
-    num_heads = operands.query.shape[-2]
-    ids = operands.ids_and_seeds
+    if call.score_mod is None:
+        return []
+    batch = call.query.shape[:-3]
+    num_heads = call.query.shape[-2]
     arrays = []
-    for i, x in enumerate(operands.captured):
-        has_entries = options.score_mod.entries_of_heads[i]
+    for i, x in enumerate(call.captured):
+        has_entries = call.score_mod.entries_of_heads[i]
         # A slice of a larger call gets its own entries.
-        if has_entries and ids is not None and ids.batch is not None:
-            x = x[ids.batch.reshape(-1, 1), ids.head]
+        if has_entries and call.batch_index is not None:
+            x = x[call.batch_index.reshape(-1, 1), call.head_index]
         if has_entries and x.shape[:2] == (math.prod(batch), num_heads):
             x = x.reshape(*batch, num_heads, 1, 1, *x.shape[2:])
             arrays.append(convert(x, "B N 1 1 ..."))
@@ -201,30 +167,29 @@ def _captured_by_head(
     return arrays
 
 
-def ids_and_seeds(operands: Operands, options: Options) -> IdsAndSeeds:
-    """Makes the indices b and h that `score_mod` gets, and two random words for each
+def with_indices(call: Call) -> Call:
+    """Adds the indices b and h that `score_mod` gets, and two random words for each
     head, which seed its dropout.
 
-    If the operands are a slice of a larger call, returns the indices and seeds that
-    were made for the slice.
+    A slice of a larger call keeps the indices and seeds that were made for it.
     """
-    if operands.ids_and_seeds is not None:
-        return operands.ids_and_seeds
-    batch = operands.query.shape[:-3]
-    num_heads = operands.query.shape[-2]
-    entry = None
-    head = None
-    seed = None
-    if options.score_mod is not None:
-        entry = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
-        head = jnp.arange(num_heads, dtype=jnp.int32)
-    if operands.dropout_rng is not None:
-        if options.broadcast_dropout:
-            shape = (1,) * (len(batch) + 1)
-        else:
-            shape = (*batch, num_heads)
-        seed = jax.random.bits(operands.dropout_rng, (*shape, 2), jnp.uint32)
-    return IdsAndSeeds(entry, head, seed)
+    if call.batch_index is not None or call.dropout_seed is not None:
+        return call
+    batch = call.query.shape[:-3]
+    num_heads = call.query.shape[-2]
+    made: dict[str, Any] = {}
+    if call.score_mod is not None:
+        entries = jnp.arange(math.prod(batch), dtype=jnp.int32)
+        made["batch_index"] = entries.reshape(batch)
+        made["head_index"] = jnp.arange(num_heads, dtype=jnp.int32)
+    if call.dropout_rng is not None:
+        shape = (*batch, num_heads)
+        if call.broadcast_dropout:
+            shape = (1,) * len(shape)
+        made["dropout_seed"] = jax.random.bits(
+            call.dropout_rng, (*shape, 2), jnp.uint32
+        )
+    return dataclasses.replace(call, **made)
 
 
 def by_head(
@@ -461,20 +426,18 @@ def numbers_as_arrays(call: Call) -> Call:
     """
     if being_traced():
         return call
-    operands, options = call
-    rank = operands.query.ndim - 3
+    rank = call.query.ndim - 3
     values = []
-    for x in operands.offsets.values:
+    for x in call.offsets.values:
         if isinstance(x, int) and x:
             x = jnp.asarray(x, jnp.int32)
         values.append(x)
     offsets = jax.tree.map(
         lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape), Offsets.of(*values)
     )
-    scale: Any = operands.scale
+    scale: Any = call.scale_array
     if scale is None:
         # A NumPy array, because creating a JAX array takes a large part of the time of
         # a small call.
-        scale = np.asarray(options.scale, options.dtype)
-    operands = operands._replace(offsets=offsets, scale=scale)
-    return Call(operands, options._replace(scale=1.0))
+        scale = np.asarray(call.scale, call.dtype)
+    return dataclasses.replace(call, offsets=offsets, scale_array=scale, scale=1.0)

@@ -12,13 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, UInt32
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import NonFinite, accumulation_dtype, may_mask
-from flax_mha._src.core.tile import Offsets, Tile
-from flax_mha._src.core.user_function import TracedFunction
-from flax_mha._src.masks import Mask
+from flax_mha._src.call.operands import (
+    NonFinite,
+    ScoreFields,
+    accumulation_dtype,
+    may_mask,
+)
+from flax_mha._src.core.tile import Tile
 from flax_mha._src.math.derivatives import reverse_only
 from flax_mha._src.math.threefry import random_words
 
@@ -44,39 +47,19 @@ class ScoreInputs(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ScoreRule:
+class ScoreRule(ScoreFields):
     """How a head turns products of queries and keys into scores: scale, soft cap,
     `score_mod`, bias, mask; and dropout.
 
     Its arrays, and the arrays of its mask, have leading axes for batch and heads until
-    `map_heads` has mapped them.
+    `map_heads` has mapped them. A mask of None masks nothing, as in tiles that are
+    visible throughout.
     """
 
-    mask: Mask | None  # None masks nothing, as in tiles that are visible throughout
-    offsets: Offsets  # positions of the first query and the first key
-    # Two random words, or None without dropout.
-    dropout_seed: UInt32[Array, "... 2"] | None
-    # Index of the batch entry (flattened), for `score_mod`.
-    batch: Int[Array, "..."] | None
-    head: Int[Array, "..."] | None  # index of the head, for `score_mod`
-    constants: list[Array]  # arrays that `score_mod` captures and that get no gradient
-    # Of scores and sums, float32 or float64.
-    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
-    # C in c * tanh(s / c).
-    soft_cap: float | None = dataclasses.field(metadata={"static": True})
-    score_mod: TracedFunction | None = dataclasses.field(metadata={"static": True})
-    # Fraction of the weights that are dropped.
-    dropout_rate: float = dataclasses.field(metadata={"static": True})
-    # Of matrix products.
-    precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})
-    # Of the products; 1 if queries are scaled.
-    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
-    # Slots of a ring cache, see `Tile`.
-    ring: int | None = dataclasses.field(default=None, metadata={"static": True})
-    # Whether to return largest scores.
-    returns_max: bool = dataclasses.field(default=False, metadata={"static": True})
-    # Whether dropout and softmax take the form that XLA's GPU compiler fuses.
-    on_gpu: bool = dataclasses.field(default=False, metadata={"static": True})
+    @property
+    def on_gpu(self) -> bool:
+        """Whether dropout and softmax take the form that XLA's GPU compiler fuses."""
+        return self.target.platform == "gpu"
 
     def masks_scores(self, inputs: ScoreInputs) -> bool:
         return may_mask(self.mask, inputs.bias, self.score_mod)
@@ -293,7 +276,9 @@ class ScoreRule:
         arrays = [*map(marked, captured), *self.constants]
 
         def one_score(score: Array, row: Array, column: Array) -> Array:
-            return mod(arrays, marked(score), self.batch, self.head, row, column)
+            return mod(
+                arrays, marked(score), self.batch_index, self.head_index, row, column
+            )
 
         return one_score
 

@@ -197,7 +197,7 @@ def _softmax(
     initial = None if replaced else -jnp.inf
     m = lax.stop_gradient(jnp.max(s, axis=1, keepdims=True, initial=initial))
     largest = None
-    if rule.returns_max:
+    if rule.return_max_score:
         largest = m
         if replaced:
             largest = jnp.where(m <= lowest, -jnp.inf, m)

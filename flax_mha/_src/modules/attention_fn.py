@@ -437,8 +437,8 @@ class Recorder:
 
     def _explain(self, call: Call, implementation: Implementation | None) -> Result:
         self.explanations.append(explain(call, implementation))
-        query = call.operands.query
-        value = call.operands.value
+        query = call.query
+        value = call.value
         output = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
         return Result(output, None)
 

@@ -287,10 +287,10 @@ def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choi
 
     def compute(is_empty: bool) -> Choice:
         call = step.call(is_empty, False)
-        num_keys = call.operands.lengths[1]
+        num_keys = call.lengths[1]
         scores, indices = _choose(call, query, weights, min(count, num_keys))
         # Positions count from the start of the sequence, indices from the first key.
-        first = call.operands.offsets.values[1]
+        first = call.offsets.values[1]
         if not isinstance(first, int):
             first = first[..., None, None]
         positions = jnp.where(indices < 0, -1, indices + first)
@@ -315,27 +315,27 @@ def _choose(
     """
     if is_explicit(query):
         return _on_mesh(call, query, weights, count)
-    num_queries, num_keys = call.operands.lengths
+    num_queries, num_keys = call.lengths
     num_heads = query.shape[-2]
     rank = query.ndim - 3
 
     # Few enough queries and batch entries at a time for the memory.
     height = num_queries
     together = None
-    if call.options.has_known_sizes:
+    if call.has_known_sizes:
         scores_of_query = max(num_heads * num_keys, 1)
         height = min(num_queries, max(1, MAX_SCORES // scores_of_query))
         together = max(1, MAX_SCORES // (height * scores_of_query))
 
     def block(first: Int[Array, ""]) -> Choice:
-        operands = slice_call(call.operands, (first, height), None, (first, 0))
+        part = slice_call(call, (first, height), None, (first, 0))
         queries = lax.dynamic_slice_in_dim(query, first, height, rank)
         weights_of_queries = lax.dynamic_slice_in_dim(weights, first, height, rank)
-        keys = operands.key[..., 0, :]
+        keys = part.key[..., 0, :]
         # `map_heads` also maps over axes of heads, of which there is one.
         arrays = (queries, weights_of_queries, keys)
         by_entry = [lax.expand_dims(x, (rank, rank + 1)) for x in arrays]
-        entries = varying_alike((*by_entry, *scores_of(operands, call.options)))
+        entries = varying_alike((*by_entry, *scores_of(part)))
         choose_of_entry = functools.partial(_one_entry, count)
         chosen = map_heads(choose_of_entry, entries, rank + 2, max_heads=together)
         return jax.tree.map(lambda x: lax.squeeze(x, (rank, rank + 1)), chosen)
@@ -386,12 +386,11 @@ def _on_mesh(call: Call, query: Array, weights: Array, count: int) -> Choice:
     entries that it holds.
     """
     parts = by_types(call)
-    leaves, structure = jax.tree.flatten(call.operands)
+    leaves, structure = jax.tree.flatten(call)
 
     def part(query: Array, weights: Array, *leaves: Array) -> Choice:
-        operands = jax.tree.unflatten(structure, leaves)
-        held = unsplit(call._replace(operands=operands))
+        held = unsplit(jax.tree.unflatten(structure, leaves))
         return _choose(held, query, weights, count)
 
-    names = ["B T K H", "B T K", *call.operands.axis_names()]
+    names = ["B T K H", "B T K", *call.axis_names()]
     return parts.shard_map(part, [query, weights, *leaves], names, parts.output_spec)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from flax_mha._src.call.operands import Call, Operands, Result
+from flax_mha._src.call.operands import Call, Result
 from flax_mha._src.core.tracing import (
     EXAMPLES_OF_SHARDING,
     NEEDS_SHARDING,
@@ -126,10 +126,10 @@ class Kernel(NamedTuple):
 
 
 def _kernel(call: Call, mask: Visible) -> Kernel:
-    query = call.operands.query
-    key = call.operands.key
+    query = call.query
+    key = call.key
     batch = math.prod(query.shape[:-3])
-    queries, keys = call.operands.lengths
+    queries, keys = call.lengths
     rows = queries + -queries % SIDE
     columns = keys + -keys % SIDE
     is_causal = mask.right == 0
@@ -146,18 +146,18 @@ def _kernel(call: Call, mask: Visible) -> Kernel:
         query=(batch, rows, *query.shape[-2:]),
         key=(batch, columns, *key.shape[-2:]),
         dtype=query.dtype,
-        scale=call.options.scale,
+        scale=call.scale,
         is_causal=is_causal,
         window=window,
         padded=has_padding or has_lengths,
-        has_bias=call.operands.bias is not None,
+        has_bias=call.bias is not None,
     )
 
 
 def _facts(call: Call, mask: Visible) -> cudnn_faults.Facts:
     kernel = _kernel(call, mask)
     return cudnn_faults.Facts(
-        queries=call.operands.lengths[0],
+        queries=call.lengths[0],
         keys=kernel.key[1],
         has_window=kernel.window is not None,
         has_lengths=kernel.padded,
@@ -172,8 +172,7 @@ def refusals(call: Call) -> list[str]:
     the call; it compiles nothing.
     """
     mask = kernel_mask.kernel_mask(call)
-    operands = call.operands
-    target = call.options.target
+    target = call.target
     if target.assumed and target.platform == "gpu":
         here = H100  # this machine may have no GPU to ask
     else:
@@ -195,9 +194,9 @@ def refusals(call: Call) -> list[str]:
         reasons += cudnn_faults.reasons_against_version(here.capability, facts)
 
     # Dtype and sizes.
-    reasons += reasons_against_dtype(DTYPES, operands.query.dtype)
-    head_size = operands.query.shape[-1]
-    value_size = operands.value.shape[-1]
+    reasons += reasons_against_dtype(DTYPES, call.query.dtype)
+    head_size = call.query.shape[-1]
+    value_size = call.value.shape[-1]
     largest = 128
     if here.capability is not None and here.capability >= (9, 0):
         largest = 256
@@ -212,7 +211,7 @@ def refusals(call: Call) -> list[str]:
             f"{value_size}: make both equal, for example by padding the smaller one "
             "with zeros"
         )
-    if 0 in operands.query.shape or 0 in operands.key.shape:
+    if 0 in call.query.shape or 0 in call.key.shape:
         reasons.append(EMPTY)
 
     # The mask: a limit on the left needs one on the right, at the query itself.
@@ -245,21 +244,20 @@ def refusals(call: Call) -> list[str]:
 
 
 def _refusals_of_bias(call: Call) -> list[str]:
-    operands, options = call
-    bias = operands.bias
+    bias = call.bias
     if bias is None:
         return []
-    *batch, queries, num_heads, _ = operands.query.shape
+    *batch, queries, num_heads, _ = call.query.shape
     reasons = []
-    if bias.dtype not in DTYPES_OF_BIAS or bias.dtype != operands.query.dtype:
+    if bias.dtype not in DTYPES_OF_BIAS or bias.dtype != call.query.dtype:
         # It would round float32, and float16 has no finite number that masks like -inf.
         reasons.append(
             f"bias and query must be bfloat16, but are {bias.dtype} and "
-            f"{operands.query.dtype}: pass both as jnp.bfloat16"
+            f"{call.query.dtype}: pass both as jnp.bfloat16"
         )
-    if bias.shape[-2:] != operands.lengths:
+    if bias.shape[-2:] != call.lengths:
         reasons.append(
-            f"the last two axes of bias must be {operands.lengths}, but are "
+            f"the last two axes of bias must be {call.lengths}, but are "
             f"{bias.shape[-2:]}: use jnp.broadcast_to, or pass lengths if it only "
             "masks padding"
         )
@@ -268,14 +266,14 @@ def _refusals_of_bias(call: Call) -> list[str]:
             f"the batch axes of bias must be {tuple(batch)} or all 1, but are "
             f"{bias.shape[:-3]}: use jnp.broadcast_to"
         )
-    scores = math.prod(batch) * num_heads * queries * operands.key.shape[-3]
+    scores = math.prod(batch) * num_heads * queries * call.key.shape[-3]
     if scores > MAX_SCORES_OF_BIAS:
         reasons.append(
             "it copies bias for every batch entry and head, up to "
             f"{MAX_SCORES_OF_BIAS:,} elements, but this call needs {scores:,}: use "
             "smaller batches, or lengths and windows if it only masks"
         )
-    if options.target.may_be_split:
+    if call.target.may_be_split:
         reasons.append(f"with a bias, {NEEDS_SHARDING}")
     return reasons
 
@@ -397,24 +395,23 @@ class CuDNN(Engine):
         return super().supports(call) or refusals(call)
 
     def forward(self, plan: Plan, call: Call) -> Result:
-        operands, options = call
-        shape = operands.query.shape
+        shape = call.query.shape
         axes = len(shape) - 3
         mask = kernel_mask.kernel_mask(call)
         kernel = _kernel(call, mask)
         mask = kernel_mask.flat_mask(mask, shape[:axes])
 
         # A causal kernel takes no keys after its last query (`_kernel`).
-        query, key, value = (kernel_mask.flat(x, axes) for x in operands[:3])
+        query, key, value = (kernel_mask.flat(x, axes) for x in call.inputs)
         columns = kernel.key[1]
         bias = None
-        if operands.bias is not None:
-            bias = _flat_bias(operands.bias, operands)[..., :columns]
+        if call.bias is not None:
+            bias = _flat_bias(call.bias, call)[..., :columns]
         arrays = Arrays(query, key[:, :columns], value[:, :columns], bias)
 
         if bias is None and not mask.hides_keys:
             [output] = _padded(kernel, arrays, None)
-        elif options.target.may_be_split:
+        elif call.target.may_be_split:
             # No `lax.cond`: devices might take different branches.
             warn_once(
                 '"cudnn" masks this call on copies of its arrays: to mask without '
@@ -427,12 +424,12 @@ class CuDNN(Engine):
         return Result(output.reshape(shape), None)
 
 
-def _flat_bias(bias: Array, operands: Operands) -> Float[Array, "B T N S"]:
+def _flat_bias(bias: Array, call: Call) -> Float[Array, "B T N S"]:
     """Broadcasts a call's bias to all batch entries and heads, in the layout of
     `Arrays` (one batch axis).
     """
-    *batch, queries, num_heads, _ = operands.query.shape
-    keys = operands.key.shape[-3]
+    *batch, queries, num_heads, _ = call.query.shape
+    keys = call.key.shape[-3]
     bias = jnp.broadcast_to(bias, (*batch, num_heads, queries, keys))
     return jnp.swapaxes(kernel_mask.flat(bias, len(batch)), 1, 2)
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import Operands, Result
+from flax_mha._src.call.operands import Call, Result
 from flax_mha._src.core.jaxprs import (
     Program,
     as_function,
@@ -34,11 +34,11 @@ from flax_mha._src.math.derivatives import (
 )
 from flax_mha._src.math.softmax import RESIDUALS
 
-Attend = Callable[[Operands], Result]
+Attend = Callable[[Call], Result]
 
 
 def with_derivatives(
-    kernel: Attend, portable: Attend, operands: Operands, platform: str | None
+    kernel: Attend, portable: Attend, call: Call, platform: str | None
 ) -> Result:
     """Computes a call by a fused `kernel`, and the derivatives that the kernel lacks by
     `portable`.
@@ -48,7 +48,7 @@ def with_derivatives(
     the kernel's platform if the program may be compiled for others too, else None; see
     `lower_for_platform.py`.
     """
-    leaves, structure = jax.tree.flatten(varying_alike(operands))
+    leaves, structure = jax.tree.flatten(varying_alike(call))
 
     def run_kernel(*leaves: Array) -> list[Array]:
         return jax.tree.leaves(kernel(jax.tree.unflatten(structure, leaves)))
@@ -71,7 +71,7 @@ def with_derivatives(
 
 class _Functions(NamedTuple):
     """The kernel and the portable engine as functions of the leaves (arrays) of a
-    call's operands.
+    call.
     """
 
     kernel: Callable[..., list[Array]]
@@ -110,7 +110,7 @@ class _ForwardPass(NamedTuple):
     def of(
         cls, functions: _Functions, argnums: tuple[int, ...], arguments: Sequence[Any]
     ) -> "_ForwardPass":
-        """Traces the forward pass. `arguments` are the operands' leaves; those at
+        """Traces the forward pass. `arguments` are the call's leaves; those at
         indices `argnums` get gradients.
         """
         structures = []
@@ -229,7 +229,7 @@ def _tangent(
     """Makes the kernel's tangent, a `Function` whose transpose is the kernel's
     gradient.
 
-    The tangent's arguments are all `num_leaves` leaves of the operands, the residuals,
+    The tangent's arguments are all `num_leaves` leaves of the call, the residuals,
     and the tangents of the leaves with indices `saved.argnums`. `outputs` have the
     shapes and dtypes of the results.
     """

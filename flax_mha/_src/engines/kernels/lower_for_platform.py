@@ -18,24 +18,24 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import Operands
+from flax_mha._src.call.operands import Call
 from flax_mha._src.core.jaxprs import Program, as_function, traced
 
-Attend = Callable[[Operands], Array]
+Attend = Callable[[Call], Array]
 
 
 def lower_for_platform(
-    platform: str, kernel: Attend, elsewhere: Attend, operands: Operands
+    platform: str, kernel: Attend, elsewhere: Attend, call: Call
 ) -> Array:
-    """Calls `kernel(operands)` in a program compiled for `platform` ("gpu" or "tpu"),
-    else `elsewhere(operands)`.
+    """Calls `kernel(call)` in a program compiled for `platform` ("gpu" or "tpu"),
+    else `elsewhere(call)`.
 
     JAX compiles both branches for every platform of a program. So within `kernel`, the
     fused kernel must be called by `compile_for`, which compiles it for its own platform
     only.
     """
     branches = {_lowering_name(platform): kernel}
-    return lax.platform_dependent(operands, **branches, default=elsewhere)
+    return lax.platform_dependent(call, **branches, default=elsewhere)
 
 
 def compile_for(platform: str, program: Program) -> Callable[..., list[Array]]:

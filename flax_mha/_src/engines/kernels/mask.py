@@ -27,14 +27,14 @@ def kernel_mask(call: Call) -> Visible:
     clamped to the size of the arrays. If an offset is an array, the window stays in
     positions: `refusals` only asks whether there is one.
     """
-    mask = call.operands.mask
+    mask = call.mask
     if mask is None:
         return Visible()
-    queries, keys = call.operands.lengths
-    query_offset, key_offset = call.operands.offsets.values
+    queries, keys = call.lengths
+    query_offset, key_offset = call.offsets.values
     left = mask.left
     right = mask.right
-    if call.operands.offsets.are_known:
+    if call.offsets.are_known:
         shift = query_offset - key_offset
         left = _side(left, -shift, queries - 1, -keys)
         right = _side(right, shift, keys - 1, -queries)
@@ -81,8 +81,7 @@ def refusals(call: Call, mask: Visible, supported: Collection[str] = ()) -> list
     `supported` names arguments, such as "bias", that this kernel accepts and others do
     not.
     """
-    operands, options = call
-    offsets = operands.offsets
+    offsets = call.offsets
     has_band = mask.left is not None or mask.right is not None
     masks_only = (
         "is not supported: if it only masks, pass a causal mask, window or lengths "
@@ -94,38 +93,38 @@ def refusals(call: Call, mask: Visible, supported: Collection[str] = ()) -> list
     )
     # Each argument: whether the call uses it, and what to do instead.
     arguments = {
-        "bias": (operands.bias is not None, masks_only),
+        "bias": (call.bias is not None, masks_only),
         "logits_soft_cap": (
-            options.soft_cap is not None,
+            call.soft_cap is not None,
             "is not supported: leave it out",
         ),
-        "sinks": (operands.sinks is not None, "are not supported: leave them out"),
-        "score_mod": (options.score_mod is not None, masks_only),
+        "sinks": (call.sinks is not None, "are not supported: leave them out"),
+        "score_mod": (call.score_mod is not None, masks_only),
         "dropout_rate": (
-            options.dropout_rate > 0,
+            call.dropout_rate > 0,
             "must be 0, because dropout_rng is not supported: pass 0, or pass "
             "deterministic=True to the module",
         ),
         "return_residual": (
-            options.return_residual,
+            call.return_residual,
             "requires a float32 log-sum-exp with a gradient, which it does not "
             "return: leave it out",
         ),
         "return_max_score": (
-            options.return_max_score,
+            call.return_max_score,
             "requires the running maximum, which it does not return: leave it out "
             "(sow_max_score in a module)",
         ),
         "query_offset": (has_band and offsets.query_array is not None, cannot_shift),
         "key_value_offset": (has_band and offsets.key_array is not None, cannot_shift),
         "scale": (
-            operands.scale is not None,
+            call.scale_array is not None,
             "is an array, but must be a Python float: pass a float, or multiply the "
             "query by the array and pass 1.0",
         ),
         "precision": (
-            options.precision not in DEFAULT_PRECISION,
-            f"must be the default, but is {options.precision}: leave it out",
+            call.precision not in DEFAULT_PRECISION,
+            f"must be the default, but is {call.precision}: leave it out",
         ),
     }
     reasons = []

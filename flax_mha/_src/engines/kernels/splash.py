@@ -111,7 +111,7 @@ def tile_size(length: int, largest: int | None = None) -> int:
 
 
 def refusals(call: Call) -> list[str]:
-    queries, keys = call.operands.lengths
+    queries, keys = call.lengths
     mask = kernel_mask.kernel_mask(call)
     reasons = kernel_mask.refusals(call, mask, ["logits_soft_cap", "sinks"])
     reasons += _refusals_of_device(call)
@@ -133,8 +133,8 @@ def refusals(call: Call) -> list[str]:
 
 def _refusals_of_device(call: Call) -> list[str]:
     """Lists the reasons that dtypes, sizes and devices give."""
-    query, key, value = call.operands[:3]
-    target = call.options.target
+    query, key, value = call.inputs
+    target = call.target
     reasons = []
     if target.platform != "tpu":
         reasons.append(reason_against_platform("tpu", "TPUs", target.platform))
@@ -325,18 +325,17 @@ class Splash(Engine):
         return super().supports(call) or refusals(call)
 
     def forward(self, plan: Plan, call: Call) -> Result:
-        operands, options = call
-        *batch, queries, num_heads, _ = operands.query.shape
+        *batch, queries, num_heads, _ = call.query.shape
         axes = len(batch)
         mask = kernel_mask.kernel_mask(call)
         mask = kernel_mask.flat_mask(mask, tuple(batch))
-        query, key, value = (kernel_mask.flat(x, axes) for x in operands[:3])
-        arrays = Arrays(_scaled(query, options.scale), key, value)
-        if operands.sinks is not None:
-            sinks = jnp.broadcast_to(operands.sinks, (*batch, num_heads))
+        query, key, value = (kernel_mask.flat(x, axes) for x in call.inputs)
+        arrays = Arrays(_scaled(query, call.scale), key, value)
+        if call.sinks is not None:
+            sinks = jnp.broadcast_to(call.sinks, (*batch, num_heads))
             sinks = sinks.astype(jnp.float32)
             arrays = arrays._replace(sinks=kernel_mask.flat(sinks, axes))
-        kernel = Masked(options.soft_cap, self.interpret)
+        kernel = Masked(call.soft_cap, self.interpret)
         if mask.hides_keys:
             arrays, mask = varying_alike((arrays, mask))
             output = guarded.around_kernel(kernel, arrays, mask)

@@ -19,4 +19,4 @@ def attention(plan: Plan, call: Call) -> Result:
         looped_axes=plan.looped_axes or 0,
         max_heads=plan.max_heads,
     )
-    return to_caller(results, call.operands.query.dtype)
+    return to_caller(results, call.query.dtype)

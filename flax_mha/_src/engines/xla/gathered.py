@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import Call, NonFinite, Operands, Options, Result
+from flax_mha._src.call.operands import Call, NonFinite, Result
 from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Tile
@@ -52,33 +52,28 @@ def attention(plan: Plan, call: Call) -> Result:
     """Computes a call with `key_indices`; for few queries, all their keys are gathered
     first, otherwise block by block.
     """
-    operands, options = call
-    queries, keys = operands.lengths
+    queries, keys = call.lengths
     height = plan.gathered
-    assert operands.key_indices is not None
-    indices, is_beyond = _unique(operands.key_indices, keys)
+    assert call.key_indices is not None
+    indices, is_beyond = _unique(call.key_indices, keys)
     are_few = height == queries
     if are_few:
-        key, value = _gathered(operands, options, indices)
+        key, value = _gathered(call, indices)
     else:
-        key, value = _gathered(operands, options, None)
+        key, value = _gathered(call, None)
 
-    mask = Visible.of([operands.mask, ListedMask()])
-    operands = operands._replace(
-        key=key, value=value, mask=mask, cache_scale=None, key_indices=None
+    mask = Visible.of([call.mask, ListedMask()])
+    call = dataclasses.replace(
+        call, key=key, value=value, mask=mask, cache_scale=None, key_indices=None
     )
-    call = guard.guard(Call(operands, options), plan._replace(guard_first=True))
+    call = guard.guard(call, plan._replace(guard_first=True))
     head = heads_of(call, plan.dtype)
-    if options.ring:
-        # Indices count the slots of the whole cache, not the gathered keys.
-        rule = dataclasses.replace(head.rule, ring=keys)
-        head = dataclasses.replace(head, rule=rule)
 
     groups = (indices.shape[-2], 1)
     listed = split_heads(indices, groups)
     is_beyond = vectors_by_head(is_beyond, groups)
     one_head = functools.partial(_one_head, None if are_few else height)
-    axes = operands.query.ndim - 1
+    axes = call.query.ndim - 1
     looped_axes = plan.looped_axes or 0
     if products_are_replaced():
         looped_axes = axes  # see `map_heads`
@@ -89,11 +84,11 @@ def attention(plan: Plan, call: Call) -> Result:
         looped_axes=looped_axes,
         max_heads=plan.max_heads,
     )
-    return to_caller(results, operands.query.dtype)
+    return to_caller(results, call.query.dtype)
 
 
 def _gathered(
-    operands: Operands, options: Options, indices: Int[Array, "*B T K k"] | None
+    call: Call, indices: Int[Array, "*B T K k"] | None
 ) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
     """Returns keys and values as floats: all S of them or, given `indices`, only those
     that queries list.
@@ -101,7 +96,7 @@ def _gathered(
     Listed keys come in the order of queries, the k keys of query 0, then those of query
     1, and so on; S is then T k.
     """
-    arrays: Any = (operands.key, operands.value, operands.cache_scale)
+    arrays: Any = (call.key, call.value, call.cache_scale)
     if indices is not None:
         *batch, queries, num_heads, count = indices.shape
         places = jnp.swapaxes(indices, -1, -2)
@@ -115,7 +110,7 @@ def _gathered(
     if scale is None:
         return key, value
     return dequantize_cache(
-        key, value, scale, value_size=options.value_size, dtype=operands.query.dtype
+        key, value, scale, value_size=call.value_size, dtype=call.query.dtype
     )
 
 

@@ -42,7 +42,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import Call, LogSumExp, Operands, Options, Result
+from flax_mha._src.call.operands import Call, LogSumExp, Result
 from flax_mha._src.core.eight_bits import as_floats, dequantize_cache
 from flax_mha._src.core.tile import Grid, Scalar, Tile
 from flax_mha._src.core.tracing import (
@@ -140,56 +140,51 @@ class HeadInBlock(NamedTuple):
     state: OnlineSoftmax
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attention(plan: Plan, call: Call) -> Result:
     """Computes a call in blocks of keys, with the sizes in `plan.in_place`. Derivatives
     use dense attention.
     """
-    return _differentiable(plan, call.options, call.operands)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _differentiable(plan: Plan, options: Options, operands: Operands) -> Result:
-    score_inputs, rule = scores_of(operands, options)
-    if operands.scale is None:
-        scale = jnp.asarray(options.scale, rule.dtype)
+    score_inputs, rule = scores_of(call)
+    if call.scale_array is None:
+        scale = jnp.asarray(call.scale, rule.dtype)
     else:
-        scale = operands.scale.astype(rule.dtype)
+        scale = call.scale_array.astype(rule.dtype)
     inputs = Inputs(
-        query=operands.query,
-        stored=Stored(operands.key, operands.value, operands.cache_scale),
+        query=call.query,
+        stored=Stored(call.key, call.value, call.cache_scale),
         scale=scale,
         score_inputs=score_inputs,
         rule=rule,
     )
     inputs = varying_alike(inputs)
-    query = split_heads(inputs.query, operands.groups)
+    query = split_heads(inputs.query, call.groups)
     scale = inputs.scale.reshape((1,) * query.ndim)
     inputs = inputs._replace(query=query, scale=scale)
     blocks: Any = plan.in_place
     results = _with_vmap_rule(blocks)(inputs)
-    return to_caller(results, operands.query.dtype)
+    return to_caller(results, call.query.dtype)
 
 
-@_differentiable.defjvp
-def _differentiable_jvp(
-    plan: Plan, options: Options, primals: tuple[Operands], tangents: tuple[Operands]
+@attention.defjvp
+def _attention_jvp(
+    plan: Plan, primals: tuple[Call], tangents: tuple[Call]
 ) -> tuple[Result, Result]:
-    dtype = options.dtype
+    dtype = primals[0].dtype
     plan = plan._replace(dtype=dtype, guard_first=True, in_place=None)
 
-    def compute_densely(operands: Operands) -> Result:
-        if operands.cache_scale is not None:
+    def compute_densely(call: Call) -> Result:
+        if call.cache_scale is not None:
             key, value = dequantize_cache(
-                operands.key,
-                operands.value,
-                operands.cache_scale,
-                value_size=options.value_size,
+                call.key,
+                call.value,
+                call.cache_scale,
+                value_size=call.value_size,
                 dtype=dtype,
             )
-            operands = operands._replace(key=key, value=value, cache_scale=None)
-        call = guard.guard(Call(operands, options), plan)
-        result = dense.attention(plan, call)
-        output = result.output.astype(operands.query.dtype)
+            call = dataclasses.replace(call, key=key, value=value, cache_scale=None)
+        result = dense.attention(plan, guard.guard(call, plan))
+        output = result.output.astype(call.query.dtype)
         return result._replace(output=output)
 
     return jax.jvp(compute_densely, primals, tangents)
@@ -359,7 +354,7 @@ def _query_block(blocks: KeyBlocks, part: BatchSlice) -> Results:
         features=value_size,
         sink=part.score_inputs.sink,
         dtype=part.rule.dtype,
-        keeps_largest=part.rule.returns_max,
+        keeps_largest=part.rule.return_max_score,
     )
     state = varying_as(part.query, state)
     step = functools.partial(_step, blocks, part)
