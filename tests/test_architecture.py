@@ -3,6 +3,7 @@ Flax.
 """
 
 import ast
+import dataclasses
 import functools
 import graphlib
 import re
@@ -11,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from flax_mha._src.call.operands import Call
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).parent.parent
@@ -129,6 +132,14 @@ def test_no_private_file_and_no_cycle():
         for name, names in every_import().items()
     }
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_every_field_of_a_call_is_static_or_names_its_axes():
+    """An array without axes would not be cut with the others."""
+    plain = [x.name for x in dataclasses.fields(Call) if not x.metadata]
+
+    # A mask names the axes of its arrays; the others are made once a call is cut.
+    assert plain == ["mask", "nonfinite", "tiles"]
 
 
 def test_only_public_names_of_jax_and_flax_are_needed():

@@ -15,7 +15,7 @@ from marks import with_core_tuples
 from flax_mha import dot_product_attention, plot
 from flax_mha._src.core.tile import Grid
 from flax_mha._src.core.validation import Shape
-from flax_mha._src.masks.base import axes_of, merged, shows_future
+from flax_mha._src.masks.base import merged, shows_future
 from flax_mha._src.masks.visible import Visible
 from flax_mha.masks import (
     ArrayMask,
@@ -362,7 +362,7 @@ def test_the_masks_of_a_call_show_the_same_together(name):
     tree = merged(TOGETHER[name]).canonical(SHAPE)
     visible = Visible.of([tree])
     assert visible == Visible.of([tree, tree])
-    axes = axes_of(visible)
+    axes = jax.tree.leaves(visible.map_arrays(lambda _, axes: axes))
     assert [len(x.split()) for x in axes] == [x.ndim for x in jax.tree.leaves(visible)]
 
     leaves, structure = jax.tree.flatten(visible)

@@ -1,8 +1,8 @@
 """`dot_product_attention`, and `explain_implementation`, which says how a call of it
 would be computed.
 
-`canonical` checks the arguments and returns a `Call`, which holds the arrays and the
-static options. `_src/run.py` then splits the call over devices, chooses an
+`canonical` checks the arguments and returns a `Call`, which holds arrays and static
+values. `_src/run.py` then splits the call over devices, chooses an
 implementation, and computes it.
 """
 

@@ -43,7 +43,7 @@ def guard(call: Call, plan: Any) -> Call:
     Returns the call unchanged if nothing can be masked, or if `plan.guard_first` is
     False: then the engine does it.
     """
-    if not plan.guard_first or not call.may_mask:
+    if not plan.guard_first or not call.masks_scores(call.bias):
         return call
     dtype = call.dtype
     # Products use scaled queries, and scaling may overflow.

@@ -166,7 +166,7 @@ class Plan(NamedTuple):
     """
 
     dtype: jnp.dtype  # of the operands of matrix products
-    # Whether `guard.guard` makes the operands finite before the engine gets them.
+    # Whether `guard.guard` makes keys and values finite before the engine gets them.
     guard_first: bool = True
     # Number of leading axes [B..., K, G] over which `map_heads` loops; it vmaps the
     # others. "blockwise" also loops over axes along which heads visit different tiles.
@@ -327,7 +327,7 @@ def _masks_of_heads(call: Call) -> tuple[list[Mask], tuple[int, ...]]:
     An axis along which heads share a mask has the size 1.
     """
     concrete = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), call.mask)
-    batch_rank = call.query.ndim - 3
+    batch_rank = len(call.batch)
     mask = mask_by_head(concrete, batch_rank, call.groups)
     num_axes = batch_rank + 2  # B..., K and G
     shapes_of_axes = [x.shape[:num_axes] for x in jax.tree.leaves(mask)]
@@ -408,8 +408,7 @@ def prefers_dense(call: Call) -> bool:
 
 def _number_of_heads(call: Call) -> int:
     """Returns the number of query heads in all batch entries, B * N."""
-    shape = call.query.shape
-    return math.prod(shape[:-3]) * shape[-2]
+    return math.prod(call.batch) * call.num_heads
 
 
 def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
@@ -453,8 +452,7 @@ def reads_in_place(call: Call) -> bool:
     is_empty = not all(x.size for x in call.inputs)
     if is_empty:
         return False
-    mod = call.score_mod
-    if mod is not None and mod.has_custom_vjp:
+    if call.has_custom_vjp:
         # `in_place.py` has a rule for jax.jvp, which cannot differentiate a custom_vjp.
         return False
     if call.cached:
@@ -493,7 +491,7 @@ def _blocks_on_accelerator(call: Call) -> KeyBlocks:
     return blocks._replace(
         dtype=_dtype_in_place(call),
         # Without a block-diagonal product, XLA transposes the whole cache.
-        block_diagonal=height * call.query.shape[-2] <= MAX_JOINT_ROWS,
+        block_diagonal=height * call.num_heads <= MAX_JOINT_ROWS,
         # A GPU waits for the host at every condition.
         unconditional=keys <= width,
     )
@@ -501,8 +499,7 @@ def _blocks_on_accelerator(call: Call) -> KeyBlocks:
 
 def _blocks_on_cpu(call: Call) -> KeyBlocks | None:
     queries, keys = call.lengths
-    num_heads = call.query.shape[-2]
-    num_kv_heads = call.key.shape[-2]
+    num_kv_heads, _ = call.groups
     height = min(queries, MAX_HEIGHT_IN_PLACE)
     is_sequential = not call.target.may_be_split
     dtype = call.dtype
@@ -512,14 +509,14 @@ def _blocks_on_cpu(call: Call) -> KeyBlocks | None:
     # The most keys of a wide block, not yet rounded.
     widest = min(
         MAX_BYTES_WIDE // dtype.itemsize // _numbers_per_key(call),
-        MAX_SCORES_WIDE // (queries * num_heads),
+        MAX_SCORES_WIDE // (queries * call.num_heads),
     )
     width = _width_on_cpu(call, dtype, widest)
     width = min(width // 64 * 64, MAX_WIDTH_IN_PLACE)
     width = max(MIN_WIDTH_IN_PLACE, width)
     width = min(keys, width)
 
-    if keys % width and not call.may_mask:
+    if keys % width and not call.masks_scores(call.bias):
         return None  # the last block would have to mask some of its keys
     blocks = KeyBlocks(
         height=height,
@@ -530,7 +527,7 @@ def _blocks_on_cpu(call: Call) -> KeyBlocks | None:
     )
     if not is_sequential:
         return blocks
-    joint_rows = num_kv_heads * height * num_heads
+    joint_rows = num_kv_heads * height * call.num_heads
     blocks = blocks._replace(block_diagonal=joint_rows <= MAX_JOINT_ROWS)
     return blocks._replace(wide=_wide_blocks(call, blocks, widest))
 
@@ -562,10 +559,9 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
     `blocks` hold a visible key; None: use `blocks`.
     """
     queries, keys = call.lengths
-    num_heads = call.query.shape[-2]
-    num_kv_heads = call.key.shape[-2]
+    num_kv_heads, _ = call.groups
     scores = _number_of_heads(call) * queries * keys
-    joint_rows = queries * num_heads * num_kv_heads
+    joint_rows = queries * call.num_heads * num_kv_heads
     is_small = scores <= MAX_SCORES_WHOLE and joint_rows <= MAX_JOINT_ROWS_WHOLE
     is_one_block = is_small and queries <= MAX_HEIGHT_IN_PLACE
     # Keys of another dtype would all have to be converted at once.
@@ -574,7 +570,7 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
             width=keys, sequential=False, block_diagonal=True, whole=True
         )
     has_8_bits = call.cache_scale is not None
-    entries = math.prod(call.query.shape[:-3])
+    entries = math.prod(call.batch)
     # One after the other, entries take 1.2 times as long.
     if has_8_bits and widest >= 2 * keys and entries > 1:
         width = max(MIN_WIDTH_IN_PLACE, widest // entries // 64 * 64)
@@ -671,10 +667,9 @@ def _loops(call: Call, scores: int) -> Loops:
     if scores <= MAX_SCORES_ALL_HEADS:
         return Loops(looped_axes=0)
     num_axes = call.query.ndim - 1  # [B..., K, G]
-    num_heads = call.query.shape[-2]
     fits = (
         scores <= MAX_SCORES_ONE_ENTRY
-        and num_heads * scores <= MAX_SCORES_ONE_ENTRY_IN_ALL
+        and call.num_heads * scores <= MAX_SCORES_ONE_ENTRY_IN_ALL
     )
     if fits:
         return Loops(looped_axes=num_axes - 2)

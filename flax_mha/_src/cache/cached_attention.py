@@ -387,7 +387,7 @@ def all_written(
         if mask is not None:
             visible = visible & validation.mask(mask, shape)
     arguments["mask"] = visible
-    return call.key, call.operands.value, arguments
+    return call.key, call.value, arguments
 
 
 def _like_index(offset: Any, cache: KVCache) -> Any:

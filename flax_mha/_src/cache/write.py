@@ -115,9 +115,12 @@ def _by_device(
     *batch, _, heads, _ = pad_spec(sharding.spec, cached.ndim)
     manual = frozenset(mesh_axes(sharding.mesh, AxisType.Explicit))
     split = Split(sharding.mesh, manual, tuple(batch), heads, heads)
-    axes = "B S K H"
-    arrays, names = zip((cached, axes), *others, strict=True)
-    return split.shard_map(function, arrays, names, split.spec(cached, axes))
+    arrays = [cached]
+    specs = [split.spec(cached, "B S K H")]
+    for x, axes in others:
+        arrays.append(x)
+        specs.append(split.spec(x, axes))
+    return split.shard_map(function, tuple(arrays), tuple(specs), specs[0])
 
 
 def write_entries(

@@ -1,1 +1,1 @@
-"""One call of attention as a value: its arguments checked, its operands and options."""
+"""One call of attention as a value: its arguments are checked here."""

@@ -523,18 +523,13 @@ def check_scoring(
         rate = check_dropout(arguments["dropout_rate"], dropout_rng)
     if rate == 0:
         dropout_rng = None
-    soft_cap = check_soft_cap(arguments.get("logits_soft_cap"))
-    broadcast_dropout = arguments.get("broadcast_dropout", False)
-    broadcast_dropout = _flag("broadcast_dropout", broadcast_dropout)
-    return_residual = _flag("return_residual", return_residual)
-    precision = check_precision(arguments.get("precision"))
-    sharding = check_sharding(arguments.get("qkv_sharding"), query.ndim)
-    return_max_score = arguments.get("return_max_score", False)
-    return_max_score = _flag("return_max_score", return_max_score)
     sinks = check_floats("sinks", arguments.get("sinks"))
     if sinks is not None:
         of_heads = (*shape.batch, shape.num_heads)
         sinks = broadcastable("sinks", sinks, of_heads, "[batch..., heads]")
+
+    def flag(name: str) -> bool:
+        return _flag(name, arguments.get(name, False))
 
     return Call(
         query=query,
@@ -546,14 +541,14 @@ def check_scoring(
         dtype=dtype,
         target=target,
         scale=number,
-        soft_cap=soft_cap,
+        soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
         score_mod=function,
         dropout_rate=rate,
-        broadcast_dropout=broadcast_dropout,
-        precision=precision,
-        return_residual=return_residual,
-        return_max_score=return_max_score,
-        sharding=sharding,
+        broadcast_dropout=flag("broadcast_dropout"),
+        precision=check_precision(arguments.get("precision")),
+        return_residual=_flag("return_residual", return_residual),
+        return_max_score=flag("return_max_score"),
+        sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
     )
 
 

@@ -4,7 +4,7 @@ and static values.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,10 @@ from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import Target
 from flax_mha._src.core.user_function import TracedFunction
 from flax_mha._src.masks import Mask
+from flax_mha._src.masks.base import WithAxes
 from flax_mha._src.masks.visible import Visible
 
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
-
-
-def may_mask(
-    mask: Mask | None, bias: Array | None, score_mod: TracedFunction | None
-) -> bool:
-    """Returns whether a score may be masked: by the mask, by a bias of -inf, or by a
-    `score_mod` that returns -inf.
-    """
-    return mask is not None or bias is not None or score_mod is not None
 
 
 class _NoOffset(int):
@@ -106,7 +98,7 @@ class NonFinite(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoreFields:
+class ScoreFields(WithAxes):
     """The fields of a call that say how products of queries and keys become scores, and
     scores become weights.
 
@@ -152,23 +144,20 @@ class ScoreFields:
     # offset is then the position of the newest key (see `Tile`).
     ring: int | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def map_arrays(self, change: Callable[[Array, str], Any]) -> Self:
-        """Returns a copy with each array replaced by `change(array, axes)`; `axes`
-        names the array's axes, such as "B T N H" (see `masks/base.py`).
-
-        Fields without axes, which are made once a call is cut, stay as they are.
+    @property
+    def has_custom_vjp(self) -> bool:
+        """Whether `score_mod` calls a function with a `jax.custom_vjp`, which has no
+        forward mode.
         """
-        changed: dict[str, Any] = {}
-        if self.mask is not None:
-            changed["mask"] = self.mask.map_arrays(change)
-        for field in dataclasses.fields(self):
-            if "axes" in field.metadata:
-                axes = field.metadata["axes"]
-                value = getattr(self, field.name)
-                changed[field.name] = jax.tree.map(
-                    lambda x, axes=axes: change(x, axes), value
-                )
-        return dataclasses.replace(self, **changed)
+        mod = self.score_mod
+        return mod is not None and mod.has_custom_vjp
+
+    def masks_scores(self, bias: Array | None) -> bool:
+        """Returns whether a score may be masked: by the mask, by a bias of -inf, or by
+        a `score_mod` that returns -inf.
+        """
+        masking = (self.mask, bias, self.score_mod)
+        return any(x is not None for x in masking)
 
 
 @jax.tree_util.register_dataclass
@@ -231,6 +220,16 @@ class Call(ScoreFields):
         return self.query, self.key, self.value
 
     @property
+    def batch(self) -> tuple[int, ...]:
+        """The sizes of the batch axes."""
+        return self.query.shape[:-3]
+
+    @property
+    def num_heads(self) -> int:
+        """The number of query heads N."""
+        return self.query.shape[-2]
+
+    @property
     def lengths(self) -> tuple[int, int]:
         """The number of queries T, and of keys S."""
         return self.query.shape[-3], self.key.shape[-3]
@@ -240,18 +239,8 @@ class Call(ScoreFields):
         """The number of key heads K, and the number of query heads that share a key
         head, G = N / K.
         """
-        return self.key.shape[-2], self.query.shape[-2] // self.key.shape[-2]
-
-    @property
-    def may_mask(self) -> bool:
-        """Whether a score may be masked."""
-        return may_mask(self.mask, self.bias, self.score_mod)
-
-    def axis_names(self) -> list[str]:
-        """Lists the axis names of each array, such as "B T N H" (see `masks/base.py`),
-        in pytree order.
-        """
-        return jax.tree.leaves(self.map_arrays(lambda _, axes: axes))
+        num_kv_heads = self.key.shape[-2]
+        return num_kv_heads, self.num_heads // num_kv_heads
 
 
 class LogSumExp(NamedTuple):

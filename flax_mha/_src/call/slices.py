@@ -3,7 +3,6 @@ step, or a block of queries.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,34 +12,30 @@ from flax_mha._src.call.operands import Call
 from flax_mha._src.core.tile import Scalar
 
 
-def sequence_axes(
-    x: Array, axes: str, batch_axes: int
-) -> tuple[int | None, int | None]:
-    """Returns which axis of an array has an entry for each query, and which for each
-    key; None if it has none.
+def axis_of(name: str, x: Array, axes: str) -> int | None:
+    """Returns which axis of an array has this name, counted from the end; None if it
+    has no such axis, or broadcasts along it.
 
-    `axes` names its axes, as in `Call.axis_names`; "B" stands for `batch_axes` axes.
+    `axes` names its axes, as in `Call.map_arrays`: "T" has an entry for each query, "S"
+    for each key, "K" for each key head.
     """
-    names: list[str] = []
-    for name in axes.split():
-        count = batch_axes if name == "B" else 1
-        names += [name] * count
-    numbers = {}
-    for i, name in enumerate(names):
-        # An axis "T|1" or "S|1" of length 1 is broadcast.
-        is_broadcast = name.endswith("|1") and x.shape[i] == 1
-        if not is_broadcast:
-            numbers[name[0]] = i
-    return numbers.get("T"), numbers.get("S")
+    names = axes.replace("|1", "").split()
+    if name not in names:
+        return None
+    axis = names.index(name) - len(names)
+    if x.shape[axis] == 1:
+        return None
+    return axis
 
 
-def travels_with_keys(names: Sequence[str]) -> bool:
+def travels_with_keys(axes: str) -> bool:
     """Returns whether an array is split over devices by its keys, so that it travels
     with the keys around a ring.
 
-    `names` are the names of its axes, as in `Call.axis_names`. If it also has an
-    axis of queries, it is split along that axis instead.
+    `axes` names its axes, as in `Call.map_arrays`. An array that also has an axis of
+    queries is split along that axis instead.
     """
+    names = axes.split()
     return "S" in names and not {"T", "T|1"} & set(names)
 
 
@@ -65,7 +60,6 @@ def slice_call(
     if keys is None:
         keys = (0, 0, call.lengths[1])
     first_held, first_of_all, num_keys = keys
-    batch_axes = call.query.ndim - 3
 
     def cut_axis(x: Array, axis: int | None, first: Scalar, length: int) -> Array:
         if axis is None or x.shape[axis] == length:
@@ -73,15 +67,14 @@ def slice_call(
         return lax.dynamic_slice_in_dim(x, first, length, axis)
 
     def cut(x: Array, axes: str) -> Array:
-        query_axis, key_axis = sequence_axes(x, axes, batch_axes)
         first_key = first_of_all
-        if travels_with_keys(axes.split()):
+        if travels_with_keys(axes):
             first_key = first_held
-        x = cut_axis(x, query_axis, first_query, num_queries)
-        return cut_axis(x, key_axis, first_key, num_keys)
+        x = cut_axis(x, axis_of("T", x, axes), first_query, num_queries)
+        return cut_axis(x, axis_of("S", x, axes), first_key, num_keys)
 
     # Offsets have an entry per batch entry.
-    shape = (1,) * batch_axes
+    shape = (1,) * len(call.batch)
     increases = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in positions]
     offsets = call.offsets.moved(*increases)
     return dataclasses.replace(call.map_arrays(cut), offsets=offsets)

@@ -27,7 +27,7 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> R
     axis = context.axis
     is_zigzag = context.layout == "zigzag"
     order = split.chunk_order(context.layout, lax.axis_size(axis))
-    rows_axis = call.query.ndim - 3
+    rows_axis = len(call.batch)
 
     def to_heads(x: Array) -> Array:
         """Exchanges some positions of all heads for all positions of some heads."""
@@ -61,7 +61,7 @@ def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) ->
     """
     devices = lax.axis_size(context.axis)
     rank = lax.axis_index(context.axis)
-    rows_axis = call.query.ndim - 3
+    rows_axis = len(call.batch)
 
     def gather(x: Array) -> Array:
         # XLA cannot gather nothing.
@@ -76,7 +76,7 @@ def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) ->
         by_position = np.argsort(split.chunk_order("zigzag", devices))
         call = split.reorder_keys(call, by_position)
     # The two chunks of "zigzag" are not adjacent, and a call has one query offset.
-    length = call.query.shape[-3] // chunks
+    length = call.lengths[0] // chunks
     results = []
     for number in range(chunks):
         first = split.chunk_of(rank, number, devices) * length

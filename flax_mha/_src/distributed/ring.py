@@ -19,7 +19,7 @@ throughout are not computed.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,17 +40,19 @@ from flax_mha._src.core.tracing import T
 from flax_mha._src.distributed import split
 from flax_mha._src.engines.engine import Engine
 from flax_mha._src.guard import guard
-from flax_mha._src.math.derivatives import Function, linear_function
+from flax_mha._src.math.derivatives import linear_function, replace_at
 from flax_mha._src.math.softmax import (
     OnlineSoftmax,
+    attention_operation,
     name_residuals,
-    shapes_of_results,
 )
 from flax_mha._src.plan import Plan
 
 # Cuts a pair of chunks out of a device's part of a call; see `Ring.fold`.
 Cut = Callable[[Call], Call]
-Trainable = dict[str, Any]  # the arrays of a call that get derivatives, by field
+# The fields of a call that get derivatives.
+TRAINABLE = ("query", "key", "value", "bias", "captured", "scale_array")
+Trainable = dict[str, Any]  # their arrays
 
 
 def attention(call: Call, context: Context, engine: Engine) -> Result:
@@ -60,10 +62,9 @@ def attention(call: Call, context: Context, engine: Engine) -> Result:
     """
     # Hops are merged by their log-sum-exp.
     call = dataclasses.replace(call, return_residual=True)
-    ring, hop = _ring_of(call, context)
     # The calls of all hops have equal shapes, so one plan is for all.
-    plan, _ = engine.plan(hop)
-    ring = ring._replace(engine=engine, plan=plan)
+    plan, _ = engine.plan(first_hop(call, context))
+    ring = _ring_of(call, context)._replace(engine=engine, plan=plan)
     output, lse, largest = _results(ring, _of_hops(call))
     if call.sinks is not None:
         sinks = call.sinks[..., None, :].astype(call.dtype)
@@ -78,23 +79,18 @@ def first_hop(call: Call, context: Context) -> Call:
     The calls of all pairs of chunks have equal shapes: an engine that plans, or
     refuses, this one does so for all.
     """
-    _, hop = _ring_of(call, context)
-    return hop
+    rank = lax.axis_index(context.axis)
+    return _ring_of(call, context).slice(_of_hops(call), source=rank, i=0, j=0)
 
 
-def _ring_of(call: Call, context: Context) -> tuple["Ring", Call]:
-    """Returns the `Ring` of a call, still without its engine, which `attention` adds,
-    and the call of `first_hop`.
-    """
-    ring = Ring(
+def _ring_of(call: Call, context: Context) -> "Ring":
+    """Returns the `Ring` of a call without its engine, which `attention` adds."""
+    return Ring(
         axis=context.axis,
         size=lax.axis_size(context.axis),
         chunks=2 if context.layout == "zigzag" else 1,
-        rows_axis=call.query.ndim - 3,
+        rows_axis=len(call.batch),
     )
-    rank = lax.axis_index(ring.axis)
-    hop = ring.slice(_of_hops(call), source=rank, i=0, j=0)
-    return ring, hop
 
 
 def _of_hops(call: Call) -> Call:
@@ -105,14 +101,7 @@ def _of_hops(call: Call) -> Call:
 
 
 def trainable_of(call: Call) -> Trainable:
-    return {
-        "query": call.query,
-        "key": call.key,
-        "value": call.value,
-        "bias": call.bias,
-        "captured": call.captured,
-        "scale_array": call.scale_array,
-    }
+    return {name: getattr(call, name) for name in TRAINABLE}
 
 
 def promote(call: Call) -> Call:
@@ -161,19 +150,15 @@ class Ring(NamedTuple):
         leaves, structure = jax.tree.flatten(call)
         # The leaves that travel around the ring: keys, values, and what masks have for
         # each key.
-        travelling = []
-        for n, axes in enumerate(call.axis_names()):
-            if slices.travels_with_keys(axes.split()):
-                travelling.append(n)
+        travels = call.map_arrays(lambda _, axes: slices.travels_with_keys(axes))
+        travelling = [n for n, flag in enumerate(jax.tree.leaves(travels)) if flag]
 
         def hop(carry: tuple, number: Int[Array, ""]) -> tuple[tuple, None]:
             state, arrays = carry
             # Sent before anything is computed, so that both can happen together.
             following = self.send(arrays)
             source = (rank - number) % self.size
-            held_leaves = list(leaves)
-            for n, x in zip(travelling, arrays, strict=True):
-                held_leaves[n] = x
+            held_leaves = replace_at(leaves, travelling, arrays)
             held = jax.tree.unflatten(structure, held_leaves)
 
             def pair(n: Scalar, state: T) -> T:
@@ -287,8 +272,7 @@ def _merge_hops(ring: Ring, call: Call) -> Result:
         rows=call.query.shape[:-1],
         features=call.value.shape[-1],
         sink=None,  # `attention` adds sinks after the last hop
-        dtype=call.dtype,
-        keeps_largest=call.return_max_score,
+        fields=call,
     )
     merged = ring.fold(call, step, start)
     return Result(*merged.finish())
@@ -366,27 +350,18 @@ def _with_sinks(
     return output, LogSumExp(maximum, log_sum)
 
 
-def _results(ring: Ring, call: Call) -> Any:
+def _results(
+    ring: Ring, call: Call
+) -> tuple[Float[Array, "*B T N Hv"], LogSumExp, Float[Array, "*B T N"] | None]:
     """Computes `_merge_hops` as one JAX operation with the derivatives `_tangents` and
     `_gradients`.
     """
-    leaves, structure = jax.tree.flatten(call)
-    shape = (*call.query.shape[:-1], call.value.shape[-1])
-    like = shapes_of_results(shape, call.dtype, call.return_max_score)
-    outputs, results = jax.tree.flatten(like)
 
-    def evaluate(*arguments: Any) -> list[Array]:
-        call = jax.tree.unflatten(structure, arguments)
-        return jax.tree.leaves(_merge_hops(ring, call))
-
-    def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        output, lse, largest = jax.tree.unflatten(results, attend(*arguments))
+    def with_tangents(arguments: tuple, tangents: tuple) -> tuple[Any, Array, Array]:
+        [call] = arguments
+        [d_call] = tangents
+        output, lse, largest = _results(ring, call)
         known = name_residuals(output, lse)
-        d_arguments = [
-            tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)
-        ]
-        call = jax.tree.unflatten(structure, arguments)
-        d_call = jax.tree.unflatten(structure, d_arguments)
         d_output, _, d_log_sum = _linear(
             _tangents,
             ring,
@@ -394,12 +369,11 @@ def _results(ring: Ring, call: Call) -> Any:
             known=Result(*known),
             linear=trainable_of(d_call),
         )
-        # Maxima have no derivative.
-        d_results = [d_output, None, d_log_sum, None]
-        return jax.tree.leaves((known, largest)), d_results[: len(outputs)]
+        return (known, largest), d_output, d_log_sum
 
-    attend = Function(outputs, evaluate, jvp)
-    return Result(*jax.tree.unflatten(results, attend(*leaves)))
+    shape = (*call.query.shape[:-1], call.value.shape[-1])
+    compute = functools.partial(_merge_hops, ring)
+    return attention_operation(shape, call, compute, with_tangents, call)
 
 
 def _linear(

@@ -31,7 +31,7 @@ from flax_mha._src.call.operands import (
     Result,
     Sharding,
 )
-from flax_mha._src.call.slices import sequence_axes, travels_with_keys
+from flax_mha._src.call.slices import axis_of, travels_with_keys
 from flax_mha._src.core.tracing import T
 from flax_mha._src.core.validation import int_at_least
 from flax_mha._src.math.head import with_indices
@@ -117,7 +117,7 @@ class Split(NamedTuple):
             "B": self.batch,
             "N": (self.heads,),
             "K": (self.key_heads,),
-            **self._sequences(names),
+            **self._sequences(axes),
         }
         parts: list[Axes] = []
         for name in names:
@@ -126,22 +126,22 @@ class Split(NamedTuple):
         by_axis = zip(x.shape, parts, strict=False)
         return PartitionSpec(*(None if n == 1 else part for n, part in by_axis))
 
-    def _sequences(self, names: list[str]) -> dict[str, tuple[Axes]]:
-        """Returns how `context_parallel` splits an array with axes `names`, such as
-        {"T": ("x",)} for mesh axis "x".
+    def _sequences(self, axes: str) -> dict[str, tuple[Axes]]:
+        """Returns how `context_parallel` splits an array with these axes, such as {"T":
+        ("x",)} for mesh axis "x".
         """
         if self.context is None:
             return {}
         axis = self.context.axis
         strategy = self.context.strategy
-        if "H" in names:  # query, key and value
+        if "H" in axes.split():  # query, key and value
             return {"T": (axis,), "S": (axis,)}
         # Each device computes some of the heads, over all positions.
         if strategy == "ulysses":
             return {"N": ((*names_of(self.heads), axis),)}
         parts: dict[str, tuple[Axes]] = {"T": (axis,), "T|1": (axis,)}
         # "allgather" collects only keys and values: other arrays must have all keys.
-        if strategy == "ring" and travels_with_keys(names):
+        if strategy == "ring" and travels_with_keys(axes):
             parts["S"] = (axis,)
         return parts
 
@@ -162,17 +162,16 @@ class Split(NamedTuple):
     def shard_map(
         self,
         function: Callable[..., Any],
-        arrays: Sequence[Any],
-        axes: Sequence[str],
+        arguments: tuple[Any, ...],
+        specs: tuple[Any, ...],
         out_spec: PartitionSpec,
     ) -> Any:
         """Calls `function` on each device, in `jax.shard_map`, with the device's parts
-        of `arrays`; joins the results.
+        of `arguments`; joins the results.
 
-        `axes` has the axis names of each array (see `spec`); `out_spec` is the
-        PartitionSpec of the result.
+        `specs` holds the PartitionSpec of each array in `arguments`, which are pytrees;
+        `out_spec` is that of the result.
         """
-        specs = tuple(self.spec(x, own) for x, own in zip(arrays, axes, strict=True))
         manual = self.manual
         # No name: all axes but those of `jax.vmap`.
         if manual == frozenset(self.mesh.axis_names):
@@ -186,7 +185,7 @@ class Split(NamedTuple):
             # Outputs of kernels do not declare the axes over which they vary.
             check_vma=False,
         )
-        return mapped(*map(self.reshard, arrays, specs))
+        return mapped(*jax.tree.map(self.reshard, arguments, specs))
 
 
 def by_types(call: Call) -> Split:
@@ -446,13 +445,12 @@ def run_on_mesh(call: Call, parts: Split, run: Callable[[Call], T]) -> T:
     """
     # Drawn for the whole call, so that every mesh drops the same weights.
     call = with_indices(call)
-    leaves, structure = jax.tree.flatten(call)
 
-    def part(*leaves: Array) -> T:
-        held = jax.tree.unflatten(structure, leaves)
+    def part(held: Call) -> T:
         return run(unsplit(_shared_key_head(held, call, parts)))
 
-    return parts.shard_map(part, leaves, call.axis_names(), parts.output_spec)
+    specs = call.map_arrays(parts.spec)
+    return parts.shard_map(part, (call,), (specs,), parts.output_spec)
 
 
 def unsplit(call: Call) -> Call:
@@ -473,21 +471,13 @@ def _shared_key_head(part: Call, whole: Call, parts: Split) -> Call:
     first_query_head = lax.axis_index(parts.heads) * part.query.shape[-2]
     key_head = first_query_head // group_size
 
-    def one_head(x: Array) -> Array:
-        return lax.dynamic_slice_in_dim(x, key_head, 1, axis=-2)
+    def one_head(x: Array, axes: str) -> Array:
+        axis = axis_of("K", x, axes)
+        if axis is None:
+            return x
+        return lax.dynamic_slice_in_dim(x, key_head, 1, axis)
 
-    key = one_head(part.key)
-    value = one_head(part.value)
-    scale = part.cache_scale
-    if scale is not None:
-        scale = one_head(scale)
-    # One list of indices may be for all key heads.
-    indices = part.key_indices
-    if indices is not None and indices.shape[-2] > 1:
-        indices = one_head(indices)
-    return dataclasses.replace(
-        part, key=key, value=value, cache_scale=scale, key_indices=indices
-    )
+    return part.map_arrays(one_head)
 
 
 def empty_result(call: Call, parts: Split) -> Result:
@@ -509,14 +499,13 @@ def reorder_keys(call: Call, order: np.ndarray, and_queries: bool = False) -> Ca
     """Applies `reorder_chunks` to the key axis of every array of a call and, with
     `and_queries`, also to the query axis.
     """
-    batch_axes = call.query.ndim - 3
+    names = "ST" if and_queries else "S"
 
     def change(x: Array, axes: str) -> Array:
-        query_axis, key_axis = sequence_axes(x, axes, batch_axes)
-        if key_axis is not None:
-            x = reorder_chunks(x, order, key_axis)
-        if and_queries and query_axis is not None:
-            x = reorder_chunks(x, order, query_axis)
+        for name in names:
+            axis = axis_of(name, x, axes)
+            if axis is not None:
+                x = reorder_chunks(x, order, axis)
         return x
 
     return call.map_arrays(change)

@@ -33,7 +33,7 @@ sum over tiles in `_tangent`, from which JAX derives all further derivatives.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -54,7 +54,6 @@ from flax_mha._src.core.products import jit_products, products_are_replaced
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike, varying_as
 from flax_mha._src.engines.engine import Engine
-from flax_mha._src.math.derivatives import Function
 from flax_mha._src.math.head import (
     Head,
     from_caller,
@@ -67,9 +66,9 @@ from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
 from flax_mha._src.math.softmax import (
     OnlineSoftmax,
     ResultsOfHead,
+    attention_operation,
     name_residuals,
     rows_of,
-    shapes_of_results,
 )
 from flax_mha._src.math.tile_sum import Argument, TileSummand, tile_sum
 from flax_mha._src.math.tiling import (
@@ -227,42 +226,46 @@ def _pad_to(x: Array, *lengths: int) -> Array:
 
 
 def _attention(
-    tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask, known: Any
+    tiling: Tiling,
+    fuse_rows: bool,
+    head: Head,
+    blocks: BlockMask,
+    known: tuple[Array, LogSumExp] | None,
 ) -> ResultsOfHead:
     """Computes a padded head as one JAX operation with derivatives of every order.
 
     `known` is None or, for `Engine.share`, an output and a log-sum-exp: then these are
     returned, not computed.
     """
-    leaves, structure = jax.tree.flatten((head, blocks, known))
-    shape = (tiling.shape[0], head.value.shape[1])
-    like = shapes_of_results(shape, head.rule.dtype, head.rule.return_max_score)
-    outputs, results = jax.tree.flatten(like)
 
-    def evaluate(*arguments: Any) -> Sequence[Array]:
-        head, blocks, known = jax.tree.unflatten(structure, arguments)
-        if known is None:
-            known = _output(tiling, fuse_rows, head, blocks)
-        return jax.tree.leaves(known)
+    def compute(
+        head: Head, blocks: BlockMask, known: tuple[Array, LogSumExp] | None
+    ) -> tuple:
+        if known is not None:
+            return known
+        return _output(tiling, fuse_rows, head, blocks)
 
-    def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        head, blocks, known = jax.tree.unflatten(structure, arguments)
+    def with_tangents(arguments: tuple, tangents: tuple) -> tuple[Any, Array, Array]:
+        head, blocks, known = arguments
+        d_head, _, _ = tangents
         largest = None
         if known is None:
             output, lse, largest = _attention(
                 tiling, fuse_rows=False, head=head, blocks=blocks, known=None
             )
             known = name_residuals(output, lse)
-        d_arguments = [
-            tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(arguments)
-        ]
-        d_head, _, _ = jax.tree.unflatten(structure, d_arguments)
         d_output, d_log_sum = _tangent(tiling, head, blocks, known, d_head)
-        # Maxima have no derivative.
-        d_results = [d_output, None, d_log_sum, None]
-        return jax.tree.leaves((known, largest)), d_results[: len(outputs)]
+        return (known, largest), d_output, d_log_sum
 
-    return jax.tree.unflatten(results, Function(outputs, evaluate, jvp)(*leaves))
+    return attention_operation(
+        (tiling.shape[0], head.value.shape[1]),
+        head.rule,
+        compute,
+        with_tangents,
+        head,
+        blocks,
+        known,
+    )
 
 
 @functools.partial(jit_products, static_argnums=(0, 1), inline=True)
@@ -307,8 +310,7 @@ def _output(
             rows=tiling.height,
             features=head.value.shape[1],
             sink=head.inputs.sink,
-            dtype=head.rule.dtype,
-            keeps_largest=head.rule.return_max_score,
+            fields=head.rule,
         )
         start = varying_as(Q_i, start)
         state = over_keys(blocks, tiling, head.rule, i, visit_tile, start)

@@ -19,7 +19,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,32 @@ def part_axes(axes: str) -> list[str]:
     return [name for name in axes.split() if name not in "BN"]
 
 
+class WithAxes:
+    """The base class of frozen dataclasses whose arrays stand in fields that name their
+    axes; see above.
+    """
+
+    def map_arrays(self, change: Callable[[Array, str], Any]) -> Self:
+        """Returns a copy with each array replaced by `change(array, axes)`; `axes`
+        names its axes, such as "B T".
+        """
+        changed: dict[str, Any] = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, WithAxes):
+                changed[field.name] = value.map_arrays(change)
+            elif "axes" in field.metadata:
+                axes = field.metadata["axes"]
+                changed[field.name] = jax.tree.map(
+                    lambda x, axes=axes: change(x, axes), value
+                )
+        if changed:
+            return dataclasses.replace(self, **changed)  # type: ignore[type-var]
+        return self
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Mask:
+class Mask(WithAxes):
     """The base class of masks. Combine masks with `&`, `|` and `~`, and draw a mask
     with `print`.
 
@@ -76,24 +100,6 @@ class Mask:
         """Returns the mask for a call with sizes `shape`: checks its arrays and adds
         missing axes with length 1.
         """
-        return self
-
-    def map_arrays(self, change: Callable[[Array, str], Any]) -> "Mask":
-        """Returns the mask with each array replaced by `change(array, axes)`; `axes`
-        names its axes, such as "B T".
-        """
-        changed = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Mask):
-                changed[field.name] = value.map_arrays(change)
-            elif "axes" in field.metadata:
-                axes = field.metadata["axes"]
-                changed[field.name] = jax.tree.map(
-                    lambda x, axes=axes: change(x, axes), value
-                )
-        if changed:
-            return dataclasses.replace(self, **changed)
         return self
 
     @property
@@ -250,7 +256,7 @@ class _Combined(Mask):
     def canonical(self, shape: Shape) -> Mask:
         return fold(self, lambda part: part.canonical(shape), _remade)
 
-    def map_arrays(self, change: Callable[[Array, str], Any]) -> Mask:
+    def map_arrays(self, change: Callable[[Array, str], Any]) -> Any:
         return fold(self, lambda part: part.map_arrays(change), _remade)
 
     def combined_tile(self, tiles: list[Array]) -> Bool[Array, "#t #s"]:

@@ -78,36 +78,32 @@ class Head:
         )
 
 
-def heads_of(call: Call, dtype: DTypeLike, stored: DTypeLike | None = None) -> Head:
+def heads_of(call: Call, dtype: DTypeLike) -> Head:
     """Returns the arrays of a call as a `Head` with axes [B..., K, G, ...].
 
-    `dtype` is the dtype of operands of matrix products. Query, key and value are
-    converted to it or, for an engine that rounds them to `dtype` itself, to `stored`.
+    Query, key and value are converted to `dtype`, that of operands of matrix products.
     The scale multiplies the queries. But if it is a number, and queries are rounded to
     a narrower `dtype`, it multiplies the products, as `rule.scale`.
     """
     inputs, rule = scores_of(call)
     nonfinite = call.nonfinite
-    if stored is None:
-        stored = dtype
 
-    # The scale of softmax(scale * Q K^T). A rule scales the products, because scaling
-    # queries that are then rounded would round twice.
+    # The scale of softmax(scale * Q K^T).
     query = call.query.astype(rule.dtype)
     if call.scale_array is not None:
         # The gradient of the scale is a sum over the queries, so these must be finite.
         if nonfinite is not None:
             query = guard.zero(query, nonfinite.query)
         query = query * call.scale_array.astype(rule.dtype)
-    elif dtype == rule.dtype:
+    elif dtype == rule.dtype:  # otherwise, scaling would round the query
         query = query * call.scale
         rule = dataclasses.replace(rule, scale=1.0)
 
     groups = call.groups
     key_groups = (groups[0], 1)
-    queries = split_heads(query.astype(stored), groups)
-    keys = split_heads(call.key.astype(stored), key_groups)
-    values = split_heads(call.value.astype(stored), key_groups)
+    queries = split_heads(query.astype(dtype), groups)
+    keys = split_heads(call.key.astype(dtype), key_groups)
+    values = split_heads(call.value.astype(dtype), key_groups)
     if nonfinite is not None:
         nonfinite = NonFinite(
             query=vectors_by_head(nonfinite.query, groups),
@@ -122,8 +118,7 @@ def scores_of(call: Call) -> tuple[ScoreInputs, ScoreRule]:
 
     Returns the arrays that get gradients, and a rule that holds everything else.
     """
-    rank = call.query.ndim - 3
-    convert = functools.partial(by_head, batch_rank=rank, groups=call.groups)
+    convert = functools.partial(by_head, batch_rank=len(call.batch), groups=call.groups)
 
     bias = call.bias
     if bias is not None:
@@ -151,16 +146,15 @@ def _captured_by_head(
     """
     if call.score_mod is None:
         return []
-    batch = call.query.shape[:-3]
-    num_heads = call.query.shape[-2]
+    size = (math.prod(call.batch), call.num_heads)
     arrays = []
     for i, x in enumerate(call.captured):
         has_entries = call.score_mod.entries_of_heads[i]
         # A slice of a larger call gets its own entries.
         if has_entries and call.batch_index is not None:
             x = x[call.batch_index.reshape(-1, 1), call.head_index]
-        if has_entries and x.shape[:2] == (math.prod(batch), num_heads):
-            x = x.reshape(*batch, num_heads, 1, 1, *x.shape[2:])
+        if has_entries and x.shape[:2] == size:
+            x = x.reshape(*call.batch, call.num_heads, 1, 1, *x.shape[2:])
             arrays.append(convert(x, "B N 1 1 ..."))
         else:
             arrays.append(convert(x, ""))
@@ -175,15 +169,13 @@ def with_indices(call: Call) -> Call:
     """
     if call.batch_index is not None or call.dropout_seed is not None:
         return call
-    batch = call.query.shape[:-3]
-    num_heads = call.query.shape[-2]
     made: dict[str, Any] = {}
     if call.score_mod is not None:
-        entries = jnp.arange(math.prod(batch), dtype=jnp.int32)
-        made["batch_index"] = entries.reshape(batch)
-        made["head_index"] = jnp.arange(num_heads, dtype=jnp.int32)
+        entries = jnp.arange(math.prod(call.batch), dtype=jnp.int32)
+        made["batch_index"] = entries.reshape(call.batch)
+        made["head_index"] = jnp.arange(call.num_heads, dtype=jnp.int32)
     if call.dropout_rng is not None:
-        shape = (*batch, num_heads)
+        shape = (*call.batch, call.num_heads)
         if call.broadcast_dropout:
             shape = (1,) * len(shape)
         made["dropout_seed"] = jax.random.bits(
@@ -426,7 +418,7 @@ def numbers_as_arrays(call: Call) -> Call:
     """
     if being_traced():
         return call
-    rank = call.query.ndim - 3
+    rank = len(call.batch)
     values = []
     for x in call.offsets.values:
         if isinstance(x, int) and x:

@@ -15,12 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, UInt32
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import (
-    NonFinite,
-    ScoreFields,
-    accumulation_dtype,
-    may_mask,
-)
+from flax_mha._src.call.operands import NonFinite, ScoreFields, accumulation_dtype
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.math.derivatives import reverse_only
 from flax_mha._src.math.threefry import random_words
@@ -60,9 +55,6 @@ class ScoreRule(ScoreFields):
     def on_gpu(self) -> bool:
         """Whether dropout and softmax take the form that XLA's GPU compiler fuses."""
         return self.target.platform == "gpu"
-
-    def masks_scores(self, inputs: ScoreInputs) -> bool:
-        return may_mask(self.mask, inputs.bias, self.score_mod)
 
     def products(
         self, query: Float[Array, "t H"], key: Float[Array, "s H"]
@@ -113,7 +105,7 @@ class ScoreRule(ScoreFields):
         if nonfinite is not None:
             # If possible, flags change the row maximum, not the scores: XLA's CPU can
             # then fuse it with the product.
-            masks = self.masks_scores(inputs)
+            masks = self.masks_scores(inputs.bias)
             if masks:
                 poison = nonfinite.key[None]
             row_poison = guard.poison_of_rows(nonfinite, unmasked=not masks)

@@ -7,7 +7,7 @@ arXiv:1706.03762, equation 1.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +18,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import LogSumExp
+from flax_mha._src.call.operands import LogSumExp, ScoreFields
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import T
+from flax_mha._src.math.derivatives import Function, Tangents
 from flax_mha._src.math.head import Head
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
 
@@ -42,16 +43,46 @@ def name_residuals(output: Float[Array, "..."], lse: T) -> tuple[Array, T]:
     return checkpoint_name(output, RESIDUALS[0]), checkpoint_name(lse, RESIDUALS[1])
 
 
-def shapes_of_results(
-    shape: tuple[int, ...], dtype: DTypeLike, returns_max: bool
-) -> Any:
-    """Returns the shapes and dtypes of results whose output has this shape: output,
-    log-sum-exp and, if `returns_max`, largest scores, else None.
+def attention_operation(
+    shape: tuple[int, ...],
+    fields: ScoreFields,
+    compute: Callable[..., Any],
+    with_tangents: Callable[[Any, Any], tuple[Any, Array, Array]],
+    *arguments: Any,
+) -> tuple[Float[Array, "... Hv"], LogSumExp, Float[Array, "..."] | None]:
+    """Returns `compute(*arguments)`, output, log-sum-exp and largest scores, as one JAX
+    operation with derivatives of every order.
+
+    Args:
+      shape: The output's shape.
+      fields: Says which dtype the results have, and whether there are largest scores.
+      compute: Need not be differentiable.
+      with_tangents: A function of `arguments` and their tangents that returns the
+        results, and the tangents of output and log-sum-exp.
+      *arguments: Pytrees of arrays.
     """
-    output = jax.ShapeDtypeStruct(shape, dtype)
-    rows: Any = jax.ShapeDtypeStruct(shape[:-1], dtype)
-    largest = rows if returns_max else None
-    return output, LogSumExp(rows, rows), largest
+    leaves, structure = jax.tree.flatten(arguments)
+    output = jax.ShapeDtypeStruct(shape, fields.dtype)
+    rows: Any = jax.ShapeDtypeStruct(shape[:-1], fields.dtype)
+    largest = rows if fields.return_max_score else None
+    like = (output, LogSumExp(rows, rows), largest)
+    outputs, structure_of_results = jax.tree.flatten(like)
+
+    def evaluate(*leaves: Any) -> list[Array]:
+        return jax.tree.leaves(compute(*jax.tree.unflatten(structure, leaves)))
+
+    def jvp(leaves: Sequence[Any], tangents: Tangents) -> Any:
+        d_leaves = [tangents.get(i, jnp.zeros_like(x)) for i, x in enumerate(leaves)]
+        results, d_output, d_log_sum = with_tangents(
+            jax.tree.unflatten(structure, leaves),
+            jax.tree.unflatten(structure, d_leaves),
+        )
+        # Maxima have no derivative.
+        d_results = [d_output, None, d_log_sum, None]
+        return jax.tree.leaves(results), d_results[: len(outputs)]
+
+    results = Function(outputs, evaluate, jvp)(*leaves)
+    return jax.tree.unflatten(structure_of_results, results)
 
 
 def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
@@ -63,12 +94,11 @@ def dense_head(fuse_rows: bool, head: Head) -> ResultsOfHead:
     `fuse_rows`, XLA's CPU compiles the forward pass to one kernel.
     """
     rule = head.rule
-    masks_nothing = not rule.masks_scores(head.inputs)
+    masks_nothing = not rule.masks_scores(head.inputs.bias)
     # The custom JVP rule below cannot be vmapped over an axis of size 0, nor
     # differentiate functions with a custom_vjp, such as the quantized products of qwix.
     is_empty = not head.query.size or not head.key.size
-    reverse_only = rule.score_mod is not None and rule.score_mod.has_custom_vjp
-    if masks_nothing or is_empty or reverse_only or products_are_replaced():
+    if masks_nothing or is_empty or rule.has_custom_vjp or products_are_replaced():
         return _differentiable(head, fuse_rows)
     return _head(fuse_rows, head)
 
@@ -262,20 +292,20 @@ class OnlineSoftmax(NamedTuple):
         rows: int | tuple[int, ...],
         features: int,
         sink: Float[Array, "*#L"] | None,
-        dtype: DTypeLike,
-        keeps_largest: bool = False,
+        fields: ScoreFields,
     ) -> "OnlineSoftmax":
         """Returns the state before the first key. A sink is a score that counts in the
         sum but has no value.
 
         `rows` is the number of rows, or the shape [*L, t] of the rows of many heads;
-        `features` is Hv. With `keeps_largest` the state also has the largest score
-        without the sink.
+        `features` is Hv. The state has the dtype of `fields` and, with its
+        `return_max_score`, also the largest score without the sink.
         """
+        dtype = fields.dtype
         shape = (rows,) if isinstance(rows, int) else rows
         output = jnp.zeros((*shape, features), dtype)
         largest = None
-        if keeps_largest:
+        if fields.return_max_score:
             largest = jnp.full(shape, -jnp.inf, dtype)
         if sink is None:
             running_max = jnp.full(shape, -jnp.inf, dtype)

@@ -386,11 +386,13 @@ def _on_mesh(call: Call, query: Array, weights: Array, count: int) -> Choice:
     entries that it holds.
     """
     parts = by_types(call)
-    leaves, structure = jax.tree.flatten(call)
 
-    def part(query: Array, weights: Array, *leaves: Array) -> Choice:
-        held = unsplit(jax.tree.unflatten(structure, leaves))
-        return _choose(held, query, weights, count)
+    def part(held: Call, query: Array, weights: Array) -> Choice:
+        return _choose(unsplit(held), query, weights, count)
 
-    names = ["B T K H", "B T K", *call.axis_names()]
-    return parts.shard_map(part, [query, weights, *leaves], names, parts.output_spec)
+    specs = (
+        call.map_arrays(parts.spec),
+        parts.spec(query, "B T K H"),
+        parts.spec(weights, "B T K"),
+    )
+    return parts.shard_map(part, (call, query, weights), specs, parts.output_spec)

@@ -150,19 +150,16 @@ def attention(plan: Plan, call: Call) -> Result:
         scale = jnp.asarray(call.scale, rule.dtype)
     else:
         scale = call.scale_array.astype(rule.dtype)
+    query = split_heads(call.query, call.groups)
     inputs = Inputs(
-        query=call.query,
+        query=query,
         stored=Stored(call.key, call.value, call.cache_scale),
-        scale=scale,
+        scale=scale.reshape((1,) * query.ndim),
         score_inputs=score_inputs,
         rule=rule,
     )
-    inputs = varying_alike(inputs)
-    query = split_heads(inputs.query, call.groups)
-    scale = inputs.scale.reshape((1,) * query.ndim)
-    inputs = inputs._replace(query=query, scale=scale)
     blocks: Any = plan.in_place
-    results = _with_vmap_rule(blocks)(inputs)
+    results = _with_vmap_rule(blocks)(varying_alike(inputs))
     return to_caller(results, call.query.dtype)
 
 
@@ -273,7 +270,7 @@ def _attend(blocks: KeyBlocks, inputs: Inputs) -> Results:
             lambda: _entries(blocks, part),
         )
 
-    masks = rule.masks_scores(inputs.score_inputs)
+    masks = rule.masks_scores(inputs.score_inputs.bias)
     # Without masks, NaN belongs in the output; only a product that mixes heads, here or
     # in wide blocks, may carry it to other heads.
     if not masks and not blocks.block_diagonal and wide is None:
@@ -353,8 +350,7 @@ def _query_block(blocks: KeyBlocks, part: BatchSlice) -> Results:
         rows=(*part.query.shape[:-2], blocks.height),
         features=value_size,
         sink=part.score_inputs.sink,
-        dtype=part.rule.dtype,
-        keeps_largest=part.rule.return_max_score,
+        fields=part.rule,
     )
     state = varying_as(part.query, state)
     step = functools.partial(_step, blocks, part)
