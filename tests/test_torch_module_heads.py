@@ -428,19 +428,12 @@ def options_refused(message, kind, **options):
 @pytest.mark.core
 @pytest.mark.parametrize("kind", APIS)
 def test_norms_and_gates_must_be_values_of_their_classes(kind):
-    message = (
-        "gate must be True, False or a flax_mha.Gate, but got 'head'; "
-        'pass Gate\\("head"\\)'
-    )
+    message = "gate must be True, False or a flax_mha.Gate, but got 'head'"
     options_refused(message, kind, gate="head")
-    message = "normalize_qk must be True, .* but got 'rms_norm'; pass Norm\\(\"rms\"\\)"
+    message = "normalize_qk must be True, .* but got 'rms_norm'"
     options_refused(message, kind, normalize_qk="rms_norm")
     message = "value_norm must be a flax_mha.Norm or None, but got True"
     options_refused(message, kind, value_norm=True)
-    message = (
-        'out_norm must be .*; pass Norm\\("rms", scale="heads", over="all_heads"\\)'
-    )
-    options_refused(message, kind, out_norm="rms_norm")
     message = "out_norm must have after_rope=False"
     options_refused(message, kind, out_norm=Norm(after_rope=True))
 

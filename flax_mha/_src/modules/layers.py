@@ -3,8 +3,8 @@ APIs make the same ones.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Collection
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -158,21 +158,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "sigmoid": jax.nn.sigmoid,
     "softplus": _softplus,
 }
-# What to pass instead of a name.
-NORMS_BY_NAME = {
-    "layer_norm": 'Norm("layer")',
-    "layer_norm_bias": 'Norm("layer", bias=True)',
-    "layer_norm_each_head": 'Norm("layer", scale="heads")',
-    "rms_norm": 'Norm("rms")',
-    "rms_norm_all_heads": 'Norm("rms", scale="heads", over="all_heads")',
-    "rms_norm_after_rope": 'Norm("rms", after_rope=True)',
-    "rms_norm_each_head_after_rope": 'Norm("rms", scale="heads", after_rope=True)',
-    "rms_norm_no_scale": 'Norm("rms", scale=None)',
-}
-GATES_BY_NAME = {"elementwise": "True", "head": 'Gate("head")'}
 
 
-def norm_of(name: str, given: Any) -> Norm | None:
+def norm_of(name: str, given: object) -> Norm | None:
     """Returns the norm that the option `name` of a module sets, or None; True is Flax's
     LayerNorm (`normalize_qk`).
     """
@@ -187,11 +175,7 @@ def norm_of(name: str, given: Any) -> Norm | None:
         expected = "a flax_mha.Norm or None"
         if is_of_qk:
             expected = "True, False or a flax_mha.Norm"
-        fix = _replacement(given, NORMS_BY_NAME)
-        # By this name, the output was normalized over all heads.
-        if name == "out_norm" and given == "rms_norm":
-            fix = _replacement("rms_norm_all_heads", NORMS_BY_NAME)
-        raise ValueError(f"{name} must be {expected}, but got {given!r}{fix}.")
+        raise ValueError(f"{name} must be {expected}, but got {given!r}.")
     if given.after_rope and not is_of_qk:
         raise ValueError(
             f"{name} must have after_rope=False, because only normalize_qk rotates, "
@@ -209,29 +193,21 @@ def gate_axes(gate: Gate | None) -> str:
     return "query"
 
 
-def gate_of(given: Any) -> Gate | None:
+def gate_of(given: object) -> Gate | None:
     """Returns the gate that the option `gate` of a module sets, or None."""
     if isinstance(given, Gate):
         return given
     if not isinstance(given, bool | np.bool_):
-        fix = _replacement(given, GATES_BY_NAME)
         raise ValueError(
-            f"gate must be True, False or a flax_mha.Gate, but got {given!r}{fix}."
+            f"gate must be True, False or a flax_mha.Gate, but got {given!r}."
         )
     if given:
         return Gate()
     return None
 
 
-def _replacement(given: Any, by_name: Mapping[str, str]) -> str:
-    """Returns the end of an error that says what to pass instead of a name, or ""."""
-    if not isinstance(given, str) or given not in by_name:
-        return ""
-    return f"; pass {by_name[given]}"
-
-
 def check_choice(
-    name: str, given: Any, choices: Collection[str], others: str = ""
+    name: str, given: object, choices: Collection[str], others: str = ""
 ) -> None:
     """Raises a ValueError unless `given` is one of the strings `choices`; `others`
     names what else is allowed.
