@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha._src.attention import Explanation, Implementation, ScoreMod
 from flax_mha._src.cache.kv_cache import KVCache
+from flax_mha._src.cache.shared import SharedKV
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.core.tracing import Platform
@@ -50,154 +51,7 @@ CACHED = ("cached_key", "cached_value", "cache_index", "cached_scale")
 STORED = ("cached_key", "cached_value", "cached_lengths")
 
 
-class AttentionModule:
-    """The base class of the attention modules: manages the cache, dropout, tensor
-    parallelism and `explain`.
-    """
-
-    def _explained(
-        self: Any, platform: Platform | None, *inputs: Any, **arguments: Any
-    ) -> Explanation:
-        """Explains which implementation a call with these inputs and arguments uses;
-        traces a copy of this module.
-        """
-        # Not traced, so that the cache's index is known.
-        variables = None if self.scope is None else self.variables
-        recorder = Recorder(self.attention_fn, platform)
-        layer = self.clone(attention_fn=recorder.attention_fn, parent=None)
-
-        def call(key: Array) -> Any:
-            rngs = {"params": key, "dropout": key}
-            if variables is None:
-                output, _ = layer.init_with_output(rngs, *inputs, **arguments)
-                return output
-            output, _ = layer.apply(
-                variables,
-                *inputs,
-                rngs=rngs,
-                mutable=["cache", "intermediates"],
-                **arguments,
-            )
-            return output
-
-        jax.eval_shape(call, jax.random.key(0))
-        return recorder.explanation()
-
-    def _split(
-        self: Any, init: Callable[..., Any], parameter: str, bias: bool = False
-    ) -> Callable[..., Any]:
-        """Wraps an initializer so that Flax boxes the parameter with the names of its
-        mesh axes, if `head_axis` is set.
-
-        `parameter` is a key of `parameter_names`; with `bias`, the initializer is for
-        the bias beside this kernel.
-        """
-        if self.head_axis is None or not self.is_initializing():
-            return init
-        num_kv_heads = self.num_kv_heads or self.num_heads
-        names = parameter_names(self.head_axis, self.num_heads, num_kv_heads)[parameter]
-        if bias:
-            # A bias has no axis of the input.
-            names = names[1:]
-        return boxed(init, self.head_axis, names)
-
-    def _flax_arguments(
-        self: Any,
-        dropout_rate: float,
-        mask: Array | Mask | None,
-        deterministic: bool | None,
-        dropout_rng: Array | None,
-        sow_weights: bool,
-        **others: Any,
-    ) -> dict[str, Any]:
-        """Returns Flax's arguments for `attention_fn`; omits optional ones that a
-        user's function does not take.
-        """
-        keeps_all = dropout_rate == 0.0 or merge_param(
-            "deterministic", self.deterministic, deterministic
-        )
-        if not keeps_all and dropout_rng is None:
-            dropout_rng = self.make_rng("dropout")
-        arguments = {
-            "mask": mask,
-            "dropout_rng": dropout_rng,
-            "dropout_rate": dropout_rate,
-            "broadcast_dropout": self.broadcast_dropout,
-            "deterministic": keeps_all,
-            "dtype": self.dtype,
-            "precision": self.precision,
-            **others,
-        }
-        if sow_weights:
-            arguments["module"] = self
-        if ours(self.attention_fn) is not None:
-            return arguments
-
-        parameters = inspect.signature(self.attention_fn).parameters
-        kinds = [parameter.kind for parameter in parameters.values()]
-        if inspect.Parameter.VAR_KEYWORD in kinds:
-            return arguments
-        # Never left out: a function without them must fail, instead of ignoring a mask
-        # or dropout.
-        passed = {"module", *parameters}
-        if mask is not None:
-            passed.add("mask")
-        if not keeps_all:
-            passed |= {"dropout_rng", "dropout_rate"}
-        return {name: x for name, x in arguments.items() if name in passed}
-
-    def _cache(
-        self: Any, variables: list[nn.Variable], query: Array, key: Array
-    ) -> Arrays | None:
-        """Returns the arrays of the cache, ordered as in `KVCache.arrays`; None if this
-        call creates the cache.
-
-        `query` and `key` are those of the new tokens. Appends the cache's variables to
-        the list `variables`, for `_write`.
-        """
-        if not self.has_variable("cache", "cached_key"):
-            *batch, length, num_heads, size = key.shape
-            made = KVCache.create(
-                batch,
-                max_length=length,
-                num_kv_heads=num_heads,
-                head_size=size,
-                dtype=key.dtype if self.cache_dtype is None else self.cache_dtype,
-                window=reach(self.local_window_size),
-                per_row=self.per_row,
-                value_head_size=self.value_dim,
-            )
-            # Only a cache with 8 bits has the last array, of scales.
-            for name, x in zip(CACHED, made.arrays, strict=False):
-                variables.append(self.variable("cache", name, lambda x=x: x))
-            return None
-
-        for name in CACHED:
-            if self.has_variable("cache", name):
-                variables.append(self.variable("cache", name, None))
-        # A checkpoint may hold NumPy's arrays.
-        key, *others = (jnp.asarray(variable.value) for variable in variables)
-        *batch, _, _, size = key.shape
-        expected = (*batch, query.shape[-3], self.num_heads, size)
-        if query.shape != expected:
-            raise ValueError(
-                f"Autoregressive cache shape error, expected query shape {expected} "
-                f"instead got {query.shape}."
-            )
-        return key, *others
-
-    def _write(
-        self: Any, variables: list[nn.Variable], arrays: Arrays, stored: bool
-    ) -> None:
-        if stored:
-            for name, x in zip(STORED, arrays, strict=True):
-                self.put_variable("cache", name, x)
-            return
-        for variable, x in zip(variables, arrays, strict=True):
-            variable.value = x
-
-
-class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttention):
+class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     """Multi-head attention, a drop-in replacement for
     `flax.linen.MultiHeadDotProductAttention`.
 
@@ -293,7 +147,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
         key_indices: Int[Array, "..."] | None = None,
-        kv: Any = None,
+        kv: SharedKV | None = None,
         return_kv: bool = False,
         process_heads: ProcessHeads | None = None,
     ) -> Float[Array, "*B T Dout"]:
@@ -507,7 +361,7 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
         """
         if norm is None:
             return None
-        kind: Any = nn.RMSNorm
+        kind: Callable[..., nn.Module] = nn.RMSNorm
         if norm.kind == "layer":
             kind = functools.partial(nn.LayerNorm, use_bias=norm.bias)
         if norm.scale == "heads":
@@ -523,8 +377,154 @@ class MultiHeadDotProductAttention(AttentionModule, nn.MultiHeadDotProductAttent
             name=name,
         )
 
-    def _stored(self) -> Any:
+    def _stored(self) -> Arrays:
         return tuple(jnp.asarray(self.get_variable("cache", name)) for name in STORED)
+
+    @nn.nowrap
+    def _explained(
+        self, platform: Platform | None, *inputs: Any, **arguments: Any
+    ) -> Explanation:
+        """Explains which implementation a call with these inputs and arguments uses;
+        traces a copy of this module.
+        """
+        # Not traced, so that the cache's index is known.
+        variables = None if self.scope is None else self.variables
+        recorder = Recorder(self.attention_fn, platform)
+        layer = self.clone(attention_fn=recorder.attention_fn, parent=None)
+
+        def call(key: Array) -> Any:
+            rngs = {"params": key, "dropout": key}
+            if variables is None:
+                output, _ = layer.init_with_output(rngs, *inputs, **arguments)
+                return output
+            output, _ = layer.apply(
+                variables,
+                *inputs,
+                rngs=rngs,
+                mutable=["cache", "intermediates"],
+                **arguments,
+            )
+            return output
+
+        jax.eval_shape(call, jax.random.key(0))
+        return recorder.explanation()
+
+    @nn.nowrap
+    def _split(
+        self, init: Callable[..., Any], parameter: str, bias: bool = False
+    ) -> Callable[..., Any]:
+        """Wraps an initializer so that Flax boxes the parameter with the names of its
+        mesh axes, if `head_axis` is set.
+
+        `parameter` is a key of `parameter_names`; with `bias`, the initializer is for
+        the bias beside this kernel.
+        """
+        if self.head_axis is None or not self.is_initializing():
+            return init
+        num_kv_heads = self.num_kv_heads or self.num_heads
+        names = parameter_names(self.head_axis, self.num_heads, num_kv_heads)[parameter]
+        if bias:
+            # A bias has no axis of the input.
+            names = names[1:]
+        return boxed(init, self.head_axis, names)
+
+    @nn.nowrap
+    def _flax_arguments(
+        self,
+        dropout_rate: float,
+        mask: Array | Mask | None,
+        deterministic: bool | None,
+        dropout_rng: Array | None,
+        sow_weights: bool,
+        **others: Any,
+    ) -> dict[str, Any]:
+        """Returns Flax's arguments for `attention_fn`; omits optional ones that a
+        user's function does not take.
+        """
+        keeps_all = dropout_rate == 0.0 or merge_param(
+            "deterministic", self.deterministic, deterministic
+        )
+        if not keeps_all and dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        arguments = {
+            "mask": mask,
+            "dropout_rng": dropout_rng,
+            "dropout_rate": dropout_rate,
+            "broadcast_dropout": self.broadcast_dropout,
+            "deterministic": keeps_all,
+            "dtype": self.dtype,
+            "precision": self.precision,
+            **others,
+        }
+        if sow_weights:
+            arguments["module"] = self
+        if ours(self.attention_fn) is not None:
+            return arguments
+
+        parameters = inspect.signature(self.attention_fn).parameters
+        kinds = [parameter.kind for parameter in parameters.values()]
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            return arguments
+        # Never left out: a function without them must fail, instead of ignoring a mask
+        # or dropout.
+        passed = {"module", *parameters}
+        if mask is not None:
+            passed.add("mask")
+        if not keeps_all:
+            passed |= {"dropout_rng", "dropout_rate"}
+        return {name: x for name, x in arguments.items() if name in passed}
+
+    @nn.nowrap
+    def _cache(
+        self, variables: list[nn.Variable], query: Array, key: Array
+    ) -> Arrays | None:
+        """Returns the arrays of the cache, ordered as in `KVCache.arrays`; None if this
+        call creates the cache.
+
+        `query` and `key` are those of the new tokens. Appends the cache's variables to
+        the list `variables`, for `_write`.
+        """
+        if not self.has_variable("cache", "cached_key"):
+            *batch, length, num_heads, size = key.shape
+            made = KVCache.create(
+                batch,
+                max_length=length,
+                num_kv_heads=num_heads,
+                head_size=size,
+                dtype=key.dtype if self.cache_dtype is None else self.cache_dtype,
+                window=reach(self.local_window_size),
+                per_row=self.per_row,
+                value_head_size=self.value_dim,
+            )
+            # Only a cache with 8 bits has the last array, of scales.
+            for name, x in zip(CACHED, made.arrays, strict=False):
+                variables.append(self.variable("cache", name, lambda x=x: x))
+            return None
+
+        for name in CACHED:
+            if self.has_variable("cache", name):
+                variables.append(self.variable("cache", name, None))
+        # A checkpoint may hold NumPy's arrays.
+        key, *others = (jnp.asarray(variable.value) for variable in variables)
+        *batch, _, _, size = key.shape
+        expected = (*batch, query.shape[-3], self.num_heads, size)
+        if query.shape != expected:
+            raise ValueError(
+                f"Autoregressive cache shape error, expected query shape {expected} "
+                f"instead got {query.shape}."
+            )
+        return key, *others
+
+    @nn.nowrap
+    def _write(
+        self, variables: list[nn.Variable], arrays: Arrays, stored: bool
+    ) -> None:
+        if stored:
+            for name, x in zip(STORED, arrays, strict=True):
+                self.put_variable("cache", name, x)
+            return
+        for variable, x in zip(variables, arrays, strict=True):
+            variable.value = x
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
@@ -569,7 +569,7 @@ class SelfAttention(MultiHeadDotProductAttention):
         qkv_sharding: Sharding | None = None,
         sow_max_score: bool = False,
         key_indices: Int[Array, "..."] | None = None,
-        kv: Any = None,
+        kv: SharedKV | None = None,
         return_kv: bool = False,
         process_heads: ProcessHeads | None = None,
     ) -> Float[Array, "*B T Dout"]:
@@ -599,14 +599,14 @@ class SelfAttention(MultiHeadDotProductAttention):
     explain = nn.nowrap(explaining(__call__))  # type: ignore[arg-type]
 
 
-def _made(cls: Any) -> Any:
+def _made(cls: Callable | None) -> Any:
     """Returns an instance of a class, or None without one."""
     if cls is None:
         return None
     return cls()
 
 
-def _product(product: Any, product_cls: Any) -> Any:
+def _product(product: object, product_cls: object) -> Any:
     """Returns the `dot_general` of a projection: ours unless a user sets another."""
     if product or product_cls:
         return product
