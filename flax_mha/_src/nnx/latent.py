@@ -40,12 +40,12 @@ from flax_mha._src.modules.options import (
     check_rngs,
     scale_of,
 )
-from flax_mha._src.nnx.module import AttentionModule, CachedHeads, with_sharding
+from flax_mha._src.nnx.module import CACHE, AttentionModule, CachedHeads, with_sharding
 from flax_mha._src.nnx.multi_head import NO_METADATA
 from flax_mha._src.rope import RoPE
 
 
-def _only_multiplies(layer: Any) -> bool:
+def _only_multiplies(layer: object) -> bool:
     """Returns whether a layer is as this module makes it: its call is a product of the
     last axis with its kernel.
 
@@ -77,9 +77,9 @@ class IndexerLayers(nnx.Module):
         config: Indexer,
         features: int,
         q_rank: int,
-        linear: Any,
-        dtype: Any,
-        param_dtype: Any,
+        linear: Callable[..., nnx.LinearGeneral],
+        dtype: Dtype | None,
+        param_dtype: Dtype,
         rngs: nnx.Rngs,
     ) -> None:
         self.config = config
@@ -310,7 +310,7 @@ class MultiHeadLatentAttention(AttentionModule):
         self.sinks = nnx.data(None)
         if sinks:
             self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype))
-        self.indexer: Any = nnx.data(None)
+        self.indexer = nnx.data(None)
         if indexer is not None and q_lora_rank is not None:
             self.indexer = IndexerLayers(
                 indexer,
@@ -323,25 +323,19 @@ class MultiHeadLatentAttention(AttentionModule):
             )
 
         # `init_cache` makes the cache.
-        self.cached_key = nnx.data(None)
-        self.cached_value = nnx.data(None)
-        self.cache_index = nnx.data(None)
-        self.cached_lengths = nnx.data(None)
-        self.cached_scale = nnx.data(None)
-        self.cached_index_key = nnx.data(None)
-        self.cached_index_scale = nnx.data(None)
+        for name in CACHE:
+            setattr(self, name, nnx.data(None))
 
-        if head_axis is not None:
-            # The other projections have no axis of heads.
-            self._split_heads(
-                num_heads,
-                (
-                    (self._query_name, "query"),
-                    ("kv_b_proj", "key"),
-                    ("o_proj", "out"),
-                    ("gate", gate_axes(self.gating)),
-                ),
-            )
+        # The other projections have no axis of heads.
+        self._split_heads(
+            num_heads,
+            (
+                (self._query_name, "query"),
+                ("kv_b_proj", "key"),
+                ("o_proj", "out"),
+                ("gate", gate_axes(self.gating)),
+            ),
+        )
 
     def __call__(
         self,
@@ -353,7 +347,7 @@ class MultiHeadLatentAttention(AttentionModule):
         sow_weights: bool = False,
         decode: bool | None = None,
         is_causal: bool | None = None,
-        out_sharding: Any = None,
+        out_sharding: Sharding | None = None,
         qkv_sharding: Sharding | None = None,
         bias: Float[Array, "..."] | None = None,
         segment_ids: Int[Array, "*B T"] | None = None,

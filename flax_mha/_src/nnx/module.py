@@ -1,7 +1,7 @@
 """`AttentionModule`: the base class of the attention modules for `flax.nnx`."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.module import first_from
+from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
@@ -28,6 +29,16 @@ NORMS = (
     ("key_ln", "key"),
     ("value_ln", "key"),
     ("out_norm", "query"),
+)
+# Attributes with the variables of a cache, the last two of an indexer's.
+CACHE = (
+    "cached_key",
+    "cached_value",
+    "cache_index",
+    "cached_lengths",
+    "cached_scale",
+    "cached_index_key",
+    "cached_index_scale",
 )
 
 
@@ -49,18 +60,31 @@ class AttentionModule(nnx.Module):
     # Whether calls take their keys and values from an earlier layer.
     reuse_kv: bool = False
 
-    deterministic: Any
-    decode: Any
-    cached_key: Any
-    cached_value: Any
-    cache_index: Any
-    cached_scale: Any
-    cached_lengths: Any
-    cached_index_key: Any
-    cached_index_scale: Any
+    num_heads: int
+    in_features: int
+    in_kv_features: int
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
+    precision: PrecisionLike
+    attention_fn: Callable[..., Array]
+    broadcast_dropout: bool
+    rngs: nnx.RngStream | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    head_axis: str | None
+    sinks: nnx.Param | None
+    _cached_heads: Callable[[], CachedHeads]
+    deterministic: bool | None
+    decode: bool | None
+    cached_key: nnx.Cache | None
+    cached_value: nnx.Cache | None
+    cache_index: nnx.Cache | None
+    cached_scale: nnx.Cache | None
+    cached_lengths: nnx.Cache | None
+    cached_index_key: nnx.Cache | None
+    cached_index_scale: nnx.Cache | None
 
     def _explained(
-        self: Any, platform: Platform | None, *inputs: Any, **arguments: Any
+        self, platform: Platform | None, *inputs: Any, **arguments: Any
     ) -> Explanation:
         """Explains which implementation a call uses; traces a copy, so that this
         module's state does not change.
@@ -79,11 +103,13 @@ class AttentionModule(nnx.Module):
         return recorder.explanation()
 
     def _split_heads(
-        self: Any, num_kv_heads: int, layers: Iterable[tuple[str, str]]
+        self, num_kv_heads: int, layers: Iterable[tuple[str, str]]
     ) -> None:
-        """Splits parameters over `head_axis`; `layers` has pairs (attribute, its key in
-        `parameter_names`).
+        """Splits parameters over `head_axis`, if it is set; `layers` has pairs
+        (attribute, its key in `parameter_names`).
         """
+        if self.head_axis is None:
+            return
         names = tensor_parallel.parameter_names(
             self.head_axis, self.num_heads, num_kv_heads
         )
@@ -103,7 +129,7 @@ class AttentionModule(nnx.Module):
         if self.sinks is not None:
             self.sinks = _split(self.sinks, names["sinks"])
         for attribute, heads in NORMS:
-            norm: Any = getattr(self, attribute, None)
+            norm = getattr(self, attribute, None)
             if norm is None or norm.scale is None:
                 continue
             has_scale_of_heads = norm.scale.ndim > 1
@@ -111,7 +137,7 @@ class AttentionModule(nnx.Module):
                 norm.scale = _split(norm.scale, names[heads][1:])
 
     def init_cache(
-        self: Any,
+        self,
         input_shape: Sequence[int],
         dtype: DTypeLike | None = None,
         *,
@@ -206,7 +232,7 @@ class AttentionModule(nnx.Module):
             self.cached_index_key = variable(index_cache.key)
             self.cached_index_scale = variable(index_cache.scale)
 
-    def reset_cache(self: Any, rows: ArrayLike) -> None:
+    def reset_cache(self, rows: ArrayLike) -> None:
         """Empties the caches of some sequences, so that new ones can take their places.
 
         The other sequences go on. Does nothing in a module with `reuse_kv`.
@@ -228,16 +254,17 @@ class AttentionModule(nnx.Module):
                 "store_keys=True again to replace them."
             )
         self._cache()  # an error without a cache
+        assert self.cache_index is not None
         _own(self.cache_index)[...] = reset_index(self.cache_index[...], rows)
 
-    def _index_size(self: Any) -> int | None:
+    def _index_size(self) -> int | None:
         """Returns the head size of the indexer's keys; None in a module without an
         indexer.
         """
         return None
 
     def set_view(
-        self: Any,
+        self,
         deterministic: bool | None = None,
         decode: bool | None = None,
         batch_size: int | Sequence[int] | None = None,
@@ -265,13 +292,13 @@ class AttentionModule(nnx.Module):
             self.decode = decode
         if batch_size is None and max_length is None:
             return
-        for name, size in (("batch_size", batch_size), ("max_length", max_length)):
-            if size is None:
-                raise TypeError(f"'{name}' must be provided when initializing cache.")
+        if batch_size is None or max_length is None:
+            name = "batch_size" if batch_size is None else "max_length"
+            raise TypeError(f"'{name}' must be provided when initializing cache.")
         batch = batch_size if isinstance(batch_size, Sequence) else (batch_size,)
         self.init_cache((*batch, max_length, self.in_features), per_row=per_row)
 
-    def _cache(self: Any, *_: Array) -> Arrays:
+    def _cache(self, *_: Array) -> Arrays:
         """Returns the arrays of the cache, ordered as in `KVCache.arrays`; raises a
         ValueError without a cache.
         """
@@ -282,10 +309,10 @@ class AttentionModule(nnx.Module):
             )
         return _read(self._variables())
 
-    def _stored(self: Any) -> Arrays:
+    def _stored(self) -> Arrays:
         return _read((self.cached_key, self.cached_value, self.cached_lengths))
 
-    def _write(self: Any, arrays: Arrays, stored: bool) -> None:
+    def _write(self, arrays: Arrays, stored: bool) -> None:
         if stored:
             key, value, lengths = arrays
             self.cached_key = nnx.Cache(key)
@@ -298,7 +325,7 @@ class AttentionModule(nnx.Module):
         for variable, array in zip(self._variables(), arrays, strict=True):
             _own(variable)[...] = array
 
-    def _variables(self: Any) -> list[Any]:
+    def _variables(self) -> list[Any]:
         variables = (
             self.cached_key,
             self.cached_value,
@@ -307,11 +334,11 @@ class AttentionModule(nnx.Module):
         )
         return [variable for variable in variables if variable is not None]
 
-    def _index_variables(self: Any) -> list[Any]:
+    def _index_variables(self) -> list[Any]:
         variables = (self.cached_index_key, self.cached_index_scale)
         return [variable for variable in variables if variable is not None]
 
-    def _cached_index(self: Any, *_: Array) -> Arrays | None:
+    def _cached_index(self, *_: Array) -> Arrays | None:
         """Returns the indexer's cached keys, and their scales if they have 8 bits; None
         without such a cache.
         """
@@ -320,11 +347,11 @@ class AttentionModule(nnx.Module):
             return None
         return _read(variables)
 
-    def _write_index(self: Any, arrays: Arrays) -> None:
+    def _write_index(self, arrays: Arrays) -> None:
         for variable, array in zip(self._index_variables(), arrays, strict=True):
             _own(variable)[...] = array
 
-    def _first_given(self: Any, name: str, argument: bool | None) -> bool:
+    def _first_given(self, name: str, argument: bool | None) -> bool:
         """Returns the argument of the call or, if that is None, the module's attribute
         `name`; one must not be None.
         """
@@ -336,7 +363,7 @@ class AttentionModule(nnx.Module):
         )
 
     def _flax_arguments(
-        self: Any,
+        self,
         dropout_rate: float,
         deterministic: bool | None,
         rngs: nnx.Rngs | nnx.RngStream | None,
@@ -365,7 +392,7 @@ class AttentionModule(nnx.Module):
             "dropout_rng": dropout_rng,
         }
 
-    def _dropout_key(self: Any, rngs: nnx.Rngs | nnx.RngStream | None) -> Array:
+    def _dropout_key(self, rngs: nnx.Rngs | nnx.RngStream | None) -> Array:
         if rngs is None:
             rngs = self.rngs
         if rngs is None:
@@ -379,7 +406,7 @@ class AttentionModule(nnx.Module):
         return stream()
 
 
-def with_sharding(layer: Any, sharding: Any) -> Any:
+def with_sharding(layer: Callable[..., Array] | None, sharding: object) -> Any:
     """Returns a layer whose output gets the sharding; the layer if there is none."""
     if layer is None or sharding is None:
         return layer

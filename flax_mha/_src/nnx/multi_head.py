@@ -15,11 +15,13 @@ from flax.typing import DotGeneralT, Dtype, Initializer, PrecisionLike, PromoteD
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.attention import Implementation, ScoreMod
+from flax_mha._src.cache.shared import SharedKV
 from flax_mha._src.call.arguments import (
     check_dropout_rate,
     check_soft_cap,
     check_window,
 )
+from flax_mha._src.call.operands import Sharding
 from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.masks import Mask
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
@@ -352,7 +354,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             dot_general=qkv_dot_general,
             dot_general_cls=qkv_dot_general_cls,
         )
-        self.gate: Any = nnx.data(None)
+        self.gate = nnx.data(None)
         if self.gating is not None:
             of_gate = self.gating.shape(num_heads, self.value_dim)
             self.gate = to_heads(self.in_features, of_gate)
@@ -385,17 +387,16 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         # Flax's module lacks these variables of the cache.
         self.cached_lengths = nnx.data(None)
         self.cached_scale = nnx.data(None)
-        if head_axis is not None:
-            self._split_heads(
-                self.num_kv_heads,
-                (
-                    ("query", "query"),
-                    ("key", "key"),
-                    ("value", "key"),
-                    ("out", "out"),
-                    ("gate", gate_axes(self.gating)),
-                ),
-            )
+        self._split_heads(
+            self.num_kv_heads,
+            (
+                ("query", "query"),
+                ("key", "key"),
+                ("value", "key"),
+                ("out", "out"),
+                ("gate", gate_axes(self.gating)),
+            ),
+        )
 
     def __call__(
         self,
@@ -409,8 +410,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         sow_weights: bool = False,
         decode: bool | None = None,
         is_causal: bool | None = None,
-        out_sharding: Any = None,
-        qkv_sharding: Any = None,
+        out_sharding: Sharding | None = None,
+        qkv_sharding: Sharding | None = None,
         input_positions: Array | None = None,
         bias: Float[Array, "..."] | None = None,
         segment_ids: Int[Array, "*B T"] | tuple[Array, Array] | None = None,
@@ -420,7 +421,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         store_keys: bool = False,
         sow_max_score: bool = False,
         key_indices: Int[Array, "..."] | None = None,
-        kv: Any = None,
+        kv: SharedKV | None = None,
         return_kv: bool = False,
         process_heads: ProcessHeads | None = None,
     ) -> Float[Array, "*B T Dout"]:
