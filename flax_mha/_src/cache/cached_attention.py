@@ -328,7 +328,7 @@ def all_written(
     takes_objects: bool,
     mask: Any = None,
     is_causal: bool | None = None,
-    local_window_size: Any = None,
+    local_window_size: object = None,
     **arguments: Any,
 ) -> tuple[Array, Array, dict[str, Any]]:
     """Prepares a decoding step for an attention function that cannot read a cache:
@@ -390,7 +390,7 @@ def all_written(
     return call.key, call.value, arguments
 
 
-def _like_index(offset: Any, cache: KVCache) -> Any:
+def _like_index(offset: int | Array, cache: KVCache) -> int | Array:
     """Returns an offset of a call, an int or with batch axes, as an int or an array
     shaped like the cache's index.
     """
@@ -430,7 +430,7 @@ class Step(NamedTuple):
         bias: ArrayLike | None,
         mask: ArrayLike | Mask | None,
         is_causal: bool | None,
-        local_window_size: Any,
+        local_window_size: object,
         key_indices: Int[Array, "..."] | None = None,
         top_k: int = 0,
     ) -> "Step":
@@ -756,7 +756,7 @@ def in_order(
 
 
 def check_window_and_cache(
-    cache: KVCache, bias: Any, mask: Any, local_window_size: Any
+    cache: KVCache, bias: Any, mask: Any, local_window_size: object
 ) -> tuple[int | None, int | None] | None:
     """Raises a ValueError unless window, bias and mask fit the cache; returns the
     window, if any, as (left, right).
@@ -798,7 +798,7 @@ def check_window_and_cache(
     return window
 
 
-def _differs_by_slot(x: Any) -> bool:
+def _differs_by_slot(x: ArrayLike | Mask | None) -> bool:
     """Returns True if a bias, a mask or an array in a mask object has an entry for each
     slot of the cache.
     """
@@ -813,7 +813,7 @@ def _differs_by_slot(x: Any) -> bool:
     return last_axis not in ((), (1,))
 
 
-def _first_slots(x: Any, number: int) -> Any:
+def _first_slots(x: ArrayLike | Mask | None, number: int) -> Any:
     """Returns the first `number` slots, a prompt's, of a bias or mask [..., S]; [...,
     1] and mask objects unchanged.
     """

@@ -386,7 +386,7 @@ class KVCache:
         if room is not True:
             added = jnp.where(room, tokens, 0)
         kind = Kind(ring=self.window is not None, all_or_none=lengths is None)
-        entries: Any = (key, value)
+        entries: tuple[Array, ...] = (key, value)
         if self.scale is not None:
             entries = quantize_cache(key, value, self.value_size, self.key.dtype)
         written = write_entries(kind, self._entries, entries, self.index, added)

@@ -16,11 +16,12 @@ calling that layer.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha._src.call.operands import accumulation_dtype
@@ -42,8 +43,8 @@ class Latent(NamedTuple):
     # W and V of all heads, [C, N, F], if that product is all that `layer` does; None:
     # nothing can be absorbed.
     kernel: Float[Array, "C N F"] | None = None
-    dtype: Any = None  # of the products; None infers it
-    precision: Any = None
+    dtype: DTypeLike | None = None  # of the products; None infers it
+    precision: lax.PrecisionLike = None
 
     def expand(
         self, key: Float[Array, "*B S 1 CR"]

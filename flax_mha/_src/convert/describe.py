@@ -179,7 +179,7 @@ def check_described(config: Config) -> None:
         )
 
 
-def _check_layer(layer: Any, values: Values) -> None:
+def _check_layer(layer: object, values: Values) -> None:
     numbers = {name: values[name] for name in LAYERS if values.get(name) is not None}
     if not numbers:
         if not is_int(layer) or layer < 0:

@@ -161,7 +161,7 @@ def of_layer(values: Values, layer: int, layer_type: str) -> Values:
         return values
     # Gemma 4: Transformers 5 saves what differs in each layer, earlier files have keys
     # for all full layers.
-    changed: Any = {}
+    changed: object = {}
     if values["per_layer_config"] is not None:
         for number, of_number in values["per_layer_config"].items():
             if _is_number(number, layer):
@@ -179,7 +179,7 @@ def of_layer(values: Values, layer: int, layer_type: str) -> Values:
     return values | {key: value for key, value in changed.items() if value is not None}
 
 
-def _is_number(key: Any, layer: int) -> bool:
+def _is_number(key: object, layer: int) -> bool:
     """Returns whether a key such as 2 or "02" is the number of the layer."""
     return str(key).lstrip("0") == str(layer or "")
 
@@ -464,7 +464,7 @@ def cohere_moe_rotates(values: Values, layer: int, layer_type: str) -> bool:
     )
 
 
-def if_key(key: str, value: Any = True) -> Rotates:
+def if_key(key: str, value: object = True) -> Rotates:
     """Returns a rule by which all layers rotate if the config has this value under
     `key`, else none.
     """

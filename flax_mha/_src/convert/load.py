@@ -173,7 +173,7 @@ def load_torch(
     _fill(variables, arrays, problems, layout)
 
 
-def _check_layers(module: Any, paths: Iterable[str]) -> None:
+def _check_layers(module: object, paths: Iterable[str]) -> None:
     """Raises a ValueError if a wrapper, such as LoRA, or a quantized array replaces a
     layer or its variable; `paths` are the paths of all variables.
     """

@@ -115,7 +115,7 @@ def _list(entries: str, fits: Callable[[Any], bool]) -> Kind:
     )
 
 
-def _is_repeated(x: Any) -> bool:
+def _is_repeated(x: object) -> bool:
     return (
         isinstance(x, list | tuple)
         and len(x) == 2
@@ -273,7 +273,7 @@ KINDS["attention_types"] = _list("pairs [layer types, repetitions]", _is_repeate
 KINDS |= _each("linear_attn_config per_layer_config", MAPPING)
 
 
-def read_config(config: Any) -> Config:
+def read_config(config: object) -> Config:
     """Reads a config; raises a ValueError for a value of the wrong type.
 
     Aliases also get their main name in `ALIASES`. Nulls are left out, except for the

@@ -203,7 +203,7 @@ def _vision_arguments(values: Values) -> dict[str, Any]:
     }
 
 
-def _sections(model_type: Any, parameters: Values) -> dict[str, Any]:
+def _sections(model_type: object, parameters: Values) -> dict[str, Any]:
     """Returns the arguments of positions with several coordinates."""
     if str(model_type).startswith(OTHER_MROPE):
         raise ValueError(
@@ -326,7 +326,7 @@ def _check_keys(
 
 
 def _scaling(
-    rope_type: str, given: Values, values: Values, max_length: Any
+    rope_type: str, given: Values, values: Values, max_length: object
 ) -> Scaling | None:
     """Returns the scaling of the frequencies; `given` are the rope parameters, `values`
     the rest of the config.

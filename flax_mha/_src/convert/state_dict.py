@@ -37,7 +37,7 @@ OTHERS = re.compile(r"vision|visual|image|audio|cross|encoder_attn|EncDecAttenti
 SHOWN = 6  # keys or layers in an error
 
 
-def attention_entries(state_dict: Any, prefix: str) -> tuple[str, dict[str, Any]]:
+def attention_entries(state_dict: object, prefix: str) -> tuple[str, dict[str, Any]]:
     """Returns the prefix, ending in a dot, and the entries of the keys that start with
     it, without the prefix.
     """
@@ -193,7 +193,9 @@ def attention_layers(keys: Iterable[str]) -> list[str]:
     return [layer for layer in found if not is_inner(layer)]
 
 
-def layer_prefix(state_dict: Any, layer: int, prefix: str, attentions: int = 1) -> str:
+def layer_prefix(
+    state_dict: object, layer: int, prefix: str, attentions: int = 1
+) -> str:
     """Returns the prefix of the self-attention of a layer, or the given prefix if no
     key names that layer.
 
@@ -261,7 +263,7 @@ def table_key(state_dict: Mapping[str, Any], prefix: str) -> str | None:
     return None
 
 
-def leaves_of(params: Any, path: str = "") -> dict[str, Any]:
+def leaves_of(params: object, path: str = "") -> dict[str, Any]:
     """Returns the leaves of nested mappings by path, such as `query/kernel`."""
     if not isinstance(params, Mapping):
         return {path: params}

@@ -205,7 +205,7 @@ def _fitting_layouts(given: Arrays, sizes: Mapping[str, int]) -> list[str]:
     return names
 
 
-def family_of(kernel: Any) -> Family:
+def family_of(kernel: object) -> Family:
     """Returns the model family that `describe` wrote into a kernel's metadata; an empty
     one if there is none.
     """
@@ -221,7 +221,7 @@ def norm_offset(family: Family) -> float:
 
 
 def read(
-    state_dict: Any,
+    state_dict: object,
     num_heads: int,
     num_kv_heads: int,
     prefix: str,
@@ -306,7 +306,7 @@ def _to_flax(
     return array.reshape(shape).copy()
 
 
-def _flatten(params: Any) -> Arrays:
+def _flatten(params: object) -> Arrays:
     """Returns the arrays of one attention's parameters, by path; raises a ValueError
     for any other parameters.
     """

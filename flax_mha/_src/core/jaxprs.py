@@ -9,11 +9,11 @@ nothing fails but the checks of bounds stop; `tests/test_lookups.py` notices.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jaxtyping import Array
 
@@ -33,7 +33,7 @@ def as_function(program: Program) -> Callable[..., list[Array]]:
     return jaxpr_as_fun(program)
 
 
-def traced(function: Callable, *arguments: Any) -> Program:
+def traced(function: Callable, *arguments: object) -> Program:
     """Traces a function to a program that an operation may keep as a parameter.
 
     JAX 0.12 refuses a parameter that holds operations which it expands before it
@@ -70,7 +70,7 @@ def open_program(program: Program, captured: Sequence[Any] | None = None) -> Bod
     return body.replace(constvars=[], invars=[*captured, *body.invars])
 
 
-def is_jaxpr(x: Any) -> bool:
+def is_jaxpr(x: object) -> TypeGuard[Body | Program]:
     """Returns whether `x` is a traced program, with or without its constants."""
     return isinstance(x, Jaxpr | ClosedJaxpr)
 
@@ -85,8 +85,8 @@ def evaluate(body: Body, values: Sequence[Array]) -> list[Array]:
         return jaxpr_as_fun(ClosedJaxpr(body, ()))(*values)
     known = dict(zip(body.invars, values, strict=True))
 
-    def value_of(atom: Any) -> Array:
-        return jnp.asarray(atom.val) if _is_literal(atom) else known[atom]
+    def value_of(atom: Var | Literal) -> Array:
+        return jnp.asarray(atom.val) if isinstance(atom, Literal) else known[atom]
 
     def read(atoms: Sequence[Any]) -> list[Array]:
         return varying_alike([value_of(atom) for atom in atoms])
@@ -201,7 +201,7 @@ def lookups(body: Body) -> list[Lookup]:
             if index not in held or held[index] in conditional:
                 continue
             # An int, or a symbol of `jax.export`.
-            size: Any = array.aval.shape[axis]
+            size = array.aval.shape[axis]
             # An index of few bits cannot leave a longer axis.
             largest = jnp.iinfo(index.aval.dtype).max
             if isinstance(size, int) and size <= largest:
@@ -290,10 +290,10 @@ def _atoms(equation: JaxprEqn) -> list[Any]:
     """Lists the operands of an equation: variables, and None in place of each literal
     number.
     """
-    return [None if _is_literal(x) else x for x in equation.invars]
+    return [None if isinstance(x, Literal) else x for x in equation.invars]
 
 
-def _is_among(variable: Any, atoms: Sequence[Any]) -> bool:
+def _is_among(variable: object, atoms: Sequence[Any]) -> bool:
     return any(x is variable for x in atoms)
 
 
@@ -324,11 +324,6 @@ def _has_jaxprs(equation: JaxprEqn) -> bool:
 
 def _name(equation: JaxprEqn) -> str:
     return equation.primitive.name
-
-
-def _is_literal(atom: Any) -> bool:
-    """Returns whether an operand of an equation is a number rather than a variable."""
-    return isinstance(atom, Literal)
 
 
 def _custom_call(equation: JaxprEqn) -> tuple[str, Body] | None:

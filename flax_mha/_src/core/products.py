@@ -88,7 +88,7 @@ def products_are_replaced() -> bool:
     return True
 
 
-def _is_of_jax(name: str, product: Any) -> bool:
+def _is_of_jax(name: str, product: object) -> bool:
     """Returns whether a product is the function of this name in JAX, with JAX's code.
 
     A tool may give its function the name and the module of JAX's, but not the code.

@@ -188,25 +188,25 @@ def varying_as(like: Array, tree: T) -> T:
     return tree
 
 
-def varies_over_devices(x: Any) -> bool:
+def varies_over_devices(x: object) -> bool:
     """Returns whether devices may hold different values of `x`, by its type inside
     `jax.shard_map`.
     """
     return bool(_varying_axes(x))
 
 
-def _varying_axes(x: Any) -> frozenset:
+def _varying_axes(x: object) -> frozenset:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def _vary(x: Any, axes: frozenset) -> Any:
+def _vary(x: Array, axes: frozenset) -> Any:
     new = axes - _varying_axes(x)
     if new and not is_key(x):
         return lax.pcast(x, tuple(sorted(new)), to="varying")
     return x
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: Array) -> bool:
     """Returns whether an array holds typed keys of `jax.random`."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -222,7 +222,7 @@ def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tupl
     leaves = jax.tree.leaves(operands)
     leaves_batched = jax.tree.leaves(is_batched)
     mesh: Any = None
-    split_by: Any = None
+    split_by = None
     for x, batched in zip(leaves, leaves_batched, strict=True):
         if not batched:
             continue

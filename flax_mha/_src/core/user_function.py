@@ -156,7 +156,7 @@ class Trace(NamedTuple):
     constants: list[Array]
 
 
-def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
+def trace(name: str, function: object, score: jnp.dtype | None = None) -> Trace:
     """Traces a `score_mod` (`score`: dtype of scores) or `mask_mod` (`score`: None);
     copies captured NumPy arrays.
 
@@ -203,7 +203,7 @@ def trace(name: str, function: Any, score: jnp.dtype | None = None) -> Trace:
     return Trace(traced, learned, constants)
 
 
-def _checked_program(name: str, function: Any, score: jnp.dtype | None) -> Program:
+def _checked_program(name: str, function: object, score: jnp.dtype | None) -> Program:
     """Traces `function` and checks that it returns one scalar.
 
     `score` is the dtype of its first argument and of its result; None: it takes no
@@ -248,7 +248,7 @@ def _checked_program(name: str, function: Any, score: jnp.dtype | None) -> Progr
     return program
 
 
-def _name_of(function: Any) -> str:
+def _name_of(function: object) -> str:
     """Returns the name of a function, of the function inside a `functools.partial`, or
     of a callable's class.
     """
@@ -282,7 +282,7 @@ def _fix(error: Exception) -> str:
     return ""
 
 
-def _key(compared: Any) -> tuple:
+def _key(compared: object) -> tuple:
     """Returns what `==` compares: a function's `id`, or a jaxpr's text and the `id`s of
     its constants and callbacks.
     """
@@ -291,7 +291,7 @@ def _key(compared: Any) -> tuple:
     return (str(compared), *map(id, missing_in_text(compared)))
 
 
-def _rules(body: Body, function: Any) -> list[Any]:
+def _rules(body: Body, function: object) -> list[Any]:
     """Lists what else must be equal for equal functions: jaxprs of derivatives, which
     show rules of custom derivatives.
 

@@ -98,7 +98,7 @@ def over_scores(name: str, array: Array, shape: Shape) -> Array:
     )
 
 
-def mask_of_numbers(value: Any) -> tuple[Array, Bool[Array, ""] | None]:
+def mask_of_numbers(value: object) -> tuple[Array, Bool[Array, ""] | None]:
     """Converts a mask that Flax accepts, booleans or the numbers 0 and 1, to a boolean
     array.
 
@@ -228,7 +228,7 @@ def segment_ids(
     return query_ids.astype(dtype), key_ids.astype(dtype)
 
 
-def _ids_of(name: str, value: Any, batch: tuple[int, ...], length: int) -> Array:
+def _ids_of(name: str, value: object, batch: tuple[int, ...], length: int) -> Array:
     """Checks segment ids [B..., length]."""
     ids = ids_int32(name, value)
     if ids.ndim == 0 or ids.shape[-1] != length:
@@ -290,7 +290,7 @@ def flag(name: str, value: bool) -> bool:
     raise ValueError(f"{name} must be True or False, but got {value!r}.")
 
 
-def as_array(name: str, value: Any, expected: str) -> Array:
+def as_array(name: str, value: object, expected: str) -> Array:
     """Converts a value to an array; errors say that `name` must be `expected`."""
     value = unwrapped(value)
     if value is None or isinstance(value, str) or callable(value):
@@ -345,23 +345,24 @@ def int_at_least(name: str, value: object, least: int) -> int:
     return int(value)
 
 
-def epsilon(name: str, value: Any) -> None:
+def epsilon(name: str, value: object) -> None:
     """Raises a ValueError unless `value`, which a norm adds to a variance, is a finite
     number above 0, also in float32.
     """
-    if not is_finite(number_in(value)) or value <= 0:
+    number = number_in(value)
+    if not is_finite(number) or number <= 0:
         raise ValueError(f"{name} must be a finite number > 0, but got {value!r}.")
     limits = np.finfo(np.float32)
     least = float(limits.tiny)
     greatest = float(limits.max)
-    if not least <= value <= greatest:
+    if not least <= number <= greatest:
         raise ValueError(
             f"{name} must be in the range of float32, {least:.2g} to {greatest:.2g}, "
             f"but got {value!r}."
         )
 
 
-def unwrapped(value: Any) -> Any:
+def unwrapped(value: object) -> Any:
     """Returns the array inside a variable of `flax.nnx` (or any object with
     `__jax_array__`), else `value` itself.
     """
@@ -382,7 +383,7 @@ def is_finite(value: object) -> TypeGuard[float]:
         return False
 
 
-def number_in(value: Any) -> Any:
+def number_in(value: object) -> Any:
     """Converts a 0-d array whose value can be read to a Python number; returns anything
     else unchanged.
     """
@@ -422,7 +423,7 @@ def integers(name: str, value: Any) -> Any:
     return array
 
 
-def int32(name: str, value: Any) -> Array:
+def int32(name: str, value: object) -> Array:
     """Converts integers to int32; those out of its range become the nearest int32."""
     array = integers(name, value)
     if np.dtype(array.dtype).itemsize > 4 or array.dtype == np.uint32:
@@ -433,7 +434,7 @@ def int32(name: str, value: Any) -> Array:
     return array.astype(np.int32)
 
 
-def ids_int32(name: str, value: Any) -> Array:
+def ids_int32(name: str, value: object) -> Array:
     """Converts ids to int32, so that different ids stay different; raises a ValueError
     if they are out of range.
 

@@ -123,7 +123,7 @@ def _size(head_axis: str) -> int:
 
 
 def sharding_of_product(
-    lhs: Array, rhs: Array, dimension_numbers: Any
+    lhs: Array, rhs: Array, dimension_numbers: jax.lax.DotDimensionNumbers
 ) -> NamedSharding:
     """Returns the `out_sharding` that a `lax.dot_general` over split axes needs; other
     axes stay split as they are.

@@ -113,7 +113,7 @@ def reverse_only(x: Array, error: str) -> Array:
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
         return arguments, tangent(tangents[0])
 
-    def transpose(_: Any, cotangents: Sequence[Array]) -> Sequence[Array]:
+    def transpose(_: object, cotangents: Sequence[Array]) -> Sequence[Array]:
         return cotangents
 
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
@@ -161,7 +161,7 @@ def _map(function: Callable, flags_of_levels: Sequence[Sequence[bool]]) -> Calla
 
 @_function.def_impl
 def _evaluate(
-    *arguments: Any, function: Function, levels: Levels, jaxpr: Any
+    *arguments: object, function: Function, levels: Levels, jaxpr: Program | None
 ) -> list[Array]:
     evaluate = _map(function.evaluate, [flags for _, flags in levels])
     return list(evaluate(*arguments))
@@ -172,7 +172,7 @@ mlir.register_lowering(_function, mlir.lower_fun(_evaluate, multiple_results=Tru
 
 @_function.def_abstract_eval
 def _types(
-    *arguments: Any, function: Function, levels: Levels, jaxpr: Any
+    *arguments: Any, function: Function, levels: Levels, jaxpr: Program | None
 ) -> list[Any]:
     # In `jax.shard_map`, outputs vary over the arguments' mesh axes, which callers make
     # alike (`varying_alike`).
@@ -198,7 +198,7 @@ def _batch(
     *,
     function: Function,
     levels: Levels,
-    jaxpr: Any,
+    jaxpr: Program | None,
 ) -> tuple[list[Array], list[int]]:
     first_linear = function.first_linear
     if first_linear is None:
@@ -236,7 +236,7 @@ def _jvp(
     *,
     function: Function,
     levels: Levels,
-    jaxpr: Any,
+    jaxpr: Program | None,
 ) -> tuple[list[Array], list[Any]]:
     count = len(arguments)
     places = []
@@ -250,7 +250,7 @@ def _jvp(
         )
         return outputs, [_zero_tangent(x) for x in outputs]
 
-    def jvp(*both: Any) -> tuple[list[Array], list[Array]]:
+    def jvp(*both: Array) -> tuple[list[Array], list[Array]]:
         by_place = dict(zip(places, both[count:], strict=True))
         outputs, tangents = function.jvp(both[:count], by_place)
         return list(outputs), list(tangents)
@@ -278,10 +278,10 @@ ad.primitive_jvps[_function] = _jvp
 
 def _transpose(
     cotangents: Sequence[Any],
-    *arguments: Any,
+    *arguments: object,
     function: Function,
     levels: Levels,
-    jaxpr: Any,
+    jaxpr: Program | None,
 ) -> list[Any]:
     first = function.first_linear
     transpose = function.transpose
@@ -290,7 +290,7 @@ def _transpose(
             "jax.linear_transpose does not support attention; use jax.vjp."
         )
 
-    def pull(*both: Any) -> list[Array]:
+    def pull(*both: Array) -> list[Array]:
         return list(transpose(both[:first], both[first:]))
 
     # Outputs are always mapped (`_batch`), so their cotangents are.

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, overload
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +47,7 @@ from flax_mha._src.run import explain, run
 CORE = Arguments.__optional_keys__ | {"bias", "mask", "implementation"}
 P = ParamSpec("P")
 Heads = tuple[Array, Array, Array]  # query, key and value
+Module = nnx.Module | nn.Module
 
 
 @naming_siblings
@@ -61,7 +63,7 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     deterministic: bool = False,
     dtype: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    module: Any = None,
+    module: Module | None = None,
     promote_dtype: Callable | None = None,
     is_causal: bool = False,
     force_fp32_for_softmax: bool = False,
@@ -83,7 +85,7 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     score_mod: ScoreMod | None = None,
     key_indices: Array | None = None,
     qkv_sharding: Sharding | None = None,
-    max_score_module: Any = None,
+    max_score_module: Module | None = None,
 ) -> Array:
     """Computes `flax_mha.dot_product_attention` with the signature that Flax's modules
     expect of an `attention_fn`.
@@ -203,14 +205,14 @@ def _check_splittable(query: Array, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def sow(module: Any, name: str, x: Array) -> None:
+def sow(module: Module, name: str, x: Array) -> None:
     """Sows an array, such as attention weights, in a module of nnx or linen, like
     Flax's modules.
     """
-    collection: Any = "intermediates"
     if isinstance(module, nnx.Module):
-        collection = nnx.Intermediate
-    module.sow(collection, name, x)
+        module.sow(nnx.Intermediate, name, x)
+    else:
+        module.sow("intermediates", name, x)
 
 
 def _sow_max_score(arguments: Mapping[str, Any], result: Result) -> None:
@@ -377,8 +379,7 @@ class AttentionFn:
 _SIGNATURE = inspect.signature(attention_fn)
 _NAMES = frozenset(_SIGNATURE.parameters)
 _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_CALL: Any = AttentionFn.__call__
-_CALL.__signature__ = _SIGNATURE.replace(
+AttentionFn.__call__.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
     parameters=[_SELF, *_SIGNATURE.parameters.values()]
 )
 
@@ -452,7 +453,7 @@ class Explain(Protocol[P]):
     def __call__(self, *arguments: P.args, **keywords: P.kwargs) -> Explanation: ...
     @overload
     def __call__(
-        self, *arguments: Any, platform: Platform | None, **keywords: Any
+        self, *arguments: object, platform: Platform | None, **keywords: object
     ) -> Explanation: ...
 
 

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
+from flax_mha._src.attention import ScoreMod
 from flax_mha._src.cache.cached_attention import NewTokens, all_written, nan_without
 from flax_mha._src.cache.kv_cache import KVCache
 from flax_mha._src.cache.latent import Latent
 from flax_mha._src.cache.shared import Appended, SharedKV
 from flax_mha._src.call.arguments import check_is_causal, check_window
+from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.distributed.split import names_of
@@ -27,6 +29,7 @@ from flax_mha._src.modules import foreign, sequences
 from flax_mha._src.modules.attention_fn import (
     AttentionFn,
     Heads,
+    Module,
     ours,
     uses_flax,
 )
@@ -54,7 +57,7 @@ class FlaxModule(NamedTuple):
     arguments of the attention.
     """
 
-    module: Any  # to sow weights in
+    module: Module  # to sow weights in
     options: AttentionOptions
     query: Layer  # projects inputs [B..., T, D] to queries [B..., T, N, H]
     # Projects inputs to keys; with `latent`, to the one key [latent, rotary key] of all
@@ -75,7 +78,7 @@ class FlaxModule(NamedTuple):
     key_norm: Layer | None = None
     value_norm: Layer | None = None
     process_heads: ProcessHeads | None = None
-    score_mod: Any = None  # of calls that pass none
+    score_mod: ScoreMod | None = None  # of calls that pass none
     gate: Layer | None = None  # projects inputs to the gate, before its activation
     out_norm: Layer | None = None  # of the gated output [B..., T, N, Hv]
     # Computes keys and values of heads from the latents that `key` returns.
@@ -98,14 +101,14 @@ class Given(NamedTuple):
     # None: as the attention function sets it, otherwise causal only while decoding.
     is_causal: bool | None = None
     bias: Array | None = None
-    segment_ids: Any = None
-    lengths: Any = None
-    score_mod: Any = None
-    positions: Any = None
-    qkv_sharding: Any = None
+    segment_ids: sequences.OneOrPair = None
+    lengths: Any = None  # an array or, except with a cache, a pair
+    score_mod: ScoreMod | None = None
+    positions: sequences.OneOrPair = None
+    qkv_sharding: Sharding | None = None
     sow_max_score: bool = False
     store_keys: bool = False
-    key_indices: Any = None
+    key_indices: Array | None = None
     kv: SharedKV | None = None
     return_kv: bool = False
     process_heads: ProcessHeads | None = None
@@ -323,7 +326,7 @@ def _process_heads_of(layer: FlaxModule, given: Given) -> ProcessHeads | None:
     return layer.process_heads
 
 
-def _score_mod_of(layer: FlaxModule, given: Given) -> Any:
+def _score_mod_of(layer: FlaxModule, given: Given) -> ScoreMod | None:
     if given.score_mod is not None:
         return given.score_mod
     return layer.score_mod
@@ -437,7 +440,7 @@ def process(
     function = _process_heads_of(layer, call.given)
     if function is None:
         return query, key, value
-    processed: Any = function(query, key, value)
+    processed: object = function(query, key, value)
     if not isinstance(processed, tuple | list) or len(processed) != 3:
         raise ValueError(
             "process_heads must return three arrays (query, key, value), but got "
@@ -451,9 +454,9 @@ def process(
     return jnp.asarray(new_query), jnp.asarray(new_key), jnp.asarray(new_value)
 
 
-def _check_processed(name: str, x: Any, before: Array) -> None:
-    is_array = hasattr(x, "shape")
-    if is_array and x.shape == before.shape and x.dtype == before.dtype:
+def _check_processed(name: str, x: object, before: Array) -> None:
+    given = (getattr(x, "shape", None), getattr(x, "dtype", None))
+    if given == (before.shape, before.dtype):
         return
     raise ValueError(
         f"process_heads must return the {name} with shape {before.shape} and "
@@ -503,7 +506,7 @@ def cache_of(
     return cache
 
 
-def reach(local_window_size: Any) -> int | None:
+def reach(local_window_size: object) -> int | None:
     """Returns how many earlier positions a query attends to with this
     `local_window_size`; None means all.
     """
@@ -729,7 +732,7 @@ def _stored_lengths(layer: FlaxModule, call: Checked) -> Array | None:
     return lengths
 
 
-def _boolean_mask(call: Checked, mask: Any) -> tuple[Any, Bool[Array, ""] | None]:
+def _boolean_mask(call: Checked, mask: object) -> tuple[Any, Bool[Array, ""] | None]:
     """Converts an array of numbers to bool; also returns the flag of
     `validation.mask_of_numbers`.
     """

@@ -98,14 +98,14 @@ def context_parallel(
     return AttentionFn(context)
 
 
-def _check_known(name: str, given: Any, known: tuple[str, ...]) -> None:
+def _check_known(name: str, given: object, known: tuple[str, ...]) -> None:
     if given not in known:
         raise ValueError(
             f"{name} must be {' or '.join(map(repr, known))}, but got {given!r}."
         )
 
 
-def _names(name: str, axes: Any) -> Axes:
+def _names(name: str, axes: object) -> Axes:
     """Checks the mesh axes that were passed as argument `name`; returns one name, a
     tuple of several, or None.
     """

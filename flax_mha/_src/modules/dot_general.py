@@ -14,7 +14,11 @@ from flax_mha._src.distributed import tensor_parallel
 
 
 def dot_general(
-    lhs: Array, rhs: Array, dimension_numbers: Any, *arguments: Any, **options: Any
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: lax.DotDimensionNumbers,
+    *arguments: Any,
+    **options: Any,
 ) -> Array:
     """`lax.dot_general` for projections: infers `out_sharding` on Explicit meshes;
     faster for bfloat16 on CPUs.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from flax_mha._src.call.operands import Sharding
 from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.masks import Mask
 
@@ -75,8 +76,8 @@ def attend(
     query: Array,
     key: Array,
     value: Array,
-    qkv_sharding: Any = None,
-    **arguments: Any,
+    qkv_sharding: Sharding | None = None,
+    **arguments: object,
 ) -> Float[Array, "*B T N Hv"]:
     """Calls a user's attention function, after splitting query, key and value as
     `qkv_sharding` says, an argument that Flax's modules do not pass.
@@ -98,8 +99,8 @@ def flax_attention(
     mask: Any = None,
     is_causal: bool = False,
     deterministic: bool = False,
-    dtype: Any = None,
-    promote_dtype: Any = None,
+    dtype: object = None,
+    promote_dtype: object = None,
     **arguments: Any,
 ) -> Array:
     """Computes Flax's own attention, which takes neither `is_causal` nor fewer key
@@ -139,12 +140,11 @@ def flax_attention(
     return flax_function(query, key, value, mask=mask, **passed)
 
 
-def _is_of_flax_or_jax(function: Any) -> bool:
+def _is_of_flax_or_jax(function: object) -> bool:
     """Returns whether the code of a function or of its type is Flax's or JAX's;
     `__module__` is copied by wrappers.
     """
-    is_function = isinstance(function, types.FunctionType)
-    if is_function:
+    if isinstance(function, types.FunctionType):
         name = function.__globals__.get("__name__", "")
     else:
         name = type(function).__module__

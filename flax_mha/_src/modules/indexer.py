@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.cache.cached_attention import NewTokens, Step
@@ -30,7 +31,7 @@ from flax_mha._src.distributed.split import by_types, is_explicit, unsplit
 from flax_mha._src.masks import Mask
 from flax_mha._src.math.head import by_blocks, map_heads, scores_of
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
-from flax_mha._src.modules.attention_fn import sow
+from flax_mha._src.modules.attention_fn import Module, sow
 
 Layer = Callable[[Array], Array]
 # Index scores, and keys; -inf and -1 for none.
@@ -182,7 +183,7 @@ def choose(
     cache: KVCache | None,
     lengths: Any,
     arguments: Mapping[str, Any],
-    sow_to: Any = None,
+    sow_to: Module | None = None,
 ) -> tuple[Int[Array, "*B T k"] | None, KVCache | None]:
     """Returns the positions of the chosen keys, and the cache with the new index keys
     (None without a `cache`).
@@ -194,7 +195,7 @@ def choose(
     """
     query, key, weights = projected
     no_value = key[..., :0]
-    num_keys: Any = key.shape[-3]
+    num_keys = key.shape[-3]
     if cache is not None:
         num_keys = cache.length
     if not isinstance(num_keys, int):
@@ -242,7 +243,7 @@ def choose(
     return positions, new
 
 
-def _check_mask(mask: Any) -> None:
+def _check_mask(mask: ArrayLike | Mask | None) -> None:
     # Mask objects are the same for all heads, or called for head 0.
     if mask is None or isinstance(mask, Mask):
         return

@@ -54,7 +54,7 @@ class AttentionOptions:
     gating: Gate | None  # how the gate changes the output
 
     @classmethod
-    def of(cls, module: Any, **resolved: Any) -> "AttentionOptions":
+    def of(cls, module: object, **resolved: Any) -> "AttentionOptions":
         """Reads and checks a module's options, its attributes of the same names.
 
         `resolved` holds the options whose attribute may be None, or that are none.
@@ -129,7 +129,7 @@ def check_process_heads(function: Callable[..., Any] | None) -> None:
         )
 
 
-def _check_off_in_reuse(name: str, given: Any, off: Any) -> None:
+def _check_off_in_reuse(name: str, given: object, off: object) -> None:
     if given:
         raise ValueError(
             f"{name} must be {off} with reuse_kv=True, because keys and values "
@@ -226,7 +226,7 @@ def check_heads(
     return num_kv_heads, qkv_features // num_heads
 
 
-def check_features(**sizes: Any) -> None:
+def check_features(**sizes: object) -> None:
     """Raises a ValueError unless each keyword, such as `value_dim=64`, is an integer >=
     1 or None.
     """
@@ -235,7 +235,7 @@ def check_features(**sizes: Any) -> None:
             int_at_least(name, size, 1)
 
 
-def check_has_features(**inputs: Any) -> None:
+def check_has_features(**inputs: Array | None) -> None:
     """Raises a ValueError if an array, such as `inputs_q=x`, has a last axis of size 0;
     the error uses the keyword.
     """
@@ -247,7 +247,7 @@ def check_has_features(**inputs: Any) -> None:
             )
 
 
-def check_rngs(rngs: Any, *kinds: type) -> None:
+def check_rngs(rngs: object, *kinds: type) -> None:
     """Raises a ValueError unless a module's argument `rngs` is None or has one of the
     types `kinds`.
     """
@@ -259,7 +259,7 @@ def check_rngs(rngs: Any, *kinds: type) -> None:
         )
 
 
-def check_score_mod(score_mod: Any, attention_fn: AttentionFn | None) -> None:
+def check_score_mod(score_mod: object, attention_fn: AttentionFn | None) -> None:
     """Raises a ValueError unless a module's `score_mod` is a function or None, and the
     only one: its `attention_fn` may preset another.
     """
@@ -286,7 +286,7 @@ def check_score_mod(score_mod: Any, attention_fn: AttentionFn | None) -> None:
         )
 
 
-def check_shows_parameters(**functions: Any) -> None:
+def check_shows_parameters(**functions: object) -> None:
     """Raises a ValueError if a function, such as `score_mod=function`, hides parameters
     from the nnx module whose attribute it becomes.
     """
@@ -321,7 +321,7 @@ def check_not_of_nnx(options: Mapping[str, Any]) -> None:
         )
 
 
-def holds(is_kind: Callable[[Any], bool], function: Any) -> bool:
+def holds(is_kind: Callable[[Any], bool], function: object) -> bool:
     """Returns whether `is_kind` is True for a function, or for what it is a method or
     `functools.partial` of.
     """
@@ -333,10 +333,10 @@ def holds(is_kind: Callable[[Any], bool], function: Any) -> bool:
     return is_kind(function)
 
 
-def is_of_nnx(x: Any) -> bool:
+def is_of_nnx(x: object) -> bool:
     """Returns whether x is a module of flax.nnx that has variables."""
     return isinstance(x, nnx.Module) and bool(jax.tree.leaves(nnx.state(x)))
 
 
-def _is_bound_linen(x: Any) -> bool:
+def _is_bound_linen(x: object) -> bool:
     return isinstance(x, nn.Module) and x.scope is not None

@@ -15,11 +15,12 @@ from flax_mha._src.masks import Mask
 from flax_mha._src.rope import RoPE, apply_rope
 
 PerSequence = Int[Array, "*B"]
+OneOrPair = Array | tuple[Array, Array] | None  # a pair is for queries and keys
 
 
 def per_sequence_arguments(
     inputs: tuple[Array, Array, Array],
-    segment_ids: Array | tuple[Array, Array] | None,
+    segment_ids: OneOrPair,
     lengths: Array | tuple[Array | None, Array | None] | None,
     self_attention: bool,
     decode: bool,
@@ -70,7 +71,7 @@ def per_sequence_arguments(
     return inputs, arguments
 
 
-def _check_is_pair(name: str, given: Any) -> None:
+def _check_is_pair(name: str, given: object) -> None:
     if isinstance(given, tuple) and len(given) != 2:
         raise ValueError(
             f"{name} must be one array or a pair (queries, keys), but got "
@@ -78,13 +79,15 @@ def _check_is_pair(name: str, given: Any) -> None:
         )
 
 
-def _pair(given: Any) -> tuple[Any, Any]:
+def _pair(given: object) -> tuple[Any, Any]:
     if isinstance(given, tuple):
         return given
     return (given, given)
 
 
-def _zero_after(x: Float[Array, "*B T D"], lengths: Any) -> Float[Array, "*B T D"]:
+def _zero_after(
+    x: Float[Array, "*B T D"], lengths: Array | None
+) -> Float[Array, "*B T D"]:
     *batch, number, _ = x.shape
     # Only the batch and the length count here.
     shape = validation.Shape(
@@ -114,7 +117,7 @@ def _arange(number: int, num_batch_axes: int) -> Int[Array, "..."]:
     return positions.reshape((1,) * num_batch_axes + (-1,))
 
 
-def _check_segment_ids(segment_ids: Any, inputs_q: Array, inputs_k: Array) -> None:
+def _check_segment_ids(segment_ids: object, inputs_q: Array, inputs_k: Array) -> None:
     """Checks `segment_ids` here, because `dot_product_attention` would call them
     `query_segment_ids` in its errors.
     """
@@ -137,7 +140,7 @@ def rotate(
     query: Float[Array, "*B T N H"],
     key: Float[Array, "*B S K Hk"],
     rope: RoPE | None,
-    positions: Array | tuple[Array, Array] | None,
+    positions: OneOrPair,
     self_attention: bool,
     start: Int[Array, "..."] | int,
     stored: bool,
@@ -246,10 +249,10 @@ NO_POSITIONS = (
 
 
 def check_stored(
-    local_window_size: int | tuple[int | None, int | None] | None,
+    local_window_size: object,
     preset: Mapping[str, Any],
     mask: Array | Mask | None,
-    score_mod: Any,
+    score_mod: object,
 ) -> None:
     """Raises a ValueError for a mask object, `score_mod` or window: with stored keys,
     query positions are unknown.

@@ -335,7 +335,7 @@ def tree_causal(
     each = np.arange(shape[-1], dtype=np.int32)
 
     # Walk from all tokens to their roots: seen[i, j] is True if j is i or above i.
-    def move_up(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def move_up(_: object, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         seen, node = carry
         above = jnp.take_along_axis(jnp.asarray(parents), jnp.maximum(node, 0), axis=-1)
         seen = seen | jax.nn.one_hot(node, each.size, dtype=bool)

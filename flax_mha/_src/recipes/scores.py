@@ -345,7 +345,7 @@ def relative_terms(
     return {"mask": CausalMask(), "score_mod": score_mod}
 
 
-def _floats(name: str, value: Any, axes: str, rank: int = 2) -> Array:
+def _floats(name: str, value: object, axes: str, rank: int = 2) -> Array:
     """Returns argument `name` as an array; raises a ValueError unless it holds floats
     and has `rank` axes or more.
     """

@@ -294,7 +294,7 @@ def apply_rope(
     frequencies = np.where(rotates, rope.frequencies(head_size), 0).astype(dtype)
 
     # p * f[i], summed over coordinates: indexing by pair would be a gather.
-    angles: Any = 0
+    angles = 0
     for i, row in enumerate(frequencies):
         coordinate = positions[..., i]
         missing = (1,) * (x.ndim - 2 - coordinate.ndim)
@@ -324,7 +324,7 @@ def apply_rope(
     return jnp.concatenate([rotated, x[..., size:]], axis=-1)
 
 
-def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
+def _check(x: Any, positions: Any, rope: object) -> tuple[Array, Array]:
     """Raises a ValueError unless the arguments of `apply_rope` fit; returns `x` and
     `positions` as JAX arrays.
     """
@@ -374,7 +374,7 @@ def _check(x: Any, positions: Any, rope: Any) -> tuple[Array, Array]:
     return x, jnp.asarray(positions)
 
 
-def _check_sections(sections: Any, layout: Any) -> tuple[int, ...] | None:
+def _check_sections(sections: object, layout: object) -> tuple[int, ...] | None:
     """Returns `sections` as a tuple of integers, or None; raises a ValueError if
     `sections` or `layout` is invalid.
     """

@@ -33,7 +33,7 @@ class Fused(Protocol):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def around_kernel(fused: Fused, arrays: Any, mask: Visible) -> Array:
+def around_kernel(fused: Fused, arrays: object, mask: Visible) -> Array:
     """Returns the output of `fused.run` if it is correct, otherwise of `on_guarded`;
     `arrays` get first-order gradients.
     """
@@ -42,8 +42,8 @@ def around_kernel(fused: Fused, arrays: Any, mask: Visible) -> Array:
     return lax.cond(is_correct, lambda: output, lambda: on_guarded(fused, arrays, mask))
 
 
-def _forward(fused: Fused, arrays: Any, mask: Visible) -> tuple[Array, tuple]:
-    def run(arrays: Any) -> tuple[Array, tuple[Array, ...]]:
+def _forward(fused: Fused, arrays: object, mask: Visible) -> tuple[Array, tuple]:
+    def run(arrays: object) -> tuple[Array, tuple[Array, ...]]:
         return fused.run(arrays, mask, differentiated=True)
 
     output, pull, decisive = jax.vjp(run, arrays, has_aux=True)
@@ -68,7 +68,7 @@ def _backward(fused: Fused, saved: tuple, cotangent: Array) -> tuple[Any, None]:
     [gradients] = pull(cotangent)
 
     # Both branches of a `lax.cond` must return the same dtypes.
-    def cast(gradients: Any) -> Any:
+    def cast(gradients: object) -> Any:
         return jax.tree.map(lambda x, like: x.astype(like.dtype), gradients, arrays)
 
     def guarded_gradients() -> Any:
@@ -82,7 +82,7 @@ def _backward(fused: Fused, saved: tuple, cotangent: Array) -> tuple[Any, None]:
 around_kernel.defvjp(_forward, _backward)
 
 
-def on_guarded(fused: Fused, arrays: Any, mask: Visible) -> Array:
+def on_guarded(fused: Fused, arrays: object, mask: Visible) -> Array:
     """Runs a fused kernel on arrays from `fused.clean`. Rows that attend to NaN or
     infinity become NaN (gradient 0).
     """

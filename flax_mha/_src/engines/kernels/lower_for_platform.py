@@ -58,7 +58,7 @@ _compiled_for_p.multiple_results = True
 
 
 @_compiled_for_p.def_abstract_eval
-def _types(*_: Any, jaxpr: Program, name: str) -> list[Any]:
+def _types(*_: object, jaxpr: Program, name: str) -> list[Any]:
     return jaxpr.out_avals
 
 
@@ -68,7 +68,9 @@ def _batched(arguments: Any, axes: Any, *, jaxpr: Program, name: str) -> Any:
     return results, [0] * len(results)
 
 
-def _lowered(context: Any, *arguments: Any, jaxpr: Program, name: str) -> Any:
+def _lowered(
+    context: mlir.LoweringRuleContext, *arguments: object, jaxpr: Program, name: str
+) -> Any:
     # Within this program, only the kernel's platform exists.
     module = context.module_context.replace(platforms=(name,))
     rule = mlir.lower_fun(as_function(jaxpr), multiple_results=True)
