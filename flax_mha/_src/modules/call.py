@@ -196,18 +196,22 @@ def call_module(layer: FlaxModule, given: Given) -> Any:
 def check(layer: FlaxModule, given: Given) -> Checked:
     """Checks the arguments, and sets the inputs to 0 at padding."""
     attention_fn = ours(layer.options.attention_fn)
+    # The constructor's functions count unless the call has its own.
+    if given.process_heads is None:
+        given = given._replace(process_heads=layer.process_heads)
+    if given.score_mod is None:
+        given = given._replace(score_mod=layer.score_mod)
     # Arguments that exclude each other.
     if layer.latent is None:
         _check_sharing(layer, given)
     source = _source_of_keys(layer, given)
     if source == "stored":
         preset = {} if attention_fn is None else attention_fn.preset
-        score_mod = _score_mod_of(layer, given)
         window = layer.options.local_window_size
-        sequences.check_stored(window, preset, given.mask, score_mod)
+        sequences.check_stored(window, preset, given.mask, given.score_mod)
     if source in ("stored", "to store") and _is_causal(given, attention_fn):
         raise ValueError(sequences.NO_POSITIONS.format("is_causal"))
-    _check_process_heads(layer, given, source)
+    _check_process_heads(given, source)
     check_score_mod(layer.score_mod, attention_fn)
 
     # Inputs, and the arguments that say which of their tokens belong together.
@@ -302,10 +306,9 @@ def _source_of_keys(layer: FlaxModule, given: Given) -> KeySource:
     return "stored"
 
 
-def _check_process_heads(layer: FlaxModule, given: Given, source: KeySource) -> None:
-    function = _process_heads_of(layer, given)
-    check_process_heads(function)
-    if function is None:
+def _check_process_heads(given: Given, source: KeySource) -> None:
+    check_process_heads(given.process_heads)
+    if given.process_heads is None:
         return
     several_use_keys = {
         "shared": "an earlier layer (kv)",
@@ -318,18 +321,6 @@ def _check_process_heads(layer: FlaxModule, given: Given, source: KeySource) -> 
             "because it returns queries, keys and values together, but got keys from "
             f"{several_use_keys[source]}; leave process_heads out."
         )
-
-
-def _process_heads_of(layer: FlaxModule, given: Given) -> ProcessHeads | None:
-    if given.process_heads is not None:
-        return given.process_heads
-    return layer.process_heads
-
-
-def _score_mod_of(layer: FlaxModule, given: Given) -> ScoreMod | None:
-    if given.score_mod is not None:
-        return given.score_mod
-    return layer.score_mod
 
 
 def _check_inputs(
@@ -436,8 +427,8 @@ def normalize(
 def process(
     layer: FlaxModule, call: Checked, query: Array, key: Array, value: Array
 ) -> Heads:
-    """Applies `process_heads` of the call or, without one, of the constructor."""
-    function = _process_heads_of(layer, call.given)
+    """Applies `process_heads`, if there is one."""
+    function = call.given.process_heads
     if function is None:
         return query, key, value
     processed: object = function(query, key, value)
@@ -677,7 +668,7 @@ def attention_arguments(
         "sinks": layer.sinks,
         "mask": given.mask,
         "bias": given.bias,
-        "score_mod": _score_mod_of(layer, given),
+        "score_mod": given.score_mod,
         "key_indices": given.key_indices,
         "qkv_sharding": _attention_sharding(layer, call, query),
         "max_score_module": layer.module if given.sow_max_score else None,
