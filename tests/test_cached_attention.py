@@ -418,19 +418,6 @@ def ring_refused(message, **arguments):
 
 
 @pytest.mark.core
-def test_more_tokens_than_free_slots_are_refused():
-    full = empty().update(*tokens(S)[1:])
-    message = "the cache is full: all 43 slots are in use"
-    call_refused(message, full, tokens(1))
-    message = "end at position 46, but there are only 43 slots; create a longer cache"
-    call_refused(message, full)
-    # If the index is unknown, only a call with more tokens than slots is refused.
-    too_many = functools.partial(cached_attention, *tokens(S + 1))
-    message = "got 44 new tokens for 43 slots"
-    refused(message, jax.eval_shape, too_many, empty())
-
-
-@pytest.mark.core
 def test_a_cache_must_be_a_kv_cache():
     message = (
         "cache must be a KVCache, but got NoneType; create one with KVCache.create"
@@ -443,12 +430,8 @@ def test_new_tokens_must_fit_the_cache():
     query, key, value = NEW
     message = r"query and key must have the same length .*, but got 3 and 5"
     call_refused(message, new=(query, *tokens(5)[1:]))
-    message = r"expected key shape \(2, T, 2, 6\) instead got \(1, 3, 2, 6\)"
-    call_refused(message, new=tokens(3, (1,)))
     message = r"expected key shape \(2, T, 2, 6\) instead got \(6,\)"
     call_refused(message, new=(jnp.ones(6),) * 3)
-    message = "key must have the cache's dtype, float32, .*; use .astype"
-    call_refused(message, new=tokens(3, dtype=jnp.bfloat16))
     message = "query, key depths must match, but got 4 and 6"
     call_refused(message, new=(query[..., :4], key, value))
 
@@ -460,8 +443,6 @@ def test_masks_and_biases_need_an_entry_for_each_slot():
     call_refused(message, new=new, mask=np.ones((20, 20), bool))
     message = r"of bias must have length 43 .* or 1, but got shape \(4, 20, 20\)"
     call_refused(message, new=new, bias=np.ones((N, 20, 20), np.float32))
-    message = r"mask object .*call it: CausalMask\(\)"
-    call_refused(message, new=new, mask=CausalMask)
     call_refused("mask must be bool .*got float32", mask=np.ones((3, S)))
 
 
@@ -486,13 +467,6 @@ def test_a_ring_takes_no_arrays_with_an_entry_for_each_slot():
     ring_refused(message, mask=SegmentMask(np.ones(3, int), np.ones(RING, int)))
     array = ArrayMask(np.ones((3, RING), bool))
     ring_refused(message, mask=CausalMask() & ~array)
-
-
-@pytest.mark.core
-def test_lengths_need_an_index_each_and_must_be_in_range():
-    call_refused("lengths must be None if all .*per_row=True", lengths=[1, 1])
-    message = "lengths must be between 0 and 3 .*got values from 1 to 4"
-    call_refused(message, empty(per_row=True), lengths=[4, 1])
 
 
 # Random splits into calls -------------------------------------------------------------

@@ -57,7 +57,6 @@ refuses(
     r"key must be an array \[batch..., length, heads, head size\], but got None",
     key=None,
 )
-refuses("value must be an array .*built-in function len", value=len)
 refuses(
     r"key, value lengths|query heads must be a multiple "
     r".*5 and 7 in .*use jnp.swapaxes\(x, -3, -2\)",
@@ -77,7 +76,6 @@ refuses(
     "mask must be a boolean array or a mask object .* but got object",
     mask=object(),
 )
-refuses("bias must be an array of floats, but got dict", bias={"a": 1})
 refuses("bias must be an array of floats, but got list", bias=[[1.0, 2.0], [3.0]])
 refuses(
     "key_value_seq_lengths must be an integer array, but got",
@@ -130,31 +128,15 @@ refuses(
     mask=np.ones((B, N, T, 6), bool),
 )
 refuses(
-    r"mask must broadcast to .*got shape \(2, 3, 5, 7\)",
-    mask=np.ones((B, K, T, S), bool),
-)
-refuses(
     r"mask must be a boolean array or a mask object such as CausalMask\(\), .*call it",
     mask=CausalMask,
-)
-refuses(
-    "mask must be a boolean array or a mask object .*lambda",
-    mask=lambda b, h, q, k: q >= k,
 )
 refuses(
     r"got shape \(2, 7\); use mask\[:, None, None, :\]",
     mask=np.ones((B, S), bool),
 )
-refuses(
-    r"got shape \(2, 5, 7\); use mask\[:, None, :, :\]",
-    mask=np.ones((B, T, S), bool),
-)
 refuses(r"shape \(2, 1, 7\); use mask\[:, None, :, :\]", mask=np.ones((B, 1, S), bool))
 refuses(r"\(2, 5, 1\); use mask\[:, None, :, :\]", mask=np.ones((B, T, 1), bool))
-refuses(
-    "mask must be bool .*pass it as bias=",
-    mask=np.where(np.ones((T, S)), 0, -1e9),
-)
 refuses("mask must broadcast to", mask=np.ones((1, B, N, T, S), bool))
 
 # Biases.
@@ -180,10 +162,6 @@ refuses(
 refuses(
     "key_value_seq_lengths must be at least 0, but got -1",
     key_value_seq_lengths=np.array([3, -1]),
-)
-refuses(
-    "query_seq_lengths must be at least 0, but got -2",
-    query_seq_lengths=jnp.array(-2),
 )
 refuses(
     "key_value_lengths must be at least 0, but got -5",
@@ -262,10 +240,6 @@ refuses(
     logits_soft_cap=1e39,
 )
 refuses(
-    "logits_soft_cap must be a concrete finite number > 0",
-    logits_soft_cap=np.complex64(1),
-)
-refuses(
     "logits_soft_cap must be a concrete finite number > 0, .*got 0.0",
     logits_soft_cap=0.0,
 )
@@ -322,12 +296,6 @@ refuses(
     r"mask_mod\(.*returned bool\[3\]",
     mask=CausalMask() & ~FunctionMask(lambda b, h, q, k: jnp.ones(3, bool)),
 )
-refuses("key_value_lengths must broadcast to", mask=LengthMask(np.ones(3, int)))
-refuses(
-    "query_segment_ids must have shape",
-    mask=SegmentMask(np.ones(6, int), np.ones(S, int)),
-)
-refuses("mask must broadcast to", mask=ArrayMask(np.ones((T, 6), bool)))
 refuses(
     'implementation must be "xla", "blockwise".*or None, but got \'flash\'',
     implementation="flash",
@@ -399,14 +367,6 @@ def test_functions_refuse_unknown_arguments(function):
     x = jnp.ones((B, T, N, H))
     message = "got an unexpected keyword argument 'length'$"
     refused(message, function, x, x, x, length=3, error=TypeError)
-
-
-def test_known_arrays_are_rates_of_dropout():
-    want = call(dropout_rate=0.25, dropout_rng=RNG)
-
-    for rate in (np.array(0.25), jnp.linspace(0, 0.5, 3)[1]):
-        got = call(dropout_rate=rate, dropout_rng=RNG)
-        np.testing.assert_array_equal(got, want)
 
 
 def test_traced_arrays_are_no_rates_of_dropout():

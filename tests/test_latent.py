@@ -265,8 +265,6 @@ REFUSED = {
     "sinks must be True or False": {"sinks": 1},
     "gate must be True, False or a flax_mha.Gate": {"gate": "row"},
     "q_lora_rank must be an int with query_residual": {"query_residual": True},
-    "rope must be a flax_mha.rope.RoPE or None": {"rope": "yarn"},
-    "implementation must be": {"implementation": "flash"},
 }
 
 

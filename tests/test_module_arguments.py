@@ -17,7 +17,7 @@ from cases import refused
 from flax import nnx
 
 import flax_mha
-from flax_mha import CausalMask, LocalMask, convert, linen, masks, recipes
+from flax_mha import CausalMask, LocalMask, linen, masks, recipes
 from flax_mha._src.core import tracing
 from flax_mha._src.modules.dot_general import dot_general
 
@@ -356,16 +356,6 @@ def test_explain_for_another_platform_names_its_kernel(name):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", MODULES)
-def test_explain_for_a_gpu_says_which_dtype_cudnn_needs(name):
-    x = jnp.ones((1, 1024, D))
-    module = MODULES[name](decode=False, dtype=jnp.float32)
-    [reason] = module.explain(x, is_causal=True, platform="cuda").refusals["cudnn"]
-    remedy = "pass dtype=jnp.bfloat16 to the module, or cast query, key and value"
-    assert reason.endswith(remedy)
-
-
-@pytest.mark.core
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize("name", ["nnx", "nnx, latent"])
 @pytest.mark.parametrize(("platform", "chosen"), PLATFORMS[:2])
@@ -512,7 +502,6 @@ TAKE_NUMBERS = {
     "nnx, latent": functools.partial(of_module, "nnx, latent"),
     "linen": functools.partial(of_module, "linen"),
     "function": functools.partial(of_function, flax_mha.dot_product_attention),
-    "attention_fn": functools.partial(of_function, flax_mha.attention_fn),
 }
 
 
@@ -570,7 +559,6 @@ def refuses(message, **arguments):
 refuses_option("num_heads must be an int, but got 4.0", num_heads=4.0)
 refuses_option("gate must be True, False or a flax_mha.Gate, but got 1", gate=1)
 refuses_option("dropout_rate must be a concrete number in", dropout_rate=np.zeros(1))
-refuses_option("dropout_rate must be a concrete number in", dropout_rate=np.array(None))
 refuses_option("scale must be a finite number, but got 'big'", scale="big")
 refuses_option("local_window_size must be an int", local_window_size=(jnp.int32(3), 0))
 refuses(
@@ -585,11 +573,7 @@ refuses(
     mask=CausalMask,
 )
 refuses(r"got shape \(2, 9\); use bias\[:, None, None, :\]", bias=jnp.ones((B, T)))
-refuses(
-    r"got shape \(2, 9\); use mask\[:, None, None, :\]", mask=jnp.ones((B, T), bool)
-)
 refuses("^lengths must be at least 0, but got -1", lengths=jnp.array([3, -1]))
-refuses("^lengths must broadcast to", lengths=jnp.array([3, 1, 2]))
 refuses(
     r"lengths must be a pair \(queries, keys\).*\(None, lengths\)",
     lengths=jnp.array([3, 4]),
@@ -784,15 +768,7 @@ def test_key_of_jax_random_is_no_rngs():
 
 
 @pytest.mark.core
-def test_names_of_the_package_are_those_of_its_modules():
-    assert flax_mha.recipes.causal()["mask"] == CausalMask()
-    assert flax_mha.linen is linen
-    assert flax_mha.convert is convert
-    assert flax_mha.CausalMask is masks.CausalMask
-    assert flax_mha.combine is flax_mha.recipes.combine
-    assert flax_mha.RoPE is flax_mha.rope.RoPE
-    assert flax_mha.KVCache is flax_mha.cache.KVCache
-    assert flax_mha.__version__.count(".") >= 2
+def test_other_names_than_those_of_the_package_raise_errors():
     message = "module 'flax_mha' has no attribute 'linnen'"
     with pytest.raises(AttributeError, match=message):
         flax_mha.linnen  # noqa: B018

@@ -469,7 +469,6 @@ refuses("block must be an int >= 1, but got 0", recipes.block_sparse, BLOCKS, 0)
 refuses(
     r"table must be bool .*, but got bool \(9, 9\)", recipes.block_sparse, BLOCKS[0], 8
 )
-refuses("table must be bool .*, but got float", recipes.block_sparse, BLOCKS * 1.0, 8)
 refuses(
     r"table must have shape .* at least 2 buckets, but got \(6,\)",
     recipes.t5_bias,
@@ -534,7 +533,6 @@ refuses(
     recipes.forgetting,
     SINKS,
 )
-refuses("log_gates must be floats .*, but got int", recipes.forgetting, IDS)
 refuses(
     r"terms must be floats \[.*\], but got float32 \(12, 6\)",
     recipes.relative_terms,
