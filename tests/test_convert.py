@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from marks import with_core
 
 from flax_mha import convert
@@ -163,13 +163,11 @@ def test_round_trip_is_exact(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("use_bias", [False, True])
-def test_parameters_of_nnx_return_through_torch(dtype, use_bias):
+def test_parameters_of_nnx_return_through_torch(dtype):
     module = nnx.MultiHeadAttention(
         num_heads=HEADS,
         in_features=FEATURES,
         qkv_features=FEATURES,
-        use_bias=use_bias,
         param_dtype=dtype,
         decode=False,
         rngs=nnx.Rngs(0),
@@ -183,23 +181,6 @@ def test_parameters_of_nnx_return_through_torch(dtype, use_bias):
     assert_same_bits(convert.to_torch(module), state_dict)
     assert_same_bits(back, jax.tree.map(np.asarray, nnx.to_pure_dict(params)))
     nnx.update(module, back)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("use_bias", [False, True])
-def test_parameters_of_linen_return_through_torch(dtype, use_bias):
-    module = linen.MultiHeadDotProductAttention(
-        num_heads=HEADS,
-        qkv_features=FEATURES,
-        use_bias=use_bias,
-        param_dtype=dtype,
-    )
-    inputs = jnp.ones((1, 2, FEATURES), dtype)
-    params = module.init(jax.random.key(0), inputs)["params"]
-
-    back = convert.from_torch(convert.to_torch(params), HEADS)
-
-    assert_same_bits(back, jax.tree.map(np.asarray, params))
 
 
 def test_takes_jax_arrays():
@@ -282,16 +263,8 @@ reject_state_dict(
     "requires biases on query, key, value, out or on none .got .*out",
 )
 reject_state_dict(
-    changed("hf_bert", self__key__bias=None),
-    "'hf_bert', but it requires biases .* .got query, value, out.",
-)
-reject_state_dict(
     changed("d2l_mha", W_o__bias=np.ones(FEATURES)),
     "it requires biases on none .got out",
-)
-reject_state_dict(
-    changed("torch", in_proj_weight=np.ones((44, 15))),
-    "44 features of in_proj_weight into .* got 3 and 3",
 )
 reject_state_dict(
     changed("torch", in_proj_weight=np.ones((45, 7))),
@@ -300,10 +273,6 @@ reject_state_dict(
 reject_state_dict(
     changed("note_mha", w_q__weight=np.ones(15)),
     r"query/kernel must have shape \(A, Q\) .* got \(15,\)",
-)
-reject_state_dict(
-    changed("note_mha", w_q__weight=np.float32(1)),
-    r"query/kernel must have shape \(A, Q\)",
 )
 reject_state_dict(
     changed("note_mha", w_q__bias=np.ones(14)),
@@ -319,7 +288,6 @@ reject_state_dict(
     heads=4,
 )
 reject_state_dict(changed("torch"), "positive .* got 0 and 0", heads=0)
-reject_state_dict(changed("torch"), "positive .* got 3 and 0", heads=3, kv_heads=0)
 reject_state_dict(changed("torch"), "multiple of num_kv_heads", heads=3, kv_heads=2)
 reject_state_dict(
     changed("torch"),
@@ -374,16 +342,6 @@ reject_params(
     "key in 7, .*; layouts that fit: torch_separate, hf_clip$",
 )
 reject_params(
-    make_params((15, 7, 7, 15), ()),
-    "torch",
-    "layouts that fit: torch_separate, d2l_mha, hf_gptj$",
-)
-reject_params(
-    make_params((15, 15, 15, 7)),
-    "torch_separate",
-    "out 7; layouts that fit: hf_llama$",
-)
-reject_params(
     make_params((7, 7, 7, 7)),
     "note_mha",
     "query in 7, .* query out 15, .*: hf_llama, hf_hunyuan, hf_modernbert, ",
@@ -392,11 +350,6 @@ reject_params(
     make_params(biased=()),
     "hf_codegen",
     "num_heads and num_kv_heads must be multiples of 4, but got 3 and 3",
-)
-reject_params(
-    make_params(),
-    "d2l_mha",
-    "it requires biases on none .got query, key, value, out",
 )
 reject_params(
     make_params(biased=()),

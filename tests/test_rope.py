@@ -299,8 +299,3 @@ def test_embeddings_with_other_numbers_differ():
     assert LongRoPE(FACTORS, 1.2) != LongRoPE(FACTORS[::-1], 1.2)
     assert RoPE(sections=(2, 3, 3)) != RoPE(sections=(3, 3, 2))
     assert Linear(2.0) != NTK(2.0)
-
-
-def test_embeddings_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        RoPE().base = 1.0

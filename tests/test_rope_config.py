@@ -2,8 +2,6 @@
 has those of many models.
 """
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,15 +26,11 @@ def rotation_refused(message, x=XS, positions=PS, rope=None):
 
 def test_positions_must_have_an_entry_for_each_token():
     rotation_refused(r"positions must be .* got \(2, 4\)", positions=PS[:, :4])
-    rotation_refused(r"positions must be .* got \(\)", positions=3)
-    rotation_refused(r"positions must be .* got \(2, 5, 1\)", positions=PS[..., None])
 
 
 def test_positions_must_be_integers_of_32_bits():
     message = "positions must have an integer dtype, but got bool"
     rotation_refused(message, positions=PS.astype(bool))
-    message = "positions must have an integer dtype, but got <U5"
-    rotation_refused(message, positions="first")
     message = "positions must be in the int32 range, but got 4294967296"
     rotation_refused(message, positions=np.arange(5) + 2**32)
 
@@ -54,8 +48,6 @@ def test_rope_must_be_a_rope():
 def test_the_number_of_rotated_features_must_be_even():
     rotation_refused(r"even integer.* 1\.0 \* 15 = 15; .*=14 / 15", XS[..., :15])
     rotation_refused(r"even integer.* = 1; use larger heads", XS[..., :1])
-    three = RoPE(fraction=3 / 16)
-    rotation_refused(r"even integer.* = 3; .*fraction=", rope=three)
     no_integer = RoPE(fraction=0.4)
     rotation_refused(r"even integer.* 0\.4 \* 16 = 6\.4; .*=6 / 16", rope=no_integer)
     below_one = RoPE(fraction=0.01)
@@ -66,8 +58,6 @@ def test_arguments_of_rope_must_have_their_types_and_ranges():
     refused("fraction must be a finite number > 0, but got 0", RoPE, fraction=0)
     refused(r"fraction must be in \(0, 1\], but got 64", RoPE, fraction=64)
     refused("base must be a finite number > 0, but got '10000'", RoPE, "10000")
-    refused("base must be .* got True", RoPE, True)
-    refused("base must be .* got inf", RoPE, math.inf)
     message = "interleaved must be True or False, but got 'yes'"
     refused(message, RoPE, interleaved="yes")
     refused("scaling must be None, Linear.*from_config", RoPE, scaling={"factor": 2.0})
@@ -121,7 +111,6 @@ def test_sections_must_fit_the_head_and_their_layout():
     refused(r"8 for 16 .* \(2, 3\), which sum to 5", two.coordinates, H)
     message = r"sections must be None or positive .* got \(8, 0\)"
     refused(message, RoPE, sections=(8, 0))
-    refused(r"sections must be None or positive .* got \(\)", RoPE, sections=())
     refused("sections must be None or positive .* got 8", RoPE, sections=8)
     # The first coordinate would need every third pair, which are three of eight.
     interleaved = RoPE(sections=(2, 3, 3), section_layout="interleaved")
@@ -279,7 +268,6 @@ def config_refused(message, config, **arguments):
 def test_numbers_of_configs_must_be_numbers_in_range():
     message = "rope_theta must be a finite number > 0, but got '1e4'"
     config_refused(message, {"rope_theta": "1e4"})
-    config_refused("rope_theta must be a finite number > 0", {"rope_theta": 10**400})
     message = r"rotary_pct must be a number in \(0, 1\], but got '0.5'"
     config_refused(message, PARTIAL | {"rotary_pct": "0.5"})
     message = r"partial_rotary_factor must be a number in \(0, 1\], but got 2.0"
@@ -327,7 +315,6 @@ def test_a_scaling_must_be_a_dict_of_a_known_type():
     config_refused("but got 1", {"rope_theta": 1e4, "rope_scaling": {1: 2}})
     list_of_types = scaled(rope_type=["linear"], factor=2.0)
     config_refused("rope_type must be a string", list_of_types)
-    config_refused("rope_type must be a string, but got 3", scaled(rope_type=3))
     # Its frequencies change with the length, and with them the keys of earlier tokens.
     message = "rope_type 'dynamic' is not supported.*cached keys"
     config_refused(message, scaled(type="dynamic", factor=2.0))
@@ -340,20 +327,12 @@ def test_a_scaling_must_have_the_keys_of_its_type():
     config_refused(message, scaled(rope_type="linear"))
     unknown = scaled(rope_type="linear", factor=2.0, beta=3)
     config_refused("must contain factor, but got beta", unknown)
-    too_small = scaled(rope_type="linear", factor=0.5)
-    config_refused(r"Linear\(factor\) must be", too_small)
     config_refused("only the base, but got attention", scaled(attention=1))
     no_length = scaled(rope_type="yarn", factor=4.0)
     config_refused("must contain original_max_position_embeddings", no_length)
     no_factor = scaled(rope_type="yarn", original_max_position_embeddings=4096)
     message = "must contain factor or max_position_embeddings"
     config_refused(message, no_factor)
-    text = scaled(rope_type="yarn", original_max_position_embeddings="4096")
-    text["max_position_embeddings"] = 8192
-    message = (
-        "original_max_position_embeddings must be a finite number > 0, but got '4096'"
-    )
-    config_refused(message, text)
 
 
 def test_longrope_needs_its_factor_and_the_length():
@@ -361,7 +340,6 @@ def test_longrope_needs_its_factor_and_the_length():
     text = scaled(type="longrope", factor="2", short_factor=one, long_factor=one)
     config_refused("factor must be", text)
     config_refused("max_length must be .* got '4k'", LONG, max_length="4k")
-    config_refused("max_length must be .* got -5", LONG, max_length=-5)
     message = (
         "max_length must be the length of the longest sequence.*above 4096 "
         "tokens.*got None"

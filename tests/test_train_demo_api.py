@@ -76,14 +76,8 @@ def reject(function, message, **options):
 reject("train", "steps: expected a whole number from 1 to 2147483647, got '0'", steps=0)
 reject("train", "steps: expected a number, got '3'", steps="3")
 reject("train", "steps: expected a number, got True", steps=True)
-reject(
-    "train",
-    "steps: expected a whole number from 1 to 2147483647, got 'None'",
-    steps=None,
-)
 reject("train", "dtype: expected one of auto, float32, bfloat16", dtype="float16")
 reject("train", "dtype: expected a string", dtype=jnp.float32)
-reject("train", "optimizer: expected one of muon, adamw", optimizer="sgd")
 reject("train", "--features 8 is incompatible with --heads 3", heads=3)
 reject("train", "no-such-file", data="no-such-file")
 reject(
@@ -98,14 +92,11 @@ reject(
 )
 reject("train", "--data-parallel -1 x --fsdp 3 x --tensor 1", layout=Layout(fsdp=3))
 reject("train", "setting: expected one of seed, steps, batch_size, ", step=3)
-reject("train", "got 'step'", step=3)
-reject("train again", "setting: expected one of", resume=True, foo=1)
 reject("train", "fsdp belongs to a layout: pass layout=Layout(fsdp=4)", fsdp=4)
 reject(
     "train", "layout: expected a train_demo.Layout, got {'fsdp': 3}", layout={"fsdp": 3}
 )
 reject("train", "resume: expected True or False, got 'yes'", resume="yes")
-reject("train", "quiet: expected True or False, got 1", quiet=1)
 reject("train", "samples: expected True or False, got None", samples=None)
 reject(
     "train", "python -m train_demo compare --attention full,gqa", attention="full,gqa"
@@ -114,7 +105,6 @@ reject("train", "size: expected a string, got ['tiny']", size=["tiny"])
 reject("train", "size: expected one of", size="huge")
 reject("train", "--out is empty", out="")
 reject("train", "--out must be a path, but got 5", out=5)
-reject("train", "--out must be a path, but got b'new'", out=b"new")
 reject("train", "--out must be a folder, but", out="a\0b")
 reject("train", "is a file: choose a different --out", out=__file__)
 reject("train", "--data must be a path, but got 5", data=5)
@@ -122,20 +112,11 @@ reject("train", "--data is empty", data="")
 reject("train", "cannot read --data", data=__file__ + "\0")
 
 # Folders of load.
-reject("load", "--out is empty", out="")
 reject("load", "--out must be a path, but got None", out=None)
-reject("load", "--out must be a folder, but", out="a\0b")
-reject("load", "is a file: choose a different --out", out=__file__)
 reject("load", "contains no runs: start one with python -m train_demo", out=".")
 
 # Parts of a layout.
 reject("Layout", "fsdp: expected a whole number from 1 to 2147483647, got '0'", fsdp=0)
-reject(
-    "Layout",
-    "accumulate: expected a whole number from 1 to 2147483647, got '2.0'",
-    accumulate=2.0,
-)
-reject("Layout", "tensor: expected a number, got '2'", tensor="2")
 reject("Layout", "remat: expected True or False, got 'no'", remat="no")
 
 # Options of sample.
