@@ -312,10 +312,6 @@ refuses_option(
     "local_window_size must be an int >= 0, .* but got -1", local_window_size=-1
 )
 refuses_option(r"logits_soft_cap must be .*got 0\.0", logits_soft_cap=0.0)
-refuses_option(
-    "normalize_qk must be True, False or a flax_mha.Norm, but got 'batch_norm'",
-    normalize_qk="batch_norm",
-)
 refuses_option("implementation must be \"xla\".*but got 'fast'", implementation="fast")
 for rate in (1.0, 1.5, -0.1, float("nan")):
     refuses_option("dropout_rate must be a concrete number in", dropout_rate=rate)

@@ -60,19 +60,6 @@ def assert_described(config, **expected):
 
 
 @pytest.mark.core
-def test_describe_returns_the_arguments_of_a_latent_layer():
-    assert_described(
-        CONFIG,
-        in_features=D,
-        num_heads=N,
-        kv_lora_rank=C,
-        q_lora_rank=None,
-        use_bias=False,
-        rope=RoPE(interleaved=True),
-    )
-
-
-@pytest.mark.core
 def test_describe_returns_the_published_sizes_of_kimi_k2():
     scaling = {
         "type": "yarn",
@@ -116,14 +103,6 @@ def test_the_config_of_glm_5_decides_how_its_indexer_rotates():
     assert convert.describe(glm)["indexer"].interleaved
     halves = glm | {"indexer_rope_interleave": False}
     assert not convert.describe(halves)["indexer"].interleaved
-
-
-@pytest.mark.core
-def test_describe_refuses_layers_of_linear_attention():
-    of_layers = {"full_attn_layers": [4, 8]}
-    config = CONFIG | {"model_type": "kimi_linear", "linear_attn_config": of_layers}
-    message = "layer 4 of kimi_linear has type 'linear_attention'"
-    refused(message, convert.describe, config, 4)
 
 
 @pytest.mark.core

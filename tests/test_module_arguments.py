@@ -557,7 +557,6 @@ def refuses(message, **arguments):
 
 
 refuses_option("num_heads must be an int, but got 4.0", num_heads=4.0)
-refuses_option("gate must be True, False or a flax_mha.Gate, but got 1", gate=1)
 refuses_option("dropout_rate must be a concrete number in", dropout_rate=np.zeros(1))
 refuses_option("scale must be a finite number, but got 'big'", scale="big")
 refuses_option("local_window_size must be an int", local_window_size=(jnp.int32(3), 0))

@@ -442,9 +442,6 @@ refuses(
     r"parents must precede their tokens.* \[-1, 2, 0\]", recipes.tree_causal, [-1, 2, 0]
 )
 refuses("parents must precede their tokens or be -1", recipes.tree_causal, [-2])
-refuses(
-    r"parents must have shape \[T\] or .*, but got \(\) and ", recipes.tree_causal, 3
-)
 refuses(r"got \(2, 3\) and \(3,\)", recipes.tree_causal, np.full((2, 3), -1), [1, 2, 3])
 refuses("parents must have an integer dtype", recipes.tree_causal, [0.0])
 refuses("num_heads must be an int >= 1, but got 0", recipes.alibi, 0)

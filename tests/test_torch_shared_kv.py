@@ -243,14 +243,6 @@ def test_bidirectional_attention_of_images_is_described():
     assert convert.describe(config)["scale"] == 1.0
 
 
-def test_values_of_a_layer_that_shares_its_keys_are_rejected():
-    state = weights("gemma4")
-    state["model.layers.1.self_attn.v_proj.weight"] = torch.zeros(GLOBAL_H, D)
-    message = "value.kernel is missing from the module; create it with share_kv=False"
-    with pytest.raises(ValueError, match=message):
-        convert.from_hf(GEMMA_4, state, 1)
-
-
 NORM_OF_VALUES = Norm("rms", scale=None, epsilon=0.1)
 OPTIONS = {
     "num_kv_heads": K,
@@ -593,9 +585,6 @@ def test_options_of_shared_keys_are_checked():
     refused("return_kv must be True or False", Pair().first, X, return_kv=1)
     refused("share_kv must be False with reuse_kv=True", Pair, share_kv=True)
     refused("share_kv must be True or False", Pair, share_kv=1)
-    layer = linen.MultiHeadAttention(N, reuse_kv=True, value_norm=Norm())
-    message = "value_norm must be None with reuse_kv=True"
-    refused(message, layer.init, jax.random.key(0), X)
 
 
 @pytest.mark.core

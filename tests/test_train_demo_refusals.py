@@ -133,7 +133,6 @@ def test_bad_texts_are_refused_before_anything_is_written(
         ),
         (["compare", "--attention", "full, "], ["--attention", "got ''"]),
         (["compare", "--attention", "full,huge"], ["compare: error", "'huge'"]),
-        (["compare", "--attention", ""], ["--attention", "got ''"]),
         (["compare", "--attention", "full,blocks", "--context", "2"], ["--context 2"]),
         (["compare", "--resume"], ["runs/compare contains no comparison"]),
         (["train", "--steps", "x"], ["python -m train_demo train: error: argument"]),
@@ -152,15 +151,12 @@ def test_bad_texts_are_refused_before_anything_is_written(
         (["report", "--format", "pdf"], ["--format pdf: ", "report --help lists"]),
         (["sing"], ["sing"]),
         (["--data-parallel", "-2"], ["--data-parallel", "-1 or", "got '-2'"]),
-        (["--dtype", "float16"], ["--dtype", "float32, bfloat16", "got 'float16'"]),
-        (["plan"], ["plan"]),
         (["--fsdp", "3"], ["--fsdp 3", "number of devices"]),
         (["sample", "--out", "x"], ["--prompt"]),
         (
             ["sample", "--out", "x", "--prompt", "x", "--prompt", ""],
             ["--prompt is empty"],
         ),
-        (["sample", "--out", "x", "--prompt", "x", "--length", "5"], ["--length"]),
     ],
 )
 def test_bad_arguments(capsys, monkeypatch, tmp_path, arguments, words):
@@ -733,15 +729,12 @@ def test_a_run_of_an_earlier_model_version_must_be_trained_again(copy, version):
     "change",
     [
         {"step": "three"},
-        {"step": None},
         {"step": 1.5},
         {"step": True},
         {"step": -1},
         {"seconds": "1"},
-        {"seconds": None},
         {"loss": "low"},
         {"loss": 10**400},
-        {"val_loss": [1.5]},
         {"val_loss": float("nan")},
     ],
 )
@@ -768,8 +761,6 @@ def test_a_foreign_line_of_samples_is_named(tmp_path, change):
     "line",
     [
         "[]",
-        "7",
-        '"step"',
         "{}",
         '{"step": 1}',
         '{"loss": 1.5}',
