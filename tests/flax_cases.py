@@ -303,7 +303,6 @@ refuses_option("must be at least 1, but got 3 and 0", num_kv_heads=0)
 refuses_option(
     r"Memory dimension \(15\) must be divisible by 'num_heads' heads \(4\)", num_heads=4
 )
-refuses_option(r"Memory dimension \(16\) must be divisible", qkv_features=16)
 refuses_option(r"Memory dimension \(0\) must be divisible", qkv_features=0)
 refuses_option(
     r"num_heads \(3\) must be divisible by num_kv_heads \(2\)", num_kv_heads=2

@@ -450,11 +450,3 @@ def test_scales_must_fit_the_dtype_and_the_shape():
     latents = KVCache(numbers, numbers[..., :0], 0, None, 6, scales)
     message = shape + r" .*, but got \(2, 700, 2, 1\) for int8"
     refused(message, cached_attention, query, key, None, latents)
-
-
-@pytest.mark.core
-def test_attention_without_a_cache_takes_no_numbers_of_8_bits():
-    (query,) = tokens(1, (N,))
-    numbers = jnp.zeros((B, S, K, H), jnp.int8)
-    message = "query, key, value must have the same dtype, one of"
-    refused(message, dot_product_attention, query, numbers, numbers)

@@ -227,7 +227,6 @@ def test_segments_soft_caps_and_sinks_are_not_fused():
 @pytest.mark.usefixtures("hopper")
 def test_windows_that_end_elsewhere_than_at_the_query_are_not_fused():
     not_fused("window must end", local_window_size=(100, 5))
-    not_fused("window must end", local_window_size=(None, 5))
     not_fused("window must end", is_causal=True, query_offset=7)
 
 

@@ -198,7 +198,6 @@ def test_takes_jax_arrays():
     ("layout", "extra"),
     [
         ("hf_bert", "output.LayerNorm.weight"),
-        ("hf_bert", "output.LayerNorm.beta"),
         ("hf_llama", "rotary_emb.inv_freq"),
     ],
 )

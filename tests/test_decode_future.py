@@ -361,11 +361,6 @@ def test_is_causal_must_be_known():
     attend = jax.jit(functools.partial(cached_attention, x, x, x, cache))
     refused("is_causal must be a concrete True or False", attend, is_causal=False)
 
-    module = make()
-    module.init_cache((BATCH, 4, FEATURES))
-    message = "is_causal must be True or False"
-    refused(message, module, X[:, :4], decode=True, is_causal="no")
-
 
 def test_same_masks_as_transformers():
     """Of Gemma 3, whose windows are narrower than an image, and of PaliGemma, with its

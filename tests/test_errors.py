@@ -116,7 +116,6 @@ refuses(
     "must have the same dtype, one of float16, bfloat16, .*int32",
     dtypes=dict.fromkeys(SHAPES, jnp.int32),
 )
-refuses("complex64", dtypes=dict.fromkeys(SHAPES, jnp.complex64))
 
 # Masks: the remedy depends on the shape, which shows what was meant.
 refuses(
@@ -233,7 +232,6 @@ refuses("scale must be a finite number, but got '1'", scale="1")
 refuses("query_offset must have an integer dtype", query_offset=0.5)
 refuses("query_offset must broadcast to", query_offset=np.zeros(3, int))
 refuses("scale must fit in float32, but got 1e[+]39", scale=1e39)
-refuses("scale must be a finite number", scale=np.complex64(1))
 refuses("scale must be a finite number", scale=np.array(True))
 refuses(
     "logits_soft_cap must be at most 1e[+]30, .*pass None to disable the cap",
@@ -279,10 +277,6 @@ refuses(
 refuses(
     r"score_mod\(.*raised TypeError: .*takes 1 positional",
     score_mod=lambda score: score,
-)
-refuses(
-    r"score_mod\(.*raised ZeroDivisionError",
-    score_mod=lambda score, b, h, q, k: 1 / 0,
 )
 refuses(
     "TracerBoolConversionError.*; use jnp.where",
@@ -335,14 +329,6 @@ NO_MASKS.add(
 @pytest.mark.parametrize(("message", "call"), NO_MASKS)
 def test_mask_objects_refuse_what_they_cannot_hold_or_combine(message, call):
     refused(message, call)
-
-
-def test_errors_are_raised_while_tracing_before_any_compute():
-    query = jax.ShapeDtypeStruct((1, 2, 1, 3), jnp.float32)
-    key = jax.ShapeDtypeStruct((1, 2, 1, 4), jnp.float32)
-
-    with pytest.raises(ValueError, match="depths must match"):
-        jax.eval_shape(dot_product_attention, query, key, key)
 
 
 FUNCTIONS = (dot_product_attention, attention_fn, explain_implementation)

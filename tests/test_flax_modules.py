@@ -413,12 +413,6 @@ OF_NNX.add(
 )
 OF_LINEN = flax_cases.RefusedCalls()
 OF_LINEN.add(
-    "logits_soft_cap must be .*got False", X, options={"logits_soft_cap": False}
-)
-OF_LINEN.add(
-    "local_window_size must be .*got False", X, options={"local_window_size": False}
-)
-OF_LINEN.add(
     "complex inputs .* does not support implementation",
     X.astype(jnp.complex64),
     options={"implementation": "xla"},

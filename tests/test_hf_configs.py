@@ -118,8 +118,6 @@ IGNORED = "Transformers ignores it for model_type"
     [
         ("bert", "relative_key_query", "it adds relative positions"),
         ("bert", "alibi", f"'alibi' in config is not supported: {IGNORED} 'bert'"),
-        ("llama", "rope_gptj", f"{IGNORED} 'llama'"),
-        ("granitemoehybrid", "alibi", "Transformers ignores it"),
     ],
 )
 def test_other_position_embedding_types_raise_errors(model_type, kind, message):

@@ -273,7 +273,6 @@ refuses(
 )
 refuses("got values from -2 to", INDICES - 1)
 refuses("integer dtype", INDICES.astype(float))
-refuses("key_indices must have shape", 0)
 
 
 @pytest.mark.core

@@ -383,26 +383,6 @@ def test_the_call_of_a_replaced_layer_counts(name):
     assert_close(output, expanded(module, x), tolerance=4e-6)
 
 
-@pytest.mark.parametrize("keeps_kernel", with_core([False, True], True))
-def test_lora_has_the_gradients_of_its_call(keeps_kernel):
-    module = made(rope=None)
-    x = inputs()
-    module.kv_b_proj = LoRA(module.kv_b_proj, keeps_kernel)
-
-    def gradient(function):
-        grads = nnx.grad(
-            lambda module: (function(module, x) ** 2).sum(),
-            argnums=nnx.DiffState(0, nnx.LoRAParam),
-        )
-        return grads(module)["kv_b_proj"]
-
-    ours = gradient(lambda module, x: module(x, is_causal=True))
-    expected = gradient(expanded)
-    for name in ("a", "b"):
-        assert np.abs(expected[name][...]).max() > 1
-        assert_close(ours[name][...] / 100, expected[name][...] / 100, tolerance=1e-5)
-
-
 @pytest.mark.parametrize(
     ("name", "variant"),
     with_core_tuples(

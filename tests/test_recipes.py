@@ -477,12 +477,6 @@ refuses(
     TABLE[:3],
     bidirectional=True,
 )
-refuses(
-    "max_distance must be an int >= 7, but got 6",
-    recipes.t5_bias,
-    TABLE,
-    max_distance=6,
-)
 refuses("num_heads must be an int >= 1, but got 0", recipes.RelativeBias, 0)
 refuses(
     "num_buckets must be an int >= 4, but got 3",

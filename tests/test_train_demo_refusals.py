@@ -85,15 +85,7 @@ def test_bad_numbers_are_refused_before_anything_is_written(capsys, tmp_path):
             lambda path: path.write_bytes(b"abc\0" * 50),
             ["must be text", "NUL character at index 3"],
         ),
-        (
-            lambda path: path.write_bytes(b"\0" * 500),
-            ["must be text", "NUL character at index 0"],
-        ),
         (os.mkfifo, ["cannot read --data", "not a regular file"]),
-        (
-            lambda path: path.symlink_to("/dev/zero"),
-            ["cannot read --data", "not a regular file"],
-        ),
     ],
 )
 def test_bad_texts_are_refused_before_anything_is_written(
@@ -133,7 +125,6 @@ def test_bad_texts_are_refused_before_anything_is_written(
         ),
         (["compare", "--attention", "full, "], ["--attention", "got ''"]),
         (["compare", "--attention", "full,huge"], ["compare: error", "'huge'"]),
-        (["compare", "--attention", "full,blocks", "--context", "2"], ["--context 2"]),
         (["compare", "--resume"], ["runs/compare contains no comparison"]),
         (["train", "--steps", "x"], ["python -m train_demo train: error: argument"]),
         (["--token-shift", "64"], ["--token-shift 64", "at most 63"]),
@@ -625,21 +616,19 @@ def test_a_damaged_file_gives_one_line_or_is_not_needed(
 
 # Values that no run writes.
 CONFIG_HARMS = {
-    "settings": [None, 3, {}, {"steps": 4}],
+    "settings": [None, {}, {"steps": 4}],
     "vocabulary": [
         None,
-        3,
         ["a"],
-        "ab",
         {},
         {"characters": ""},
         {"characters": "\ud800"},
     ],
     "model_version": [None, "2", True, 2.0, 5],
-    "sentence": [None, 3, "?"],
+    "sentence": [None, "?"],
 }
 SETTING_HARMS = {
-    "steps": [None, "4", True, 0, 4.5, [], 10**400],
+    "steps": [None, "4", True, 0, 4.5, 10**400],
     "features": [8, -1],
     "layers": [2],
     "heads": [3],
