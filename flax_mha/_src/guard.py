@@ -25,7 +25,6 @@ unguarded first. Fused kernels (`engines/kernels/guarded.py`) and keys read in p
 (`engines/xla/in_place.py`) are computed again, guarded, if the output is not finite.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -55,7 +54,7 @@ def guard(call: Call, plan: Any) -> Call:
     query_flags = flag(query)
     key, value, key_flags = zero_keys(call.key, call.value)
     nonfinite = NonFinite(query=query_flags.astype(dtype), key=key_flags.astype(dtype))
-    return dataclasses.replace(call, key=key, value=value, nonfinite=nonfinite)
+    return call.replace(key=key, value=value, nonfinite=nonfinite)
 
 
 def flag(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:

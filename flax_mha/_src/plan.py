@@ -6,7 +6,6 @@ those for GPUs and TPUs were counted in compiled programs (`benchmarks/compiled.
 Only how a GPU reads a cache in place was also timed, on an H200.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -269,7 +268,7 @@ def plan_tiles(call: Call) -> tuple[Plan, Call]:
         fuses_rows=_fuses_rows(call, scores, tiling.rows),
         tiling=tiling,
     )
-    return plan, dataclasses.replace(call, tiles=blocks)
+    return plan, call.replace(tiles=blocks)
 
 
 def with_occupancy(call: Call) -> Call:
@@ -284,7 +283,7 @@ def with_occupancy(call: Call) -> Call:
     if not jax.tree.leaves(mask) or not call.offsets.are_known:
         return call
     mask = store_occupancy(mask, call.lengths, call.offsets.numbers, tilings.CELL)
-    return dataclasses.replace(call, mask=mask)
+    return call.replace(mask=mask)
 
 
 def choose_tiles(

@@ -8,7 +8,6 @@
 each hop of the ring itself.
 """
 
-import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -136,7 +135,7 @@ def _run_kernel(engine: Engine, call: Call, on_cpu: Target | None) -> Result:
         return with_derivatives(kernel, portable, call, platform).output
 
     def of_cpu(call: Call) -> Array:
-        return on_device(dataclasses.replace(call, target=on_cpu)).output
+        return on_device(call.replace(target=on_cpu)).output
 
     output = lower_for_platform(platform, of_kernel, of_cpu, call)
     return Result(output, None)
@@ -363,7 +362,7 @@ def _explain_part(
         chosen = choose(call)
         on_cpu = _on_cpu(call, chosen)
         if on_cpu is not None:
-            chosen_on_cpu = choose(dataclasses.replace(call, target=on_cpu))
+            chosen_on_cpu = choose(call.replace(target=on_cpu))
     variant = None
     # Kernels and hops of a ring have one algorithm each.
     engine = ENGINES[chosen]

@@ -2,7 +2,6 @@
 themselves.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
@@ -636,22 +635,19 @@ class Step(NamedTuple):
         scale = None
         if in_place:
             scale = self.tokens.appended.cache.scale
-        scoring = dataclasses.replace(
+        return with_keys(
             self.scoring,
+            shape,
+            bias,
+            masks,
+            key=key,
+            value=value,
+            offsets=offsets,
+            key_indices=indices,
             cached=in_place,
             cache_scale=scale,
             ring=key.shape[-3] if ring_in_place else None,
             value_size=None if scale is None else cache.value_size,
-        )
-        return with_keys(
-            scoring,
-            key,
-            value,
-            shape,
-            bias,
-            masks,
-            offsets,
-            key_indices=indices,
         )
 
     def _keys(self, source: Source, index: Any) -> tuple[Array, Array, Any]:

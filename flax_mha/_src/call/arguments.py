@@ -2,7 +2,6 @@
 a `Call` of them.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -489,11 +488,11 @@ def canonical(
     indices = validation.key_indices(arguments.get("key_indices"), shape)
     return with_keys(
         scoring,
+        shape,
+        bias,
+        masks,
         key=key,
         value=value,
-        shape=shape,
-        bias=bias,
-        masks=masks,
         offsets=offsets,
         key_indices=indices,
     )
@@ -554,36 +553,30 @@ def check_scoring(
 
 def with_keys(
     scoring: Call,
-    key: Array,
-    value: Array,
     shape: Shape,
     bias: ArrayLike | None,
     masks: Sequence[Mask | None],
-    offsets: Offsets,
-    key_indices: Array | None = None,
+    **keys: Any,
 ) -> Call:
-    """Returns a call from `check_scoring` with keys, values, bias and all masks
-    together; checks bias and functions.
+    """Returns a call from `check_scoring` with bias, all masks together, and the fields
+    `keys`: key, value, offsets, and others that depend on them. Checks bias and
+    functions.
     """
     visible = Visible.of(masks)
     checked_bias = check_floats("bias", bias)
     if checked_bias is not None:
         checked_bias = over_scores("bias", checked_bias, shape)
     # `jax.export` may replace sizes by symbols.
-    sizes = (*scoring.query.shape, *key.shape, *value.shape)
-    call = dataclasses.replace(
-        scoring,
-        key=key,
-        value=value,
+    sizes = (*shape.batch, *shape[1:])
+    call = scoring.replace(
         bias=checked_bias,
         mask=visible,
-        offsets=offsets,
-        key_indices=key_indices,
         has_known_sizes=all(isinstance(size, int) for size in sizes),
+        **keys,
     )
     # Masks without arrays call no function.
     if call.score_mod is not None or jax.tree.leaves(visible):
-        check_lookups(shape, call.score_mod, visible, offsets, call.lengths)
+        check_lookups(shape, call.score_mod, visible, call.offsets, call.lengths)
     return call
 
 

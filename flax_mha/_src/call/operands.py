@@ -4,7 +4,7 @@ and static values.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +143,17 @@ class ScoreFields(WithAxes):
     # The number of slots if the keys are a ring cache that is read in place; the key
     # offset is then the position of the newest key (see `Tile`).
     ring: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with some fields changed.
+
+        Does not call the constructor, as `dataclasses.replace` does: setting every
+        field again takes a large part of the time of a small call.
+        """
+        assert changes.keys() <= vars(self).keys(), changes.keys()
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self), **changes)
+        return copy
 
     @property
     def has_custom_vjp(self) -> bool:

@@ -2,8 +2,6 @@
 step, or a block of queries.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -77,4 +75,4 @@ def slice_call(
     shape = (1,) * len(call.batch)
     increases = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in positions]
     offsets = call.offsets.moved(*increases)
-    return dataclasses.replace(call.map_arrays(cut), offsets=offsets)
+    return call.map_arrays(cut).replace(offsets=offsets)

@@ -6,7 +6,6 @@ Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509. "allgather": each device col
 all keys and values, and computes the attention of its queries.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -42,8 +41,7 @@ def ulysses(call: Call, context: Context, attend: Callable[[Call], Result]) -> R
             x, axis, split_axis=rows_axis, concat_axis=rows_axis + 1, tiled=True
         )
 
-    call = dataclasses.replace(
-        call,
+    call = call.replace(
         query=to_heads(call.query),
         key=to_heads(call.key),
         value=to_heads(call.value),
@@ -69,7 +67,7 @@ def allgather(call: Call, context: Context, attend: Callable[[Call], Result]) ->
             return x
         return lax.all_gather(x, context.axis, axis=rows_axis, tiled=True)
 
-    call = dataclasses.replace(call, key=gather(call.key), value=gather(call.value))
+    call = call.replace(key=gather(call.key), value=gather(call.value))
     chunks = 1
     if context.layout == "zigzag":
         chunks = 2

@@ -17,7 +17,6 @@ hop's keys, and the tiles to visit, are known only at run time; tiles that are m
 throughout are not computed.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -61,7 +60,7 @@ def attention(call: Call, context: Context, engine: Engine) -> Result:
     `engine` computes the hops, and has derivatives of every order.
     """
     # Hops are merged by their log-sum-exp.
-    call = dataclasses.replace(call, return_residual=True)
+    call = call.replace(return_residual=True)
     # The calls of all hops have equal shapes, so one plan is for all.
     plan, _ = engine.plan(first_hop(call, context))
     ring = _ring_of(call, context)._replace(engine=engine, plan=plan)
@@ -97,7 +96,7 @@ def _of_hops(call: Call) -> Call:
     """Removes sinks, which `attention` adds after the last hop, and the dropout key,
     which `dropout_seed` replaces.
     """
-    return dataclasses.replace(call, sinks=None, dropout_rng=None)
+    return call.replace(sinks=None, dropout_rng=None)
 
 
 def trainable_of(call: Call) -> Trainable:
@@ -108,8 +107,7 @@ def promote(call: Call) -> Call:
     """Converts query, key and value to the dtype of sums: results and gradients of hops
     are added up, and are rounded only after the last hop.
     """
-    return dataclasses.replace(
-        call,
+    return call.replace(
         query=call.query.astype(call.dtype),
         key=call.key.astype(call.dtype),
         value=call.value.astype(call.dtype),
@@ -223,7 +221,7 @@ class Ring(NamedTuple):
         """
 
         def hop(trainable: Trainable) -> Result:
-            return self.hop(cut(dataclasses.replace(held, **trainable)), known)
+            return self.hop(cut(held.replace(**trainable)), known)
 
         return hop
 
@@ -365,7 +363,7 @@ def _results(
         d_output, _, d_log_sum = _linear(
             _tangents,
             ring,
-            dataclasses.replace(call, return_max_score=False),
+            call.replace(return_max_score=False),
             known=Result(*known),
             linear=trainable_of(d_call),
         )

@@ -10,7 +10,6 @@ too. The parts need no communication unless the sequence is split; `ring.py` and
 *chunks*: each device holds one or, with the layout "zigzag", two.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -456,7 +455,7 @@ def run_on_mesh(call: Call, parts: Split, run: Callable[[Call], T]) -> T:
 def unsplit(call: Call) -> Call:
     """Returns the call with no array counted as split."""
     target = call.target._replace(may_be_split=False)
-    return dataclasses.replace(call, sharding=None, target=target)
+    return call.replace(sharding=None, target=target)
 
 
 def _shared_key_head(part: Call, whole: Call, parts: Split) -> Call:

@@ -432,4 +432,4 @@ def numbers_as_arrays(call: Call) -> Call:
         # A NumPy array, because creating a JAX array takes a large part of the time of
         # a small call.
         scale = np.asarray(call.scale, call.dtype)
-    return dataclasses.replace(call, offsets=offsets, scale_array=scale, scale=1.0)
+    return call.replace(offsets=offsets, scale_array=scale, scale=1.0)
