@@ -11,9 +11,8 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from flax_mha._src.cache.kv_cache import KVCache
+from flax_mha._src.cache.kv_cache import Appended, KVCache
 from flax_mha._src.cache.latent import Latent
-from flax_mha._src.cache.shared import Appended
 from flax_mha._src.cache.write import entries_at
 from flax_mha._src.call.arguments import (
     CallArguments,
@@ -173,7 +172,7 @@ def cached_attention(  # noqa: D417 - dot_product_attention describes the others
             "KVCache.create."
         )
     key, value = cache.new_entries(key, value)
-    appended = Appended(*cache.append(key, value, lengths))
+    appended = cache.append(key, value, lengths)
     tokens = NewTokens(key, value, cache, appended, is_padded=lengths is not None)
     result = over_cache(
         run,
@@ -286,9 +285,8 @@ def over_cache(
         mask=mask,
         is_causal=arguments.get("is_causal"),
         local_window_size=arguments.get("local_window_size"),
-        key_indices=lists,
-        top_k=top_k,
     )
+    step = step._replace(key_indices=lists, top_k=top_k)
     room = tokens.appended.room
     if scoring.score_mod is not None or isinstance(mask, Mask):
         room = step.room_in_arrays(room)
@@ -430,8 +428,6 @@ class Step(NamedTuple):
         mask: ArrayLike | Mask | None,
         is_causal: bool | None,
         local_window_size: object,
-        key_indices: Int[Array, "..."] | None = None,
-        top_k: int = 0,
     ) -> "Step":
         """Checks what the step attends to; all other arguments are checked already."""
         window = check_window_and_cache(tokens.cache, bias, mask, local_window_size)
@@ -447,8 +443,6 @@ class Step(NamedTuple):
             mask=mask,
             is_causal=is_causal or is_single,
             window=window,
-            key_indices=key_indices,
-            top_k=top_k,
         )
 
     def masks(

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -373,14 +373,12 @@ class KVCache:
           ValueError: If shapes, dtypes or lengths do not fit, or if there is no room
             and the index is not traced.
         """
-        return self.append(*self.new_entries(key, value), lengths)[0]
+        return self.append(*self.new_entries(key, value), lengths).cache
 
     def append(
         self, key: Array, value: Array, lengths: ArrayLike | None = None
-    ) -> tuple["KVCache", Int[Array, "..."], Bool[Array, "..."] | bool]:
-        """Like `update` without checks of the arrays; returns (cache, number of tokens
-        before padding, `has_room`).
-        """
+    ) -> "Appended":
+        """Does the same as `update`, without checks of the arrays."""
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens
         if room is not True:
@@ -390,7 +388,7 @@ class KVCache:
         if self.scale is not None:
             entries = quantize_cache(key, value, self.value_size, self.key.dtype)
         written = write_entries(kind, self._entries, entries, self.index, added)
-        return self._replace(written, self.index + added), tokens, room
+        return Appended(self._replace(written, self.index + added), tokens, room)
 
     def truncate(self, index: ArrayLike) -> "KVCache":
         """Keeps the first `index` tokens and removes the others, for speculative
@@ -616,3 +614,13 @@ class KVCache:
         """
         steps = jnp.arange(number, dtype=jnp.int32)
         return steps.reshape((1,) * self.index.ndim + (number,))
+
+
+class Appended(NamedTuple):
+    """The result of `KVCache.append`: new cache, number of tokens before the
+    padding, and `KVCache.has_room`.
+    """
+
+    cache: KVCache
+    tokens: Int[Array, "..."]
+    room: Bool[Array, "..."] | bool

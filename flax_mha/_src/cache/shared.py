@@ -3,22 +3,11 @@ projections of their own.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from flax_mha._src.cache.kv_cache import KVCache
-
-
-class Appended(NamedTuple):
-    """The result of `KVCache.append`: new cache, number of tokens without padding, and
-    whether there was room.
-    """
-
-    cache: KVCache
-    tokens: Int[Array, "..."]
-    room: Bool[Array, "..."] | bool
+from flax_mha._src.cache.kv_cache import Appended, KVCache
 
 
 @jax.tree_util.register_dataclass

@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float
 
 from flax_mha._src.attention import ScoreMod
 from flax_mha._src.cache.cached_attention import NewTokens, all_written, nan_without
-from flax_mha._src.cache.kv_cache import KVCache
+from flax_mha._src.cache.kv_cache import Appended, KVCache
 from flax_mha._src.cache.latent import Latent
-from flax_mha._src.cache.shared import Appended, SharedKV
+from flax_mha._src.cache.shared import SharedKV
 from flax_mha._src.call.arguments import check_is_causal, check_window
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core import validation
@@ -633,7 +633,7 @@ def add_to_cache(
     if kv is not None and kv.appended is not None:
         appended = kv.appended
     else:
-        appended = Appended(*cache.append(key, value, lengths))
+        appended = cache.append(key, value, lengths)
     return NewTokens(
         key, value, cache, appended, is_padded=lengths is not None, latent=layer.latent
     )

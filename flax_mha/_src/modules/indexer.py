@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha._src.cache.cached_attention import NewTokens, Step
 from flax_mha._src.cache.kv_cache import KVCache
-from flax_mha._src.cache.shared import Appended
 from flax_mha._src.call.arguments import (
     CallArguments,
     canonical,
@@ -210,7 +209,7 @@ def choose(
     if cache is not None:
         # 8-bit keys are quantized by the cache.
         stored = key if cache.scale is not None else key.astype(cache.key.dtype)
-        appended = Appended(*cache.append(stored, no_value, lengths))
+        appended = cache.append(stored, no_value, lengths)
         new = appended.cache
         tokens = NewTokens(key, no_value, cache, appended, lengths is not None)
 
