@@ -152,13 +152,6 @@ class KeyBlocks(NamedTuple):
         return self
 
 
-class Loops(NamedTuple):
-    """How `map_heads` runs a call's heads: the fields of `Plan` with these names."""
-
-    looped_axes: int | None
-    max_heads: int | None = None
-
-
 class Plan(NamedTuple):
     """How an engine computes a call. `Engine.plan` makes it once for a call; it is
     hashable, and never changes.
@@ -208,15 +201,15 @@ def plan_xla(call: Call) -> Plan:
     if blocks is not None:
         return Plan(blocks.dtype, guard_first=False, in_place=blocks)
     scores = math.prod(call.lengths)
-    loops = _loops(call, scores)
+    looped_axes, max_heads = _loops(call, scores)
     if _is_plain_and_small(call, scores):
         # XLA may compile such a call to one kernel (MAX_SCORES_DENSE), which is faster
         # in a batch: 64 heads of 256 x 256 scores took 8.4 ms, and 15.0 ms in a loop.
-        loops = loops._replace(looped_axes=0)
+        looped_axes = 0
     return Plan(
         dtype=product_dtype(call, tiles=False),
-        looped_axes=loops.looped_axes,
-        max_heads=loops.max_heads,
+        looped_axes=looped_axes,
+        max_heads=max_heads,
         fuses_rows=_fuses_rows(call, scores),
     )
 
@@ -236,8 +229,7 @@ def _plan_gathered(call: Call, count: int) -> Plan:
         return Plan(dtype, guard_first=False, looped_axes=None, gathered=queries)
     height = max(keys // count, MAX_QUERIES_IN_PLACE)
     height = min(queries, height)
-    loops = _loops(call, height * count)
-    looped_axes = loops.looped_axes
+    looped_axes, max_heads = _loops(call, height * count)
     if looped_axes is not None:
         # Heads that share a key head gather its keys together.
         batch_and_key_heads = call.query.ndim - 2
@@ -246,7 +238,7 @@ def _plan_gathered(call: Call, count: int) -> Plan:
         dtype=dtype,
         guard_first=False,
         looped_axes=looped_axes,
-        max_heads=loops.max_heads,
+        max_heads=max_heads,
         gathered=height,
     )
 
@@ -260,11 +252,11 @@ def plan_tiles(call: Call) -> tuple[Plan, Call]:
     shapes = TILE_SHAPES if on_cpu else TILE_SHAPES[:1]
     tiling, blocks = choose_tiles(call, shapes)
     scores = tiling.height * tiling.width
-    loops = _loops(call, scores)
+    looped_axes, max_heads = _loops(call, scores)
     plan = Plan(
         dtype=product_dtype(call, tiles=True),
-        looped_axes=loops.looped_axes,
-        max_heads=loops.max_heads,
+        looped_axes=looped_axes,
+        max_heads=max_heads,
         fuses_rows=_fuses_rows(call, scores, tiling.rows),
         tiling=tiling,
     )
@@ -649,9 +641,9 @@ def _may_round(call: Call) -> bool:
     return call.precision in DEFAULT_PRECISION and of_jax in DEFAULT_PRECISION
 
 
-def _loops(call: Call, scores: int) -> Loops:
-    """Chooses the loops over heads, so that the scores computed together fit in fast
-    memory.
+def _loops(call: Call, scores: int) -> tuple[int | None, int | None]:
+    """Chooses `Plan.looped_axes` and `Plan.max_heads`, so that the scores computed
+    together fit in fast memory.
 
     `scores` counts the scores of one head that are in memory at a time.
     """
@@ -659,17 +651,17 @@ def _loops(call: Call, scores: int) -> Loops:
     has_known_sizes = call.has_known_sizes
     if target == ON_ONE_TPU and has_known_sizes:
         max_heads = MAX_SCORES_TPU // max(scores, 1)
-        return Loops(looped_axes=None, max_heads=max(max_heads, 1))
+        return None, max(max_heads, 1)
     if target != ON_ONE_CPU or not has_known_sizes:
         # A GPU computes all heads together, and a mesh may split them.
-        return Loops(looped_axes=None)
+        return None, None
     if scores <= MAX_SCORES_ALL_HEADS:
-        return Loops(looped_axes=0)
+        return 0, None
     num_axes = call.query.ndim - 1  # [B..., K, G]
     fits = (
         scores <= MAX_SCORES_ONE_ENTRY
         and call.num_heads * scores <= MAX_SCORES_ONE_ENTRY_IN_ALL
     )
     if fits:
-        return Loops(looped_axes=num_axes - 2)
-    return Loops(looped_axes=num_axes)
+        return num_axes - 2, None
+    return num_axes, None
