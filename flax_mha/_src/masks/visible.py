@@ -3,8 +3,6 @@ rest.
 """
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +68,7 @@ class Visible(Mask):
     @property
     def hides_keys(self) -> bool:
         """Whether any key may be hidden."""
-        return bool(self._parts())
+        return any(part is not None for part in vars(self).values())
 
     @property
     def others(self) -> list[Mask]:
@@ -78,28 +76,23 @@ class Visible(Mask):
         return _conjuncts(self.rest)
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        parts = self._parts() or [Band(None, None)]
-        return functools.reduce(operator.and_, [part.tile(tile) for part in parts])
+        return self._combined().tile(tile)
 
     def occupancy(self, grid: Grid) -> Occupancy:
-        parts = self._parts() or [Band(None, None)]
-        both = [part.occupancy(grid) for part in parts]
-        any_visible = functools.reduce(operator.and_, [x.any_visible for x in both])
-        all_visible = functools.reduce(operator.and_, [x.all_visible for x in both])
-        return Occupancy(any_visible, all_visible)
+        return self._combined().occupancy(grid)
 
-    def _parts(self) -> list[Mask]:
-        """Lists masks that leave the same visible together."""
-        parts: list[Mask] = []
+    def _combined(self) -> Mask:
+        """Combines the parts by `&`."""
+        window = None
+        lengths = None
         if self.left is not None or self.right is not None:
-            parts.append(Band(self.left, self.right))
+            window = Band(self.left, self.right)
         if self.query_lengths is not None or self.key_lengths is not None:
-            parts.append(LengthMask(self.key_lengths, self.query_lengths))
-        if self.segments is not None:
-            parts.append(self.segments)
-        if self.rest is not None:
-            parts.append(self.rest)
-        return parts
+            lengths = LengthMask(self.key_lengths, self.query_lengths)
+        combined = merged([window, lengths, self.segments, self.rest])
+        if combined is None:
+            return Band(None, None)
+        return combined
 
 
 def _conjuncts(mask: Mask | None) -> list[Mask]:
