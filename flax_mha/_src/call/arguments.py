@@ -5,7 +5,7 @@ a `Call` of them.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -211,18 +211,13 @@ def check_floats(name: str, value: ArrayLike | None) -> Array | None:
     return array
 
 
-class _Positions(NamedTuple):
-    """The position of a call's first query or key, and the range of all of them."""
-
-    offset: Any  # an int, or an array with an offset per sequence
-    first: int  # the lowest position
-    last: int  # the highest position
-
-
 def _positions(
     name: str, offset: ArrayLike | None, length: int, shape: Shape
-) -> _Positions:
-    """Checks one offset, the argument `name`, of a sequence of this length."""
+) -> tuple[Any, int, int]:
+    """Checks one offset, the argument `name`, of a sequence of this length. Returns it
+    as an int or an array with an offset per sequence, and the lowest and the highest
+    position.
+    """
     if offset is None:
         raise ValueError(
             f"{name} must be an integer or an array of integers, but got None; "
@@ -243,7 +238,7 @@ def _positions(
             f"{name} must keep positions within the int32 range, but they run from "
             f"{first} to {last}."
         )
-    return _Positions(checked, first, last)
+    return checked, first, last
 
 
 def check_offsets(
@@ -252,16 +247,20 @@ def check_offsets(
     """Checks the positions of the first query and key: all positions and distances must
     fit in int32.
     """
-    queries = _positions("query_offset", query_offset, shape.query_length, shape)
-    keys = _positions("key_value_offset", key_offset, shape.key_length, shape)
-    largest_distance = max(queries.last - keys.first, keys.last - queries.first)
+    query_offset, first_query, last_query = _positions(
+        "query_offset", query_offset, shape.query_length, shape
+    )
+    key_offset, first_key, last_key = _positions(
+        "key_value_offset", key_offset, shape.key_length, shape
+    )
+    largest_distance = max(last_query - first_key, last_key - first_query)
     if largest_distance > validation.LARGEST:
         raise ValueError(
             "query_offset and key_value_offset must keep distances within the int32 "
-            f"range, but queries are at positions {queries.first} to {queries.last} "
-            f"and keys at {keys.first} to {keys.last}."
+            f"range, but queries are at positions {first_query} to {last_query} "
+            f"and keys at {first_key} to {last_key}."
         )
-    return Offsets.of(queries.offset, keys.offset)
+    return Offsets.of(query_offset, key_offset)
 
 
 def check_window(size: Any) -> tuple[int | None, int | None] | None:
