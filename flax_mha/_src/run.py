@@ -11,7 +11,7 @@ each hop of the ring itself.
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -104,14 +104,11 @@ def on_device(call: Call, implementation: str | None = None) -> Result:
     """Computes a call on one device by the engine named `implementation`; None chooses
     one.
     """
+    name = _supported(call, implementation)
+    on_cpu = None
     if implementation is None:
-        name = choose(call)
         on_cpu = _on_cpu(call, name)
         _warn_of_unknown_sharding(call, name)
-    else:
-        name = implementation
-        _check_supported(name, refusals(name, call))
-        on_cpu = None
     engine = ENGINES[name]
     if engine.platform is None:
         return compute(engine, call)
@@ -209,12 +206,23 @@ def check_name(implementation: str | None) -> None:
         )
 
 
-def _check_supported(implementation: str, reasons: list[str]) -> None:
+def _supported(call: Call, implementation: str | None, in_ring: bool = False) -> str:
+    """Returns the name of the engine that computes a call on one device: the one that
+    is named `implementation`, if it supports the call, or the chosen one.
+
+    `in_ring`: whether the call is a hop of strategy="ring".
+    """
+    if implementation is None:
+        if in_ring:
+            return PORTABLE
+        return choose(call)
+    reasons = refusals(implementation, call, in_ring)
     if reasons:
         raise NotImplementedError(
             f'implementation="{implementation}" does not support this call: '
             f"{'; '.join(reasons)}. Pass None to let the library choose."
         )
+    return implementation
 
 
 def _on_cpu(call: Call, name: str) -> Target | None:
@@ -264,33 +272,27 @@ def _unsplit(call: Call) -> Call:
 def _run_part(
     implementation: str | None, context: Context | None
 ) -> Callable[[Call], Result]:
-    if context is not None and context.strategy == "ring":
-        return functools.partial(
-            _run_in_ring, context=context, implementation=implementation
-        )
     attend = functools.partial(on_device, implementation=implementation)
-    return _exchanging(context, attend)
+
+    def engine_of(hop: Call) -> Engine:
+        return ENGINES[_supported(hop, implementation, in_ring=True)]
+
+    in_ring = functools.partial(ring.attention, engine_of=engine_of)
+    return _by_strategy(context, attend, in_ring)
 
 
-def _run_in_ring(call: Call, context: Context, implementation: str | None) -> Result:
-    if implementation is not None:
-        hop = ring.first_hop(call, context)
-        reasons = refusals(implementation, hop, in_ring=True)
-        _check_supported(implementation, reasons)
-    engine = ENGINES[implementation or PORTABLE]
-    return ring.attention(call, context, engine)
-
-
-def _exchanging(
-    context: Context | None, attend: Callable[[Call], Any]
-) -> Callable[[Call], Any]:
-    """Adds the communication of "ulysses" or "allgather" to `attend`, which computes a
-    call on one device.
-
-    Without these strategies, returns `attend` unchanged.
+def _by_strategy(
+    context: Context | None,
+    attend: Callable[[Call], Result],
+    in_ring: Callable[..., Result],
+) -> Callable[[Call], Result]:
+    """Returns the function of one device's part of a call: `attend`, with the
+    communication of "ulysses" or "allgather", or `in_ring`.
     """
-    if context is None or context.strategy == "ring":
+    if context is None:
         return attend
+    if context.strategy == "ring":
+        return functools.partial(in_ring, context=context)
     strategy = ulysses if context.strategy == "ulysses" else allgather
     return functools.partial(strategy, context=context, attend=attend)
 
@@ -332,18 +334,16 @@ def _explain_on_mesh(
 ) -> Explanation:
     """Explains one device's part, by tracing the split but not the attention."""
     explanations = []  # filled while tracing; all devices have the same
-    context = parts.context
 
-    def explain_part(call: Call) -> Result:
-        in_ring = False
-        if context is not None and context.strategy == "ring":
-            in_ring = True
-            call = ring.first_hop(call, context)
+    def attend(call: Call, in_ring: bool = False) -> Result:
         explanations.append(_explain_part(call, implementation, in_ring))
         shape = (*call.query.shape[:-1], call.value.shape[-1])
         return Result(jnp.zeros(shape), None)
 
-    part = _exchanging(context, explain_part)
+    def in_ring(call: Call, context: Context) -> Result:
+        return attend(ring.first_hop(call, context), in_ring=True)
+
+    part = _by_strategy(parts.context, attend, in_ring)
     jax.eval_shape(lambda call: split.run_on_mesh(call, parts, part), call)
     return explanations[0]
 
@@ -351,22 +351,18 @@ def _explain_on_mesh(
 def _explain_part(
     call: Call, implementation: str | None, in_ring: bool = False
 ) -> Explanation:
-    table = {name: refusals(name, call, in_ring) for name in NAMES}
-    chosen = implementation
+    chosen = _supported(call, implementation, in_ring)
     chosen_on_cpu = None
-    if chosen is not None:
-        _check_supported(chosen, table[chosen])
-    elif in_ring:
-        chosen = PORTABLE
-    else:
-        chosen = choose(call)
+    on_cpu = None
+    if implementation is None:
         on_cpu = _on_cpu(call, chosen)
-        if on_cpu is not None:
-            chosen_on_cpu = choose(call.replace(target=on_cpu))
+    if on_cpu is not None:
+        chosen_on_cpu = choose(call.replace(target=on_cpu))
     variant = None
     # Kernels and hops of a ring have one algorithm each.
     engine = ENGINES[chosen]
     if engine.platform is None and not in_ring:
         plan, _ = engine.plan(call)
         variant = plan.variant
+    table = {name: refusals(name, call, in_ring) for name in NAMES}
     return Explanation(chosen, refusals=table, on_cpu=chosen_on_cpu, variant=variant)

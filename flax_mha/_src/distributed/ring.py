@@ -54,15 +54,20 @@ TRAINABLE = ("query", "key", "value", "bias", "captured", "scale_array")
 Trainable = dict[str, Any]  # their arrays
 
 
-def attention(call: Call, context: Context, engine: Engine) -> Result:
+def attention(
+    call: Call, context: Context, engine_of: Callable[[Call], Engine]
+) -> Result:
     """Computes a device's part of a call by ring attention, inside `jax.shard_map`.
 
-    `engine` computes the hops, and has derivatives of every order.
+    `engine_of(hop)` returns the engine that computes the hops, given the first one. It
+    has derivatives of every order.
     """
     # Hops are merged by their log-sum-exp.
     call = call.replace(return_residual=True)
-    # The calls of all hops have equal shapes, so one plan is for all.
-    plan, _ = engine.plan(first_hop(call, context))
+    # The calls of all hops have equal shapes, so one engine and one plan are for all.
+    hop = first_hop(call, context)
+    engine = engine_of(hop)
+    plan, _ = engine.plan(hop)
     ring = _ring_of(call, context)._replace(engine=engine, plan=plan)
     output, lse, largest = _results(ring, _of_hops(call))
     if call.sinks is not None:
