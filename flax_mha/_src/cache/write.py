@@ -8,7 +8,7 @@ back.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.custom_batching
@@ -100,27 +100,27 @@ def check_entries(
 
 
 def _by_device(
-    function: Callable[..., T],
-    cached: Shaped[Array, "*B S K _"],
-    *others: tuple[Array, str],
+    function: Callable[..., T], arguments: tuple[Any, ...], axes: tuple[str, ...]
 ) -> T:
-    """Calls `function` with all arrays; on a mesh with Explicit axes, each device calls
-    it with its part of each array.
+    """Calls `function(*arguments)`; on a mesh with Explicit axes, each device calls it
+    with its part of each array.
 
-    `others` are pairs of an array and the names of its axes, such as "B T K H".
+    `arguments` are pytrees. The first holds the entries of a cache, and is split like
+    the result. `axes` names the axes of the arrays of each, such as "B T K H".
     """
+    cached = jax.tree.leaves(arguments)[0]
     sharding = jax.typeof(cached).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
-        return function(cached, *(x for x, _ in others))
+        return function(*arguments)
     *batch, _, heads, _ = pad_spec(sharding.spec, cached.ndim)
     manual = frozenset(mesh_axes(sharding.mesh, AxisType.Explicit))
     split = Split(sharding.mesh, manual, tuple(batch), heads, heads)
-    arrays = [cached]
-    specs = [split.spec(cached, "B S K H")]
-    for x, axes in others:
-        arrays.append(x)
-        specs.append(split.spec(x, axes))
-    return split.shard_map(function, tuple(arrays), tuple(specs), specs[0])
+    specs = [
+        jax.tree.map(lambda x, names=names: split.spec(x, names), argument)
+        for argument, names in zip(arguments, axes, strict=True)
+    ]
+    out_spec = split.spec(cached, axes[0])
+    return split.shard_map(function, arguments, tuple(specs), out_spec)
 
 
 def write_entries(
@@ -138,22 +138,21 @@ def write_entries(
     slot `index` mod S is the first. If `added` is 0, `index` may be any number.
     """
     # A checkpoint may have been read as NumPy's arrays.
-    first, *rest = map(jnp.asarray, cached)
+    cached = tuple(map(jnp.asarray, cached))
     index = jnp.asarray(index).astype(jnp.int32)
     added = jnp.asarray(added).astype(jnp.int32)
-    others = [(x, "B S K H") for x in rest]
-    others += [(x, "B T K H") for x in new]
     axes = "B" if index.ndim else ""
-    others += [(index, axes), (added, axes)]
     write = functools.partial(_write_on_device, kind)
-    return _by_device(write, first, *others)
+    arguments = (cached, new, index, added)
+    return _by_device(write, arguments, ("B S K H", "B T K H", axes, axes))
 
 
-def _write_on_device(kind: Kind, *given: Array) -> tuple[Array, ...]:
-    *entries, index, added = varying_alike(given)
+def _write_on_device(kind: Kind, *given: Any) -> tuple[Array, ...]:
+    cached, new, index, added = varying_alike(given)
+    arrays = jax.tree.leaves(given)
     # Otherwise symbols, as in jax.export.
-    has_known_sizes = all(isinstance(size, int) for x in given for size in x.shape)
-    target = target_of(given)
+    has_known_sizes = all(isinstance(size, int) for x in arrays for size in x.shape)
+    target = target_of(arrays)
 
     def write(cached: Array, new: Array) -> Array:
         if not new.size:
@@ -165,8 +164,7 @@ def _write_on_device(kind: Kind, *given: Array) -> tuple[Array, ...]:
             return _write_slices(kind, cached, new, index, added)
         return _scatter(kind, cached, new, index, added)
 
-    number = len(entries) // 2
-    return tuple(map(write, entries[:number], entries[number:]))
+    return tuple(map(write, cached, new))
 
 
 def _scatter(
@@ -204,15 +202,14 @@ def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
     `new` ones along axis n.
     """
 
-    def gather(cached: Array, slots: Array, *new: Array) -> Array:
+    def gather(cached: Array, slots: Array, new: tuple[Array, ...]) -> Array:
         slots = jnp.broadcast_to(slots, (*cached.shape[:-3], slots.shape[-1]))
         slots = slots[..., None, None]
         taken = jnp.take_along_axis(cached, slots, axis=-3)
         return jnp.concatenate([taken, *new], axis=-3)
 
     axes = "B n" if slots.ndim > 1 else "n"
-    others = [(x, "B T K H") for x in new]
-    return _by_device(gather, cached, (slots, axes), *others)
+    return _by_device(gather, (cached, slots, new), ("B S K H", axes, "B T K H"))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
