@@ -45,7 +45,6 @@ from flax_mha._src.math.softmax import (
     attention_operation,
     name_residuals,
 )
-from flax_mha._src.plan import Plan
 
 # Cuts a pair of chunks out of a device's part of a call; see `Ring.fold`.
 Cut = Callable[[Call], Call]
@@ -208,12 +207,10 @@ class Ring(NamedTuple):
         """Computes the attention of one device's queries to another's keys, in at least
         float32: by `Engine.forward` or, given `known`, by `Engine.share`.
         """
-        engine: Engine = self.engine
-        plan: Plan = self.plan
-        call = guard(promote(call), plan)
+        call = guard(promote(call), self.plan)
         if known is None:
-            return engine.forward(plan, call)
-        return engine.share(plan, call, known)
+            return self.engine.forward(self.plan, call)
+        return self.engine.share(self.plan, call, known)
 
     def share(
         self, held: Call, cut: Cut, known: Result

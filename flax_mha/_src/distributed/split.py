@@ -318,7 +318,6 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
             "context_parallel does not support key_indices, whose keys may be on any "
             "device; split batch axes and heads with qkv_sharding instead."
         )
-    query, key = call.inputs[:2]
     axis = context.axis
     devices = number_of_parts(split.mesh, axis)
     parts = devices
@@ -326,8 +325,7 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
     if context.layout == "zigzag":
         parts = 2 * devices
         twice = ' (two chunks per device with layout="zigzag")'
-    lengths = {"queries": query.shape[-3], "keys": key.shape[-3]}
-    for name, length in lengths.items():
+    for name, length in zip(("queries", "keys"), call.lengths, strict=True):
         if not isinstance(length, int) or length % parts:
             raise ValueError(
                 f"the number of {name} must be a multiple of {parts}{twice} for the "
@@ -335,7 +333,7 @@ def _check_sequences(call: Call, context: Context, split: Split) -> None:
                 "and mask the padding with lengths."
             )
     # "ulysses" also splits the heads on a device over the devices of `axis`.
-    num_kv_heads = key.shape[-2] // number_of_parts(split.mesh, split.key_heads)
+    num_kv_heads = call.groups[0] // number_of_parts(split.mesh, split.key_heads)
     is_even = split.key_heads == split.heads and num_kv_heads % devices == 0
     if context.strategy == "ulysses" and not is_even:
         raise ValueError(
@@ -353,9 +351,8 @@ def _split(
 
     `manual` becomes `Split.manual`. Errors say that `source` gave the specs.
     """
-    query, key = call.inputs[:2]
     # The different entries for each axis, of which a valid split has at most one.
-    by_axis = zip(*(pad_spec(spec, query.ndim) for spec in specs), strict=True)
+    by_axis = zip(*(pad_spec(spec, call.query.ndim) for spec in specs), strict=True)
     given = [set(entries) - {None, ()} for entries in by_axis]
     got = ", ".join(map(str, specs))
     if given[-1]:
@@ -373,9 +370,9 @@ def _split(
     *batch, _, heads, _ = (next(iter(entries), None) for entries in given)
     for axis, axes in enumerate(batch):
         name = f"the size of batch axis {axis}"
-        _check_multiple(name, query.shape[axis], mesh, axes)
-    _check_multiple("the number of query heads", query.shape[-2], mesh, heads)
-    key_heads = axes_of_key_heads(heads, number_of_parts(mesh, heads), key.shape[-2])
+        _check_multiple(name, call.batch[axis], mesh, axes)
+    _check_multiple("the number of query heads", call.num_heads, mesh, heads)
+    key_heads = axes_of_key_heads(heads, number_of_parts(mesh, heads), call.groups[0])
     return Split(
         mesh=mesh,
         manual=frozenset(manual),
@@ -466,8 +463,8 @@ def _shared_key_head(part: Call, whole: Call, parts: Split) -> Call:
     """
     if parts.heads == parts.key_heads:
         return part
-    group_size = whole.query.shape[-2] // whole.key.shape[-2]
-    first_query_head = lax.axis_index(parts.heads) * part.query.shape[-2]
+    _, group_size = whole.groups
+    first_query_head = lax.axis_index(parts.heads) * part.num_heads
     key_head = first_query_head // group_size
 
     def one_head(x: Array, axes: str) -> Array:
@@ -483,11 +480,9 @@ def empty_result(call: Call, parts: Split) -> Result:
     """Returns the empty result of a call without using `shard_map`, because XLA may
     fail to compile gradients of empty parts.
     """
-    query = call.query
-    value = call.value
     # No constant, so that the results are on the devices of the query.
-    lse = query.sum(-1)
-    output = jnp.broadcast_to(lse[..., None], (*lse.shape, value.shape[-1]))
+    lse = call.query.sum(-1)
+    output = jnp.broadcast_to(lse[..., None], (*lse.shape, call.value.shape[-1]))
     output = parts.reshard(output, parts.output_spec)
     lse = parts.reshard(lse, parts.output_spec).astype(call.dtype)
     largest = lse if call.return_max_score else None
