@@ -247,7 +247,11 @@ def plan_tiles(call: Call) -> tuple[Plan, Call]:
     """Returns a plan in tiles, and the call with the tiles to visit and the occupancy
     of `mask_mod`s, if known now.
     """
-    call = with_occupancy(call)
+    # A mask without arrays computes its occupancy by itself.
+    if jax.tree.leaves(call.mask) and call.offsets.are_known:
+        numbers = call.offsets.numbers
+        mask = store_occupancy(call.mask, call.lengths, numbers, tilings.CELL)
+        call = call.replace(mask=mask)
     on_cpu = call.target.platform == "cpu"
     shapes = TILE_SHAPES if on_cpu else TILE_SHAPES[:1]
     tiling, blocks = choose_tiles(call, shapes)
@@ -261,21 +265,6 @@ def plan_tiles(call: Call) -> tuple[Plan, Call]:
         tiling=tiling,
     )
     return plan, call.replace(tiles=blocks)
-
-
-def with_occupancy(call: Call) -> Call:
-    """Evaluates each `mask_mod` in the call's mask now, if its arrays are concrete, so
-    that empty tiles are skipped.
-
-    The mask of the returned call holds, for each square of CELL x CELL scores, whether
-    some or all of them are visible.
-    """
-    mask = call.mask
-    # A mask without arrays computes this by itself.
-    if not jax.tree.leaves(mask) or not call.offsets.are_known:
-        return call
-    mask = store_occupancy(mask, call.lengths, call.offsets.numbers, tilings.CELL)
-    return call.replace(mask=mask)
 
 
 def choose_tiles(
