@@ -388,7 +388,8 @@ def prefers_dense(call: Call) -> bool:
 
 def _number_of_heads(call: Call) -> int:
     """Returns the number of query heads in all batch entries, B * N."""
-    return math.prod(call.batch) * call.num_heads
+    *batch, _, num_heads, _ = call.query.shape
+    return math.prod(batch) * num_heads
 
 
 def _fuses_rows(call: Call, scores: int, rows: int = 1) -> bool:
