@@ -15,8 +15,8 @@ from marks import with_core_tuples
 from flax_mha import dot_product_attention, plot
 from flax_mha._src.core.tile import Grid
 from flax_mha._src.core.validation import Shape
-from flax_mha._src.masks.base import merged, shows_future
-from flax_mha._src.masks.visible import Visible
+from flax_mha._src.masks.base import shows_future
+from flax_mha._src.masks.visible import Visible, merged
 from flax_mha.masks import (
     ArrayMask,
     CausalMask,

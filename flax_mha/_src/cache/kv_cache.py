@@ -30,6 +30,7 @@ from flax_mha._src.core.validation import (
     is_int,
 )
 from flax_mha._src.distributed.split import place, take_entries
+from flax_mha._src.masks.base import static
 
 # Slots of a ring beyond the window and the query itself. `truncate` can take back one
 # token more than this, because the next query is not in the ring yet.
@@ -90,8 +91,8 @@ class KVCache:
     key: Float[Array, "*B S K H"]
     value: Float[Array, "*B S K Hv"]
     index: Int[Array, "..."]
-    window: int | None = dataclasses.field(default=None, metadata={"static": True})
-    value_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    window: int | None = static(default=None)
+    value_size: int | None = static(default=None)
     scale: Float[Array, "*B S K 2"] | None = None
 
     @classmethod

@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from flax_mha._src.cache.kv_cache import Appended, KVCache
+from flax_mha._src.masks.base import static
 
 
 @jax.tree_util.register_dataclass
@@ -46,8 +47,8 @@ class SharedKV:
     value: Float[Array, "*B T K Hv"]
     cache: KVCache | None = None
     appended: Appended | None = None
-    decode: bool = dataclasses.field(default=False, metadata={"static": True})
-    has_lengths: bool = dataclasses.field(default=False, metadata={"static": True})
+    decode: bool = static(default=False)
+    has_lengths: bool = static(default=False)
 
     def check(
         self, shape: tuple[int, ...], value_size: int, decode: bool, has_lengths: bool

@@ -16,7 +16,7 @@ from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import Target
 from flax_mha._src.core.user_function import TracedFunction
 from flax_mha._src.masks import Mask
-from flax_mha._src.masks.base import WithAxes
+from flax_mha._src.masks.base import WithAxes, static, with_axes
 from flax_mha._src.masks.visible import Visible
 
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
@@ -108,41 +108,35 @@ class ScoreFields(WithAxes):
 
     mask: Mask | None = None
     # Positions of the first query and the first key.
-    offsets: Offsets = dataclasses.field(default=Offsets(), metadata={"axes": "B"})
+    offsets: Offsets = with_axes("B", default=Offsets())
     # Two random words for each head, or for all heads; None without dropout. A slice of
     # a larger call gets these and the indices below from that call; otherwise
     # `with_indices` makes them.
-    dropout_seed: UInt32[Array, "*B N 2"] | None = dataclasses.field(
-        default=None, metadata={"axes": "B N words"}
-    )
+    dropout_seed: UInt32[Array, "*B N 2"] | None = with_axes("B N words", default=None)
     # Indices of the batch entries (flattened), for `score_mod`.
-    batch_index: Int[Array, "*B"] | None = dataclasses.field(
-        default=None, metadata={"axes": "B"}
-    )
+    batch_index: Int[Array, "*B"] | None = with_axes("B", default=None)
     # Indices of the query heads, for `score_mod`.
-    head_index: Int[Array, " N"] | None = dataclasses.field(
-        default=None, metadata={"axes": "N"}
-    )
+    head_index: Int[Array, " N"] | None = with_axes("N", default=None)
     # Arrays that `score_mod` captures and that get no gradient.
-    constants: list[Array] = dataclasses.field(metadata={"axes": ""})
+    constants: list[Array] = with_axes("")
 
     # Of scores and sums: float32, or float64 for float64 inputs.
-    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    dtype: jnp.dtype = static()
     # The devices that the call is compiled for.
-    target: Target = dataclasses.field(metadata={"static": True})
+    target: Target = static()
     # Factor of query . key; 1 if it is an array, or if queries are scaled.
-    scale: float = dataclasses.field(metadata={"static": True})
+    scale: float = static()
     # C in c * tanh(s / c).
-    soft_cap: float | None = dataclasses.field(metadata={"static": True})
-    score_mod: TracedFunction | None = dataclasses.field(metadata={"static": True})
+    soft_cap: float | None = static()
+    score_mod: TracedFunction | None = static()
     # Fraction of the weights that are dropped.
-    dropout_rate: float = dataclasses.field(metadata={"static": True})
+    dropout_rate: float = static()
     # Of matrix products.
-    precision: lax.PrecisionLike = dataclasses.field(metadata={"static": True})
-    return_max_score: bool = dataclasses.field(metadata={"static": True})
+    precision: lax.PrecisionLike = static()
+    return_max_score: bool = static()
     # The number of slots if the keys are a ring cache that is read in place; the key
     # offset is then the position of the newest key (see `Tile`).
-    ring: int | None = dataclasses.field(default=None, metadata={"static": True})
+    ring: int | None = static(default=None)
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some fields changed.
@@ -181,49 +175,37 @@ class Call(ScoreFields):
     """
 
     mask: Visible | None = None
-    query: Float[Array, "*B T N H"] = dataclasses.field(metadata={"axes": "B T N H"})
+    query: Float[Array, "*B T N H"] = with_axes("B T N H")
     # Keys and values are None until `with_keys` adds them.
-    key: Float[Array, "*B S K H"] = dataclasses.field(
-        default=None,  # type: ignore[assignment]
-        metadata={"axes": "B S K H"},
-    )
-    value: Float[Array, "*B S K Hv"] = dataclasses.field(
-        default=None,  # type: ignore[assignment]
-        metadata={"axes": "B S K H"},
-    )
-    bias: Float[Array, "*#B #N #T #S"] | None = dataclasses.field(
-        default=None, metadata={"axes": "B N T|1 S|1"}
-    )
-    sinks: Float[Array, "*#B #N"] | None = dataclasses.field(metadata={"axes": "B N"})
+    key: Float[Array, "*B S K H"] = with_axes("B S K H", default=None)
+    value: Float[Array, "*B S K Hv"] = with_axes("B S K H", default=None)
+    bias: Float[Array, "*#B #N #T #S"] | None = with_axes("B N T|1 S|1", default=None)
+    sinks: Float[Array, "*#B #N"] | None = with_axes("B N")
     # Arrays that `score_mod` captures and that get gradients.
-    captured: list[Array] = dataclasses.field(metadata={"axes": ""})
+    captured: list[Array] = with_axes("")
     # Factor of query . key if it is an array; `scale` is then 1.
-    scale_array: Float[Array, ""] | None = dataclasses.field(metadata={"axes": ""})
-    dropout_rng: Array | None = dataclasses.field(metadata={"axes": ""})
+    scale_array: Float[Array, ""] | None = with_axes("")
+    dropout_rng: Array | None = with_axes("")
     # Scales of keys and values in 8 bits; see `KVCache.scale`.
-    cache_scale: Float[Array, "*B S K 2"] | None = dataclasses.field(
-        default=None, metadata={"axes": "B S K H"}
-    )
+    cache_scale: Float[Array, "*B S K 2"] | None = with_axes("B S K H", default=None)
     # Indices of the keys that each query attends to; -1 means no key, repeated indices
     # count once. None: all keys.
-    key_indices: Int[Array, "*B T #K k"] | None = dataclasses.field(
-        default=None, metadata={"axes": "B T K k"}
-    )
+    key_indices: Int[Array, "*B T #K k"] | None = with_axes("B T K k", default=None)
     # Made by `guard`; None before it, or if nothing is masked.
     nonfinite: NonFinite | None = None
     # The tiles to visit (`BlockMask`), if they are known before the call is computed.
     tiles: Any = None
 
-    broadcast_dropout: bool = dataclasses.field(metadata={"static": True})
-    return_residual: bool = dataclasses.field(metadata={"static": True})
+    broadcast_dropout: bool = static()
+    return_residual: bool = static()
     # The caller's `qkv_sharding`, or the arguments of `context_parallel`.
-    sharding: Sharding | None = dataclasses.field(metadata={"static": True})
+    sharding: Sharding | None = static()
     # Whether all sizes are numbers, not symbols of `jax.export`; set with the keys.
-    has_known_sizes: bool = dataclasses.field(default=False, metadata={"static": True})
+    has_known_sizes: bool = static(default=False)
     # Whether keys and values are a cache, which is read in place.
-    cached: bool = dataclasses.field(default=False, metadata={"static": True})
+    cached: bool = static(default=False)
     # `KVCache.value_size` of a cache in 8 bits, which is read in place.
-    value_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    value_size: int | None = static(default=None)
 
     @property
     def inputs(self) -> tuple[Array, Array, Array]:

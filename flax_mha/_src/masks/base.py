@@ -15,7 +15,6 @@ arrays have lost the axes "B" and "N".
 """
 
 import dataclasses
-import functools
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -49,6 +48,21 @@ def part_axes(axes: str) -> list[str]:
     axes "B N T S".
     """
     return [name for name in axes.split() if name not in "BN"]
+
+
+def with_axes(axes: str, **options: Any) -> Any:
+    """Makes a dataclass field of arrays with these axes, such as "B T"; `options` are
+    those of `dataclasses.field`.
+
+    Fields of public classes that have no default call `dataclasses.field` instead:
+    type checkers would take these for optional.
+    """
+    return dataclasses.field(metadata={"axes": axes}, **options)
+
+
+def static(**options: Any) -> Any:
+    """Makes a dataclass field of a static value of a pytree; see `with_axes`."""
+    return dataclasses.field(metadata={"static": True}, **options)
 
 
 class WithAxes:
@@ -393,14 +407,6 @@ class Or(_Pair):
     operator = operator.or_
 
 
-def merged(masks: Sequence[Mask | None]) -> Mask | None:
-    """Combines masks by `&`; None in the list masks nothing."""
-    present = [mask for mask in masks if mask is not None]
-    if present:
-        return functools.reduce(operator.and_, present)
-    return None
-
-
 def visible_at(
     mask: Mask | None, shape: Shape, offsets: tuple[Array, Array]
 ) -> Bool[Array, "*B 1 T S"]:
@@ -597,7 +603,7 @@ class CausalMask(_Window):
       (1, 5, 2, 8)
     """
 
-    offset: int = dataclasses.field(default=0, metadata={"static": True})
+    offset: int = static(default=0)
 
     def __post_init__(self) -> None:
         if type(self.offset) is not int and not is_int(self.offset):

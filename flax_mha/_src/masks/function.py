@@ -18,7 +18,7 @@ from flax_mha._src.core.tile import Grid, Offsets, Scalar, Tile
 from flax_mha._src.core.tracing import T, is_key, readable
 from flax_mha._src.core.user_function import Trace, TracedFunction, trace
 from flax_mha._src.core.validation import LARGEST, Shape
-from flax_mha._src.masks.base import Mask, Occupancy, Window
+from flax_mha._src.masks.base import Mask, Occupancy, Window, static, with_axes
 from flax_mha._src.masks.visible import Visible
 
 
@@ -126,26 +126,18 @@ class TracedMask(Mask):
     indices to call it with.
     """
 
-    captured: list[Array] = dataclasses.field(metadata={"axes": ""})
+    captured: list[Array] = with_axes("")
     # Indices of batch entries and of heads; None means 0.
-    batch: Int[Array, "..."] | np.ndarray | None = dataclasses.field(
-        metadata={"axes": "B"}
-    )
-    head: Int[Array, "..."] | np.ndarray | None = dataclasses.field(
-        metadata={"axes": "N"}
-    )
-    function: TracedFunction = dataclasses.field(metadata={"static": True})
+    batch: Int[Array, "..."] | np.ndarray | None = with_axes("B")
+    head: Int[Array, "..."] | np.ndarray | None = with_axes("N")
+    function: TracedFunction = static()
     # Occupancy of squares with `cell` rows and columns, if the function was evaluated
     # before the call.
-    known: Occupancy | None = dataclasses.field(
-        default=None, metadata={"axes": "B N rows columns"}
-    )
+    known: Occupancy | None = with_axes("B N rows columns", default=None)
     # The same as static bytes and a shape, if the function captures nothing and is the
     # same for all heads.
-    known_bytes: tuple[bytes, bytes, tuple[int, int]] | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
-    cell: int = dataclasses.field(default=0, metadata={"static": True})
+    known_bytes: tuple[bytes, bytes, tuple[int, int]] | None = static(default=None)
+    cell: int = static(default=0)
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         batch = 0 if self.batch is None else self.batch

@@ -3,6 +3,8 @@ rest.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 from flax_mha._src.core.tile import Grid, Tile
 from flax_mha._src.core.tracing import readable
 from flax_mha._src.masks.arrays import LengthMask, SegmentMask
-from flax_mha._src.masks.base import And, Band, Mask, Occupancy, merged
+from flax_mha._src.masks.base import And, Band, Mask, Occupancy, static, with_axes
 
 
 @jax.tree_util.register_dataclass
@@ -27,15 +29,11 @@ class Visible(Mask):
     """
 
     # The tightest limits of all causal masks and windows; together, they may hide all.
-    left: int | None = dataclasses.field(default=None, metadata={"static": True})
-    right: int | None = dataclasses.field(default=None, metadata={"static": True})
+    left: int | None = static(default=None)
+    right: int | None = static(default=None)
     # The smallest lengths of each sequence.
-    query_lengths: Int[Array, "..."] | None = dataclasses.field(
-        default=None, metadata={"axes": "B"}
-    )
-    key_lengths: Int[Array, "..."] | None = dataclasses.field(
-        default=None, metadata={"axes": "B"}
-    )
+    query_lengths: Int[Array, "..."] | None = with_axes("B", default=None)
+    key_lengths: Int[Array, "..."] | None = with_axes("B", default=None)
     segments: SegmentMask | None = None
     # All other masks, combined by `&`. One mask, not a list: what several masks share
     # is then computed once, and its arrays are passed to a program once.
@@ -48,7 +46,7 @@ class Visible(Mask):
         """
         left = right = query_lengths = key_lengths = segments = None
         rest: list[Mask] = []
-        for part in _conjuncts(merged(masks)):
+        for part in _conjuncts(masks):
             if part.window is not None:
                 before, after = part.window
                 left = _smaller(left, before)
@@ -73,7 +71,7 @@ class Visible(Mask):
     @property
     def others(self) -> list[Mask]:
         """The masks that `rest` combines."""
-        return _conjuncts(self.rest)
+        return _conjuncts([self.rest])
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
         return self._combined().tile(tile)
@@ -95,22 +93,30 @@ class Visible(Mask):
         return combined
 
 
-def _conjuncts(mask: Mask | None) -> list[Mask]:
-    """Splits a mask at `&`: returns [a, b, c] for `a & b & c`, [mask] without `&`, and
-    an empty list for None. Lists each part once.
+def merged(masks: Sequence[Mask | None]) -> Mask | None:
+    """Combines masks by `&`; None in the list masks nothing."""
+    present = [mask for mask in masks if mask is not None]
+    if present:
+        return functools.reduce(operator.and_, present)
+    return None
+
+
+def _conjuncts(masks: Sequence[Mask | None]) -> list[Mask]:
+    """Splits masks at `&`: returns [a, b, c] for [a & b, None, c]. Lists each part
+    once.
     """
     # By `id`, in the order of the list.
     seen: dict[int, Mask] = {}
 
-    def visit(mask: Mask) -> None:
-        if id(mask) in seen:
+    def visit(mask: Mask | None) -> None:
+        if mask is None or id(mask) in seen:
             return
         seen[id(mask)] = mask
         if isinstance(mask, And):
             visit(mask.left)
             visit(mask.right)
 
-    if mask is not None:
+    for mask in masks:
         visit(mask)
     return [part for part in seen.values() if not isinstance(part, And)]
 
