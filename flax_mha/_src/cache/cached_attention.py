@@ -5,6 +5,7 @@ themselves.
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -292,7 +293,7 @@ def over_cache(
         room = step.room_in_arrays(room)
 
     # Attend to the new tokens only, or to all in the cache.
-    def attend(is_empty: bool) -> list[Array]:
+    def attend(is_empty: bool) -> Result:
         own_step = step
         if is_empty and always_expands:
             expanded = tokens._replace(key=key, value=value, latent=None)
@@ -301,22 +302,19 @@ def over_cache(
             own_step = step.expand(latent, unabsorbed, arguments)
         in_place = implementation is None and not products_are_replaced()
         call = own_step.call(is_empty, in_place)
-        output, _, max_score = run_or_explain(call, implementation)
+        output, _, largest = run_or_explain(call, implementation)
         if latent is None:
             # Values that are part of keys are cut out after attention in place.
             output = output[..., : cache.value_size]
         elif not is_empty and not always_expands:
             output = latent.project(output)
-        results = [output]
-        if max_score is not None:
-            results.append(max_score)
+        result = Result(output, None, largest)
         # Inside `jax.shard_map`, both calls must return the same types.
-        results, _ = varying_alike((results, tokens.appended.cache.arrays))
-        return results
+        result, _ = varying_alike((result, tokens.appended.cache.arrays))
+        return result
 
-    results = step.by_emptiness(attend)
-    output, *max_score = (nan_without(room, x, cache.batch) for x in results)
-    return Result(output, None, *max_score)
+    result = step.by_emptiness(attend)
+    return jax.tree.map(lambda x: nan_without(room, x, cache.batch), result)
 
 
 def all_written(
@@ -356,7 +354,7 @@ def all_written(
         head_size=head_size,
         value_size=value.shape[-1],
     )
-    target = target_of((query, tokens.appended.cache.key), None)
+    target = target_of((query, tokens.appended.cache.key))
     takes_objects = takes_objects or isinstance(mask, Mask)
     step = Step.of(
         check_scoring(query, shape, {}, target),

@@ -238,7 +238,9 @@ class _Combined(Mask):
     """The base class of masks that are made of other masks, their `parts`.
 
     A mask may be part of several others. It is computed once, and flattened once, so
-    that arrays are passed to a program once.
+    that arrays are passed to a program once. The methods `combined_tile` and
+    `combined_occupancy` of subclasses compute `tile` and `occupancy` from those of the
+    parts.
     """
 
     @property
@@ -272,14 +274,6 @@ class _Combined(Mask):
 
     def map_arrays(self, change: Callable[[Array, str], Any]) -> Any:
         return fold(self, lambda part: part.map_arrays(change), _remade)
-
-    def combined_tile(self, tiles: list[Array]) -> Bool[Array, "#t #s"]:
-        """Computes `tile` from those of the parts."""
-        raise NotImplementedError
-
-    def combined_occupancy(self, parts: list[Occupancy]) -> Occupancy:
-        """Computes `occupancy` from those of the parts."""
-        raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
