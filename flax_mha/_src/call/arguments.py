@@ -140,18 +140,23 @@ def check_inputs(
     key = converted("key", key)
     value = converted("value", value)
 
+    # Only for errors, because it takes long.
+    def shapes() -> str:
+        return f"query {query.shape}, key {key.shape}, value {value.shape}"
+
     # Shapes.
-    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not query.ndim == key.ndim == value.ndim:
         raise ValueError(
-            f"query, key and value must have the same rank, but got {shapes}."
+            f"query, key and value must have the same rank, but got {shapes()}."
         )
     if query.ndim < 3:
         raise ValueError(
-            f"query must have rank 3 or more ({meaning}), but got {shapes}."
+            f"query must have rank 3 or more ({meaning}), but got {shapes()}."
         )
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"query, key, value batch dims must match, but got {shapes}.")
+        raise ValueError(
+            f"query, key, value batch dims must match, but got {shapes()}."
+        )
     sizes_to_match = (
         ("key, value lengths", key.shape[-3], value.shape[-3]),
         ("query, key depths", query.shape[-1], key.shape[-1]),
@@ -160,23 +165,24 @@ def check_inputs(
     for name, one, other in sizes_to_match:
         if one != other:
             raise ValueError(
-                f"{name} must match, but got {one} and {other} in {shapes}."
+                f"{name} must match, but got {one} and {other} in {shapes()}."
             )
     num_heads = query.shape[-2]
     num_kv_heads = key.shape[-2]
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             "query heads must be a multiple of key/value heads, both at least 1, but "
-            f"got {num_heads} and {num_kv_heads} in {shapes}; the expected layout is "
+            f"got {num_heads} and {num_kv_heads} in {shapes()}; the expected layout is "
             f"{meaning}. To convert from PyTorch's [batch, heads, length, head size], "
             "use jnp.swapaxes(x, -3, -2)."
         )
     if query.shape[-1] < 1:
-        raise ValueError(f"query head size must be at least 1, but got {shapes}.")
+        raise ValueError(f"query head size must be at least 1, but got {shapes()}.")
 
     # Dtypes.
-    same_dtype = any_dtypes or query.dtype == key.dtype == value.dtype
-    are_floats = all(x.dtype.name in DTYPES for x in (query, key, value))
+    dtypes = {query.dtype, key.dtype, value.dtype}
+    same_dtype = any_dtypes or len(dtypes) == 1
+    are_floats = all(dtype.name in DTYPES for dtype in dtypes)
     if not same_dtype or not are_floats:
         raise ValueError(
             f"query, key, value must have the same dtype, one of {', '.join(DTYPES)}, "
