@@ -23,7 +23,7 @@ from flax_mha._src import run
 from flax_mha._src.core import tracing
 
 # On first use it would import a patched platform.
-from flax_mha._src.engines.xla import in_place as in_place
+from flax_mha._src.engines import in_place as in_place
 
 DROPOUT_CASES = {
     "dropout": Case(dropout_rate=0.3),

@@ -22,7 +22,7 @@ If nothing can be masked, NaN propagates by itself, and none of this is done.
 
 If reading all keys and values first would take as long as the rest, the call runs
 unguarded first. Fused kernels (`engines/kernels/guarded.py`) and keys read in place
-(`engines/xla/in_place.py`) are computed again, guarded, if the output is not finite.
+(`engines/in_place.py`) are computed again, guarded, if the output is not finite.
 """
 
 from typing import Any

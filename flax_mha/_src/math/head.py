@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha._src import guard
 from flax_mha._src.call.operands import Call, LogSumExp, NonFinite, Result
+from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.core.tile import Offsets, Scalar, Tile
 from flax_mha._src.core.tracing import T, being_traced
 from flax_mha._src.masks import Mask
@@ -110,6 +111,16 @@ def heads_of(call: Call, dtype: DTypeLike) -> Head:
             key=vectors_by_head(nonfinite.key, key_groups),
         )
     return Head(queries, keys, values, inputs, rule, nonfinite)
+
+
+def with_float_keys(call: Call, dtype: DTypeLike) -> Call:
+    """Converts keys and values in 8 bits to `dtype`; leaves others as they are."""
+    if call.cache_scale is None:
+        return call
+    key, value = dequantize_cache(
+        call.key, call.value, call.cache_scale, value_size=call.value_size, dtype=dtype
+    )
+    return dataclasses.replace(call, key=key, value=value, cache_scale=None)
 
 
 def scores_of(call: Call) -> tuple[ScoreInputs, ScoreRule]:

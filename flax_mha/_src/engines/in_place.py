@@ -43,7 +43,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha._src import guard
 from flax_mha._src.call.operands import Call, LogSumExp, Result
-from flax_mha._src.core.eight_bits import as_floats, dequantize_cache
+from flax_mha._src.core.eight_bits import as_floats
 from flax_mha._src.core.tile import Grid, Scalar, Tile
 from flax_mha._src.core.tracing import (
     by_mapped_axis,
@@ -51,7 +51,6 @@ from flax_mha._src.core.tracing import (
     varying_alike,
     varying_as,
 )
-from flax_mha._src.engines.xla import dense
 from flax_mha._src.masks.visible import Visible
 from flax_mha._src.math.head import (
     by_blocks,
@@ -140,10 +139,9 @@ class HeadInBlock(NamedTuple):
     state: OnlineSoftmax
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attention(plan: Plan, call: Call) -> Result:
-    """Computes a call in blocks of keys, with the sizes in `plan.in_place`. Derivatives
-    use dense attention.
+    """Computes a call in blocks of keys, with the sizes in `plan.in_place`. JAX cannot
+    differentiate it.
     """
     score_inputs, rule = scores_of(call)
     if call.scale_array is None:
@@ -161,30 +159,6 @@ def attention(plan: Plan, call: Call) -> Result:
     blocks: Any = plan.in_place
     results = _with_vmap_rule(blocks)(varying_alike(inputs))
     return to_caller(results, call.query.dtype)
-
-
-@attention.defjvp
-def _attention_jvp(
-    plan: Plan, primals: tuple[Call], tangents: tuple[Call]
-) -> tuple[Result, Result]:
-    dtype = primals[0].dtype
-    plan = plan._replace(dtype=dtype, guard_first=True, in_place=None)
-
-    def compute_densely(call: Call) -> Result:
-        if call.cache_scale is not None:
-            key, value = dequantize_cache(
-                call.key,
-                call.value,
-                call.cache_scale,
-                value_size=call.value_size,
-                dtype=dtype,
-            )
-            call = dataclasses.replace(call, key=key, value=value, cache_scale=None)
-        result = dense.attention(plan, guard.guard(call, plan))
-        output = result.output.astype(call.query.dtype)
-        return result._replace(output=output)
-
-    return jax.jvp(compute_densely, primals, tangents)
 
 
 def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], Results]:

@@ -15,11 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from flax_mha._src import guard
 from flax_mha._src.call.operands import Call, NonFinite, Result
-from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike
@@ -34,6 +33,7 @@ from flax_mha._src.math.head import (
     split_heads,
     to_caller,
     vectors_by_head,
+    with_float_keys,
 )
 from flax_mha._src.math.softmax import ResultsOfHead, dense_head
 from flax_mha._src.plan import Plan
@@ -58,14 +58,10 @@ def attention(plan: Plan, call: Call) -> Result:
     indices, is_beyond = _unique(call.key_indices, keys)
     are_few = height == queries
     if are_few:
-        key, value = _gathered(call, indices)
-    else:
-        key, value = _gathered(call, None)
-
+        call = _gather_first(call, indices)
+    call = with_float_keys(call, call.query.dtype)
     mask = Visible.of([call.mask, ListedMask()])
-    call = dataclasses.replace(
-        call, key=key, value=value, mask=mask, cache_scale=None, key_indices=None
-    )
+    call = dataclasses.replace(call, mask=mask, key_indices=None)
     call = guard.guard(call, plan._replace(guard_first=True))
     head = heads_of(call, plan.dtype)
 
@@ -87,31 +83,20 @@ def attention(plan: Plan, call: Call) -> Result:
     return to_caller(results, call.query.dtype)
 
 
-def _gathered(
-    call: Call, indices: Int[Array, "*B T K k"] | None
-) -> tuple[Float[Array, "*B S K H"], Float[Array, "*B S K Hv"]]:
-    """Returns keys and values as floats: all S of them or, given `indices`, only those
-    that queries list.
-
-    Listed keys come in the order of queries, the k keys of query 0, then those of query
-    1, and so on; S is then T k.
+def _gather_first(call: Call, indices: Int[Array, "*B T K k"]) -> Call:
+    """Replaces keys, values and their scales by those that queries list, in the order
+    of queries: the k keys of query 0, then those of query 1, and so on.
     """
+    *batch, queries, num_heads, count = indices.shape
+    places = jnp.swapaxes(indices, -1, -2)
+    places = places.reshape(*batch, queries * count, num_heads, 1)
+
+    def take(x: Array) -> Array:
+        return jnp.take_along_axis(x, places, axis=-3, mode="clip")
+
     arrays: Any = (call.key, call.value, call.cache_scale)
-    if indices is not None:
-        *batch, queries, num_heads, count = indices.shape
-        places = jnp.swapaxes(indices, -1, -2)
-        places = places.reshape(*batch, queries * count, num_heads, 1)
-
-        def take(x: Array) -> Array:
-            return jnp.take_along_axis(x, places, axis=-3, mode="clip")
-
-        arrays = jax.tree.map(take, arrays)
-    key, value, scale = arrays
-    if scale is None:
-        return key, value
-    return dequantize_cache(
-        key, value, scale, value_size=call.value_size, dtype=call.query.dtype
-    )
+    key, value, scale = jax.tree.map(take, arrays)
+    return dataclasses.replace(call, key=key, value=value, cache_scale=scale)
 
 
 def _unique(
