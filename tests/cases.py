@@ -260,17 +260,16 @@ def _without_branches(body):
     return before + _without_branches(after[end:])
 
 
-def dense_kernel(
-    kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None
-):
-    """Replaces a cuDNN kernel: computes the same result by the dense implementation in
+def dense_kernel(kernel, arrays, lengths, residual):
+    """Replaces a cuDNN kernel: computes the same results by the dense implementation in
     `jax.nn`.
     """
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias,
+    query_lengths, key_lengths = lengths
+    results = jax.nn.dot_product_attention(
+        arrays.query,
+        arrays.key,
+        arrays.value,
+        arrays.bias,
         scale=kernel.scale,
         is_causal=kernel.is_causal,
         local_window_size=kernel.window,
@@ -279,6 +278,9 @@ def dense_kernel(
         implementation="xla",
         return_residual=residual,
     )
+    if residual:
+        return list(results)
+    return [results]
 
 
 def in_parts(step, x, sizes):

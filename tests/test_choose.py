@@ -494,17 +494,13 @@ def test_the_kernel_of_this_gpu(name):
     cases.by_the_rule_of_flash_attention(got, simple, truth)
 
 
-def kernel_with_a_gradient(
-    kernel, query, key, value, query_lengths, key_lengths, residual=False, bias=None
-):
+def kernel_with_a_gradient(kernel, arrays, lengths, residual):
     """`dense_kernel` with the derivatives of cuDNN's kernel: only gradients of first
     order.
     """
 
     def run(arrays):
-        return cases.dense_kernel(
-            kernel, *arrays[:3], query_lengths, key_lengths, residual, *arrays[3:]
-        )
+        return cases.dense_kernel(kernel, arrays, lengths, residual)
 
     def forward(arrays):
         results, pull = jax.vjp(run, arrays)
@@ -512,9 +508,6 @@ def kernel_with_a_gradient(
 
     run_once = jax.custom_vjp(run)
     run_once.defvjp(forward, lambda pull, cotangents: pull(cotangents))
-    arrays = [query, key, value]
-    if bias is not None:
-        arrays.append(bias)
     return run_once(arrays)
 
 

@@ -83,6 +83,9 @@ def device(platform: str) -> Device:
 class Kernel(NamedTuple):
     """The static part of a call of cuDNN's attention, which decides whether cuDNN has
     an execution plan for it.
+
+    It is a `guarded.Fused`: `guarded.around_kernel` keeps NaN in masked keys out of the
+    result.
     """
 
     query: tuple[int, ...]  # shape of the padded queries [B, T, N, H]
@@ -97,24 +100,18 @@ class Kernel(NamedTuple):
     padded: bool  # whether lengths are given
     has_bias: bool = False
 
-    def __call__(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        query_lengths: Array | None,
-        key_lengths: Array | None,
-        residual: bool = False,
-        bias: Array | None = None,
-    ) -> Any:
-        """Computes the output or, with `residual`, (output, log-sum-exp); the
-        log-sum-exp has no gradient.
+    def __call__(self, arrays: Arrays, lengths: Lengths, residual: bool) -> list[Array]:
+        """Computes [output] or, with `residual`, [output, log-sum-exp]; the log-sum-exp
+        has no gradient.
+
+        `arrays` are padded, and their bias has the axes [B, N, t, s].
         """
-        return jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            bias,
+        query_lengths, key_lengths = lengths
+        results = jax.nn.dot_product_attention(
+            arrays.query,
+            arrays.key,
+            arrays.value,
+            arrays.bias,
             scale=self.scale,
             is_causal=self.is_causal,
             query_seq_lengths=query_lengths,
@@ -123,6 +120,40 @@ class Kernel(NamedTuple):
             implementation="cudnn",
             return_residual=residual,  # type: ignore[call-overload]
         )
+        if residual:
+            return list(results)
+        return [results]
+
+    def run(
+        self, arrays: Arrays, mask: Visible, differentiated: bool
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Returns the output, and arrays to check: the output is correct if all of
+        these arrays are finite.
+
+        If `differentiated`, the gradients are then correct, too. Queries without
+        visible keys get the output 0.
+        """
+        bias = arrays.bias
+        all_see_keys = kernel_mask.every_row_sees_a_key(mask, arrays.lengths)
+        visible = None
+        if not all_see_keys:
+            visible = kernel_mask.visible_range(mask, arrays)
+        output, lse = _padded(self, arrays, visible, residual=True)
+
+        # cuDNN's output is arbitrary if all keys of a query are masked.
+        if bias is not None or not all_see_keys:
+            masked = kernel_mask.masked_rows(mask, arrays)
+            output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
+            lse = jnp.where(masked, jnp.zeros_like(lse), lse)
+
+        # Without gradients, a query affects only its own output. Then check its
+        # log-sum-exp, which is much smaller.
+        checked = arrays.query if differentiated else lse
+        if bias is None:
+            return output, (checked, arrays.key, arrays.value)
+        # -inf in a bias only masks.
+        bias = jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias)
+        return output, (checked, arrays.key, arrays.value, bias)
 
 
 def _kernel(call: Call, mask: Visible) -> Kernel:
@@ -154,16 +185,6 @@ def _kernel(call: Call, mask: Visible) -> Kernel:
     )
 
 
-def _facts(call: Call, mask: Visible) -> cudnn_faults.Facts:
-    kernel = _kernel(call, mask)
-    return cudnn_faults.Facts(
-        queries=call.lengths[0],
-        keys=kernel.key[1],
-        has_window=kernel.window is not None,
-        has_lengths=kernel.padded,
-    )
-
-
 def refusals(call: Call) -> list[str]:
     """Lists the reasons why cuDNN cannot compute a call; if it finds none, it also
     tries to compile the kernel.
@@ -172,6 +193,7 @@ def refusals(call: Call) -> list[str]:
     the call; it compiles nothing.
     """
     mask = kernel_mask.kernel_mask(call)
+    kernel = _kernel(call, mask)
     target = call.target
     if target.assumed and target.platform == "gpu":
         here = H100  # this machine may have no GPU to ask
@@ -190,7 +212,12 @@ def refusals(call: Call) -> list[str]:
             "A100 or a newer GPU"
         )
     else:
-        facts = _facts(call, mask)
+        facts = cudnn_faults.Facts(
+            queries=call.lengths[0],
+            keys=kernel.key[1],
+            has_window=kernel.window is not None,
+            has_lengths=kernel.padded,
+        )
         reasons += cudnn_faults.reasons_against_version(here.capability, facts)
 
     # Dtype and sizes.
@@ -231,7 +258,7 @@ def refusals(call: Call) -> list[str]:
     if reasons or target.assumed:
         return reasons
     try:
-        return failure(_kernel(call, mask))
+        return failure(kernel)
     except PassingError as error:
         reason, status = error.args
         # Without the reason, in which numbers of bytes differ.
@@ -295,30 +322,24 @@ def failure(kernel: Kernel) -> list[str]:
     """
     batch, rows, num_heads, _ = kernel.query
     columns = kernel.key[1]
-    query = jax.ShapeDtypeStruct(kernel.query, kernel.dtype)
-    key = jax.ShapeDtypeStruct(kernel.key, kernel.dtype)
+    query: Any = jax.ShapeDtypeStruct(kernel.query, kernel.dtype)
+    key: Any = jax.ShapeDtypeStruct(kernel.key, kernel.dtype)
     lengths = None
     if kernel.padded:
         lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    bias = None
+    bias: Any = None
     if kernel.has_bias:
         bias = jax.ShapeDtypeStruct((batch, num_heads, rows, columns), kernel.dtype)
 
-    def both(
-        query: Array,
-        key: Array,
-        value: Array,
-        bias: Array | None,
-        lengths: Array | None,
-    ) -> tuple:
-        def attend(query: Array, key: Array, value: Array, bias: Array | None) -> Array:
-            return kernel(query, key, value, lengths, lengths, bias=bias)
+    def both(arrays: Arrays, lengths: Array | None) -> tuple:
+        def attend(arrays: Arrays) -> list[Array]:
+            return kernel(arrays, (lengths, lengths), residual=False)
 
-        output, pull = jax.vjp(attend, query, key, value, bias)
+        output, pull = jax.vjp(attend, arrays)
         return output, pull(output)
 
     try:
-        jax.jit(both).lower(query, key, key, bias, lengths).compile()
+        jax.jit(both).lower(Arrays(query, key, key, bias), lengths).compile()
     except Exception as error:  # any error means that the kernel cannot run
         what = str(error).strip().splitlines()[0]
         status = PASSING.search(str(error))
@@ -333,52 +354,6 @@ def failure(kernel: Kernel) -> list[str]:
             "shapes, or a different version of jax or cuDNN"
         ]
     return []
-
-
-class Masked(NamedTuple):
-    """cuDNN's kernel as a `guarded.Fused`: `guarded.around_kernel` keeps NaN in masked
-    keys out of the result.
-    """
-
-    kernel: Kernel
-
-    def run(
-        self, arrays: Arrays, mask: Visible, differentiated: bool
-    ) -> tuple[Array, tuple[Array, ...]]:
-        """Returns the output, and arrays to check: the output is correct if all of
-        these arrays are finite.
-
-        If `differentiated`, the gradients are then correct, too. Queries without
-        visible keys get the output 0.
-        """
-        query = arrays.query
-        key = arrays.key
-        bias = arrays.bias
-        batch = query.shape[0]
-        lengths = (query.shape[1], key.shape[1])
-        all_see_keys = kernel_mask.every_row_sees_a_key(mask, lengths)
-        visible = None
-        if not all_see_keys:
-            visible = kernel_mask.visible_range(mask, batch, lengths)
-        output, lse = _padded(self.kernel, arrays, visible, residual=True)
-
-        # cuDNN's output is arbitrary if all keys of a query are masked.
-        if bias is not None or not all_see_keys:
-            masked = kernel_mask.masked_rows(mask, batch, lengths, bias)
-            output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
-            lse = jnp.where(masked, jnp.zeros_like(lse), lse)
-
-        # Without gradients, a query affects only its own output. Then check its
-        # log-sum-exp, which is much smaller.
-        checked = query if differentiated else lse
-        if bias is None:
-            return output, (checked, key, arrays.value)
-        # -inf in a bias only masks.
-        bias = jnp.where(bias == -jnp.inf, jnp.zeros_like(bias), bias)
-        return output, (checked, key, arrays.value, bias)
-
-    def clean(self, arrays: Arrays, mask: Visible) -> tuple[Arrays, Array]:
-        return kernel_mask.clean(arrays, mask, self.kernel.scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,10 +392,10 @@ class CuDNN(Engine):
                 '"cudnn" masks this call on copies of its arrays: to mask without '
                 f"copies, {NEEDS_SHARDING}{EXAMPLES_OF_SHARDING}"
             )
-            output = guarded.on_guarded(Masked(kernel), arrays, mask)
+            output = guarded.on_guarded(kernel, arrays, mask)
         else:
             arrays, mask = varying_alike((arrays, mask))
-            output = guarded.around_kernel(Masked(kernel), arrays, mask)
+            output = guarded.around_kernel(kernel, arrays, mask)
         return Result(output.reshape(shape), None)
 
 
@@ -476,25 +451,7 @@ def _run(
     Forward and backward, `jax.vmap` maps either all arrays or none: see `_vmap_alike`.
     """
     arrays, lengths = _vmap_alike((arrays, lengths))
-    return _call(kernel, residual, arrays, lengths)
-
-
-def _call(
-    kernel: Kernel, residual: bool, arrays: Arrays, lengths: Lengths
-) -> list[Array]:
-    query_lengths, key_lengths = lengths
-    results = kernel(
-        arrays.query,
-        arrays.key,
-        arrays.value,
-        query_lengths,
-        key_lengths,
-        residual=residual,
-        bias=arrays.bias,
-    )
-    if residual:
-        return list(results)
-    return [results]
+    return kernel(arrays, lengths, residual)
 
 
 def _forward(
@@ -502,10 +459,7 @@ def _forward(
 ) -> tuple[list[Array], Any]:
     arrays, lengths = _vmap_alike((arrays, lengths))
 
-    def call(arrays: Arrays) -> list[Array]:
-        return _call(kernel, residual, arrays, lengths)
-
-    return jax.vjp(call, arrays)
+    return jax.vjp(lambda arrays: kernel(arrays, lengths, residual), arrays)
 
 
 def _backward(

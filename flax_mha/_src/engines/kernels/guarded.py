@@ -11,29 +11,27 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from flax_mha._src.engines.kernels.mask import Arrays, clean
 from flax_mha._src.masks.visible import Visible
 
 
 class Fused(Protocol):
-    """What `around_kernel` needs of a fused kernel: how to run it, and how to remove
-    NaN and infinity. Hashable.
-    """
+    """What `around_kernel` needs of a fused kernel. Hashable."""
+
+    @property
+    def scale(self) -> float:
+        """The factor by which the kernel multiplies queries."""
 
     def run(
-        self, arrays: Any, mask: Visible, differentiated: bool
+        self, arrays: Arrays, mask: Visible, differentiated: bool
     ) -> tuple[Array, tuple[Array, ...]]:
         """Returns output and arrays. Output and, if `differentiated`, gradient are
         correct if the arrays are finite.
         """
 
-    def clean(self, arrays: Any, mask: Visible) -> tuple[Any, Bool[Array, "B T N 1"]]:
-        """Returns the arrays with zeros in place of NaN and infinity, and which rows of
-        the output must become NaN.
-        """
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def around_kernel(fused: Fused, arrays: object, mask: Visible) -> Array:
+def around_kernel(fused: Fused, arrays: Arrays, mask: Visible) -> Array:
     """Returns the output of `fused.run` if it is correct, otherwise of `on_guarded`;
     `arrays` get first-order gradients.
     """
@@ -42,8 +40,8 @@ def around_kernel(fused: Fused, arrays: object, mask: Visible) -> Array:
     return lax.cond(is_correct, lambda: output, lambda: on_guarded(fused, arrays, mask))
 
 
-def _forward(fused: Fused, arrays: object, mask: Visible) -> tuple[Array, tuple]:
-    def run(arrays: object) -> tuple[Array, tuple[Array, ...]]:
+def _forward(fused: Fused, arrays: Arrays, mask: Visible) -> tuple[Array, tuple]:
+    def run(arrays: Arrays) -> tuple[Array, tuple[Array, ...]]:
         return fused.run(arrays, mask, differentiated=True)
 
     output, pull, decisive = jax.vjp(run, arrays, has_aux=True)
@@ -82,11 +80,11 @@ def _backward(fused: Fused, saved: tuple, cotangent: Array) -> tuple[Any, None]:
 around_kernel.defvjp(_forward, _backward)
 
 
-def on_guarded(fused: Fused, arrays: object, mask: Visible) -> Array:
-    """Runs a fused kernel on arrays from `fused.clean`. Rows that attend to NaN or
+def on_guarded(fused: Fused, arrays: Arrays, mask: Visible) -> Array:
+    """Runs a fused kernel on arrays from `clean`. Rows that attend to NaN or
     infinity become NaN (gradient 0).
     """
-    finite, is_nan = fused.clean(arrays, mask)
+    finite, is_nan = clean(arrays, mask, fused.scale)
     output, _ = fused.run(finite, mask, differentiated=False)
     return jnp.where(is_nan, jnp.full_like(output, jnp.nan), output)
 

@@ -19,6 +19,21 @@ from flax_mha._src.call.operands import DEFAULT_PRECISION, Call
 from flax_mha._src.masks.visible import Visible
 
 
+class Arrays(NamedTuple):
+    """The arrays that a fused kernel takes, with all batch axes flattened to one."""
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K Hv"]
+    bias: Float[Array, "B T N S"] | None = None
+    sinks: Float[Array, "B N"] | None = None
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The number of queries T, and of keys S."""
+        return self.query.shape[1], self.key.shape[1]
+
+
 def kernel_mask(call: Call) -> Visible:
     """Returns the call's mask with limits in rows and columns, indices into its arrays,
     in place of positions.
@@ -160,15 +175,14 @@ def flat(x: Array, axes: int) -> Array:
 
 
 def visible_range(
-    mask: Visible, batch: int, lengths: tuple[int, int]
+    mask: Visible, arrays: Arrays
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """Computes the first key that each query attends to, and one past the last, as if
-    there were no segments.
+    there were no segments and no bias.
 
-    `mask` has one batch axis, of size `batch` (see `flat_mask`), and `lengths`
-    are T and S.
+    `mask` has one batch axis (see `flat_mask`).
     """
-    queries, keys = lengths
+    queries, keys = arrays.lengths
     rows = jnp.arange(queries, dtype=jnp.int32)
     if mask.left is None:
         first = jnp.zeros_like(rows)
@@ -187,7 +201,7 @@ def visible_range(
         used = mask.query_lengths[..., None]
         rows, end, used = jnp.broadcast_arrays(rows, end, used)
         end = jnp.where(rows < used, end, jnp.zeros_like(end))
-    shape = (batch, queries)
+    shape = arrays.query.shape[:2]
     return jnp.broadcast_to(first, shape), jnp.broadcast_to(end, shape)
 
 
@@ -207,53 +221,33 @@ def every_row_sees_a_key(mask: Visible, lengths: tuple[int, int]) -> bool:
     return first_sees_a_key and last_sees_a_key
 
 
-def masked_rows(
-    mask: Visible,
-    batch: int,
-    lengths: tuple[int, int],
-    bias: Float[Array, "B T N S"] | None = None,
-) -> Bool[Array, "B T #N"]:
+def masked_rows(mask: Visible, arrays: Arrays) -> Bool[Array, "B T #N"]:
     """Computes which queries have no visible key; a bias of -inf also hides a key.
-    Arguments as in `visible_range`.
+    `mask` has one batch axis.
     """
-    if mask.segments is None and bias is None:
-        first, end = visible_range(mask, batch, lengths)
+    if mask.segments is None and arrays.bias is None:
+        first, end = visible_range(mask, arrays)
         return (end <= first)[:, :, None]
-    return ~_visible(mask, batch, lengths, bias).any(-1)
+    return ~_visible(mask, arrays).any(-1)
 
 
-def _visible(
-    mask: Visible,
-    batch: int,
-    lengths: tuple[int, int],
-    bias: Float[Array, "B T N S"] | None,
-) -> Bool[Array, "B T #N S"]:
-    """Computes which of the T * S scores are visible; `lengths` is (T, S).
+def _visible(mask: Visible, arrays: Arrays) -> Bool[Array, "B T #N S"]:
+    """Computes which of the T * S scores are visible.
 
     Callers reduce the result immediately; then XLA does not store it.
     """
-    first, end = visible_range(mask, batch, lengths)
+    first, end = visible_range(mask, arrays)
     first = first[:, :, None, None]
     end = end[:, :, None, None]
-    places = jnp.arange(lengths[1], dtype=jnp.int32)[None, None, None, :]
+    places = jnp.arange(arrays.key.shape[1], dtype=jnp.int32)[None, None, None, :]
     visible = (first <= places) & (places < end)
     if mask.segments is not None:
         query_ids = mask.segments.query_ids
         key_ids = mask.segments.key_value_ids
         visible = visible & (query_ids[:, :, None, None] == key_ids[:, None, None, :])
-    if bias is None:
+    if arrays.bias is None:
         return visible
-    return visible & (bias != -jnp.inf)
-
-
-class Arrays(NamedTuple):
-    """The arrays that a fused kernel takes, with all batch axes flattened to one."""
-
-    query: Float[Array, "B T N H"]
-    key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K Hv"]
-    bias: Float[Array, "B T N S"] | None = None
-    sinks: Float[Array, "B N"] | None = None
+    return visible & (arrays.bias != -jnp.inf)
 
 
 def clean(
@@ -268,9 +262,7 @@ def clean(
     """
     query = arrays.query
     bias = arrays.bias
-    batch, queries, num_heads, _ = query.shape
-    keys, num_kv_heads = arrays.key.shape[1:3]
-    lengths = (queries, keys)
+    group = query.shape[2] // arrays.key.shape[2]
     key, value, key_flags = guard.zero_keys(arrays.key, arrays.value)
     query_flags = guard.flag(query.astype(jnp.float32) * scale)
     is_bad_bias: Any = None
@@ -278,17 +270,17 @@ def clean(
         is_bad_bias = ~((bias == -jnp.inf) | jnp.isfinite(bias))
 
     # Which queries attend to a key that was replaced. A window needs no T x S scores.
-    bad_keys = jnp.repeat(key_flags == jnp.inf, num_heads // num_kv_heads, axis=2)
+    bad_keys = jnp.repeat(key_flags == jnp.inf, group, axis=2)
     if mask.segments is None and bias is None:
-        first, end = visible_range(mask, batch, lengths)
+        first, end = visible_range(mask, arrays)
         sees_bad = _count(bad_keys, first, end) > 0
     else:
         bad = jnp.swapaxes(bad_keys, 1, 2)[:, None]
         if bias is not None:
             bad = bad | is_bad_bias
-        sees_bad = (_visible(mask, batch, lengths, bias) & bad).any(-1)
+        sees_bad = (_visible(mask, arrays) & bad).any(-1)
     is_bad_query = query_flags == jnp.inf
-    is_masked = masked_rows(mask, batch, lengths, bias)
+    is_masked = masked_rows(mask, arrays)
     is_nan = sees_bad | (is_bad_query & ~is_masked)
 
     if bias is not None:

@@ -94,20 +94,16 @@ class Band(splash_masks.Mask):
         return np.asarray(self.mask_function(rows[:, None], columns[None, :]))
 
 
-def tile_size(length: int, largest: int | None = None) -> int:
+def tile_size(length: int) -> int:
     """Chooses the side of tiles along a sequence of this `length`: the largest of
-    `TILES` that pads little.
-
-    It pads to at most 9/8 of the length that the smallest tile pads to. `largest` is an
-    upper limit; None sets none.
+    `TILES` that pads little, to at most 9/8 of the length that the smallest pads to.
     """
-    tiles = [tile for tile in TILES if largest is None or tile <= largest]
-    least = length + -length % tiles[-1]
-    for tile in tiles:
+    least = length + -length % TILES[-1]
+    for tile in TILES:
         padded = length + -length % tile
         if 8 * padded <= 9 * least:
             return tile
-    return tiles[-1]
+    return TILES[-1]
 
 
 def refusals(call: Call) -> list[str]:
@@ -154,17 +150,11 @@ def _refusals_of_device(call: Call) -> list[str]:
     return reasons + reasons_against_kernel(target)
 
 
-class KernelInputs(NamedTuple):
-    """The arrays of a call of the kernel that get gradients, padded to whole tiles."""
-
-    query: Float[Array, "B N T H"]
-    key: Float[Array, "B K S H"]
-    value: Float[Array, "B K S Hv"]
-    sinks: Float[Array, "B N"] | None
-
-
 class Kernel(NamedTuple):
-    """The static part of a call of splash's kernel."""
+    """The static part of a call of splash's kernel.
+
+    Its arrays are padded to whole tiles, with the axes [B, N | K, T | S, H].
+    """
 
     mask: splash_masks.Mask  # of every head
     num_heads: int
@@ -173,7 +163,7 @@ class Kernel(NamedTuple):
     interpret: bool
 
     def __call__(
-        self, inputs: KernelInputs, segment_ids: splash.SegmentIds | None
+        self, inputs: Arrays, segment_ids: splash.SegmentIds | None
     ) -> Float[Array, "B N T Hv"]:
         # Built in every trace, because a kernel holds arrays of the trace that it was
         # built in.
@@ -194,19 +184,18 @@ class Kernel(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SavedWithSinks:
-    """What the backward pass needs: the kernel's gradient `pull`, a pytree, and which
-    of its leaves are these.
+    """What the backward pass needs: the kernel's gradient `pull`, a pytree, and the
+    places of output and log-sum-exp among its leaves, if they are known.
     """
 
     pull: Any
     sinks: Any  # [B, N]
-    output_index: int | None = dataclasses.field(metadata={"static": True})
-    lse_index: int | None = dataclasses.field(metadata={"static": True})
+    places: tuple[int, int] | None = dataclasses.field(metadata={"static": True})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_sinks(
-    kernel: Kernel, inputs: KernelInputs, segment_ids: splash.SegmentIds | None
+    kernel: Kernel, inputs: Arrays, segment_ids: splash.SegmentIds | None
 ) -> Float[Array, "B N T Hv"]:
     """Runs the kernel; computes the gradient of the sinks in float32.
 
@@ -217,37 +206,34 @@ def _with_sinks(
 
 
 def _forward_with_sinks(
-    kernel: Kernel, inputs: KernelInputs, segment_ids: splash.SegmentIds | None
+    kernel: Kernel, inputs: Arrays, segment_ids: splash.SegmentIds | None
 ) -> tuple[Array, SavedWithSinks]:
     output, pull = jax.vjp(lambda inputs: kernel(inputs, segment_ids), inputs)
     # The kernel's gradient stores output and log-sum-exp. Find them there, instead of
     # storing them twice.
-    leaves = jax.tree.leaves(pull)
-    output_indices = []
-    lse_indices = []
-    for i, x in enumerate(leaves):
+    outputs = []
+    lses = []
+    for i, x in enumerate(jax.tree.leaves(pull)):
         if x is output:
-            output_indices.append(i)
+            outputs.append(i)
         if x.shape == output.shape[:-1] and x.dtype == jnp.float32:
-            lse_indices.append(i)
-    saved = SavedWithSinks(pull, inputs.sinks, output_index=None, lse_index=None)
+            lses.append(i)
+    places = None
     # In the versions of JAX that were tried, there is one of each.
-    if len(output_indices) == 1 and len(lse_indices) == 1:
-        saved = dataclasses.replace(
-            saved, output_index=output_indices[0], lse_index=lse_indices[0]
-        )
-    return output, saved
+    if len(outputs) == 1 and len(lses) == 1:
+        places = (outputs[0], lses[0])
+    return output, SavedWithSinks(pull, inputs.sinks, places)
 
 
 def _backward_with_sinks(
     kernel: Kernel, saved: SavedWithSinks, d_output: Array
-) -> tuple[KernelInputs, None]:
+) -> tuple[Arrays, None]:
     [gradients] = saved.pull(d_output)
-    if saved.output_index is None or saved.lse_index is None:
+    if saved.places is None:
         return gradients, None
     leaves = jax.tree.leaves(saved.pull)
-    output = leaves[saved.output_index].astype(jnp.float32)
-    lse = leaves[saved.lse_index]
+    output, lse = (leaves[i] for i in saved.places)
+    output = output.astype(jnp.float32)
     # P_sink = exp(sink - LSE), d_sink = -sum over rows of P_sink (O . dO)
     sinks = saved.sinks[..., None]
     # Without a sink, not -inf + inf.
@@ -267,6 +253,7 @@ class Masked(NamedTuple):
 
     soft_cap: float | None
     interpret: bool
+    scale: float = 1.0  # of queries: they are scaled already
 
     def run(
         self, arrays: Arrays, mask: Visible, differentiated: bool
@@ -274,40 +261,36 @@ class Masked(NamedTuple):
         """Returns the output (0 for rows without visible keys) and arrays to check: it
         is correct if all are finite.
         """
-        query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
-        batch, num_heads, queries, _ = query.shape
-        keys = key.shape[2]
-        lengths = (queries, keys)
-        rows = tile_size(queries)
-        columns = tile_size(keys)
+        rows, columns = map(tile_size, arrays.lengths)
         sides = (rows, columns)
         kernel = Kernel(
-            mask=_mask(mask, lengths, sides),
-            num_heads=num_heads,
+            mask=_mask(mask, arrays.lengths, sides),
+            num_heads=arrays.query.shape[2],
             sides=sides,
             soft_cap=self.soft_cap,
             interpret=self.interpret,
         )
-        inputs = KernelInputs(
-            query=kernel_mask.pad_to(query, 2, rows),
-            key=kernel_mask.pad_to(key, 2, columns),
-            value=kernel_mask.pad_to(value, 2, columns),
+
+        def padded(x: Array, side: int) -> Array:
+            return kernel_mask.pad_to(jnp.swapaxes(x, 1, 2), 2, side)
+
+        inputs = Arrays(
+            query=padded(arrays.query, rows),
+            key=padded(arrays.key, columns),
+            value=padded(arrays.value, columns),
             sinks=arrays.sinks,
         )
-        segment_ids = _segment_ids(mask, batch, lengths, sides)
+        segment_ids = _segment_ids(mask, arrays, sides)
         if arrays.sinks is None:
             output = kernel(inputs, segment_ids)
         else:
             output = _with_sinks(kernel, inputs, segment_ids)
-        output = jnp.swapaxes(output[:, :, :queries], 1, 2)
+        output = jnp.swapaxes(output[:, :, : arrays.lengths[0]], 1, 2)
         # Splash's output is arbitrary if all keys of a query are masked.
-        if not kernel_mask.every_row_sees_a_key(mask, lengths):
-            masked = kernel_mask.masked_rows(mask, batch, lengths)
+        if not kernel_mask.every_row_sees_a_key(mask, arrays.lengths):
+            masked = kernel_mask.masked_rows(mask, arrays)
             output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
         return output, arrays[:3]
-
-    def clean(self, arrays: Arrays, mask: Visible) -> tuple[Arrays, Array]:
-        return kernel_mask.clean(arrays, mask, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,7 +381,7 @@ def _mask(
 
 
 def _segment_ids(
-    mask: Visible, batch: int, lengths: tuple[int, int], sides: tuple[int, int]
+    mask: Visible, arrays: Arrays, sides: tuple[int, int]
 ) -> splash.SegmentIds | None:
     """Makes padded segment ids, by which splash hides keys of other segments, and keys
     past their sequence's length.
@@ -408,15 +391,14 @@ def _segment_ids(
     """
     if mask.segments is None and mask.key_lengths is None:
         return None
-    queries, keys = lengths
     if mask.segments is None:
-        query_ids = jnp.zeros((batch, queries), jnp.int32)
-        key_ids = jnp.zeros((batch, keys), jnp.int32)
+        query_ids = jnp.zeros(arrays.query.shape[:2], jnp.int32)
+        key_ids = jnp.zeros(arrays.key.shape[:2], jnp.int32)
     else:
         query_ids = mask.segments.query_ids
         key_ids = mask.segments.key_value_ids
     if mask.key_lengths is not None:
-        columns = jnp.arange(keys, dtype=jnp.int32)[None, :]
+        columns = jnp.arange(arrays.key.shape[1], dtype=jnp.int32)[None, :]
         is_used = columns < mask.key_lengths[:, None]
         key_ids = jnp.where(is_used, key_ids, _unused(query_ids)[:, None])
     return splash.SegmentIds(
