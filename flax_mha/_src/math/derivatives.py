@@ -11,6 +11,7 @@ primitive in this file supports all of them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -70,22 +71,23 @@ def linear_function(
     evaluate: Callable[..., Sequence[Array]],
     transpose: Callable[[Sequence[Any], Sequence[Array]], Sequence[Array]],
     first: int,
-    portable: Callable[..., Sequence[Array]] | None = None,
+    tangent: Callable[[Sequence[Any], Tangents], Sequence[Array]] | None = None,
     program: Program | None = None,
 ) -> Function:
     """Makes a `Function` that is linear in `arguments[first:]` jointly: its tangent is
     the function of their tangents.
 
-    If an earlier argument has a tangent, JAX differentiates `portable` instead, which
-    computes the same; None means `evaluate` itself. The other parameters are fields of
-    `Function`.
+    If an earlier argument has a tangent, `tangent(arguments, tangents)` computes the
+    outputs' tangents; by default, JAX differentiates `evaluate`. The other parameters
+    are fields of `Function`.
     """
+    if tangent is None:
+        tangent = functools.partial(differentiate, evaluate)
 
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
         outputs = function(*arguments)
         if min(tangents) < first:
-            differentiable = portable or evaluate
-            return outputs, differentiate(differentiable, arguments, tangents)
+            return outputs, tangent(arguments, tangents)
         linear = []
         for i in range(first, len(arguments)):
             linear.append(tangents.get(i, jnp.zeros_like(arguments[i])))
@@ -129,13 +131,22 @@ def differentiate(
     """Computes the tangents of the outputs of `function(*arguments)`; `tangents` maps
     argument numbers to tangents.
     """
-
-    def of_some(*some: Array) -> list[Array]:
-        return list(function(*replace_at(arguments, tangents, some)))
-
-    some = tuple(arguments[i] for i in tangents)
+    of_some, some = restricted(function, arguments, tangents)
     _, d_outputs = jax.jvp(of_some, some, tuple(tangents.values()))
     return d_outputs
+
+
+def restricted(
+    function: Callable, arguments: Sequence[Any], places: Iterable[int]
+) -> tuple[Callable[..., list[Array]], tuple[Any, ...]]:
+    """Returns `function` as a function of only the arguments at the indices `places`,
+    and these arguments.
+    """
+
+    def of_some(*some: Array) -> list[Array]:
+        return list(function(*replace_at(arguments, places, some)))
+
+    return of_some, tuple(arguments[i] for i in places)
 
 
 def replace_at(

@@ -24,7 +24,7 @@ from jaxtyping import Array
 from flax_mha._src.call.operands import accumulation_dtype
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_as
-from flax_mha._src.math.derivatives import Function, differentiate
+from flax_mha._src.math.derivatives import Function, differentiate, linear_function
 from flax_mha._src.math.scores import ScoreRule
 from flax_mha._src.math.tiling import (
     BlockMask,
@@ -166,21 +166,20 @@ class TileSummand(NamedTuple):
 
 def _part_shape(argument: Argument, tile: Tile) -> tuple[int, ...]:
     """Returns the shape of the part of an argument that `TileVisit.cut` returns."""
-    kind = argument.kind
-    shape = argument.shape
-    if kind == "whole":
-        return shape
-    if kind == "scores":
-        part_shape = []
-        for size, part in zip(shape, tile.shape, strict=True):
-            part_shape.append(1 if size == 1 else part)
-        return tuple(part_shape)
-    length = tile.shape[1] if kind.startswith("keys") else tile.shape[0]
-    if kind == "queries transposed":  # [T, F], cut to [F, t]
-        return shape[1], length
-    if kind == "keys transposed":  # [F, S], cut to [F, s]
-        return shape[0], length
-    return length, shape[1]
+    if argument.kind == "whole":
+        return argument.shape
+    rows, columns = argument.shape
+    height, width = tile.shape
+    if argument.kind == "queries":
+        return height, columns
+    if argument.kind == "queries transposed":
+        return columns, height
+    if argument.kind == "keys":
+        return width, columns
+    if argument.kind == "keys transposed":
+        return rows, width
+    # An axis of length 1 is kept, to be broadcast.
+    return min(rows, height), min(columns, width)
 
 
 def tile_sum(
@@ -202,7 +201,8 @@ def tile_sum(
     `linear`. `backward(rule, blocks, residuals, cotangents)` computes the transpose of
     the sum; None uses `function.transposed`.
     """
-    context, structure = jax.tree.flatten((rule, blocks))
+    # Rule and block mask have no tangent.
+    context, structure = jax.tree.flatten(lax.stop_gradient((rule, blocks)))
     operation = _sum_of(tiling, function, structure, backward)
     return operation(*context, *residuals, *linear)
 
@@ -217,34 +217,24 @@ def _sum_of(
     residuals and linear arguments.
     """
     count = structure.num_leaves
-    num_residuals = len(function.residuals)
-    first_linear = count + num_residuals
 
     def split(arguments: Sequence[Any]) -> tuple[ScoreRule, BlockMask, Sequence[Any]]:
         rule, blocks = jax.tree.unflatten(structure, arguments[:count])
         return rule, blocks, arguments[count:]
 
-    def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
+    def tangent(
+        arguments: Sequence[Any], tangents: Mapping[int, Array]
+    ) -> Sequence[Array]:
         rule, blocks, values = split(arguments)
-        # Rule and block mask have no tangent.
-        along = {i - count: x for i, x in sorted(tangents.items()) if i >= count}
-        is_linear = all(i >= num_residuals for i in along)
-        if is_linear:
-            # The tangent is the same function of the linear arguments' tangents.
-            linear = []
-            for i in range(num_residuals, len(values)):
-                linear.append(along.get(i, jnp.zeros_like(values[i])))
-            d_result = result(*arguments[:first_linear], *linear)
-        else:
-            d_result = tile_sum(
-                tiling=tiling,
-                function=function.jvp(tuple(along)),
-                rule=rule,
-                blocks=blocks,
-                residuals=values,
-                linear=list(along.values()),
-            )
-        return result(*arguments), d_result
+        along = {i - count: x for i, x in sorted(tangents.items())}
+        return tile_sum(
+            tiling=tiling,
+            function=function.jvp(tuple(along)),
+            rule=rule,
+            blocks=blocks,
+            residuals=values,
+            linear=list(along.values()),
+        )
 
     def transpose(
         residuals: Sequence[Any], cotangents: Sequence[Array]
@@ -265,14 +255,13 @@ def _sum_of(
         rule, blocks, values = split(arguments)
         return _sum_rows(tiling, function, rule, blocks, values)
 
-    result = Function(
-        outputs=function.outputs,
-        evaluate=evaluate,
-        jvp=jvp,
-        transpose=transpose,
-        first_linear=first_linear,
+    return linear_function(
+        function.outputs,
+        evaluate,
+        transpose,
+        first=count + len(function.residuals),
+        tangent=tangent,
     )
-    return result
 
 
 def _sum_rows(

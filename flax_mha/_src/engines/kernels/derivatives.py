@@ -8,6 +8,7 @@ gradient; the derivatives of this gradient are derivatives of the portable engin
 gradient.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from flax_mha._src.math.derivatives import (
     Function,
     differentiate,
     linear_function,
-    replace_at,
+    restricted,
 )
 from flax_mha._src.math.softmax import RESIDUALS
 
@@ -116,10 +117,8 @@ class _ForwardPass(NamedTuple):
         structures = []
 
         def forward(*leaves: Array) -> list[Array]:
-            def with_some(*some: Array) -> list[Array]:
-                return functions.kernel(*replace_at(leaves, argnums, some))
-
-            results, pull = jax.vjp(with_some, *(leaves[i] for i in argnums))
+            of_some, some = restricted(functions.kernel, leaves, argnums)
+            results, pull = jax.vjp(of_some, *some)
             residuals, structure = jax.tree.flatten(pull)
             structures.append(structure)
             return [*results, *residuals]
@@ -135,15 +134,13 @@ class _ForwardPass(NamedTuple):
             return runs_kernel(only_this)
 
         kept = [is_kept(i) for i in range(count)]
-        from_kernel = kept[functions.num_results :]
-        if not any(from_kernel):
+        if not any(kept[functions.num_results :]):
             # No kernel was found by name.
             kept = [True] * count
-            from_kernel = kept[functions.num_results :]
         return cls(
             program=with_outputs(program, kept),
             inputs=with_outputs(program, [not flag for flag in kept]),
-            from_kernel=tuple(from_kernel),
+            from_kernel=tuple(kept[functions.num_results :]),
             argnums=argnums,
             pull=structures[0],
         )
@@ -243,13 +240,9 @@ def _tangent(
 
     def portable_gradient(*arguments: Any) -> Sequence[Array]:
         leaves = arguments[:num_leaves]
-        cotangents = list(arguments[first:])
-
-        def with_some(*some: Array) -> list[Array]:
-            return functions.portable(*replace_at(leaves, argnums, some))
-
-        _, pull = jax.vjp(with_some, *(leaves[i] for i in argnums))
-        return list(pull(cotangents))
+        of_some, some = restricted(functions.portable, leaves, argnums)
+        _, pull = jax.vjp(of_some, *some)
+        return list(pull(list(arguments[first:])))
 
     def transpose(
         residuals: Sequence[Any], cotangents: Sequence[Array]
@@ -273,7 +266,7 @@ def _tangent(
             run,
             transpose_again,
             first,
-            portable=portable_gradient,
+            tangent=functools.partial(differentiate, portable_gradient),
             program=program,
         )
         return gradient(*residuals, *cotangents)
