@@ -158,8 +158,7 @@ class Kernel(NamedTuple):
 
 def _kernel(call: Call, mask: Visible) -> Kernel:
     query = call.query
-    key = call.key
-    batch = math.prod(query.shape[:-3])
+    batch = math.prod(call.batch)
     queries, keys = call.lengths
     rows = queries + -queries % SIDE
     columns = keys + -keys % SIDE
@@ -175,7 +174,7 @@ def _kernel(call: Call, mask: Visible) -> Kernel:
         window = (mask.left, 0)
     return Kernel(
         query=(batch, rows, *query.shape[-2:]),
-        key=(batch, columns, *key.shape[-2:]),
+        key=(batch, columns, *call.key.shape[-2:]),
         dtype=query.dtype,
         scale=call.scale,
         is_causal=is_causal,
@@ -274,7 +273,7 @@ def _refusals_of_bias(call: Call) -> list[str]:
     bias = call.bias
     if bias is None:
         return []
-    *batch, queries, num_heads, _ = call.query.shape
+    batch = call.batch
     reasons = []
     if bias.dtype not in DTYPES_OF_BIAS or bias.dtype != call.query.dtype:
         # It would round float32, and float16 has no finite number that masks like -inf.
@@ -288,12 +287,12 @@ def _refusals_of_bias(call: Call) -> list[str]:
             f"{bias.shape[-2:]}: use jnp.broadcast_to, or pass lengths if it only "
             "masks padding"
         )
-    if bias.shape[:-3] not in (tuple(batch), (1,) * len(batch)):
+    if bias.shape[:-3] not in (batch, (1,) * len(batch)):
         reasons.append(
-            f"the batch axes of bias must be {tuple(batch)} or all 1, but are "
+            f"the batch axes of bias must be {batch} or all 1, but are "
             f"{bias.shape[:-3]}: use jnp.broadcast_to"
         )
-    scores = math.prod(batch) * num_heads * queries * call.key.shape[-3]
+    scores = math.prod((*batch, call.num_heads, *call.lengths))
     if scores > MAX_SCORES_OF_BIAS:
         reasons.append(
             "it copies bias for every batch entry and head, up to "
@@ -370,13 +369,11 @@ class CuDNN(Engine):
         return super().supports(call) or refusals(call)
 
     def forward(self, plan: Plan, call: Call) -> Result:
-        shape = call.query.shape
-        axes = len(shape) - 3
-        mask = kernel_mask.kernel_mask(call)
+        mask = kernel_mask.flat_mask(call)
         kernel = _kernel(call, mask)
-        mask = kernel_mask.flat_mask(mask, shape[:axes])
 
         # A causal kernel takes no keys after its last query (`_kernel`).
+        axes = len(call.batch)
         query, key, value = (kernel_mask.flat(x, axes) for x in call.inputs)
         columns = kernel.key[1]
         bias = None
@@ -396,17 +393,15 @@ class CuDNN(Engine):
         else:
             arrays, mask = varying_alike((arrays, mask))
             output = guarded.around_kernel(kernel, arrays, mask)
-        return Result(output.reshape(shape), None)
+        return Result(output.reshape(call.query.shape), None)
 
 
 def _flat_bias(bias: Array, call: Call) -> Float[Array, "B T N S"]:
     """Broadcasts a call's bias to all batch entries and heads, in the layout of
     `Arrays` (one batch axis).
     """
-    *batch, queries, num_heads, _ = call.query.shape
-    keys = call.key.shape[-3]
-    bias = jnp.broadcast_to(bias, (*batch, num_heads, queries, keys))
-    return jnp.swapaxes(kernel_mask.flat(bias, len(batch)), 1, 2)
+    bias = jnp.broadcast_to(bias, (*call.batch, call.num_heads, *call.lengths))
+    return jnp.swapaxes(kernel_mask.flat(bias, len(call.batch)), 1, 2)
 
 
 def _padded(

@@ -77,16 +77,16 @@ def _side(limit: int | None, shift: int, most: int, least: int) -> int | None:
     return max(limit + shift, least)
 
 
-def flat_mask(mask: Visible, batch: tuple[int, ...]) -> Visible:
-    """Broadcasts the batch axes of all arrays to the sizes `batch`, and flattens them
-    to one axis.
+def flat_mask(call: Call) -> Visible:
+    """Returns `kernel_mask(call)` with the batch axes of all arrays broadcast to their
+    full sizes, and flattened to one axis.
     """
-    rank = len(batch)
+    rank = len(call.batch)
 
     def flatten(x: Array) -> Array:
-        return flat(jnp.broadcast_to(x, (*batch, *x.shape[rank:])), rank)
+        return flat(jnp.broadcast_to(x, (*call.batch, *x.shape[rank:])), rank)
 
-    return jax.tree.map(flatten, mask)
+    return jax.tree.map(flatten, kernel_mask(call))
 
 
 def refusals(call: Call, mask: Visible, supported: Collection[str] = ()) -> list[str]:

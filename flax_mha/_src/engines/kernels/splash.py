@@ -308,14 +308,12 @@ class Splash(Engine):
         return super().supports(call) or refusals(call)
 
     def forward(self, plan: Plan, call: Call) -> Result:
-        *batch, queries, num_heads, _ = call.query.shape
-        axes = len(batch)
-        mask = kernel_mask.kernel_mask(call)
-        mask = kernel_mask.flat_mask(mask, tuple(batch))
+        mask = kernel_mask.flat_mask(call)
+        axes = len(call.batch)
         query, key, value = (kernel_mask.flat(x, axes) for x in call.inputs)
         arrays = Arrays(_scaled(query, call.scale), key, value)
         if call.sinks is not None:
-            sinks = jnp.broadcast_to(call.sinks, (*batch, num_heads))
+            sinks = jnp.broadcast_to(call.sinks, (*call.batch, call.num_heads))
             sinks = sinks.astype(jnp.float32)
             arrays = arrays._replace(sinks=kernel_mask.flat(sinks, axes))
         kernel = Masked(call.soft_cap, self.interpret)
@@ -324,7 +322,7 @@ class Splash(Engine):
             output = guarded.around_kernel(kernel, arrays, mask)
         else:
             output, _ = kernel.run(arrays, mask, differentiated=False)
-        output = output.reshape(*batch, queries, num_heads, value.shape[-1])
+        output = output.reshape(*call.query.shape[:-1], value.shape[-1])
         return Result(output, None)
 
 
