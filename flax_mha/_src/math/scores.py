@@ -12,13 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from flax_mha._src import guard
 from flax_mha._src.call.operands import NonFinite, ScoreFields, accumulation_dtype
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.math.derivatives import reverse_only
-from flax_mha._src.math.threefry import random_words
+
+# Of Threefry (`_random_words`).
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = np.int32(0x1BD11BDA)
 
 
 class ScoreInputs(NamedTuple):
@@ -157,7 +160,7 @@ class ScoreRule(ScoreFields):
             products = _zero_masked(products, visible)
         scores = self._cap(products)
         if self.score_mod is not None:
-            scores = self._apply_score_mod(scores, inputs, tile)
+            scores = tile.map_positions(self._one_score(inputs.captured), scores)
             visible = _both(visible, scores != -jnp.inf)
         if bias is not None and visible is not None:
             scores = scores + _visible_bias(bias, visible, scores.dtype)
@@ -170,11 +173,6 @@ class ScoreRule(ScoreFields):
             limit = jnp.where(visible, jnp.inf, -jnp.inf)
             return jnp.minimum(scores, limit.astype(scores.dtype))
         return jnp.where(visible, scores, -jnp.inf)
-
-    def _apply_score_mod(
-        self, scores: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
-    ) -> Float[Array, "t s"]:
-        return tile.map_positions(self._one_score(inputs.captured), scores)
 
     def differentiable_tile(
         self, products: Float[Array, "t s"], inputs: ScoreInputs, tile: Tile
@@ -222,7 +220,7 @@ class ScoreRule(ScoreFields):
         """
         if not inputs.captured:
             capped = self._cap(_zero_masked(products, visible))
-            scores = self._apply_score_mod(capped, inputs, tile)
+            scores = tile.map_positions(self._one_score(inputs.captured), capped)
         else:
             # The first visible score. XLA's CPU is slow at an argmax over the whole
             # tile.
@@ -279,10 +277,11 @@ class ScoreRule(ScoreFields):
         """The error message if `score_mod` cannot be differentiated in forward mode,
         else None.
         """
-        if self.score_mod is None or not self.score_mod.has_custom_vjp:
+        mod: Any = self.score_mod
+        if not self.has_custom_vjp:
             return None
         return (
-            f"{self.score_mod.name} must support forward mode for jax.jvp, "
+            f"{mod.name} must support forward mode for jax.jvp, "
             "jax.linearize and jax.hessian, but it calls a function with a "
             "jax.custom_vjp; use a jax.custom_jvp instead."
         )
@@ -325,7 +324,7 @@ class ScoreRule(ScoreFields):
         seed: Any = self.dropout_seed
         first, second = (lax.bitcast_convert_type(word, jnp.int32) for word in seed)
         pairs = lax.shift_right_arithmetic(rows, jnp.int32(1))
-        even, odd = random_words((first, second), (pairs, columns))
+        even, odd = _random_words((first, second), (pairs, columns))
         word = jnp.where((rows & 1) == 1, odd, even)
         return lax.bitcast_convert_type(word, jnp.uint32)
 
@@ -387,3 +386,28 @@ def _both(
     if a is None:
         return b
     return a & b
+
+
+def _random_words(
+    seed: tuple[Int[Array, ""], Int[Array, ""]],
+    counter: tuple[Int[Array, "..."], Int[Array, "..."]],
+) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
+    """Hashes each counter, a pair of 32-bit words, with the seed, another pair, to two
+    random words: those of `jax.extend.random.threefry_2x32`.
+
+    Threefry-2x32, the generator of `jax.random`, in elementwise operations, which XLA
+    fuses. Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011,
+    doi:10.1145/2063384.2063405.
+    """
+    keys = (*seed, seed[0] ^ seed[1] ^ PARITY)
+    a = counter[0] + keys[0]
+    b = counter[1] + keys[1]
+    for group in range(5):
+        for rotation in ROTATIONS[group % 2]:
+            a = a + b
+            b = a ^ (
+                (b << rotation) | lax.shift_right_logical(b, np.int32(32 - rotation))
+            )
+        a = a + keys[(group + 1) % 3]
+        b = b + keys[(group + 2) % 3] + np.int32(group + 1)
+    return a, b
