@@ -56,6 +56,7 @@ from flax_mha._src.core.tracing import varying_alike, varying_as
 from flax_mha._src.engines.engine import Engine
 from flax_mha._src.math.head import (
     Head,
+    ResultsOfHead,
     from_caller,
     heads_of,
     map_heads,
@@ -65,7 +66,6 @@ from flax_mha._src.math.head import (
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
 from flax_mha._src.math.softmax import (
     OnlineSoftmax,
-    ResultsOfHead,
     attention_operation,
     name_residuals,
     rows_of,

@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Int
 
 from flax_mha._src import guard
 from flax_mha._src.call.operands import Call, NonFinite, Result
-from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.masks import Mask
@@ -27,6 +26,7 @@ from flax_mha._src.masks.visible import Visible
 from flax_mha._src.math.head import (
     Head,
     Listed,
+    ResultsOfHead,
     by_blocks,
     heads_of,
     map_heads,
@@ -35,7 +35,7 @@ from flax_mha._src.math.head import (
     vectors_by_head,
     with_float_keys,
 )
-from flax_mha._src.math.softmax import ResultsOfHead, dense_head
+from flax_mha._src.math.softmax import dense_head
 from flax_mha._src.plan import Plan
 
 
@@ -53,11 +53,10 @@ def attention(plan: Plan, call: Call) -> Result:
     first, otherwise block by block.
     """
     queries, keys = call.lengths
-    height = plan.gathered
+    height: Any = plan.gathered
     assert call.key_indices is not None
     indices, is_beyond = _unique(call.key_indices, keys)
-    are_few = height == queries
-    if are_few:
+    if height == queries:
         call = _gather_first(call, indices)
     call = with_float_keys(call, call.query.dtype)
     mask = Visible.of([call.mask, ListedMask()])
@@ -68,17 +67,13 @@ def attention(plan: Plan, call: Call) -> Result:
     groups = (indices.shape[-2], 1)
     listed = split_heads(indices, groups)
     is_beyond = vectors_by_head(is_beyond, groups)
-    one_head = functools.partial(_one_head, None if are_few else height)
-    axes = call.query.ndim - 1
-    looped_axes = plan.looped_axes or 0
-    if products_are_replaced():
-        looped_axes = axes  # see `map_heads`
     results = map_heads(
-        one_head,
+        functools.partial(_one_head, height),
         varying_alike((head, listed, is_beyond)),
-        axes,
-        looped_axes=looped_axes,
+        axes=call.query.ndim - 1,
+        looped_axes=plan.looped_axes,
         max_heads=plan.max_heads,
+        has_loops=True,
     )
     return to_caller(results, call.query.dtype)
 
@@ -115,10 +110,10 @@ def _unique(
 
 
 def _one_head(
-    height: int | None, own: tuple[Head, Int[Array, "T k"], Bool[Array, " T"]]
+    height: int, own: tuple[Head, Int[Array, "T k"], Bool[Array, " T"]]
 ) -> ResultsOfHead:
     """Computes one head, gathering the keys of `height` queries at a time; if that is
-    None, they are gathered already.
+    all queries, their keys are gathered already.
 
     `own` is the head, the keys that its queries list, and which rows must be NaN,
     because their lists are out of range.
@@ -131,7 +126,7 @@ def _one_head(
     query_flags = jnp.where(is_beyond, jnp.inf, nonfinite.query)
     nonfinite = nonfinite._replace(query=query_flags)
     head = dataclasses.replace(head, nonfinite=nonfinite)
-    if height is None:
+    if height == queries:
 
         def split(x: Array) -> Array:
             return x.reshape(queries, count, *x.shape[1:])

@@ -42,7 +42,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import Call, LogSumExp, Result
+from flax_mha._src.call.operands import Call, Result
 from flax_mha._src.core.eight_bits import as_floats
 from flax_mha._src.core.tile import Grid, Scalar, Tile
 from flax_mha._src.core.tracing import (
@@ -53,6 +53,7 @@ from flax_mha._src.core.tracing import (
 )
 from flax_mha._src.masks.visible import Visible
 from flax_mha._src.math.head import (
+    ResultsOfHead,
     by_blocks,
     map_heads,
     scores_of,
@@ -63,9 +64,6 @@ from flax_mha._src.math.head import (
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule, times
 from flax_mha._src.math.softmax import OnlineSoftmax
 from flax_mha._src.plan import KeyBlocks, Plan
-
-# Output, log-sum-exp and, with `return_max_score`, each query's largest score.
-Results = tuple[Float[Array, "*B K G T Hv"], LogSumExp, Float[Array, "*B K G T"] | None]
 
 # XLA's CPU cuts blocks out of these dtypes faster as integers with the same bits: it
 # converts such floats first.
@@ -127,18 +125,6 @@ class Block(NamedTuple):
     flags: Float[Array, "*B K 1 s"] | None
 
 
-class HeadInBlock(NamedTuple):
-    """What one head needs of a block to add it to the online softmax."""
-
-    products: list[Float[Array, "t s"]]  # for each array in `Block.keys`
-    query_scale: Float[Array, ""] | None
-    scales: list[Float[Array, " s"]] | None
-    score_inputs: ScoreInputs
-    rule: ScoreRule
-    flags: Float[Array, " s"] | None
-    state: OnlineSoftmax
-
-
 def attention(plan: Plan, call: Call) -> Result:
     """Computes a call in blocks of keys, with the sizes in `plan.in_place`. JAX cannot
     differentiate it.
@@ -161,7 +147,7 @@ def attention(plan: Plan, call: Call) -> Result:
     return to_caller(results, call.query.dtype)
 
 
-def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], Results]:
+def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], ResultsOfHead]:
     """Returns `_attend` with a rule for `jax.vmap`, which makes the mapped axis one
     more batch axis.
 
@@ -174,11 +160,11 @@ def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], Results]:
     @attend.def_vmap
     def one_more_axis(
         size: int, in_batched: list[Any], inputs: Inputs
-    ) -> tuple[Results, Any]:
+    ) -> tuple[ResultsOfHead, Any]:
         [is_mapped] = in_batched
         keys_are_mapped = all(jax.tree.leaves(is_mapped.stored))
 
-        def on_one_device(inputs: Inputs) -> Results:
+        def on_one_device(inputs: Inputs) -> ResultsOfHead:
             if size == 0 or not keys_are_mapped:  # no new batch axis
                 in_blocks = functools.partial(_attend, blocks._replace(wide=None))
                 axes = jax.tree.map(lambda mapped: 0 if mapped else None, is_mapped)
@@ -203,7 +189,7 @@ def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], Results]:
     return attend
 
 
-def _attend(blocks: KeyBlocks, inputs: Inputs) -> Results:
+def _attend(blocks: KeyBlocks, inputs: Inputs) -> ResultsOfHead:
     """Computes all queries, in `blocks` or in wider ones.
 
     If an output is not finite, computes them again: guarded or, without masks, without
@@ -237,7 +223,7 @@ def _attend(blocks: KeyBlocks, inputs: Inputs) -> Results:
     if wide is None:
         results = _entries(blocks, part)
     else:
-        most_are_seen = _seen(blocks, part, num_keys).mean() > 0.5
+        most_are_seen = _seen(blocks, part).mean() > 0.5
         results = lax.cond(
             most_are_seen,
             lambda: _entries(wide, part),
@@ -250,7 +236,7 @@ def _attend(blocks: KeyBlocks, inputs: Inputs) -> Results:
     if not masks and not blocks.block_diagonal and wide is None:
         return results
 
-    def again() -> Results:
+    def again() -> ResultsOfHead:
         if masks:
             return _entries(blocks, part._replace(guarded=True))
         return _entries(blocks._replace(block_diagonal=False), part)
@@ -259,7 +245,7 @@ def _attend(blocks: KeyBlocks, inputs: Inputs) -> Results:
     return lax.cond(jnp.isfinite(output).all(), lambda: results, again)
 
 
-def _entries(blocks: KeyBlocks, part: BatchSlice) -> Results:
+def _entries(blocks: KeyBlocks, part: BatchSlice) -> ResultsOfHead:
     """Computes all batch entries; if `blocks.sequential`, in a loop, so that each reads
     only the keys that it needs.
     """
@@ -267,7 +253,7 @@ def _entries(blocks: KeyBlocks, part: BatchSlice) -> Results:
         return _query_blocks(blocks, part)
     batch = part.query.shape[:-4]
 
-    def one_entry(i: Int[Array, ""]) -> Results:
+    def one_entry(i: Int[Array, ""]) -> ResultsOfHead:
         place = jnp.unravel_index(i, batch)
         own = part._replace(
             first=place,
@@ -299,7 +285,7 @@ def _of_entry(tree: Any, place: tuple[Array, ...]) -> Any:
     return jax.tree.map(own, tree)
 
 
-def _query_blocks(blocks: KeyBlocks, part: BatchSlice) -> Results:
+def _query_blocks(blocks: KeyBlocks, part: BatchSlice) -> ResultsOfHead:
     """Computes attention for the queries of `part`, `blocks.height` of them at a time,
     which limits memory.
     """
@@ -308,14 +294,14 @@ def _query_blocks(blocks: KeyBlocks, part: BatchSlice) -> Results:
     if length <= blocks.height:
         return _query_block(blocks, part)
 
-    def one_block(row: Scalar) -> Results:
+    def one_block(row: Scalar) -> ResultsOfHead:
         query = lax.dynamic_slice_in_dim(part.query, row, blocks.height, axis)
         return _query_block(blocks, part._replace(query=query, row=row))
 
     return by_blocks(one_block, length, blocks.height, axis)
 
 
-def _query_block(blocks: KeyBlocks, part: BatchSlice) -> Results:
+def _query_block(blocks: KeyBlocks, part: BatchSlice) -> ResultsOfHead:
     """Computes one block of queries, by an online softmax over the blocks of keys that
     may hold visible keys.
     """
@@ -330,7 +316,7 @@ def _query_block(blocks: KeyBlocks, part: BatchSlice) -> Results:
     step = functools.partial(_step, blocks, part)
     if blocks.unconditional:
         return step(0, state).finish()
-    begin, end = _visited(blocks, part, part.stored.key.shape[-3])
+    begin, end = _visited(blocks, part)
     if blocks.whole:
         # Not a loop: XLA (jax 0.10) would fuse reading with writing new keys, outside
         # of it, and copy the cache.
@@ -340,13 +326,11 @@ def _query_block(blocks: KeyBlocks, part: BatchSlice) -> Results:
     return state.finish()
 
 
-def _visited(
-    blocks: KeyBlocks, part: BatchSlice, num_keys: int
-) -> tuple[Scalar, Scalar]:
+def _visited(blocks: KeyBlocks, part: BatchSlice) -> tuple[Scalar, Scalar]:
     """Returns the range of key blocks to read, as first and end (exclusive); all
     visible keys are in it.
     """
-    is_seen = _seen(blocks, part, num_keys)
+    is_seen = _seen(blocks, part)
     is_seen = is_seen.any(range(is_seen.ndim - 1))
     from_end = is_seen[::-1]
     first = jnp.argmax(is_seen).astype(jnp.int32)
@@ -355,14 +339,12 @@ def _visited(
     return first, jnp.where(is_seen.any(), is_seen.size - num_after, 0)
 
 
-def _seen(
-    blocks: KeyBlocks, part: BatchSlice, num_keys: int
-) -> Bool[Array, "*#B #K #G count"]:
+def _seen(blocks: KeyBlocks, part: BatchSlice) -> Bool[Array, "*#B #K #G count"]:
     """Returns, for each block of keys, whether any query of `part` may attend to a key
     in it.
     """
     rule = part.rule
-    count = -(-num_keys // blocks.width)
+    count = -(-part.stored.key.shape[-3] // blocks.width)
     if rule.ring is not None:
         # Of a ring cache, all slots that have been written.
         newest = jnp.asarray(rule.offsets.values[1])
@@ -406,8 +388,8 @@ def _step(
         query = part.query[..., features]
         products.append(_key_products(query, keys, part.rule, blocks.block_diagonal))
 
-    def one_head(own: HeadInBlock) -> tuple[OnlineSoftmax, Array]:
-        rule = own.rule
+    def one_head(own: tuple) -> tuple[OnlineSoftmax, Array]:
+        products, query_scale, scales, flags, score_inputs, rule, state = own
         tile = Tile(
             part.row,
             column,
@@ -415,12 +397,11 @@ def _step(
             offsets=rule.offsets.values,
             ring=rule.ring,
         )
-        products = own.products
-        if own.query_scale is not None:
-            products = [x * own.query_scale for x in products]
-        if own.scales is not None:
+        if query_scale is not None:
+            products = [x * query_scale for x in products]
+        if scales is not None:
             # If keys hold no values, the second scale is only for the values.
-            pairs = zip(products, own.scales, strict=False)
+            pairs = zip(products, scales, strict=False)
             products = [x * scale[None, :] for x, scale in pairs]
         product = sum(products[1:], products[0])
 
@@ -429,9 +410,9 @@ def _step(
         # (`poison`). `rule.tile` replaces masked scores.
         poison = product * 0
         product = product + poison
-        if own.flags is not None:
-            poison = poison + own.flags[None]
-        s = rule.tile(product, own.score_inputs.cut(tile), tile, poison=poison)
+        if flags is not None:
+            poison = poison + flags[None]
+        s = rule.tile(product, score_inputs.cut(tile), tile, poison=poison)
         # The last block begins with keys of the block before it; they count once.
         if num_keys % blocks.width:
             s = jnp.where(tile.columns >= i * blocks.width, s, -jnp.inf)
@@ -440,22 +421,22 @@ def _step(
         # rounds them, also in l. With scales, they are rounded after the multiplication
         # by the values' scale, and l is not.
         rounded = None
-        if own.scales is None:
+        if scales is None:
             rounded = dtype
-        state, weights = own.state.rescale(s, dtype=rounded)
+        state, weights = state.rescale(s, dtype=rounded)
         weights = times(weights, rule.dropout_multiplier(tile, s.dtype))
-        if own.scales is not None:
-            weights = weights * own.scales[1][None, :]
+        if scales is not None:
+            weights = weights * scales[1][None, :]
         return state, weights.astype(dtype)
 
-    heads = HeadInBlock(
-        products=products,
-        query_scale=part.query_scale,
-        scales=block.scales,
-        score_inputs=part.score_inputs,
-        rule=part.rule,
-        flags=block.flags,
-        state=state,
+    heads = (
+        products,
+        part.query_scale,
+        block.scales,
+        block.flags,
+        part.score_inputs,
+        part.rule,
+        state,
     )
     state, weights = map_heads(one_head, heads, axes=part.query.ndim - 2)
     weighted = _value_products(weights, block.value, part.rule, blocks.block_diagonal)

@@ -54,7 +54,7 @@ def _dense(plan: Plan, call: Call) -> Result:
         functools.partial(dense_head, plan.fuses_rows),
         head,
         axes=head.query.ndim - 2,
-        looped_axes=plan.looped_axes or 0,
+        looped_axes=plan.looped_axes,
         max_heads=plan.max_heads,
     )
     return to_caller(results, call.query.dtype)

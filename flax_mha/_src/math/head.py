@@ -23,12 +23,17 @@ from jaxtyping import Array, Float, Int
 from flax_mha._src import guard
 from flax_mha._src.call.operands import Call, LogSumExp, NonFinite, Result
 from flax_mha._src.core.eight_bits import dequantize_cache
+from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Offsets, Scalar, Tile
 from flax_mha._src.core.tracing import T, being_traced
 from flax_mha._src.masks import Mask
+from flax_mha._src.math.derivatives import replace_at
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
 
 AnyArray = TypeVar("AnyArray", Array, np.ndarray)
+# Output, log-sum-exp and, with `return_max_score`, the largest score of each row (the
+# scores of one query): of one head or, with axes L, of many.
+ResultsOfHead = tuple[Float[Array, "*L T Hv"], LogSumExp, Float[Array, "*L T"] | None]
 
 
 class Listed(NamedTuple):
@@ -245,12 +250,7 @@ def vectors_by_head(
     return lax.reshape(x, (*x.shape[:rank], *groups, x.shape[-1]))
 
 
-def to_caller(
-    results: tuple[
-        Float[Array, "*B K G T Hv"], LogSumExp, Float[Array, "*B K G T"] | None
-    ],
-    dtype: DTypeLike,
-) -> Result:
+def to_caller(results: ResultsOfHead, dtype: DTypeLike) -> Result:
     """Converts results from the layout of one head to the caller's layout [B..., T, N],
     and the output to `dtype`.
     """
@@ -282,8 +282,9 @@ def map_heads(
     one_head: Callable[[Any], Any],
     operands: Any,
     axes: int,
-    looped_axes: int = 0,
+    looped_axes: int | None = None,
     max_heads: int | None = None,
+    has_loops: bool = False,
 ) -> Any:
     """Maps `one_head` over batch entries and heads, the first `axes` axes of every
     array.
@@ -293,18 +294,20 @@ def map_heads(
     The first `looped_axes` axes are looped over (`lax.map`), the others are vmapped.
     Every result begins with the same axes.
 
-    If `one_head` has loops with matrix products, and a tool has replaced these
-    (`products_are_replaced`), pass all axes as `looped_axes`: to vmap a loop, JAX calls
-    `lax.dot_general` with the operands inside the tool's own products.
-
     Args:
       one_head: A function of a pytree of arrays.
       operands: Pytree of arrays [axes..., part of one head].
       axes: The number of leading axes to map over.
-      looped_axes: How many of these to loop over.
+      looped_axes: How many of these to loop over; None means 0.
       max_heads: The most heads to vmap at a time; if there are more, a loop runs over
         parts of them. None: no limit.
+      has_loops: Whether `one_head` has loops with matrix products. If a tool has
+        replaced these (`products_are_replaced`), all axes are looped over: to vmap a
+        loop, JAX calls `lax.dot_general` with the operands inside the tool's own
+        products.
     """
+    if has_loops and products_are_replaced():
+        looped_axes = axes
     leaves, structure = jax.tree.flatten(operands)
 
     # Axes of length 1 are dropped before mapping, so no array is repeated.
@@ -325,7 +328,7 @@ def map_heads(
             unmapped.append(axis)
             continue
         size = leaves[is_mapped.index(True)].shape[axis]
-        is_looped = axis < looped_axes
+        is_looped = axis < (looped_axes or 0)
         group = size  # the number of entries to vmap at a time
         if is_looped:
             group = 1
@@ -356,17 +359,12 @@ def _loop(
     """Maps `run` over the first axis of leaves marked in `is_mapped`, in a loop that
     vmaps `group` entries at once.
     """
+    places = [i for i, flag in enumerate(is_mapped) if flag]
 
     def entry(mapped: list) -> Any:
-        following = iter(mapped)
-        both = []
-        for leaf, flag in zip(leaves, is_mapped, strict=True):
-            if flag:
-                leaf = next(following)
-            both.append(leaf)
-        return run(both)
+        return run(replace_at(leaves, places, mapped))
 
-    mapped = [leaf for leaf, flag in zip(leaves, is_mapped, strict=True) if flag]
+    mapped = [leaves[i] for i in places]
     batch_size = None if group == 1 else group
     return lax.map(entry, mapped, batch_size=batch_size)
 

@@ -23,12 +23,8 @@ from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import T
 from flax_mha._src.math.derivatives import Function, Tangents
-from flax_mha._src.math.head import Head
-from flax_mha._src.math.scores import ScoreInputs, ScoreRule
-
-# Output, log-sum-exp and, with `return_max_score`, the largest score of each row (the
-# scores of one query).
-ResultsOfHead = tuple[Float[Array, "t Hv"], LogSumExp, Float[Array, " t"] | None]
+from flax_mha._src.math.head import Head, ResultsOfHead
+from flax_mha._src.math.scores import ScoreInputs
 
 # Names for policies of `jax.checkpoint`: gradients need the inputs, the output and the
 # log-sum-exp. Gradients of `_differentiable` also need the products of queries and
@@ -49,7 +45,7 @@ def attention_operation(
     compute: Callable[..., Any],
     with_tangents: Callable[[Any, Any], tuple[Any, Array, Array]],
     *arguments: Any,
-) -> tuple[Float[Array, "... Hv"], LogSumExp, Float[Array, "..."] | None]:
+) -> ResultsOfHead:
     """Returns `compute(*arguments)`, output, log-sum-exp and largest scores, as one JAX
     operation with derivatives of every order.
 
@@ -154,7 +150,7 @@ def rows_of(head: Head, tile: Tile, fuse: bool) -> ResultsOfHead:
     # S = Q K^T, masked
     products = rule.products(query, key)
     s = rule.tile(products, head.inputs, tile, poison=poison, fused=fuse)
-    return _softmax(s, head.value, head.inputs, rule, tile, fused=fuse)
+    return _softmax(s, head, tile, fused=fuse)
 
 
 def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
@@ -167,7 +163,7 @@ def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
     products = checkpoint_name(products, "attention_scores")
     s = rule.differentiable_tile(products, head.inputs, whole)
     if head.nonfinite is None:
-        return _softmax(s, head.value, head.inputs, rule, whole, fused=fuse)
+        return _softmax(s, head, whole, fused=fuse)
 
     # A row becomes NaN if it attends to any flag: then a visible score plus the flag is
     # infinity. Its scores are replaced before the softmax, so that its gradient is 0.
@@ -176,7 +172,7 @@ def _differentiable(head: Head, fuse: bool = False) -> ResultsOfHead:
     has_no_flag = fixed + guard.poison_of_scores(head.nonfinite) < jnp.inf
     is_nan = ~jnp.all(is_masked | has_no_flag, axis=1)
     s = jnp.where(is_nan[:, None], jnp.zeros_like(s), s)
-    output, lse, largest = _softmax(s, head.value, head.inputs, rule, whole)
+    output, lse, largest = _softmax(s, head, whole)
     output = jnp.where(is_nan[:, None], jnp.full_like(output, jnp.nan), output)
     nan = jnp.full_like(lse.log_sum, jnp.nan)
     lse = lse._replace(log_sum=jnp.where(is_nan, nan, lse.log_sum))
@@ -198,14 +194,9 @@ _raise_masked.defjvp(lambda primals, tangents: (_raise_masked(*primals), *tangen
 
 
 def _softmax(
-    s: Float[Array, "t s"],
-    value: Float[Array, "*t s Hv"],
-    inputs: ScoreInputs,
-    rule: ScoreRule,
-    tile: Tile,
-    fused: bool = False,
+    s: Float[Array, "t s"], head: Head, tile: Tile, fused: bool = False
 ) -> ResultsOfHead:
-    """Computes output, log-sum-exp and largest scores from scores and values; for
+    """Computes output, log-sum-exp and largest scores from scores and `head.value`; for
     `fused` see `ScoreRule.tile`.
 
     With scores S, values V and a sink z, each row of the output is::
@@ -213,11 +204,13 @@ def _softmax(
         m = max(rowmax(S), z)      P = exp(S - m)      l = rowsum(P) + exp(z - m)
         O = P V / l                LSE = m + log(l)
     """
+    value = head.value
+    rule = head.rule
     lowest = jnp.finfo(s.dtype).min
-    sink = inputs.sink
+    sink = head.inputs.sink
     # Masked scores may be replaced by the lowest number, unless a bias or `score_mod`
     # may give it to visible scores.
-    may_be_lowest = inputs.bias is not None or rule.score_mod is not None
+    may_be_lowest = head.inputs.bias is not None or rule.score_mod is not None
     replaced = s.size > 0 and not (fused or rule.on_gpu or may_be_lowest)
     if replaced:
         s = _raise_masked(s)
@@ -407,9 +400,7 @@ class OnlineSoftmax(NamedTuple):
             largest=largest,
         )
 
-    def finish(
-        self,
-    ) -> tuple[Float[Array, "*L t Hv"], LogSumExp, Float[Array, "*L t"] | None]:
+    def finish(self) -> ResultsOfHead:
         """Converts the last state to output O / l, log-sum-exp m + log(l), and largest
         score (None if the state has none).
 
