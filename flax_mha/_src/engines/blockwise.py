@@ -50,7 +50,7 @@ from flax_mha._src.call.operands import (
     Result,
     accumulation_dtype,
 )
-from flax_mha._src.core.products import jit_products, products_are_replaced
+from flax_mha._src.core.products import jit_products
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike, varying_as
 from flax_mha._src.engines.engine import Engine
@@ -117,27 +117,24 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
     if blocks is None:
         blocks = _block_mask(head.rule, tiling, axes)
 
-    looped_axes = plan.looped_axes or 0
-    if plan.looped_axes is not None and not blocks.single:
+    looped_axes = plan.looped_axes
+    if looped_axes is not None and not blocks.single:
         # Heads with different numbers of tiles must not be vmapped: each would run the
         # longest loop.
         for axis in range(axes):
             if blocks.column.shape[axis] > 1:
                 looped_axes = max(looped_axes, axis + 1)
-    if products_are_replaced():
-        looped_axes = axes  # see `map_heads`
 
     known = None
     if result is not None:
         known = from_caller(result, call.groups)
-    fuse_rows = blocks.single and plan.fuses_rows
-    one_head = functools.partial(blockwise_head, tiling, fuse_rows)
     results = map_heads(
-        one_head,
+        functools.partial(_one_head, tiling, plan.fuses_rows),
         varying_alike((head, blocks, known)),
         axes,
         looped_axes=looped_axes,
         max_heads=plan.max_heads,
+        has_loops=True,
     )
     return to_caller(results, call.query.dtype)
 
@@ -161,7 +158,7 @@ def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
     return jax.tree.map(lambda x: x[new_axes], blocks)
 
 
-def blockwise_head(
+def _one_head(
     tiling: Tiling,
     fuse_rows: bool,
     operands: tuple[Head, BlockMask, tuple[Float[Array, "T Hv"], LogSumExp] | None],
@@ -171,17 +168,15 @@ def blockwise_head(
 
     Args:
       tiling: How the scores are cut into tiles.
-      fuse_rows: Whether to compute all rows of tiles together, which requires a single
-        tile in each row. Under differentiation, rows are computed one after another in
-        any case.
+      fuse_rows: Whether to compute all rows of tiles together, if each has a single
+        tile. Under differentiation, rows are computed one after another in any case.
       operands: The head, the tiles to visit, and None or, for `Engine.share`, the
         output and log-sum-exp to return.
     """
     head, blocks, known = operands
     queries, _ = tiling.lengths
-    padded_queries, _ = tiling.shape
     head = _pad(head, tiling)
-    known = jax.tree.map(lambda x: _pad_to(x, padded_queries), known)
+    known = jax.tree.map(lambda x: _pad_to(x, head.query.shape[0]), known)
     results = _attention(tiling, fuse_rows, head, blocks, known)
     return jax.tree.map(lambda x: x[:queries], results)
 
@@ -258,7 +253,7 @@ def _attention(
         return (known, largest), d_output, d_log_sum
 
     return attention_operation(
-        (tiling.shape[0], head.value.shape[1]),
+        (head.query.shape[0], head.value.shape[1]),
         head.rule,
         compute,
         with_tangents,
@@ -289,20 +284,25 @@ def _output(
             visit: TileVisit, rule: ScoreRule, state: OnlineSoftmax
         ) -> OnlineSoftmax:
             tile = visit.tile
-            K_j = tile.cut_columns(head.key, 0)
-            V_j = tile.cut_columns(head.value, 0)
             # On the mask's edge, a visit computes only the tile's rows that see a key.
-            query_flags = jax.tree.map(visit.rows, flags_i)
-            own_flags = _cut_flags(head.nonfinite, query_flags, tile)
-            S_ij, row_poison = rule.tile_scores(
-                visit.rows(Q_i), K_j, head.inputs, tile, nonfinite=own_flags
-            )
-
-            def weigh(P_ij: Array) -> Array:
-                return rule.weigh(P_ij, V_j, tile)
+            query, flags = jax.tree.map(visit.rows, (Q_i, flags_i))
+            own = _cut(head, rule, tile, query, flags)
+            products = rule.products(own.query, own.key)
+            poison = None
+            row_poison = None
+            if own.nonfinite is not None:
+                # If possible, flags change the row maximum, not the scores: XLA's CPU
+                # can then fuse it with the product.
+                masks = rule.masks_scores(own.inputs.bias)
+                if masks:
+                    poison = own.nonfinite.key[None]
+                row_poison = guard.poison_of_rows(own.nonfinite, unmasked=not masks)
+            S_ij = rule.tile(products, own.inputs, tile, poison)
 
             rows = jax.tree.map(visit.rows, state)
-            rows = rows.update(S_ij, weigh, row_poison)
+            rows, P_ij = rows.rescale(S_ij, row_poison)
+            weighted = rule.weigh(P_ij, own.value, tile)
+            rows = rows._replace(output=rows.output + weighted)
             return jax.tree.map(visit.put_rows, state, rows)
 
         # m_i = -inf, l_i = 0, O_i = 0; a sink is a score before the first tile.
@@ -333,15 +333,23 @@ def _join_rows(results: Any) -> ResultsOfHead:
     return jax.tree.map(lambda x: lax.collapse(x, 0, 2), results)
 
 
-def _cut_flags(
-    nonfinite: NonFinite | None, query_flags: Array | None, tile: Tile
-) -> NonFinite | None:
-    """Returns the flags (`guard.py`) of a tile: `query_flags`, and those of its keys;
-    None if the head has no flags.
+def _cut(
+    head: Head, rule: ScoreRule, tile: Tile, query: Array, query_flags: Array | None
+) -> Head:
+    """Returns a tile's part of a head, with the tile's `query`, the flags of it, and
+    its `rule`.
     """
-    if nonfinite is None or query_flags is None:
-        return None
-    return NonFinite(query_flags, tile.cut_columns(nonfinite.key, 0))
+    nonfinite = head.nonfinite
+    if nonfinite is not None and query_flags is not None:
+        nonfinite = NonFinite(query_flags, tile.cut_columns(nonfinite.key, 0))
+    return Head(
+        query=query,
+        key=tile.cut_columns(head.key, 0),
+        value=tile.cut_columns(head.value, 0),
+        inputs=head.inputs.cut(tile),
+        rule=rule,
+        nonfinite=nonfinite,
+    )
 
 
 def _output_of_single_tiles(
@@ -357,22 +365,14 @@ def _output_of_single_tiles(
 
     def row(part: tuple) -> ResultsOfHead:
         i, blocks, Q_i, flags_i = part
-        tile = tiling.tile(
+        tile = Tile(
             row=i * tiling.height,
             column=element(blocks.column, 0),
             shape=(tiling.height, tiling.width),
             offsets=rule.offsets.values,
+            lengths=tiling.inside,
         )
-        head_of_tile = dataclasses.replace(
-            head,
-            query=Q_i,
-            key=tile.cut_columns(head.key, 0),
-            value=tile.cut_columns(head.value, 0),
-            inputs=head.inputs.cut(tile),
-            rule=rule,
-            nonfinite=_cut_flags(head.nonfinite, flags_i, tile),
-        )
-        return rows_of(head_of_tile, tile, fuse_rows)
+        return rows_of(_cut(head, rule, tile, Q_i, flags_i), tile, fuse_rows)
 
     rows = _rows(tiling, head, blocks)
     if fuse_rows:
@@ -402,9 +402,7 @@ def _tangent(
         result,
         keys_are_finite=head.nonfinite is not None,  # `guard` zeroed the others
     )
-    backward = functools.partial(
-        _backward, tiling, head.rule.scale, head.inputs.bias is not None
-    )
+    structure = jax.tree.structure(_shared(head))
     # Summed over tiles: (P * dS) V + P dV, and rowsum(P * dS).
     weighted, d_lse = tile_sum(
         tiling,
@@ -413,7 +411,7 @@ def _tangent(
         blocks,
         residuals=[query, *(x[:, None] for x in lse), *_arguments(head)],
         linear=[d_head.query, *_arguments(d_head)],
-        backward=backward,
+        backward=functools.partial(_backward, tiling, structure),
     )
     d_lse = d_lse[:, 0]
     sink = head.inputs.sink
@@ -428,34 +426,35 @@ def _tangent(
 
 
 def _arguments(head: Head) -> list[Array]:
-    """Lists the arrays that `_tangent` passes to its tile sum last: keys, values, bias
-    if any, captured arrays.
+    """Lists the arrays that `_tangent` passes to its tile sum last: keys, values, and
+    the leaves of `_shared`.
     """
-    arrays = [head.key, head.value]
-    if head.inputs.bias is not None:
-        arrays.append(head.inputs.bias)
-    return [*arrays, *head.inputs.captured]
+    return [head.key, head.value, *jax.tree.leaves(_shared(head))]
 
 
-def _kinds(has_bias: bool, count: int) -> list[str]:
-    """Lists the kinds (see `Argument`) of the `count` arrays that follow the values in
-    `_arguments`: the bias (if `has_bias`), then captured arrays.
+def _shared(head: Head) -> ScoreInputs:
+    """Returns what tiles need of the inputs: bias, if any, and captured arrays."""
+    return head.inputs._replace(sink=None)
+
+
+def _kinds(inputs: ScoreInputs) -> list[str]:
+    """Lists the kinds (see `Argument`) of the leaves of `_shared`."""
+    kinds = ["whole"] * len(inputs.captured)
+    if inputs.bias is None:
+        return kinds
+    return ["scores", *kinds]
+
+
+def _inputs_of_tile(structure: Any, arrays: Sequence[Array]) -> ScoreInputs:
+    """Makes a tile's `ScoreInputs` from its parts of the leaves of `_shared`, which has
+    this pytree structure.
     """
-    if has_bias:
-        return ["scores"] + ["whole"] * (count - 1)
-    return ["whole"] * count
-
-
-def _inputs(arguments: Sequence[Array], has_bias: bool) -> ScoreInputs:
-    """Makes a tile's `ScoreInputs` from the arrays that follow the values in
-    `_arguments`: the bias (if `has_bias`), then captured arrays.
-    """
-    if has_bias:
-        bias, *captured = arguments
-        # Gradients are summed in float32 at least.
-        bias = bias.astype(accumulation_dtype(bias.dtype))
-        return ScoreInputs(bias, None, captured)
-    return ScoreInputs(None, None, list(arguments))
+    inputs = jax.tree.unflatten(structure, arrays)
+    if inputs.bias is None:
+        return inputs
+    # Gradients are summed in float32 at least.
+    dtype = accumulation_dtype(inputs.bias.dtype)
+    return inputs._replace(bias=inputs.bias.astype(dtype))
 
 
 def _tangent_of_tile(head: Head) -> TileSummand:
@@ -465,8 +464,9 @@ def _tangent_of_tile(head: Head) -> TileSummand:
     The function returns (P * dS) V + P dV [t, Hv], and the sum of P * dS over the
     tile's keys [t, 1].
     """
-    has_bias = head.inputs.bias is not None
-    may_be_nan = has_bias or head.rule.score_mod is not None
+    shared = _shared(head)
+    structure = jax.tree.structure(shared)
+    may_be_nan = shared.bias is not None or head.rule.score_mod is not None
 
     def compute(
         rule: ScoreRule,
@@ -486,8 +486,8 @@ def _tangent_of_tile(head: Head) -> TileSummand:
         products = rule.products(Q_i, K_j)
         S_ij, dS_ij = jax.jvp(
             lambda products, inputs: scores(products, inputs, tile),
-            (products, _inputs(inputs, has_bias)),
-            (d_products, _inputs(d_inputs, has_bias)),
+            (products, _inputs_of_tile(structure, inputs)),
+            (d_products, _inputs_of_tile(structure, d_inputs)),
         )
         if rule.score_mod is not None:
             # Its derivative may be NaN at a masked score.
@@ -501,9 +501,8 @@ def _tangent_of_tile(head: Head) -> TileSummand:
         return P_dS_V + P_dV, jnp.sum(P_dS, axis=1, keepdims=True)
 
     rows = head.query.shape[0]
-    shared = _arguments(head)
-    kinds = ["queries", "keys", "keys", *_kinds(has_bias, len(shared) - 2)]
-    query, *others = Argument.of(kinds, (head.query, *shared))
+    kinds = ["queries", "keys", "keys", *_kinds(shared)]
+    query, *others = Argument.of(kinds, (head.query, *_arguments(head)))
     dtype = head.rule.dtype
     of_rows = Argument("queries", (rows, 1), dtype)
     return TileSummand(
@@ -516,8 +515,7 @@ def _tangent_of_tile(head: Head) -> TileSummand:
 
 def _backward(
     tiling: Tiling,
-    scale: float,
-    has_bias: bool,
+    structure: Any,
     rule: ScoreRule,
     blocks: BlockMask,
     residuals: Sequence[Array],
@@ -527,16 +525,17 @@ def _backward(
     `_tangent`.
 
     `residuals` are that sum's residuals: queries, both parts of the log-sum-exp, keys,
-    values, bias (if `has_bias`) and captured arrays. `cotangents` are those of its two
-    outputs. Products of queries and keys are multiplied by `scale`. Returns the
-    cotangents of queries, keys, values, bias (if `has_bias`) and captured arrays.
+    values, and the leaves of `_shared`, which has this `structure`. `cotangents` are
+    those of its two outputs. Returns the cotangents of queries, keys, values and these
+    leaves.
     """
     query, m, log_l, key, value, *inputs = residuals
+    shared = jax.tree.unflatten(structure, inputs)
     # The transpose of `d_output = weighted - output * d_lse` in `_tangent` gives the
     # second cotangent: that of the log-sum-exp, minus D = rowsum(dO * O).
     d_output, minus_D = cotangents
     d_output = d_output.astype(query.dtype)
-    may_be_nan = has_bias or rule.score_mod is not None
+    may_be_nan = shared.bias is not None or rule.score_mod is not None
 
     def compute(
         rule: ScoreRule,
@@ -550,7 +549,7 @@ def _backward(
 
         # S_ij, and `pull` from dS_ij to the cotangents of Q_i K_j^T and of the inputs.
         products = rule.products(Q_i, K_j)
-        score_inputs = _inputs(inputs_ij, has_bias)
+        score_inputs = _inputs_of_tile(structure, inputs_ij)
         if safe:
             S_ij, pull = jax.vjp(
                 lambda products, inputs: rule.differentiable_tile(
@@ -571,12 +570,10 @@ def _backward(
         # A CPU multiplies faster if the result is wide: the transposes [F, s].
         dK_j_transposed = rule.dot(_for_gradients(Q_i_transposed), d_products)
         dV_j_transposed = rule.dot(dO_i_transposed, times(P_ij, dropout))
-        gradients = [dQ_i, dK_j_transposed, dV_j_transposed]
-        if d_inputs.bias is not None:
-            gradients.append(d_inputs.bias)
-        return *gradients, *d_inputs.captured
+        gradients_of_inputs = jax.tree.leaves(d_inputs)
+        return dQ_i, dK_j_transposed, dV_j_transposed, *gradients_of_inputs
 
-    kinds = _kinds(has_bias, len(inputs))
+    kinds = _kinds(shared)
     kinds_of_rows = ("queries", "queries transposed", "queries")
     sum_residuals = [query, query, m, log_l, key, value, *inputs]
     sum_linear = [d_output, d_output, minus_D]
@@ -586,8 +583,8 @@ def _backward(
         residuals=Argument.of(residual_kinds, sum_residuals),
         linear=Argument.of(kinds_of_rows, sum_linear),
         outputs=(
-            Argument("queries", query.shape, query.dtype, factor=scale),
-            Argument("keys transposed", key.shape[::-1], key.dtype, factor=scale),
+            Argument("queries", query.shape, query.dtype, factor=rule.scale),
+            Argument("keys transposed", key.shape[::-1], key.dtype, factor=rule.scale),
             Argument("keys transposed", value.shape[::-1], value.dtype),
             *Argument.of(kinds, inputs),
         ),

@@ -14,8 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from flax_mha._src import guard
-from flax_mha._src.call.operands import NonFinite, ScoreFields, accumulation_dtype
+from flax_mha._src.call.operands import ScoreFields, accumulation_dtype
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.math.derivatives import reverse_only
 
@@ -87,33 +86,6 @@ class ScoreRule(ScoreFields):
             precision=self.precision,
             preferred_element_type=self.dtype,
         )
-
-    def tile_scores(
-        self,
-        query: Float[Array, "t H"],
-        key: Float[Array, "s H"],
-        inputs: ScoreInputs,
-        tile: Tile,
-        nonfinite: NonFinite | None,
-    ) -> tuple[Float[Array, "t s"], Float[Array, " t"] | None]:
-        """Computes a tile's scores, and a number for each row, NaN or 0, to add to the
-        row's largest score.
-
-        The numbers are None without `nonfinite`, the flags of the tile's queries and
-        keys that held NaN or infinity (`guard.py`). `inputs` belong to the whole head.
-        """
-        products = self.products(query, key)
-        poison = None
-        row_poison = None
-        if nonfinite is not None:
-            # If possible, flags change the row maximum, not the scores: XLA's CPU can
-            # then fuse it with the product.
-            masks = self.masks_scores(inputs.bias)
-            if masks:
-                poison = nonfinite.key[None]
-            row_poison = guard.poison_of_rows(nonfinite, unmasked=not masks)
-        scores = self.tile(products, inputs.cut(tile), tile, poison)
-        return scores, row_poison
 
     def weigh(
         self, weights: Float[Array, "t s"], value: Float[Array, "s Hv"], tile: Tile

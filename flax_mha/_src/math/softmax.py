@@ -326,7 +326,7 @@ class OnlineSoftmax(NamedTuple):
             m = max(m', rowmax(S))    P = exp(S - m)    l = exp(m' - m) l' + rowsum(P)
             O = exp(m' - m) O' + P V
 
-        The state holds O without the term P V, which `update` adds.
+        The state holds O without the term P V, which the caller adds.
 
         Args:
           scores: Scores S of a block of keys, -inf where masked.
@@ -361,18 +361,6 @@ class OnlineSoftmax(NamedTuple):
         # -inf would be NaN.
         lowest = lax.full_like(running_max, jnp.finfo(running_max.dtype).min)
         return running_max, lax.max(running_max, lowest)
-
-    def update(
-        self,
-        scores: Float[Array, "t s"],
-        weigh: Callable[[Array], Array],
-        row_poison: Float[Array, " t"] | None = None,
-    ) -> "OnlineSoftmax":
-        """Adds a block of keys; `weigh(weights)` returns the weighted sums [t, Hv] of
-        the block's values.
-        """
-        state, weights = self.rescale(scores, row_poison)
-        return state._replace(output=state.output + weigh(weights))
 
     def merge(
         self,

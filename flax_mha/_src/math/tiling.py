@@ -72,23 +72,6 @@ class Tiling(NamedTuple):
     def band_height(self) -> int:
         return self.height // self.bands
 
-    def grid(self, offsets: tuple[Scalar, Scalar]) -> Grid:
-        """Returns the grid of rectangles, each one band high and one cell wide, for
-        which `occupancy` is computed.
-        """
-        counts = (self.rows * self.bands, self.cells)
-        shape = (self.band_height, self.cell_width)
-        return Grid(counts, shape, offsets, self.inside)
-
-    def tile(
-        self,
-        row: Scalar,
-        column: Scalar,
-        shape: tuple[int, int],
-        offsets: tuple[Scalar, Scalar],
-    ) -> Tile:
-        return Tile(row, column, shape, offsets, self.inside)
-
 
 def tiling_of(
     lengths: tuple[int, int], largest: TileShape, fine: bool = False
@@ -138,10 +121,15 @@ def _cut_up(length: int, largest: int, bands: int) -> tuple[int, int]:
 def occupancy(
     tiling: Tiling, mask: Mask | None, offsets: tuple[Scalar, Scalar]
 ) -> Occupancy:
-    """Computes whether any, and whether all, scores are visible in each rectangle of
-    `tiling.grid`.
+    """Computes whether any, and whether all, scores are visible in each rectangle that
+    is one band high and one cell wide.
     """
-    grid = tiling.grid(offsets)
+    grid = Grid(
+        counts=(tiling.rows * tiling.bands, tiling.cells),
+        tile_shape=(tiling.band_height, tiling.cell_width),
+        offsets=offsets,
+        lengths=tiling.inside,
+    )
     everything = np.ones(grid.counts, bool)
     mask = padded_mask(mask, tiling)
     if mask is None:
@@ -543,18 +531,20 @@ def over_keys(
         row = i * tiling.height + band.first
         column = element(blocks.column, n)
         shape = (band.end - band.first, tiling.width)
-        tile = tiling.tile(row, column, shape, rule.offsets.values)
+        tile = Tile(row, column, shape, rule.offsets.values, tiling.inside)
         return step(TileVisit(band.first, tile), rule, state)
 
     def visit_all(
         bands: tuple[TileBand, ...], rule: ScoreRule, first: Any, end: Any, state: T
     ) -> T:
         visits = [functools.partial(visit, band, rule) for band in bands]
-        if len(visits) == 1:
-            visit_one = visits[0]
-        else:
+
+        def visit_one(n: Scalar, state: T) -> T:
+            if len(visits) == 1:
+                return visits[0](n, state)
             # A band is a shape, so each has a branch of its own.
-            visit_one = functools.partial(_visit_band, blocks.band, visits)
+            return lax.switch(element(blocks.band, n), visits, n, state)
+
         if blocks.single:
             return visit_one(0, state)
         return lax.fori_loop(first, end, visit_one, state)
@@ -570,12 +560,6 @@ def over_keys(
         end = blocks.num_tiles
         state = visit_all(blocks.partial_bands, masked, first, end, state)
     return state
-
-
-def _visit_band(
-    band: Any, visits: Sequence[Callable[[Scalar, T], T]], n: Scalar, state: T
-) -> T:
-    return lax.switch(element(band, n), visits, n, state)
 
 
 def element(x: Any, place: Scalar) -> Int[Array, ""]:
