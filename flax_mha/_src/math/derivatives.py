@@ -11,7 +11,6 @@ primitive in this file supports all of them.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -71,23 +70,22 @@ def linear_function(
     evaluate: Callable[..., Sequence[Array]],
     transpose: Callable[[Sequence[Any], Sequence[Array]], Sequence[Array]],
     first: int,
-    tangent: Callable[[Sequence[Any], Tangents], Sequence[Array]] | None = None,
+    portable: Callable[..., Sequence[Array]] | None = None,
     program: Program | None = None,
 ) -> Function:
     """Makes a `Function` that is linear in `arguments[first:]` jointly: its tangent is
     the function of their tangents.
 
-    If an earlier argument has a tangent, `tangent(arguments, tangents)` computes the
-    outputs' tangents; by default, JAX differentiates `evaluate`. The other parameters
-    are fields of `Function`.
+    If an earlier argument has a tangent, JAX differentiates `portable` instead, which
+    computes the same; None means `evaluate` itself. The other parameters are fields of
+    `Function`.
     """
-    if tangent is None:
-        tangent = functools.partial(differentiate, evaluate)
 
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:
         outputs = function(*arguments)
         if min(tangents) < first:
-            return outputs, tangent(arguments, tangents)
+            differentiable = portable or evaluate
+            return outputs, differentiate(differentiable, arguments, tangents)
         linear = []
         for i in range(first, len(arguments)):
             linear.append(tangents.get(i, jnp.zeros_like(arguments[i])))

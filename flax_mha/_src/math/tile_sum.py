@@ -24,7 +24,7 @@ from jaxtyping import Array
 from flax_mha._src.call.operands import accumulation_dtype
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_as
-from flax_mha._src.math.derivatives import Function, differentiate, linear_function
+from flax_mha._src.math.derivatives import Function, differentiate
 from flax_mha._src.math.scores import ScoreRule
 from flax_mha._src.math.tiling import (
     BlockMask,
@@ -201,8 +201,7 @@ def tile_sum(
     `linear`. `backward(rule, blocks, residuals, cotangents)` computes the transpose of
     the sum; None uses `function.transposed`.
     """
-    # Rule and block mask have no tangent.
-    context, structure = jax.tree.flatten(lax.stop_gradient((rule, blocks)))
+    context, structure = jax.tree.flatten((rule, blocks))
     operation = _sum_of(tiling, function, structure, backward)
     return operation(*context, *residuals, *linear)
 
@@ -217,24 +216,34 @@ def _sum_of(
     residuals and linear arguments.
     """
     count = structure.num_leaves
+    num_residuals = len(function.residuals)
+    first_linear = count + num_residuals
 
     def split(arguments: Sequence[Any]) -> tuple[ScoreRule, BlockMask, Sequence[Any]]:
         rule, blocks = jax.tree.unflatten(structure, arguments[:count])
         return rule, blocks, arguments[count:]
 
-    def tangent(
-        arguments: Sequence[Any], tangents: Mapping[int, Array]
-    ) -> Sequence[Array]:
+    def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         rule, blocks, values = split(arguments)
-        along = {i - count: x for i, x in sorted(tangents.items())}
-        return tile_sum(
-            tiling=tiling,
-            function=function.jvp(tuple(along)),
-            rule=rule,
-            blocks=blocks,
-            residuals=values,
-            linear=list(along.values()),
-        )
+        # Rule and block mask have no tangent.
+        along = {i - count: x for i, x in sorted(tangents.items()) if i >= count}
+        is_linear = all(i >= num_residuals for i in along)
+        if is_linear:
+            # The tangent is the same function of the linear arguments' tangents.
+            linear = []
+            for i in range(num_residuals, len(values)):
+                linear.append(along.get(i, jnp.zeros_like(values[i])))
+            d_result = result(*arguments[:first_linear], *linear)
+        else:
+            d_result = tile_sum(
+                tiling=tiling,
+                function=function.jvp(tuple(along)),
+                rule=rule,
+                blocks=blocks,
+                residuals=values,
+                linear=list(along.values()),
+            )
+        return result(*arguments), d_result
 
     def transpose(
         residuals: Sequence[Any], cotangents: Sequence[Array]
@@ -255,13 +264,14 @@ def _sum_of(
         rule, blocks, values = split(arguments)
         return _sum_rows(tiling, function, rule, blocks, values)
 
-    return linear_function(
-        function.outputs,
-        evaluate,
-        transpose,
-        first=count + len(function.residuals),
-        tangent=tangent,
+    result = Function(
+        outputs=function.outputs,
+        evaluate=evaluate,
+        jvp=jvp,
+        transpose=transpose,
+        first_linear=first_linear,
     )
+    return result
 
 
 def _sum_rows(

@@ -8,7 +8,6 @@ gradient; the derivatives of this gradient are derivatives of the portable engin
 gradient.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -266,7 +265,7 @@ def _tangent(
             run,
             transpose_again,
             first,
-            tangent=functools.partial(differentiate, portable_gradient),
+            portable=portable_gradient,
             program=program,
         )
         return gradient(*residuals, *cotangents)
