@@ -362,6 +362,7 @@ def test_the_masks_of_a_call_show_the_same_together(name):
     tree = merged(TOGETHER[name]).canonical(SHAPE)
     visible = Visible.of([tree])
     assert visible == Visible.of([tree, tree])
+    assert visible == Visible.of([visible, None])
     axes = jax.tree.leaves(visible.map_arrays(lambda _, axes: axes))
     assert [len(x.split()) for x in axes] == [x.ndim for x in jax.tree.leaves(visible)]
 

@@ -105,26 +105,26 @@ def on_device(call: Call, implementation: str | None = None) -> Result:
     one.
     """
     name = _supported(call, implementation)
-    on_cpu = None
+    cpu_target = None
     if implementation is None:
-        on_cpu = _on_cpu(call, name)
+        cpu_target = _on_cpu(call, name)
         _warn_of_unknown_sharding(call, name)
     engine = ENGINES[name]
     if engine.platform is None:
         return compute(engine, call)
-    return _run_kernel(engine, call, on_cpu)
+    return _run_kernel(engine, call, cpu_target)
 
 
-def _run_kernel(engine: Engine, call: Call, on_cpu: Target | None) -> Result:
+def _run_kernel(engine: Engine, call: Call, cpu_target: Target | None) -> Result:
     """Computes a call by a kernel, `engine`, and the derivatives that the kernel lacks
     by a portable engine.
 
-    If the program is compiled for a CPU, it computes the call for the target `on_cpu`
-    instead; None: that cannot happen, or does not matter.
+    If the program is compiled for a CPU, it computes the call for `cpu_target` instead;
+    None: that cannot happen, or does not matter.
     """
     kernel = functools.partial(compute, engine)
     portable = functools.partial(compute, ENGINES[PORTABLE])
-    if on_cpu is None:
+    if cpu_target is None:
         return with_derivatives(kernel, portable, call, None)
     platform = call.target.platform
 
@@ -132,8 +132,9 @@ def _run_kernel(engine: Engine, call: Call, on_cpu: Target | None) -> Result:
         return with_derivatives(kernel, portable, call, platform).output
 
     def of_cpu(call: Call) -> Array:
-        return on_device(call.replace(target=on_cpu)).output
+        return on_device(call.replace(target=cpu_target)).output
 
+    # Kernels refuse calls that ask for more than the output.
     output = lower_for_platform(platform, of_kernel, of_cpu, call)
     return Result(output, None)
 
@@ -353,11 +354,11 @@ def _explain_part(
 ) -> Explanation:
     chosen = _supported(call, implementation, in_ring)
     chosen_on_cpu = None
-    on_cpu = None
+    cpu_target = None
     if implementation is None:
-        on_cpu = _on_cpu(call, chosen)
-    if on_cpu is not None:
-        chosen_on_cpu = choose(call.replace(target=on_cpu))
+        cpu_target = _on_cpu(call, chosen)
+    if cpu_target is not None:
+        chosen_on_cpu = choose(call.replace(target=cpu_target))
     variant = None
     # Kernels and hops of a ring have one algorithm each.
     engine = ENGINES[chosen]

@@ -570,7 +570,7 @@ class Step(NamedTuple):
 
         If `in_place`, the call reads the cache without a copy where that is possible.
         """
-        source = self._source_of_keys(is_empty, in_place)
+        source = self._read_from(is_empty, in_place)
         call = self._call(source)
         # Only attention in place, and over gathered keys, can dequantize 8 bits itself;
         # all others need floats.
@@ -580,7 +580,7 @@ class Step(NamedTuple):
             return call
         return self._call("copy")
 
-    def _source_of_keys(self, is_empty: bool, in_place: bool) -> Source:
+    def _read_from(self, is_empty: bool, in_place: bool) -> Source:
         if is_empty:
             return "new tokens"
         # In a ring, each new token may have overwritten a key of the queries before it.

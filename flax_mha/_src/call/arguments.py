@@ -472,6 +472,7 @@ def canonical(
     window = check_window(arguments.get("local_window_size"))
     query_offset = arguments.get("query_offset", NO_OFFSET)
     key_offset = arguments.get("key_value_offset", NO_OFFSET)
+    # With any offset, even 0, the arrays may be slices of longer sequences.
     is_whole = query_offset is NO_OFFSET and key_offset is NO_OFFSET
     offsets = Offsets()
     if not is_whole:
@@ -579,7 +580,7 @@ def with_keys(
         has_known_sizes=all(isinstance(size, int) for size in sizes),
         **keys,
     )
-    # Masks without arrays call no function.
+    # A mask that calls a function holds arrays, at least the indices of its heads.
     if call.score_mod is not None or jax.tree.leaves(visible):
         check_lookups(shape, call.score_mod, visible, call.offsets, call.lengths)
     return call

@@ -292,11 +292,10 @@ def _key(compared: object) -> tuple:
 
 
 def _rules(body: Body, function: object) -> list[Any]:
-    """Lists what else must be equal for equal functions: jaxprs of derivatives, which
-    show rules of custom derivatives.
+    """Lists what two functions must share, besides equal jaxprs, to count as equal:
+    jaxprs of their derivatives, because jaxprs hide the rules of custom derivatives.
 
-    Goes on while new rules appear. `function` is added if tracing fails, or if the
-    fourth derivative has new rules.
+    If these cannot show all rules, `function` is in the list: it equals only itself.
     """
 
     def pull(values: list[Array], cotangents: list[Array]) -> Any:

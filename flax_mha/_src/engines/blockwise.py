@@ -284,7 +284,7 @@ def _output(
             visit: TileVisit, rule: ScoreRule, state: OnlineSoftmax
         ) -> OnlineSoftmax:
             tile = visit.tile
-            # On the mask's edge, a visit computes only the tile's rows that see a key.
+            # A visit of a partial tile computes only the bands that it needs.
             query, flags = jax.tree.map(visit.rows, (Q_i, flags_i))
             own = _cut(head, rule, tile, query, flags)
             products = rule.products(own.query, own.key)
@@ -358,6 +358,7 @@ def _output_of_single_tiles(
     """Computes a head whose rows of tiles have one tile each, which needs no online
     softmax: row after row or, with `fuse_rows`, all rows together.
     """
+    # If no tile is partial, nothing is masked.
     mask = None
     if blocks.partial_bands:
         mask = padded_mask(head.rule.mask, tiling)
@@ -575,6 +576,7 @@ def _backward(
 
     kinds = _kinds(shared)
     kinds_of_rows = ("queries", "queries transposed", "queries")
+    # The query twice: tiles use it as [t, F] and as [F, t].
     sum_residuals = [query, query, m, log_l, key, value, *inputs]
     sum_linear = [d_output, d_output, minus_D]
     residual_kinds = (*kinds_of_rows, "queries", "keys", "keys", *kinds)

@@ -292,16 +292,16 @@ def _query_blocks(blocks: KeyBlocks, part: BatchSlice) -> ResultsOfHead:
     length = part.query.shape[-2]
     axis = part.query.ndim - 2
     if length <= blocks.height:
-        return _query_block(blocks, part)
+        return _over_keys(blocks, part)
 
     def one_block(row: Scalar) -> ResultsOfHead:
         query = lax.dynamic_slice_in_dim(part.query, row, blocks.height, axis)
-        return _query_block(blocks, part._replace(query=query, row=row))
+        return _over_keys(blocks, part._replace(query=query, row=row))
 
     return by_blocks(one_block, length, blocks.height, axis)
 
 
-def _query_block(blocks: KeyBlocks, part: BatchSlice) -> ResultsOfHead:
+def _over_keys(blocks: KeyBlocks, part: BatchSlice) -> ResultsOfHead:
     """Computes one block of queries, by an online softmax over the blocks of keys that
     may hold visible keys.
     """
@@ -400,7 +400,8 @@ def _step(
         if query_scale is not None:
             products = [x * query_scale for x in products]
         if scales is not None:
-            # If keys hold no values, the second scale is only for the values.
+            # `zip` stops at the last product: if keys hold no values, the second scale
+            # is only for the values.
             pairs = zip(products, scales, strict=False)
             products = [x * scale[None, :] for x, scale in pairs]
         product = sum(products[1:], products[0])
@@ -478,8 +479,10 @@ def _read_block(blocks: KeyBlocks, part: BatchSlice, column: Scalar) -> Block:
 
 
 def _scaled_features(blocks: KeyBlocks) -> list[slice]:
-    """Lists slices of a key, each with its own scale: all or, if keys hold values,
-    [value_size:] and [:value_size].
+    """Lists the slices of a key's features that are multiplied separately: one slice of
+    all or, with `value_size`, the features after the values, then the values.
+
+    In a cache in 8 bits, these two slices have different scales.
     """
     number = blocks.value_size
     if number is None:

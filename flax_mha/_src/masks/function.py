@@ -409,11 +409,11 @@ def _evaluated(heads: TracedMask, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
 def _occupancies(
     heads: TracedMask, offsets: tuple[Scalar, Scalar], grid: Grid
 ) -> Occupancy:
-    """Computes the occupancy [heads, rows, columns] of all heads, one by one; `heads`
-    holds arrays of their indices.
+    """Computes a mask's occupancy of `grid` for several heads, one at a time: [heads,
+    rows, columns].
 
-    `offsets` are arrays that replace the static `grid.offsets`, so that other offsets
-    do not compile again.
+    `heads` is the mask; its fields `batch` and `head` list the heads' indices.
+    `offsets` replace `grid.offsets`: as arrays, new ones need no new compilation.
     """
 
     def one(head: tuple[Array, Array]) -> Occupancy:

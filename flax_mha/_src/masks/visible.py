@@ -103,7 +103,7 @@ def merged(masks: Sequence[Mask | None]) -> Mask | None:
 
 def _conjuncts(masks: Sequence[Mask | None]) -> list[Mask]:
     """Splits masks at `&`: returns [a, b, c] for [a & b, None, c]. Lists each part
-    once.
+    once, and those of a `Visible`.
     """
     # By `id`, in the order of the list.
     seen: dict[int, Mask] = {}
@@ -112,13 +112,15 @@ def _conjuncts(masks: Sequence[Mask | None]) -> list[Mask]:
         if mask is None or id(mask) in seen:
             return
         seen[id(mask)] = mask
+        if isinstance(mask, Visible):
+            visit(mask._combined())
         if isinstance(mask, And):
             visit(mask.left)
             visit(mask.right)
 
     for mask in masks:
         visit(mask)
-    return [part for part in seen.values() if not isinstance(part, And)]
+    return [part for part in seen.values() if not isinstance(part, And | Visible)]
 
 
 def _smaller(first: Any, second: Any) -> Any:

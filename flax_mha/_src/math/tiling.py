@@ -150,11 +150,11 @@ def padded_mask(mask: Mask | None, tiling: Tiling) -> Mask | None:
 
 
 def _padded(x: Array | np.ndarray, axes: str, shape: tuple[int, int]) -> Any:
-    """Pads an array of one head's mask to the lengths `shape` of its axes T and S, by
-    repeating its last entries.
+    """Pads an array in one head's mask from T and S to `shape`, the lengths of whole
+    tiles, by repeating its last entries.
 
-    `axes` names the array's axes, as in `masks/base.py`; "T|1" and "S|1" of length 1
-    stay as they are.
+    `axes` names its axes, such as "T|1 S|1"; an axis that may have length 1 (`|1`), and
+    has it, stays as it is.
     """
     sizes = {"T": shape[0], "S": shape[1]}
     widths = []
@@ -480,8 +480,8 @@ class TileVisit(NamedTuple):
         return lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
 
     def cut(self, kind: Kind, x: Array) -> Array:
-        """Returns the tile's part of the argument `x`; for "queries", `x` holds only
-        the tile's row of tiles.
+        """Cuts the part that this visit needs out of `x`, as `kind` says (see `Kind`).
+        For both kinds of queries, `x` must already be cut to the row of tiles.
         """
         axis = int(kind.endswith("transposed"))
         if kind.startswith("queries"):

@@ -186,8 +186,8 @@ def _core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_splittable(query: Array, arguments: Mapping[str, Any]) -> None:
-    """Raises a ValueError if the call is complex, or if an argument (such as a custom
-    einsum) needs whole sequences.
+    """Raises a ValueError if `context_parallel` cannot split the call's sequences: for
+    complex inputs, custom einsums and weights to be sown, which need whole sequences.
     """
     got = None
     for name, x in arguments.items():
@@ -291,6 +291,7 @@ class AttentionFn:
         """Calls `attention_fn`, split by `context`; `qkv_sharding` may add the mesh and
         its other axes.
         """
+        # Flax's modules call this. Ours call `attend`, which uses `run` and `platform`.
         sharding = self.sharding(qkv_sharding, np.ndim(query))
         return attention_fn(query, *others, qkv_sharding=sharding, **arguments)
 
@@ -315,16 +316,16 @@ class AttentionFn:
             output = foreign.flax_attention(query, key, value, **arguments)
             return validation.nan_if(mask_is_invalid, output)
 
-        known = _core_arguments(arguments)
-        implementation = known.pop("implementation", None)
+        core = _core_arguments(arguments)
+        implementation = core.pop("implementation", None)
         module = arguments.get("module")
         # An explanation sows nothing.
         if module is not None and self.run is run:
-            weights = _weights(query, key, **known)
+            weights = _weights(query, key, **core)
             if not arguments.get("force_fp32_for_softmax"):
                 weights = weights.astype(query.dtype)
             sow(module, "attention_weights", weights)
-        call = canonical(query, key, value, platform=self.platform, **known)
+        call = canonical(query, key, value, platform=self.platform, **core)
         result = self.run(call, implementation)
         _sow_max_score(arguments, result)
         return validation.nan_if(mask_is_invalid, result.output)
@@ -337,9 +338,9 @@ class AttentionFn:
         Weights cannot be sown, and Flax's function cannot be called: see `all_written`.
         """
         (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
-        known = _core_arguments(arguments)
+        core = _core_arguments(arguments)
         result = over_cache(
-            self.run, query, tokens, platform=self.platform, top_k=top_k, **known
+            self.run, query, tokens, platform=self.platform, top_k=top_k, **core
         )
         _sow_max_score(arguments, result)
         return result.output

@@ -67,7 +67,7 @@ class FlaxModule(NamedTuple):
     sinks: Array | None  # [N]
     # Returns the cache, given query and key; None if this call makes it.
     cache: Callable[[Array, Array], Arrays | None]
-    # Sets the cache to new arrays or, if the flag is True, to keys, values and lengths.
+    # `write(arrays, stored)` sets the cache or, if `stored`, keys, values and lengths.
     write: Callable[[Arrays, bool], None]
     # Arguments of the attention function as Flax's module passes them.
     arguments: dict[str, Any]
@@ -571,13 +571,19 @@ def attend_to_keys(
     tokens = add_to_cache(layer, call, key, value, cache)
     # Only our engines read a cache. Other functions, and the one that computes weights
     # to be sown, get all keys and values as arrays.
-    is_ours = attention_fn is not None and not uses_flax(query, arguments)
-    if attention_fn is not None and is_ours and arguments.get("module") is None:
+    uses_our_engines = attention_fn is not None and not uses_flax(query, arguments)
+    if (
+        attention_fn is not None
+        and uses_our_engines
+        and arguments.get("module") is None
+    ):
         output = attention_fn.attend_over_cache(
             query, tokens, top_k=chosen.top_k, **arguments
         )
     else:
-        key, value, arguments = all_written(query, tokens, is_ours, **arguments)
+        key, value, arguments = all_written(
+            query, tokens, uses_our_engines, **arguments
+        )
         output = _attend_to_arrays(layer, call, query, key, value, arguments)
         output = nan_without(tokens.appended.room, output, cache.batch)
     output = validation.nan_if(mask_is_invalid, output)
@@ -660,7 +666,7 @@ def attention_arguments(
     takes_lengths = attention_fn is not None and attention_fn.context is None
 
     # The module's options and the call's arguments.
-    ours = {
+    own = {
         "implementation": options.implementation,
         "scale": options.scale,
         "local_window_size": options.local_window_size,
@@ -675,15 +681,15 @@ def attention_arguments(
         **call.per_sequence,
     }
     if takes_lengths and stored_lengths is not None:
-        ours["key_value_seq_lengths"] = stored_lengths
+        own["key_value_seq_lengths"] = stored_lengths
     # Queries over stored keys have no known positions.
     if call.source not in ("stored", "to store"):
-        ours["is_causal"] = is_causal
+        own["is_causal"] = is_causal
 
     # Arguments of None are left out, so that a function with only Flax's signature also
     # works.
     arguments = dict(layer.arguments)
-    for name, x in ours.items():
+    for name, x in own.items():
         if x is not None:
             arguments[name] = x
     if attention_fn is None:
@@ -694,8 +700,9 @@ def attention_arguments(
         # Pass None too: while decoding it means causal, but Flax's default is False.
         arguments["is_causal"] = is_causal
     elif given.is_causal is None and is_causal:
-        # A call's own is_causal=True narrows any mask. That of a partial is easily
-        # forgotten, so a mask that shows later tokens is then an error.
+        # Without a cache, a call's own is_causal=True narrows any mask. That of a
+        # partial is easily forgotten, so a mask that shows later tokens is then an
+        # error.
         check_is_causal(is_causal, arguments.get("mask"))
 
     mask, mask_is_invalid = _boolean_mask(call, arguments.get("mask"))
@@ -716,7 +723,9 @@ def _is_causal(given: Given, attention_fn: AttentionFn | None) -> bool | None:
 
 
 def _stored_lengths(layer: FlaxModule, call: Checked) -> Array | None:
-    """Returns the lengths of keys that an earlier call has stored, or None."""
+    """Returns the number of keys before the padding in each sequence, [B...], if the
+    call attends to keys that an earlier call stored (`store_keys`); otherwise None.
+    """
     if layer.stored is None or call.source != "stored":
         return None
     _, _, lengths = layer.stored

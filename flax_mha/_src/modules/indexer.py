@@ -275,8 +275,11 @@ def _step(query: Array, tokens: NewTokens, arguments: Mapping[str, Any]) -> Step
 
 
 def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choice:
-    """Chooses among cached and new keys; if the cache is empty (a prompt), only among
-    new keys.
+    """Chooses the `top_k` keys with the largest index scores for each query of a
+    decoding step; in an empty cache, among a prompt's own keys.
+
+    Returns scores and positions of the keys; -inf and -1 fill the places of missing
+    keys.
     """
     cache = step.tokens.cache
     slots = cache.length

@@ -161,8 +161,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def norm_of(name: str, given: object) -> Norm | None:
-    """Returns the norm that the option `name` of a module sets, or None; True is Flax's
-    LayerNorm (`normalize_qk`).
+    """Checks `given`, the value of a module's option `name`; returns its norm, or None.
+
+    For `normalize_qk`, which is Flax's flag, True means a LayerNorm and False none.
     """
     is_of_qk = name == "normalize_qk"
     # Flax's flag; our own options are None by default.

@@ -375,8 +375,10 @@ def _check(x: Any, positions: Any, rope: object) -> tuple[Array, Array]:
 
 
 def _check_sections(sections: object, layout: object) -> tuple[int, ...] | None:
-    """Returns `sections` as a tuple of integers, or None; raises a ValueError if
-    `sections` or `layout` is invalid.
+    """Checks `RoPE.sections` and `RoPE.section_layout`; returns the sections as a tuple
+    of integers, or None.
+
+    They say how many rotated pairs each coordinate of a position gets.
     """
     if layout not in get_args(SectionLayout):
         raise ValueError(
