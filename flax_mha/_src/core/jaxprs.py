@@ -8,6 +8,7 @@ The second half recognizes what users' functions do. If JAX traces `x[i]` differ
 nothing fails but the checks of bounds stop; `tests/test_lookups.py` notices.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -17,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jax.interpreters import partial_eval
 from jaxtyping import Array
 
-from flax_mha._src.core.tracing import varies_over_devices, varying_alike
+from flax_mha._src.core.tracing import varying_alike, varying_axes
 
 Program = ClosedJaxpr
 Body = Jaxpr
@@ -81,7 +82,7 @@ def evaluate(body: Body, values: Sequence[Array]) -> list[Array]:
     In `jax.shard_map`, it casts the operands of each equation by `varying_alike`, and
     refuses control flow.
     """
-    if not any(map(varies_over_devices, values)):
+    if not any(map(varying_axes, values)):
         return jaxpr_as_fun(ClosedJaxpr(body, ()))(*values)
     known = dict(zip(body.invars, values, strict=True))
 
@@ -117,26 +118,14 @@ def runs_kernel(program: Program) -> bool:
     return any(_name(x).startswith(KERNELS) for x in _equations(program))
 
 
-def calls_python(body: Body) -> bool:
-    """Returns whether a jaxpr calls a Python function whenever it runs."""
-    return any("callback" in _name(x) for x in _equations(body))
-
-
-def has_custom_vjp(body: Body) -> bool:
-    """Returns whether a jaxpr calls a function with a `jax.custom_vjp`, which has no
-    forward mode.
-    """
-    calls = map(_custom_call, _equations(body))
-    return any(call is not None and call[0] == "custom_vjp_call" for call in calls)
-
-
 def custom_functions(body: Body) -> set[tuple]:
     """Returns the functions with custom derivatives that a jaxpr calls: where each is
     defined, and the text of its jaxpr.
     """
-    calls = map(_custom_call, _equations(body))
-    bodies = [call[1] for call in calls if call is not None]
-    return {(called.debug_info.func_src_info, str(called)) for called in bodies}
+    return {
+        (called.debug_info.func_src_info, str(called))
+        for _, called in _custom_calls(body)
+    }
 
 
 def missing_in_text(body: Body | Program) -> list[Any]:
@@ -163,8 +152,6 @@ def types(body: Body) -> tuple[list[Any], list[Any]]:
 
 # What a function of positions does ----------------------------------------------------
 
-# The last inputs of these jaxprs are POSITIONS.
-
 
 class Lookup(NamedTuple):
     """An index of an array that is a position."""
@@ -174,53 +161,74 @@ class Lookup(NamedTuple):
     shape: tuple[int, ...]  # of the array
 
 
-def uses(body: Body, position: str) -> bool:
-    """Returns whether a jaxpr reads the input `position`: "b", "h", "q_idx" or
-    "kv_idx".
+class FunctionOfScalars:
+    """What a user's function of scalars does, by its jaxpr `body`, whose last inputs
+    are POSITIONS.
     """
-    variable = body.invars[POSITIONS.index(position) - len(POSITIONS)]
-    if _is_among(variable, body.outvars):
-        return True
-    return any(_is_among(variable, e.invars) for e in body.eqns)
 
+    body: Body
 
-def lookups(body: Body) -> list[Lookup]:
-    """Lists where a jaxpr indexes an array by b, h, q_idx or kv_idx.
+    @functools.cached_property
+    def calls_python(self) -> bool:
+        """Whether it calls a Python function (a callback) whenever it runs."""
+        return any("callback" in _name(x) for x in _equations(self.body))
 
-    Leaves out an index that a condition also uses: the condition may discard what is
-    read.
-    """
-    held = _positions(body)
-    conditional = _conditional(body)
-    found = []
-    for equation in body.eqns:
-        if _name(equation) != "dynamic_slice":
-            continue
-        array, *indices = _atoms(equation)
-        for axis, index in enumerate(indices):
-            if index not in held or held[index] in conditional:
+    @functools.cached_property
+    def has_custom_vjp(self) -> bool:
+        """Whether it calls a function with a `jax.custom_vjp`, which has no forward
+        mode.
+        """
+        names = [name for name, _ in _custom_calls(self.body)]
+        return "custom_vjp_call" in names
+
+    def uses(self, position: str) -> bool:
+        """Returns whether the function reads the argument `position`: "b", "h", "q_idx"
+        or "kv_idx".
+        """
+        body = self.body
+        variable = body.invars[POSITIONS.index(position) - len(POSITIONS)]
+        is_read = any(variable in e.invars for e in body.eqns)
+        return is_read or variable in body.outvars
+
+    @functools.cached_property
+    def lookups(self) -> list[Lookup]:
+        """Where the function indexes an array by b, h, q_idx or kv_idx.
+
+        Leaves out an index that a condition also uses: the condition may discard what
+        is read.
+        """
+        held = _positions(self.body)
+        conditional = _conditional(self.body)
+        found = []
+        for equation in self.body.eqns:
+            if _name(equation) != "dynamic_slice":
                 continue
-            # An int, or a symbol of `jax.export`.
-            size = array.aval.shape[axis]
-            # An index of few bits cannot leave a longer axis.
-            largest = jnp.iinfo(index.aval.dtype).max
-            if isinstance(size, int) and size <= largest:
-                found.append(Lookup(held[index], axis, array.aval.shape))
-    return found
+            array, *indices = _atoms(equation)
+            for axis, index in enumerate(indices):
+                if index not in held or held[index] in conditional:
+                    continue
+                # An int, or a symbol of `jax.export`.
+                size = array.aval.shape[axis]
+                # An index of few bits cannot leave a longer axis.
+                largest = jnp.iinfo(index.aval.dtype).max
+                if isinstance(size, int) and size <= largest:
+                    found.append(Lookup(held[index], axis, array.aval.shape))
+        return found
 
-
-def entries_of_heads(body: Body) -> list[bool]:
-    """For each input before the positions, returns whether the jaxpr only reads it as
-    array[b, h, ...].
-    """
-    held = _positions(body)
-    found = []
-    for variable in body.invars[: -len(POSITIONS)]:
-        readers = [e for e in body.eqns if _is_among(variable, e.invars)]
-        is_returned = variable in body.outvars
-        reads_entries = all(_is_entry(e, held) for e in readers)
-        found.append(bool(readers) and reads_entries and not is_returned)
-    return found
+    @functools.cached_property
+    def entries_of_heads(self) -> list[bool]:
+        """For each captured array, whether the function only reads it as array[b, h,
+        ...]: a head needs one entry.
+        """
+        body = self.body
+        held = _positions(body)
+        found = []
+        for variable in body.invars[: -len(POSITIONS)]:
+            readers = [e for e in body.eqns if variable in e.invars]
+            is_returned = variable in body.outvars
+            reads_entries = all(_is_entry(e, held) for e in readers)
+            found.append(bool(readers) and reads_entries and not is_returned)
+        return found
 
 
 def _positions(body: Any) -> dict[Any, str]:
@@ -293,10 +301,6 @@ def _atoms(equation: JaxprEqn) -> list[Any]:
     return [None if isinstance(x, Literal) else x for x in equation.invars]
 
 
-def _is_among(variable: object, atoms: Sequence[Any]) -> bool:
-    return any(x is variable for x in atoms)
-
-
 # Equations ----------------------------------------------------------------------------
 
 
@@ -326,22 +330,20 @@ def _name(equation: JaxprEqn) -> str:
     return equation.primitive.name
 
 
-def _custom_call(equation: JaxprEqn) -> tuple[str, Body] | None:
-    """Returns the name and the jaxpr of a function with custom derivatives that an
-    equation calls, otherwise None.
+def _custom_calls(body: Body) -> Iterator[tuple[str, Body]]:
+    """Iterates over the names and the jaxprs of the functions with custom derivatives
+    that a jaxpr calls.
 
     The name is "custom_jvp_call" or "custom_vjp_call", also with JAX's flags
     jax_custom_jvp3 and jax_custom_vjp3.
     """
-    name = _name(equation)
-    if name in ("custom_jvp_call", "custom_vjp_call"):
-        return name, equation.params["call_jaxpr"].jaxpr
-    if name != "call_hi_primitive":
-        return None
-    # With the flags, the primitive is an object that holds the traced function.
-    primitive = equation.params["_prim"]
     names = {"CustomJVPTraced": "custom_jvp_call", "CustomVJPTraced": "custom_vjp_call"}
-    old_name = names.get(type(primitive).__name__)
-    if old_name is None:
-        return None
-    return old_name, primitive.traced.jaxpr.jaxpr
+    for equation in _equations(body):
+        name = _name(equation)
+        if name in names.values():
+            yield name, equation.params["call_jaxpr"].jaxpr
+        # With the flags, the primitive is an object that holds the traced function.
+        primitive: Any = equation.params.get("_prim")
+        kind = type(primitive).__name__
+        if name == "call_hi_primitive" and kind in names:
+            yield names[kind], primitive.traced.jaxpr.jaxpr

@@ -171,36 +171,28 @@ def varying_alike(tree: T) -> T:
     Inside `jax.shard_map`, the type of an array lists the mesh axes along which devices
     may hold different values.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    axes = frozenset().union(*map(_varying_axes, leaves))
-    if axes:
-        return jax.tree.unflatten(structure, [_vary(x, axes) for x in leaves])
-    return tree
+    return varying_as(tree, tree)
 
 
-def varying_as(like: Array, tree: T) -> T:
+def varying_as(like: object, tree: T) -> T:
     """Casts arrays, such as a loop's initial values, to vary over the mesh axes that
-    `like` varies over.
+    any array of `like` varies over.
     """
-    axes = _varying_axes(like)
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(like)))
     if axes:
         return jax.tree.map(lambda x: _vary(x, axes), tree)
     return tree
 
 
-def varies_over_devices(x: object) -> bool:
-    """Returns whether devices may hold different values of `x`, by its type inside
-    `jax.shard_map`.
+def varying_axes(x: object) -> frozenset:
+    """Returns the mesh axes along which devices may hold different values of `x`, by
+    its type inside `jax.shard_map`.
     """
-    return bool(_varying_axes(x))
-
-
-def _varying_axes(x: object) -> frozenset:
     return jax.typeof(x).manual_axis_type.varying
 
 
 def _vary(x: Array, axes: frozenset) -> Any:
-    new = axes - _varying_axes(x)
+    new = axes - varying_axes(x)
     if new and not is_key(x):
         return lax.pcast(x, tuple(sorted(new)), to="varying")
     return x

@@ -20,7 +20,7 @@ from flax_mha._src.core import jaxprs
 from flax_mha._src.core.jaxprs import (
     POSITIONS,
     Body,
-    Lookup,
+    FunctionOfScalars,
     Program,
     captured_variables,
     custom_functions,
@@ -39,7 +39,7 @@ NAMES = {
 }
 
 
-class TracedFunction:
+class TracedFunction(FunctionOfScalars):
     """The jaxpr of a user's function of ([score,] b, h, q_idx, kv_idx). Equal instances
     compute the same function.
 
@@ -72,38 +72,6 @@ class TracedFunction:
 
     def __call__(self, captured: Sequence[Array], *arguments: Array) -> Array:
         return evaluate(self.body, (*captured, *arguments))[0]
-
-    @functools.cached_property
-    def has_custom_vjp(self) -> bool:
-        """Whether it calls a function with a `jax.custom_vjp`, which has no forward
-        mode.
-        """
-        return jaxprs.has_custom_vjp(self.body)
-
-    @functools.cached_property
-    def calls_python(self) -> bool:
-        """Whether it calls a Python function (a callback) whenever it runs."""
-        return jaxprs.calls_python(self.body)
-
-    def uses(self, position: str) -> bool:
-        """Returns whether the function reads the argument `position`: "b", "h", "q_idx"
-        or "kv_idx".
-        """
-        return jaxprs.uses(self.body, position)
-
-    @functools.cached_property
-    def lookups(self) -> list[Lookup]:
-        """Where the function indexes an array by b, h, q_idx or kv_idx, and no
-        condition uses this position.
-        """
-        return jaxprs.lookups(self.body)
-
-    @functools.cached_property
-    def entries_of_heads(self) -> list[bool]:
-        """For each captured array, whether the function only reads it as array[b, h,
-        ...]: a head needs one entry.
-        """
-        return jaxprs.entries_of_heads(self.body)
 
     def size(self, position: str) -> int | None:
         """Returns how many values `position`, such as "q_idx", may have by `lookups`
