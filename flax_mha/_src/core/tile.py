@@ -142,18 +142,6 @@ class Tile(NamedTuple):
             return jnp.asarray(x)
         return self.cut_columns(x, 1)
 
-    def cut_queries(self, x: Array | np.ndarray) -> Array:
-        """Returns the entries of `x` [T] for the tile's queries, in the shape of
-        `query_positions`.
-        """
-        return self.cut(x[:, None])
-
-    def cut_keys(self, x: Array | np.ndarray) -> Array:
-        """Returns the entries of `x` [S] for the tile's keys, in the shape of
-        `key_positions`.
-        """
-        return self.cut(x[None, :])
-
     def map_positions(
         self, function: Callable[..., Array], *scores: Float[Array, "t s"]
     ) -> Array:

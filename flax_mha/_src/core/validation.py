@@ -42,10 +42,11 @@ class Shape(NamedTuple):
     batch: tuple[int, ...]
     query_length: int
     key_length: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    value_size: int
+    # These are 1 where only the batch and the lengths count.
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    head_size: int = 1
+    value_size: int = 1
 
     @property
     def scores(self) -> tuple[int, ...]:

@@ -96,7 +96,9 @@ class SegmentMask(_OfArrays):
     key_value_ids: Int[Array, "... S"] = dataclasses.field(metadata={"axes": "B S"})
 
     def tile(self, tile: Tile) -> Bool[Array, "#t #s"]:
-        return tile.cut_queries(self.query_ids) == tile.cut_keys(self.key_value_ids)
+        of_queries = tile.cut(self.query_ids[:, None])
+        of_keys = tile.cut(self.key_value_ids[None, :])
+        return of_queries == of_keys
 
     @property
     def lengths(self) -> tuple[int, int]:

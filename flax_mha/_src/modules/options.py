@@ -73,7 +73,7 @@ class AttentionOptions:
         check_name(options.implementation)
         check_window(options.local_window_size)
         # The sizes only set the default, which is not used here.
-        check_scale(options.scale, validation.Shape((), 1, 1, 1, 1, 1, 1))
+        check_scale(options.scale, validation.Shape((), 1, 1))
         validation.flag("reuse_kv", options.reuse_kv)
         head_axis = options.head_axis
         if head_axis is not None and not isinstance(head_axis, str):

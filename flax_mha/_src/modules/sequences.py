@@ -89,16 +89,7 @@ def _zero_after(
     x: Float[Array, "*B T D"], lengths: Array | None
 ) -> Float[Array, "*B T D"]:
     *batch, number, _ = x.shape
-    # Only the batch and the length count here.
-    shape = validation.Shape(
-        batch=tuple(batch),
-        query_length=number,
-        key_length=number,
-        num_heads=1,
-        num_kv_heads=1,
-        head_size=1,
-        value_size=1,
-    )
+    shape = validation.Shape(tuple(batch), number, number)
     lengths = validation.lengths("lengths", lengths, shape, number)
     if lengths is None:
         return x
@@ -132,7 +123,7 @@ def _check_segment_ids(segment_ids: object, inputs_q: Array, inputs_k: Array) ->
     names = ("segment_ids", "segment_ids")
     if is_pair:
         names = ("segment_ids of queries", "segment_ids of keys")
-    shape = validation.Shape(inputs_q.shape[:-2], queries, keys, 1, 1, 1, 1)
+    shape = validation.Shape(inputs_q.shape[:-2], queries, keys)
     validation.segment_ids(*_pair(segment_ids), shape, names)
 
 
