@@ -368,10 +368,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             init = self._split(nn.initializers.ones_init(), heads, bias=True)
             kind = functools.partial(kind, scale_init=init)
         return kind(
-            epsilon=float(norm.epsilon),
-            use_scale=norm.scale is not None,
-            reduction_axes=norm.reduced_axes,
-            feature_axes=norm.scaled_axes,
+            **norm.arguments,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             name=name,

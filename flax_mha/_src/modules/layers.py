@@ -4,7 +4,7 @@ APIs make the same ones.
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -82,18 +82,23 @@ class Norm:
             )
 
     @property
-    def reduced_axes(self) -> tuple[int, ...]:
-        """The axes of [B..., T, heads, H] over which mean and variance are computed."""
+    def arguments(self) -> dict[str, Any]:
+        """The arguments for the norms of nnx and linen, whose inputs are [B..., T,
+        heads, H].
+        """
+        # Mean and variance are over the first axes, and the scale has the second.
+        reduced: tuple[int, ...] = (-1,)
+        scaled: tuple[int, ...] = (-1,)
         if self.over == "all_heads":
-            return (-2, -1)
-        return (-1,)
-
-    @property
-    def scaled_axes(self) -> tuple[int, ...]:
-        """The axes of [B..., T, heads, H] that the learned scale has."""
+            reduced = (-2, -1)
         if self.scale == "heads":
-            return (-2, -1)
-        return (-1,)
+            scaled = (-2, -1)
+        return {
+            "epsilon": float(self.epsilon),
+            "use_scale": self.scale is not None,
+            "reduction_axes": reduced,
+            "feature_axes": scaled,
+        }
 
 
 @dataclasses.dataclass(frozen=True)

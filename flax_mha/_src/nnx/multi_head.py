@@ -576,10 +576,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             kind = functools.partial(nnx.LayerNorm, use_bias=False)
         layer = kind(
             size,
-            epsilon=float(norm.epsilon),
-            use_scale=norm.scale is not None,
-            reduction_axes=norm.reduced_axes,
-            feature_axes=norm.scaled_axes,
+            **norm.arguments,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             promote_dtype=self.ln_promote_dtype,
