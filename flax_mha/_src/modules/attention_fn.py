@@ -7,7 +7,7 @@ Both it and the modules of this package call `AttentionFn.attend`.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, overload
 
 import flax.linen as nn
@@ -354,13 +354,12 @@ class AttentionFn:
         sharding = check_sharding(qkv_sharding, rank)
         return self.context.with_sharding(sharding, rank)
 
-    def with_preset(
-        self, arguments: Mapping[str, Any], without: Sequence[str]
-    ) -> dict[str, Any]:
+    def with_preset(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a module's `arguments`; where they are None, `preset` counts, except
-        for the names in `without`.
+        for `is_causal`, which modules read themselves.
         """
-        combined = {name: x for name, x in self.preset.items() if name not in without}
+        combined = dict(self.preset)
+        combined.pop("is_causal", None)
         for name, x in arguments.items():
             if x is not None or name not in combined:
                 combined[name] = x

@@ -151,14 +151,6 @@ class Attended(NamedTuple):
     index_cache: KVCache | None  # the cache with the indexer's new keys
 
 
-class Chosen(NamedTuple):
-    """What an indexer has chosen; without one, nothing."""
-
-    key_indices: Array | None = None  # None: every query attends to all keys
-    top_k: int = 0  # 0 without an indexer, or if a user chose the keys
-    cache: KVCache | None = None  # with the indexer's new keys
-
-
 def call_module(layer: FlaxModule, given: Given) -> Any:
     """Computes a module's call and updates its cache.
 
@@ -167,12 +159,14 @@ def call_module(layer: FlaxModule, given: Given) -> Any:
     call = check(layer, given)
     # query [B..., T, N, H], key [B..., S, K, H], value [B..., S, K, Hv]
     query, key, value = project(layer, call)
-    # Norms stand before or after the rotation; one of the two calls changes nothing.
-    query, key = normalize(layer, call, query, key, after_rope=False)
+    norms_after_rope = layer.options.norms_after_rope
+    if not norms_after_rope:
+        query, key = normalize(layer, call, query, key)
     query, key, value = process(layer, call, query, key, value)
     cache = cache_of(layer, call, query, key, value)
     query, key = rotate(layer, call, query, key, cache)
-    query, key = normalize(layer, call, query, key, after_rope=True)
+    if norms_after_rope:
+        query, key = normalize(layer, call, query, key)
     attended = attend_to_keys(layer, call, query, key, value, cache)
     output = gate_and_normalize(layer, call, attended.output)
     write(layer, call, key, value, attended)
@@ -410,13 +404,9 @@ def _check_kv(layer: FlaxModule, call: Checked, kv: SharedKV, query: Array) -> N
 
 
 def normalize(
-    layer: FlaxModule, call: Checked, query: Array, key: Array, after_rope: bool
+    layer: FlaxModule, call: Checked, query: Array, key: Array
 ) -> tuple[Array, Array]:
-    """Normalizes queries and keys if `after_rope` says where this layer's norms stand:
-    after the rotation (True) or before it.
-    """
-    if layer.options.norms_after_rope != after_rope:
-        return query, key
+    """Normalizes queries and keys, if the layer has norms."""
     if layer.query_norm is not None:
         query = layer.query_norm(query)
     if layer.key_norm is not None and not call.has_earlier_keys:
@@ -437,23 +427,18 @@ def process(
             "process_heads must return three arrays (query, key, value), but got "
             f"{_described(processed)}; return all three, changed or not."
         )
-    new_query, new_key, new_value = processed
-    _check_processed("query", new_query, query)
-    _check_processed("key", new_key, key)
-    _check_processed("value", new_value, value)
+    heads = {"query": query, "key": key, "value": value}
+    for (name, before), x in zip(heads.items(), processed, strict=True):
+        given = (getattr(x, "shape", None), getattr(x, "dtype", None))
+        if given != (before.shape, before.dtype):
+            raise ValueError(
+                f"process_heads must return the {name} with shape {before.shape} and "
+                f"dtype {before.dtype}, but got {_described(x)}; use .astype if only "
+                "the dtype differs."
+            )
     # It may have returned NumPy arrays.
-    return jnp.asarray(new_query), jnp.asarray(new_key), jnp.asarray(new_value)
-
-
-def _check_processed(name: str, x: object, before: Array) -> None:
-    given = (getattr(x, "shape", None), getattr(x, "dtype", None))
-    if given == (before.shape, before.dtype):
-        return
-    raise ValueError(
-        f"process_heads must return the {name} with shape {before.shape} and "
-        f"dtype {before.dtype}, but got {_described(x)}; use .astype if only "
-        "the dtype differs."
-    )
+    query, key, value = map(jnp.asarray, processed)
+    return query, key, value
 
 
 def _described(x: Any) -> str:
@@ -556,15 +541,23 @@ def attend_to_keys(
 ) -> Attended:
     """Computes the attention of projected heads, over the cache if there is one."""
     arguments, mask_is_invalid = attention_arguments(layer, call, query, key, cache)
-    chosen = choose_keys(layer, call, cache, arguments)
-    if chosen.key_indices is not None:
-        arguments["key_indices"] = chosen.key_indices
+    index_cache = None
+    top_k = 0
+    if layer.indexer is not None:
+        key_indices, index_cache = choose_keys(
+            layer, layer.indexer, call, cache, arguments
+        )
+        if key_indices is not None:
+            arguments["key_indices"] = key_indices
+        # A user may have chosen the keys.
+        if call.given.key_indices is None:
+            top_k = layer.indexer.indexer.top_k
     if cache is None:
         if layer.latent is not None:
             key, value = layer.latent.expand(key)
         output = _attend_to_arrays(layer, call, query, key, value, arguments)
         output = validation.nan_if(mask_is_invalid, output)
-        return Attended(output, appended=None, index_cache=chosen.cache)
+        return Attended(output, None, index_cache)
 
     attention_fn = call.ours
     _check_decodes(attention_fn, arguments)
@@ -577,9 +570,7 @@ def attend_to_keys(
         and uses_our_engines
         and arguments.get("module") is None
     ):
-        output = attention_fn.attend_over_cache(
-            query, tokens, top_k=chosen.top_k, **arguments
-        )
+        output = attention_fn.attend_over_cache(query, tokens, top_k=top_k, **arguments)
     else:
         key, value, arguments = all_written(
             query, tokens, uses_our_engines, **arguments
@@ -587,7 +578,7 @@ def attend_to_keys(
         output = _attend_to_arrays(layer, call, query, key, value, arguments)
         output = nan_without(tokens.appended.room, output, cache.batch)
     output = validation.nan_if(mask_is_invalid, output)
-    return Attended(output, tokens.appended, index_cache=chosen.cache)
+    return Attended(output, tokens.appended, index_cache)
 
 
 def _attend_to_arrays(
@@ -662,7 +653,10 @@ def attention_arguments(
     attention_fn = call.ours
     given = call.given
     is_causal = _is_causal(given, attention_fn)
-    stored_lengths = _stored_lengths(layer, call)
+    # The number of keys before the padding in each sequence, [B...].
+    stored_lengths = None
+    if layer.stored is not None and call.source == "stored":
+        *_, stored_lengths = layer.stored
     takes_lengths = attention_fn is not None and attention_fn.context is None
 
     # The module's options and the call's arguments.
@@ -695,7 +689,7 @@ def attention_arguments(
     if attention_fn is None:
         foreign.check_takes_mask(options.attention_fn, arguments.get("mask"))
     else:
-        arguments = attention_fn.with_preset(arguments, without=("is_causal",))
+        arguments = attention_fn.with_preset(arguments)
     if cache is not None:
         # Pass None too: while decoding it means causal, but Flax's default is False.
         arguments["is_causal"] = is_causal
@@ -720,16 +714,6 @@ def _is_causal(given: Given, attention_fn: AttentionFn | None) -> bool | None:
     if given.is_causal is None and attention_fn is not None:
         return attention_fn.preset.get("is_causal")
     return given.is_causal
-
-
-def _stored_lengths(layer: FlaxModule, call: Checked) -> Array | None:
-    """Returns the number of keys before the padding in each sequence, [B...], if the
-    call attends to keys that an earlier call stored (`store_keys`); otherwise None.
-    """
-    if layer.stored is None or call.source != "stored":
-        return None
-    _, _, lengths = layer.stored
-    return lengths
 
 
 def _boolean_mask(call: Checked, mask: object) -> tuple[Any, Bool[Array, ""] | None]:
@@ -786,14 +770,14 @@ def _over_head_axis(
 
 def choose_keys(
     layer: FlaxModule,
+    index_layers: IndexLayers,
     call: Checked,
     cache: KVCache | None,
     arguments: Mapping[str, Any],
-) -> Chosen:
-    """Lets the indexer choose `key_indices`, given the `arguments` of the attention."""
-    index_layers = layer.indexer
-    if index_layers is None:
-        return Chosen()
+) -> tuple[Array | None, KVCache | None]:
+    """Lets the indexer choose keys, given the `arguments` of the attention; see
+    `choose` for the result.
+    """
     if call.ours is None:
         raise ValueError(
             "With an indexer, attention_fn must be flax_mha.attention_fn, but got "
@@ -805,7 +789,7 @@ def choose_keys(
     index_cache = None
     if given.decode:
         index_cache = index_layers.cached(key, cache)
-    key_indices, index_cache = choose(
+    return choose(
         index_layers.indexer,
         projected=(query, key, weights),
         cache=index_cache,
@@ -813,8 +797,6 @@ def choose_keys(
         arguments=arguments,
         sow_to=layer.arguments.get("module"),
     )
-    top_k = index_layers.indexer.top_k if given.key_indices is None else 0
-    return Chosen(key_indices=key_indices, top_k=top_k, cache=index_cache)
 
 
 def _rotate_index(
