@@ -127,8 +127,8 @@ class IndexLayers(NamedTuple):
     query: Layer  # projects inputs [B..., T, D] to index queries [B..., T, N, H]
     key: Layer  # to index keys [B..., T, H]
     weights: Layer  # to weights of heads [B..., T, N]
-    # Returns cached index keys and scales, given new index keys.
-    cache: Callable[[Array], tuple[Array, ...] | None]
+    # Returns cached index keys and scales; nothing without a cache of them.
+    cache: Callable[[], tuple[Array, ...]]
     write: Callable[[tuple[Array, ...]], None]  # sets them to new arrays
 
     def project(self, inputs: Float[Array, "*B T D"]) -> tuple[Array, Array, Array]:
@@ -150,10 +150,10 @@ class IndexLayers(NamedTuple):
         """Returns the cache of index keys, to which `key` is not added yet; None if the
         attention has no `cache`.
         """
-        arrays = self.cache(key)
         if cache is None:
             return None
-        if arrays is None:
+        arrays = self.cache()
+        if not arrays:
             raise ValueError(
                 "the cache must have index keys (cached_index_key) for the indexer; "
                 "create a new cache."

@@ -40,7 +40,7 @@ from flax_mha._src.modules.options import (
     check_rngs,
     scale_of,
 )
-from flax_mha._src.nnx.module import CACHE, AttentionModule, CachedHeads, with_sharding
+from flax_mha._src.nnx.module import CACHE, AttentionModule, with_sharding
 from flax_mha._src.nnx.multi_head import NO_METADATA
 from flax_mha._src.rope import RoPE
 
@@ -480,12 +480,12 @@ class MultiHeadLatentAttention(AttentionModule):
             write=self._write_index,
         )
 
-    def _cached_heads(self) -> CachedHeads:
-        return CachedHeads(
-            number=1,
-            key_size=self.kv_lora_rank + self.qk_rope_head_dim,
-            latent_size=self.kv_lora_rank,
-        )
+    def _sizes_of_token(self) -> dict[str, int]:
+        return {
+            "num_kv_heads": 1,
+            "head_size": self.kv_lora_rank + self.qk_rope_head_dim,
+            "value_size": self.kv_lora_rank,
+        }
 
     def _index_size(self) -> int | None:
         if self.indexer is None:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,15 +42,6 @@ CACHE = (
 )
 
 
-class CachedHeads(NamedTuple):
-    """The sizes of a token in the cache of a module."""
-
-    number: int  # of key heads
-    key_size: int
-    value_size: int | None = None  # None with latents
-    latent_size: int | None = None  # values are the first features of latent keys
-
-
 class AttentionModule(nnx.Module):
     """The base class of both attention modules: manages the cache, dropout, tensor
     parallelism and `explain`.
@@ -72,7 +63,8 @@ class AttentionModule(nnx.Module):
     local_window_size: int | tuple[int | None, int | None] | None
     head_axis: str | None
     sinks: nnx.Param | None
-    _cached_heads: Callable[[], CachedHeads]
+    # Arguments of `KVCache.create`: the sizes of a token in the module's cache.
+    _sizes_of_token: Callable[[], dict[str, int]]
     deterministic: bool | None
     decode: bool | None
     cached_key: nnx.Cache | None
@@ -183,7 +175,7 @@ class AttentionModule(nnx.Module):
                 f"shape of the inputs, but got {tuple(input_shape)}; the module sets "
                 "the number of heads and the head size."
             )
-        heads = self._cached_heads()
+        sizes = self._sizes_of_token()
         create = functools.partial(
             KVCache.create,
             batch,
@@ -193,19 +185,14 @@ class AttentionModule(nnx.Module):
             per_row=per_row,
             sharding=sharding,
         )
-        cache = create(
-            heads.number,
-            heads.key_size,
-            value_size=heads.latent_size,
-            value_head_size=heads.value_size,
-        )
-        has_latents = heads.latent_size is not None
+        cache = create(**sizes)
+        has_latents = cache.value_size is not None
 
         # The mesh axes of cached arrays. All devices hold all latents.
         names: tuple[str | None, ...] | None = None
         if self.head_axis is not None and sharding is None:
             of_parameters = tensor_parallel.parameter_names(
-                self.head_axis, self.num_heads, heads.number
+                self.head_axis, self.num_heads, sizes["num_kv_heads"]
             )
             of_token = of_parameters["key"]
             if has_latents:
@@ -322,34 +309,24 @@ class AttentionModule(nnx.Module):
             self.cache_index = None
             self.cached_scale = None
             return
-        for variable, array in zip(self._variables(), arrays, strict=True):
-            _own(variable)[...] = array
+        _set(self._variables(), arrays)
 
     def _variables(self) -> list[Any]:
-        variables = (
-            self.cached_key,
-            self.cached_value,
-            self.cache_index,
-            self.cached_scale,
+        return _present(
+            self.cached_key, self.cached_value, self.cache_index, self.cached_scale
         )
-        return [variable for variable in variables if variable is not None]
 
     def _index_variables(self) -> list[Any]:
-        variables = (self.cached_index_key, self.cached_index_scale)
-        return [variable for variable in variables if variable is not None]
+        return _present(self.cached_index_key, self.cached_index_scale)
 
-    def _cached_index(self, *_: Array) -> Arrays | None:
-        """Returns the indexer's cached keys, and their scales if they have 8 bits; None
-        without such a cache.
+    def _cached_index(self) -> Arrays:
+        """Returns the indexer's cached keys, and their scales if they have 8 bits;
+        empty without such a cache.
         """
-        variables = self._index_variables()
-        if not variables:
-            return None
-        return _read(variables)
+        return _read(self._index_variables())
 
     def _write_index(self, arrays: Arrays) -> None:
-        for variable, array in zip(self._index_variables(), arrays, strict=True):
-            _own(variable)[...] = array
+        _set(self._index_variables(), arrays)
 
     def _first_given(self, name: str, argument: bool | None) -> bool:
         """Returns the argument of the call or, if that is None, the module's attribute
@@ -411,6 +388,15 @@ def with_sharding(layer: Callable[..., Array] | None, sharding: object) -> Any:
     if layer is None or sharding is None:
         return layer
     return functools.partial(layer, out_sharding=sharding)
+
+
+def _present(*variables: nnx.Variable | None) -> list[Any]:
+    return [variable for variable in variables if variable is not None]
+
+
+def _set(variables: Sequence[Any], arrays: Arrays) -> None:
+    for variable, array in zip(variables, arrays, strict=True):
+        _own(variable)[...] = array
 
 
 def _read(variables: Sequence[Any]) -> Arrays:

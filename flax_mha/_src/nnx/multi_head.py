@@ -38,7 +38,7 @@ from flax_mha._src.modules.options import (
     check_score_mod,
     check_shows_parameters,
 )
-from flax_mha._src.nnx.module import AttentionModule, CachedHeads, with_sharding
+from flax_mha._src.nnx.module import AttentionModule, with_sharding
 from flax_mha._src.rope import RoPE
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -552,10 +552,12 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
 
     explain = explaining(__call__)
 
-    def _cached_heads(self) -> CachedHeads:
-        return CachedHeads(
-            number=self.num_kv_heads, key_size=self.head_dim, value_size=self.value_dim
-        )
+    def _sizes_of_token(self) -> dict[str, int]:
+        return {
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_dim,
+            "value_head_size": self.value_dim,
+        }
 
     def _norm(
         self,
