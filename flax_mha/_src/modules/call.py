@@ -33,7 +33,7 @@ from flax_mha._src.modules.attention_fn import (
     ours,
     uses_flax,
 )
-from flax_mha._src.modules.indexer import IndexLayers, choose
+from flax_mha._src.modules.indexer import IndexLayers, Layer, choose
 from flax_mha._src.modules.options import (
     AttentionOptions,
     check_process_heads,
@@ -47,7 +47,6 @@ from flax_mha._src.modules.options import (
 # "stored": from an earlier call.
 # "shared": from the call of another module, and from that module's cache.
 KeySource = Literal["inputs", "cache", "to store", "stored", "shared"]
-Layer = Callable[[Array], Array]
 Arrays = tuple[Array, ...]
 ProcessHeads = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
 
@@ -504,23 +503,38 @@ def rotate(
     """
     rope = layer.options.rope
     positions = call.given.positions
-    if rope is None and positions is None:
+    if rope is None:
+        if positions is not None:
+            raise ValueError(
+                "positions must be None without rope, but got an array; pass "
+                "rope=RoPE() to the module."
+            )
         return query, key
     # Only the end of a latent key [latent, rotary key] is rotated.
     size = None
     if layer.latent is not None:
         size = key.shape[-1] - layer.latent.size
-    return sequences.rotate(
-        query,
-        key,
-        rope=rope,
-        positions=positions,
-        self_attention=call.is_self_attention,
-        start=_next_position(cache),
-        stored=call.source == "stored",
-        shared=call.source == "shared",
-        size=size,
+    # How many queries there were before is not known with stored keys.
+    if call.source == "stored":
+        if positions is None or isinstance(positions, tuple):
+            got = "None" if positions is None else "a pair"
+            raise ValueError(
+                "positions must be a single array (for the queries) if rope is used "
+                f"with stored keys, but got {got}."
+            )
+        return sequences.rotate(query, positions, rope, size), key
+    query_positions, key_positions = sequences.positions_of(
+        positions,
+        rope,
+        query.shape[-3],
+        key.shape[-3],
+        call.is_self_attention,
+        _next_position(cache),
     )
+    query = sequences.rotate(query, query_positions, rope, size)
+    if call.source != "shared":
+        key = sequences.rotate(key, key_positions, rope, size)
+    return query, key
 
 
 def _next_position(cache: KVCache | None) -> Any:
@@ -821,17 +835,13 @@ def _rotate_index(
         # The first features of the whole head, as RoPE's own fraction counts them.
         fraction = fraction * rotated_size / options.head_dim
     rope = dataclasses.replace(rope, interleaved=options.interleaved, fraction=fraction)
-    return sequences.rotate(
-        query,
-        key,
-        rope=rope,
-        positions=given.positions,
-        self_attention=True,
-        start=_next_position(cache),
-        stored=False,
-        shared=False,
-        size=size,
+    number = query.shape[-3]
+    query_positions, key_positions = sequences.positions_of(
+        given.positions, rope, number, number, True, _next_position(cache)
     )
+    query = sequences.rotate(query, query_positions, rope, size)
+    key = sequences.rotate(key, key_positions, rope, size)
+    return query, key
 
 
 def gate_and_normalize(

@@ -127,91 +127,37 @@ def _check_segment_ids(segment_ids: object, inputs_q: Array, inputs_k: Array) ->
     validation.segment_ids(*_pair(segment_ids), shape, names)
 
 
-def rotate(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K Hk"],
-    rope: RoPE | None,
+def positions_of(
     positions: OneOrPair,
+    rope: RoPE,
+    queries: int,
+    keys: int,
     self_attention: bool,
     start: Int[Array, "..."] | int,
-    stored: bool,
-    shared: bool,
-    size: int | None,
-) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B S K Hk"]]:
-    """Rotates query and key by their positions; `stored` and `shared` keys are rotated
-    already, and do not change.
+) -> tuple[Array, Array]:
+    """Returns the positions of queries and keys, given a module's argument `positions`,
+    of which one array is for both in self-attention.
 
-    `positions` are [B..., T] or [T], with a last axis of coordinates if `rope` has
-    sections, or a pair for queries and keys. None counts from `start`, or from 0 for
-    the keys of cross-attention. With a `size`, only the last `size` features of a head
-    are rotated.
+    None counts from `start`, or from 0 for the keys of cross-attention.
     """
-    if rope is None:
-        if positions is not None:
-            raise ValueError(
-                "positions must be None without rope, but got an array; pass "
-                "rope=RoPE() to the module."
-            )
-        return query, key
-    # How many queries there were before is not known with stored keys.
-    if stored:
-        if positions is None or isinstance(positions, tuple):
-            got = "None" if positions is None else "a pair"
-            raise ValueError(
-                "positions must be a single array (for the queries) if rope is used "
-                f"with stored keys, but got {got}."
-            )
-        return _rotate_end(query, positions, rope, size), key
-    if positions is None:
-        positions = _count(query.shape[-3], key.shape[-3], rope, self_attention, start)
-    # One array is for queries and keys, if they are of the same tokens.
-    if not isinstance(positions, tuple):
+    if isinstance(positions, tuple):
+        _check_is_pair("positions", positions)
+        return positions
+    if positions is not None:
         if not self_attention:
             raise ValueError(
                 "positions must be a pair (queries, keys) if inputs_k is not inputs_q, "
                 "but got one array."
             )
-        positions = (positions, positions)
-    if len(positions) != 2:
-        raise ValueError(
-            "positions must be one array or a pair (queries, keys), but got "
-            f"{len(positions)} arrays."
-        )
-    query_positions, key_positions = positions
-    query = _rotate_end(query, query_positions, rope, size)
-    if not shared:
-        key = _rotate_end(key, key_positions, rope, size)
-    return query, key
-
-
-def _rotate_end(
-    x: Float[Array, "*B T N H"], positions: Array, rope: RoPE, size: int | None
-) -> Float[Array, "*B T N H"]:
-    if size is None:
-        return apply_rope(x, positions, rope)
-    rotated = apply_rope(x[..., -size:], positions, rope)
-    return jnp.concatenate([x[..., :-size], rotated], axis=-1)
-
-
-def _count(
-    queries: int,
-    keys: int,
-    rope: RoPE,
-    self_attention: bool,
-    start: Int[Array, "..."] | int,
-) -> tuple[Array, Array]:
-    """Returns default positions of queries and keys: `start`, `start` + 1, ...; from 0
-    for keys of cross-attention.
-    """
+        return positions, positions
     if rope.section_layout.startswith("axial"):
         raise ValueError(
             "positions must be [..., T, coordinates] if rope is axial, but got None."
         )
     start = jnp.asarray(start, jnp.int32)[..., None]
     query_positions = start + _arange(queries, start.ndim - 1)
-    if self_attention:
-        key_positions = query_positions
-    else:
+    key_positions = query_positions
+    if not self_attention:
         key_positions = jnp.arange(keys, dtype=jnp.int32)
     # Text has the same position on all axes (time, height, width).
     number = len(rope.sections or ())
@@ -219,6 +165,20 @@ def _count(
         query_positions = jnp.repeat(query_positions[..., None], number, axis=-1)
         key_positions = jnp.repeat(key_positions[..., None], number, axis=-1)
     return query_positions, key_positions
+
+
+def rotate(
+    x: Float[Array, "*B T N H"], positions: Array, rope: RoPE, size: int | None
+) -> Float[Array, "*B T N H"]:
+    """Rotates queries or keys by their positions, [B..., T] or [T], with a last axis of
+    coordinates if `rope` has sections.
+
+    With a `size`, only the last `size` features of a head are rotated.
+    """
+    if size is None:
+        return apply_rope(x, positions, rope)
+    rotated = apply_rope(x[..., -size:], positions, rope)
+    return jnp.concatenate([x[..., :-size], rotated], axis=-1)
 
 
 def key_lengths(lengths: Array | None, key: Float[Array, "*B S K H"]) -> PerSequence:
