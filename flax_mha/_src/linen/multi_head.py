@@ -251,28 +251,19 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             gating=gating,
         )
 
-        # Projections. Keys that are reused come from an earlier layer.
-        query = self._dense("query", (num_heads, head_size))
+        # What a module may lack. Keys that are reused come from an earlier layer,
+        # which has normalized them.
         key = None
+        key_norm = None
+        value = None
         if not self.reuse_kv:
             key = self._dense("key", (num_kv_heads, head_size))
-        value = None
+            key_norm = self._norm("key_ln", norm_of_qk, "key")
         if not self.reuse_kv and not self.share_kv:
             value = self._dense("value", (num_kv_heads, value_dim))
-        out = self._dense("out", self.out_features or features)
-
-        # Norms. The earlier layer has normalized its keys.
-        query_norm = self._norm("query_ln", norm_of_qk, "query")
-        key_norm = None
-        if not self.reuse_kv:
-            key_norm = self._norm("key_ln", norm_of_qk, "key")
-        value_norm = self._norm("value_ln", norm_of_values, "key")
-
-        # The gate, the norm of what it returns, and sinks.
         gate = None
         if gating is not None:
             gate = self._dense("gate", gating.shape(num_heads, value_dim))
-        out_norm = self._norm("out_norm", norm_of_output, "query")
         sinks = None
         if self.sinks:
             init = self._split(nn.initializers.zeros_init(), "sinks")
@@ -289,23 +280,20 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             deterministic,
             dropout_rng,
             sow_weights,
-            force_fp32_for_softmax=self.force_fp32_for_softmax,
-            qk_attn_weights_einsum=_made(self.qk_attn_weights_einsum_cls),
-            attn_weights_value_einsum=_made(self.attn_weights_value_einsum_cls),
         )
         return FlaxModule(
             module=self,
             options=options,
-            query=query,
+            query=self._dense("query", (num_heads, head_size)),
             key=key,
             value=value,
-            out=out,
-            query_norm=query_norm,
+            out=self._dense("out", self.out_features or features),
+            query_norm=self._norm("query_ln", norm_of_qk, "query"),
             key_norm=key_norm,
-            value_norm=value_norm,
+            value_norm=self._norm("value_ln", norm_of_values, "key"),
             process_heads=self.process_heads,
             gate=gate,
-            out_norm=out_norm,
+            out_norm=self._norm("out_norm", norm_of_output, "query"),
             sinks=sinks,
             cache=functools.partial(self._cache, variables),
             write=functools.partial(self._write, variables),
@@ -433,7 +421,6 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         deterministic: bool | None,
         dropout_rng: Array | None,
         sow_weights: bool,
-        **others: Any,
     ) -> dict[str, Any]:
         """Returns Flax's arguments for `attention_fn`; omits optional ones that a
         user's function does not take.
@@ -451,7 +438,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             "deterministic": keeps_all,
             "dtype": self.dtype,
             "precision": self.precision,
-            **others,
+            "force_fp32_for_softmax": self.force_fp32_for_softmax,
+            "qk_attn_weights_einsum": _made(self.qk_attn_weights_einsum_cls),
+            "attn_weights_value_einsum": _made(self.attn_weights_value_einsum_cls),
         }
         if sow_weights:
             arguments["module"] = self
