@@ -211,20 +211,13 @@ def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tupl
     of every array in `operands` whose `is_batched` is True.
     """
     # Which mesh axes split the mapped axis, by the types of the arrays that have it.
-    leaves = jax.tree.leaves(operands)
-    leaves_batched = jax.tree.leaves(is_batched)
-    mesh: Any = None
-    split_by = None
-    for x, batched in zip(leaves, leaves_batched, strict=True):
-        if not batched:
-            continue
-        sharding = jax.typeof(x).sharding
-        if mesh is None:
-            mesh = sharding.mesh
-        if split_by is None and not sharding.mesh.empty and len(sharding.spec):
-            split_by = sharding.spec[0]
+    leaves = zip(jax.tree.leaves(operands), jax.tree.leaves(is_batched), strict=True)
+    shardings = [jax.typeof(x).sharding for x, batched in leaves if batched]
+    splits = [sharding.spec[0] for sharding in shardings if len(sharding.spec)]
+    split_by = next((split for split in splits if split is not None), None)
     if split_by is None:
         return function(*operands)
+    mesh = shardings[0].mesh
 
     # All arrays with the mapped axis get this split, which `shard_map` requires.
     def reshard(x: Array, batched: bool) -> Array:

@@ -136,10 +136,8 @@ def trace(name: str, function: object, score: jnp.dtype | None = None) -> Trace:
     is_score_mod = score is not None
     variables = captured_variables(program)
     # Sort the captured arrays: those that may get gradients come first.
-    learned = []
-    learned_variables = []
-    constants = []
-    constant_variables = []
+    learned = {}
+    constants = {}
     for variable, x in zip(variables, program.consts, strict=True):
         # NumPy arrays are copied: JAX would keep the first values of one that changes,
         # for as long as it holds the array.
@@ -155,12 +153,10 @@ def trace(name: str, function: object, score: jnp.dtype | None = None) -> Trace:
             x.dtype, jnp.floating
         )
         if is_score_mod and is_traced_float:
-            learned.append(x)
-            learned_variables.append(variable)
+            learned[variable] = x
         else:
-            constants.append(x)
-            constant_variables.append(variable)
-    body = open_program(program, learned_variables + constant_variables)
+            constants[variable] = x
+    body = open_program(program, [*learned, *constants])
     traced = TracedFunction(
         name=f"{name} {_name_of(function)}",
         body=body,
@@ -168,7 +164,7 @@ def trace(name: str, function: object, score: jnp.dtype | None = None) -> Trace:
         # A mask_mod is not differentiated.
         rules=_rules(body, function) if is_score_mod else (),
     )
-    return Trace(traced, learned, constants)
+    return Trace(traced, [*learned.values()], [*constants.values()])
 
 
 def _checked_program(name: str, function: object, score: jnp.dtype | None) -> Program:

@@ -132,7 +132,8 @@ class RoPE:
         """Returns the frequency of each pair in radians per position: a NumPy array,
         float64 `[R / 2]`.
         """
-        of_size = functools.partial(self._scaling.frequencies, float(self.base))
+        scaling = self.scaling or Scaling()
+        of_size = functools.partial(scaling.frequencies, float(self.base))
         size = self.rotated_size(head_size)
         sections = self.sections or ()
         layout = self.section_layout
@@ -178,13 +179,8 @@ class RoPE:
         """The factor by which cos and sin are multiplied, 1 except with YaRN and
         LongRoPE.
         """
-        return self._scaling.cos_sin_factor
-
-    @property
-    def _scaling(self) -> Scaling:
-        if self.scaling is None:
-            return Scaling()
-        return self.scaling
+        scaling = self.scaling or Scaling()
+        return scaling.cos_sin_factor
 
     @classmethod
     def from_config(
