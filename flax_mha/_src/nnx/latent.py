@@ -480,7 +480,7 @@ class MultiHeadLatentAttention(AttentionModule):
             write=self._write_index,
         )
 
-    def _sizes_of_token(self) -> dict[str, int]:
+    def _sizes_of_token(self) -> dict[str, Any]:
         return {
             "num_kv_heads": 1,
             "head_size": self.kv_lora_rank + self.qk_rope_head_dim,

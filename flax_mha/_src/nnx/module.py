@@ -64,7 +64,7 @@ class AttentionModule(nnx.Module):
     head_axis: str | None
     sinks: nnx.Param | None
     # Arguments of `KVCache.create`: the sizes of a token in the module's cache.
-    _sizes_of_token: Callable[[], dict[str, int]]
+    _sizes_of_token: Callable[[], dict[str, Any]]
     deterministic: bool | None
     decode: bool | None
     cached_key: nnx.Cache | None

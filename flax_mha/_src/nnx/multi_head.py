@@ -552,7 +552,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
 
     explain = explaining(__call__)
 
-    def _sizes_of_token(self) -> dict[str, int]:
+    def _sizes_of_token(self) -> dict[str, Any]:
         return {
             "num_kv_heads": self.num_kv_heads,
             "head_size": self.head_dim,
