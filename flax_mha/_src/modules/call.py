@@ -136,19 +136,6 @@ class Checked(NamedTuple):
     # Arguments of the attention function that name lengths and segments.
     per_sequence: dict[str, Any]
 
-    @property
-    def has_earlier_keys(self) -> bool:
-        """Whether another call has made the keys: normalized and rotated already."""
-        return self.source in ("stored", "shared")
-
-
-class Attended(NamedTuple):
-    """The output of the attention, and what it adds to the caches of the module."""
-
-    output: Float[Array, "*B T N Hv"]
-    appended: Appended | None  # the cache with the new keys and values
-    index_cache: KVCache | None  # the cache with the indexer's new keys
-
 
 def call_module(layer: FlaxModule, given: Given) -> Any:
     """Computes a module's call and updates its cache.
@@ -166,9 +153,11 @@ def call_module(layer: FlaxModule, given: Given) -> Any:
     query, key = rotate(layer, call, query, key, cache)
     if norms_after_rope:
         query, key = normalize(layer, call, query, key)
-    attended = attend_to_keys(layer, call, query, key, value, cache)
-    output = gate_and_normalize(layer, call, attended.output)
-    write(layer, call, key, value, attended)
+    output, appended, index_cache = attend_to_keys(
+        layer, call, query, key, value, cache
+    )
+    output = gate_and_normalize(layer, call, output)
+    write(layer, call, key, value, appended, index_cache)
     output = layer.out(output)
     if not given.return_kv:
         return output
@@ -179,7 +168,7 @@ def call_module(layer: FlaxModule, given: Given) -> Any:
         key=key,
         value=value,
         cache=cache,
-        appended=attended.appended,
+        appended=appended,
         decode=given.decode,
         has_lengths=given.has_lengths,
     )
@@ -408,7 +397,9 @@ def normalize(
     """Normalizes queries and keys, if the layer has norms."""
     if layer.query_norm is not None:
         query = layer.query_norm(query)
-    if layer.key_norm is not None and not call.has_earlier_keys:
+    # Another call has normalized these keys.
+    has_earlier_keys = call.source in ("stored", "shared")
+    if layer.key_norm is not None and not has_earlier_keys:
         key = layer.key_norm(key)
     return query, key
 
@@ -552,8 +543,12 @@ def attend_to_keys(
     key: Array,
     value: Array,
     cache: KVCache | None,
-) -> Attended:
-    """Computes the attention of projected heads, over the cache if there is one."""
+) -> tuple[Float[Array, "*B T N Hv"], Appended | None, KVCache | None]:
+    """Computes the attention of projected heads, over the cache if there is one.
+
+    Returns the output, the cache with the new keys and values, and the cache with the
+    indexer's new keys; None without these caches.
+    """
     arguments, mask_is_invalid = attention_arguments(layer, call, query, key, cache)
     index_cache = None
     top_k = 0
@@ -571,7 +566,7 @@ def attend_to_keys(
             key, value = layer.latent.expand(key)
         output = _attend_to_arrays(layer, call, query, key, value, arguments)
         output = validation.nan_if(mask_is_invalid, output)
-        return Attended(output, None, index_cache)
+        return output, None, index_cache
 
     attention_fn = call.ours
     _check_decodes(attention_fn, arguments)
@@ -592,7 +587,7 @@ def attend_to_keys(
         output = _attend_to_arrays(layer, call, query, key, value, arguments)
         output = nan_without(tokens.appended.room, output, cache.batch)
     output = validation.nan_if(mask_is_invalid, output)
-    return Attended(output, tokens.appended, index_cache)
+    return output, tokens.appended, index_cache
 
 
 def _attend_to_arrays(
@@ -856,12 +851,16 @@ def gate_and_normalize(
 
 
 def write(
-    layer: FlaxModule, call: Checked, key: Array, value: Array, attended: Attended
+    layer: FlaxModule,
+    call: Checked,
+    key: Array,
+    value: Array,
+    appended: Appended | None,
+    index_cache: KVCache | None,
 ) -> None:
     """Stores what the call adds: keys for later calls, the module's cache, and the
     indexer's cache.
     """
-    appended = attended.appended
     if call.source == "to store":
         lengths = call.per_sequence.get("key_value_seq_lengths")
         lengths = sequences.key_lengths(lengths, key)
@@ -869,5 +868,5 @@ def write(
     # The cache of shared keys is the earlier layer's to write.
     if call.source == "cache" and appended is not None:
         layer.write(appended.cache.arrays, False)
-    if layer.indexer is not None and attended.index_cache is not None:
-        layer.indexer.store(attended.index_cache)
+    if layer.indexer is not None and index_cache is not None:
+        layer.indexer.store(index_cache)
