@@ -54,20 +54,14 @@ def with_outputs(program: Program, wanted: Sequence[bool]) -> Program:
     return ClosedJaxpr(body, program.consts)
 
 
-def captured_variables(program: Program) -> list[Any]:
-    """Lists the variables of the captured arrays, in the order of `program.consts`."""
-    return list(program.jaxpr.constvars)
-
-
-def open_program(program: Program, captured: Sequence[Any] | None = None) -> Body:
-    """Turns the constants of a program into its first inputs, in the order of their
-    variables in `captured`.
-
-    `captured` is an order of `captured_variables(program)`; None keeps theirs.
+def open_program(program: Program, order: Sequence[int] | None = None) -> Body:
+    """Turns the constants of a program, the arrays `program.consts`, into its first
+    inputs; `order` holds their indices, and None keeps their order.
     """
     body = program.jaxpr
-    if captured is None:
-        captured = body.constvars
+    captured = body.constvars
+    if order is not None:
+        captured = [captured[i] for i in order]
     return body.replace(constvars=[], invars=[*captured, *body.invars])
 
 

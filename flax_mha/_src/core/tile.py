@@ -134,13 +134,11 @@ class Tile(NamedTuple):
             x = lax.dynamic_slice_in_dim(
                 x, self.row, self.shape[0], 0, allow_negative_indices=False
             )
-        if self.indices is not None and x.shape[1] != 1:
-            return jnp.take_along_axis(
-                jnp.asarray(x), self.columns, axis=1, mode="clip"
-            )
         if x.shape[1] == 1:
             return jnp.asarray(x)
-        return self.cut_columns(x, 1)
+        if self.indices is None:
+            return self.cut_columns(x, 1)
+        return jnp.take_along_axis(jnp.asarray(x), self.columns, axis=1, mode="clip")
 
     def map_positions(
         self, function: Callable[..., Array], *scores: Float[Array, "t s"]

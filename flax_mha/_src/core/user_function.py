@@ -22,7 +22,6 @@ from flax_mha._src.core.jaxprs import (
     Body,
     FunctionOfScalars,
     Program,
-    captured_variables,
     custom_functions,
     evaluate,
     is_jaxpr,
@@ -134,11 +133,10 @@ def trace(name: str, function: object, score: jnp.dtype | None = None) -> Trace:
     """
     program = _checked_program(name, function, score)
     is_score_mod = score is not None
-    variables = captured_variables(program)
     # Sort the captured arrays: those that may get gradients come first.
     learned = {}
     constants = {}
-    for variable, x in zip(variables, program.consts, strict=True):
+    for i, x in enumerate(program.consts):
         # NumPy arrays are copied: JAX would keep the first values of one that changes,
         # for as long as it holds the array.
         if not isinstance(x, jax.Array):
@@ -153,9 +151,9 @@ def trace(name: str, function: object, score: jnp.dtype | None = None) -> Trace:
             x.dtype, jnp.floating
         )
         if is_score_mod and is_traced_float:
-            learned[variable] = x
+            learned[i] = x
         else:
-            constants[variable] = x
+            constants[i] = x
     body = open_program(program, [*learned, *constants])
     traced = TracedFunction(
         name=f"{name} {_name_of(function)}",
