@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 from flax_mha._src.attention import ScoreMod
 from flax_mha._src.cache.cached_attention import NewTokens, all_written, nan_without
 from flax_mha._src.cache.kv_cache import Appended, KVCache
-from flax_mha._src.cache.latent import Latent
+from flax_mha._src.cache.latent import Latent, Layer
 from flax_mha._src.cache.shared import SharedKV
 from flax_mha._src.call.arguments import check_is_causal, check_window
 from flax_mha._src.call.operands import Sharding
@@ -33,7 +33,7 @@ from flax_mha._src.modules.attention_fn import (
     ours,
     uses_flax,
 )
-from flax_mha._src.modules.indexer import IndexLayers, Layer, choose
+from flax_mha._src.modules.indexer import IndexLayers, choose
 from flax_mha._src.modules.options import (
     AttentionOptions,
     check_process_heads,
@@ -366,7 +366,13 @@ def project(layer: FlaxModule, call: Checked) -> Heads:
         return query, key, value
     kv = call.given.kv
     if kv is not None:
-        _check_kv(layer, call, kv, query)
+        *batch_and_length, _, size = query.shape
+        kv.check(
+            shape=(*batch_and_length, layer.options.num_kv_heads, size),
+            value_size=layer.options.value_dim,
+            decode=call.given.decode,
+            has_lengths=call.given.has_lengths,
+        )
         return query, kv.key, kv.value
     key = layer.key(call.inputs_k)  # type: ignore[misc]
     # Latents are keys and values in one, and expanded later.
@@ -379,16 +385,6 @@ def project(layer: FlaxModule, call: Checked) -> Heads:
     if layer.value_norm is not None:
         value = layer.value_norm(value)
     return query, key, value
-
-
-def _check_kv(layer: FlaxModule, call: Checked, kv: SharedKV, query: Array) -> None:
-    *batch_and_length, _, size = query.shape
-    kv.check(
-        shape=(*batch_and_length, layer.options.num_kv_heads, size),
-        value_size=layer.options.value_dim,
-        decode=call.given.decode,
-        has_lengths=call.given.has_lengths,
-    )
 
 
 def normalize(

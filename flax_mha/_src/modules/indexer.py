@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from flax_mha._src.cache.cached_attention import NewTokens, Step
 from flax_mha._src.cache.kv_cache import KVCache
+from flax_mha._src.cache.latent import Layer
 from flax_mha._src.call.arguments import (
     CallArguments,
     canonical,
@@ -32,7 +33,6 @@ from flax_mha._src.math.head import by_blocks, map_heads, scores_of
 from flax_mha._src.math.scores import ScoreInputs, ScoreRule
 from flax_mha._src.modules.attention_fn import Module, sow
 
-Layer = Callable[[Array], Array]
 # Index scores, and keys; -inf and -1 for none.
 Choice = tuple[Float[Array, "*B T k"], Int[Array, "*B T k"]]
 MAX_SCORES = 2**23  # index scores of heads that are in memory at a time
@@ -205,20 +205,19 @@ def choose(
 
     # The cache gets the new keys, whoever chooses.
     tokens = None
-    new = None
     if cache is not None:
         # 8-bit keys are quantized by the cache.
         stored = key if cache.scale is not None else key.astype(cache.key.dtype)
         appended = cache.append(stored, no_value, lengths)
-        new = appended.cache
         tokens = NewTokens(key, no_value, cache, appended, lengths is not None)
+        cache = appended.cache
 
     # There is nothing to choose if a user has chosen, or if all keys fit.
     given = arguments.get("key_indices")
     attends_to_all = num_keys <= indexer.top_k
     is_decided = attends_to_all or given is not None
     if is_decided and sow_to is None:
-        return given, new
+        return given, cache
 
     _check_mask(arguments.get("mask"))
     if tokens is None:
@@ -238,8 +237,8 @@ def choose(
         sow(sow_to, "index_scores", scores)
         sow(sow_to, "key_indices", positions)
     if is_decided:
-        return given, new
-    return positions, new
+        return given, cache
+    return positions, cache
 
 
 def _check_mask(mask: ArrayLike | Mask | None) -> None:
