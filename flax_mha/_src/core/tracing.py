@@ -48,15 +48,12 @@ def platform() -> str:
     return getattr(device, "platform", device)
 
 
-def multiplies_bfloat16(on: str | None = None) -> bool:
-    """Returns whether the platform `on` (default: JAX's) is a CPU that multiplies
-    bfloat16 (AVX-512 BF16, AMX).
+def multiplies_bfloat16(on: str) -> bool:
+    """Returns whether the platform `on` is a CPU that multiplies bfloat16 (AVX-512
+    BF16, AMX).
     """
-    if on is None:
-        on = platform()
-    if on != "cpu":
-        return False
-    return not cpu_features().isdisjoint({"amx_bf16", "avx512_bf16"})
+    extensions = {"amx_bf16", "avx512_bf16"}
+    return on == "cpu" and not cpu_features().isdisjoint(extensions)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from flax_mha._src.core.products import products_are_replaced
-from flax_mha._src.core.tracing import multiplies_bfloat16
+from flax_mha._src.core.tracing import multiplies_bfloat16, platform
 from flax_mha._src.distributed import tensor_parallel
 
 
@@ -35,7 +35,7 @@ def dot_general(
         )
     is_bfloat16 = lhs.dtype == rhs.dtype == jnp.bfloat16
     is_plain = options.get("preferred_element_type") or products_are_replaced()
-    if is_plain or not is_bfloat16 or not multiplies_bfloat16():
+    if is_plain or not is_bfloat16 or not multiplies_bfloat16(platform()):
         return lax.dot_general(lhs, rhs, dimension_numbers, *arguments, **options)
     # With a bfloat16 result, or a single row, XLA's CPU would convert all weights to
     # float32. So the result is float32, and a single row is computed twice.
