@@ -296,9 +296,11 @@ def over_cache(
     def attend(is_empty: bool) -> Result:
         own_step = step
         if is_empty and always_expands:
+            # The query was never absorbed: only keys and values change.
             expanded = tokens._replace(key=key, value=value, latent=None)
             own_step = step._replace(tokens=expanded)
         elif is_empty and latent is not None:
+            # `step` has the absorbed query; this begins again with the unabsorbed one.
             own_step = step.expand(latent, unabsorbed, arguments)
         in_place = implementation is None and not products_are_replaced()
         call = own_step.call(is_empty, in_place)
@@ -497,8 +499,8 @@ class Step(NamedTuple):
         NaN. JAX would clamp a position beyond the array and return a wrong entry. If
         lengths are not traced, raises a ValueError instead.
         """
-        # Leave out the mask of written keys: lookups beyond it are what is checked
-        # here, and `ends` below replaces it.
+        # Without `ends`, so that the mask of written keys is left out: lookups beyond
+        # the written keys are what is checked here.
         cache = self.tokens.cache
         shape = self.shape._replace(key_length=cache.length)
         visible = Visible.of(self.masks(self.mask, shape, ends=None))
@@ -525,7 +527,7 @@ class Step(NamedTuple):
                 longest.append(queries)
             keys = function.size("kv_idx")
             if keys is not None:
-                # A window may end before the query.
+                # A window that ends before the query (right < 0) reads fewer keys.
                 right = window[1] or 0
                 longest.append(keys - min(right, 0))
         if longest:

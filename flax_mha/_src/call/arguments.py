@@ -468,6 +468,7 @@ def canonical(
         raise unexpected("dot_product_attention", min(unknown))
     query, key, value, shape = check_inputs(query, key, value)
     target = target_of((query, key, value), platform)
+    # A Call without keys, which `with_keys` completes.
     scoring = check_scoring(query, shape, arguments, target, return_residual)
     window = check_window(arguments.get("local_window_size"))
     query_offset = arguments.get("query_offset", NO_OFFSET)

@@ -337,6 +337,7 @@ class AttentionFn:
 
         Weights cannot be sown, and Flax's function cannot be called: see `all_written`.
         """
+        # `call.py` has converted a mask of numbers.
         (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))
         core = _core_arguments(arguments)
         result = over_cache(
