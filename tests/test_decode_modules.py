@@ -340,6 +340,22 @@ def test_arguments_of_a_partial_count_as_those_of_the_call(api, promote):
     assert_close(got, want)
 
 
+def tripled(arrays, dtype=None):
+    """A `promote_dtype` that is seen in the output."""
+    query, key, value = arrays
+    return 3 * query, key, value
+
+
+@pytest.mark.core
+def test_promotion_of_a_partial_counts_while_decoding():
+    attention_fn = functools.partial(flax_mha.attention_fn, promote_dtype=tripled)
+
+    calls = ((0, 9), (9, 10))
+    got = decoded(Nnx(attention_fn=attention_fn), calls=calls)
+    want = decoded(Nnx(scale=3 / np.sqrt(D / N)), calls=calls)
+    assert_close(got, want)
+
+
 @pytest.mark.core
 @APIS
 @pytest.mark.parametrize("name", ["query_offset", "key_value_seq_lengths"])

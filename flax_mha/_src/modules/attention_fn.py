@@ -335,7 +335,8 @@ class AttentionFn:
     ) -> Float[Array, "*B T N Hv"]:
         """Does the same for a decoding step; for `top_k`, see `over_cache`.
 
-        Weights cannot be sown, and Flax's function cannot be called: see `all_written`.
+        Weights cannot be sown, Flax's function cannot be called, and `promote_dtype`
+        is not used: see `all_written`.
         """
         # `call.py` has converted a mask of numbers.
         (query,) = dtypes.promote_dtype((query,), dtype=arguments.get("dtype"))

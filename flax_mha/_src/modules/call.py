@@ -567,14 +567,12 @@ def attend_to_keys(
     attention_fn = call.ours
     _check_decodes(attention_fn, arguments)
     tokens = add_to_cache(layer, call, key, value, cache)
-    # Only our engines read a cache. Other functions, and the one that computes weights
-    # to be sown, get all keys and values as arrays.
+    # Only our engines read a cache. Other functions get all keys and values as arrays,
+    # and so do those that compute weights to be sown, or promote arrays.
     uses_our_engines = attention_fn is not None and not uses_flax(query, arguments)
-    if (
-        attention_fn is not None
-        and uses_our_engines
-        and arguments.get("module") is None
-    ):
+    of_arrays = [arguments.get(name) for name in ("module", "promote_dtype")]
+    reads_cache = uses_our_engines and all(x is None for x in of_arrays)
+    if attention_fn is not None and reads_cache:
         output = attention_fn.attend_over_cache(query, tokens, top_k=top_k, **arguments)
     else:
         key, value, arguments = all_written(
