@@ -21,6 +21,7 @@ from flax_mha._src.cache.write import (
 from flax_mha._src.call.operands import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.core.eight_bits import dequantize_cache, is_quantized, quantize_cache
+from flax_mha._src.core.fields import static
 from flax_mha._src.core.tracing import readable
 from flax_mha._src.core.validation import (
     as_array,
@@ -30,7 +31,6 @@ from flax_mha._src.core.validation import (
     is_int,
 )
 from flax_mha._src.distributed.split import place, take_entries
-from flax_mha._src.masks.base import static
 
 # Slots of a ring beyond the window and the query itself. `truncate` can take back one
 # token more than this, because the next query is not in the ring yet.

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from flax_mha._src.cache.kv_cache import Appended, KVCache
-from flax_mha._src.masks.base import static
+from flax_mha._src.core.fields import static
 
 
 @jax.tree_util.register_dataclass

@@ -12,11 +12,11 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
+from flax_mha._src.core.fields import WithAxes, static, with_axes
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import Target
 from flax_mha._src.core.user_function import TracedFunction
 from flax_mha._src.masks import Mask
-from flax_mha._src.masks.base import WithAxes, static, with_axes
 from flax_mha._src.masks.visible import Visible
 
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)

@@ -18,13 +18,14 @@ import dataclasses
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from flax_mha._src.core.fields import WithAxes, static
 from flax_mha._src.core.tile import BoolMatrix, Grid, Tile
 from flax_mha._src.core.tracing import T, readable
 from flax_mha._src.core.validation import LARGEST, SMALLEST, Shape, is_int
@@ -48,45 +49,6 @@ def part_axes(axes: str) -> list[str]:
     axes "B N T S".
     """
     return [name for name in axes.split() if name not in "BN"]
-
-
-def with_axes(axes: str, **options: Any) -> Any:
-    """Makes a dataclass field of arrays with these axes, such as "B T"; `options` are
-    those of `dataclasses.field`.
-
-    Fields of public classes that have no default call `dataclasses.field` instead:
-    type checkers would take these for optional.
-    """
-    return dataclasses.field(metadata={"axes": axes}, **options)
-
-
-def static(**options: Any) -> Any:
-    """Makes a dataclass field of a static value of a pytree; see `with_axes`."""
-    return dataclasses.field(metadata={"static": True}, **options)
-
-
-class WithAxes:
-    """The base class of frozen dataclasses whose arrays stand in fields that name their
-    axes; see above.
-    """
-
-    def map_arrays(self, change: Callable[[Array, str], Any]) -> Self:
-        """Returns a copy with each array replaced by `change(array, axes)`; `axes`
-        names its axes, such as "B T".
-        """
-        changed: dict[str, Any] = {}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if isinstance(value, WithAxes):
-                changed[field.name] = value.map_arrays(change)
-            elif "axes" in field.metadata:
-                axes = field.metadata["axes"]
-                changed[field.name] = jax.tree.map(
-                    lambda x, axes=axes: change(x, axes), value
-                )
-        if changed:
-            return dataclasses.replace(self, **changed)  # type: ignore[type-var]
-        return self
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

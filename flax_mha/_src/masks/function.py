@@ -14,11 +14,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from flax_mha._src.core.fields import static, with_axes
 from flax_mha._src.core.tile import Grid, Offsets, Scalar, Tile
 from flax_mha._src.core.tracing import T, is_key, readable
 from flax_mha._src.core.user_function import Trace, TracedFunction, trace
 from flax_mha._src.core.validation import LARGEST, Shape
-from flax_mha._src.masks.base import Mask, Occupancy, Window, static, with_axes
+from flax_mha._src.masks.base import Mask, Occupancy, Window
 from flax_mha._src.masks.visible import Visible
 
 

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from flax_mha._src.core.fields import static, with_axes
 from flax_mha._src.core.tile import Grid, Tile
 from flax_mha._src.core.tracing import readable
 from flax_mha._src.masks.arrays import LengthMask, SegmentMask
-from flax_mha._src.masks.base import And, Band, Mask, Occupancy, static, with_axes
+from flax_mha._src.masks.base import And, Band, Mask, Occupancy
 
 
 @jax.tree_util.register_dataclass
