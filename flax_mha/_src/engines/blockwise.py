@@ -362,7 +362,7 @@ def _output_of_single_tiles(
     mask = None
     if blocks.partial_bands:
         mask = padded_mask(head.rule.mask, tiling)
-    rule = dataclasses.replace(head.rule, mask=mask)
+    rule = head.rule.replace(mask=mask)
 
     def row(part: tuple) -> ResultsOfHead:
         i, blocks, Q_i, flags_i = part

@@ -60,7 +60,7 @@ def attention(plan: Plan, call: Call) -> Result:
         call = _gather_first(call, indices)
     call = with_float_keys(call, call.query.dtype)
     mask = Visible.of([call.mask, ListedMask()])
-    call = dataclasses.replace(call, mask=mask, key_indices=None)
+    call = call.replace(mask=mask, key_indices=None)
     call = guard.guard(call, plan._replace(guard_first=True))
     head = heads_of(call, plan.dtype)
 
@@ -91,7 +91,7 @@ def _gather_first(call: Call, indices: Int[Array, "*B T K k"]) -> Call:
 
     arrays: Any = (call.key, call.value, call.cache_scale)
     key, value, scale = jax.tree.map(take, arrays)
-    return dataclasses.replace(call, key=key, value=value, cache_scale=scale)
+    return call.replace(key=key, value=value, cache_scale=scale)
 
 
 def _unique(

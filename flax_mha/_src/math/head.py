@@ -103,7 +103,7 @@ def heads_of(call: Call, dtype: DTypeLike) -> Head:
         query = query * call.scale_array.astype(rule.dtype)
     elif dtype == rule.dtype:  # otherwise, scaling would round the query
         query = query * call.scale
-        rule = dataclasses.replace(rule, scale=1.0)
+        rule = rule.replace(scale=1.0)
 
     groups = call.groups
     key_groups = (groups[0], 1)
@@ -125,7 +125,7 @@ def with_float_keys(call: Call, dtype: DTypeLike) -> Call:
     key, value = dequantize_cache(
         call.key, call.value, call.cache_scale, value_size=call.value_size, dtype=dtype
     )
-    return dataclasses.replace(call, key=key, value=value, cache_scale=None)
+    return call.replace(key=key, value=value, cache_scale=None)
 
 
 def scores_of(call: Call) -> tuple[ScoreInputs, ScoreRule]:
@@ -197,7 +197,7 @@ def with_indices(call: Call) -> Call:
         made["dropout_seed"] = jax.random.bits(
             call.dropout_rng, (*shape, 2), jnp.uint32
         )
-    return dataclasses.replace(call, **made)
+    return call.replace(**made)
 
 
 def by_head(

@@ -552,10 +552,10 @@ def over_keys(
     # Full tiles first, without a mask, then partial tiles.
     mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
     if blocks.full_bands:
-        unmasked = dataclasses.replace(rule, mask=None)
+        unmasked = rule.replace(mask=None)
         state = visit_all(blocks.full_bands, unmasked, 0, blocks.num_full, state)
     if blocks.partial_bands:
-        masked = dataclasses.replace(rule, mask=mask)
+        masked = rule.replace(mask=mask)
         first = blocks.num_full
         end = blocks.num_tiles
         state = visit_all(blocks.partial_bands, masked, first, end, state)
