@@ -254,8 +254,8 @@ def _key(compared: object) -> tuple:
 
 
 def _rules(body: Body, function: object) -> list[Any]:
-    """Lists what two functions must share, besides equal jaxprs, to count as equal:
-    jaxprs of their derivatives, because jaxprs hide the rules of custom derivatives.
+    """Lists what must be equal, besides the jaxprs, for two functions to be equal: the
+    jaxprs of their derivatives, because a jaxpr hides the rules of custom derivatives.
 
     If these cannot show all rules, `function` is in the list: it equals only itself.
     """
