@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from flax_mha._src.core import tracing
-from flax_mha._src.engines.kernels import cudnn
+from flax_mha._src.engines.kernels.cudnn import engine as cudnn
 
 # What XLA has to know of an NVIDIA H200, as a text proto (GpuTargetConfigProto).
 H200 = """

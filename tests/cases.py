@@ -260,29 +260,6 @@ def _without_branches(body):
     return before + _without_branches(after[end:])
 
 
-def dense_kernel(kernel, arrays, lengths, residual):
-    """Replaces a cuDNN kernel: computes the same results by the dense implementation in
-    `jax.nn`.
-    """
-    query_lengths, key_lengths = lengths
-    results = jax.nn.dot_product_attention(
-        arrays.query,
-        arrays.key,
-        arrays.value,
-        arrays.bias,
-        scale=kernel.scale,
-        is_causal=kernel.is_causal,
-        local_window_size=kernel.window,
-        query_seq_lengths=query_lengths,
-        key_value_seq_lengths=key_lengths,
-        implementation="xla",
-        return_residual=residual,
-    )
-    if residual:
-        return list(results)
-    return [results]
-
-
 def in_parts(step, x, sizes):
     """Calls `step` on consecutive parts of x with `sizes` tokens; returns the outputs,
     joined to one array.

@@ -5,6 +5,7 @@ host lacks, and explanations.
 import functools
 
 import cases
+import cudnn_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,10 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from flax_mha import dot_product_attention, explain_implementation, masks
-from flax_mha._src.engines.kernels import cudnn, splash
+from flax_mha._src.engines.kernels import splash
+from flax_mha._src.engines.kernels.cudnn import call as calls
+from flax_mha._src.engines.kernels.cudnn import engine as cudnn
+from flax_mha._src.engines.kernels.cudnn import trials
 
 
 def shapes(t=256, s=256, *, batch=(2,), n=2, k=1, h=32, hv=None):
@@ -49,18 +53,21 @@ def as_if_cudnn_were_here(patch):
         return cudnn.Device(platform, None)
 
     patch.setattr(cudnn, "device", device)
-    patch.setattr(cudnn, "failure", lambda kernel: [])
+    patch.setattr(cudnn, "failure", lambda fused: [])
+    patch.setattr(trials, "_tried", lambda *arguments: None)
     patch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
     patch.setattr(
         fused_attention_stablehlo, "check_compute_capability", lambda capability: True
     )
 
 
-def compute_for_cudnn(patch, kernel=cases.dense_kernel):
-    """Replaces cuDNN's kernel by a dense computation, also for float32. `patch` is a
-    pytest.MonkeyPatch.
+def compute_for_cudnn(patch):
+    """Replaces cuDNN's two custom calls by dense computations, also for float32.
+    `patch` is a pytest.MonkeyPatch.
     """
-    patch.setattr(cudnn.Kernel, "__call__", kernel)
+    patch.setattr(calls, "call_forward", cudnn_calls.call_forward)
+    patch.setattr(calls, "call_backward", cudnn_calls.call_backward)
+    patch.setattr(calls, "differences_from_jax", list)
     # Comparisons in float32 are exact enough to find any mistake.
     patch.setattr(cudnn, "DTYPES", (jnp.float32,))
     patch.setattr(cudnn, "DTYPES_OF_BIAS", (jnp.float32,))
@@ -106,22 +113,29 @@ def explained(arrays, **arguments):
 
 # Arguments that cuDNN and "splash" refuse, for 2 x 256 tokens, and the reason.
 REFUSED_BY_BOTH = {
-    "array mask": ({"mask": np.ones((2, 1, 1, 256), bool)}, "ArrayMask"),
-    "function": (
-        {"mask": masks.FunctionMask(lambda b, h, q, k: q > k)},
-        "not a causal, window, length or",
-    ),
-    "either": ({"mask": masks.CausalMask() | masks.LocalMask(3, 3)}, "Or"),
     "dropout": (
         {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
         "dropout_rate",
     ),
     "score_mod": ({"score_mod": lambda score, b, h, q, k: score + 1}, "score_mod"),
-    "residual": ({"return_residual": True}, "return_residual"),
     "largest score": (
         {"return_max_score": True},
         "return_max_score requires the running maximum",
     ),
+    "scale as data": ({"scale": jnp.float32(0.3)}, "scale"),
+    "precision": (
+        {"precision": "highest"},
+        "precision must be the default, but is highest",
+    ),
+}
+# Arguments that become a bias for cuDNN, and that "splash" refuses.
+MASKS = {
+    "array mask": ({"mask": np.ones((2, 1, 256, 256), bool)}, "ArrayMask"),
+    "function": (
+        {"mask": masks.FunctionMask(lambda b, h, q, k: q > k)},
+        "not a causal, window, length or",
+    ),
+    "either": ({"mask": masks.CausalMask() | masks.LocalMask(3, 3)}, "Or"),
     "offset as data": (
         {"is_causal": True, "query_offset": np.int32([7, 9])},
         "query_offset",
@@ -131,13 +145,9 @@ REFUSED_BY_BOTH = {
         {"local_window_size": (300, None), "query_offset": np.int32([400, 9])},
         "query_offset is an array",
     ),
-    "scale as data": ({"scale": jnp.float32(0.3)}, "scale"),
-    "precision": (
-        {"precision": "highest"},
-        "precision must be the default, but is highest",
-    ),
 }
-PRIMITIVES = {"cudnn": "dot_product_attention_fwd", "splash": "pallas_call"}
+REFUSED_BY_SPLASH = MASKS | {"residual": ({"return_residual": True}, "return_residual")}
+KERNELS = {"cudnn": "__cudnn$fmha", "splash": "pallas_call"}
 
 
 def assert_refused(name, arrays, arguments, reason):
@@ -145,7 +155,7 @@ def assert_refused(name, arrays, arguments, reason):
     says what to change.
     """
     attend = functools.partial(dot_product_attention, **arguments)
-    assert PRIMITIVES[name] not in str(jax.make_jaxpr(attend)(*arrays))
+    assert KERNELS[name] not in str(jax.make_jaxpr(attend)(*arrays))
     with pytest.raises(NotImplementedError, match=reason):
         jax.eval_shape(functools.partial(attend, implementation=name), *arrays)
     refusals = explained(arrays, **arguments).refusals[name]
@@ -190,7 +200,7 @@ def in_bfloat16_by_the_rule_of_flash_attention(name, sizes, visible, **arguments
     )
 
 
-def kernels_of_two_blocks(primitives, x, platform=None, **arguments):
+def kernels_of_two_blocks(names, x, platform=None, **arguments):
     """How many kernels a gradient of two blocks runs: with a policy that saves by name,
     without, and without names.
     """
@@ -212,7 +222,8 @@ def kernels_of_two_blocks(primitives, x, platform=None, **arguments):
             lowered = traced.lower(lowering_platforms=(platform,))
             assert "tpu_custom_call" in lowered.as_text()
         equations = cases.equations(traced.jaxpr.jaxpr)
-        return sum(x.primitive.name in primitives for x in equations)
+        found = (x.params.get("target_name", x.primitive.name) for x in equations)
+        return sum(name in names for name in found)
 
     saved = count(functools.partial(jax.checkpoint, policy=save))
     without = count(lambda f: f)

@@ -18,7 +18,7 @@ from marks import core, with_core
 from flax_mha import dot_product_attention
 from flax_mha._src import plan as schedule
 from flax_mha._src.cache.kv_cache import SPARE, KVCache
-from flax_mha._src.engines.kernels import cudnn
+from flax_mha._src.engines.kernels.cudnn import engine as cudnn
 from flax_mha.cache import cached_attention
 from flax_mha.masks import ArrayMask, CausalMask, FunctionMask, LengthMask, SegmentMask
 

@@ -23,14 +23,14 @@ from cases import (
     kernels_in,
     with_gradients,
 )
-from jax import lax
 from kernels import call, explained, normal
-from marks import with_core, with_core_tuples
+from marks import with_core
 
 from flax_mha import dot_product_attention, explain_implementation, masks
 from flax_mha._src import plan as schedule
 from flax_mha._src.core import tracing, validation
-from flax_mha._src.engines.kernels import cudnn
+from flax_mha._src.engines.kernels.cudnn import call as calls
+from flax_mha._src.engines.kernels.cudnn import engine as cudnn
 from flax_mha.cache import KVCache, cached_attention
 
 B = 2
@@ -170,6 +170,46 @@ def test_a_gpu_gets_the_fused_kernel_with_a_bias(name):
     assert calls_of_cudnn(text) == ["ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward"]
 
 
+# Arguments that are not causal masks, windows to the left or lengths, and the kernels
+# of a gradient with them.
+BIAS = ["ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward"]
+WITH_A_BIAS = {
+    "mask of keys": ({"mask": np.ones((B, 1, 1, T), bool)}, BIAS),
+    "segments": ({"query_segment_ids": IDS, "key_value_segment_ids": IDS}, BIAS),
+    "function": ({"mask": masks.FunctionMask(lambda b, h, q, k: q != k)}, BIAS),
+    "window of both sides": ({"local_window_size": (9, 9)}, BIAS),
+    "offset": ({"is_causal": True, "query_offset": 7}, BIAS),
+    "sinks": (
+        {"sinks": jnp.zeros(N), "is_causal": True},
+        ["Softmax", "SoftmaxBackward"],
+    ),
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", with_core(WITH_A_BIAS, "mask of keys", "sinks"))
+def test_a_gpu_gets_the_fused_kernel_for_every_mask(name):
+    arguments, kernels_of_gradient = WITH_A_BIAS[name]
+    text = lowered(inputs(), gradient=True, implementation="cudnn", **arguments)
+    assert calls_of_cudnn(text) == kernels_of_gradient
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_gradient_of_a_log_sum_exp_is_another_backward_pass():
+    def loss(*arrays):
+        attend = functools.partial(
+            dot_product_attention, implementation="cudnn", return_residual=True
+        )
+        output, lse = attend(*arrays)
+        return output.astype(jnp.float32).sum() + lse.sum()
+
+    traced = jax.jit(jax.grad(loss)).trace(*inputs())
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # It runs only if there is a gradient.
+    assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 2
+    assert text.count("@__cudnn$fmhaSoftmax(") == 1
+
+
 # Calls that the kernel would compute differently --------------------------------------
 
 
@@ -206,28 +246,11 @@ def test_other_dtypes_and_sizes_are_not_fused():
 
 @pytest.mark.core
 @pytest.mark.usefixtures("hopper")
-def test_other_biases_are_not_fused():
-    float32 = jnp.zeros((1, T, T))
-    not_fused("bias and query must be bfloat16", bias=float32)
-    of_keys = bias_of(N, 1, T)
-    not_fused(r"the last two axes of bias must be \(256, 256\)", bias=of_keys)
-    of_some_axes = bias_of(3, 1, T, T)
-    not_fused("batch axes of bias", inputs(batch=(2, 3)), bias=of_some_axes)
-
-
-@pytest.mark.core
-@pytest.mark.usefixtures("hopper")
-def test_segments_soft_caps_and_sinks_are_not_fused():
-    not_fused("segment ids", query_segment_ids=IDS)
+def test_what_would_be_rounded_is_not_fused():
+    not_fused("bias and query must be bfloat16", bias=jnp.zeros((1, T, T)))
+    half = inputs(dtype=jnp.float16)
+    not_fused("its mask becomes a bias", half, query_segment_ids=IDS)
     not_fused("logits_soft_cap", logits_soft_cap=30.0)
-    not_fused("sinks", sinks=jnp.zeros(N))
-
-
-@pytest.mark.core
-@pytest.mark.usefixtures("hopper")
-def test_windows_that_end_elsewhere_than_at_the_query_are_not_fused():
-    not_fused("window must end", local_window_size=(100, 5))
-    not_fused("window must end", is_causal=True, query_offset=7)
 
 
 @pytest.mark.core
@@ -258,7 +281,7 @@ def test_one_query_gets_no_kernel():
 def test_a_plan_that_fails_is_a_reason(monkeypatch):
     """Also for arrays on a CPU, if the given platform is available."""
     reason = "cuDNN has no execution plan for it: out of luck"
-    monkeypatch.setattr(cudnn, "failure", lambda kernel: [reason])
+    monkeypatch.setattr(cudnn, "failure", lambda fused: [reason])
 
     assert "__cudnn" not in lowered(inputs())
     with pytest.raises(NotImplementedError, match="out of luck"):
@@ -274,10 +297,9 @@ def test_a_plan_that_fails_is_a_reason(monkeypatch):
 @pytest.mark.core
 def test_a_kernel_that_does_not_compile_has_no_plan():
     # There is no cuDNN on a CPU, and on a GPU none for float32.
-    shape = (1, 128, 1, 64)
-    dtype = jnp.dtype("float32")
-    kernel = cudnn.Kernel(shape, shape, dtype, 1.0, True, None, False)
-    [reason] = cudnn.failure(kernel)
+    x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.float32)
+    fused = cudnn.Fused(calls.Kernel(1.0, is_causal=True), calls.Operands(x, x, x))
+    [reason] = cudnn.failure(fused)
     assert reason.startswith("cuDNN has no execution plan for this call (")
     assert REMEDY.search(reason)
 
@@ -316,42 +338,13 @@ def test_a_kernel_that_fails_for_a_passing_reason_is_tried_again(monkeypatch):
         assert chosen() == "cudnn"
 
 
-# Several devices, by plain `jit`: the sharding is not known.
-UNKNOWN = {
-    "bias": ({"bias": bias_of(1, N, T, T)}, "does not compute this call.*with a bias"),
-    "lengths": (KEY_LENGTHS, "on copies of its arrays"),
-}
-
-
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", with_core(UNKNOWN, "bias"))
-def test_an_unknown_sharding_that_costs_time_is_a_warning(name, monkeypatch):
+def test_no_sharding_has_to_be_named_on_several_devices(monkeypatch):
+    """By plain `jit`, where XLA's partitioner may split the arrays."""
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    validation.warn_once.cache_clear()
-    arguments, text = UNKNOWN[name]
-
-    with pytest.warns(UserWarning, match=f"{text}.*pass qkv_sharding, such as jax.P"):
-        lowered(inputs(), **arguments)
-    forget_programs()
-    # A second warning would be an error.
-    lowered(inputs(), **arguments)
-
-
-@pytest.mark.usefixtures("hopper")
-def test_nothing_is_said_if_a_sharding_would_not_help(monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
-    validation.warn_once.cache_clear()
-    bias = UNKNOWN["bias"][0]
-
-    # Nothing is masked, the sharding is known, or a kernel would not run in any case.
-    assert "__cudnn" in lowered(inputs())
-    assert "__cudnn" in lowered(inputs(), qkv_sharding=jax.P(), **bias)
-    lowered(inputs(t=1), key_value_seq_lengths=jnp.array([200, 0]))
-    lowered(inputs(), logits_soft_cap=2.0, **bias)
-    explained(inputs(), **bias)
-    # On CPUs, XLA splits what we compute.
-    compiled_for(monkeypatch, "cpu")
-    lowered(inputs(), **bias)
+    # A warning would be an error.
+    for arguments in ({}, KEY_LENGTHS, {"bias": bias_of(1, N, T, T)}):
+        assert "__cudnn" in lowered(inputs(), **arguments)
 
 
 # Around the kernel --------------------------------------------------------------------
@@ -380,24 +373,11 @@ def assert_same_answers(ours, dense, arrays):
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    ("name", "devices"),
-    with_core_tuples(
-        [
-            *((name, 1) for name in CALLS),
-            # No device knows all arrays.
-            ("causal, more queries, lengths", 2),
-            ("offsets of each sequence, lengths", 2),
-        ],
-        ("causal, more queries, lengths", 1),
-    ),
-)
-def test_our_semantics_around_the_kernel(name, devices, monkeypatch):
+@pytest.mark.parametrize("name", with_core(CALLS, "causal, more queries, lengths"))
+def test_our_semantics_around_the_kernel(name, monkeypatch):
     """With a dense computation instead of the kernel: masked rows, NaN in masked and in
     visible places.
     """
-    monkeypatch.setattr(jax, "device_count", lambda: devices)
-    monkeypatch.setattr(cudnn, "warn_once", lambda text: None)
     kernels.compute_for_cudnn(monkeypatch)
     shapes, arguments = FUSED[name]
     ours = jax.jit(with_gradients("cudnn", **arguments))
@@ -494,29 +474,12 @@ def test_the_kernel_of_this_gpu(name):
     cases.by_the_rule_of_flash_attention(got, simple, truth)
 
 
-def kernel_with_a_gradient(kernel, arrays, lengths, residual):
-    """`dense_kernel` with the derivatives of cuDNN's kernel: only gradients of first
-    order.
-    """
-
-    def run(arrays):
-        return cases.dense_kernel(kernel, arrays, lengths, residual)
-
-    def forward(arrays):
-        results, pull = jax.vjp(run, arrays)
-        return results, jax.tree.map(lax.optimization_barrier, pull)
-
-    run_once = jax.custom_vjp(run)
-    run_once.defvjp(forward, lambda pull, cotangents: pull(cotangents))
-    return run_once(arrays)
-
-
 @pytest.mark.usefixtures("hopper")
 def test_derivatives_of_every_order_around_a_kernel(monkeypatch):
     """Also under vmap; each part of the rule is used: tangent, gradient, and the
     tangents of both.
     """
-    kernels.compute_for_cudnn(monkeypatch, kernel_with_a_gradient)
+    kernels.compute_for_cudnn(monkeypatch)
     arrays = normal(*[(2, 1, 64, 2, 16)] * 3, (1, 2, 64, 64))
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -571,18 +534,21 @@ def test_policies_that_save_by_name_do_not_run_the_kernel_again(
     more.
     """
     x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
-    kernel = ["dot_product_attention_fwd_wrapper"]
+    kernel = ["__cudnn$fmhaSoftmax"]
     saved, without, again = kernels.kernels_of_two_blocks(
         kernel, x, implementation=implementation, **arguments
     )
     assert 0 < saved == without == again - 2 * in_forward
 
 
-def test_a_large_bias_is_not_copied(hopper, monkeypatch):
-    arrays, arguments = FUSED["bias"]
-    monkeypatch.setattr(cudnn, "MAX_SCORES_OF_BIAS", B * N * T * T - 1)
-    with pytest.raises(NotImplementedError, match="copies bias for every batch entry"):
-        lowered(arrays, implementation="cudnn", **arguments)
+def test_a_mask_that_would_become_a_large_bias_is_not_fused(hopper, monkeypatch):
+    mask = np.ones((B, 1, 1, T), bool)
+    monkeypatch.setattr(cudnn, "MAX_BIAS", B * T * T)
+    lowered(inputs(), implementation="cudnn", mask=mask)
+
+    monkeypatch.setattr(cudnn, "MAX_BIAS", B * T * T - 1)
+    with pytest.raises(NotImplementedError, match="would have 131,072 numbers"):
+        lowered(inputs(), implementation="cudnn", mask=mask)
 
 
 def half(dtype=jnp.bfloat16):

@@ -18,7 +18,8 @@ from kernels import abstract, explained
 from marks import with_core
 
 from flax_mha import dot_product_attention, explain_implementation
-from flax_mha._src.engines.kernels import cudnn, cudnn_faults
+from flax_mha._src.engines.kernels.cudnn import engine as cudnn
+from flax_mha._src.engines.kernels.cudnn import faults
 
 AMPERE = cudnn.Device("NVIDIA A100", (8, 0))
 HOPPER = cudnn.Device("NVIDIA H200", (9, 0))
@@ -72,7 +73,24 @@ FAULTY["9.30 on a B300, one query"] = (
     "one query",
 )
 
+MASK_AND_WINDOW = WINDOW | {"mask": np.ones((2, 1, 1, 256), bool)}
+FAULTY["9.10 with a window and a mask"] = (
+    Case(HOPPER, (9, 9, 0), abstract(), MASK_AND_WINDOW),
+    r"9\.9\.0.*window with a bias.*9\.10\.2",
+)
+FAULTY["more than 2^31 elements"] = (
+    Case(HOPPER, (9, 30, 0), abstract(2**18, 256, n=130, h=64), {}),
+    r"more than 2\^31 elements",
+)
+
 FINE = {}
+FINE["9.10.2 with a window and a mask"] = Case(
+    HOPPER, (9, 10, 2), abstract(), MASK_AND_WINDOW
+)
+FINE["9.9 with a mask"] = Case(
+    HOPPER, (9, 9, 0), abstract(), {"mask": np.ones((2, 1, 1, 256), bool)}
+)
+FINE["2^31 elements"] = Case(HOPPER, (9, 30, 0), abstract(2**18, 256, n=64, h=64), {})
 FINE["9.10.2"] = Case(HOPPER, (9, 10, 2), abstract(), CAUSAL)
 FINE["9.9"] = Case(HOPPER, (9, 9, 0), abstract(), CAUSAL)
 FINE["9.14.0, a window"] = Case(HOPPER, (9, 14, 0), LONG, WINDOW)
@@ -97,7 +115,7 @@ def gpu(monkeypatch):
 
     def use(device, version):
         monkeypatch.setattr(cudnn, "device", lambda platform: device)
-        monkeypatch.setattr(cudnn_faults, "version", lambda: version)
+        monkeypatch.setattr(faults, "version", lambda: version)
 
     yield use
     kernels.cases.forget_programs()
@@ -128,6 +146,21 @@ def test_other_versions_and_calls_are_not_refused(name, gpu):
     assert explained(case.arrays, **case.arguments).refusals["cudnn"] == []
 
 
+@pytest.mark.parametrize(
+    ("device", "largest"), [(AMPERE, 128), (HOPPER, 256), (BLACKWELL, 128)]
+)
+def test_the_largest_head_size_of_a_gpu(device, largest, gpu):
+    """Of the backward pass."""
+    gpu(device, (9, 30, 0))
+
+    def refusals(size):
+        return explained(abstract(h=size), is_causal=True).refusals["cudnn"]
+
+    assert refusals(largest) == []
+    [reason] = refusals(largest + 8)
+    assert f"a multiple of 8 up to {largest}, but is {largest + 8}" in reason
+
+
 def test_all_faults_of_one_call_are_listed(gpu):
     """Next to the reasons that do not depend on the version."""
     gpu(GEFORCE, (9, 10, 1))
@@ -146,7 +179,7 @@ def test_an_explanation_for_cuda_knows_the_installed_version(monkeypatch):
         return explained.refusals["cudnn"]
 
     assert reasons() == []
-    monkeypatch.setattr(cudnn_faults, "version", lambda: (9, 10, 1))
+    monkeypatch.setattr(faults, "version", lambda: (9, 10, 1))
     [reason] = reasons()
     assert "9.10.1" in reason
 
@@ -161,7 +194,7 @@ class TestVersion:
         """A function that sets what is installed: the plugins' modules, and the
         packages' versions.
         """
-        cudnn_faults.version.cache_clear()
+        faults.version.cache_clear()
         modules = {}
         packages = {}
 
@@ -180,7 +213,7 @@ class TestVersion:
         self.modules = modules
         self.packages = packages
         yield
-        cudnn_faults.version.cache_clear()
+        faults.version.cache_clear()
 
     def plugin(self, cuda, number=None):
         def cudnn_get_version():
@@ -195,7 +228,7 @@ class TestVersion:
     def test_without_a_plugin_the_version_is_not_known(self):
         """PyTorch may have brought a cuDNN that JAX does not use."""
         self.packages["nvidia-cudnn-cu12"] = "9.10.1.4"
-        assert cudnn_faults.version() is None
+        assert faults.version() is None
 
     @pytest.mark.parametrize(
         ("number", "version"),
@@ -203,18 +236,18 @@ class TestVersion:
     )
     def test_plugin_knows_the_version(self, number, version):
         self.plugin(12, number)
-        assert cudnn_faults.version() == version
+        assert faults.version() == version
 
     def test_plugin_without_a_library_takes_the_version_of_the_package(self):
         self.plugin(13)
         # The package for CUDA 13 counts, as the plugin's does.
         self.packages["nvidia-cudnn-cu13"] = "9.14.0.64"
         self.packages["nvidia-cudnn-cu12"] = "9.10.1.4"
-        assert cudnn_faults.version() == (9, 14, 0)
+        assert faults.version() == (9, 14, 0)
 
     @pytest.mark.parametrize("text", [None, "9", "9.x.1"])
     def test_plugin_without_library_and_package_knows_no_version(self, text):
         self.plugin(12)
         if text is not None:
             self.packages["nvidia-cudnn-cu12"] = text
-        assert cudnn_faults.version() is None
+        assert faults.version() is None

@@ -73,13 +73,13 @@ def test_lengths_equal_a_mask_of_padding_and_hide_nan_in_it(make):
 @pytest.mark.core
 @MAKES
 def test_explain_names_the_choice_and_the_reasons_against_others(make):
-    module = make(num_kv_heads=K, sinks=True)
+    module = make(num_kv_heads=K, logits_soft_cap=30.0)
     assert module.explain(X).chosen == "xla"
 
     long = jnp.ones((1, 700, D))
     explanation = module.explain(long, is_causal=True, lengths=jnp.array([650]))
     assert explanation.chosen == "blockwise"
-    assert any("sinks" in reason for reason in explanation.refusals["cudnn"])
+    assert any("soft_cap" in reason for reason in explanation.refusals["cudnn"])
 
 
 @pytest.mark.core
@@ -277,14 +277,14 @@ def test_explain_of_decoding_depends_on_the_cache_and_leaves_it_alone():
 
     # A prompt may use any implementation while the cache is empty.
     assert not refuses("ArrayMask")
-    assert not refuses("query_offset")
+    assert not refuses("cache in place")
     assert module.explain(prompt, deterministic=False).chosen == "blockwise"
     assert not any(x.any() for x in jax.tree.leaves(nnx.state(module, nnx.Cache)))
     assert module.attention_fn is flax_mha.attention_fn
 
     # Later calls read keys in the cache.
     module(jnp.ones((1, 20, D)), deterministic=True)
-    assert refuses("query_offset")
+    assert refuses("cache in place")
     assert module.explain(prompt[:, :1], deterministic=False).chosen == "xla"
 
 

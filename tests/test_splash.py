@@ -311,10 +311,13 @@ def not_chosen(reason, arrays=None, **arguments):
     kernels.assert_refused("splash", arrays, arguments, reason)
 
 
+REFUSED = kernels.REFUSED_BY_BOTH | kernels.REFUSED_BY_SPLASH
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("name", kernels.REFUSED_BY_BOTH)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_no_kernel_supports_is_not_chosen(name):
-    arguments, reason = kernels.REFUSED_BY_BOTH[name]
+    arguments, reason = REFUSED[name]
     not_chosen(reason, **arguments)
 
 

@@ -1,6 +1,8 @@
 """`Explanation`: which engine computes a call, and why the others do not."""
 
 import textwrap
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 # What an explanation assumes about a platform that this machine lacks.
@@ -25,10 +27,12 @@ class Explanation(NamedTuple):
       on_cpu: If a kernel for GPUs or TPUs was chosen while JAX traces a program, the
         implementation that runs instead if the program is compiled for a CPU; else
         None.
-      variant: The algorithm of the chosen implementation, in words; None if it has only
-        one algorithm.
+      variant: The algorithm of the chosen implementation, or a condition on which it is
+        chosen, in words; else None.
       note: If the explanation is for a platform that this machine lacks, its
         assumptions about it, else None.
+      doubts: For each implementation that can run but was not chosen, reasons not to
+        choose it by default, as "reason: remedy".
     """
 
     chosen: str
@@ -36,6 +40,7 @@ class Explanation(NamedTuple):
     on_cpu: str | None = None
     variant: str | None = None
     note: str | None = None
+    doubts: Mapping[str, list[str]] = MappingProxyType({})
 
     def __str__(self) -> str:
         """Formats the table: for each implementation "chosen", "would run" or all
@@ -65,7 +70,7 @@ class Explanation(NamedTuple):
         if name == self.on_cpu:
             return "chosen if compiled for a CPU"
         if name != self.chosen:
-            return "would run"
+            return "; ".join(["would run", *self.doubts.get(name, [])])
         if self.variant is not None:
             return f"chosen, {self.variant}"
         return "chosen"

@@ -43,7 +43,7 @@ NAMES: tuple[str, ...] = get_args(Implementation)
 CLASSES = {
     "xla": "xla.XLA",
     "blockwise": "blockwise.Blockwise",
-    "cudnn": "kernels.cudnn.CuDNN",
+    "cudnn": "kernels.cudnn.engine.CuDNN",
     "splash": "kernels.splash.Splash",
 }
 
@@ -128,15 +128,17 @@ def _run_kernel(engine: Engine, call: Call, cpu_target: Target | None) -> Result
         return with_derivatives(kernel, portable, call, None)
     platform = call.target.platform
 
-    def of_kernel(call: Call) -> Array:
-        return with_derivatives(kernel, portable, call, platform).output
+    def of_kernel(call: Call) -> Result:
+        return with_derivatives(kernel, portable, call, platform)
 
-    def of_cpu(call: Call) -> Array:
-        return on_device(call.replace(target=cpu_target)).output
+    def of_cpu(call: Call) -> Result:
+        result = on_device(call.replace(target=cpu_target))
+        if call.return_residual:
+            return result
+        # Kernels return no log-sum-exp that nobody asked for.
+        return result._replace(lse=None)
 
-    # Kernels refuse calls that ask for more than the output.
-    output = lower_for_platform(platform, of_kernel, of_cpu, call)
-    return Result(output, None)
+    return lower_for_platform(platform, of_kernel, of_cpu, call)
 
 
 def compute(engine: Engine, call: Call) -> Result:
@@ -161,7 +163,7 @@ def choose(call: Call) -> str:
     if plans.is_memory_bound(call):
         return "xla"  # a fused kernel gains nothing
     for name in PREFERRED.get(call.target.platform, ()):
-        if not refusals(name, call):
+        if not refusals(name, call) and not ENGINES[name].doubts(call):
             return name
     if plans.prefers_dense(call):
         return "xla"
@@ -360,10 +362,14 @@ def _explain_part(
     if cpu_target is not None:
         chosen_on_cpu = choose(call.replace(target=cpu_target))
     variant = None
-    # Kernels and hops of a ring have one algorithm each.
-    engine = ENGINES[chosen]
-    if engine.platform is None and not in_ring:
-        plan, _ = engine.plan(call)
-        variant = plan.variant
     table = {name: refusals(name, call, in_ring) for name in NAMES}
-    return Explanation(chosen, refusals=table, on_cpu=chosen_on_cpu, variant=variant)
+    doubts = {}
+    # Hops of a ring have one algorithm.
+    if not in_ring:
+        variant = ENGINES[chosen].variant(call)
+        for name, reasons in table.items():
+            if name != chosen and not reasons:
+                doubts[name] = ENGINES[name].doubts(call)
+    return Explanation(
+        chosen, refusals=table, on_cpu=chosen_on_cpu, variant=variant, doubts=doubts
+    )

@@ -25,7 +25,7 @@ Body = Jaxpr
 # The last inputs of a user's function of scores.
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
 # Kernels are JAX primitives whose names begin with these.
-KERNELS = ("pallas_call", "dot_product_attention")
+KERNELS = ("pallas_call", "dot_product_attention", "__cudnn$fmha")
 CONDITIONS = ("eq", "ne", "lt", "le", "gt", "ge", "max", "min", "clamp")
 
 
@@ -108,8 +108,13 @@ def evaluate(body: Body, values: Sequence[Array]) -> list[Array]:
 
 
 def runs_kernel(program: Program) -> bool:
-    """Returns whether a program runs a fused kernel."""
-    return any(_name(x).startswith(KERNELS) for x in _equations(program))
+    """Returns whether a program runs a fused kernel, by the name of an operation or of
+    a custom call.
+    """
+    names = []
+    for equation in _equations(program):
+        names += [_name(equation), equation.params.get("target_name", "")]
+    return any(name.startswith(KERNELS) for name in names)
 
 
 def custom_functions(body: Body) -> set[tuple]:

@@ -49,6 +49,18 @@ class Engine:
             )
         return reasons
 
+    def doubts(self, call: Call) -> list[str]:
+        """Lists the reasons why `implementation=None` should not choose this engine for
+        a call that it supports, each with a remedy.
+        """
+        return []
+
+    def variant(self, call: Call) -> str | None:
+        """Says in words how this engine computes a call; None if there is one way."""
+        if self.platform is None:
+            return self.plan(call)[0].variant
+        return None
+
     def supports_hop(self, call: Call) -> list[str]:
         """Does the same for a hop of strategy="ring", the attention over one device's
         keys, which needs `share`.

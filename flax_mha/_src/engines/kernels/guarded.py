@@ -2,6 +2,7 @@
 only if something is not finite.
 """
 
+import dataclasses
 import functools
 from typing import Any, Protocol
 
@@ -9,10 +10,17 @@ import jax
 import jax.custom_batching
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float
 
+from flax_mha._src.core.fields import static
 from flax_mha._src.engines.kernels.mask import Arrays, clean
 from flax_mha._src.masks.visible import Visible
+
+Results = tuple[Array, ...]  # the output [B, T, N, H]; perhaps log-sum-exp [B, T, N]
+# The names of the `Arrays` that get gradients.
+Names = frozenset[str]
+NONE: Names = frozenset()
 
 
 class Fused(Protocol):
@@ -23,70 +31,111 @@ class Fused(Protocol):
         """The factor by which the kernel multiplies queries."""
 
     def run(
-        self, arrays: Arrays, mask: Visible, differentiated: bool
-    ) -> tuple[Array, tuple[Array, ...]]:
-        """Returns output and arrays. Output and, if `differentiated`, gradient are
-        correct if the arrays are finite.
+        self, arrays: Arrays, mask: Visible, differentiated: Names
+    ) -> tuple[Results, tuple[Array, ...]]:
+        """Returns results, and arrays to check: if these are finite, the results are
+        correct, and their gradients with respect to the `differentiated` arrays.
         """
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def around_kernel(fused: Fused, arrays: Arrays, mask: Visible) -> Array:
-    """Returns the output of `fused.run` if it is correct, otherwise of `on_guarded`;
-    `arrays` get first-order gradients.
+def around_kernel(fused: Fused, arrays: Arrays, mask: Visible) -> Results:
+    """Returns the results of `fused.run` if they are correct, otherwise of
+    `on_guarded`; `arrays` get first-order gradients.
     """
-    output, decisive = fused.run(arrays, mask, differentiated=False)
-    is_correct = all_finite(*decisive)
-    return lax.cond(is_correct, lambda: output, lambda: on_guarded(fused, arrays, mask))
-
-
-def _forward(fused: Fused, arrays: Arrays, mask: Visible) -> tuple[Array, tuple]:
-    def run(arrays: Arrays) -> tuple[Array, tuple[Array, ...]]:
-        return fused.run(arrays, mask, differentiated=True)
-
-    output, pull, decisive = jax.vjp(run, arrays, has_aux=True)
-    is_correct = all_finite(*decisive)
-    chosen = lax.cond(
-        is_correct, lambda: output, lambda: on_guarded(fused, arrays, mask)
+    results, decisive = fused.run(arrays, mask, NONE)
+    return lax.cond(
+        all_finite(*decisive),
+        lambda: results,
+        lambda: on_guarded(fused, arrays, mask),
     )
 
-    # The kernel's gradient stores the output. Store `chosen` instead, which then is
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What the backward pass of `around_kernel` needs."""
+
+    pull: Any  # the kernel's gradient, a pytree
+    is_correct: Bool[Array, ""]
+    arrays: Arrays
+    mask: Visible
+    differentiated: Names = static()
+
+
+def _forward(fused: Fused, arrays: Any, mask: Any) -> tuple[Results, Saved]:
+    # JAX says which arrays get gradients, because of `symbolic_zeros` below.
+    given = {name: x for name, x in arrays._asdict().items() if x is not None}
+    differentiated = frozenset(name for name, x in given.items() if x.perturbed)
+    arrays, mask = jax.tree.map(lambda x: x.value, (arrays, mask))
+
+    def run(arrays: Arrays) -> tuple[Results, tuple[Array, ...]]:
+        return fused.run(arrays, mask, differentiated)
+
+    results, pull, decisive = jax.vjp(run, arrays, has_aux=True)
+    is_correct = all_finite(*decisive)
+    chosen = lax.cond(
+        is_correct,
+        lambda: results,
+        lambda: on_guarded(fused, arrays, mask, differentiated),
+    )
+
+    # The kernel's gradient stores the results. Store `chosen` instead, which are then
     # equal, so that there is one copy.
     def stored(x: Array) -> Array:
-        if x is output:
-            return chosen
+        for result, same in zip(results, chosen, strict=True):
+            if x is result:
+                return same
         return x
 
     pull = jax.tree.map(stored, pull)
-    return chosen, (pull, is_correct, arrays, mask)
+    return chosen, Saved(pull, is_correct, arrays, mask, differentiated)
 
 
-def _backward(fused: Fused, saved: tuple, cotangent: Array) -> tuple[Any, None]:
-    pull, is_correct, arrays, mask = saved
-    [gradients] = pull(cotangent)
+def _backward(fused: Fused, saved: Saved, cotangents: Any) -> tuple[Any, None]:
+    arrays = saved.arrays
+    cotangents = jax.tree.map(_instantiated, cotangents)
+    [gradients] = saved.pull(cotangents)
 
     # Both branches of a `lax.cond` must return the same dtypes.
     def cast(gradients: object) -> Any:
         return jax.tree.map(lambda x, like: x.astype(like.dtype), gradients, arrays)
 
+    def run(arrays: Arrays) -> Results:
+        return on_guarded(fused, arrays, saved.mask, saved.differentiated)
+
     def guarded_gradients() -> Any:
-        _, pull = jax.vjp(lambda arrays: on_guarded(fused, arrays, mask), arrays)
-        [gradients] = pull(cotangent)
+        _, pull = jax.vjp(run, arrays)
+        [gradients] = pull(cotangents)
         return cast(gradients)
 
-    return lax.cond(is_correct, lambda: cast(gradients), guarded_gradients), None
+    return lax.cond(saved.is_correct, lambda: cast(gradients), guarded_gradients), None
 
 
-around_kernel.defvjp(_forward, _backward)
+def _instantiated(x: Any) -> Array:
+    """Makes an array of a cotangent, which may be a symbol of zeros."""
+    if isinstance(x, SymbolicZero):
+        return jnp.zeros(x.shape, x.dtype)
+    return x
 
 
-def on_guarded(fused: Fused, arrays: Arrays, mask: Visible) -> Array:
+around_kernel.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def on_guarded(
+    fused: Fused, arrays: Arrays, mask: Visible, differentiated: Names = NONE
+) -> Results:
     """Runs a fused kernel on arrays from `clean`. Rows that attend to NaN or
     infinity become NaN (gradient 0).
     """
     finite, is_nan = clean(arrays, mask, fused.scale)
-    output, _ = fused.run(finite, mask, differentiated=False)
-    return jnp.where(is_nan, jnp.full_like(output, jnp.nan), output)
+    results, _ = fused.run(finite, mask, differentiated)
+
+    def with_nan(x: Array) -> Array:
+        rows = is_nan.reshape(is_nan.shape + (1,) * (x.ndim - is_nan.ndim))
+        return jnp.where(rows, jnp.full_like(x, jnp.nan), x)
+
+    return jax.tree.map(with_nan, results)
 
 
 @jax.custom_batching.custom_vmap

@@ -18,15 +18,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import Call
+from flax_mha._src.call.operands import Call, Result
 from flax_mha._src.core.jaxprs import Program, as_function, traced
 
-Attend = Callable[[Call], Array]
+Attend = Callable[[Call], Result]
 
 
 def lower_for_platform(
     platform: str, kernel: Attend, elsewhere: Attend, call: Call
-) -> Array:
+) -> Result:
     """Calls `kernel(call)` in a program compiled for `platform` ("gpu" or "tpu"),
     else `elsewhere(call)`.
 

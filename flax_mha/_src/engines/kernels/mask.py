@@ -7,6 +7,7 @@ in a kernel's arrays, and finds the rows that must be NaN.
 """
 
 import dataclasses
+import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -16,7 +17,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._src import guard
 from flax_mha._src.call.operands import DEFAULT_PRECISION, Call
+from flax_mha._src.core.tile import Offsets, Tile
+from flax_mha._src.masks import ArrayMask, Mask
 from flax_mha._src.masks.visible import Visible
+from flax_mha._src.math.head import map_heads, mask_by_head
 
 
 class Arrays(NamedTuple):
@@ -25,7 +29,7 @@ class Arrays(NamedTuple):
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K Hv"]
-    bias: Float[Array, "B T N S"] | None = None
+    bias: Float[Array, "#B #N T S"] | None = None
     sinks: Float[Array, "B N"] | None = None
 
     @property
@@ -78,15 +82,64 @@ def _side(limit: int | None, shift: int, most: int, least: int) -> int | None:
 
 
 def flat_mask(call: Call) -> Visible:
-    """Returns `kernel_mask(call)` with the batch axes of all arrays broadcast to their
-    full sizes, and flattened to one axis.
+    """Returns `kernel_mask(call)` with one batch axis (`flattened`)."""
+    return flattened(call, kernel_mask(call))
+
+
+def flattened(call: Call, mask: Visible) -> Visible:
+    """Broadcasts the batch axes of all arrays of a mask, lengths or segment ids, and
+    flattens them to one axis.
     """
     rank = len(call.batch)
 
     def flatten(x: Array) -> Array:
         return flat(jnp.broadcast_to(x, (*call.batch, *x.shape[rank:])), rank)
 
-    return jax.tree.map(flatten, kernel_mask(call))
+    return jax.tree.map(flatten, mask)
+
+
+def as_array(call: Call, mask: Mask) -> Bool[Array, "#B #N #T S"]:
+    """Evaluates a mask in positions of the call, with one batch axis. Along an axis on
+    which it does not depend, the array has length 1.
+    """
+    rank = len(call.batch)
+    axes = rank + 2
+
+    def of_head(own: tuple[Mask, Offsets]) -> Bool[Array, "#T S"]:
+        mask, offsets = own
+        visible = mask.tile(Tile(0, 0, call.lengths, offsets.values))
+        return jnp.broadcast_to(visible, (visible.shape[0], call.lengths[1]))
+
+    offsets = jax.tree.map(
+        lambda x: x.reshape(*x.shape, *(1,) * (axes - x.ndim)), call.offsets
+    )
+    own = (mask_by_head(mask, rank, call.groups), offsets)
+    visible = map_heads(of_head, own, axes)
+    *batch, key_heads, group, rows, columns = visible.shape
+    if max(batch, default=1) > 1:
+        visible = jnp.broadcast_to(visible, (*call.batch, *visible.shape[rank:]))
+    return visible.reshape(-1, key_heads * group, rows, columns)
+
+
+def depends_on(call: Call, mask: Mask) -> tuple[bool, bool]:
+    """Returns whether `as_array` has an axis of all batch entries, and one of all
+    heads.
+    """
+    rank = len(call.batch)
+    by_batch = not call.offsets.are_known
+    by_head = False
+
+    def look(x: Array, axes: str) -> Array:
+        nonlocal by_batch, by_head
+        names = axes.split()
+        if "B" in names:
+            by_batch = by_batch or math.prod(x.shape[:rank]) > 1
+        if "N" in names:
+            by_head = by_head or x.shape[names.index("N") * rank] > 1
+        return x
+
+    mask.map_arrays(look)
+    return by_batch, by_head
 
 
 def refusals(call: Call, mask: Visible, supported: Collection[str] = ()) -> list[str]:
@@ -108,6 +161,11 @@ def refusals(call: Call, mask: Visible, supported: Collection[str] = ()) -> list
     )
     # Each argument: whether the call uses it, and what to do instead.
     arguments = {
+        "dropout_rate": (
+            call.dropout_rate > 0,
+            "must be 0, because dropout_rng is not supported: pass 0, or pass "
+            "deterministic=True to the module",
+        ),
         "bias": (call.bias is not None, masks_only),
         "logits_soft_cap": (
             call.soft_cap is not None,
@@ -115,11 +173,6 @@ def refusals(call: Call, mask: Visible, supported: Collection[str] = ()) -> list
         ),
         "sinks": (call.sinks is not None, "are not supported: leave them out"),
         "score_mod": (call.score_mod is not None, masks_only),
-        "dropout_rate": (
-            call.dropout_rate > 0,
-            "must be 0, because dropout_rng is not supported: pass 0, or pass "
-            "deterministic=True to the module",
-        ),
         "return_residual": (
             call.return_residual,
             "requires a float32 log-sum-exp with a gradient, which it does not "
@@ -177,8 +230,8 @@ def flat(x: Array, axes: int) -> Array:
 def visible_range(
     mask: Visible, arrays: Arrays
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Computes the first key that each query attends to, and one past the last, as if
-    there were no segments and no bias.
+    """Computes the first key that each query attends to, and one past the last, by
+    window and lengths.
 
     `mask` has one batch axis (see `flat_mask`).
     """
@@ -206,14 +259,12 @@ def visible_range(
 
 
 def every_row_sees_a_key(mask: Visible, lengths: tuple[int, int]) -> bool:
-    """Returns whether every query surely has a visible key; False if `mask` has lengths
-    or segments.
+    """Returns whether every query surely has a visible key, by a window alone.
 
     `lengths` is (T, S).
     """
     queries, keys = lengths
-    has_lengths = mask.query_lengths is not None or mask.key_lengths is not None
-    if has_lengths or mask.segments is not None:
+    if mask.rest is not None or jax.tree.leaves(mask):
         return False
     # The first query's window must end at a key, and the last one's begin at a key.
     first_sees_a_key = mask.right is None or mask.right >= 0
@@ -221,30 +272,50 @@ def every_row_sees_a_key(mask: Visible, lengths: tuple[int, int]) -> bool:
     return first_sees_a_key and last_sees_a_key
 
 
-def masked_rows(mask: Visible, arrays: Arrays) -> Bool[Array, "B T #N"]:
+def masked_rows(mask: Visible, arrays: Arrays) -> Bool[Array, "#B T #N"]:
     """Computes which queries have no visible key; a bias of -inf also hides a key.
     `mask` has one batch axis.
     """
-    if mask.segments is None and arrays.bias is None:
+    if _is_range(mask, arrays):
         first, end = visible_range(mask, arrays)
         return (end <= first)[:, :, None]
-    return ~_visible(mask, arrays).any(-1)
+    return jnp.swapaxes(~_visible(mask, arrays).any(-1), 1, 2)
 
 
-def _visible(mask: Visible, arrays: Arrays) -> Bool[Array, "B T #N S"]:
+def largest_bias(mask: Visible, arrays: Arrays) -> Float[Array, "#B T #N"]:
+    """Computes the largest bias of each row's visible scores; -inf without any. Has no
+    gradient.
+    """
+    bias: Any = jax.lax.stop_gradient(arrays.bias)
+    hidden = jnp.full((), -jnp.inf, bias.dtype)
+    largest = jnp.where(_visible(mask, arrays), bias, hidden).max(-1)
+    return jnp.swapaxes(largest, 1, 2)
+
+
+def _is_range(mask: Visible, arrays: Arrays) -> bool:
+    """Returns whether `visible_range` says all that is visible."""
+    return mask.segments is None and mask.rest is None and arrays.bias is None
+
+
+def _visible(mask: Visible, arrays: Arrays) -> Bool[Array, "#B #N T S"]:
     """Computes which of the T * S scores are visible.
 
     Callers reduce the result immediately; then XLA does not store it.
     """
     first, end = visible_range(mask, arrays)
-    first = first[:, :, None, None]
-    end = end[:, :, None, None]
+    if mask.query_lengths is None and mask.key_lengths is None:
+        # All batch entries have the same range.
+        first, end = first[:1], end[:1]
+    first = first[:, None, :, None]
+    end = end[:, None, :, None]
     places = jnp.arange(arrays.key.shape[1], dtype=jnp.int32)[None, None, None, :]
     visible = (first <= places) & (places < end)
     if mask.segments is not None:
         query_ids = mask.segments.query_ids
         key_ids = mask.segments.key_value_ids
-        visible = visible & (query_ids[:, :, None, None] == key_ids[:, None, None, :])
+        visible = visible & (query_ids[:, None, :, None] == key_ids[:, None, None, :])
+    if isinstance(mask.rest, ArrayMask):
+        visible = visible & mask.rest.visible
     if arrays.bias is None:
         return visible
     return visible & (arrays.bias != -jnp.inf)
@@ -252,7 +323,7 @@ def _visible(mask: Visible, arrays: Arrays) -> Bool[Array, "B T #N S"]:
 
 def clean(
     arrays: Arrays, mask: Visible, scale: float
-) -> tuple[Arrays, Bool[Array, "B T N 1"]]:
+) -> tuple[Arrays, Bool[Array, "B T N"]]:
     """Replaces queries, keys, values and biases that are not finite by zeros, so that a
     kernel can run on them.
 
@@ -271,14 +342,14 @@ def clean(
 
     # Which queries attend to a key that was replaced. A window needs no T x S scores.
     bad_keys = jnp.repeat(key_flags == jnp.inf, group, axis=2)
-    if mask.segments is None and bias is None:
+    if _is_range(mask, arrays):
         first, end = visible_range(mask, arrays)
         sees_bad = _count(bad_keys, first, end) > 0
     else:
-        bad = jnp.swapaxes(bad_keys, 1, 2)[:, None]
+        bad = jnp.swapaxes(bad_keys, 1, 2)[:, :, None]
         if bias is not None:
             bad = bad | is_bad_bias
-        sees_bad = (_visible(mask, arrays) & bad).any(-1)
+        sees_bad = jnp.swapaxes((_visible(mask, arrays) & bad).any(-1), 1, 2)
     is_bad_query = query_flags == jnp.inf
     is_masked = masked_rows(mask, arrays)
     is_nan = sees_bad | (is_bad_query & ~is_masked)
@@ -287,7 +358,7 @@ def clean(
         bias = jnp.where(is_bad_bias, jnp.zeros_like(bias), bias)
     query = guard.zero(query, query_flags.astype(query.dtype))
     finite = arrays._replace(query=query, key=key, value=value, bias=bias)
-    return finite, is_nan[..., None]
+    return finite, is_nan
 
 
 def _count(

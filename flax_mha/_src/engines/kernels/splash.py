@@ -256,8 +256,8 @@ class Masked(NamedTuple):
     scale: float = 1.0  # of queries: they are scaled already
 
     def run(
-        self, arrays: Arrays, mask: Visible, differentiated: bool
-    ) -> tuple[Array, tuple[Array, ...]]:
+        self, arrays: Arrays, mask: Visible, differentiated: guarded.Names
+    ) -> tuple[guarded.Results, tuple[Array, ...]]:
         """Returns the output (0 for rows without visible keys) and arrays to check: it
         is correct if all are finite.
         """
@@ -290,7 +290,7 @@ class Masked(NamedTuple):
         if not kernel_mask.every_row_sees_a_key(mask, arrays.lengths):
             masked = kernel_mask.masked_rows(mask, arrays)
             output = jnp.where(masked[..., None], jnp.zeros_like(output), output)
-        return output, arrays[:3]
+        return (output,), arrays[:3]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,9 +319,9 @@ class Splash(Engine):
         kernel = Masked(call.soft_cap, self.interpret)
         if mask.hides_keys:
             arrays, mask = varying_alike((arrays, mask))
-            output = guarded.around_kernel(kernel, arrays, mask)
+            [output] = guarded.around_kernel(kernel, arrays, mask)
         else:
-            output, _ = kernel.run(arrays, mask, differentiated=False)
+            [output], _ = kernel.run(arrays, mask, guarded.NONE)
         output = output.reshape(*call.query.shape[:-1], value.shape[-1])
         return Result(output, None)
 

@@ -1,9 +1,11 @@
 """Versions of cuDNN that are known to fail or to be wrong, from other projects' code
 and reports.
 
-Only what these sources say is in the table, and only for calls that `cudnn.py` can
+Only what these sources say is in the table, and only for calls that `engine.py` can
 make. It pads sequences to multiples of 128, with lengths, and stores the log-sum-exp in
 packed [B, N, T], so these faults cannot occur:
+
+- an error for T = S = 1 in the backward pass (SUPPORT)
 
 - NaN gradients of queries if S % 128 == 64:
   https://github.com/pytorch/pytorch/issues/196678
@@ -28,6 +30,11 @@ TRANSFORMER_ENGINE = (
     "d0067d0da6cb01811b8072a7d304f0e00344ce2b/"
     "transformer_engine/common/fused_attn/fused_attn.cpp"
 )
+SUPPORT = (
+    "https://github.com/NVIDIA/cudnn-frontend/blob/"
+    "3929da2ef4c1dba1bb8acb68727b9134f26f40c0/"
+    "include/cudnn_frontend/node/scaled_dot_product_flash_attention.h"
+)
 
 
 class Facts(NamedTuple):
@@ -38,6 +45,8 @@ class Facts(NamedTuple):
     has_window: bool
     # Whether cuDNN gets lengths, from the caller or because of padding.
     has_lengths: bool
+    has_bias: bool
+    query_elements: int  # after padding
 
 
 def _any_call(facts: Facts) -> bool:
@@ -46,6 +55,14 @@ def _any_call(facts: Facts) -> bool:
 
 def _window_with_lengths(facts: Facts) -> bool:
     return facts.has_window and facts.has_lengths and facts.keys > 1024
+
+
+def _window_with_bias(facts: Facts) -> bool:
+    return facts.has_window and facts.has_bias
+
+
+def _many_elements(facts: Facts) -> bool:
+    return facts.query_elements > 2**31
 
 
 def _one_query(facts: Facts) -> bool:
@@ -89,6 +106,24 @@ FAULTS = (
         source=TRANSFORMER_ENGINE,
     ),
     Fault(
+        first=(8, 9, 0),
+        mended=(9, 10, 2),
+        oldest=(8, 0),
+        newer=None,
+        concerns=_window_with_bias,
+        what="does not support a window with a bias, or with a mask that becomes one",
+        source=SUPPORT,
+    ),
+    Fault(
+        first=(9, 0, 0),
+        mended=None,
+        oldest=(8, 0),
+        newer=None,
+        concerns=_many_elements,
+        what="may be wrong for queries of more than 2^31 elements, by one report",
+        source="as in other kernels: https://github.com/PriorLabs/TabPFN/pull/1184",
+    ),
+    Fault(
         first=(9, 14, 0),
         mended=(9, 14, 1),
         oldest=(8, 0),
@@ -110,8 +145,8 @@ FAULTS = (
         source=TRANSFORMER_ENGINE,
     ),
     # The report compares versions 9.19 and 9.20. PyTorch rejects one query from 9.19
-    # on, whatever the number of heads. `cudnn.py` pads one query to 128; no source says
-    # whether that avoids the fault.
+    # on, whatever the number of heads. `engine.py` pads one query to 128; no source
+    # says whether that avoids the fault.
     Fault(
         first=(9, 19, 0),
         mended=None,

@@ -1,0 +1,1 @@
+"""`implementation="cudnn"`: NVIDIA's fused attention."""

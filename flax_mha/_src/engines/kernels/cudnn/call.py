@@ -1,0 +1,363 @@
+"""cuDNN's fused attention as two operations, `forward` and `backward`: XLA's custom
+calls, by `jax.ffi`.
+
+`jax.nn.dot_product_attention` makes the same calls (`differs_from_jax` compares them).
+But its log-sum-exp has no gradient, and its backward pass always gets the results of
+its own forward pass. cuDNN's backward pass takes log-sum-exp and output as operands::
+
+    P = exp(scale Q K^T + bias - lse)
+    dS = P (dO V^T - rowsum(dO O))
+
+So given those of a softmax over more than these keys, such as a sink, it returns these
+keys' part of the gradients.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from flax_mha._src.engines.kernels.partitioned import partitioned
+
+
+class Kernel(NamedTuple):
+    """The static part of a call of cuDNN."""
+
+    scale: float
+    # Whether queries attend to no later key; cuDNN has no other limit on the right.
+    is_causal: bool = False
+    # How many keys before itself a causal query attends to; None for all.
+    left: int | None = None
+    # Whether `backward` also computes the gradient of the bias.
+    bias_gradient: bool = False
+    # Whether the log-sum-exp gets a gradient (`attend.py`).
+    lse_gradient: bool = False
+    # Whether XLA's partitioner may split the arrays over devices.
+    may_be_split: bool = False
+
+
+class Operands(NamedTuple):
+    """The arrays of a call of cuDNN, or their types. Keys past a sequence's length are
+    hidden, and rows past it are not computed.
+    """
+
+    query: Float[Array, "B t N H"]
+    key: Float[Array, "B s K H"]
+    value: Float[Array, "B s K H"]
+    bias: Float[Array, "#B #N t s"] | None = None
+    query_lengths: Int[Array, " B"] | None = None
+    key_lengths: Int[Array, " B"] | None = None
+
+
+def described(*shape: int, dtype: DTypeLike) -> Any:
+    """Describes an operand by shape and dtype, in place of an array."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+Rows = Float[Array, "B N t"]
+# The axes of `Operands`, and of the further operands of the backward pass.
+AXES = ("B T N H", "B S N H", "B S N H", "B N T S", "B", "B")
+AXES_OF_RESULTS = ("B T N H", "B N T")  # output and log-sum-exp
+
+
+def forward(kernel: Kernel, operands: Operands) -> tuple[Float[Array, "B t N H"], Rows]:
+    """Computes output and log-sum-exp. A row whose keys are all hidden is arbitrary."""
+    call = functools.partial(call_forward, kernel)
+    if differences_from_jax():
+        call = functools.partial(_forward_of_jax, kernel)
+    output, lse = _over_batch(call, kernel, (operands,), AXES_OF_RESULTS)
+    return output, lse
+
+
+def backward(
+    kernel: Kernel, operands: Operands, lse: Rows, output: Array, d_output: Array
+) -> Operands:
+    """Computes the gradients of query, key, value and, with `bias_gradient`, bias."""
+    call = functools.partial(call_backward, kernel)
+    if differences_from_jax():
+        call = functools.partial(_backward_of_jax, kernel)
+    axes = AXES[: 3 + kernel.bias_gradient]
+    return Operands(*_over_batch(call, kernel, (operands, output, lse, d_output), axes))
+
+
+def _over_batch(
+    call: Callable[..., list[Array]],
+    kernel: Kernel,
+    arguments: tuple,
+    axes_of_results: Sequence[str],
+) -> list[Array]:
+    """Calls `call(*arguments)`, so that `jax.vmap` makes the batch larger, and XLA's
+    partitioner splits batch and heads.
+    """
+    operands, *given = arguments
+    axes = [name for name, x in zip(AXES, operands, strict=True) if x is not None]
+    # Output, log-sum-exp and the output's cotangent.
+    axes += [*AXES_OF_RESULTS, AXES_OF_RESULTS[0]][: len(given)]
+    arrays, structure = jax.tree.flatten(arguments)
+
+    def call_flat(*arrays: Array) -> list[Array]:
+        return call(*jax.tree.unflatten(structure, arrays))
+
+    run = partitioned(call_flat, axes, axes_of_results, kernel.may_be_split)
+    return run(*arrays)
+
+
+# The custom calls ---------------------------------------------------------------------
+
+
+def call_forward(kernel: Kernel, operands: Operands) -> list[Array]:
+    """Makes the custom call of the forward pass."""
+    batch, rows, heads, _ = operands.query.shape
+    query, key, value, bias, *lengths = operands
+    output, lse = _call(
+        _name("Softmax", bias),
+        _config(kernel, operands, PRODUCTS),
+        [query, key, value, bias, *lengths],
+        [_by_head(query), Result((batch, heads, rows), jnp.dtype("float32"))],
+    )
+    return [jnp.swapaxes(output, 1, 2), lse]
+
+
+def call_backward(
+    kernel: Kernel, operands: Operands, output: Array, lse: Array, d_output: Array
+) -> list[Array]:
+    """Makes the custom call of the backward pass."""
+    bias: Any
+    query, key, value, bias, *lengths = operands
+    results = [_by_head(x) for x in (query, key, value)]
+    if kernel.bias_gradient:
+        results.append(Result(bias.shape, bias.dtype))
+    gradients = _call(
+        _name("SoftmaxBackward", bias),
+        _config(kernel, operands, PRODUCTS_BACKWARD),
+        [query, key, value, lse, d_output, bias, output, *lengths],
+        results,
+    )
+    return [jnp.swapaxes(x, 1, 2) for x in gradients[:3]] + gradients[3:]
+
+
+class Result(NamedTuple):
+    """A result of a custom call."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    layout: tuple[int, ...] | None = None  # axes, in the order in memory
+
+
+def _by_head(x: Array) -> Result:
+    """Describes a result like `x` [B, L, N, H], with the axes [B, N, L, H]."""
+    batch, length, heads, size = x.shape
+    return Result((batch, heads, length, size), x.dtype, (0, 2, 1, 3))
+
+
+def _name(name: str, bias: Array | None) -> str:
+    if bias is None:
+        return f"__cudnn$fmha{name}"
+    return f"__cudnn$fmhaScaleBias{name}"
+
+
+def _call(
+    name: str, config: str, arrays: Sequence[Array | None], results: Sequence[Result]
+) -> list[Array]:
+    """Makes a custom call with those of `arrays` that are given."""
+    given = [x for x in arrays if x is not None]
+    # Inside `jax.shard_map`, results vary over the same mesh axes.
+    varying = jax.typeof(given[0]).manual_axis_type
+    # cuDNN's workspace.
+    results = [*results, Result((0,), jnp.dtype("uint8"))]
+    call = jax.ffi.ffi_call(
+        name,
+        [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying)
+            for x in results
+        ],
+        output_layouts=[x.layout for x in results],
+        custom_call_api_version=2,
+        legacy_backend_config=config,
+    )
+    *found, _ = call(*given)
+    return found
+
+
+class Product(NamedTuple):
+    """The axes that a matrix product contracts, and those of batch and heads, of both
+    operands.
+    """
+
+    contracted: tuple[int, int]
+    left: tuple[int, int]
+    right: tuple[int, int]
+
+
+# Scores have the axes [B, N, T, S], and all others [B, T, N, H].
+PRODUCTS = {
+    "bmm1": Product((3, 3), (0, 2), (0, 2)),  # S = Q K^T
+    "bmm2": Product((3, 1), (0, 1), (0, 2)),  # O = P V
+}
+PRODUCTS_BACKWARD = {
+    "bmm1_grad_gemm1": Product((2, 1), (0, 1), (0, 2)),  # dK = dS^T Q
+    "bmm1_grad_gemm2": Product((3, 1), (0, 1), (0, 2)),  # dQ = dS K
+    "bmm2_grad_gemm1": Product((2, 1), (0, 1), (0, 2)),  # dV = P^T dO
+    "bmm2_grad_gemm2": Product((3, 3), (0, 2), (0, 2)),  # dP = dO V^T
+}
+ELEMENT_TYPES = {"bfloat16": "BF16", "float16": "F16"}
+
+
+def _config(kernel: Kernel, operands: Operands, products: dict[str, Product]) -> str:
+    """Describes a call as XLA expects it (`CudnnfMHABackendConfig`), in JSON."""
+    batch, rows, heads, _ = operands.query.shape
+    columns = operands.key.shape[1]
+    mask = ["PADDING"] if operands.key_lengths is not None else []
+    if kernel.is_causal:
+        mask.append("CAUSAL")
+    # How many keys a query attends to, with its own; 0 for all.
+    window = 0
+    if kernel.left is not None:
+        window = kernel.left + 1
+    scores = {
+        "element_type": ELEMENT_TYPES[operands.query.dtype.name],
+        "dimensions": [str(x) for x in (batch, heads, rows, columns)],
+        "tuple_shapes": [],
+        "layout": {
+            "dim_level_types": [],
+            "dim_unique": [],
+            "dim_ordered": [],
+            "minor_to_major": ["3", "2", "1", "0"],
+            "tiles": [],
+            "element_size_in_bits": "0",
+            "memory_space": "0",
+            "index_primitive_type": "PRIMITIVE_TYPE_INVALID",
+            "pointer_primitive_type": "PRIMITIVE_TYPE_INVALID",
+            "dynamic_shape_metadata_prefix_bytes": "0",
+        },
+        "is_dynamic_dimension": [False] * 4,
+    }
+    attention: dict[str, Any] = {
+        "algorithm": {
+            "algo_id": "0",
+            "math_type": "TENSOR_OP_MATH",
+            "tuning_knobs": {"17": "1", "24": "0"},
+            "is_cudnn_frontend": True,
+            "workspace_size": "0",
+        },
+        "fmha_scale": kernel.scale,
+        "intermediate_tensor_shape": scores,
+        "is_flash_attention": True,
+        "mask_type": "_".join(mask) or "NO_MASK",
+        "dropout_rate": 0.0,
+        "seed": 42,
+        "sliding_window_length": window,
+        "max_seg_per_batch": 1,
+        "is_paged_attention": False,
+    }
+    for name, product in products.items():
+        left, right = product.contracted
+        attention[f"{name}_dot_dimension_numbers"] = {
+            "lhs_contracting_dimensions": [str(left)],
+            "rhs_contracting_dimensions": [str(right)],
+            "lhs_batch_dimensions": [str(x) for x in product.left],
+            "rhs_batch_dimensions": [str(x) for x in product.right],
+        }
+    config = {"operation_queue_id": "0", "cudnn_fmha_backend_config": attention}
+    return json.dumps(config)
+
+
+# Beside JAX's own calls ---------------------------------------------------------------
+
+
+@functools.cache
+def differences_from_jax() -> list[str]:
+    """Compares these custom calls with those of `jax.nn.dot_product_attention`. If they
+    differ, JAX makes the calls, and the reason against sinks and log-sum-exp is
+    returned as a list.
+    """
+    query = described(2, 256, 4, 64, dtype=jnp.bfloat16)
+    key = described(2, 256, 2, 64, dtype=jnp.bfloat16)
+    bias = described(2, 4, 256, 256, dtype=jnp.bfloat16)
+    lengths = described(2, dtype=jnp.int32)
+    examples = (
+        (Kernel(0.5, is_causal=True, left=31), Operands(query, key, key)),
+        (Kernel(0.5), Operands(query, key, key, None, lengths, lengths)),
+        (Kernel(0.5, bias_gradient=True), Operands(query, key, key, bias)),
+    )
+    for kernel, operands in examples:
+        ours = _custom_calls(kernel, operands, call_forward, call_backward)
+        theirs = _custom_calls(kernel, operands, _forward_of_jax, _backward_of_jax)
+        # The backward pass of JAX runs the forward pass, too.
+        if ours != theirs[:1] + theirs[2:]:
+            return [
+                "sinks and return_residual are not supported, because jax "
+                f"{jax.__version__} calls cuDNN in a new way: use an older jax, or a "
+                "newer flax_mha"
+            ]
+    return []
+
+
+def _custom_calls(
+    kernel: Kernel, operands: Operands, forward: Callable, backward: Callable
+) -> list[tuple]:
+    """Lists name, configuration, and types with layouts, of the custom calls of both
+    passes.
+    """
+
+    def both(operands: Operands) -> Any:
+        output, lse = forward(kernel, operands)
+        d_output = jnp.cos(output)
+        return output, backward(kernel, operands, output, lse, d_output)
+
+    program = jax.jit(both).trace(operands).lower(lowering_platforms=("cuda",))
+    calls = []
+    pattern = r'@(__cudnn\$\w+)\(.*?backend_config = "(.*?)", (.*)'
+    for name, config, types in re.findall(pattern, program.as_text()):
+        known = json.loads(config.replace("\\22", '"'))
+        calls.append((name, known, re.sub(r"%\w+(#\d+)?", "%", types)))
+    return calls
+
+
+def _of_jax(
+    kernel: Kernel,
+    operands: Operands,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+) -> Any:
+    window = None
+    if kernel.left is not None:
+        window = (kernel.left, 0)
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias,
+        scale=kernel.scale,
+        is_causal=kernel.is_causal,
+        query_seq_lengths=operands.query_lengths,
+        key_value_seq_lengths=operands.key_lengths,
+        local_window_size=window,
+        implementation="cudnn",
+        return_residual=True,
+    )
+
+
+def _forward_of_jax(kernel: Kernel, operands: Operands) -> list[Array]:
+    output, lse = _of_jax(kernel, operands, *operands[:4])
+    return [output, jnp.swapaxes(lse, 1, 2).astype(jnp.float32)]
+
+
+def _backward_of_jax(
+    kernel: Kernel, operands: Operands, output: Array, lse: Array, d_output: Array
+) -> list[Array]:
+    """Runs the forward pass again. Log-sum-exp and output must be those of the
+    operands.
+    """
+    attend = functools.partial(_of_jax, kernel, operands)
+    (_, residual), pull = jax.vjp(attend, *operands[:4])
+    gradients = pull((d_output, jnp.zeros_like(residual)))
+    return list(gradients[: 3 + kernel.bias_gradient])

@@ -1,0 +1,584 @@
+"""The engine of NVIDIA's fused attention.
+
+cuDNN computes a causal mask, perhaps with a window to the left, and lengths. All other
+masks become a bias: 0 for visible scores, `HIDDEN` for others. The output of queries
+whose keys are all masked is set to 0, and `guarded.around_kernel` keeps NaN and
+infinity in masked keys out of the result.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from flax_mha._src.call.operands import Call, Result
+from flax_mha._src.core.tracing import varying_alike
+from flax_mha._src.core.validation import warn_once
+from flax_mha._src.engines.engine import (
+    EMPTY,
+    Engine,
+    reason_against_platform,
+    reasons_against_dtype,
+)
+from flax_mha._src.engines.kernels import guarded
+from flax_mha._src.engines.kernels import mask as kernel_mask
+from flax_mha._src.engines.kernels.cudnn import call as calls
+from flax_mha._src.engines.kernels.cudnn import faults, trials
+from flax_mha._src.engines.kernels.cudnn.attend import attend
+from flax_mha._src.engines.kernels.cudnn.call import Kernel, Operands, described
+from flax_mha._src.engines.kernels.mask import Arrays
+from flax_mha._src.masks import ArrayMask
+from flax_mha._src.masks.visible import Visible
+from flax_mha._src.plan import Plan
+
+DTYPES = (jnp.float16, jnp.bfloat16)
+# float16 has no number that hides a score and can be added to any other.
+DTYPES_OF_BIAS = (jnp.bfloat16,)
+# Lengths are padded to a multiple of this: backward plans fail for odd lengths, and
+# returned NaN for odd multiples of 64 (pytorch/pytorch#196678).
+SIDE = 128
+# Added to scores, this hides them: exp is 0, also if a visible score has `LOWEST`, the
+# least bias. Both are finite when multiplied by log2(e), for -inf - -inf would be NaN.
+HIDDEN = -(2.0**100)
+LOWEST = -(2.0**99)
+# If no visible score of a row has a larger bias, the row is raised.
+LOW = -(2.0**13)
+# The most numbers in a bias, 512 MiB.
+MAX_BIAS = 2**28
+
+# Kinds of calls that were not timed (`_kinds`) are chosen from this T x S on.
+MIN_SCORES = 2**20
+
+# Statuses of XLA that have causes outside of the kernel, such as full memory.
+PASSING = re.compile("RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED")
+
+
+class Device(NamedTuple):
+    """A device, and its CUDA compute capability, which is None if it is not an NVIDIA
+    GPU.
+    """
+
+    name: str
+    capability: tuple[int, int] | None
+
+
+H100 = Device("NVIDIA H100", (9, 0))
+
+
+def device(platform: str) -> Device:
+    if platform != "gpu":
+        return Device(platform, None)
+    first = jax.devices("gpu")[0]
+    text = str(getattr(first, "compute_capability", ""))
+    version = re.fullmatch(r"(\d+)\.(\d+)", text)
+    if version is None:  # GPUs of other makers have none, or one of another form
+        return Device(first.device_kind, None)
+    return Device(first.device_kind, (int(version[1]), int(version[2])))
+
+
+class Form(NamedTuple):
+    """How a call becomes a call of cuDNN: what is known without its values."""
+
+    fused: "Fused"
+    # What cuDNN hides by itself, in rows and columns.
+    own: Visible
+    # Masks that become a bias, in positions; None if there are none.
+    others: Visible | None
+
+    @classmethod
+    def of(cls, call: Call) -> "Form":
+        limits = kernel_mask.kernel_mask(call)
+        has_window = limits.left is not None or limits.right is not None
+        begins_before = limits.left is None or limits.left >= 0
+        ends_at_query = limits.right == 0 and call.offsets.are_known
+        has_own_window = ends_at_query and begins_before
+        own = dataclasses.replace(limits, segments=None, rest=None)
+        if not has_own_window:
+            own = dataclasses.replace(own, left=None, right=None)
+        others = None
+        if call.mask is not None:
+            others = dataclasses.replace(
+                call.mask, query_lengths=None, key_lengths=None
+            )
+            if has_own_window or not has_window:
+                others = dataclasses.replace(others, left=None, right=None)
+            if not others.hides_keys:
+                others = None
+
+        query, key, value = call.inputs
+        batch = math.prod(call.batch)
+        queries, keys = call.lengths
+        rows = queries + -queries % SIDE
+        columns = keys + -keys % SIDE
+        if has_own_window:
+            # cuDNN's causal masks are square: cut keys after the last query, or pad
+            # missing keys.
+            columns = rows
+        lengths = None
+        if jax.tree.leaves(own) or rows > queries or columns > keys:
+            lengths = described(batch, dtype=jnp.int32)
+        bias = None
+        if call.bias is not None or others is not None:
+            entries = _entries_of_bias(call, own, others)
+            bias = described(*entries, rows, columns, dtype=query.dtype)
+        operands = Operands(
+            described(batch, rows, *query.shape[-2:], dtype=query.dtype),
+            described(batch, columns, *key.shape[-2:], dtype=query.dtype),
+            described(batch, columns, *value.shape[-2:], dtype=query.dtype),
+            bias,
+            lengths,
+            lengths,
+        )
+        kernel = Kernel(
+            call.scale,
+            is_causal=has_own_window,
+            left=own.left,
+            lse_gradient=call.return_residual,
+            may_be_split=call.target.may_be_split,
+        )
+        return cls(Fused(kernel, operands), own, others)
+
+
+def _entries_of_bias(
+    call: Call, own: Visible, others: Visible | None
+) -> tuple[int, int]:
+    """Returns the numbers of batch entries and of heads of the bias: 1, or all."""
+    by_batch = by_head = False
+    if others is not None:
+        by_batch, by_head = kernel_mask.depends_on(call, others)
+    if call.bias is not None:
+        *batch, heads, _, _ = call.bias.shape
+        # Lengths may leave different numbers visible: see `largest_bias`.
+        has_lengths = bool(jax.tree.leaves(own))
+        by_batch = by_batch or has_lengths or math.prod(batch) > 1
+        by_head = by_head or heads > 1
+    entries = math.prod(call.batch) if by_batch else 1
+    return entries, call.num_heads if by_head else 1
+
+
+def _flat_bias(call: Call) -> Float[Array, "#B #N #T #S"]:
+    """Returns the call's bias with one batch axis, which is 1 if all entries share
+    it.
+    """
+    bias: Any = call.bias
+    *batch, heads, rows, columns = bias.shape
+    if math.prod(batch) > 1:
+        bias = jnp.broadcast_to(bias, (*call.batch, heads, rows, columns))
+    return bias.reshape(-1, heads, rows, columns)
+
+
+class Fused(NamedTuple):
+    """cuDNN's kernel as a `guarded.Fused`."""
+
+    kernel: Kernel
+    operands: Operands  # shapes and dtypes, padded
+
+    @property
+    def scale(self) -> float:
+        return self.kernel.scale
+
+    def with_bias_gradient(self) -> "Fused":
+        """Returns the kernel if the bias gets a gradient: its bias has an entry for
+        each batch entry and head.
+
+        JAX's tests have cuDNN add up gradients of a bias over batch entries, but not
+        over heads.
+        """
+        batch, _, heads, _ = self.operands.query.shape
+        bias: Any = self.operands.bias
+        if bias.shape[:2] != (1, heads):
+            shape = (batch, heads, *bias.shape[2:])
+            bias = described(*shape, dtype=bias.dtype)
+        return Fused(
+            self.kernel._replace(bias_gradient=True), self.operands._replace(bias=bias)
+        )
+
+    def run(
+        self, arrays: Arrays, mask: Visible, differentiated: guarded.Names
+    ) -> tuple[guarded.Results, tuple[Array, ...]]:
+        """Returns the output and, if it gets a gradient, the log-sum-exp. `mask.rest`
+        is an `ArrayMask` or None.
+        """
+        kernel, shapes = self
+        if "bias" in differentiated:
+            kernel, shapes = self.with_bias_gradient()
+        queries, keys = arrays.lengths
+
+        # Rows without visible keys, [B, T, #N].
+        masked = None
+        bias = None
+        shift = None
+        if arrays.bias is not None:
+            largest = kernel_mask.largest_bias(mask, arrays)
+            masked = largest == -jnp.inf
+            # cuDNN's backward pass recomputes weights from the log-sum-exp, which is
+            # rounded: floats are 64 apart at -1e9, a usual bias of masked scores. So
+            # rows whose scores are all that low are raised.
+            shift = jnp.maximum(largest, LOWEST).astype(jnp.float32)
+            shift = jnp.where(masked | (largest >= LOW), jnp.zeros_like(shift), shift)
+        elif not kernel_mask.every_row_sees_a_key(mask, (queries, keys)):
+            masked = kernel_mask.masked_rows(mask, arrays)
+        if shapes.bias is not None:
+            bias = _merged_bias(arrays, mask, shift)
+            bias = jnp.broadcast_to(bias, (*shapes.bias.shape[:2], queries, keys))
+
+        lengths: Any = (None, None)
+        if shapes.key_lengths is not None:
+            lengths = _lengths(arrays, mask)
+        rows, columns = shapes.query.shape[1], shapes.key.shape[1]
+        operands = Operands(
+            kernel_mask.pad_to(arrays.query, 1, rows),
+            kernel_mask.pad_to(arrays.key, 1, columns),
+            kernel_mask.pad_to(arrays.value, 1, columns),
+            _padded(bias, rows, columns),
+            *lengths,
+        )
+        sinks = arrays.sinks
+        if sinks is not None:
+            sinks = sinks[..., None]
+            if shift is not None:
+                sinks = sinks - _by_row(shift, rows, 0)
+            if masked is None:
+                masked = jnp.zeros((1, queries, 1), bool)
+        if masked is not None:
+            masked = _by_row(masked, rows, True)
+        output, lse = attend(kernel, operands, sinks, masked)
+        output = output[:, :queries]
+        lse = jnp.swapaxes(lse[:, :, :queries], 1, 2)
+        if shift is not None:
+            lse = lse + shift
+        if shift is not None and arrays.sinks is not None:
+            # Where a sink is so much larger, its distance to the shift was rounded.
+            sink = arrays.sinks[:, None]
+            is_larger = (shift < 0) & (sink - shift > -LOW)
+            lse = jnp.where(is_larger, sink, lse)
+
+        # Without gradients, a query affects only its own output. Then check its
+        # log-sum-exp, which is much smaller.
+        decisive = [arrays.query, arrays.key, arrays.value]
+        if not differentiated:
+            decisive[0] = _only_masking(lse)
+        if bias is not None:
+            decisive.append(bias)
+        if arrays.sinks is not None:
+            decisive.append(_only_masking(arrays.sinks))
+        results: guarded.Results = (output,)
+        if kernel.lse_gradient:
+            results = (output, lse)
+        return results, tuple(decisive)
+
+
+def _by_row(x: Array, rows: int, padding: Any) -> Array:
+    """Converts [B, T, N] to [B, N, t], with `padding` in padded rows."""
+    widths = ((0, 0), (0, 0), (0, rows - x.shape[1]))
+    return jnp.pad(jnp.swapaxes(x, 1, 2), widths, constant_values=padding)
+
+
+def _only_masking(x: Array) -> Array:
+    """Replaces -inf, which is no error in a log-sum-exp or a sink, by 0."""
+    return jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)
+
+
+def _padded(bias: Array | None, rows: int, columns: int) -> Array | None:
+    if bias is None:
+        return None
+    return kernel_mask.pad_to(kernel_mask.pad_to(bias, 2, rows), 3, columns)
+
+
+def _lengths(arrays: Arrays, mask: Visible) -> tuple[Array, Array]:
+    """Computes the numbers of queries and keys that cuDNN uses, at least 1.
+
+    Queries that see a key by window and lengths come before all others.
+    """
+    first, end = kernel_mask.visible_range(mask, arrays)
+    rows = jnp.sum(first < end, axis=1, dtype=jnp.int32)
+    columns = jnp.max(end, axis=1)
+    return jnp.maximum(rows, 1), jnp.maximum(columns, 1)
+
+
+def _merged_bias(
+    arrays: Arrays, mask: Visible, shift: Any
+) -> Float[Array, "#B #N T|1 S|1"]:
+    """Computes the bias that also masks: at least `LOWEST` for visible scores,
+    otherwise `HIDDEN`. Subtracts `shift` [B, T, #N] from each row.
+    """
+    dtype = arrays.query.dtype
+    hidden = jnp.asarray(HIDDEN, dtype)
+    visible: Any = None
+    if isinstance(mask.rest, ArrayMask):
+        visible = mask.rest.visible
+    if arrays.bias is None:
+        return jnp.where(visible, jnp.zeros((), dtype), hidden)
+    bias = arrays.bias
+    # A bias that is raised keeps its gradient.
+    lowest = jnp.asarray(LOWEST, dtype) + (bias - jax.lax.stop_gradient(bias))
+    bias = jnp.where(bias < LOWEST, lowest, bias)
+    shift = jnp.swapaxes(shift, 1, 2)[..., None]
+    bias = bias - shift.astype(dtype)
+    bias = jnp.where(arrays.bias == -jnp.inf, hidden, bias)
+    if visible is None:
+        return bias
+    return jnp.where(visible, bias, hidden)
+
+
+def refusals(call: Call) -> list[str]:
+    """Lists the reasons why cuDNN cannot compute a call; if it finds none, it also
+    tries to compile the kernel.
+
+    If the GPU is only assumed (`Target.assumed`), it lists why an H100 cannot compute
+    the call; it compiles nothing.
+    """
+    form = Form.of(call)
+    target = call.target
+    here = _here(call)
+
+    # Arguments, then the device.
+    supported = ["bias", "sinks", "query_offset", "key_value_offset", "return_residual"]
+    reasons = kernel_mask.refusals(call, form.own, supported)
+    reasons += _refusals_of_bias(call, form)
+    if here.capability is None:
+        reasons.append(reason_against_platform("cuda", "NVIDIA GPUs", here.name))
+    elif here.capability < (8, 0):
+        has = ".".join(map(str, here.capability))
+        reasons.append(
+            f"it requires compute capability 8.0, but {here.name} has {has}: use an "
+            "A100 or a newer GPU"
+        )
+    else:
+        facts = faults.Facts(
+            queries=call.lengths[0],
+            keys=form.fused.operands.key.shape[1],
+            has_window=form.own.left is not None,
+            has_lengths=form.fused.operands.key_lengths is not None,
+            has_bias=form.fused.operands.bias is not None,
+            query_elements=math.prod(form.fused.operands.query.shape),
+        )
+        reasons += faults.reasons_against_version(here.capability, facts)
+
+    # Dtype and sizes.
+    reasons += reasons_against_dtype(DTYPES, call.query.dtype)
+    head_size = call.query.shape[-1]
+    value_size = call.value.shape[-1]
+    # The backward pass on Hopper, and on other GPUs (`faults.SUPPORT`).
+    largest = 128
+    if here.capability is not None and here.capability[0] == 9:
+        largest = 256
+    if head_size % 8 or head_size > largest:
+        reasons.append(
+            f"the head size must be a multiple of 8 up to {largest}, but is "
+            f"{head_size}: change num_heads or qkv_features"
+        )
+    if value_size != head_size:
+        reasons.append(
+            f"the value head size must equal the key head size, {head_size}, but is "
+            f"{value_size}: make both equal, for example by padding the smaller one "
+            "with zeros"
+        )
+    if 0 in call.query.shape or 0 in call.key.shape:
+        reasons.append(EMPTY)
+    if call.cached:
+        reasons.append(
+            "it does not read a cache in place: to attend to a copy of the cache, pass "
+            'implementation="cudnn"'
+        )
+    if reasons or target.assumed:
+        return reasons
+    try:
+        reasons = failure(form.fused)
+    except PassingError as error:
+        reason, status = error.args
+        # Without the reason, in which numbers of bytes differ.
+        warn_once(
+            f"cuDNN could not compile a kernel ({status}), so another implementation "
+            "is used; programs that are compiled now keep it. To try again in a "
+            "program that is already compiled, call jax.clear_caches()."
+        )
+        return [reason]
+    if not reasons and (call.sinks is not None or call.return_residual):
+        return calls.differences_from_jax()
+    return reasons
+
+
+def _here(call: Call) -> Device:
+    """Returns the device that a call runs on."""
+    if call.target.assumed and call.target.platform == "gpu":
+        return H100  # this machine may have no GPU to ask
+    return device(call.target.platform)
+
+
+def _refusals_of_bias(call: Call, form: Form) -> list[str]:
+    bias: Any = form.fused.operands.bias
+    reasons = []
+    if call.bias is not None:
+        if call.bias.dtype not in DTYPES_OF_BIAS or call.bias.dtype != call.query.dtype:
+            # It would round float32.
+            reasons.append(
+                f"bias and query must be bfloat16, but are {call.bias.dtype} and "
+                f"{call.query.dtype}: pass both as jnp.bfloat16"
+            )
+    elif bias is not None and call.query.dtype not in DTYPES_OF_BIAS:
+        reasons.append(
+            "its mask becomes a bias, for which the inputs must be bfloat16, but are "
+            f"{call.query.dtype}: use bfloat16, or only lengths, is_causal=True and "
+            "local_window_size=(left, 0) with equal offsets"
+        )
+    numbers = 0
+    if bias is not None:
+        numbers = math.prod(bias.shape)
+    if numbers > MAX_BIAS:
+        reasons.append(
+            f"its bias, or the one that its mask becomes, would have {numbers:,} "
+            f"numbers, more than {MAX_BIAS:,}: use smaller batches, or lengths and "
+            "windows if it only masks"
+        )
+    return reasons
+
+
+class PassingError(Exception):
+    """The kernel did not compile, but may compile later. Holds the reason against the
+    kernel, and XLA's status.
+    """
+
+
+# A PassingError is not cached, so the next call tries again.
+@functools.lru_cache(maxsize=1024)
+def failure(fused: Fused) -> list[str]:
+    """Compiles the kernel, forward and backward; returns a list with cuDNN's error if
+    that fails, else [].
+
+    Raises:
+      PassingError: If it fails for a reason that may be gone later.
+    """
+    # Arrays are on one device here.
+    fused = fused._replace(kernel=fused.kernel._replace(may_be_split=False))
+
+    def forward(operands: Operands) -> Any:
+        return calls.forward(fused.kernel, operands)
+
+    def backward(operands: Operands) -> Any:
+        output, lse = calls.forward(kernel, operands)
+        return calls.backward(kernel, operands, lse, output, output)
+
+    try:
+        kernel, operands = fused
+        if operands.bias is not None:
+            jax.jit(forward).lower(operands).compile()
+            kernel, operands = fused.with_bias_gradient()
+        jax.jit(backward).lower(operands).compile()
+    except Exception as error:  # any error means that the kernel cannot run
+        what = str(error).strip().splitlines()[0]
+        status = PASSING.search(str(error))
+        if status:
+            raise PassingError(
+                f"cuDNN could not compile its kernel for this call ({what}): run it "
+                "again when the device has free memory and responds",
+                status[0],
+            ) from error
+        return [
+            f"cuDNN has no execution plan for this call ({what}): use different "
+            "shapes, or a different version of jax or cuDNN"
+        ]
+    return []
+
+
+def _kinds(call: Call, form: Form) -> dict[trials.Kind, str]:
+    """Returns the kinds of a call that `trials.py` tries, with words for them."""
+    kinds: dict[trials.Kind, str] = {}
+    if form.others is not None:
+        kinds["mask"] = "a mask as a bias"
+    elif call.bias is not None:
+        *batch, _, rows, columns = call.bias.shape
+        is_whole = tuple(batch) in (call.batch, (1,) * len(batch))
+        if not is_whole or (rows, columns) != call.lengths:
+            kinds["mask"] = "a bias that is broadcast"
+    if call.return_residual:
+        kinds["residual"] = "return_residual"
+    if call.sinks is not None:
+        kinds["sinks"] = "sinks"
+    return kinds
+
+
+def _attend(call: Call) -> Result:
+    engine = CuDNN()
+    plan, call = engine.plan(call)
+    return engine.forward(plan, call)
+
+
+@dataclasses.dataclass(frozen=True)
+class CuDNN(Engine):
+    """The engine that calls cuDNN's fused attention."""
+
+    name = "cudnn"
+    platform = "gpu"
+    guard_first = False
+
+    def supports(self, call: Call) -> list[str]:
+        return super().supports(call) or refusals(call)
+
+    def doubts(self, call: Call) -> list[str]:
+        """Lists reasons against kinds of calls that are newer than the others: short
+        ones, and those that failed, or cannot be tried, on this device.
+        """
+        kinds = _kinds(call, Form.of(call))
+        scores = math.prod(call.lengths)
+        if not kinds:
+            return []
+        if scores < MIN_SCORES:
+            return [
+                f"with {' and '.join(kinds.values())}, it is chosen from T x S = "
+                f"{MIN_SCORES:,} on, but this call has {scores:,}: pass "
+                'implementation="cudnn"'
+            ]
+        if call.target.assumed:
+            return []
+        size = call.query.shape[-1]
+        capability = _here(call).capability
+        reasons = []
+        for kind in kinds:
+            reasons += trials.doubts(kind, call.query.dtype, size, capability, _attend)
+        return reasons
+
+    def variant(self, call: Call) -> str | None:
+        form = Form.of(call)
+        bias: Any = form.fused.operands.bias
+        words = []
+        if form.others is not None:
+            size = math.prod(bias.shape) * bias.dtype.itemsize
+            words.append(f"with the mask as a bias of {size / 2**20:,.3g} MiB")
+        if call.target.assumed and _kinds(call, form):
+            words.append("if its trial on the device succeeds")
+        return ", ".join(words) or None
+
+    def forward(self, plan: Plan, call: Call) -> Result:
+        fused, own, others = Form.of(call)
+        mask = kernel_mask.flattened(call, own)
+        axes = len(call.batch)
+        query, key, value = (kernel_mask.flat(x, axes) for x in call.inputs)
+        # A causal kernel gets no keys after its last query.
+        columns = fused.operands.key.shape[1]
+        arrays = Arrays(query, key[:, :columns], value[:, :columns])
+        if others is not None:
+            visible = kernel_mask.as_array(call, others)[..., :columns]
+            mask = dataclasses.replace(mask, rest=ArrayMask(visible))
+        if call.bias is not None:
+            arrays = arrays._replace(bias=_flat_bias(call)[..., :columns])
+        if call.sinks is not None:
+            sinks = jnp.broadcast_to(call.sinks, (*call.batch, call.num_heads))
+            sinks = kernel_mask.flat(sinks, axes).astype(jnp.float32)
+            arrays = arrays._replace(sinks=sinks)
+
+        if arrays.bias is not None or mask.hides_keys:
+            arrays, mask = varying_alike((arrays, mask))
+            results = guarded.around_kernel(fused, arrays, mask)
+        else:
+            results, _ = fused.run(arrays, mask, guarded.NONE)
+        output, *rows = results
+        output = output.reshape(call.query.shape)
+        if rows:
+            return Result(output, rows[0].reshape(output.shape[:-1]))
+        return Result(output, None)
