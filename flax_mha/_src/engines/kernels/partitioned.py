@@ -1,40 +1,184 @@
-"""Temporary: folds mapped axes into the batch."""
+"""Lets `jax.vmap` and XLA's partitioner split a kernel that runs on one device, by
+batch and heads.
 
+XLA gathers the operands of an operation that it does not know.
+`jax.experimental.custom_partitioning` tells it that batch entries and heads are
+independent. `jax.vmap` adds leading axes, which each device folds into its batch: XLA
+would gather an axis that is folded before.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jaxtyping import Array
 
 
-def partitioned(function, inputs, outputs, may_be_split=False):
-    @custom_vmap
-    def run(*arrays):
-        return function(*arrays)
+def partitioned(
+    function: Callable[..., Sequence[Array]],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    may_be_split: bool = False,
+) -> Callable[..., list[Array]]:
+    """Returns `function` as an operation that `jax.vmap` calls once for all mapped
+    calls, and that XLA's partitioner splits if `may_be_split`.
 
-    @run.def_vmap
-    def fold(size, is_mapped, *arrays):
-        batch = next(
-            x.shape[int(m)]
-            for x, m, a in zip(arrays, is_mapped, inputs)
-            if a.startswith("B T")
-        )
+    `inputs` and `outputs` name the axes of each array, as in "B T N H". The batch "B"
+    is the first axis of all arrays, "N" and "K" are heads of queries and of keys, and
+    devices get all of the other axes. Arrays are split like the first input, but no
+    axis is split that devices do not divide, in any array in which it is longer than 1.
+    If an output has size 1 along a split axis, it is the sum over its parts.
 
-        def one(x, mapped, axes):
-            rank = len(axes.split())
-            if not mapped:
-                if (
-                    x.shape[0] == 1
-                    and batch * size != 1
-                    and x.ndim == 4
-                    and axes == "B N T S"
-                ):
-                    return x
-                x = jnp.broadcast_to(x[None], (size, *x.shape))
-            if x.shape[1] != batch:
-                x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
-            return x.reshape(-1, *x.shape[2:])
+    "#B" marks arrays that may have one entry for the whole batch. Under `jax.vmap`,
+    all others are broadcast.
 
-        folded = [one(*a) for a in zip(arrays, is_mapped, inputs)]
-        results = run(*folded)
-        results = [x.reshape(size, -1, *x.shape[1:]) for x in results]
-        return results, [True] * len(results)
+    `function` reads sizes from its arguments, and cannot be differentiated.
+    """
+    return _Operation(
+        function,
+        tuple(axes.split() for axes in inputs),
+        tuple(axes.split() for axes in outputs),
+        may_be_split,
+    )
 
-    return run
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Operation:
+    """A function whose arrays may have further leading axes, which have size 1 if an
+    array is not mapped.
+    """
+
+    function: Callable[..., Sequence[Array]]
+    inputs: tuple[list[str], ...]
+    outputs: tuple[list[str], ...]
+    may_be_split: bool
+
+    def __call__(self, *arrays: Array) -> list[Array]:
+        if self.may_be_split:
+            run = custom_vmap(self.splittable)
+        else:
+            run = custom_vmap(self.folded)
+
+        @run.def_vmap
+        def mapped(_: int, is_mapped: list[bool], *arrays: Array) -> Any:
+            pairs = zip(arrays, is_mapped, strict=True)
+            results = self(*(x if flag else x[None] for x, flag in pairs))
+            return results, [True] * len(results)
+
+        return run(*arrays)
+
+    def folded(self, *arrays: Array) -> list[Array]:
+        """Folds the leading axes into the batch, calls the function, and unfolds them
+        again.
+        """
+        leading = arrays[0].ndim - len(self.inputs[0])
+        if leading == 0:
+            return list(self.function(*arrays))
+        end = leading + 1
+        batch = jnp.broadcast_shapes(*(x.shape[:end] for x in arrays))
+        # An output with "#B" belongs to an input with "#B". If the batch shares it, it
+        # is a sum over the batch, but not over the leading axes.
+        has_sums = any("#B" in axes for axes in self.outputs)
+        is_summed = False
+        flat = []
+        for x, axes in zip(arrays, self.inputs, strict=True):
+            may_share = "#B" in axes
+            is_summed = is_summed or (may_share and x.shape[leading] == 1)
+            shares = may_share and not has_sums and math.prod(x.shape[:end]) == 1
+            if not shares:
+                x = jnp.broadcast_to(x, (*batch, *x.shape[end:]))
+            flat.append(x.reshape(-1, *x.shape[end:]))
+        results = []
+        for x, axes in zip(self.function(*flat), self.outputs, strict=True):
+            x = x.reshape(*batch, *x.shape[1:])
+            if "#B" in axes and is_summed:
+                x = x.sum(leading, keepdims=True)
+            results.append(x)
+        return results
+
+    def splittable(self, *arrays: Array) -> list[Array]:
+        """Computes `folded`; XLA's partitioner may split it."""
+
+        def partition(mesh: Any, arguments: Any, results: Any) -> Any:
+            split = self.mesh_axes(mesh, arguments, results)
+
+            def sharding(x: Any, axes: list[str]) -> jax.NamedSharding:
+                by = [
+                    split.get(axis) if size > 1 else None for axis, size in _of(x, axes)
+                ]
+                return jax.NamedSharding(mesh, jax.P(*by))
+
+            def of_device(*arrays: Array) -> list[Array]:
+                found = []
+                own = self.folded(*arrays)
+                for x, like, axes in zip(own, results, self.outputs, strict=True):
+                    sums: list[str] = []
+                    for axis, size in _of(like, axes):
+                        if size == 1:
+                            sums.extend(split.get(axis, ()))
+                    found.append(lax.psum(x, tuple(sums)) if sums else x)
+                return found
+
+            of_arguments = tuple(map(sharding, arguments, self.inputs))
+            of_results = list(map(sharding, results, self.outputs))
+            return mesh, of_device, of_results, of_arguments
+
+        run = custom_partitioning(self.folded)
+        run.def_partition(partition, sharding_rule=self.rule)
+        return run(*arrays)
+
+    def mesh_axes(self, mesh: Any, arguments: Any, results: Any) -> dict[str, tuple]:
+        """Maps axes to the mesh axes that split them: those that split it in the first
+        input in which any do, if they divide it in all arrays.
+        """
+        split: dict[str, tuple] = {}
+        for x, axes in zip(arguments, self.inputs, strict=True):
+            for (axis, _), by in zip(_of(x, axes), x.sharding.spec, strict=True):
+                names = (by,) if isinstance(by, str) else tuple(by or ())
+                is_free = set(names).isdisjoint(itertools.chain(*split.values()))
+                if names and is_free and axis != "whole":
+                    split.setdefault(axis, names)
+        arrays = (*arguments, *results)
+        for x, axes in zip(arrays, self.inputs + self.outputs, strict=True):
+            for axis, size in _of(x, axes):
+                parts = math.prod(mesh.shape[name] for name in split.get(axis, ()))
+                if size > 1 and size % parts:
+                    del split[axis]
+        return split
+
+    def rule(self, _: Any, inputs: Any, outputs: Any) -> Any:
+        """Makes Shardy's rule: axes with the same name and size are split alike."""
+        numbers = itertools.count()
+        whole = []
+
+        def factors(x: Any, axes: list[str]) -> str:
+            found = []
+            for axis, size in _of(x, axes):
+                factor = f"{axis}of{size}"
+                if axis == "whole" or size == 1:
+                    factor += f"and{next(numbers)}"
+                if axis == "whole":
+                    whole.append(factor)
+                found.append(factor)
+            return " ".join(found)
+
+        left = ", ".join(map(factors, inputs, self.inputs))
+        right = ", ".join(map(factors, outputs, self.outputs))
+        return f"{left} -> {right}", {"need_replication_factors": tuple(whole)}
+
+
+def _of(x: Any, axes: list[str]) -> list[tuple[str, int]]:
+    """Lists names and sizes of an array's axes: numbered leading axes, "B", "N" for all
+    heads, and "whole" for axes that are not split.
+    """
+    known = {"B": "B", "#B": "B", "N": "N", "#N": "N", "K": "N"}
+    names = [f"leading{i}" for i in range(len(x.shape) - len(axes))]
+    names += [known.get(axis, "whole") for axis in axes]
+    return list(zip(names, x.shape, strict=True))

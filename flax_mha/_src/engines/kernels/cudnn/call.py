@@ -62,7 +62,7 @@ def described(*shape: int, dtype: DTypeLike) -> Any:
 
 Rows = Float[Array, "B N t"]
 # The axes of `Operands`, and of the further operands of the backward pass.
-AXES = ("B T N H", "B S N H", "B S N H", "B N T S", "B", "B")
+AXES = ("B T N H", "B S K H", "B S K H", "#B #N T S", "B", "B")
 AXES_OF_RESULTS = ("B T N H", "B N T")  # output and log-sum-exp
 
 
