@@ -167,10 +167,11 @@ def dot_product_attention(
       dropout_rate: Fraction of the softmax's weights set to 0, in [0, 1); the others
         are scaled by 1 / (1 - rate).
       dropout_rng: Key of `jax.random`; required if `dropout_rate > 0`. The dropped
-        weights depend only on the key, the batch entry, the head and the positions, so
-        they are the same in every implementation.
+        weights depend only on the key, the batch entry, the number of heads, the head
+        and the positions, so they are the same in every implementation. The entries of
+        a `jax.vmap` drop the same weights unless their keys differ.
       broadcast_dropout: Drop the same weights in every batch entry and head.
-      implementation: None selects the fastest one that supports the call; see
+      implementation: None selects one by shapes, platform and arguments; see
         `explain_implementation`. "xla" computes all scores of a head at once or, for
         few queries, reads keys in place. "blockwise" computes the scores tile by tile
         and skips fully masked tiles. "cudnn" (NVIDIA GPUs) and "splash" (TPUs) are
