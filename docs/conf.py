@@ -118,7 +118,6 @@ CONTENTS = {
         ],
         "Look up": [
             "api/index",
-            "recipe-listings",
             "architecture",
             "contributing",
             f"Changelog <{REPOSITORY}/blob/main/CHANGELOG.md>",
@@ -186,10 +185,11 @@ def link_to_repository(app: Sphinx, page: str, content: list[str]) -> None:
         is_page = path.is_relative_to(HERE) and path.suffix == ".md"
         if is_page:
             return found[0]
-        return f"{found[1]}({REPOSITORY}/blob/main/{path.relative_to(HERE.parent)})"
+        file = path.relative_to(HERE.parent)
+        return f"{found[1]}({REPOSITORY}/blob/main/{file}{found[3]})"
 
     content[0] = re.sub(
-        r"(?<!!)(\[[^\[\]]*\])\((?!https?:)([^)#\s]+)\)", link, content[0]
+        r"(?<!!)(\[[^\[\]]*\])\((?!https?:)([^)#\s]+)((?:#\w+)?)\)", link, content[0]
     )
 
 

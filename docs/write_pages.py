@@ -4,8 +4,7 @@ docs/write_pages.py`.
 A part that is written begins with a comment that says what it is, which neither GitHub
 nor Sphinx shows, and ends with `<!-- end -->`:
 
-    <!-- begin: imports -->         the imports that the sources of all recipes need
-    <!-- begin: code NAME -->       the source of a recipe, without checks of arguments
+    <!-- begin: source NAME -->     a link to the source of a recipe
     <!-- begin: table NAME -->      a table of benchmarks, from `tables.py`
     <!-- begin: file PATH -->       another file of the repository
     <!-- begin: layouts -->         the layouts of PyTorch's weights
@@ -56,49 +55,11 @@ def _part(found: re.Match[str]) -> str:
     return f"{begin}\n{KINDS[kind](argument.strip()).strip()}\n\n<!-- end -->"
 
 
-IMPORTS = """\
-import functools
-import math
-from collections.abc import Callable
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
-
-from flax_mha import dot_product_attention
-from flax_mha.masks import CausalMask, FunctionMask, LocalMask, Mask, SegmentMask
-"""
-# Functions that a recipe calls, which are listed with it.
-HELPERS = {"alibi": ["alibi_scores"]}
-# What needs private functions, or says what these do: a paragraph of checks, a mark for
-# checks, and the parts of a docstring about errors and with an example.
-LEFT_OUT = re.compile(
-    r"""
-    ^ \ + \# \ Check \b (?s: .*? ) \n \n
-    | ^ \ + @made_for .* \n
-    | \n ^ \ {4} (?: Raises | Example ): \n (?: ^ \ {6} .* \n )+
-    """,
-    re.MULTILINE | re.VERBOSE,
-)
-
-
-def _imports(_: str) -> str:
-    return f"```python\n{IMPORTS}```"
-
-
-def _code(name: str) -> str:
-    recipe = getattr(recipes, name)
-    module = inspect.getmodule(recipe)
-    helpers = [getattr(module, helper) for helper in HELPERS.get(name, [])]
-    sources = [inspect.getsource(function) for function in [recipe, *helpers]]
-    listing = "\n\n".join(LEFT_OUT.sub("", source) for source in sources)
-    # A function after a docstring, where checks were.
-    listing = listing.replace('"""\n    def', '"""\n\n    def')
-    return f"```python\n{listing}```"
+def _source(name: str) -> str:
+    recipe = inspect.unwrap(getattr(recipes, name))
+    file = Path(inspect.getfile(recipe)).relative_to(ROOT)
+    _, line = inspect.getsourcelines(recipe)
+    return f"[Source of `{name}`](../{file}#L{line})"
 
 
 def _table(name: str) -> str:
@@ -217,8 +178,7 @@ def _call(name: str, x: Any) -> str:
 
 
 KINDS = {
-    "imports": _imports,
-    "code": _code,
+    "source": _source,
     "table": _table,
     "file": _file,
     "layouts": _layouts,
