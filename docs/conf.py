@@ -89,12 +89,11 @@ CONTENTS = {
             "quickstart",
             "From Flax <from-flax>",
             "from-pytorch",
-            "families",
             "known-issues",
         ],
         "Use": [
             "everyday",
-            "model-features",
+            "Models <model-features>",
             "Masks and score functions <masks>",
             "gallery",
             "padding",
@@ -113,7 +112,6 @@ CONTENTS = {
             "derivatives",
             "Why is my output NaN? <nan>",
             "semantics",
-            "conformance",
             "performance",
         ],
         "Look up": [

@@ -165,13 +165,6 @@ def curves_and_module() -> tuple[str]:
     return (str(math.ceil(100 * max(differences))),)
 
 
-def curves_ms(length: int) -> tuple[str, str]:
-    """Milliseconds of ours and of Flax's layer."""
-    return tuple(
-        rounded(row("curves-cpu", length=length, **name)["ms"]) for name in (OURS, FLAX)
-    )
-
-
 def flax_gib(length: int) -> tuple[int, str]:
     """The length in units of 1024, and the GiB that Flax would have needed."""
     drawn = pictures.curves()
@@ -270,6 +263,12 @@ def short_sizes() -> tuple[int, ...]:
     lengths = [row["length"] for row in found]
     sizes = [row["head_dim"] for row in found]
     return min(lengths), max(lengths), min(sizes), max(sizes)
+
+
+def short_ratios() -> tuple[str, str]:
+    """Times of short calls as multiples of those of `jax.nn`, from, to."""
+    found = rows("short-cpu", implementation="flax_mha automatic")
+    return between([row["to_jax_nn"] for row in found], ".2f")
 
 
 def step_sizes() -> tuple[int, ...]:
@@ -446,7 +445,7 @@ def versions() -> tuple[str, ...]:
     project = tomllib.loads(text_of("pyproject.toml"))["project"]
     pythons = re.findall(r":: (3\.\d+)'", str(project["classifiers"]))
     lowest = dict(x.split(">=") for x in project["dependencies"])
-    newest = pattern("jax {}, flax {}, tokamax").search(text_of("docs/conformance.md"))
+    newest = pattern("jax {}, flax {}, tokamax").search(text_of(CONFORMANCE))
     jax_newest = ".".join(newest[1].split(".")[:3])
     return pythons[0], pythons[-1], lowest["jax"], jax_newest, lowest["flax"], newest[2]
 
@@ -459,11 +458,12 @@ def version() -> str:
 def compared_versions() -> tuple[str, ...]:
     """The row of versions in docs/comparison.md, of what ran."""
     ran = "jax {}, flax {}, tokamax {}, on cpu"
-    newest = pattern(ran).search(text_of("docs/conformance.md"))
+    newest = pattern(ran).search(text_of(CONFORMANCE))
     [torch] = re.findall(r'"torch==(.+)"', text_of("pyproject.toml"))
     return version(), newest[2], newest[1], torch, newest[3]
 
 
+CONFORMANCE = "benchmarks/results/conformance.md"
 CURVES = "benchmarks/results/curves-cpu.json"
 H200 = "benchmarks/results/attention-h200.json"
 RACE = "benchmarks/results/training-cpu.json"
@@ -513,9 +513,15 @@ FIGURES = [
     ),
     Figure(
         "README.md",
-        "(256 tokens: {} ms; Flax: {} ms)",
-        CURVES,
-        lambda: curves_ms(256),
+        "{} to {} times as long as those of `jax.nn` on a CPU",
+        "benchmarks/results/short-cpu.json",
+        short_ratios,
+    ),
+    Figure(
+        "README.md",
+        "Calls of {} to {} tokens",
+        "benchmarks/results/short-cpu.json",
+        lambda: short_sizes()[:2],
     ),
     Figure(
         "docs/performance.md",
@@ -527,7 +533,7 @@ FIGURES = [
     Figure(
         "README.md",
         "Python {} to {}, jax {} to {} and flax {} to {}.",
-        "pyproject.toml, docs/conformance.md",
+        f"pyproject.toml, {CONFORMANCE}",
         versions,
     ),
     Figure(
@@ -539,7 +545,7 @@ FIGURES = [
     Figure(
         "docs/comparison.md",
         "| version | {} | {} | {} | {} for CPUs, *2.14.1* | {} |",
-        "pyproject.toml, docs/conformance.md",
+        f"pyproject.toml, {CONFORMANCE}",
         compared_versions,
     ),
     # Families of models.
@@ -558,19 +564,13 @@ FIGURES = [
         lambda: first_number(DESCRIBED, "of Transformers {} that"),
     ),
     # Other counts.
-    Figure("README.md", ", {} public programs", "docs/programs.md", ported),
+    Figure("README.md", "{} public programs gave", "docs/programs.md", ported),
     Figure("README.md", "scripts to check {}]", "examples/ports", scripts),
     Figure("docs/programs.md", "compare {} of the programs", "examples/ports", scripts),
     Figure("docs/programs.md", "only for the {} above", "examples/ports", scripts),
     Figure(
         "CHANGELOG.md",
         "`recipes`: {} kinds of",
-        "flax_mha/recipes.py",
-        number_of_recipes,
-    ),
-    Figure(
-        "docs/from-pytorch.md",
-        "has {} recipes",
         "flax_mha/recipes.py",
         number_of_recipes,
     ),
@@ -595,6 +595,13 @@ FIGURES = [
     # Limits of implementations.
     Figure("README.md", "above {} tokens; on GPUs", PLAN, limits("tokens")),
     Figure("README.md", "above {} GiB of scores", PLAN, limits("gib")),
+    Figure(
+        "docs/index.md docs/comparison.md",
+        "up to {} x {} scores per head",
+        PLAN,
+        limits("tokens", "tokens"),
+    ),
+    Figure("docs/index.md docs/comparison.md", "up to {} GiB", PLAN, limits("gib")),
     Figure(
         "docs/implementations.md",
         "up to {} scores per head; on GPUs, up to 2^{} scores",
@@ -721,7 +728,6 @@ FIGURES = [
         lambda: constants("derivatives", "HEAD_DIM"),
     ),
     # The demo.
-    Figure("README.md", "transformer with {} parameters", SETTINGS, demo_parameters),
     Figure("docs/training.md", "{} parameters on 1 x", SETTINGS, demo_parameters),
     Figure(
         "docs/training.md",
@@ -833,10 +839,6 @@ FIXED: dict[str, list[str]] = {
     "README.md": [
         "Apache-2.0",
         "8-bit storage",
-        # Of the demo and of benchmarks/contender.py on Python 3.11's documentation,
-        # measured on 2026-11-28; training.md says how.
-        "loss of 1.227 nats per character in 50 s",
-        "reaches 1.408 in 57 s",
     ],
     "CHANGELOG.md": [
         "DeepSeek V3.2 and GLM 5,",
@@ -856,7 +858,6 @@ FIXED: dict[str, list[str]] = {
         "12 heads with 64 features",
         "8 heads with 96 features",
     ],
-    "docs/families.md": [],
     "docs/gpu-tpu.md": [
         "for [16 of them]",
         # What benchmarks/on_device.py does.

@@ -6,8 +6,9 @@ nor Sphinx shows, and ends with `<!-- end -->`:
 
     <!-- begin: source NAME -->     a link to the source of a recipe
     <!-- begin: table NAME -->      a table of benchmarks, from `tables.py`
-    <!-- begin: file PATH -->       another file of the repository
+    <!-- begin: names PATH -->      the names of families in a table of the tests
     <!-- begin: layouts -->         the layouts of PyTorch's weights
+    <!-- begin: conformance -->     how many calls other functions compute
     <!-- begin: curves PATH -->     the picture of time and memory, and what it says
     <!-- begin: reference ... -->   what GitHub shows in place of directives for Sphinx
 """
@@ -66,8 +67,27 @@ def _table(name: str) -> str:
     return tables.markdown(tables.TABLES[name])
 
 
-def _file(name: str) -> str:
-    return (ROOT / name).read_text()
+def _names(path: str) -> str:
+    """The first columns of the rows that end with a difference, and so ran."""
+    table = (ROOT / path).read_text()
+    names = re.findall(r"^\| (`.+?`) \|.* [\d.e-]+ \|$", table, re.MULTILINE)
+    return ", ".join(names) + "."
+
+
+def _conformance(_: str) -> str:
+    """The last row of the list of calls, with a row for each function."""
+    text = (ROOT / "benchmarks" / "results" / "conformance.md").read_text()
+    names, totals = (
+        re.search(rf"^\| {first} \| (.*) \|$", text, re.MULTILINE)[1].split(" | ")
+        for first in ("call", r"\*total\*")
+    )
+    kinds = re.findall(r"([a-z ]+) \d+", totals[0])
+    headings = " | ".join(kind.strip() for kind in kinds)
+    lines = [f"| function | {headings} |", f"|---|{'---:|' * len(kinds)}"]
+    for name, total in zip(names, totals, strict=True):
+        counts = " | ".join(re.findall(r"\d+", total))
+        lines.append(f"| {name} | {counts} |")
+    return "\n".join(lines)
 
 
 def _layouts(_: str) -> str:
@@ -180,8 +200,9 @@ def _call(name: str, x: Any) -> str:
 KINDS = {
     "source": _source,
     "table": _table,
-    "file": _file,
+    "names": _names,
     "layouts": _layouts,
+    "conformance": _conformance,
     "curves": _curves,
     "reference": _reference,
 }

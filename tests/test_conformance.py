@@ -16,7 +16,8 @@ from reference_cases import CASES
 
 import flax_mha
 
-PAGE = Path(__file__).parent.parent / "docs" / "conformance.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "benchmarks" / "results" / "conformance.md"
 
 
 WINDOW = "window of 7 to the left, 3 to the right"

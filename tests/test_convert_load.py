@@ -688,7 +688,7 @@ def test_the_table_in_the_documentation_fits_the_code():
 
     # Rows that end with a number; BLT, too, whose four parts are described.
     described = sum(rest[-1].isdigit() for _, rest in rows)
-    claim = rf"\b{described}\s+(decoder\s+families|families of decoders)"
+    claim = rf"\b{described}\s+(decoder\s+families|families\s+of\s+decoders)"
     for page in ("CHANGELOG.md", "README.md"):
         assert re.search(claim, (root / page).read_text())
 
@@ -844,7 +844,9 @@ def reject_config(config, message, layer=0):
 
 
 reject_config(object(), "config must be a dict, but got object; use config.to_dict")
-reject_config({}, "model_type must be one of those in docs/families.md, but got None")
+reject_config(
+    {}, "model_type must be one of those in docs/model-features.md, but got None"
+)
 reject_config(
     DEEPSEEK | {"model_type": "longcat_flash", "num_layers": 1},
     "layer must be .* < num_hidden_layers .2., but",

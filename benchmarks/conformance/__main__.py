@@ -139,7 +139,7 @@ def _markdown(columns: dict[str, list[Result]]) -> list[str]:
     lines += [
         "Each row is a call. Its output and gradients are compared with a float64 "
         "reference that follows the rules in",
-        "[Semantics](semantics.md).",
+        "[Semantics](../../docs/semantics.md).",
         "",
         "- yes: correct up to rounding error.",
         "- `-`: raises an error, in most cases because the function has no such "

@@ -168,7 +168,7 @@ def check_described(config: Config) -> None:
     """Raises a ValueError if the family is unknown or refused."""
     if config.model_type not in FAMILIES:
         raise ValueError(
-            "model_type must be one of those in docs/families.md, but got "
+            "model_type must be one of those in docs/model-features.md, but got "
             f"{config.model_type!r}; if the module can compute this attention, pass "
             "its arguments explicitly."
         )
