@@ -187,7 +187,7 @@ def link_to_repository(app: Sphinx, page: str, content: list[str]) -> None:
         return f"{found[1]}({REPOSITORY}/blob/main/{file}{found[3]})"
 
     content[0] = re.sub(
-        r"(?<!!)(\[[^\[\]]*\])\((?!https?:)([^)#\s]+)((?:#\w+)?)\)", link, content[0]
+        r"(?<!!)(\[[^\[\]]*\])\((?!https?:)([^)#\s]+)((?:#[\w-]+)?)\)", link, content[0]
     )
 
 

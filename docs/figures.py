@@ -155,16 +155,6 @@ def curves_compile_times() -> tuple[str, ...]:
     return *between(ours), f"{max(flax):.1f}"
 
 
-def curves_and_module() -> tuple[str]:
-    """Percent by which times of 8192 tokens in two runs differ at most, rounded up."""
-    differences = []
-    for name in (OURS, FLAX, TORCH):
-        first = row("curves-cpu", length=8192, **name)["ms"]
-        second = row("module-cpu", length=8192, direction="backward", **name)["ms"]
-        differences.append(abs(second / first - 1))
-    return (str(math.ceil(100 * max(differences))),)
-
-
 def flax_gib(length: int) -> tuple[int, str]:
     """The length in units of 1024, and the GiB that Flax would have needed."""
     drawn = pictures.curves()
@@ -234,12 +224,6 @@ def decode_sizes(name: str) -> tuple[Any, ...]:
     return *sizes, *constants("decode", "HEADS", "SIZE")
 
 
-def gathered_sizes() -> tuple[Any, ...]:
-    """Heads, their size, and the keys of a query."""
-    [keys] = {row["keys"] for row in report("gathered-cpu")["rows"]}
-    return *constants("gathered", "HEADS", "HEAD_DIM"), keys
-
-
 def derivative_times() -> tuple[str, ...]:
     """Times of a jvp and of a Hessian-vector product, as multiples of the forward
     pass's.
@@ -269,16 +253,6 @@ def short_ratios() -> tuple[str, str]:
     """Times of short calls as multiples of those of `jax.nn`, from, to."""
     found = rows("short-cpu", implementation="flax_mha automatic")
     return between([row["to_jax_nn"] for row in found], ".2f")
-
-
-def step_sizes() -> tuple[int, ...]:
-    """Layers, heads, features and tokens of the model."""
-    [sizes] = {
-        (row["layers"], row["heads"], row["features"], row["context_length"])
-        for row in report("step-cpu")["rows"]
-        if "PyTorch" not in row["implementation"]
-    }
-    return sizes
 
 
 # The demo, and its race with PyTorch.
@@ -523,12 +497,6 @@ FIGURES = [
         "benchmarks/results/short-cpu.json",
         lambda: short_sizes()[:2],
     ),
-    Figure(
-        "docs/performance.md",
-        "times for 8192 tokens differ from these by up to {}%",
-        f"{CURVES}, module-cpu.json",
-        curves_and_module,
-    ),
     # Versions.
     Figure(
         "README.md",
@@ -670,33 +638,9 @@ FIGURES = [
     # What benchmarks measured.
     Figure(
         "docs/performance.md",
-        "covers {} to {} tokens and head sizes from {} to {}, in float32",
-        "benchmarks/results/short-cpu.json",
-        short_sizes,
-    ),
-    Figure(
-        "docs/performance.md",
-        "batch size {}, a cache of {} tokens, and {} heads of size {}.",
-        "benchmarks/results/decode-cpu.json, decode.py",
-        lambda: decode_sizes("decode-cpu"),
-    ),
-    Figure(
-        "docs/performance.md",
         "for {} sequences and a cache of {} tokens with {} heads of size {}, in",
         "benchmarks/results/decode-h200.json, decode.py",
         lambda: decode_sizes("decode-h200"),
-    ),
-    Figure(
-        "docs/performance.md",
-        "each of the {} heads of size {} gathers {} keys",
-        "benchmarks/gathered.py, results/gathered-cpu.json",
-        gathered_sizes,
-    ),
-    Figure(
-        "docs/performance.md",
-        "for shape (1, length, {}, {}):",
-        "benchmarks/skipping.py",
-        lambda: constants("skipping", "HEADS", "HEAD_DIM"),
     ),
     Figure(
         "docs/performance.md",
@@ -707,12 +651,6 @@ FIGURES = [
             text_of("benchmarks/results/compiled-h200-unfused.md"),
             re.M,
         ),
-    ),
-    Figure(
-        "docs/performance.md",
-        "with {} layers, {} heads and {} features, and {}-token windows",
-        "benchmarks/results/step-cpu.json",
-        step_sizes,
     ),
     Figure(
         "docs/derivatives.md",
@@ -880,10 +818,7 @@ FIXED: dict[str, list[str]] = {
     # Counted in the file that the page links there.
     "docs/implementations.md": ["launches about 25 kernels", "with 2^30 scores"],
     "docs/performance.md": [
-        "The batch size is 8 at 64 and 128 tokens, 4 up to 512 tokens, and 1 for",
-        "All calls have 8 heads",
         "a causal layer of 1024 tokens",
-        "From 64 to 1024 tokens: the table",
         "[2 x 2]",
         "[4 x 4]",
     ],

@@ -85,6 +85,128 @@ TABLES = {
 }
 
 
+class Ratio(NamedTuple):
+    """Our times as multiples of a peer's, in all cases that both computed."""
+
+    what: str
+    peer: str  # on the page
+    file: str
+    ours: str  # "implementation" of the file
+    theirs: str
+    where: Mapping[str, Any] = {}
+
+
+ATTENTION = "attention in float32, 128 to 8,192 tokens"
+OURS = "flax_mha.MultiHeadAttention"
+RATIOS = [
+    Ratio(
+        f"{ATTENTION}, forward and gradients",
+        "`jax.nn`",
+        "attention-cpu",
+        "flax_mha automatic",
+        "jax.nn",
+    ),
+    Ratio(
+        "the same, up to 16,384 tokens",
+        "PyTorch's SDPA",
+        "attention-cpu",
+        "flax_mha automatic",
+        "torch SDPA",
+    ),
+    Ratio(
+        "attention in bfloat16, 2,048 and 8,192 tokens, forward and gradients",
+        "`jax.nn`",
+        "attention-bfloat16-cpu",
+        "flax_mha automatic",
+        "jax.nn",
+        {"dtype": "bfloat16"},
+    ),
+    Ratio(
+        "the same",
+        "PyTorch's SDPA",
+        "attention-bfloat16-cpu",
+        "flax_mha automatic",
+        "torch SDPA",
+        {"dtype": "bfloat16"},
+    ),
+    Ratio(
+        "a causal module, 128 to 8,192 tokens, forward and gradients",
+        "Flax",
+        "module-cpu",
+        OURS,
+        "flax.nnx.MultiHeadAttention",
+    ),
+    Ratio(
+        "the same",
+        "PyTorch",
+        "module-cpu",
+        OURS,
+        "torch.nn.MultiheadAttention",
+    ),
+    Ratio(
+        "ALiBi, causal masks and documents, forward",
+        "compiled FlexAttention",
+        "flex-cpu",
+        "flax_mha automatic",
+        "torch FlexAttention",
+    ),
+    Ratio(
+        "64 listed keys per query, forward and gradients",
+        "gathering the keys of all queries",
+        "gathered-cpu",
+        "flax_mha key_indices",
+        "plain gather",
+    ),
+    Ratio(
+        "a decoding step",
+        "Flax, cache donated",
+        "decode-cpu",
+        "flax_mha",
+        "Flax donated",
+        {"what": "step"},
+    ),
+    Ratio(
+        "attention over a cache",
+        "PyTorch's SDPA",
+        "decode-cpu",
+        "flax_mha",
+        "torch",
+        {"what": "attention"},
+    ),
+    Ratio(
+        "a prompt into an empty cache",
+        "the same call without a cache",
+        "decode-cpu",
+        "flax_mha",
+        "flax_mha without a cache",
+        {"what": "prompt"},
+    ),
+]
+# What tells the cases of a benchmark apart.
+CASE = ("shape", "mask", "case", "pass", "dtype", "kv_heads", "position", "length")
+
+
+def ratios() -> str:
+    """The table of `RATIOS`."""
+    lines = ["| what | compared with | times as long |", "|---|---|---:|"]
+    for ratio in RATIOS:
+        report = json.loads((RESULTS / f"{ratio.file}.json").read_text())
+        ours, theirs = (
+            {
+                tuple(row.get(key) for key in CASE): row["ms"]
+                for row in report["rows"]
+                if row["implementation"] == name
+                and ratio.where.items() <= row.items()
+                and row.get("ms") is not None
+            }
+            for name in (ratio.ours, ratio.theirs)
+        )
+        found = [ours[case] / theirs[case] for case in ours.keys() & theirs]
+        shown = f"{min(found):.2f} to {max(found):.2f}"
+        lines.append(f"| {ratio.what} | {ratio.peer} | {shown} |")
+    return "\n".join(lines)
+
+
 def markdown(table: Table) -> str:
     """The table, and under it where and how it was measured.
 

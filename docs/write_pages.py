@@ -6,6 +6,7 @@ nor Sphinx shows, and ends with `<!-- end -->`:
 
     <!-- begin: source NAME -->     a link to the source of a recipe
     <!-- begin: table NAME -->      a table of benchmarks, from `tables.py`
+    <!-- begin: ratios -->          our times as multiples of others'
     <!-- begin: names PATH -->      the names of families in a table of the tests
     <!-- begin: layouts -->         the layouts of PyTorch's weights
     <!-- begin: conformance -->     how many calls other functions compute
@@ -43,7 +44,11 @@ def written() -> dict[Path, str]:
     """Each page that has such parts, with what belongs into them."""
     pages = {
         path: path.read_text()
-        for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+        for path in [
+            ROOT / "README.md",
+            *sorted(DOCS.rglob("*.md")),
+            *sorted(tables.RESULTS.glob("*.md")),
+        ]
     }
     return {
         path: PART.sub(_part, text) for path, text in pages.items() if PART.search(text)
@@ -65,6 +70,10 @@ def _source(name: str) -> str:
 
 def _table(name: str) -> str:
     return tables.markdown(tables.TABLES[name])
+
+
+def _ratios(_: str) -> str:
+    return tables.ratios()
 
 
 def _names(path: str) -> str:
@@ -200,6 +209,7 @@ def _call(name: str, x: Any) -> str:
 KINDS = {
     "source": _source,
     "table": _table,
+    "ratios": _ratios,
     "names": _names,
     "layouts": _layouts,
     "conformance": _conformance,

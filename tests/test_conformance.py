@@ -239,7 +239,7 @@ def test_function_that_always_raises_is_no_attention_function(monkeypatch, capsy
 
 
 def test_folder_can_be_run_as_a_command():
-    folder = PAGE.parent.parent / "benchmarks" / "conformance"
+    folder = ROOT / "benchmarks" / "conformance"
     command = [sys.executable, folder, "jax.nn.no_such_function"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 2
