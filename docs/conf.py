@@ -105,8 +105,7 @@ CONTENTS = {
             "The demo: training <training>",
         ],
         "Know": [
-            "GPU and TPU <gpu-tpu>",
-            "Choosing an implementation <implementations>",
+            "Implementations, GPUs and TPUs <implementations>",
             "comparison",
             "Programs that run unchanged <programs>",
             "derivatives",

@@ -28,7 +28,7 @@ from flax import nnx  # noqa: E402
 
 from flax_mha import KVCache, convert, recipes  # noqa: E402
 from flax_mha._src import plan  # noqa: E402
-from flax_mha._src.engines.kernels import cudnn  # noqa: E402
+from flax_mha._src.engines.kernels.cudnn import engine as cudnn  # noqa: E402
 from train_demo import compare, data, metrics, training, update  # noqa: E402
 from train_demo.attention import window_of  # noqa: E402
 from train_demo.model import Transformer, blueprint  # noqa: E402
@@ -405,7 +405,11 @@ def of_plan() -> dict[str, Any]:
         "scores": f"{plan.MAX_SCORES_DENSE:,}",
         "log2": plan.MAX_SCORES_GPU.bit_length() - 1,
         "gib": 4 * plan.MAX_SCORES_GPU // 2**30,  # of float32
-        "log2_bias": cudnn.MAX_SCORES_OF_BIAS.bit_length() - 1,
+        "log2_bias": cudnn.MAX_BIAS.bit_length() - 1,
+        "mib_bias": 2 * cudnn.MAX_BIAS // 2**20,  # of bfloat16
+        "log2_lowest": int(math.log2(-cudnn.LOWEST)),
+        "low": int(-cudnn.LOW),
+        "log2_new": cudnn.MIN_SCORES.bit_length() - 1,
     }
 
 
@@ -439,6 +443,7 @@ def compared_versions() -> tuple[str, ...]:
 
 CONFORMANCE = "benchmarks/results/conformance.md"
 CURVES = "benchmarks/results/curves-cpu.json"
+CUDNN = "flax_mha/_src/engines/kernels/cudnn/engine.py"
 H200 = "benchmarks/results/attention-h200.json"
 RACE = "benchmarks/results/training-cpu.json"
 PLAN = "flax_mha/_src/plan.py"
@@ -590,11 +595,46 @@ FIGURES = [
     ),
     Figure(
         "docs/implementations.md",
-        "up to 2^{} elements",
-        "flax_mha/_src/engines/kernels/cudnn.py",
-        limits("log2_bias"),
+        "at most 2^{} numbers ({} MiB)",
+        CUDNN,
+        limits("log2_bias", "mib_bias"),
     ),
-    Figure("docs/gpu-tpu.md", "up to {} GiB of", PLAN, limits("gib")),
+    Figure(
+        "docs/implementations.md",
+        "Other entries are at least -2^{},",
+        CUDNN,
+        limits("log2_lowest"),
+    ),
+    Figure(
+        "docs/implementations.md",
+        "visible keys of a row is below -{},",
+        CUDNN,
+        limits("low"),
+    ),
+    Figure(
+        "docs/implementations.md",
+        "We chose the limit of 2^{} scores",
+        PLAN,
+        limits("log2"),
+    ),
+    Figure(
+        "docs/implementations.md",
+        "some kinds](#masks-on-a-gpu) only from T x S = 2^{} on",
+        CUDNN,
+        limits("log2_new"),
+    ),
+    Figure(
+        "docs/implementations.md",
+        "use cuDNN from T x S = 2^{} on",
+        CUDNN,
+        limits("log2_new"),
+    ),
+    Figure(
+        "docs/implementations.md",
+        "on an H200, plain JAX took {} to {} times as long",
+        H200,
+        h200_plain,
+    ),
     # One H200.
     Figure(
         "README.md",
@@ -622,14 +662,14 @@ FIGURES = [
         h200_plain,
     ),
     Figure(
-        "docs/gpu-tpu.md",
+        "docs/implementations.md",
         "the time: {} instead of {} ms. `cached_attention` alone takes {} instead of "
         "{} ms; PyTorch takes {} ms.",
         "benchmarks/results/decode-h200.json, decode-h200-before.json",
         h200_step,
     ),
     Figure(
-        "docs/gpu-tpu.md",
+        "docs/implementations.md",
         "whole module of {} tokens ({} ms, Flax's {} ms, PyTorch's {} ms, with spreads "
         "of up to {}%)",
         "benchmarks/results/module-h200.json",
@@ -796,7 +836,21 @@ FIXED: dict[str, list[str]] = {
         "12 heads with 64 features",
         "8 heads with 96 features",
     ],
-    "docs/gpu-tpu.md": [
+    "docs/implementations.md": [
+        # Counted in the file that the page links there.
+        "launches about 25 kernels",
+        "with 2^30 scores",
+        # Of cuDNN's kernels: CUDA's names of devices, and NVIDIA's sources.
+        "It costs 2 bytes per score",
+        "a multiple of 8) |",
+        "| A100 | 8.0 | cuDNN | cuDNN, without a bias | plain JAX | up to 128 |",
+        "| RTX 4090 | 8.9 | cuDNN | cuDNN, without a bias | plain JAX | up to 128 |",
+        "| H100, H200 | 9.0 | cuDNN | cuDNN, without a bias | plain JAX | up to 256 |",
+        "| B200 | 10.0 | cuDNN; not for one query with cuDNN 9.19 or newer | the same "
+        "| plain JAX | up to 128 |",
+        "| RTX 5090 | 12.0 | cuDNN 9.18.1 or newer | the same, without a bias | plain "
+        "JAX | up to 128 |",
+        "Before cuDNN 9.10.2,",
         "for [16 of them]",
         # What benchmarks/on_device.py does.
         "at 1024 tokens of context in bfloat16, and",
@@ -815,8 +869,6 @@ FIXED: dict[str, list[str]] = {
         "8 heads of size 64: 209 MiB for 16,384 and 837 MiB for 65,536 tokens in "
         "bfloat16; 199 and 683 MiB in float32",
     ],
-    # Counted in the file that the page links there.
-    "docs/implementations.md": ["launches about 25 kernels", "with 2^30 scores"],
     "docs/performance.md": [
         "a causal layer of 1024 tokens",
         "[2 x 2]",
