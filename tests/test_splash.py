@@ -36,6 +36,8 @@ H = 32
 IDS = np.array([-(2**31), -1, 0, 1, 2**31 - 1], np.int32)
 SEGMENTS = np.random.default_rng(1).choice(IDS, (B, T))
 PACKED = np.sort(SEGMENTS, axis=-1)
+# As Flax's masks of padding, which are [B, 1, 1, S]: here, anywhere.
+OF_KEYS = np.random.default_rng(2).random((B, 1, 1, T)) < 0.8
 
 
 @pytest.fixture
@@ -113,6 +115,16 @@ HIDING = {
     "mask objects, everything masked": call(
         shapes(), mask=masks.CausalMask(4 - T) & masks.LocalMask(T - 5, None)
     ),
+    "mask of keys": call(shapes(n=4, k=2), mask=OF_KEYS),
+    "mask of keys, some sequences see none; causal": call(
+        shapes(), mask=OF_KEYS & np.array([[[[True]]], [[[False]]]]), is_causal=True
+    ),
+    "masks of keys, segments, lengths, two batch axes": call(
+        shapes(batch=(2, B)),
+        mask=masks.ArrayMask(OF_KEYS[0, 0, 0]) & masks.ArrayMask(OF_KEYS),
+        query_segment_ids=SEGMENTS,
+        key_value_seq_lengths=lengths(200, 0),
+    ),
     "offsets of each sequence, lengths": call(
         shapes(),
         query_offset=lengths(-20, 30),
@@ -149,6 +161,22 @@ def test_output_and_gradients_equal_the_dense_computation(name):
         # Rows without visible keys.
         query[(expected[0] == 0).all(-1)] = np.nan
         close(ours(arrays), expected)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_nan_in_keys_that_a_mask_hides_changes_nothing():
+    attend = gradients("splash", {"mask": OF_KEYS, "is_causal": True})
+    query, key, value = arrays = normal(*shapes())
+    expected = attend(arrays)
+    assert all(np.isfinite(x).all() for x in expected)
+
+    hidden = ~OF_KEYS[:, 0, 0]
+    bad_key = np.where(hidden[..., None, None], np.float32(np.nan), key)
+    bad_value = np.where(hidden[..., None, None], np.float32(np.inf), value)
+    close(attend([query, bad_key, bad_value]), expected)
+    # The gradients of key and value.
+    for gradient in expected[-2:]:
+        assert not gradient[hidden].any()
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -336,6 +364,9 @@ def test_other_dtypes_and_sizes_are_not_chosen():
 def test_biases_and_other_masks_are_not_chosen():
     not_chosen("bias", bias=jnp.zeros((1, T, T)))
     not_chosen("Not", mask=~masks.CausalMask())
+    of_queries = masks.ArrayMask(np.swapaxes(OF_KEYS, 2, 3))
+    not_chosen("ArrayMask", mask=masks.ArrayMask(OF_KEYS) & of_queries)
+    not_chosen("ArrayMask", mask=np.repeat(OF_KEYS, N, 1))
     segments = masks.SegmentMask(SEGMENTS, SEGMENTS)
     not_chosen("SegmentMask", query_segment_ids=PACKED, mask=segments)
 

@@ -81,11 +81,6 @@ def _side(limit: int | None, shift: int, most: int, least: int) -> int | None:
     return max(limit + shift, least)
 
 
-def flat_mask(call: Call) -> Visible:
-    """Returns `kernel_mask(call)` with one batch axis (`flattened`)."""
-    return flattened(call, kernel_mask(call))
-
-
 def flattened(call: Call, mask: Visible) -> Visible:
     """Broadcasts the batch axes of all arrays of a mask, lengths or segment ids, and
     flattens them to one axis.
@@ -233,7 +228,7 @@ def visible_range(
     """Computes the first key that each query attends to, and one past the last, by
     window and lengths.
 
-    `mask` has one batch axis (see `flat_mask`).
+    `mask` has one batch axis (see `flattened`).
     """
     queries, keys = arrays.lengths
     rows = jnp.arange(queries, dtype=jnp.int32)

@@ -1,9 +1,9 @@
 """`implementation="splash"`: JAX's splash attention kernels for TPUs.
 
-A window becomes a mask that the kernel computes, and by which it skips tiles; lengths
-and segments become segment ids. The output of queries whose keys are all masked is set
-to 0, and `guarded.around_kernel` keeps NaN and infinity in masked keys out of the
-result.
+A window becomes a mask that the kernel computes, and by which it skips tiles; lengths,
+segments and mask arrays that depend on the key alone become segment ids. The output of
+queries whose keys are all masked is set to 0, and `guarded.around_kernel` keeps NaN and
+infinity in masked keys out of the result.
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ from flax_mha._src.engines.engine import (
 from flax_mha._src.engines.kernels import guarded
 from flax_mha._src.engines.kernels import mask as kernel_mask
 from flax_mha._src.engines.kernels.mask import Arrays
+from flax_mha._src.masks import ArrayMask, Mask
 from flax_mha._src.masks.visible import Visible
 from flax_mha._src.plan import Plan
 
@@ -109,6 +110,8 @@ def tile_size(length: int) -> int:
 def refusals(call: Call) -> list[str]:
     queries, keys = call.lengths
     mask = kernel_mask.kernel_mask(call)
+    if all(map(_is_of_keys, mask.others)):
+        mask = dataclasses.replace(mask, rest=None)
     reasons = kernel_mask.refusals(call, mask, ["logits_soft_cap", "sinks"])
     reasons += _refusals_of_device(call)
     rows_of_tiles = -(-queries // tile_size(queries))
@@ -308,7 +311,13 @@ class Splash(Engine):
         return super().supports(call) or refusals(call)
 
     def forward(self, plan: Plan, call: Call) -> Result:
-        mask = kernel_mask.flat_mask(call)
+        mask = kernel_mask.kernel_mask(call)
+        # All others are arrays: combine them.
+        others = [x.visible for x in mask.others if isinstance(x, ArrayMask)]
+        if others:
+            of_keys = functools.reduce(jnp.logical_and, others)
+            mask = dataclasses.replace(mask, rest=ArrayMask(of_keys))
+        mask = kernel_mask.flattened(call, mask)
         axes = len(call.batch)
         query, key, value = (kernel_mask.flat(x, axes) for x in call.inputs)
         arrays = Arrays(_scaled(query, call.scale), key, value)
@@ -324,6 +333,13 @@ class Splash(Engine):
             [output], _ = kernel.run(arrays, mask, guarded.NONE)
         output = output.reshape(*call.query.shape[:-1], value.shape[-1])
         return Result(output, None)
+
+
+def _is_of_keys(mask: Mask) -> bool:
+    """Returns whether a mask is an array that depends on the key alone, not on head or
+    query.
+    """
+    return isinstance(mask, ArrayMask) and mask.visible.shape[-3:-1] == (1, 1)
 
 
 def _scaled(query: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N H"]:
@@ -381,13 +397,13 @@ def _mask(
 def _segment_ids(
     mask: Visible, arrays: Arrays, sides: tuple[int, int]
 ) -> splash.SegmentIds | None:
-    """Makes padded segment ids, by which splash hides keys of other segments, and keys
-    past their sequence's length.
+    """Makes padded segment ids, by which splash hides keys of other segments, keys past
+    their sequence's length, and those that a mask array hides (`mask.rest`).
 
-    Keys past the length get an id that no query has. Returns None without segments and
-    key lengths. See also `_mask`.
+    The latter two get an id that no query has. Returns None if there are none of these.
+    See also `_mask`.
     """
-    if mask.segments is None and mask.key_lengths is None:
+    if mask.segments is None and mask.key_lengths is None and mask.rest is None:
         return None
     if mask.segments is None:
         query_ids = jnp.zeros(arrays.query.shape[:2], jnp.int32)
@@ -395,9 +411,13 @@ def _segment_ids(
     else:
         query_ids = mask.segments.query_ids
         key_ids = mask.segments.key_value_ids
+    is_used = jnp.ones((1, 1), bool)
     if mask.key_lengths is not None:
         columns = jnp.arange(arrays.key.shape[1], dtype=jnp.int32)[None, :]
         is_used = columns < mask.key_lengths[:, None]
+    if isinstance(mask.rest, ArrayMask):
+        is_used = is_used & mask.rest.visible[:, 0, 0]
+    if mask.key_lengths is not None or mask.rest is not None:
         key_ids = jnp.where(is_used, key_ids, _unused(query_ids)[:, None])
     return splash.SegmentIds(
         kernel_mask.pad_to(query_ids, 1, sides[0]),
