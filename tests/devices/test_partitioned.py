@@ -291,3 +291,41 @@ def test_plain_jit_splits_attention_by_cudnn(arguments, monkeypatch):
     close(program(*parts), with_gradients("xla")(*arrays))
     assert moved(program.as_text()) == {}
     cases.forget_programs()
+
+
+def test_shard_map_of_some_axes():
+    """JAX does not tell how the other axes split arrays, so these are gathered."""
+    mesh = mesh_of("auto")
+
+    def wrap(attend):
+        if attend.args == (False,):
+            return gradient(attend)
+        of_batch = jax.P("data")
+
+        def run(*arrays):
+            value, gradients = gradient(attend)(*arrays)
+            bias = lax.psum(gradients[3], "data")
+            return lax.psum(value, "data"), (*gradients[:3], bias)
+
+        return jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(*[of_batch] * 3, jax.P(), of_batch),
+            out_specs=(jax.P(), (*[of_batch] * 3, jax.P())),
+            axis_names={"data"},
+            check_vma=False,
+        )
+
+    arrays = arrays_of(BY_BOTH, is_mapped=False)
+    compare(kernel, wrap, arrays, arrays_of(BY_BOTH, is_mapped=False, mesh=mesh))
+
+
+def test_the_partitioner_before_shardy():
+    arrays = arrays_of(BY_BOTH, is_mapped=False)
+    parts = arrays_of(BY_BOTH, is_mapped=False, mesh=mesh_of("auto"))
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        text = compare(guarded_kernel, gradient, arrays, parts)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+    assert moved(text) == {}

@@ -116,6 +116,8 @@ def reasons_against_kernel(target: Target) -> list[str]:
     device; each with a remedy.
     """
     reasons = []
+    # The rule of `kernels/partitioned.py` does not apply: XLA for TPUs does not call it
+    # (https://github.com/jax-ml/jax/issues/38196).
     if target.may_be_split:
         reasons.append(f"on multiple devices, {NEEDS_SHARDING}")
     axes = manual_axes()

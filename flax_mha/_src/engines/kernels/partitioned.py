@@ -20,6 +20,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jaxtyping import Array
 
+from flax_mha._src.core.tracing import manual_axes
+
 
 def partitioned(
     function: Callable[..., Sequence[Array]],
@@ -32,14 +34,15 @@ def partitioned(
 
     `inputs` and `outputs` name the axes of each array, as in "B T N H". The batch "B"
     is the first axis of all arrays, "N" and "K" are heads of queries and of keys, and
-    devices get all of the other axes. Arrays are split like the first input, but no
+    devices get all of the other axes. Arrays are split like the first that is, but no
     axis is split that devices do not divide, in any array in which it is longer than 1.
     If an output has size 1 along a split axis, it is the sum over its parts.
 
     "#B" marks arrays that may have one entry for the whole batch. Under `jax.vmap`,
     all others are broadcast.
 
-    `function` reads sizes from its arguments, and cannot be differentiated.
+    `function` reads sizes from its arguments, holds no arrays, and is not
+    differentiated.
     """
     return _Operation(
         function,
@@ -61,7 +64,9 @@ class _Operation:
     may_be_split: bool
 
     def __call__(self, *arrays: Array) -> list[Array]:
-        if self.may_be_split:
+        # Inside `jax.shard_map` of some mesh axes, JAX does not tell how the others
+        # split an array. Then XLA gathers.
+        if self.may_be_split and not manual_axes():
             run = custom_vmap(self.splittable)
         else:
             run = custom_vmap(self.folded)
@@ -105,34 +110,39 @@ class _Operation:
 
     def splittable(self, *arrays: Array) -> list[Array]:
         """Computes `folded`; XLA's partitioner may split it."""
-
-        def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-            split = self.mesh_axes(mesh, arguments, results)
-
-            def sharding(x: Any, axes: list[str]) -> jax.NamedSharding:
-                by = [
-                    split.get(axis) if size > 1 else None for axis, size in _of(x, axes)
-                ]
-                return jax.NamedSharding(mesh, jax.P(*by))
-
-            def of_device(*arrays: Array) -> list[Array]:
-                found = []
-                own = self.folded(*arrays)
-                for x, like, axes in zip(own, results, self.outputs, strict=True):
-                    sums: list[str] = []
-                    for axis, size in _of(like, axes):
-                        if size == 1:
-                            sums.extend(split.get(axis, ()))
-                    found.append(lax.psum(x, tuple(sums)) if sums else x)
-                return found
-
-            of_arguments = tuple(map(sharding, arguments, self.inputs))
-            of_results = list(map(sharding, results, self.outputs))
-            return mesh, of_device, of_results, of_arguments
-
         run = custom_partitioning(self.folded)
-        run.def_partition(partition, sharding_rule=self.rule)
+        run.def_partition(
+            self.partition,
+            # Only for XLA's partitioner before Shardy.
+            infer_sharding_from_operands=self.shardings_of_results,
+            sharding_rule=self.rule,
+        )
         return run(*arrays)
+
+    def partition(self, mesh: Any, arguments: Any, results: Any) -> Any:
+        """Returns what one device computes, and the shardings of results and arguments,
+        in the form that JAX expects.
+        """
+        split = self.mesh_axes(mesh, arguments, results)
+
+        def of_device(*arrays: Array) -> list[Array]:
+            found = []
+            own = self.folded(*arrays)
+            for x, like, axes in zip(own, results, self.outputs, strict=True):
+                sums: list[str] = []
+                for axis, size in _of(like, axes):
+                    if size == 1:
+                        sums.extend(split.get(axis, ()))
+                found.append(lax.psum(x, tuple(sums)) if sums else x)
+            return found
+
+        of_results = self.shardings_of_results(mesh, arguments, results)
+        of_arguments = tuple(_shardings(mesh, split, arguments, self.inputs))
+        return mesh, of_device, of_results, of_arguments
+
+    def shardings_of_results(self, mesh: Any, arguments: Any, results: Any) -> list:
+        split = self.mesh_axes(mesh, arguments, results)
+        return _shardings(mesh, split, results, self.outputs)
 
     def mesh_axes(self, mesh: Any, arguments: Any, results: Any) -> dict[str, tuple]:
         """Maps axes to the mesh axes that split them: those that split it in the first
@@ -172,6 +182,16 @@ class _Operation:
         left = ", ".join(map(factors, inputs, self.inputs))
         right = ", ".join(map(factors, outputs, self.outputs))
         return f"{left} -> {right}", {"need_replication_factors": tuple(whole)}
+
+
+def _shardings(
+    mesh: Any, split: dict[str, tuple], arrays: Any, axes: Sequence[list[str]]
+) -> list[jax.NamedSharding]:
+    found = []
+    for x, names in zip(arrays, axes, strict=True):
+        by = [split.get(axis) if size > 1 else None for axis, size in _of(x, names)]
+        found.append(jax.NamedSharding(mesh, jax.P(*by)))
+    return found
 
 
 def _of(x: Any, axes: list[str]) -> list[tuple[str, int]]:
