@@ -2,7 +2,7 @@
 inspects them; nothing runs.
 
     python benchmarks/compiled.py --target v5e:2x2|v5e:4x4|h200|h200x4 [--table
-    fused|unfused] [--only WORDS]
+    fused|unfused|masks] [--only WORDS]
                                   [--skip WORDS] [--out FILE.md]
 
 Attention, causal unless said, forward and with its gradient, and one training step of
@@ -28,6 +28,10 @@ counted, not timed; arithmetic is taken to be free. `MAX_SCORES_GPU` in
   of Flax's    the same, as a multiple of Flax's program
 Loops over the tiles of a row count as often as they run on average there.
 
+`--table masks` compiles the calls of benchmarks/gpu_calls.py, with the columns of the
+first table: with the implementation that a GPU chooses now, which is named, because no
+device can try it; and with the one that it chose before every mask was fused.
+
 All of it while everything is finite. A loop whose trips the compiler does not tell
 counts once: then numbers are marked with a +. Of several devices the numbers are those
 of each.
@@ -46,6 +50,7 @@ from typing import Any, NamedTuple
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 
+import gpu_calls
 import hlo
 import jax
 import jax.numpy as jnp
@@ -134,6 +139,45 @@ def cells(target: Target) -> Iterator[Cell]:
         told = {"qkv_sharding": split(4)}
         where += ", as qkv_sharding says"
         yield from attention_cells(target, first_shape, "causal", split, where, told)
+
+
+def mask_cells(target: Target) -> Iterator[Cell]:
+    """Forward and gradient of each call in `gpu_calls`, now and before."""
+    alone = on_first(target)
+
+    def placed(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone)
+
+    for name, call in gpu_calls.CALLS.items():
+        arrays = jax.tree.map(placed, call.arrays)
+        learned = {name: arrays.pop(name) for name in call.learned}
+        arguments = (jax.tree.map(placed, call.inputs), learned, arrays)
+        implementations = dict.fromkeys([call.chosen, call.before])
+        for way in ("forward", "gradient"):
+            for implementation in implementations:
+                function = _of_call(call, implementation, way)
+                is_before = implementation != call.chosen
+                label = f"{implementation}, before" if is_before else implementation
+                yield Cell(f"{name}, {way}", label, function, arguments)
+
+
+def _of_call(call: gpu_calls.Call, implementation: str, way: str) -> Callable:
+    def run(inputs: list, learned: dict, arrays: dict) -> Any:
+        def attend(inputs: list, learned: dict) -> Any:
+            return dot_product_attention(
+                *inputs,
+                **learned,
+                **arrays,
+                **call.static,
+                implementation=implementation,
+            )
+
+        if way == "forward":
+            return attend(inputs, learned)
+        results, pull = jax.vjp(attend, inputs, learned)
+        return results, pull(results)
+
+    return run
 
 
 def on_first(target: Target) -> jax.sharding.NamedSharding:
@@ -347,17 +391,21 @@ def main() -> None:
         "--out", type=Path, help="file to write the table to, in addition to the screen"
     )
     parser.add_argument(
-        "--table", choices=("fused", "unfused"), default="fused", help="which calls"
+        "--table",
+        choices=("fused", "unfused", "masks"),
+        default="fused",
+        help="which calls",
     )
     options = parser.parse_args()
     target = target_of(options.target)
     # It would want to load what is made for other devices.
     jax.config.update("jax_enable_compilation_cache", False)
-    if options.table == "fused":
-        columns = COLUMNS
-        name = options.target
-        remark = "Nothing ran."
-    else:
+    columns = COLUMNS
+    name = options.target
+    remark = "Nothing ran."
+    if options.table == "masks":
+        name = f"{options.target}: calls of Flax programs"
+    elif options.table == "unfused":
         columns = COLUMNS_OF_MODEL
         name = f"{options.target}: calls that fused kernels refuse"
         remark = "Nothing ran: milliseconds are counted, not timed."
@@ -367,8 +415,8 @@ def main() -> None:
     def is_wanted(name: str) -> bool:
         return options.only in name and options.skip not in name
 
-    def rows_of_fused() -> Iterator[dict[str, str]]:
-        for cell in cells(target):
+    def rows_of(cells: Iterator[Cell]) -> Iterator[dict[str, str]]:
+        for cell in cells:
             if is_wanted(cell.name):
                 count = len(target.devices) if "split" in cell.name else 1
                 with compiling_for(target, count):
@@ -380,8 +428,12 @@ def main() -> None:
                 with compiling_for(target, 1):
                     yield from rows_of_model(target, programs)
 
-    rows = rows_of_fused() if options.table == "fused" else rows_of_unfused()
-    for facts in rows:
+    tables = {
+        "fused": lambda: rows_of(cells(target)),
+        "masks": lambda: rows_of(mask_cells(target)),
+        "unfused": rows_of_unfused,
+    }
+    for facts in tables[options.table]():
         lines.append(f"| {' | '.join(facts.get(column, '') for column in columns)} |")
         print(lines[-1], flush=True)
     if options.out:
