@@ -287,14 +287,16 @@ def demo_text() -> tuple[str, int]:
     return f"{compare.text_length(Settings()):,}", compare.CONTEXTS
 
 
-def demo_slots() -> list[int]:
-    """Slots of the rings of two kinds."""
+def demo_slots() -> tuple[int, int, int]:
+    """Slots of the ring of `window`; the window and the slots of `full`."""
+    windows = []
     slots = []
     for kind in ("window", "full"):
         window = window_of(Settings(attention=kind))
         cache = KVCache.create(1, 2**20, 1, 2, "float32", window=window - 1)
+        windows.append(window)
         slots.append(cache.length)
-    return slots
+    return slots[0], windows[1], slots[1]
 
 
 def race(name: str) -> tuple[str, ...]:
@@ -308,7 +310,6 @@ def race(name: str) -> tuple[str, ...]:
         f"{found['seconds']:.0f}",
         f"{found['loss']:.3f}",
         rounded(seconds),
-        f"{found['ms']:.1f}",
     )
 
 
@@ -319,26 +320,6 @@ def race_conditions() -> tuple[str, ...]:
     cores, machine, day = measured_on("training-cpu")
     assert cores == 2  # a word on the page
     return machine, versions["jax"], torch, day
-
-
-def race_at_size() -> tuple[str, str]:
-    """Parameters and milliseconds of the demo at the twin's size."""
-    found = row("training-cpu", implementation="ours at the twin's size")
-    return f"{found['parameters']:,}", f"{found['ms']:.1f}"
-
-
-def race_cached() -> tuple[str]:
-    """Seconds that cached programs save."""
-    first, again = (
-        row("training-cpu", implementation=f"ours, {name}")["seconds"]
-        for name in ("first run", "again")
-    )
-    return (f"{first - again:.1f}",)
-
-
-def race_spread() -> tuple[str, str]:
-    """Spread of the times of a step, from, to."""
-    return between([row["spread"] for row in report("training-cpu")["rows"]], ".0f")
 
 
 # Counts.
@@ -751,7 +732,7 @@ FIGURES = [
     ),
     Figure(
         "docs/training.md",
-        "`window` holds {} characters, and a layer of `full` holds {}.",
+        "the ring holds {}; in a layer of `full`, they attend to {} and it holds {}.",
         "train_demo/attention.py",
         demo_slots,
     ),
@@ -782,18 +763,16 @@ FIGURES = [
         RACE,
         lambda: (f"{report('training-cpu')['rows'][0]['bytes'] / 1e6:.1f}",),
     ),
-    Figure("docs/training.md", "run ended {} s earlier", RACE, race_cached),
-    Figure("docs/training.md", "times vary by {} to {}%.", RACE, race_spread),
     Figure(
         "docs/training.md",
-        "PyTorch | {} | {} | {} | {} | {} s | {} |",
+        "PyTorch | {} | {} | {} | {} | {} s |",
         RACE,
         lambda: race("nanoGPT's recipe, PyTorch"),
     ),
     *(
         Figure(
             "docs/training.md",
-            f"{words} | {{}} | {{}} | {{}} | {{}} | {{}} s | {{}} |",
+            f"{words} | {{}} | {{}} | {{}} | {{}} | {{}} s |",
             RACE,
             functools.partial(race, name),
         )
@@ -802,12 +781,6 @@ FIGURES = [
             ("with cached programs", "ours, again"),
             ("with Flax's attention", "ours, Flax's attention"),
         )
-    ),
-    Figure(
-        "docs/training.md",
-        "twin's 4 layers, AdamW | {} | | | | | {} |",
-        RACE,
-        race_at_size,
     ),
 ]
 
