@@ -369,14 +369,14 @@ def number_of_recipes() -> tuple[int]:
 
 
 def in_8_bits(head_size: int) -> str:
-    """Bytes of a cache in 8 bits as a multiple of those of bfloat16."""
+    """Bytes of a cache in 8 bits, in percent of those in bfloat16."""
 
     def size(dtype: str) -> int:
         cache = jax.eval_shape(lambda: KVCache.create(1, 8, 1, head_size, dtype))
         arrays = (cache.key, cache.value, cache.scale)
         return sum(x.size * x.dtype.itemsize for x in arrays if x is not None)
 
-    return f"{size('int8') / size('bfloat16'):.2f}"
+    return f"{size('int8') / size('bfloat16'):.0%}"
 
 
 def of_plan() -> dict[str, Any]:
@@ -536,13 +536,13 @@ FIGURES = [
     ),
     Figure(
         "CHANGELOG.md docs/inference.md",
-        " {} times as much memory as",
+        " {} of the memory of",
         "KVCache",
         lambda: (in_8_bits(64),),
     ),
     Figure(
         "docs/inference.md",
-        "at head size 128, the ratio is {}.",
+        "at head size 128, {}.",
         "KVCache",
         lambda: (in_8_bits(128),),
     ),
