@@ -616,6 +616,7 @@ FIGURES = [
         H200,
         h200_plain,
     ),
+    Figure("CHANGELOG.md", "above {} GiB of scores", PLAN, limits("gib")),
     # One H200.
     Figure(
         "README.md",
@@ -792,15 +793,13 @@ FIXED: dict[str, list[str]] = {
         "8-bit storage",
     ],
     "CHANGELOG.md": [
-        "DeepSeek V3.2 and GLM 5,",
-        "HY 4 and",
-        "Ling 3,",
+        "DeepSeek V3.2, GLM 5)",
+        "(HY 4, A.X K2)",
         "(Gemma 3n, Gemma 4)",
-        "Gemma 3 and 4)",
-        "Gemma 4,",
-        "8-bit caches",
+        "Caches in 8 bits",
         "head size 64",
         "Llama 3,",
+        "bias of -1e9",
     ],
     "docs/derivatives.md": ["arxiv.org/abs/2505.13447"],
     "docs/index.md": [],
