@@ -458,9 +458,9 @@ def test_a_ring_needs_its_window():
 @pytest.mark.core
 def test_a_ring_takes_no_arrays_with_an_entry_for_each_slot():
     """Its slots hold different tokens over time."""
-    message = r"bias must not differ .* ring .*\(4, 1, 70\); use a mask object"
+    message = r"bias must have length 1 .* ring .*\(4, 1, 70\); to mask by position"
     ring_refused(message, bias=np.ones((N, 1, RING)))
-    message = "mask must not differ between slots of a ring cache"
+    message = "mask must have length 1 on the key axis, because a ring cache reuses"
     ring_refused(message, mask=np.ones((1, RING), bool))
     message = "mask must not contain an array with one entry per key for a ring cache"
     ring_refused(message, mask=SegmentMask(np.ones(3, int), np.ones(RING, int)))

@@ -781,9 +781,9 @@ def check_window_and_cache(
                 "positions."
             )
         raise ValueError(
-            f"{name} must not differ between slots of a ring cache, because slots are "
-            f"reused, but got shape {np.shape(x)}; use a mask object such as "
-            "FunctionMask, or a score_mod, to depend on positions."
+            f"{name} must have length 1 on the key axis, because a ring cache reuses "
+            f"its slots, but got shape {np.shape(x)}; to mask by position, use "
+            "FunctionMask or score_mod."
         )
     return window
 

@@ -242,7 +242,7 @@ def _positions(
     if first < validation.SMALLEST or last > validation.LARGEST:
         raise ValueError(
             f"{name} must keep positions within the int32 range, but they run from "
-            f"{first} to {last}."
+            f"{first} to {last}; use a smaller offset."
         )
     return checked, first, last
 
@@ -264,7 +264,7 @@ def check_offsets(
         raise ValueError(
             "query_offset and key_value_offset must keep distances within the int32 "
             f"range, but queries are at positions {first_query} to {last_query} "
-            f"and keys at {first_key} to {last_key}."
+            f"and keys at {first_key} to {last_key}; use smaller offsets."
         )
     return Offsets.of(query_offset, key_offset)
 

@@ -59,8 +59,8 @@ def from_hf(
     `**recipes.image_spans(ids)`, where ids number the images. Both override the preset
     `is_causal=True`.
 
-    A `mask` or `score_mod` of a call replaces the preset one: the chunks of Llama 4,
-    ALiBi, the bias of T5. Pass `lengths` for padding. To add a mask, combine both:
+    If you pass `mask` or `score_mod`, it replaces the layer's own (Llama 4's chunks,
+    ALiBi, T5's bias). Pass `lengths` for padding. To add a mask, combine both:
     `mask=layer.attention_fn.keywords["mask"] & mask`.
 
     Args:

@@ -134,8 +134,8 @@ def _last_axis(x: Any) -> int:
 class ArrayMask(_OfArrays):
     """Wraps a boolean array (True attends), so that it combines with other masks.
 
-    The array broadcasts to [B..., N, T, S]. All other masks need less than T x S
-    values.
+    The array broadcasts to [B..., N, T, S]. All other masks store fewer than
+    T x S values.
 
     Example:
       >>> import jax.numpy as jnp

@@ -363,7 +363,7 @@ def neighborhood(height: int, width: int, size: int) -> dict[str, Any]:
     """Lets image tokens attend to the `size` x `size` tokens around them. NATTEN;
     Hassani et al., arXiv:2204.07143.
 
-    At borders the square is moved into the image, as in NATTEN, so that every token
+    At the borders, the square is shifted inward, as in NATTEN, so that every token
     attends to size^2 tokens. A query attends to a key, in rows y and columns x, if
 
         0 <= y_key - clip(y_query - size // 2, 0, height - size) < size, and the same
@@ -434,7 +434,7 @@ def sliding_tiles(
 
     Sizes are (frames, rows, columns). Order the sequence tile by tile, and by frame,
     row and column within a tile: then tiles outside the window are blocks of scores
-    that are never computed. At borders the window is moved into the video, so that
+    that are never computed. At the borders, the window is shifted inward, so that
     every token attends to window[0] * window[1] * window[2] tiles.
 
     Args:
