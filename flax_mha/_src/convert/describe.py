@@ -139,8 +139,14 @@ def describe_layer(
         described["sinks"] = family.sinks in (True, layer_type)
         described["gate"] = _gate(family, values)
         described |= _norms(family, values, rope)
+    sharing: dict[str, bool] = {}
+    if family.shares_kv:
+        sharing = _sharing(family, values, layer, layer_type)
     if family.value_norm:
-        described |= _sharing(family, values, layer, layer_type)
+        described["value_norm"] = None
+        if not sharing.get("reuse_kv"):
+            described["value_norm"] = Norm("rms", scale=None, epsilon=_epsilon(values))
+    described |= sharing
 
     # What the attention function adds to every call.
     presets: dict[str, Any] = {}
@@ -465,16 +471,11 @@ def _norms(family: Family, values: Values, rope: RoPE | None) -> dict[str, Any]:
 
 def _sharing(
     family: Family, values: Values, layer: int, layer_type: str
-) -> dict[str, Any]:
-    """Returns the arguments of models whose layers share keys and values, and normalize
-    values.
-    """
+) -> dict[str, bool]:
+    """Returns the arguments of models whose layers share keys and values."""
     reuses = family.borrows_kv or reuses_keys(values, layer, family.layer_type)
-    if reuses:
-        return {"value_norm": None, "share_kv": False, "reuse_kv": True}
     shares = layer_type == FULL and bool(values.get("attention_k_eq_v"))
-    norm = Norm("rms", scale=None, epsilon=_epsilon(values))
-    return {"value_norm": norm, "share_kv": shares, "reuse_kv": False}
+    return {"share_kv": shares and not reuses, "reuse_kv": reuses}
 
 
 # Functions of positions ---------------------------------------------------------------

@@ -20,6 +20,8 @@ from flax_mha._src.convert.layer_rules import (
 )
 from flax_mha._src.modules.layers import Gate, Norm
 
+NO_KEYS: layer_rules.Values = {}
+
 
 class Family(NamedTuple):
     """Describes the attention of a Hugging Face model type: everything that its config
@@ -31,7 +33,7 @@ class Family(NamedTuple):
     `rope_theta`.
     """
 
-    keys: layer_rules.Values
+    keys: layer_rules.Values = NO_KEYS
     # Whether projections have biases; or config keys, any of which adds them.
     bias: str | bool = False
     # Of queries and keys; its epsilon is the `rms_norm_eps` of the config.
@@ -57,8 +59,8 @@ class Family(NamedTuple):
     attentions: int = 1  # in each layer, which then count as layers
     # The factor of query . key, if it does not depend on sizes.
     scale: float | None = None
-    # Values are normalized, and layers may share keys and values.
-    value_norm: bool = False
+    value_norm: bool = False  # values are normalized, without a scale
+    shares_kv: bool = False  # layers may use keys as values, or another layer's keys
     borrows_kv: bool = False  # all layers use keys and values of another model
     alibi: bool = False
     # Scores get a learned bias of the distance: T5's, from a table in each layer or, if
@@ -91,15 +93,15 @@ RMS_AFTER_ROPE = Norm("rms", after_rope=True)
 NORM_OF_EACH_HEAD = Norm("layer", scale="heads")
 GATE = Gate()
 HEAD_GATE = Gate("head")
-LLAMA = Family(defaults.BIAS, "attention_bias")
-BERT = Family({"is_decoder": False}, True, causal="is_decoder")
-BART = Family({}, True, causal=None)
-ENCODER = Family({}, True, causal=False)
+LLAMA = Family(keys=defaults.BIAS, bias="attention_bias")
+BERT = Family(keys={"is_decoder": False}, bias=True, causal="is_decoder")
+BART = Family(bias=True, causal=None)
+ENCODER = Family(bias=True, causal=False)
 MISTRAL = Family(
-    defaults.ROPE | {"num_key_value_heads": 8, "sliding_window": None},
+    keys=defaults.ROPE | {"num_key_value_heads": 8, "sliding_window": None},
     layer_type=sliding,
 )
-QWEN_2 = Family(defaults.QWEN, True, layer_type=layer_rules.upper_slide)
+QWEN_2 = Family(keys=defaults.QWEN, bias=True, layer_type=layer_rules.upper_slide)
 QWEN_3 = like(QWEN_2, {"head_dim": 128}, bias="attention_bias", norm=RMS)
 QWEN_3_VL = like(
     LLAMA,
@@ -108,7 +110,7 @@ QWEN_3_VL = like(
 )
 OLMO_2 = like(LLAMA, {"rms_norm_eps": 1e-5}, norm=RMS_OF_ALL_HEADS)
 EXAONE_4 = Family(
-    defaults.EXAONE,
+    keys=defaults.EXAONE,
     norm=RMS,
     layer_type=last_of(4),
     rotates=layer_rules.sliding_or_all_rotate,
@@ -123,16 +125,19 @@ GRANITE_SWA = like(
     rotates=layer_rules.with_theta_rotate,
 )
 LATENT = Family(
-    defaults.LATENTS | {"rope_interleave": True}, "attention_bias", latent=True
+    keys=defaults.LATENTS | {"rope_interleave": True},
+    bias="attention_bias",
+    latent=True,
 )
 DEEPSEEK_2 = Family(
-    defaults.LATENTS | {"rope_pairs": True}, "attention_bias", latent=True
+    keys=defaults.LATENTS | {"rope_pairs": True}, bias="attention_bias", latent=True
 )
 GEMMA_3N = like(
     LLAMA,
     defaults.GEMMA_3N,
     norm=RMS,
     value_norm=True,
+    shares_kv=True,
     scale=1.0,
     layer_type=last_of(5, ""),
 )
@@ -151,10 +156,12 @@ ROTATED_WINDOWS = like(
     LLAMA, defaults.HEADS_4, norm=RMS, rotates=layer_rules.sliding_rotate
 )
 UNSCALED = like(LLAMA, {}, norm=RMS_AFTER_ROPE, norm_scale="none")
-PHI = Family(defaults.PHI, True, Norm("layer", bias=True), "qk_layernorm")
-BLT = Family({"rope_theta": 5e5, "rope_pairs": True})
+PHI = Family(
+    keys=defaults.PHI, bias=True, norm=Norm("layer", bias=True), norm_key="qk_layernorm"
+)
+BLT = Family(keys={"rope_theta": 5e5, "rope_pairs": True})
 CONVOLVED = Family(
-    {}, refused="its keys and values pass through convolutions over tokens"
+    keys={}, refused="its keys and values pass through convolutions over tokens"
 )
 MORE = "needs more than the module's options"
 ONLY_ROPE = "only its rotary positions are supported"
@@ -174,9 +181,13 @@ FAMILIES: dict[str, Family] = {
         LLAMA, defaults.MILLION | defaults.HEADS_8 | {"partial_rotary_factor": 1.0}
     ),
     "falcon_h1": like(LLAMA, {"key_multiplier": 1.0, "num_key_value_heads": 8}),
-    "mllama_text_model": Family(defaults.CROSS, layer_type=layer_rules.cross_listed),
-    "moshi": Family(defaults.ROPE),
-    "cwm": Family(defaults.CWM | {"num_key_value_heads": 8}, layer_type=first_of(4)),
+    "mllama_text_model": Family(
+        keys=defaults.CROSS, layer_type=layer_rules.cross_listed
+    ),
+    "moshi": Family(keys=defaults.ROPE),
+    "cwm": Family(
+        keys=defaults.CWM | {"num_key_value_heads": 8}, layer_type=first_of(4)
+    ),
     "mistral": like(MISTRAL, {"sliding_window": 4096}),
     "ministral": like(MISTRAL, {"sliding_window": 4096}, layer_type=listed(sliding)),
     "ministral3": like(
@@ -194,9 +205,9 @@ FAMILIES: dict[str, Family] = {
         defaults.MILLION,
         layer_type=layer_rules.windowed(listed(cycle("", FULL, "linear_attention"))),
     ),
-    "phi3": Family(defaults.WHOLE, layer_type=sliding),
+    "phi3": Family(keys=defaults.WHOLE, layer_type=sliding),
     "phi4_multimodal": Family(
-        defaults.WHOLE | {"num_key_value_heads": 8}, layer_type=sliding
+        keys=defaults.WHOLE | {"num_key_value_heads": 8}, layer_type=sliding
     ),
     "qwen2": QWEN_2,
     "qwen2_moe": like(
@@ -213,9 +224,15 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_text": like(QWEN_3_VL, {"num_key_value_heads": 32, "head_dim": 128}),
     "qwen3_vl_moe_text": like(QWEN_3_VL, {"num_key_value_heads": 16, "head_dim": None}),
     "dots1": Family(
-        defaults.DOTS, "attention_bias", RMS, layer_type=layer_rules.upper_slide
+        keys=defaults.DOTS,
+        bias="attention_bias",
+        norm=RMS,
+        layer_type=layer_rules.upper_slide,
     ),
-    **alike("apertus apertus1p5_text", Family(defaults.APERTUS, "attention_bias", RMS)),
+    **alike(
+        "apertus apertus1p5_text",
+        Family(keys=defaults.APERTUS, bias="attention_bias", norm=RMS),
+    ),
     "hy_v3": like(
         LLAMA,
         defaults.HEADS_8 | {"rope_theta": 11_158_840.0, "rms_norm_eps": 1e-5},
@@ -237,7 +254,7 @@ FAMILIES: dict[str, Family] = {
     **alike(
         "lfm2 lfm2_moe",
         Family(
-            defaults.LFM,
+            keys=defaults.LFM,
             norm=RMS,
             layer_type=listed(layer_rules.indices("full_attn_idxs")),
         ),
@@ -247,7 +264,7 @@ FAMILIES: dict[str, Family] = {
         "hunyuan_v1_dense hunyuan_v1_moe",
         like(LLAMA, {"rms_norm_eps": 1e-5}, norm=RMS_AFTER_ROPE),
     ),
-    "gemma": Family(defaults.GEMMA, "attention_bias"),
+    "gemma": Family(keys=defaults.GEMMA, bias="attention_bias"),
     **alike(
         "gemma2 vaultgemma",
         like(
@@ -257,9 +274,9 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "gemma3_text": Family(
-        defaults.GEMMA_3,
-        "attention_bias",
-        RMS,
+        keys=defaults.GEMMA_3,
+        bias="attention_bias",
+        norm=RMS,
         norm_scale="1 + weight",
         layer_type=last_of(6),
     ),
@@ -269,7 +286,7 @@ FAMILIES: dict[str, Family] = {
         GEMMA_4, {"sliding_window": 1024, "use_bidirectional_attention": "vision"}
     ),
     "gpt_oss": Family(
-        defaults.GPT_OSS, "attention_bias", sinks=True, layer_type=last_of(2)
+        keys=defaults.GPT_OSS, bias="attention_bias", sinks=True, layer_type=last_of(2)
     ),
     "olmo": like(LLAMA, {"clip_qkv": None}),
     "olmoe": like(OLMO_2, {"clip_qkv": None}),
@@ -287,38 +304,44 @@ FAMILIES: dict[str, Family] = {
         rotates=layer_rules.given_theta_rotates,
     ),
     "minimax_m2": Family(
-        defaults.MINIMAX | {"rotary_dim": None}, norm=RMS_OF_ALL_HEADS
+        keys=defaults.MINIMAX | {"rotary_dim": None}, norm=RMS_OF_ALL_HEADS
     ),
     "minimax_m3_vl_text": Family(
-        defaults.MINIMAX | {"num_key_value_heads": 4},
+        keys=defaults.MINIMAX | {"num_key_value_heads": 4},
         norm=RMS,
         norm_scale="1 + weight",
         layer_type=listed(full),
     ),
     "glm4_moe": like(LLAMA, defaults.GLM_MOE, norm=RMS, norm_key="use_qk_norm"),
     "sarvam_moe": Family(
-        defaults.SARVAM, "attention_bias use_qkv_bias", RMS, "use_qk_norm"
+        keys=defaults.SARVAM,
+        bias="attention_bias use_qkv_bias",
+        norm=RMS,
+        norm_key="use_qk_norm",
     ),
-    **alike("glm glm4", Family(defaults.GLM, "attention_bias")),
-    "glm4v_text": Family(defaults.GLM_4V, True),
+    **alike("glm glm4", Family(keys=defaults.GLM, bias="attention_bias")),
+    "glm4v_text": Family(keys=defaults.GLM_4V, bias=True),
     "helium": Family(
-        defaults.PAIRS
+        keys=defaults.PAIRS
         | {"rope_theta": 100_000.0, "head_dim": 128, "num_key_value_heads": 20},
-        "attention_bias",
+        bias="attention_bias",
     ),
     "ernie4_5": Family(
-        defaults.ERNIE | {"num_key_value_heads": 2, "head_dim": 128}, "use_bias"
+        keys=defaults.ERNIE | {"num_key_value_heads": 2, "head_dim": 128},
+        bias="use_bias",
     ),
-    "ernie4_5_moe": Family(defaults.ERNIE | {"num_key_value_heads": 4}, "use_bias"),
+    "ernie4_5_moe": Family(
+        keys=defaults.ERNIE | {"num_key_value_heads": 4}, bias="use_bias"
+    ),
     "cohere": Family(
-        defaults.COHERE | {"use_qk_norm": False},
-        "attention_bias",
-        Norm("layer", scale="heads"),
-        "use_qk_norm",
+        keys=defaults.COHERE | {"use_qk_norm": False},
+        bias="attention_bias",
+        norm=Norm("layer", scale="heads"),
+        norm_key="use_qk_norm",
     ),
     "cohere2": Family(
-        defaults.COHERE_2,
-        "attention_bias",
+        keys=defaults.COHERE_2,
+        bias="attention_bias",
         layer_type=last_of(4),
         rotates=layer_rules.sliding_rotate,
     ),
@@ -347,14 +370,16 @@ FAMILIES: dict[str, Family] = {
         layer_type=layer_rules.rotated_chunked,
         rotates=layer_rules.listed_rotate,
     ),
-    "stablelm": Family(defaults.STABLELM, "use_qkv_bias"),
+    "stablelm": Family(keys=defaults.STABLELM, bias="use_qkv_bias"),
     "persimmon": like(PHI, {"qk_layernorm": True}),
     "phi": PHI,
-    "gpt_neox": Family(defaults.QUARTER | {"attention_bias": True}, "attention_bias"),
-    "gpt_neox_japanese": Family(defaults.ROPE | {"partial_rotary_factor": 1.0}),
-    **alike("gptj codegen", Family(defaults.PAIRS | {"rotary_dim": 64})),
-    "dbrx": Family(defaults.ROPE | {"clip_qkv": None, "num_key_value_heads": 1}),
-    "falcon": Family(defaults.FALCON, "bias"),
+    "gpt_neox": Family(
+        keys=defaults.QUARTER | {"attention_bias": True}, bias="attention_bias"
+    ),
+    "gpt_neox_japanese": Family(keys=defaults.ROPE | {"partial_rotary_factor": 1.0}),
+    **alike("gptj codegen", Family(keys=defaults.PAIRS | {"rotary_dim": 64})),
+    "dbrx": Family(keys=defaults.ROPE | {"clip_qkv": None, "num_key_value_heads": 1}),
+    "falcon": Family(keys=defaults.FALCON, bias="bias"),
     "modernbert-decoder": like(
         LLAMA, defaults.MODERNBERT, layer_type=first_of(3, "global_attn_every_n_layers")
     ),
@@ -384,8 +409,8 @@ FAMILIES: dict[str, Family] = {
         layer_type=layer_rules.lfm3,
     ),
     "hrm_text": Family(
-        defaults.BIAS | {"head_dim": 128, "num_layers_per_stack": None},
-        "attention_bias",
+        keys=defaults.BIAS | {"head_dim": 128, "num_layers_per_stack": None},
+        bias="attention_bias",
         gate=GATE,
     ),
     # With a norm before the output projection.
@@ -422,8 +447,8 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": like(LATENT, defaults.GLM_5, layer_type=layer_rules.own_indexer),
     "axk2": like(LATENT, defaults.AXK_2, gate=GATE, query_residual=True),
     "hy_v4": Family(
-        defaults.HY_4,
-        "attention_bias",
+        keys=defaults.HY_4,
+        bias="attention_bias",
         latent=True,
         gate=GATE,
         sinks=True,
@@ -432,7 +457,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": like(
         LATENT, {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
     ),
-    "minicpm3": Family(defaults.MINICPM, "attention_bias", latent=True),
+    "minicpm3": Family(keys=defaults.MINICPM, bias="attention_bias", latent=True),
     "mistral4": like(
         LATENT,
         {
@@ -443,34 +468,39 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "kimi_linear": Family(
-        defaults.KIMI_LINEAR,
-        "attention_bias",
+        keys=defaults.KIMI_LINEAR,
+        bias="attention_bias",
         latent=True,
         layer_type=layer_rules.kimi_linear,
     ),
     # Without rotary positions.
-    "mpt": Family({"alibi": True, "clip_qkv": None, "softmax_scale": None}, alibi=True),
-    "bloom": Family({"n_embed": None}, True, alibi=True),
+    "mpt": Family(
+        keys={"alibi": True, "clip_qkv": None, "softmax_scale": None}, alibi=True
+    ),
+    "bloom": Family(keys={"n_embed": None}, bias=True, alibi=True),
     **alike(
         "gpt2 gpt-sw3",
         Family(
-            {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}, True
+            keys={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+            bias=True,
         ),
     ),
-    "gpt_bigcode": Family({"scale_attn_weights": True, "multi_query": True}, True),
-    "gpt_neo": Family(
-        defaults.GPT_NEO, True, scale=1.0, layer_type=layer_rules.gpt_neo
+    "gpt_bigcode": Family(
+        keys={"scale_attn_weights": True, "multi_query": True}, bias=True
     ),
-    "opt": Family({"enable_bias": True}, "enable_bias"),
-    **alike("openai-gpt ctrl xglm biogpt git", Family({}, True)),
-    "xlm": Family({"causal": False}, True, causal="causal"),
-    **alike("musicgen_decoder musicgen_melody_decoder", Family({})),
+    "gpt_neo": Family(
+        keys=defaults.GPT_NEO, bias=True, scale=1.0, layer_type=layer_rules.gpt_neo
+    ),
+    "opt": Family(keys={"enable_bias": True}, bias="enable_bias"),
+    **alike("openai-gpt ctrl xglm biogpt git", Family(bias=True)),
+    "xlm": Family(keys={"causal": False}, bias=True, causal="causal"),
+    **alike("musicgen_decoder musicgen_melody_decoder", Family()),
     "jamba": Family(
-        {"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4},
+        keys={"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4},
         layer_type=layer_rules.periodic,
     ),
-    "nemotron_h": Family(defaults.NEMOTRON_H, layer_type=layer_rules.nemotron_h),
-    "zamba": Family(defaults.ZAMBA_1, layer_type=layer_rules.zamba),
+    "nemotron_h": Family(keys=defaults.NEMOTRON_H, layer_type=layer_rules.nemotron_h),
+    "zamba": Family(keys=defaults.ZAMBA_1, layer_type=layer_rules.zamba),
     # Hybrids with rotary positions.
     "bamba": like(
         LLAMA,
@@ -489,16 +519,16 @@ FAMILIES: dict[str, Family] = {
         layer_type=listed(cycle("", *defaults.LARA_MINI)),
     ),
     "recurrent_gemma": Family(
-        defaults.HALF
+        keys=defaults.HALF
         | {
             "sliding_window": 2048,
             "block_types": ("recurrent", "recurrent", "attention"),
         },
-        True,
+        bias=True,
         layer_type=layer_rules.windowed(cycle("block_types")),
     ),
     "zamba2": Family(
-        defaults.ZAMBA | defaults.ROPE | {"use_mem_rope": False},
+        keys=defaults.ZAMBA | defaults.ROPE | {"use_mem_rope": False},
         layer_type=layer_rules.refuse_unlisted,
         rotates=layer_rules.if_key("use_mem_rope"),
     ),
@@ -506,7 +536,7 @@ FAMILIES: dict[str, Family] = {
     **alike(
         "t5 mt5 umt5",
         Family(
-            {"head_dim": 64, "relative_attention_max_distance": 128},
+            keys={"head_dim": 64, "relative_attention_max_distance": 128},
             scale=1.0,
             causal=None,
             relative_bias=True,
@@ -527,10 +557,10 @@ FAMILIES: dict[str, Family] = {
         "whisper",
         BART,
     ),
-    "bigbird_pegasus": Family({"use_bias": False}, "use_bias", causal=None),
+    "bigbird_pegasus": Family(keys={"use_bias": False}, bias="use_bias", causal=None),
     **alike("vit dinov2 distilbert wav2vec2 clip siglip clip_vision_model", ENCODER),
     **alike("siglip_text_model siglip_vision_model", ENCODER),
-    "clip_text_model": Family({}, True),
+    "clip_text_model": Family(bias=True),
     "longcat_flash": like(
         DEEPSEEK_2, {"rope_theta": 1e7}, scaled_latents=True, attentions=2
     ),
@@ -542,67 +572,70 @@ FAMILIES: dict[str, Family] = {
     ),
     # Families that the module cannot compute.
     "diffllama": Family(
-        defaults.ROPE,
+        keys=defaults.ROPE,
         refused=f"it subtracts two softmaxes, which {MORE}; compute them with "
         "recipes.differential",
     ),
     "doge": Family(
-        defaults.ROPE, refused=f"its scores depend on the values, which {MORE}"
+        keys=defaults.ROPE, refused=f"its scores depend on the values, which {MORE}"
     ),
     **alike(
         "qwen4_exp qwen4_exp_text",
         Family(
-            defaults.ROPE, refused=f"its indexer chooses blocks of keys, which {MORE}"
+            keys=defaults.ROPE,
+            refused=f"its indexer chooses blocks of keys, which {MORE}",
         ),
     ),
     "dory": Family(
-        {}, refused=f"its norms and gates have squared factors, which {MORE}"
+        keys={}, refused=f"its norms and gates have squared factors, which {MORE}"
     ),
-    "beam": Family({}, refused=f"its queries grow with their position, which {MORE}"),
+    "beam": Family(refused=f"its queries grow with their position, which {MORE}"),
     **alike(
         "dots3_note dots3_note_text",
         Family(
-            {"rope_interleave": True},
+            keys={"rope_interleave": True},
             refused=f"its latents have a norm of the rotary key, which {MORE}",
         ),
     ),
     "deepseek_v4": Family(
-        defaults.INTERLEAVE, refused="its queries also attend to weighted means of keys"
+        keys=defaults.INTERLEAVE,
+        refused="its queries also attend to weighted means of keys",
     ),
     **alike(
         "mamba mamba2 falcon_mamba rwkv xlstm",
-        Family({}, refused="it is recurrent and has no softmax over keys"),
+        Family(refused="it is recurrent and has no softmax over keys"),
     ),
     "xlnet": Family(
-        {},
+        keys={},
         refused="its scores have products of distance embeddings and shifted queries",
     ),
     "prophetnet": Family(
-        {},
+        keys={},
         refused="its layers compute several streams, with a bias that depends on "
         "queries",
     ),
     **alike("inkling_text inkling2_text inkling2_loop_text", CONVOLVED),
     "blt": Family(
-        defaults.ROPE,
+        keys=defaults.ROPE,
         refused="it has four transformers; pass the config of one, such as "
         'config["global_config"]',
     ),
     "cpmant": Family(
-        {},
+        keys={},
         refused="its scores have learned biases by segment and distance, and it adds "
         "a prompt",
     ),
     "jetmoe": Family(
-        defaults.ROPE, refused="it routes queries and outputs through experts"
+        keys=defaults.ROPE, refused="it routes queries and outputs through experts"
     ),
-    "reformer": Family({}, refused="hashes determine which keys are visible"),
+    "reformer": Family(refused="hashes determine which keys are visible"),
     "zaya": Family(
-        defaults.ROPE, refused="its queries, keys and values pass through convolutions"
+        keys=defaults.ROPE,
+        refused="its queries, keys and values pass through convolutions",
     ),
     # Families whose configs are only read for rotary positions.
-    "modernbert": Family(defaults.MODERNBERT, refused=ONLY_ROPE),
+    "modernbert": Family(keys=defaults.MODERNBERT, refused=ONLY_ROPE),
     "moonshine": Family(
-        defaults.PAIRS | {"partial_rotary_factor": 0.9}, refused=ONLY_ROPE
+        keys=defaults.PAIRS | {"partial_rotary_factor": 0.9}, refused=ONLY_ROPE
     ),
 }

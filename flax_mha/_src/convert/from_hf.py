@@ -101,7 +101,7 @@ def from_hf(
     """
     read = read_config(config)
     check_described(read)
-    if read.family.value_norm:
+    if read.family.shares_kv:
         # Layers that use other layers' keys or values fit a layout only with these.
         sizes = describe_layer(read, layer, max_length)
         if sizes["share_kv"] or sizes["reuse_kv"]:

@@ -11,6 +11,15 @@ from flax_mha._src.convert.layouts import LATENT_KEYS
 from flax_mha._src.convert.shapes import Arrays, find_sizes
 from flax_mha._src.convert.state_dict import leaves_of, to_numpy
 
+# Letters of the axes of an indexer with I heads of X features; the others are as in
+# `AXES`.
+INDEX = {
+    "indexer/wq_b/kernel": "RIX",
+    "indexer/wk/kernel": "DX",
+    "indexer/weights_proj/kernel": "DI",
+    "indexer/k_norm/scale": "X",
+    "indexer/k_norm/bias": "X",
+}
 # Letters of the axes of each parameter in Flax: D input and O output features; N heads
 # with E features in queries, V in values and F in `kv_b_proj`; C features of the
 # latent, A with the rotary key; R of compressed queries.
@@ -28,16 +37,8 @@ AXES = {
     "o_proj/bias": "O",
     "sinks": "N",
     "gate/kernel": "DNV",
+    **INDEX,
 }
-# The same for an indexer with I heads of X features.
-INDEX = {
-    "indexer/wq_b/kernel": "RIX",
-    "indexer/wk/kernel": "DX",
-    "indexer/weights_proj/kernel": "DI",
-    "indexer/k_norm/scale": "X",
-    "indexer/k_norm/bias": "X",
-}
-AXES |= INDEX
 QUERIES = (
     {"q_proj/kernel"},
     {"q_a_proj/kernel", "q_a_layernorm/scale", "q_b_proj/kernel"},

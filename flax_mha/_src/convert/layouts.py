@@ -59,6 +59,8 @@ TORCH_AXES = dict(
         WITH_GATES, ["AQ", "BS", "WV", "OC", "A", "B", "W", "O", "CQ", "C"], strict=True
     )
 )
+# T5's table of `recipes.RelativeBias`, with R buckets.
+TABLE = "score_mod/table"
 # In PyTorch, these have the same axes, except that the norm of the output has one.
 OTHER_AXES = {
     NORMS[0]: "H",
@@ -66,10 +68,9 @@ OTHER_AXES = {
     "sinks": "N",
     NORM_BIASES[0]: "H",
     NORM_BIASES[1]: "H",
+    "out_norm/scale": "NU",
+    TABLE: "RN",
 }
-# T5's table of `recipes.RelativeBias`, with R buckets.
-TABLE = "score_mod/table"
-OTHER_AXES |= {"out_norm/scale": "NU", TABLE: "RN"}
 # In Flax; PyTorch has one axis, except in Cohere.
 NORMS_OF_ALL_HEADS = {NORMS[0]: "NH", NORMS[1]: "KH"}
 HEAD_GATE = {"gate/kernel": "QN", "gate/bias": "N"}
@@ -81,8 +82,9 @@ SIZES = {
     "A": "query out",
     "B": "key out",
     "O": "out",
+    "C": "out in",
+    "W": "value out",
 }
-SIZES |= {"C": "out in", "W": "value out"}
 
 # Keys of every latent attention.
 LATENT: LayoutName = "hf_deepseek"
@@ -291,10 +293,16 @@ LAYOUTS: dict[LayoutName, Layout] = {
         groups=0,
         rotary=NEOX_KIN,
     ),
-    "hf_codegen": _layout(
-        "qkv_proj.* qkv_proj.* qkv_proj.* out_proj.*",
+    # Values before keys.
+    "hf_codegen": Layout(
+        {
+            "qkv_proj.weight": ["query/kernel", "value/kernel", "key/kernel"],
+            "out_proj.weight": ["out/kernel"],
+            "qkv_proj.bias": ["query/bias", "key/bias", "value/bias"],
+            "out_proj.bias": ["out/bias"],
+        },
         "QSVO",
-        (),
+        ((),),
         groups=4,
         rotary="CodeGen",
     ),
@@ -324,5 +332,3 @@ LAYOUTS: dict[LayoutName, Layout] = {
         scale=1.0,
     ),
 }
-# Values before keys.
-LAYOUTS["hf_codegen"].stacks["qkv_proj.weight"][1:] = ["value/kernel", "key/kernel"]

@@ -20,6 +20,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "n_heads",
         "attention_heads",
         "encoder_attention_heads",
+        "decoder_attention_heads",
+        "decoder_num_attention_heads",
     ),
     "num_key_value_heads": ("kv_n_heads",),
     "hidden_size": ("d_model", "n_embd", "n_embed", "dim", "emb_dim"),
@@ -32,33 +34,31 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "rms_norm_eps": ("norm_eps", "layer_norm_eps"),
     "full_attention_interval": ("layer_group_size",),
 }
-ALIASES["num_attention_heads"] += (
-    "decoder_attention_heads",
-    "decoder_num_attention_heads",
-)
 COMMON = {
     "num_attention_heads",
     "num_key_value_heads",
     "hidden_size",
     "head_dim",
     "rms_norm_eps",
-}
-COMMON |= {
     "rope_theta",
     "rope_parameters",
     "rope_scaling",
     "layer_types",
     "position_embedding_type",
+    "num_hidden_layers",
+    "original_max_position_embeddings",
 }
-COMMON |= {"num_hidden_layers", "original_max_position_embeddings"}
 # Keys whose null has a meaning; a null under any other key means that it is left out.
 NULL_COUNTS: tuple[str, ...] = (
     "sliding_window",
     "attn_logit_softcapping",
     "num_key_value_heads",
     "local_attention",
+    "q_lora_rank",
+    "head_dim",
+    "global_head_dim",
+    "attention_value_scale",
 )
-NULL_COUNTS += ("q_lora_rank", "head_dim", "global_head_dim", "attention_value_scale")
 # The model types of text models, by those of the multimodal models whose `text_config`
 # may lack one.
 PARTS = {
@@ -66,13 +66,13 @@ PARTS = {
     "gemma3": "gemma3_text",
     "llama4": "llama4_text",
     "mllama": "mllama_text_model",
+    **{
+        name: f"{name}_text"
+        for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+    },
+    **{name: f"{name}_text" for name in ("gemma3n", "gemma4", "gemma4_unified")},
+    **{name: name for name in ("gemma4_assistant", "gemma4_unified_assistant")},
 }
-PARTS |= {
-    name: f"{name}_text"
-    for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
-}
-PARTS |= {name: f"{name}_text" for name in ("gemma3n", "gemma4", "gemma4_unified")}
-PARTS |= {name: name for name in ("gemma4_assistant", "gemma4_unified_assistant")}
 # Keys that only some families read.
 OPTIONAL = set().union(*(family.keys for family in FAMILIES.values())) - COMMON
 UNKNOWN = Family({}, refused="it is not known")
@@ -158,119 +158,93 @@ LAYERS: tuple[str, ...] = (
     "n_layers",
     "encoder_layers",
     "decoder_layers",
+    "num_layers_per_stack",
 )
-LAYERS += ("num_layers_per_stack",)
 NESTED = ("rope_scaling", "rope_parameters")
 # Parameters of rotary embeddings, in the config itself or nested in `NESTED`.
-ROTARY: dict[str, Kind] = {}
-ROTARY |= _each("rope_type type", TEXT)
-ROTARY |= _each("truncate mrope_interleaved interleaved rope_interleave", FLAG)
-ROTARY |= _each(
-    "rope_theta rope_local_base_freq factor alpha low_freq_factor high_freq_factor "
-    "rotary_dim",
-    POSITIVE,
-)
-ROTARY |= _each(
-    "max_position_embeddings original_max_position_embeddings beta_fast beta_slow",
-    POSITIVE,
-)
-ROTARY |= _each("attention_factor short_mscale long_mscale", POSITIVE)
-ROTARY |= _each("mscale mscale_all_dim llama_4_scaling_beta", NUMBER)
-ROTARY |= _each("partial_rotary_factor rotary_pct", FRACTION)
-ROTARY |= _each("short_factor long_factor", _list("finite numbers > 0", POSITIVE.fits))
-ROTARY["mrope_section"] = Kind(
-    "a list of positive integers", lambda x: INTEGERS.fits(x) and len(x) > 0
-)
-KINDS: dict[str, Kind] = (
-    ROTARY | dict.fromkeys(NESTED, MAPPING) | dict.fromkeys(LAYERS, COUNT)
-)
-KINDS |= _each(
-    "num_attention_heads encoder_attention_heads decoder_attention_heads "
-    "num_key_value_heads",
-    SIZE,
-)
-KINDS |= _each(
-    "num_kv_heads hidden_size n_embed head_dim attention_hidden_size "
-    "attention_chunk_size",
-    SIZE,
-)
-KINDS |= _each(
-    "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim",
-    SIZE,
-)
-KINDS |= _each("index_n_heads index_head_dim index_topk index_topk_freq", SIZE)
-KINDS |= _each("global_head_dim num_global_key_value_heads sliding_window_size", SIZE)
-KINDS["num_attention_heads_per_layer"] = INTEGERS
-KINDS["gating"] = Kind(
-    "True, 'per-head' or 'per-element'",
-    lambda x: x is True or x in ("per-head", "per-element"),
-)
-KINDS |= _each(
-    "relative_attention_max_distance full_attention_interval no_rope_layer_interval",
-    SIZE,
-)
-KINDS |= _each(
-    "attn_layer_period prefix_dense_sliding_window_pattern global_attn_every_n_layers",
-    SIZE,
-)
-KINDS |= _each(
-    "max_window_layers first_k_dense_replace attn_layer_offset index_skip_topk_offset",
-    COUNT,
-)
-KINDS |= _each("num_kv_shared_layers", COUNT)
-KINDS["local_attention"] = WIDTH
-# Configs without windows may have any.
-KINDS["sliding_window"] = Kind("an integer", is_int)
-# Text: EXAONE.
-KINDS["sliding_window_pattern"] = Kind(
-    "an integer >= 0", lambda x: COUNT.fits(x) or TEXT.fits(x)
-)
-KINDS |= _each(
-    "attention_bias attention_out_bias use_bias bias qkv_bias use_qkv_bias enable_bias",
-    FLAG,
-)
-KINDS |= _each(
-    "rope_pairs rope_reversed new_decoder_architecture multi_query alibi "
-    "use_sliding_window",
-    FLAG,
-)
-KINDS["use_bidirectional_attention"] = Kind(
-    "True, False, 'all' or 'vision'", lambda x: FLAG.fits(x) or x in WAYS
-)
-KINDS |= _each(
-    "attention_k_eq_v use_qk_norm qk_layernorm causal attn_temperature_tuning", FLAG
-)
-KINDS |= _each(
-    "is_decoder is_causal scale_attn_weights scale_attn_by_inverse_layer_idx "
-    "use_mem_rope",
-    FLAG,
-)
-KINDS |= _each(
-    "use_shared_attention_adapter rotary_value indexer_rope_interleave "
-    "indexer_rope_last",
-    FLAG,
-)
-KINDS["use_attention_gate"] = FLAG
-KINDS |= _each(
-    "query_pre_attn_scalar attention_multiplier softmax_scale key_multiplier "
-    "rms_norm_eps",
-    POSITIVE,
-)
-KINDS |= _each("attn_logit_softcapping floor_scale", POSITIVE)
-KINDS |= _each("clip_qkv attention_value_scale", FACTOR)
-KINDS["attn_scale"] = NUMBER
-KINDS |= _each("position_embedding_type attention_type", TEXT)
-KINDS |= _each(
-    "layer_types mlp_layer_types attention_layers block_types indexer_types", TEXTS
-)
-KINDS |= _each("hybrid_override_pattern index_topk_pattern", TEXT_OR_TEXTS)
-KINDS |= _each(
-    "full_attn_idxs attn_layer_indices cross_attention_layers full_attn_layers", INDICES
-)
-KINDS["no_rope_layers"] = _list("0 and 1", lambda x: isinstance(x, int) and x in (0, 1))
-KINDS["layer_rope_theta"] = _list("finite numbers >= 0", NUMBER.fits)
-KINDS["attention_types"] = _list("pairs [layer types, repetitions]", _is_repeated)
-KINDS |= _each("linear_attn_config per_layer_config", MAPPING)
+ROTARY: dict[str, Kind] = {
+    **_each("rope_type type", TEXT),
+    **_each("truncate mrope_interleaved interleaved rope_interleave", FLAG),
+    **_each(
+        "rope_theta rope_local_base_freq factor alpha low_freq_factor "
+        "high_freq_factor rotary_dim max_position_embeddings "
+        "original_max_position_embeddings beta_fast beta_slow attention_factor "
+        "short_mscale long_mscale",
+        POSITIVE,
+    ),
+    **_each("mscale mscale_all_dim llama_4_scaling_beta", NUMBER),
+    **_each("partial_rotary_factor rotary_pct", FRACTION),
+    **_each("short_factor long_factor", _list("finite numbers > 0", POSITIVE.fits)),
+    "mrope_section": Kind(
+        "a list of positive integers", lambda x: INTEGERS.fits(x) and len(x) > 0
+    ),
+}
+KINDS: dict[str, Kind] = {
+    **ROTARY,
+    **dict.fromkeys(NESTED, MAPPING),
+    **dict.fromkeys(LAYERS, COUNT),
+    **_each(
+        "num_attention_heads encoder_attention_heads decoder_attention_heads "
+        "num_key_value_heads num_kv_heads hidden_size n_embed head_dim "
+        "attention_hidden_size attention_chunk_size kv_lora_rank q_lora_rank "
+        "qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim index_n_heads "
+        "index_head_dim index_topk index_topk_freq global_head_dim "
+        "num_global_key_value_heads sliding_window_size "
+        "relative_attention_max_distance full_attention_interval "
+        "no_rope_layer_interval attn_layer_period prefix_dense_sliding_window_pattern "
+        "global_attn_every_n_layers",
+        SIZE,
+    ),
+    **_each("num_attention_heads_per_layer", INTEGERS),
+    **_each(
+        "max_window_layers first_k_dense_replace attn_layer_offset "
+        "index_skip_topk_offset num_kv_shared_layers",
+        COUNT,
+    ),
+    **_each("local_attention", WIDTH),
+    **_each(
+        "attention_bias attention_out_bias use_bias bias qkv_bias use_qkv_bias "
+        "enable_bias rope_pairs rope_reversed new_decoder_architecture multi_query "
+        "alibi use_sliding_window attention_k_eq_v use_qk_norm qk_layernorm causal "
+        "attn_temperature_tuning is_decoder is_causal scale_attn_weights "
+        "scale_attn_by_inverse_layer_idx use_mem_rope use_shared_attention_adapter "
+        "rotary_value indexer_rope_interleave indexer_rope_last use_attention_gate",
+        FLAG,
+    ),
+    **_each(
+        "query_pre_attn_scalar attention_multiplier softmax_scale key_multiplier "
+        "rms_norm_eps attn_logit_softcapping floor_scale",
+        POSITIVE,
+    ),
+    **_each("clip_qkv attention_value_scale", FACTOR),
+    **_each("attn_scale", NUMBER),
+    **_each("position_embedding_type attention_type", TEXT),
+    **_each(
+        "layer_types mlp_layer_types attention_layers block_types indexer_types", TEXTS
+    ),
+    **_each("hybrid_override_pattern index_topk_pattern", TEXT_OR_TEXTS),
+    **_each(
+        "full_attn_idxs attn_layer_indices cross_attention_layers full_attn_layers",
+        INDICES,
+    ),
+    **_each("linear_attn_config per_layer_config", MAPPING),
+    "gating": Kind(
+        "True, 'per-head' or 'per-element'",
+        lambda x: x is True or x in ("per-head", "per-element"),
+    ),
+    # Configs without windows may have any.
+    "sliding_window": Kind("an integer", is_int),
+    # Text: EXAONE.
+    "sliding_window_pattern": Kind(
+        "an integer >= 0", lambda x: COUNT.fits(x) or TEXT.fits(x)
+    ),
+    "use_bidirectional_attention": Kind(
+        "True, False, 'all' or 'vision'", lambda x: FLAG.fits(x) or x in WAYS
+    ),
+    "no_rope_layers": _list("0 and 1", lambda x: isinstance(x, int) and x in (0, 1)),
+    "layer_rope_theta": _list("finite numbers >= 0", NUMBER.fits),
+    "attention_types": _list("pairs [layer types, repetitions]", _is_repeated),
+}
 
 
 def read_config(config: object) -> Config:

@@ -28,9 +28,15 @@ from flax_mha._src.rope.scaling import (
 LAYER_TYPES = (FULL, SLIDING)
 # Keys of rope parameters: COMMON for every rope_type; KEYS: the optional and the
 # required ones of each rope_type.
-COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
-# Ministral 3, which scales queries by position.
-COMMON |= {"llama_4_scaling_beta", "max_position_embeddings"}
+COMMON = {
+    "type",
+    "rope_type",
+    "rope_theta",
+    "partial_rotary_factor",
+    # Ministral 3, which scales queries by position.
+    "llama_4_scaling_beta",
+    "max_position_embeddings",
+}
 ORIGINAL = "original_max_position_embeddings"
 YARN = {
     "beta_fast",
@@ -67,19 +73,30 @@ QWEN_VISION = (
     "glm4v",
     "glm4v_moe",
 )
-VISION: dict[str, tuple[str, bool]] = dict.fromkeys(QWEN_VISION, ("axial", False))
-VISION |= {"llama4_vision_model": ("axial", True), "pixtral": ("axial_strided", False)}
+VISION: dict[str, tuple[str, bool]] = dict.fromkeys(QWEN_VISION, ("axial", False)) | {
+    "llama4_vision_model": ("axial", True),
+    "pixtral": ("axial_strided", False),
+}
 KNOWN = {
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
     "rope_local_base_freq",
     "rope_interleave",
+    "rotary_dim",
+    "rotary_pct",
+    "rotary_emb_base",
+    "rotary_value",
 }
-KNOWN |= {"rotary_dim", "rotary_pct", "rotary_emb_base", "rotary_value"}
 # Keys of other libraries and of models' own code, which Transformers does not read.
-FOREIGN = {"rope_interleaved", "rope_traditional", "rope_ratio", "rope_type"}
-FOREIGN |= {"rope_dim", "rotary_percent"}
+FOREIGN = {
+    "rope_interleaved",
+    "rope_traditional",
+    "rope_ratio",
+    "rope_type",
+    "rope_dim",
+    "rotary_percent",
+}
 
 
 def rope_arguments(
