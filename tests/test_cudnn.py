@@ -101,6 +101,7 @@ CASES = {
     "plain": call(qkv()),
     "causal": call(qkv(), **CAUSAL),
     "grouped heads, odd lengths": call(qkv(131, 131, k=1), **CAUSAL),
+    "causal, one query": call(qkv(1, 40), **CAUSAL),
     "lengths, fewer queries": call(qkv(24, 57), **lengths([57, 20])),
     "lengths of 0": call(qkv(24, 57), **lengths([0, 20], [24, 5])),
     "sinks": call(qkv(), sinks=SINKS),

@@ -228,8 +228,12 @@ class Fused(NamedTuple):
             bias = jnp.broadcast_to(bias, (*shapes.bias.shape[:2], queries, keys))
 
         lengths: Any = (None, None)
-        if shapes.key_lengths is not None:
+        if shapes.key_lengths is not None and masked is not None:
             lengths = _lengths(arrays, mask)
+        elif shapes.key_lengths is not None:
+            # Of the padding. All keys, so that each gets a gradient.
+            batch = shapes.query.shape[:1]
+            lengths = tuple(jnp.full(batch, x, jnp.int32) for x in (queries, keys))
         rows, columns = shapes.query.shape[1], shapes.key.shape[1]
         operands = Operands(
             kernel_mask.pad_to(arrays.query, 1, rows),
