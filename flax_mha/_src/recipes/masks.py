@@ -1,8 +1,8 @@
 """Recipes that are masks; `shifted_windows` also adds a bias.
 
 A recipe can be copied: only its checks need private functions. They are paragraphs that
-begin with `# Check` and decorators `@made_for`, and `docs/write_pages.py` leaves them
-out of the listings on the page about masks.
+begin with `# Check` and decorators `@made_for`, which a copy can leave out. The gallery
+links to each recipe.
 """
 
 import math
