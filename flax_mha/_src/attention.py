@@ -172,7 +172,7 @@ def dot_product_attention(
         a `jax.vmap` drop the same weights unless their keys differ.
       broadcast_dropout: Drop the same weights in every batch entry and head.
       implementation: None selects one by shapes, platform and arguments; see
-        `explain_implementation`. "xla" computes all scores of a head at once or, for
+        `explain_implementation`. "xla" computes all scores of a head together or, for
         few queries, reads keys in place. "blockwise" computes the scores tile by tile
         and skips fully masked tiles. "cudnn" (NVIDIA GPUs) and "splash" (TPUs) are
         fused kernels that support fewer arguments. All have derivatives of every order,

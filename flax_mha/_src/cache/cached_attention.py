@@ -110,9 +110,10 @@ def cached_attention(  # noqa: D417 - dot_product_attention describes the others
     to later tokens of the same call, as far as the mask allows; tokens that attend to
     each other must then be in the same call.
 
-    A prompt of more than 16 tokens in an empty cache is computed as without a cache, by
-    the fastest implementation. All other calls read the cache in place, only as far as
-    the queries attend; several new tokens over a ring copy it.
+    A prompt of more than 16 tokens that fills an empty cache runs like a call without
+    one. All other calls read the cache in place, from the first to the last visible
+    key; a small or mostly visible cache may be read whole. Several new tokens over a
+    ring copy it.
 
     Args:
       query: Queries of the new tokens.
