@@ -5,6 +5,7 @@ A part that is written begins with a comment that says what it is, which neither
 nor Sphinx shows, and ends with `<!-- end -->`:
 
     <!-- begin: source NAME -->     a link to the source of a recipe
+    <!-- begin: thumbnails -->      small pictures of all recipes, which link to them
     <!-- begin: table NAME -->      a table of benchmarks, from `tables.py`
     <!-- begin: ratios -->          our times as multiples of others'
     <!-- begin: names PATH -->      the names of families in a table of the tests
@@ -66,6 +67,16 @@ def _source(name: str) -> str:
     file = Path(inspect.getfile(recipe)).relative_to(ROOT)
     _, line = inspect.getsourcelines(recipe)
     return f"[Source of `{name}`](../{file}#L{line})"
+
+
+def _thumbnails(_: str) -> str:
+    text = (DOCS / "gallery.md").read_text()
+    first = r"^### (.*)\n\n<picture>.*?src=\"(\S+)-light.svg\""
+    links = []
+    for title, path in re.findall(first, text, re.MULTILINE):
+        anchor = re.sub("[^a-z0-9-]", "", title.lower().replace(" ", "-"))
+        links.append(f'<a href="#{anchor}">{picture(path, title, 90)}</a>')
+    return "\n".join(links)
 
 
 def _table(name: str) -> str:
@@ -208,6 +219,7 @@ def _call(name: str, x: Any) -> str:
 
 KINDS = {
     "source": _source,
+    "thumbnails": _thumbnails,
     "table": _table,
     "ratios": _ratios,
     "names": _names,
