@@ -177,8 +177,8 @@ def dot_product_attention(
         and skips fully masked tiles. "cudnn" (NVIDIA GPUs) and "splash" (TPUs) are
         fused kernels that support fewer arguments. All have derivatives of every order,
         in forward and reverse mode.
-      return_residual: Also return the log-sum-exp of the scores. It is one number for
-        each query, which is rounded: merging the results of several calls by it adds a
+      return_residual: Also return the log-sum-exp of the scores, a scalar per query and
+        head. It is rounded, so merging the results of several calls by it adds a
         relative error of about the largest absolute score times 6e-8 (in float32).
       return_max_score: Also return the largest visible score of each head, for example
         for QK-Clip.

@@ -126,8 +126,8 @@ def to_torch(
         be zeros, and are left out.
       qk_norm_offset: The number that was added to the weights of the norms. None means
         the offset of the model if `params` come from an nnx module created with
-        `describe`, else 0.0. With 1.0, the returned weights are rounded, because 1 + w
-        was stored in float32: small weights by up to 2^-24.
+        `describe`, otherwise 0.0. With 1.0, the returned weights are rounded, because
+        1 + w was stored in float32: small weights by up to 2^-24.
 
     Returns:
       New arrays in C order with unchanged dtypes.

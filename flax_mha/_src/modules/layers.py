@@ -26,7 +26,7 @@ class Norm:
 
     Args:
       kind: "rms" (RMSNorm) or "layer" (LayerNorm).
-      scale: The learned scale: "head_dim" has one number per feature of a head [H],
+      scale: The learned scale: "head_dim" has a scalar per feature of a head [H],
         which all heads share; "heads" has its own for each head [heads, H]; None means
         no scale.
       over: "head" normalizes each head of a token separately, "all_heads" all heads of
