@@ -23,10 +23,16 @@ from cases import (
     kernels_in,
     with_gradients,
 )
+from flax import nnx
 from kernels import call, explained, normal
 from marks import with_core
 
-from flax_mha import dot_product_attention, explain_implementation, masks
+from flax_mha import (
+    MultiHeadAttention,
+    dot_product_attention,
+    explain_implementation,
+    masks,
+)
 from flax_mha._src import plan as schedule
 from flax_mha._src.core import tracing, validation
 from flax_mha._src.engines.kernels.cudnn import call as calls
@@ -842,6 +848,34 @@ def test_the_choice_for_another_platform(name):
     assert cudnn.failure.cache_info().misses == 0
     if platform == jax.default_backend() == "cpu":
         assert explain() == explain(platform="cpu")
+
+
+class Described:
+    """Not an array, but it has a shape and a dtype."""
+
+    shape = (B, 1024, N, H)
+    dtype = jnp.bfloat16
+
+
+@pytest.mark.core
+def test_shapes_are_explained_without_arrays():
+    x = jax.ShapeDtypeStruct(Described.shape, Described.dtype)
+    mask = jax.ShapeDtypeStruct((B, 1, 1, 1024), jnp.bool_)
+    array = jnp.ones(Described.shape, jnp.bfloat16)
+    explain = functools.partial(explain_implementation, platform="cuda")
+
+    expected = explain(array, array, array, mask=jnp.ones(mask.shape, bool))
+    assert expected.chosen == "cudnn"
+    assert explain(x, x, x, mask=mask) == expected
+    assert explain(x, array, Described(), None, mask) == expected
+    with pytest.raises(ValueError, match="mask must"):
+        explain(x, x, x, mask=x)
+
+    module = MultiHeadAttention(
+        N, N * H, dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0)
+    )
+    tokens = jax.ShapeDtypeStruct((B, 1024, N * H), jnp.float32)
+    assert module.explain(tokens, mask=mask, platform="cuda").chosen == "cudnn"
 
 
 @pytest.mark.core

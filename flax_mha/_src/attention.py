@@ -20,7 +20,7 @@ from flax_mha._src.call.arguments import (
     naming_siblings,
 )
 from flax_mha._src.call.operands import NO_OFFSET, ScoreMod, Sharding
-from flax_mha._src.core.tracing import Platform
+from flax_mha._src.core.tracing import Platform, with_shapes
 from flax_mha._src.explanation import Explanation
 from flax_mha._src.masks import Mask
 from flax_mha._src.run import Implementation, explain, run
@@ -278,7 +278,8 @@ def explain_implementation(  # noqa: D417 - dot_product_attention describes the 
 
     All arguments but `platform` are those of `dot_product_attention`. The choice
     depends only on shapes, dtypes and values known while tracing. So this also works
-    under `jit`, and on `jax.ShapeDtypeStruct` in `jax.eval_shape`.
+    under `jit`, and arrays may be `jax.ShapeDtypeStruct`, or anything that has a shape
+    and a dtype.
 
     Args:
       platform: Explain the call for "cpu", "cuda" (or "gpu") or "tpu" instead of the
@@ -302,21 +303,19 @@ def explain_implementation(  # noqa: D417 - dot_product_attention describes the 
       >>> explanation = explain_implementation(x, x, x, is_causal=True)
       >>> explanation.chosen, explanation.refusals["blockwise"]
       ('blockwise', [])
-      >>> half = x.astype(jnp.bfloat16)
+      >>> import jax
+      >>> half = jax.ShapeDtypeStruct((2, 100_000, 4, 64), jnp.bfloat16)
       >>> explain_implementation(half, half, half, platform="tpu").chosen
       'splash'
     """
-    call = canonical(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        return_residual=return_residual,
-        platform=platform,
-        **arguments,
-    )
-    return explain(call, implementation)
+
+    def explained(*inputs: ArrayLike, **arguments: Any) -> Explanation:
+        call = canonical(
+            *inputs, return_residual=return_residual, platform=platform, **arguments
+        )
+        return explain(call, implementation)
+
+    return with_shapes(explained, query, key, value, bias, mask, **arguments)
 
 
 # Shows all arguments in `help` and editors, which do not resolve `Unpack`.

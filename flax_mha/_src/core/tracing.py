@@ -163,6 +163,31 @@ def being_traced() -> bool:
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
+def with_shapes(function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+    """Calls `function` with traced arrays in place of arguments that only have a shape
+    and a dtype, such as `jax.ShapeDtypeStruct`.
+    """
+    given: dict[Any, Any] = dict(enumerate(arguments))
+    given |= keywords
+    names = [name for name, x in given.items() if _is_shape(x)]
+    if not names:
+        return function(*arguments, **keywords)
+    results = []
+
+    def run(*arrays: Array) -> None:
+        found = given | dict(zip(names, arrays, strict=True))
+        positional = [found.pop(i) for i in range(len(arguments))]
+        results.append(function(*positional, **found))
+
+    jax.eval_shape(run, *(given[name] for name in names))
+    return results[0]
+
+
+def _is_shape(x: object) -> bool:
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not is_array
+
+
 def varying_alike(tree: T) -> T:
     """Casts arrays to vary over the same mesh axes, which loops and custom derivatives
     require in `jax.shard_map`.

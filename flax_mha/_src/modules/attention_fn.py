@@ -37,7 +37,7 @@ from flax_mha._src.call.operands import (
     accumulation_dtype,
 )
 from flax_mha._src.core import validation
-from flax_mha._src.core.tracing import Platform
+from flax_mha._src.core.tracing import Platform, with_shapes
 from flax_mha._src.explanation import Explanation
 from flax_mha._src.masks import Mask
 from flax_mha._src.modules import foreign
@@ -472,7 +472,8 @@ def explaining(call: Callable[Concatenate[Any, P], Array]) -> Explain[P]:
         """Explains which implementation computes a call with these arguments, and why
         the others do not.
 
-        Pass the arguments of the call. With `platform`, the call is explained for
+        Pass the arguments of the call, or shapes (`jax.ShapeDtypeStruct`) in place of
+        arrays. With `platform`, the call is explained for
         "cpu", "cuda" or "tpu", even if there is no such device; see
         `flax_mha.explain_implementation`. Nothing is computed, and the module does not
         change. A decoding call is explained for the current cache or, under `jit`, for
@@ -483,7 +484,7 @@ def explaining(call: Callable[Concatenate[Any, P], Array]) -> Explain[P]:
             ValueError also if `attention_fn` is not `flax_mha.attention_fn`, or if the
             platform is unknown.
         """
-        return self._explained(platform, *arguments, **keywords)
+        return with_shapes(self._explained, platform, *arguments, **keywords)
 
     # Shows the arguments of the call in `help` and editors.
     parameters = [
