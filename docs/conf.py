@@ -5,16 +5,11 @@ from the docstrings, and all of its parts are maintained. Pages hold no directiv
 that GitHub shows them too: what only Sphinx can show is added to their text here.
 """
 
-import ast
-import dataclasses
-import functools
 import html
 import importlib.metadata
-import inspect
 import json
 import re
 import sys
-import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,6 +18,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import inventories  # noqa: E402
+from docstrings import arguments_as_written  # noqa: E402
 from sphinx.application import Sphinx  # noqa: E402
 
 project = "flax_mha"
@@ -281,82 +277,3 @@ def keep_tildes(
     instruction and not shown.
     """
     lines[:] = [line.replace("`~`", "``~``") for line in lines]
-
-
-def arguments_as_written(obj: Any) -> tuple[list[str], str] | None:
-    """Arguments and result as in the source: evaluated, `Float[Array, "*B T N H"]`
-    would take lines.
-    """
-    if dataclasses.is_dataclass(obj) and "def __init__" not in source(obj):
-        return fields_as_written(obj), ""
-    if inspect.isclass(obj):
-        function = obj.__init__
-    else:
-        function = inspect.unwrap(getattr(obj, "__func__", obj))
-    if not inspect.isfunction(function):
-        return None
-    definition = ast.parse(source(function)).body[0]
-    if not isinstance(definition, ast.FunctionDef):
-        return None
-    given = definition.args
-    positional = [*given.posonlyargs, *given.args]
-    defaults = [None] * (len(positional) - len(given.defaults)) + given.defaults
-    arguments = [
-        one_argument(*pair)
-        for pair in zip(positional, defaults, strict=True)
-        if pair[0].arg not in ("self", "cls")
-    ]
-    if given.vararg or given.kwonlyargs:
-        arguments.append(f"*{one_argument(given.vararg)}" if given.vararg else "*")
-    arguments += [
-        one_argument(*pair)
-        for pair in zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    ]
-    arguments += [f"**{one_argument(given.kwarg)}"] if given.kwarg else []
-    returned = "" if definition.returns is None else ast.unparse(definition.returns)
-    return arguments, returned.strip("'\"")
-
-
-def one_argument(argument: ast.arg, default: ast.expr | None = None) -> str:
-    """An argument with its type and default."""
-    return ast.unparse(argument) + (
-        "" if default is None else f" = {ast.unparse(default)}"
-    )
-
-
-def fields_as_written(kind: type) -> list[str]:
-    """What a dataclass is made of; each field is taken from the last class that writes
-    it.
-    """
-    written: dict[str, ast.AnnAssign] = {}
-    for base in reversed(kind.__mro__[:-1]):
-        body = ast.parse(source(base)).body[0].body
-        written |= {
-            ast.unparse(x.target): x for x in body if isinstance(x, ast.AnnAssign)
-        }
-    shown = []
-    for field in dataclasses.fields(kind):
-        # Flax's own.
-        if (
-            field.init
-            and field.name in written
-            and field.name not in ("parent", "name")
-        ):
-            line = f"{field.name}: {ast.unparse(written[field.name].annotation)}"
-            default = written[field.name].value
-            if isinstance(default, ast.Call) and ast.unparse(default.func).endswith(
-                "field"
-            ):
-                default = next(
-                    (x.value for x in default.keywords if x.arg == "default"), None
-                )
-            shown.append(
-                line if default is None else f"{line} = {ast.unparse(default)}"
-            )
-    return shown
-
-
-@functools.cache
-def source(obj: Any) -> str:
-    """The source of a class or function, without its indentation."""
-    return textwrap.dedent(inspect.getsource(obj))

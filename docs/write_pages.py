@@ -19,7 +19,6 @@ import importlib
 import inspect
 import re
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 sys.path[:0] = [str(DOCS), str(ROOT)]
 
-import flax.linen as nn  # noqa: E402
+import docstrings  # noqa: E402
 import pictures  # noqa: E402
 import tables  # noqa: E402
 
@@ -154,67 +153,33 @@ def picture(path: str, alt: str, width: int) -> str:
 
 
 def _reference(directives: str) -> str:
-    """Names with their files, first sentences and arguments, because GitHub cannot read
-    docstrings.
-    """
-    lines = ["| name | |", "|---|---|"]
-    calls = []
-    for kind, name in re.findall(
-        r"^\.\. auto(function|class|module):: (\S+)$", directives, re.MULTILINE
-    ):
-        module, _, last = name.rpartition(".")
-        if kind != "module":
-            shown = {name: getattr(importlib.import_module(module), last)}
-        else:
-            shown = {}
-        if name == recipes.__name__:
-            shown = {f"{name}.{x}": getattr(recipes, x) for x in recipes.__all__}
-        for path, x in shown.items():
-            file = Path(inspect.getfile(inspect.unwrap(x))).relative_to(ROOT)
-            summary = " ".join(
-                inspect.cleandoc(x.__doc__).split("\n\n")[0].split()
-            ).replace("|", "\\|")
-            lines.append(f"| [`{path}`](../../{file}) | {summary} |")
-            calls.append(_call(path, x))
-    lines += [
-        "",
-        "With their arguments:",
-        "",
-        "```text",
-        "\n".join(calls),
-        "```",
-        "",
-        "What the arguments mean, errors and examples are in the docstrings: "
-        "`help(NAME)`, or the file behind each name.",
-    ]
-    return "\n".join(lines)
-
-
-def _call(name: str, x: Any) -> str:
-    """A call of `x` with the names and defaults of its arguments, without types."""
-    try:
-        parameters = inspect.signature(x).parameters.values()
-    except ValueError:  # it has no signature
-        return name
-    is_linen = inspect.isclass(x) and issubclass(x, nn.Module)
-    shown = []
-    for parameter in parameters:
-        if is_linen and parameter.name in ("parent", "name"):  # of every module
+    """Signatures and docstrings, because GitHub cannot read docstrings."""
+    entries = []
+    owner: Any = None
+    path = ""
+    for line in directives.splitlines():
+        directive = re.match(r"( *)\.\. auto(\w+):: (\S+)$", line)
+        members = re.match(r" +:members: (.+)$", line)
+        names: list[str] = []
+        if members:
+            names = members[1].split(", ")
+        elif directive and directive[1]:
+            names = [directive[3]]
+        for name in names:
+            method = inspect.getattr_static(owner, name)
+            entries.append(docstrings.entry(f"{path}.{name}", method, level=4))
+        if not directive or directive[1]:
             continue
-        text = str(parameter.replace(annotation=parameter.empty))
-        default = parameter.default
-        is_plain = default is None or isinstance(default, bool | int | float | str)
-        if default is not parameter.empty and not is_plain:
-            text = f"{parameter.name}=..."
-        is_keyword_only = parameter.kind is parameter.KEYWORD_ONLY
-        if is_keyword_only and not any(x.startswith("*") for x in shown):
-            shown.append("*")
-        shown.append(text)
-    one_line = f"{name}({', '.join(shown)})"
-    if len(one_line) <= 88:
-        return one_line
-    body = textwrap.fill(", ".join(shown), 84)
-    return f"{name}(\n{textwrap.indent(body, '    ')}\n)"
+        path = directive[3]
+        module, _, last = path.rpartition(".")
+        if directive[2] != "module":
+            owner = getattr(importlib.import_module(module), last)
+            entries.append(docstrings.entry(path, owner))
+        elif path == recipes.__name__:
+            for name in recipes.__all__:
+                recipe = getattr(recipes, name)
+                entries.append(docstrings.entry(f"{path}.{name}", recipe))
+    return "\n".join(entries)
 
 
 KINDS = {

@@ -103,8 +103,8 @@ def dot_product_attention(
         out = dropout(softmax(scores)) @ value
 
     This is a superset of `jax.nn.dot_product_attention`: arguments with the same name
-    have the same meaning. There are three main differences, and :doc:`differences
-    </semantics>` lists them all. Queries whose keys are all masked return 0 and have
+    have the same meaning. There are three main differences; docs/semantics.md
+    lists them all. Queries whose keys are all masked return 0 and have
     zero gradients. NaN and infinity in masked queries, keys and values do not affect
     any output or gradient. The residual (log-sum-exp) is float32 (float64 for float64
     inputs) and differentiable; in `jax.nn` it has the query's dtype and no gradient.

@@ -57,7 +57,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     The attributes, call, parameters, cache variables and sown weights are the same as
     in Flax, so Flax checkpoints load without conversion. For what differs, see
-    :doc:`differences from Flax </semantics>`.
+    docs/semantics.md.
 
     The attributes come in the groups of `flax_mha.MultiHeadAttention`, whose
     constructor explains those that are not listed here:

@@ -51,7 +51,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
     in Flax, so Flax checkpoints load without conversion. The parameters are `query`,
     `key` and `value` (kernel [in, heads, head size], bias [heads, head size]) and `out`
     (kernel [heads, head size, out], bias [out]). For what differs, see
-    :doc:`differences from Flax </semantics>`.
+    docs/semantics.md.
 
     The arguments come in four groups:
 
@@ -127,8 +127,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         tokens' projections, [B..., T, heads, head size], or an `nnx.Module` with such a
         call. It runs after the norms and before the rotation, and returns arrays of the
         same shapes and dtypes; the results are cached. Examples: clipping, and values
-        mixed with those of the first layer; see :doc:`everyday </everyday>`. None
-        changes nothing.
+        mixed with those of the first layer; see docs/everyday.md. None changes
+        nothing.
       value_dim: Head size of the values, and so of `out`, of `gate` and of `out_norm`;
         None means the head size of queries and keys (MiMo-V2: 128 and 192).
       share_kv: Use the projected keys, before their norm and rotation, as values (Gemma
