@@ -197,27 +197,6 @@ def h200_guarded() -> tuple[str]:
     return (f"{max(found):.1f}",)
 
 
-def h200_step() -> tuple[str, ...]:
-    """Milliseconds after and before a change: a whole decoding step, then only its
-    attention; and PyTorch's attention.
-    """
-    names = ("decode-h200", "decode-h200-before")
-    step = {"what": "step", "position": 256, "implementation": "flax_mha"}
-    attention = {**step, "what": "attention"}
-    torch = {**attention, "implementation": "torch"}
-    times = [row(name, **step)["ms"] for name in names]
-    times += [row(name, **attention)["ms"] for name in names]
-    times.append(row("decode-h200", **torch)["ms"])
-    return tuple(f"{time:.2f}" for time in times)
-
-
-def h200_module() -> tuple[str, ...]:
-    """Length, milliseconds of all three modules, and the largest spread."""
-    found = [row("module-h200", **name) for name in (OURS, FLAX, TORCH)]
-    times = [f"{row['ms']:.2f}" for row in found]
-    return found[0]["length"], *times, f"{max(row['spread'] for row in found):.0f}"
-
-
 def decode_sizes(name: str) -> tuple[Any, ...]:
     """Sequences, length of the cache, heads and their size."""
     [sizes] = {(row["batch"], row["cache"]) for row in report(name)["rows"]}
@@ -643,20 +622,6 @@ FIGURES = [
         H200,
         h200_plain,
     ),
-    Figure(
-        "docs/implementations.md",
-        "the time: {} instead of {} ms. `cached_attention` alone takes {} instead of "
-        "{} ms; PyTorch takes {} ms.",
-        "benchmarks/results/decode-h200.json, decode-h200-before.json",
-        h200_step,
-    ),
-    Figure(
-        "docs/implementations.md",
-        "whole module of {} tokens ({} ms, Flax's {} ms, PyTorch's {} ms, with spreads "
-        "of up to {}%)",
-        "benchmarks/results/module-h200.json",
-        h200_module,
-    ),
     # What benchmarks measured.
     Figure(
         "docs/performance.md",
@@ -825,21 +790,10 @@ FIXED: dict[str, list[str]] = {
         "Before cuDNN 9.10.2,",
         "for [16 of them]",
         # What benchmarks/on_device.py does.
-        "at 1024 tokens of context in bfloat16, and",
-        "vary by less than 5% or",
+        "at 1024 tokens of context in bfloat16, times",
         # What ran on an H200, once.
-        "On 2026-11-28, with jax 0.11.2, flax 0.12.12, CUDA 13.0, cuDNN 9.19.0 and "
-        "PyTorch 2.11:",
-        "all 25 kinds of calls",
-        "head sizes from 8 to 256",
-        "926 ran before",
-        "26 failed",
-        "206 of 207 core tests",
-        "about 1e38",
-        "by up to 2.7 from",
-        "at lengths of 64 more than a multiple of 128",
-        "8 heads of size 64: 209 MiB for 16,384 and 837 MiB for 65,536 tokens in "
-        "bfloat16; 199 and 683 MiB in float32",
+        "(2026-11-28, jax 0.11.2, cuDNN 9.19.0)",
+        "926 of the core tests",
     ],
     "docs/performance.md": [
         "a causal layer of 1024 tokens",
