@@ -22,6 +22,7 @@ from meshes import context, floats, mesh_of, put
 from flax_mha import dot_product_attention
 from flax_mha._src.core.jaxprs import traced
 from flax_mha._src.engines.kernels import guarded
+from flax_mha._src.engines.kernels.cudnn import call as calls
 from flax_mha._src.engines.kernels.lower_for_platform import compile_for
 from flax_mha._src.engines.kernels.mask import Arrays
 from flax_mha._src.engines.kernels.partitioned import partitioned
@@ -329,3 +330,14 @@ def test_the_partitioner_before_shardy():
     finally:
         jax.config.update("jax_use_shardy_partitioner", True)
     assert moved(text) == {}
+
+
+@pytest.mark.parametrize("kind", ["auto, set_mesh", "explicit, set_mesh"])
+def test_a_mesh_does_not_change_how_calls_are_compared_with_those_of_jax(
+    kind, monkeypatch
+):
+    """XLA's partitioner would split JAX's calls, so that no custom call is seen."""
+    kernels.as_if_cudnn_were_here(monkeypatch)
+    calls.differences_from_jax.cache_clear()
+    with context(mesh_of(kind), kind):
+        assert calls.differences_from_jax() == []

@@ -2,6 +2,7 @@
 mesh axes they vary over.
 """
 
+import concurrent.futures
 import functools
 import pathlib
 import typing
@@ -144,6 +145,19 @@ def without_mesh() -> AbstractContextManager:
     if all(kind is jax.sharding.AxisType.Manual for kind in axis_types):
         return nullcontext()
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def by_itself(function: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function in a thread of its own and without a mesh, so that nothing of
+    the caller's transformations and meshes changes what it compiles.
+    """
+
+    def run() -> T:
+        with without_mesh():
+            return function(*arguments)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def readable(x: Array | np.ndarray) -> bool:

@@ -1,9 +1,9 @@
 """cuDNN's fused attention as two operations, `forward` and `backward`: XLA's custom
 calls, by `jax.ffi`.
 
-`jax.nn.dot_product_attention` makes the same calls (`differs_from_jax` compares them).
-But its log-sum-exp has no gradient, and its backward pass always gets the results of
-its own forward pass. cuDNN's backward pass takes log-sum-exp and output as operands::
+`jax.nn.dot_product_attention` makes the same calls; `differences_from_jax` compares
+them. But its log-sum-exp has no gradient, and its backward pass always gets the results
+of its own forward pass. cuDNN's backward pass takes both as operands::
 
     P = exp(scale Q K^T + bias - lse)
     dS = P (dO V^T - rowsum(dO O))
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from flax_mha._src.core.tracing import by_itself
 from flax_mha._src.engines.kernels.partitioned import partitioned
 
 
@@ -277,6 +278,10 @@ def differences_from_jax() -> list[str]:
     differ, JAX makes the calls, and the reason against sinks and log-sum-exp is
     returned as a list.
     """
+    return by_itself(_differences)
+
+
+def _differences() -> list[str]:
     query = described(2, 256, 4, 64, dtype=jnp.bfloat16)
     key = described(2, 256, 2, 64, dtype=jnp.bfloat16)
     bias = described(2, 4, 256, 256, dtype=jnp.bfloat16)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from flax_mha._src.call.operands import Call, Result
-from flax_mha._src.core.tracing import varying_alike
+from flax_mha._src.core.tracing import by_itself, varying_alike
 from flax_mha._src.core.validation import warn_once
 from flax_mha._src.engines.engine import (
     EMPTY,
@@ -461,19 +461,26 @@ def failure(fused: Fused) -> list[str]:
     # Arrays are on one device here.
     fused = fused._replace(kernel=fused.kernel._replace(may_be_split=False))
 
+    differentiated = fused
+    if fused.operands.bias is not None:
+        differentiated = fused.with_bias_gradient()
+
     def forward(operands: Operands) -> Any:
         return calls.forward(fused.kernel, operands)
 
-    def backward(operands: Operands) -> Any:
+    def both_passes(operands: Operands) -> Any:
+        kernel = differentiated.kernel
         output, lse = calls.forward(kernel, operands)
         return calls.backward(kernel, operands, lse, output, output)
 
+    def compile_passes() -> None:
+        # Without a gradient, the bias may be smaller.
+        if differentiated.operands != fused.operands:
+            jax.jit(forward).lower(fused.operands).compile()
+        jax.jit(both_passes).lower(differentiated.operands).compile()
+
     try:
-        kernel, operands = fused
-        if operands.bias is not None:
-            jax.jit(forward).lower(operands).compile()
-            kernel, operands = fused.with_bias_gradient()
-        jax.jit(backward).lower(operands).compile()
+        by_itself(compile_passes)
     except Exception as error:  # any error means that the kernel cannot run
         what = str(error).strip().splitlines()[0]
         status = PASSING.search(str(error))

@@ -2,7 +2,6 @@
 hand before `implementation=None` chooses cuDNN.
 """
 
-import concurrent.futures
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -14,6 +13,7 @@ from jaxtyping import Array
 
 from flax_mha._src.call import arguments
 from flax_mha._src.call.operands import Call, Result
+from flax_mha._src.core.tracing import by_itself
 from flax_mha._src.core.validation import warn_once
 from flax_mha._src.engines import xla
 from flax_mha._src.engines.kernels.cudnn.faults import Capability, Version, version
@@ -61,9 +61,7 @@ def doubts(
             f'cuDNN has not run with kind "{kind}" on such a GPU, and several '
             'processes must compile the same program: pass implementation="cudnn"'
         ]
-    # In a thread of its own, which has no mesh and no transformation of the caller.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        problem = thread.submit(_tried, kind, dtype, head_size, attend).result()
+    problem = by_itself(_tried, kind, dtype, head_size, attend)
     if problem is None:
         return []
     reason = (
