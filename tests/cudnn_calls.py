@@ -96,6 +96,8 @@ def call_backward(kernel, operands, output, lse, d_output):
     if kernel.bias_gradient:
         shape = operands.bias.shape
         axes = [i for i in range(4) if shape[i] != d_scores.shape[i]]
+        in_lengths = in_rows[:, None, :, 0, 0, None] & in_keys[:, None, None, :, 0, 0]
+        d_scores = jnp.where(in_lengths, d_scores, jnp.nan)
         gradients.append(d_scores.sum(axes, keepdims=True))
     dtypes = [x.dtype for x in operands[:4] if x is not None]
     return [x.astype(dtype) for x, dtype in zip(gradients, dtypes, strict=False)]

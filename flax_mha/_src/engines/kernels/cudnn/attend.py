@@ -87,14 +87,19 @@ attend.defvjp(_forward, _backward)
 
 def _zero_unused(gradients: Operands, operands: Operands, masked: Any) -> Operands:
     """Replaces what cuDNN leaves undefined, gradients past the lengths, by zeros."""
-    query, key, value, *_ = gradients
+    query, key, value, bias, *_ = gradients
     query = jnp.where(_by_row(masked), jnp.zeros_like(query), query)
     if operands.key_lengths is not None:
         places = jnp.arange(key.shape[1], dtype=jnp.int32)[None]
         is_used = (places < operands.key_lengths[:, None])[..., None, None]
         key = jnp.where(is_used, key, jnp.zeros_like(key))
         value = jnp.where(is_used, value, jnp.zeros_like(value))
-    return gradients._replace(query=query, key=key, value=value)
+        if bias is not None:
+            # If all entries share a bias, they have the same lengths.
+            is_used = jnp.swapaxes(is_used, 1, 3)[: bias.shape[0]]
+            is_used = is_used & ~masked[: bias.shape[0], ..., None]
+            bias = jnp.where(is_used, bias, jnp.zeros_like(bias))
+    return gradients._replace(query=query, key=key, value=value, bias=bias)
 
 
 def _of_lse(kernel: Kernel, operands: Operands, lse: Rows, d_lse: Rows) -> Operands:

@@ -85,7 +85,7 @@ def _tried(
         inputs = {name: x.astype(dtype) for name, x in inputs.items()}
         got = _answers(attend, inputs, options)
     except Exception as error:  # any error means that cuDNN cannot be used
-        return str(error).strip().splitlines()[0]
+        return (str(error).strip() or repr(error)).splitlines()[0]
     for name, expected in exact.items():
         is_finite = np.isfinite(expected)
         if not np.array_equal(got[name][~is_finite], expected[~is_finite]):
