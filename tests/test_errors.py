@@ -63,8 +63,8 @@ refuses(
     **SWAPPED,
 )
 refuses(
-    "query_offset must be an integer or an array of integers, but got None",
-    query_offset=None,
+    "query_offset must be an integer or an array of integers, but got 'first'",
+    query_offset="first",
 )
 refuses('precision must be None, "default", "high".*got \'lol\'', precision="lol")
 refuses(

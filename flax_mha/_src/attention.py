@@ -19,7 +19,7 @@ from flax_mha._src.call.arguments import (
     canonical,
     naming_siblings,
 )
-from flax_mha._src.call.operands import NO_OFFSET, ScoreMod, Sharding
+from flax_mha._src.call.operands import ScoreMod, Sharding
 from flax_mha._src.core.tracing import Platform, with_shapes
 from flax_mha._src.explanation import Explanation
 from flax_mha._src.masks import Mask
@@ -76,8 +76,8 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    query_offset: int | ArrayLike = NO_OFFSET,
-    key_value_offset: int | ArrayLike = NO_OFFSET,
+    query_offset: int | ArrayLike | None = None,
+    key_value_offset: int | ArrayLike | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     key_indices: ArrayLike | None = None,
@@ -136,9 +136,10 @@ def dot_product_attention(
       local_window_size: (left, right): a query at position p attends to the keys at
         positions p - left to p + right, inclusive. An int sets both sides; None in the
         pair means no limit on that side. If `is_causal` is also set, both masks apply.
-      query_offset: Position of the first query: an int, or ints [B...] or []. Positions
-        and the distances between them must be in the range of int32, which is checked
-        unless the values are traced.
+      query_offset: Position of the first query: an int, or ints [B...] or []; None
+        means 0. Positions and the distances between them must be in the range of int32,
+        which is checked unless the values are traced. If an offset is given, even 0,
+        the arrays may be slices of longer sequences, and lengths may exceed theirs.
       key_value_offset: Position of the first key, in the same form as `query_offset`.
       query_segment_ids: int [B..., T]; a query attends only to keys in the same
         segment.

@@ -16,7 +16,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from flax_mha._src.call.operands import (
-    NO_OFFSET,
     Call,
     Context,
     ScoreMod,
@@ -109,8 +108,8 @@ class Arguments(CommonArguments, total=False):
     is_causal: bool
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
-    query_offset: int | ArrayLike
-    key_value_offset: int | ArrayLike
+    query_offset: int | ArrayLike | None
+    key_value_offset: int | ArrayLike | None
     query_segment_ids: ArrayLike | None
     key_value_segment_ids: ArrayLike | None
 
@@ -224,12 +223,9 @@ def _positions(
     as an int or an array with an offset per sequence, and the lowest and the highest
     position.
     """
-    if offset is None:
-        raise ValueError(
-            f"{name} must be an integer or an array of integers, but got None; "
-            "omit it to use 0."
-        )
     checked: Any
+    if offset is None:
+        offset = 0
     if is_int(offset):
         checked = int(offset)
         first = last = checked
@@ -248,10 +244,10 @@ def _positions(
 
 
 def check_offsets(
-    query_offset: ArrayLike, key_offset: ArrayLike, shape: Shape
+    query_offset: ArrayLike | None, key_offset: ArrayLike | None, shape: Shape
 ) -> Offsets:
     """Checks the positions of the first query and key: all positions and distances must
-    fit in int32.
+    fit in int32. None means 0.
     """
     query_offset, first_query, last_query = _positions(
         "query_offset", query_offset, shape.query_length, shape
@@ -471,13 +467,12 @@ def canonical(
     # A Call without keys, which `with_keys` completes.
     scoring = check_scoring(query, shape, arguments, target, return_residual)
     window = check_window(arguments.get("local_window_size"))
-    query_offset = arguments.get("query_offset", NO_OFFSET)
-    key_offset = arguments.get("key_value_offset", NO_OFFSET)
-    # With any offset, even 0, the arrays may be slices of longer sequences.
-    is_whole = query_offset is NO_OFFSET and key_offset is NO_OFFSET
-    offsets = Offsets()
-    if not is_whole:
-        offsets = check_offsets(query_offset, key_offset, shape)
+    query_offset = arguments.get("query_offset")
+    key_offset = arguments.get("key_value_offset")
+    # With any offset, even 0, the arrays may be slices of longer sequences, to which
+    # lengths then refer.
+    is_whole = query_offset is None and key_offset is None
+    offsets = check_offsets(query_offset, key_offset, shape)
 
     masks: list[Mask | None] = []
     if _flag("is_causal", arguments.get("is_causal", False)):

@@ -22,16 +22,6 @@ from flax_mha._src.masks.visible import Visible
 DEFAULT_PRECISION = (None, "default", "bfloat16", lax.Precision.DEFAULT)
 
 
-class _NoOffset(int):
-    """The type of `NO_OFFSET`, the default offset: a 0 which means that the arrays hold
-    whole sequences.
-
-    If a caller passes an offset, even 0, the arrays may hold slices of longer
-    sequences, to which lengths then refer.
-    """
-
-
-NO_OFFSET = _NoOffset(0)
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
 Axes = str | tuple[str, ...] | None  # the mesh axes that split one axis of an array
 Strategy = Literal["ring", "ulysses", "allgather"]

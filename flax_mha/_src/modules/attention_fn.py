@@ -29,7 +29,6 @@ from flax_mha._src.call.arguments import (
     naming_siblings,
 )
 from flax_mha._src.call.operands import (
-    NO_OFFSET,
     Call,
     Context,
     Result,
@@ -78,8 +77,8 @@ def attention_fn(  # noqa: D417 - dot_product_attention has the others
     local_window_size: int | tuple[int | None, int | None] | None = None,
     query_segment_ids: Array | None = None,
     key_value_segment_ids: Array | None = None,
-    query_offset: int | Array = NO_OFFSET,
-    key_value_offset: int | Array = NO_OFFSET,
+    query_offset: int | Array | None = None,
+    key_value_offset: int | Array | None = None,
     logits_soft_cap: float | None = None,
     sinks: Array | None = None,
     score_mod: ScoreMod | None = None,
