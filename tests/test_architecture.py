@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flax_mha._src.call.operands import Call
+from flax_mha._src.call.call import Call
 
 pytestmark = pytest.mark.core
 ROOT = Path(__file__).parent.parent

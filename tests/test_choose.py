@@ -304,7 +304,7 @@ def test_a_plan_that_fails_is_a_reason(monkeypatch):
 def test_a_kernel_that_does_not_compile_has_no_plan():
     # There is no cuDNN on a CPU, and on a GPU none for float32.
     x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.float32)
-    fused = cudnn.Fused(calls.Kernel(1.0, is_causal=True), calls.Operands(x, x, x))
+    fused = cudnn.Fused(calls.Settings(1.0, is_causal=True), calls.Operands(x, x, x))
     [reason] = cudnn.failure(fused)
     assert reason.startswith("cuDNN has no execution plan for this call (")
     assert REMEDY.search(reason)

@@ -63,7 +63,7 @@ refuses(
     **SWAPPED,
 )
 refuses(
-    "query_offset must be an integer or an array of integers, but got 'first'",
+    "query_offset must have an integer dtype, but got",
     query_offset="first",
 )
 refuses('precision must be None, "default", "high".*got \'lol\'', precision="lol")

@@ -19,7 +19,7 @@ from flax_mha._src.call.arguments import (
     canonical,
     naming_siblings,
 )
-from flax_mha._src.call.operands import ScoreMod, Sharding
+from flax_mha._src.call.call import ScoreMod, Sharding
 from flax_mha._src.core.tracing import Platform, with_shapes
 from flax_mha._src.explanation import Explanation
 from flax_mha._src.masks import Mask

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from flax_mha._src.call.operands import Call, LogSumExp, NonFinite
+from flax_mha._src.call.call import Call, LogSumExp, NonFinite
 
 
 def guard(call: Call, plan: Any) -> Call:

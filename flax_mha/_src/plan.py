@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha._src.call.operands import DEFAULT_PRECISION, Call
+from flax_mha._src.call.call import DEFAULT_PRECISION, Call
 from flax_mha._src.core.tracing import (
     being_traced,
     cpu_features,
@@ -254,7 +254,7 @@ def plan_tiles(call: Call) -> tuple[Plan, Call]:
         call = call.replace(mask=mask)
     on_cpu = call.target.platform == "cpu"
     shapes = TILE_SHAPES if on_cpu else TILE_SHAPES[:1]
-    tiling, blocks = choose_tiles(call, shapes)
+    tiling, tiles = choose_tiles(call, shapes)
     scores = tiling.height * tiling.width
     looped_axes, max_heads = _loops(call, scores)
     plan = Plan(
@@ -264,7 +264,7 @@ def plan_tiles(call: Call) -> tuple[Plan, Call]:
         fuses_rows=_fuses_rows(call, scores, tiling.rows),
         tiling=tiling,
     )
-    return plan, call.replace(tiles=blocks)
+    return plan, call.replace(tiles=tiles)
 
 
 def choose_tiles(
@@ -295,9 +295,9 @@ def choose_tiles(
     step = max(1, -(-len(masks) // EXAMPLES))
     examples = masks[::step]
     tiling = _cheapest(examples, lengths, offsets.numbers, shapes, head_size)
-    blocks = static_block_mask(tiling, masks, offsets.numbers)
-    blocks = jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), blocks)
-    return tiling, blocks
+    tiles = static_block_mask(tiling, masks, offsets.numbers)
+    tiles = jax.tree.map(lambda x: x.reshape(*head_axes, *x.shape[1:]), tiles)
+    return tiling, tiles
 
 
 def _masks_of_heads(call: Call) -> tuple[list[Mask], tuple[int, ...]]:

@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from flax_mha._src import plan as plans
-from flax_mha._src.call.operands import Call, Context, LogSumExp, Result
+from flax_mha._src.call.call import Call, Context, LogSumExp, Result
 from flax_mha._src.core.products import jit_products
 from flax_mha._src.core.tracing import (
     EXAMPLES_OF_SHARDING,
@@ -39,7 +39,7 @@ from flax_mha._src.guard import guard
 from flax_mha._src.plan import Plan
 
 Implementation = Literal["xla", "blockwise", "cudnn", "splash"]
-NAMES: tuple[str, ...] = get_args(Implementation)
+IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 CLASSES = {
     "xla": "xla.XLA",
     "blockwise": "blockwise.Blockwise",
@@ -202,8 +202,8 @@ def refusals(name: str, call: Call, in_ring: bool = False) -> list[str]:
 
 
 def check_name(implementation: str | None) -> None:
-    if implementation is not None and implementation not in NAMES:
-        known = ", ".join(f'"{name}"' for name in NAMES)
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        known = ", ".join(f'"{name}"' for name in IMPLEMENTATIONS)
         raise ValueError(
             f"implementation must be {known} or None, but got {implementation!r}."
         )
@@ -362,7 +362,7 @@ def _explain_part(
     if cpu_target is not None:
         chosen_on_cpu = choose(call.replace(target=cpu_target))
     variant = None
-    table = {name: refusals(name, call, in_ring) for name in NAMES}
+    table = {name: refusals(name, call, in_ring) for name in IMPLEMENTATIONS}
     doubts = {}
     # Hops of a ring have one algorithm.
     if not in_ring:

@@ -25,12 +25,12 @@ from flax_mha._src.call.arguments import (
     given_mask,
     with_keys,
 )
-from flax_mha._src.call.operands import Call, Result, ScoreMod, Sharding
+from flax_mha._src.call.call import Call, Result, ScoreMod, Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Offsets
 from flax_mha._src.core.tracing import T, readable, target_of, varying_alike
-from flax_mha._src.core.validation import LARGEST, Shape, extremes
+from flax_mha._src.core.validation import INT32_MAX, Shape, extremes
 from flax_mha._src.masks import CausalMask, LengthMask, LocalMask, Mask, WrittenMask
 from flax_mha._src.masks.base import visible_at
 from flax_mha._src.masks.function import check_lookups, lookups
@@ -273,7 +273,7 @@ def over_cache(
     lists = arguments.get("key_indices")
     if lists is not None:
         # A sequence in a ring may have any length.
-        most = cache.length if cache.window is None else LARGEST
+        most = cache.length if cache.window is None else INT32_MAX
         shape_of_lists = shape._replace(key_length=most)
         if always_expands:
             # The lists are those of the cache, which has one latent for all heads.

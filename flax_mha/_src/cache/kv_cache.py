@@ -12,13 +12,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._src.cache.write import (
-    Kind,
+    WriteOptions,
     check_dtype,
     check_entries,
     entries_at,
     write_entries,
 )
-from flax_mha._src.call.operands import Sharding
+from flax_mha._src.call.call import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.core.eight_bits import dequantize_cache, is_quantized, quantize_cache
 from flax_mha._src.core.fields import static
@@ -143,7 +143,7 @@ class KVCache:
             value_head_size = head_size
         value_head_size = int_at_least("value_head_size", value_head_size, 1)
         check_dtype(dtype)
-        validation.flag("per_row", per_row)
+        validation.check_bool("per_row", per_row)
         if window is not None and (not is_int(window) or window < 0):
             raise ValueError(f"window must be an int >= 0 or None, but got {window!r}.")
         if value_size is not None and (
@@ -384,11 +384,13 @@ class KVCache:
         added = tokens
         if room is not True:
             added = jnp.where(room, tokens, 0)
-        kind = Kind(ring=self.window is not None, all_or_none=lengths is None)
+        options = WriteOptions(
+            ring=self.window is not None, all_or_none=lengths is None
+        )
         entries: tuple[Array, ...] = (key, value)
         if self.scale is not None:
             entries = quantize_cache(key, value, self.value_size, self.key.dtype)
-        written = write_entries(kind, self._entries, entries, self.index, added)
+        written = write_entries(options, self._entries, entries, self.index, added)
         return Appended(self._replace(written, self.index + added), tokens, room)
 
     def truncate(self, index: ArrayLike) -> "KVCache":
@@ -568,11 +570,11 @@ class KVCache:
                 f"lengths {np.asarray(lengths).tolist()}."
             )
         # Only some of the slots are written, as `lengths` says.
-        kind = Kind(ring=False, all_or_none=False)
+        options = WriteOptions(ring=False, all_or_none=False)
         slots = jnp.clip(slots, 0, self.length - 1)
         moved = tuple(entries_at(stored, slots) for stored in self._entries)
         added = jnp.where(fine, lengths, 0)
-        written = write_entries(kind, self._entries, moved, start, added)
+        written = write_entries(options, self._entries, moved, start, added)
         new_index = jnp.where(fine, start + lengths, jnp.int32(-1))
         return self._replace(written, new_index)
 

@@ -24,7 +24,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from flax_mha._src.call.operands import accumulation_dtype
+from flax_mha._src.call.call import accumulation_dtype
 
 Layer = Callable[[Array], Array]
 

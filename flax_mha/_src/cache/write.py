@@ -33,7 +33,7 @@ from flax_mha._src.distributed.split import Split, mesh_axes, pad_spec
 _CONVERTS_BFLOAT16 = jax.__version_info__ < (0, 12)
 
 
-class Kind(NamedTuple):
+class WriteOptions(NamedTuple):
     """Static options of `write_entries`: what happens at the end of the cache, and in
     sequences without room.
     """
@@ -124,7 +124,7 @@ def _by_device(
 
 
 def write_entries(
-    kind: Kind,
+    options: WriteOptions,
     cached: tuple[Shaped[Array, "*B S K _"], ...],
     new: tuple[Shaped[Array, "*B T K _"], ...],
     index: Int[Array, "..."],
@@ -142,12 +142,12 @@ def write_entries(
     index = jnp.asarray(index).astype(jnp.int32)
     added = jnp.asarray(added).astype(jnp.int32)
     axes = "B" if index.ndim else ""
-    write = functools.partial(_write_on_device, kind)
+    write = functools.partial(_write_on_device, options)
     arguments = (cached, new, index, added)
     return _by_device(write, arguments, ("B S K H", "B T K H", axes, axes))
 
 
-def _write_on_device(kind: Kind, *given: Any) -> tuple[Array, ...]:
+def _write_on_device(options: WriteOptions, *given: Any) -> tuple[Array, ...]:
     cached, new, index, added = varying_alike(given)
     arrays = jax.tree.leaves(given)
     # Otherwise symbols, as in jax.export.
@@ -161,14 +161,14 @@ def _write_on_device(kind: Kind, *given: Any) -> tuple[Array, ...]:
         # costs more.
         prefers_slices = not target.may_be_split or _is_converted(cached)
         if has_known_sizes and target.platform == "cpu" and prefers_slices:
-            return _write_slices(kind, cached, new, index, added)
-        return _scatter(kind, cached, new, index, added)
+            return _write_slices(options, cached, new, index, added)
+        return _scatter(options, cached, new, index, added)
 
     return tuple(map(write, cached, new))
 
 
 def _scatter(
-    kind: Kind, cached: Array, new: Array, index: Array, added: Array
+    options: WriteOptions, cached: Array, new: Array, index: Array, added: Array
 ) -> Array:
     """Does `write_entries` for one array by a scatter: in place on accelerators, and
     XLA can split it over devices.
@@ -181,7 +181,7 @@ def _scatter(
     steps = steps.reshape((1,) * (index.ndim - 1) + (number,))
     places = index + steps
     in_use = steps < added
-    if kind.ring:
+    if options.ring:
         places = places % length
         # Later entries overwrite those a whole ring before them.
         in_use = in_use & (steps >= added - length)
@@ -213,14 +213,14 @@ def entries_at(cached: Array, slots: Int[Array, "... n"], *new: Array) -> Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _write_slices(kind: Kind, *arrays: Array) -> Array:
+def _write_slices(options: WriteOptions, *arrays: Array) -> Array:
     """Does the same as `_scatter` by writing slices, which is faster on CPUs; its JVP
     rule uses `_scatter`.
     """
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Array) -> Array:
-        return _update_slices(kind, *arrays)
+        return _update_slices(options, *arrays)
 
     @call.def_vmap
     def add_batch_axis(
@@ -241,7 +241,7 @@ def _write_slices(kind: Kind, *arrays: Array) -> Array:
             batch = cached.shape[:-3]
             index = _for_each_sequence(index, batch)
             added = _for_each_sequence(added, batch)
-            return _write_slices(kind, cached, new, index, added)
+            return _write_slices(options, cached, new, index, added)
 
         return by_mapped_axis(here, arrays, tuple(is_batched)), True
 
@@ -256,29 +256,29 @@ def _for_each_sequence(x: Array, batch: tuple[int, ...]) -> Array:
 
 @_write_slices.defjvp
 def _write_slices_jvp(
-    kind: Kind, primals: tuple, tangents: tuple
+    options: WriteOptions, primals: tuple, tangents: tuple
 ) -> tuple[Array, Array]:
     cached, new, *ends = primals
 
     def scatter(cached: Array, new: Array) -> Array:
-        return _scatter(kind, cached, new, *ends)
+        return _scatter(options, cached, new, *ends)
 
     _, tangent = jax.jvp(scatter, (cached, new), tangents[:2])
-    return _write_slices(kind, *primals), tangent
+    return _write_slices(options, *primals), tangent
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _update_slices(
-    kind: Kind, cached: Array, new: Array, index: Array, added: Array
+    options: WriteOptions, cached: Array, new: Array, index: Array, added: Array
 ) -> Array:
     """Writes the new entries of all sequences as one slice if all use the same slots,
     otherwise one by one.
     """
     # Not flattened: XLA would copy some caches into other layouts.
     batch = cached.shape[:-3]
-    if _fills_one_slice(kind, new) and not index.ndim:
+    if _fills_one_slice(options, new) and not index.ndim:
         place = (jnp.zeros_like(index),) * len(batch)
-        return _write_sequence(kind, cached, new, place, index, added)
+        return _write_sequence(options, cached, new, place, index, added)
     index = jnp.broadcast_to(index, batch).reshape(-1)
     added = jnp.broadcast_to(added, batch).reshape(-1)
     if _is_converted(cached):
@@ -292,20 +292,20 @@ def _update_slices(
         entries = lax.dynamic_slice(new, start, shape)
         first = lax.dynamic_index_in_dim(index, i, keepdims=False)
         count = lax.dynamic_index_in_dim(added, i, keepdims=False)
-        return _write_sequence(kind, cached, entries, place, first, count)
+        return _write_sequence(options, cached, entries, place, first, count)
 
     return lax.fori_loop(0, index.size, write, cached)
 
 
-def _fills_one_slice(kind: Kind, new: Array) -> bool:
+def _fills_one_slice(options: WriteOptions, new: Array) -> bool:
     """Returns whether one slice suffices for a sequence: its T slots are consecutive,
     and all or none are written.
     """
-    return kind.all_or_none and (new.shape[-3] == 1 or not kind.ring)
+    return options.all_or_none and (new.shape[-3] == 1 or not options.ring)
 
 
 def _write_sequence(
-    kind: Kind,
+    options: WriteOptions,
     cached: Float[Array, "*B S K H"],
     new: Shaped[Array, "*b T K H"],
     place: tuple[Array, ...],
@@ -321,16 +321,16 @@ def _write_sequence(
     """
     length = cached.shape[-3]
     size = min(new.shape[-3], cached.shape[-3])
-    first = index % length if kind.ring else index
-    if _fills_one_slice(kind, new):
+    first = index % length if options.ring else index
+    if _fills_one_slice(options, new):
         return _update_slice(cached, new, _start(place, first), added > 0)
     starts = [jnp.clip(first, 0, length - size)]
-    if kind.ring and size < length:
+    if options.ring and size < length:
         # What does not fit at the end of a ring goes to its start.
         starts.append(jnp.zeros_like(first))
     for start in starts:
         entry_of_slot = start + jnp.arange(size, dtype=jnp.int32) - index
-        if kind.ring:
+        if options.ring:
             # Every `length`-th entry falls on the same slot: keep the last one added.
             entry_of_slot = added - 1 - (added - 1 - entry_of_slot) % length
         in_use = (entry_of_slot >= 0) & (entry_of_slot < added)

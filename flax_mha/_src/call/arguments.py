@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import (
+from flax_mha._src.call.call import (
     Call,
     Context,
     ScoreMod,
@@ -31,6 +31,7 @@ from flax_mha._src.core.validation import (
     Shape,
     as_array,
     broadcastable,
+    check_bool,
     is_finite,
     is_int,
     number_in,
@@ -235,7 +236,7 @@ def _positions(
     # A symbol of `jax.export` has no known size.
     if isinstance(length, int):
         last = last + max(length, 1) - 1
-    if first < validation.SMALLEST or last > validation.LARGEST:
+    if first < validation.INT32_MIN or last > validation.INT32_MAX:
         raise ValueError(
             f"{name} must keep positions within the int32 range, but they run from "
             f"{first} to {last}; use a smaller offset."
@@ -256,7 +257,7 @@ def check_offsets(
         "key_value_offset", key_offset, shape.key_length, shape
     )
     largest_distance = max(last_query - first_key, last_key - first_query)
-    if largest_distance > validation.LARGEST:
+    if largest_distance > validation.INT32_MAX:
         raise ValueError(
             "query_offset and key_value_offset must keep distances within the int32 "
             f"range, but queries are at positions {first_query} to {last_query} "
@@ -291,7 +292,7 @@ def check_is_causal(is_causal: Any, mask: Any) -> bool:
     tokens, as `CausalMask() | mask` is.
     """
     given = is_causal
-    is_causal = given is None or _flag("is_causal", given)
+    is_causal = given is None or check_bool("is_causal", given)
     if is_causal and isinstance(mask, Mask) and shows_future(mask):
         raise ValueError(
             "is_causal must be False if mask shows later tokens, as CausalMask() | "
@@ -475,7 +476,7 @@ def canonical(
     offsets = check_offsets(query_offset, key_offset, shape)
 
     masks: list[Mask | None] = []
-    if _flag("is_causal", arguments.get("is_causal", False)):
+    if check_bool("is_causal", arguments.get("is_causal", False)):
         masks.append(CausalMask())
     if window is not None:
         masks.append(LocalMask(*window))
@@ -529,8 +530,8 @@ def check_scoring(
         of_heads = (*shape.batch, shape.num_heads)
         sinks = broadcastable("sinks", sinks, of_heads, "[batch..., heads]")
 
-    def flag(name: str) -> bool:
-        return _flag(name, arguments.get(name, False))
+    def is_set(name: str) -> bool:
+        return check_bool(name, arguments.get(name, False))
 
     return Call(
         query=query,
@@ -545,10 +546,10 @@ def check_scoring(
         soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
         score_mod=function,
         dropout_rate=rate,
-        broadcast_dropout=flag("broadcast_dropout"),
+        broadcast_dropout=is_set("broadcast_dropout"),
         precision=check_precision(arguments.get("precision")),
-        return_residual=_flag("return_residual", return_residual),
-        return_max_score=flag("return_max_score"),
+        return_residual=check_bool("return_residual", return_residual),
+        return_max_score=is_set("return_max_score"),
         sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
     )
 
@@ -580,12 +581,6 @@ def with_keys(
     if call.score_mod is not None or jax.tree.leaves(visible):
         check_lookups(shape, call.score_mod, visible, call.offsets, call.lengths)
     return call
-
-
-def _flag(name: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    return validation.flag(name, value)
 
 
 def _length_mask(arguments: CallArguments, shape: Shape, is_whole: bool) -> Mask | None:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import Call
+from flax_mha._src.call.call import Call
 from flax_mha._src.core.tile import Scalar
 
 

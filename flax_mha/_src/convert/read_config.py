@@ -10,7 +10,7 @@ import numpy as np
 from flax_mha._src.convert.families import FAMILIES, Family
 from flax_mha._src.convert.layer_rules import Values
 from flax_mha._src.convert.process_heads import LARGEST as LARGEST_FACTOR
-from flax_mha._src.core.validation import LARGEST, is_finite, is_int
+from flax_mha._src.core.validation import INT32_MAX, is_finite, is_int
 
 # Other names of keys. If a config has several of them, the first in this order counts.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -105,7 +105,9 @@ class Kind(NamedTuple):
 
 
 def _integer(least: int) -> Kind:
-    return Kind(f"an integer >= {least}", lambda x: is_int(x) and least <= x <= LARGEST)
+    return Kind(
+        f"an integer >= {least}", lambda x: is_int(x) and least <= x <= INT32_MAX
+    )
 
 
 def _list(entries: str, fits: Callable[[Any], bool]) -> Kind:

@@ -10,14 +10,14 @@ from jaxtyping import Array, Float
 
 # The largest number of each dtype; a vector is scaled so that its largest number
 # becomes this.
-LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
+LARGEST_OF = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
 
 def is_quantized(dtype: DTypeLike) -> bool:
     """Returns whether `dtype` is int8 or float8_e4m3fn, the 8-bit dtypes whose numbers
     come with scales.
     """
-    return jnp.dtype(dtype) in LARGEST
+    return jnp.dtype(dtype) in LARGEST_OF
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -35,7 +35,7 @@ def quantize(
     # In some sizes XLA's CPU loses the NaN of a maximum.
     is_finite = jnp.isfinite(x).all(axis=-1, keepdims=True)
     # scale = max |x| / largest number of the dtype
-    largest = LARGEST[dtype]
+    largest = LARGEST_OF[dtype]
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) / largest
     # XLA may flush smaller numbers to 0, and then divides by 0.
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)

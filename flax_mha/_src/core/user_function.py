@@ -30,7 +30,7 @@ from flax_mha._src.core.jaxprs import (
 )
 from flax_mha._src.core.tracing import without_mesh
 
-NAMES = {
+COUNTED = {
     "b": "batch entries",
     "h": "heads",
     "q_idx": "query positions",
@@ -97,7 +97,7 @@ class TracedFunction(FunctionOfScalars):
             has_fewer = name in "bh" and value + 1 < size
             if value >= size or has_fewer:
                 raise ValueError(
-                    f"{self.name} was created for {size} {NAMES[name]}, but the call "
+                    f"{self.name} was created for {size} {COUNTED[name]}, but the call "
                     f"has {value + 1}."
                 )
         for name, axis, shape in self.lookups:

@@ -23,8 +23,8 @@ from flax_mha._src.core.tracing import being_traced, readable
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # The range of int32, the dtype of positions and their differences. A larger window or
 # length limits nothing.
-LARGEST = 2**31 - 1
-SMALLEST = -(2**31)
+INT32_MAX = 2**31 - 1
+INT32_MIN = -(2**31)
 MASK = "a boolean array or a mask object such as CausalMask()"
 
 
@@ -273,7 +273,7 @@ def key_indices(value: ArrayLike | None, shape: Shape) -> Array | None:
     return indices
 
 
-def flag(name: str, value: bool) -> bool:
+def check_bool(name: str, value: bool) -> bool:
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, jax.core.Tracer):
@@ -430,8 +430,8 @@ def int32(name: str, value: object) -> Array:
     if np.dtype(array.dtype).itemsize > 4 or array.dtype == np.uint32:
         is_unsigned = jnp.issubdtype(array.dtype, jnp.unsignedinteger)
         # An unsigned dtype has no negative limit.
-        low = None if is_unsigned else SMALLEST
-        array = array.clip(low, LARGEST)
+        low = None if is_unsigned else INT32_MIN
+        array = array.clip(low, INT32_MAX)
     return array.astype(np.int32)
 
 
@@ -449,7 +449,7 @@ def ids_int32(name: str, value: object) -> Array:
     if array.size and not fits:
         least = array.min()
         greatest = array.max()
-        if int(least) < SMALLEST or int(greatest) > LARGEST:
+        if int(least) < INT32_MIN or int(greatest) > INT32_MAX:
             raise ValueError(
                 f"{name} must be in the int32 range, but got values from {least} to "
                 f"{greatest}; renumber them with np.unique(ids, return_inverse=True)."

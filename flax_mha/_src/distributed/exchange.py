@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 from flax_mha._src.call import slices
-from flax_mha._src.call.operands import Call, Context, Result
+from flax_mha._src.call.call import Call, Context, Result
 from flax_mha._src.distributed import split
 
 

@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.call import slices
-from flax_mha._src.call.operands import (
+from flax_mha._src.call.call import (
     Call,
     Context,
     LogSumExp,

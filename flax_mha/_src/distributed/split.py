@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import (
+from flax_mha._src.call.call import (
     Axes,
     Call,
     Context,

@@ -43,7 +43,7 @@ from jaxtyping import Array, Float
 
 from flax_mha._src import guard
 from flax_mha._src import plan as plans
-from flax_mha._src.call.operands import (
+from flax_mha._src.call.call import (
     Call,
     LogSumExp,
     NonFinite,
@@ -113,16 +113,16 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
     tiling: Any = plan.tiling
     head = heads_of(call, plan.dtype)
     axes = call.query.ndim - 1  # B..., K and G
-    blocks = call.tiles
-    if blocks is None:
-        blocks = _block_mask(head.rule, tiling, axes)
+    tiles = call.tiles
+    if tiles is None:
+        tiles = _block_mask(head.rule, tiling, axes)
 
     looped_axes = plan.looped_axes
-    if looped_axes is not None and not blocks.single:
+    if looped_axes is not None and not tiles.single:
         # Heads with different numbers of tiles must not be vmapped: each would run the
         # longest loop.
         for axis in range(axes):
-            if blocks.column.shape[axis] > 1:
+            if tiles.column.shape[axis] > 1:
                 looped_axes = max(looped_axes, axis + 1)
 
     known = None
@@ -130,7 +130,7 @@ def _all_heads(plan: Plan, call: Call, result: Result | None) -> Result:
         known = from_caller(result, call.groups)
     results = map_heads(
         functools.partial(_one_head, tiling, plan.fuses_rows),
-        varying_alike((head, blocks, known)),
+        varying_alike((head, tiles, known)),
         axes,
         looped_axes=looped_axes,
         max_heads=plan.max_heads,
@@ -153,9 +153,9 @@ def _block_mask(rule: ScoreRule, tiling: Tiling, axes: int) -> BlockMask:
             return dynamic_block_mask(tiling, mask, offsets.values)
 
         return map_heads(one_head, (rule.mask, rule.offsets), axes)
-    blocks = block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
+    tiles = block_mask_of_one(tiling, rule.mask, rule.offsets.numbers)
     new_axes = (None,) * (axes - 1)
-    return jax.tree.map(lambda x: x[new_axes], blocks)
+    return jax.tree.map(lambda x: x[new_axes], tiles)
 
 
 def _one_head(
@@ -173,11 +173,11 @@ def _one_head(
       operands: The head, the tiles to visit, and None or, for `Engine.share`, the
         output and log-sum-exp to return.
     """
-    head, blocks, known = operands
+    head, tiles, known = operands
     queries, _ = tiling.lengths
     head = _pad(head, tiling)
     known = jax.tree.map(lambda x: _pad_to(x, head.query.shape[0]), known)
-    results = _attention(tiling, fuse_rows, head, blocks, known)
+    results = _attention(tiling, fuse_rows, head, tiles, known)
     return jax.tree.map(lambda x: x[:queries], results)
 
 
@@ -224,7 +224,7 @@ def _attention(
     tiling: Tiling,
     fuse_rows: bool,
     head: Head,
-    blocks: BlockMask,
+    tiles: BlockMask,
     known: tuple[Array, LogSumExp] | None,
 ) -> ResultsOfHead:
     """Computes a padded head as one JAX operation with derivatives of every order.
@@ -234,22 +234,22 @@ def _attention(
     """
 
     def compute(
-        head: Head, blocks: BlockMask, known: tuple[Array, LogSumExp] | None
+        head: Head, tiles: BlockMask, known: tuple[Array, LogSumExp] | None
     ) -> tuple:
         if known is not None:
             return known
-        return _output(tiling, fuse_rows, head, blocks)
+        return _output(tiling, fuse_rows, head, tiles)
 
     def with_tangents(arguments: tuple, tangents: tuple) -> tuple[Any, Array, Array]:
-        head, blocks, known = arguments
+        head, tiles, known = arguments
         d_head, _, _ = tangents
         largest = None
         if known is None:
             output, lse, largest = _attention(
-                tiling, fuse_rows=False, head=head, blocks=blocks, known=None
+                tiling, fuse_rows=False, head=head, tiles=tiles, known=None
             )
             known = name_residuals(output, lse)
-        d_output, d_log_sum = _tangent(tiling, head, blocks, known, d_head)
+        d_output, d_log_sum = _tangent(tiling, head, tiles, known, d_head)
         return (known, largest), d_output, d_log_sum
 
     return attention_operation(
@@ -258,25 +258,25 @@ def _attention(
         compute,
         with_tangents,
         head,
-        blocks,
+        tiles,
         known,
     )
 
 
 @functools.partial(jit_products, static_argnums=(0, 1), inline=True)
 def _output(
-    tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask
+    tiling: Tiling, fuse_rows: bool, head: Head, tiles: BlockMask
 ) -> ResultsOfHead:
     """Computes FlashAttention's forward pass: a loop over rows i of tiles, and in each
     row an online softmax over the tiles j that it visits.
 
     `fuse_rows` is for rows of single tiles, see `_output_of_single_tiles`.
     """
-    if blocks.single:
-        return _output_of_single_tiles(tiling, fuse_rows, head, blocks)
+    if tiles.single:
+        return _output_of_single_tiles(tiling, fuse_rows, head, tiles)
 
     def row(part: tuple) -> ResultsOfHead:
-        i, blocks, Q_i, flags_i = part
+        i, tiles, Q_i, flags_i = part
         if flags_i is not None:
             Q_i = guard.zero(Q_i, flags_i)
 
@@ -313,20 +313,20 @@ def _output(
             fields=head.rule,
         )
         start = varying_as(Q_i, start)
-        state = over_keys(blocks, tiling, head.rule, i, visit_tile, start)
+        state = over_keys(tiles, tiling, head.rule, i, visit_tile, start)
         return state.finish()
 
-    return _join_rows(lax.map(row, _rows(tiling, head, blocks)))
+    return _join_rows(lax.map(row, _rows(tiling, head, tiles)))
 
 
-def _rows(tiling: Tiling, head: Head, blocks: BlockMask) -> tuple:
+def _rows(tiling: Tiling, head: Head, tiles: BlockMask) -> tuple:
     """Returns the inputs of a loop over rows of tiles: for each row its number, block
     mask, queries, and the flags of these, or None.
     """
     flags = None
     if head.nonfinite is not None:
         flags = head.nonfinite.query
-    return by_row(tiling, blocks, head.query, flags)
+    return by_row(tiling, tiles, head.query, flags)
 
 
 def _join_rows(results: Any) -> ResultsOfHead:
@@ -353,29 +353,29 @@ def _cut(
 
 
 def _output_of_single_tiles(
-    tiling: Tiling, fuse_rows: bool, head: Head, blocks: BlockMask
+    tiling: Tiling, fuse_rows: bool, head: Head, tiles: BlockMask
 ) -> ResultsOfHead:
     """Computes a head whose rows of tiles have one tile each, which needs no online
     softmax: row after row or, with `fuse_rows`, all rows together.
     """
     # If no tile is partial, nothing is masked.
     mask = None
-    if blocks.partial_bands:
+    if tiles.partial_bands:
         mask = padded_mask(head.rule.mask, tiling)
     rule = head.rule.replace(mask=mask)
 
     def row(part: tuple) -> ResultsOfHead:
-        i, blocks, Q_i, flags_i = part
+        i, tiles, Q_i, flags_i = part
         tile = Tile(
             row=i * tiling.height,
-            column=element(blocks.column, 0),
+            column=element(tiles.column, 0),
             shape=(tiling.height, tiling.width),
             offsets=rule.offsets.values,
             lengths=tiling.inside,
         )
         return rows_of(_cut(head, rule, tile, Q_i, flags_i), tile, fuse_rows)
 
-    rows = _rows(tiling, head, blocks)
+    rows = _rows(tiling, head, tiles)
     if fuse_rows:
         return _join_rows(jax.vmap(row)(rows))
     return _join_rows(lax.map(row, rows))
@@ -384,7 +384,7 @@ def _output_of_single_tiles(
 def _tangent(
     tiling: Tiling,
     head: Head,
-    blocks: BlockMask,
+    tiles: BlockMask,
     result: tuple[Array, LogSumExp],
     d_head: Head,
 ) -> tuple[Float[Array, "T Hv"], Float[Array, " T"]]:
@@ -409,7 +409,7 @@ def _tangent(
         tiling,
         _tangent_of_tile(head),
         head.rule,
-        blocks,
+        tiles,
         residuals=[query, *(x[:, None] for x in lse), *_arguments(head)],
         linear=[d_head.query, *_arguments(d_head)],
         backward=functools.partial(_backward, tiling, structure),
@@ -518,7 +518,7 @@ def _backward(
     tiling: Tiling,
     structure: Any,
     rule: ScoreRule,
-    blocks: BlockMask,
+    tiles: BlockMask,
     residuals: Sequence[Array],
     cotangents: Sequence[Array],
 ) -> list[Array]:
@@ -592,7 +592,7 @@ def _backward(
         ),
     )
     dQ, dK_transposed, dV_transposed, *d_inputs = tile_sum(
-        tiling, function, rule, blocks, residuals=sum_residuals, linear=sum_linear
+        tiling, function, rule, tiles, residuals=sum_residuals, linear=sum_linear
     )
     return [dQ, dK_transposed.T, dV_transposed.T, *d_inputs]
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from flax_mha._src.call.operands import Call, Result
+from flax_mha._src.call.call import Call, Result
 from flax_mha._src.plan import Plan
 
 

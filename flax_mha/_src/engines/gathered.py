@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import Call, NonFinite, Result
+from flax_mha._src.call.call import Call, NonFinite, Result
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.masks import Mask

@@ -42,7 +42,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import Call, Result
+from flax_mha._src.call.call import Call, Result
 from flax_mha._src.core.eight_bits import as_floats
 from flax_mha._src.core.tile import Grid, Scalar, Tile
 from flax_mha._src.core.tracing import (

@@ -9,7 +9,7 @@ import jax
 
 from flax_mha._src import guard
 from flax_mha._src import plan as plans
-from flax_mha._src.call.operands import Call, Result
+from flax_mha._src.call.call import Call, Result
 from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.engines import gathered, in_place
 from flax_mha._src.engines.engine import Engine

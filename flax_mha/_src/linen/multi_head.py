@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from flax_mha._src.attention import Explanation, Implementation, ScoreMod
 from flax_mha._src.cache.kv_cache import KVCache
 from flax_mha._src.cache.shared import SharedKV
-from flax_mha._src.call.operands import Sharding
+from flax_mha._src.call.call import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.distributed.tensor_parallel import boxed, parameter_names
@@ -28,8 +28,8 @@ from flax_mha._src.modules.attention_fn import Recorder, explaining, ours
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import (
     Arrays,
-    FlaxModule,
     Given,
+    ModuleParts,
     ProcessHeads,
     call_module,
     reach,
@@ -222,7 +222,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         deterministic: bool | None,
         dropout_rng: Array | None,
         sow_weights: bool,
-    ) -> FlaxModule:
+    ) -> ModuleParts:
         num_heads = self.num_heads
         qkv_features = features if self.qkv_features is None else self.qkv_features
         num_kv_heads, head_size = check_heads(
@@ -236,7 +236,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             value_norm=self.value_norm,
             process_heads=self.process_heads,
         )
-        validation.flag("per_row", self.per_row)
+        validation.check_bool("per_row", self.per_row)
         norm_of_qk = norm_of("normalize_qk", self.normalize_qk)
         norm_of_values = norm_of("value_norm", self.value_norm)
         norm_of_output = norm_of("out_norm", self.out_norm)
@@ -281,7 +281,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             dropout_rng,
             sow_weights,
         )
-        return FlaxModule(
+        return ModuleParts(
             module=self,
             options=options,
             query=self._dense("query", (num_heads, head_size)),

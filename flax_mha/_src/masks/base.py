@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool
 from flax_mha._src.core.fields import WithAxes, static
 from flax_mha._src.core.tile import BoolMatrix, Grid, Tile
 from flax_mha._src.core.tracing import T, readable
-from flax_mha._src.core.validation import LARGEST, SMALLEST, Shape, is_int
+from flax_mha._src.core.validation import INT32_MAX, INT32_MIN, Shape, is_int
 
 M = TypeVar("M", bound=type)
 # (left, right): how far a query attends before and after itself; None: no limit.
@@ -467,8 +467,8 @@ class _Window(Mask):
         # Distances from a query to a key: least to greatest in a tile, first to last in
         # the window.
         least, greatest = grid.distance_bounds()
-        first = SMALLEST if left is None else _int32(-left)
-        last = LARGEST if right is None else _int32(right)
+        first = INT32_MIN if left is None else _int32(-left)
+        last = INT32_MAX if right is None else _int32(right)
         any_visible = (greatest >= first) & (least <= last)
         all_visible = (least >= first) & (greatest <= last)
         return Occupancy(any_visible, all_visible)
@@ -478,7 +478,7 @@ def _int32(distance: int) -> int:
     """Clips a window's bound to int32. The window stays the same, because distances
     between positions fit in int32.
     """
-    return int(min(max(distance, SMALLEST), LARGEST))
+    return int(min(max(distance, INT32_MIN), INT32_MAX))
 
 
 @jax.tree_util.register_dataclass

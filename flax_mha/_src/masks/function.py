@@ -18,7 +18,7 @@ from flax_mha._src.core.fields import static, with_axes
 from flax_mha._src.core.tile import Grid, Offsets, Scalar, Tile
 from flax_mha._src.core.tracing import T, is_key, readable
 from flax_mha._src.core.user_function import Trace, TracedFunction, trace
-from flax_mha._src.core.validation import LARGEST, Shape
+from flax_mha._src.core.validation import INT32_MAX, Shape
 from flax_mha._src.masks.base import Mask, Occupancy, Window
 from flax_mha._src.masks.visible import Visible
 
@@ -279,7 +279,7 @@ def _last_visible(
     if queries is None or keys is None:
         return None, None
     # All distances, if not limited.
-    left, right = (2 * LARGEST + 1 if side is None else side for side in window)
+    left, right = (2 * INT32_MAX + 1 if side is None else side for side in window)
     # Query i attends to key j if i - left <= j <= i + right.
     first_queries = np.maximum(queries[0], keys[0] - right)
     last_queries = np.minimum(queries[1], keys[1] + left)
@@ -287,8 +287,8 @@ def _last_visible(
     seen = first_queries <= last_queries
     if left + right < 0 or not seen.any():
         return None, None
-    last_query = np.where(seen, last_queries, -LARGEST).max()
-    last_key = np.where(seen, last_keys, -LARGEST).max()
+    last_query = np.where(seen, last_queries, -INT32_MAX).max()
+    last_key = np.where(seen, last_keys, -INT32_MAX).max()
     return int(last_query), int(last_key)
 
 

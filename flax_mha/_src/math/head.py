@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import Call, LogSumExp, NonFinite, Result
+from flax_mha._src.call.call import Call, LogSumExp, NonFinite, Result
 from flax_mha._src.core.eight_bits import dequantize_cache
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Offsets, Scalar, Tile

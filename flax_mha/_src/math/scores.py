@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from flax_mha._src.call.operands import ScoreFields, accumulation_dtype
+from flax_mha._src.call.call import ScoreFields, accumulation_dtype
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.math.derivatives import reverse_only
 

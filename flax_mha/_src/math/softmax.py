@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import LogSumExp, ScoreFields
+from flax_mha._src.call.call import LogSumExp, ScoreFields
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import T

@@ -21,14 +21,14 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import accumulation_dtype
+from flax_mha._src.call.call import accumulation_dtype
 from flax_mha._src.core.tile import Tile
 from flax_mha._src.core.tracing import varying_as
 from flax_mha._src.math.derivatives import Function, differentiate
 from flax_mha._src.math.scores import ScoreRule
 from flax_mha._src.math.tiling import (
+    ArgumentKind,
     BlockMask,
-    Kind,
     TileVisit,
     Tiling,
     by_row,
@@ -41,7 +41,7 @@ class Argument(NamedTuple):
     (`kind`), its shape and dtype.
     """
 
-    kind: Kind
+    kind: ArgumentKind
     shape: tuple[int, ...]
     dtype: DTypeLike
     factor: float = 1.0  # the sum is multiplied by it, if this is an output
@@ -186,7 +186,7 @@ def tile_sum(
     tiling: Tiling,
     function: TileSummand,
     rule: ScoreRule,
-    blocks: BlockMask,
+    tiles: BlockMask,
     residuals: Sequence[Array],
     linear: Sequence[Array],
     backward: Callable[
@@ -194,14 +194,14 @@ def tile_sum(
     ]
     | None = None,
 ) -> list[Array]:
-    """Sums `function` over the tiles of one head that `blocks` lists; returns the sums,
+    """Sums `function` over the tiles of one head that `tiles` lists; returns the sums,
     its outputs.
 
     `residuals` and `linear` are the arguments of `function`. The sum is linear in
-    `linear`. `backward(rule, blocks, residuals, cotangents)` computes the transpose of
+    `linear`. `backward(rule, tiles, residuals, cotangents)` computes the transpose of
     the sum; None uses `function.transposed`.
     """
-    context, structure = jax.tree.flatten((rule, blocks))
+    context, structure = jax.tree.flatten((rule, tiles))
     operation = _sum_of(tiling, function, structure, backward)
     return operation(*context, *residuals, *linear)
 
@@ -212,7 +212,7 @@ def _sum_of(
     """Makes the JAX operation that `tile_sum` calls, with its tangent and its
     transpose.
 
-    It takes the leaves of (rule, blocks), whose pytree structure is `structure`, then
+    It takes the leaves of (rule, tiles), whose pytree structure is `structure`, then
     residuals and linear arguments.
     """
     count = structure.num_leaves
@@ -220,11 +220,11 @@ def _sum_of(
     first_linear = count + num_residuals
 
     def split(arguments: Sequence[Any]) -> tuple[ScoreRule, BlockMask, Sequence[Any]]:
-        rule, blocks = jax.tree.unflatten(structure, arguments[:count])
-        return rule, blocks, arguments[count:]
+        rule, tiles = jax.tree.unflatten(structure, arguments[:count])
+        return rule, tiles, arguments[count:]
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
-        rule, blocks, values = split(arguments)
+        rule, tiles, values = split(arguments)
         # Rule and block mask have no tangent.
         along = {i - count: x for i, x in sorted(tangents.items()) if i >= count}
         is_linear = all(i >= num_residuals for i in along)
@@ -239,7 +239,7 @@ def _sum_of(
                 tiling=tiling,
                 function=function.jvp(tuple(along)),
                 rule=rule,
-                blocks=blocks,
+                tiles=tiles,
                 residuals=values,
                 linear=list(along.values()),
             )
@@ -248,21 +248,21 @@ def _sum_of(
     def transpose(
         residuals: Sequence[Any], cotangents: Sequence[Array]
     ) -> Sequence[Array]:
-        rule, blocks, values = split(residuals)
+        rule, tiles, values = split(residuals)
         if backward is not None:
-            return backward(rule, blocks, values, cotangents)
+            return backward(rule, tiles, values, cotangents)
         return tile_sum(
             tiling=tiling,
             function=function.transposed(),
             rule=rule,
-            blocks=blocks,
+            tiles=tiles,
             residuals=values,
             linear=cotangents,
         )
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
-        rule, blocks, values = split(arguments)
-        return _sum_rows(tiling, function, rule, blocks, values)
+        rule, tiles, values = split(arguments)
+        return _sum_rows(tiling, function, rule, tiles, values)
 
     result = Function(
         outputs=function.outputs,
@@ -278,7 +278,7 @@ def _sum_rows(
     tiling: Tiling,
     function: TileSummand,
     rule: ScoreRule,
-    blocks: BlockMask,
+    tiles: BlockMask,
     arguments: Sequence[Any],
 ) -> Sequence[Array]:
     """Evaluates a tile sum, one row of tiles after another; `arguments` are residuals,
@@ -296,7 +296,7 @@ def _sum_rows(
     def row(
         sums: dict[int, Array], row_parts: tuple
     ) -> tuple[dict[int, Array], list[Array]]:
-        i, blocks, *parts = row_parts
+        i, tiles, *parts = row_parts
         values = list(arguments)
         for place, part in zip(row_arguments, parts, strict=True):
             if described[place].kind == "queries transposed":
@@ -318,7 +318,7 @@ def _sum_rows(
         of_row = {n: outputs[n].start(tiling.height) for n in row_outputs}
         of_row = varying_as(arguments[-1], of_row)
         state = over_keys(
-            blocks=blocks,
+            tiles=tiles,
             tiling=tiling,
             rule=rule,
             i=i,
@@ -330,7 +330,7 @@ def _sum_rows(
 
     start = {n: outputs[n].start() for n in sum_outputs}
     start = varying_as(arguments[-1], start)
-    rows = by_row(tiling, blocks, *(arguments[i] for i in row_arguments))
+    rows = by_row(tiling, tiles, *(arguments[i] for i in row_arguments))
     sums, parts_of_rows = lax.scan(row, start, rows)
 
     results = {n: outputs[n].finish(x) for n, x in sums.items()}

@@ -451,7 +451,7 @@ def block_mask_of_one(
 # "queries transposed": the same rows as [F, t]. "keys": the columns [s, F] of [S, F];
 # "keys transposed": the columns [F, s] of [F, S]. "scores": the tile itself, of [T | 1,
 # S | 1]. "whole": all of it.
-Kind = Literal[
+ArgumentKind = Literal[
     "queries", "queries transposed", "keys", "keys transposed", "scores", "whole"
 ]
 
@@ -479,9 +479,9 @@ class TileVisit(NamedTuple):
             return part
         return lax.dynamic_update_slice_in_dim(x, part, self.first, axis)
 
-    def cut(self, kind: Kind, x: Array) -> Array:
-        """Cuts the part that this visit needs out of `x`, as `kind` says (see `Kind`).
-        For both kinds of queries, `x` must already be cut to the row of tiles.
+    def cut(self, kind: ArgumentKind, x: Array) -> Array:
+        """Cuts the part that this visit needs out of `x`. For both kinds of queries,
+        `x` must already be cut to the row of tiles.
         """
         axis = int(kind.endswith("transposed"))
         if kind.startswith("queries"):
@@ -492,7 +492,7 @@ class TileVisit(NamedTuple):
             return self.tile.cut(x)
         return x
 
-    def add(self, kind: Kind, x: Array, part: Array) -> Array:
+    def add(self, kind: ArgumentKind, x: Array, part: Array) -> Array:
         """Adds a tile's `part` to `x`, the running sum that `Argument.start` created;
         for "queries", `x` covers one row of tiles.
         """
@@ -513,7 +513,7 @@ class TileVisit(NamedTuple):
 
 
 def over_keys(
-    blocks: BlockMask,
+    tiles: BlockMask,
     tiling: Tiling,
     rule: ScoreRule,
     i: Int[Array, ""],
@@ -523,13 +523,13 @@ def over_keys(
     """Runs `state = step(visit, rule, state)` for each tile to visit in row `i` of
     tiles; returns the last state.
 
-    `blocks` is the block mask of the row. For full tiles, `step` gets the rule without
+    `tiles` is the block mask of the row. For full tiles, `step` gets the rule without
     its mask.
     """
 
     def visit(band: TileBand, rule: ScoreRule, n: Scalar, state: T) -> T:
         row = i * tiling.height + band.first
-        column = element(blocks.column, n)
+        column = element(tiles.column, n)
         shape = (band.end - band.first, tiling.width)
         tile = Tile(row, column, shape, rule.offsets.values, tiling.inside)
         return step(TileVisit(band.first, tile), rule, state)
@@ -543,22 +543,22 @@ def over_keys(
             if len(visits) == 1:
                 return visits[0](n, state)
             # A band is a shape, so each has a branch of its own.
-            return lax.switch(element(blocks.band, n), visits, n, state)
+            return lax.switch(element(tiles.band, n), visits, n, state)
 
-        if blocks.single:
+        if tiles.single:
             return visit_one(0, state)
         return lax.fori_loop(first, end, visit_one, state)
 
     # Full tiles first, without a mask, then partial tiles.
-    mask = padded_mask(rule.mask, tiling) if blocks.partial_bands else None
-    if blocks.full_bands:
+    mask = padded_mask(rule.mask, tiling) if tiles.partial_bands else None
+    if tiles.full_bands:
         unmasked = rule.replace(mask=None)
-        state = visit_all(blocks.full_bands, unmasked, 0, blocks.num_full, state)
-    if blocks.partial_bands:
+        state = visit_all(tiles.full_bands, unmasked, 0, tiles.num_full, state)
+    if tiles.partial_bands:
         masked = rule.replace(mask=mask)
-        first = blocks.num_full
-        end = blocks.num_tiles
-        state = visit_all(blocks.partial_bands, masked, first, end, state)
+        first = tiles.num_full
+        end = tiles.num_tiles
+        state = visit_all(tiles.partial_bands, masked, first, end, state)
     return state
 
 
@@ -570,7 +570,7 @@ def element(x: Any, place: Scalar) -> Int[Array, ""]:
     return lax.dynamic_slice(x, first, (1,), allow_negative_indices=False).reshape(())
 
 
-def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
+def by_row(tiling: Tiling, tiles: BlockMask, *arrays: Array | None) -> tuple:
     """Returns the inputs of a scan over rows of tiles: each row's number, block mask
     and part of `arrays` [T, ...].
     """
@@ -580,4 +580,4 @@ def by_row(tiling: Tiling, blocks: BlockMask, *arrays: Array | None) -> tuple:
         if x is not None:
             x = x.reshape(tiling.rows, tiling.height, *x.shape[1:])
         parts.append(x)
-    return numbers, blocks, *parts
+    return numbers, tiles, *parts

@@ -28,7 +28,7 @@ from flax_mha._src.call.arguments import (
     check_sharding,
     naming_siblings,
 )
-from flax_mha._src.call.operands import (
+from flax_mha._src.call.call import (
     Call,
     Context,
     Result,

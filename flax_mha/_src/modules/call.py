@@ -1,4 +1,4 @@
-"""`call_module`: the call of every module, as a formula; a `FlaxModule` holds what
+"""`call_module`: the call of every module, as a formula; a `ModuleParts` holds what
 differs between the two APIs.
 
 out(norm(gate * attention(rotate(process_heads(norm(project(x)))))))
@@ -20,7 +20,7 @@ from flax_mha._src.cache.kv_cache import Appended, KVCache
 from flax_mha._src.cache.latent import Latent, Layer
 from flax_mha._src.cache.shared import SharedKV
 from flax_mha._src.call.arguments import check_is_causal, check_window
-from flax_mha._src.call.operands import Sharding
+from flax_mha._src.call.call import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.distributed import tensor_parallel
 from flax_mha._src.distributed.split import names_of
@@ -33,7 +33,7 @@ from flax_mha._src.modules.attention_fn import (
     ours,
     uses_flax,
 )
-from flax_mha._src.modules.indexer import IndexLayers, choose
+from flax_mha._src.modules.indexer import IndexLayers, top_k_keys
 from flax_mha._src.modules.options import (
     AttentionOptions,
     check_process_heads,
@@ -51,7 +51,7 @@ Arrays = tuple[Array, ...]
 ProcessHeads = Callable[[Array, Array, Array], tuple[Array, Array, Array]]
 
 
-class FlaxModule(NamedTuple):
+class ModuleParts(NamedTuple):
     """What `call_module` needs of a module of nnx or linen: layers, parameters, cache,
     arguments of the attention.
     """
@@ -137,28 +137,28 @@ class Checked(NamedTuple):
     per_sequence: dict[str, Any]
 
 
-def call_module(layer: FlaxModule, given: Given) -> Any:
+def call_module(parts: ModuleParts, given: Given) -> Any:
     """Computes a module's call and updates its cache.
 
     Returns the output or, with `return_kv`, a pair (output, `SharedKV`).
     """
-    call = check(layer, given)
+    call = check(parts, given)
     # query [B..., T, N, H], key [B..., S, K, H], value [B..., S, K, Hv]
-    query, key, value = project(layer, call)
-    norms_after_rope = layer.options.norms_after_rope
+    query, key, value = project(parts, call)
+    norms_after_rope = parts.options.norms_after_rope
     if not norms_after_rope:
-        query, key = normalize(layer, call, query, key)
-    query, key, value = process(layer, call, query, key, value)
-    cache = cache_of(layer, call, query, key, value)
-    query, key = rotate(layer, call, query, key, cache)
+        query, key = normalize(parts, call, query, key)
+    query, key, value = process(parts, call, query, key, value)
+    cache = cache_of(parts, call, query, key, value)
+    query, key = rotate_heads(parts, call, query, key, cache)
     if norms_after_rope:
-        query, key = normalize(layer, call, query, key)
+        query, key = normalize(parts, call, query, key)
     output, appended, index_cache = attend_to_keys(
-        layer, call, query, key, value, cache
+        parts, call, query, key, value, cache
     )
-    output = gate_and_normalize(layer, call, output)
-    write(layer, call, key, value, appended, index_cache)
-    output = layer.out(output)
+    output = gate_and_normalize(parts, call, output)
+    write(parts, call, key, value, appended, index_cache)
+    output = parts.out(output)
     if not given.return_kv:
         return output
     # A layer that reuses keys passes them on.
@@ -175,29 +175,29 @@ def call_module(layer: FlaxModule, given: Given) -> Any:
     return output, kv
 
 
-def check(layer: FlaxModule, given: Given) -> Checked:
+def check(parts: ModuleParts, given: Given) -> Checked:
     """Checks the arguments, and sets the inputs to 0 at padding."""
-    attention_fn = ours(layer.options.attention_fn)
+    attention_fn = ours(parts.options.attention_fn)
     # The constructor's functions count unless the call has its own.
     if given.process_heads is None:
-        given = given._replace(process_heads=layer.process_heads)
+        given = given._replace(process_heads=parts.process_heads)
     if given.score_mod is None:
-        given = given._replace(score_mod=layer.score_mod)
+        given = given._replace(score_mod=parts.score_mod)
     # Arguments that exclude each other.
-    if layer.latent is None:
-        _check_sharing(layer, given)
-    source = _source_of_keys(layer, given)
+    if parts.latent is None:
+        _check_sharing(parts, given)
+    source = _source_of_keys(parts, given)
     if source == "stored":
         preset = {} if attention_fn is None else attention_fn.preset
-        window = layer.options.local_window_size
+        window = parts.options.local_window_size
         sequences.check_stored(window, preset, given.mask, given.score_mod)
     if source in ("stored", "to store") and _is_causal(given, attention_fn):
         raise ValueError(sequences.NO_POSITIONS.format("is_causal"))
     _check_process_heads(given, source)
-    check_score_mod(layer.score_mod, attention_fn)
+    check_score_mod(parts.score_mod, attention_fn)
 
     # Inputs, and the arguments that say which of their tokens belong together.
-    inputs = _check_inputs(layer, given, source)
+    inputs = _check_inputs(parts, given, source)
     takes_own_inputs = source == "inputs" and not given.is_cross
     is_self_attention = source in ("cache", "shared") or takes_own_inputs
     per_sequence: dict[str, Any] = {}
@@ -225,12 +225,12 @@ def check(layer: FlaxModule, given: Given) -> Checked:
     )
 
 
-def _check_sharing(layer: FlaxModule, given: Given) -> None:
+def _check_sharing(parts: ModuleParts, given: Given) -> None:
     """Raises a ValueError if only one of `reuse_kv` and `kv` is set, or if
     cross-attention reuses or returns keys.
     """
-    validation.flag("return_kv", given.return_kv)
-    reuses = layer.options.reuse_kv
+    validation.check_bool("return_kv", given.return_kv)
+    reuses = parts.options.reuse_kv
     if reuses and not isinstance(given.kv, SharedKV):
         raise ValueError(
             "kv must be the SharedKV that the call of an earlier layer returns with "
@@ -246,7 +246,7 @@ def _check_sharing(layer: FlaxModule, given: Given) -> None:
     # Layers share the keys of tokens that are queries too, and of one step only.
     inputs = (given.inputs_k, given.inputs_v)
     has_other_inputs = any(x is not None and x is not given.inputs_q for x in inputs)
-    if has_other_inputs or given.store_keys or layer.stored is not None:
+    if has_other_inputs or given.store_keys or parts.stored is not None:
         name = "reuse_kv=True" if reuses else "return_kv=True"
         raise ValueError(
             f"{name} requires self-attention, but got other inputs or stored keys; "
@@ -254,8 +254,8 @@ def _check_sharing(layer: FlaxModule, given: Given) -> None:
         )
 
 
-def _source_of_keys(layer: FlaxModule, given: Given) -> KeySource:
-    stores = validation.flag("store_keys", given.store_keys)
+def _source_of_keys(parts: ModuleParts, given: Given) -> KeySource:
+    stores = validation.check_bool("store_keys", given.store_keys)
     if stores and not given.decode:
         raise ValueError(
             "store_keys=True requires decode=True; pass decode=True, or leave "
@@ -272,7 +272,7 @@ def _source_of_keys(layer: FlaxModule, given: Given) -> KeySource:
         return "inputs"
     if stores:
         return "to store"
-    if layer.stored is None:
+    if parts.stored is None:
         return "cache"
     about_keys = {
         "inputs_k": given.inputs_k,
@@ -306,7 +306,7 @@ def _check_process_heads(given: Given, source: KeySource) -> None:
 
 
 def _check_inputs(
-    layer: FlaxModule, given: Given, source: KeySource
+    parts: ModuleParts, given: Given, source: KeySource
 ) -> tuple[Array, Array, Array]:
     """Fills in missing inputs and checks all; returns those of queries, keys and
     values.
@@ -323,7 +323,7 @@ def _check_inputs(
         inputs_k = inputs_q
     if inputs_v is None:
         inputs_v = inputs_k
-    has_no_values = layer.value is None and layer.latent is None
+    has_no_values = parts.value is None and parts.latent is None
     values_are_keys = has_no_values and source != "shared"
     if values_are_keys and inputs_v is not inputs_k:
         raise ValueError(
@@ -342,8 +342,8 @@ def _check_inputs(
     if inputs_k.shape[-2] != inputs_v.shape[-2]:
         raise ValueError(f"inputs' key and value lengths must match, but got {shapes}.")
     # Keys of an earlier call or layer need no projection here.
-    if layer.features is not None and source not in ("stored", "shared"):
-        query_size, key_size = layer.features
+    if parts.features is not None and source not in ("stored", "shared"):
+        query_size, key_size = parts.features
         expected = {"inputs_q": query_size, "inputs_k": key_size, "inputs_v": key_size}
         for name, x in inputs.items():
             if x.shape[-1] != expected[name]:
@@ -354,54 +354,54 @@ def _check_inputs(
     return inputs_q, inputs_k, inputs_v
 
 
-def project(layer: FlaxModule, call: Checked) -> Heads:
+def project(parts: ModuleParts, call: Checked) -> Heads:
     """Projects the inputs to query, key and value.
 
     Values are normalized here, not in `normalize`: with `share_kv` they are the
     projected keys before the key norm.
     """
-    query = layer.query(call.inputs_q)
+    query = parts.query(call.inputs_q)
     if call.source == "stored":
-        key, value, _ = layer.stored  # type: ignore[misc]
+        key, value, _ = parts.stored  # type: ignore[misc]
         return query, key, value
     kv = call.given.kv
     if kv is not None:
         *batch_and_length, _, size = query.shape
         kv.check(
-            shape=(*batch_and_length, layer.options.num_kv_heads, size),
-            value_size=layer.options.value_dim,
+            shape=(*batch_and_length, parts.options.num_kv_heads, size),
+            value_size=parts.options.value_dim,
             decode=call.given.decode,
             has_lengths=call.given.has_lengths,
         )
         return query, kv.key, kv.value
-    key = layer.key(call.inputs_k)  # type: ignore[misc]
+    key = parts.key(call.inputs_k)  # type: ignore[misc]
     # Latents are keys and values in one, and expanded later.
-    if layer.latent is not None:
+    if parts.latent is not None:
         no_value = key[..., :0]
         return query, key, no_value
     value = key
-    if layer.value is not None:
-        value = layer.value(call.inputs_v)
-    if layer.value_norm is not None:
-        value = layer.value_norm(value)
+    if parts.value is not None:
+        value = parts.value(call.inputs_v)
+    if parts.value_norm is not None:
+        value = parts.value_norm(value)
     return query, key, value
 
 
 def normalize(
-    layer: FlaxModule, call: Checked, query: Array, key: Array
+    parts: ModuleParts, call: Checked, query: Array, key: Array
 ) -> tuple[Array, Array]:
     """Normalizes queries and keys, if the layer has norms."""
-    if layer.query_norm is not None:
-        query = layer.query_norm(query)
+    if parts.query_norm is not None:
+        query = parts.query_norm(query)
     # Another call has normalized these keys.
     has_earlier_keys = call.source in ("stored", "shared")
-    if layer.key_norm is not None and not has_earlier_keys:
-        key = layer.key_norm(key)
+    if parts.key_norm is not None and not has_earlier_keys:
+        key = parts.key_norm(key)
     return query, key
 
 
 def process(
-    layer: FlaxModule, call: Checked, query: Array, key: Array, value: Array
+    parts: ModuleParts, call: Checked, query: Array, key: Array, value: Array
 ) -> Heads:
     """Applies `process_heads`, if there is one."""
     function = call.given.process_heads
@@ -436,7 +436,7 @@ def _described(x: Any) -> str:
 
 
 def cache_of(
-    layer: FlaxModule, call: Checked, query: Array, key: Array, value: Array
+    parts: ModuleParts, call: Checked, query: Array, key: Array, value: Array
 ) -> KVCache | None:
     """Returns the cache after checking that it fits the heads; None without one, or if
     this call creates it.
@@ -445,7 +445,7 @@ def cache_of(
         return call.given.kv.cache
     if call.source != "cache":
         return None
-    arrays = layer.cache(query, key)
+    arrays = parts.cache(query, key)
     if arrays is None:
         return None
     queries = query.shape[-3]
@@ -460,9 +460,9 @@ def cache_of(
             "in every call."
         )
     value_size = None
-    if layer.latent is not None:
-        value_size = layer.latent.size
-    window = reach(layer.options.local_window_size)
+    if parts.latent is not None:
+        value_size = parts.latent.size
+    window = reach(parts.options.local_window_size)
     cache = KVCache.of_arrays(window, value_size, arrays)
     cache.check_fits(key, value, queries)
     return cache
@@ -478,8 +478,8 @@ def reach(local_window_size: object) -> int | None:
     return window[0]
 
 
-def rotate(
-    layer: FlaxModule,
+def rotate_heads(
+    parts: ModuleParts,
     call: Checked,
     query: Array,
     key: Array,
@@ -488,7 +488,7 @@ def rotate(
     """Rotates queries and keys by their positions; stored and shared keys are rotated
     already.
     """
-    rope = layer.options.rope
+    rope = parts.options.rope
     positions = call.given.positions
     if rope is None:
         if positions is not None:
@@ -499,8 +499,8 @@ def rotate(
         return query, key
     # Only the end of a latent key [latent, rotary key] is rotated.
     size = None
-    if layer.latent is not None:
-        size = key.shape[-1] - layer.latent.size
+    if parts.latent is not None:
+        size = key.shape[-1] - parts.latent.size
     # How many queries there were before is not known with stored keys.
     if call.source == "stored":
         if positions is None or isinstance(positions, tuple):
@@ -509,7 +509,7 @@ def rotate(
                 "positions must be a single array (for the queries) if rope is used "
                 f"with stored keys, but got {got}."
             )
-        return sequences.rotate(query, positions, rope, size), key
+        return sequences.rotate_features(query, positions, rope, size), key
     query_positions, key_positions = sequences.positions_of(
         positions,
         rope,
@@ -518,9 +518,9 @@ def rotate(
         call.is_self_attention,
         _next_position(cache),
     )
-    query = sequences.rotate(query, query_positions, rope, size)
+    query = sequences.rotate_features(query, query_positions, rope, size)
     if call.source != "shared":
-        key = sequences.rotate(key, key_positions, rope, size)
+        key = sequences.rotate_features(key, key_positions, rope, size)
     return query, key
 
 
@@ -533,7 +533,7 @@ def _next_position(cache: KVCache | None) -> Any:
 
 
 def attend_to_keys(
-    layer: FlaxModule,
+    parts: ModuleParts,
     call: Checked,
     query: Array,
     key: Array,
@@ -545,28 +545,28 @@ def attend_to_keys(
     Returns the output, the cache with the new keys and values, and the cache with the
     indexer's new keys; None without these caches.
     """
-    arguments, mask_is_invalid = attention_arguments(layer, call, query, key, cache)
+    arguments, mask_is_invalid = attention_arguments(parts, call, query, key, cache)
     index_cache = None
     top_k = 0
-    if layer.indexer is not None:
+    if parts.indexer is not None:
         key_indices, index_cache = choose_keys(
-            layer, layer.indexer, call, cache, arguments
+            parts, parts.indexer, call, cache, arguments
         )
         if key_indices is not None:
             arguments["key_indices"] = key_indices
         # A user may have chosen the keys.
         if call.given.key_indices is None:
-            top_k = layer.indexer.indexer.top_k
+            top_k = parts.indexer.indexer.top_k
     if cache is None:
-        if layer.latent is not None:
-            key, value = layer.latent.expand(key)
-        output = _attend_to_arrays(layer, call, query, key, value, arguments)
+        if parts.latent is not None:
+            key, value = parts.latent.expand(key)
+        output = _attend_to_arrays(parts, call, query, key, value, arguments)
         output = validation.nan_if(mask_is_invalid, output)
         return output, None, index_cache
 
     attention_fn = call.ours
     _check_decodes(attention_fn, arguments)
-    tokens = add_to_cache(layer, call, key, value, cache)
+    tokens = add_to_cache(parts, call, key, value, cache)
     # Only our engines read a cache. Other functions get all keys and values as arrays,
     # and so do those that compute weights to be sown, or promote arrays.
     uses_our_engines = attention_fn is not None and not uses_flax(query, arguments)
@@ -578,14 +578,14 @@ def attend_to_keys(
         key, value, arguments = all_written(
             query, tokens, uses_our_engines, **arguments
         )
-        output = _attend_to_arrays(layer, call, query, key, value, arguments)
+        output = _attend_to_arrays(parts, call, query, key, value, arguments)
         output = nan_without(tokens.appended.room, output, cache.batch)
     output = validation.nan_if(mask_is_invalid, output)
     return output, tokens.appended, index_cache
 
 
 def _attend_to_arrays(
-    layer: FlaxModule,
+    parts: ModuleParts,
     call: Checked,
     query: Array,
     key: Array,
@@ -594,7 +594,7 @@ def _attend_to_arrays(
 ) -> Float[Array, "*B T N Hv"]:
     if call.ours is not None:
         return call.ours.attend(query, key, value, **arguments)
-    return foreign.attend(layer.options.attention_fn, query, key, value, **arguments)
+    return foreign.attend(parts.options.attention_fn, query, key, value, **arguments)
 
 
 def _check_decodes(attention_fn: AttentionFn | None, arguments: Iterable[str]) -> None:
@@ -619,7 +619,7 @@ def _check_decodes(attention_fn: AttentionFn | None, arguments: Iterable[str]) -
 
 
 def add_to_cache(
-    layer: FlaxModule, call: Checked, key: Array, value: Array, cache: KVCache
+    parts: ModuleParts, call: Checked, key: Array, value: Array, cache: KVCache
 ) -> NewTokens:
     """Adds new keys and values to the cache; a layer that reuses keys finds them in the
     cache of the earlier layer.
@@ -635,12 +635,12 @@ def add_to_cache(
     else:
         appended = cache.append(key, value, lengths)
     return NewTokens(
-        key, value, cache, appended, is_padded=lengths is not None, latent=layer.latent
+        key, value, cache, appended, is_padded=lengths is not None, latent=parts.latent
     )
 
 
 def attention_arguments(
-    layer: FlaxModule,
+    parts: ModuleParts,
     call: Checked,
     query: Array,
     key: Array,
@@ -652,14 +652,14 @@ def attention_arguments(
     Also returns a flag for `nan_if`: whether a mask of traced numbers holds any but 0
     and 1; None for other masks.
     """
-    options = layer.options
+    options = parts.options
     attention_fn = call.ours
     given = call.given
     is_causal = _is_causal(given, attention_fn)
     # The number of keys before the padding in each sequence, [B...].
     stored_lengths = None
-    if layer.stored is not None and call.source == "stored":
-        *_, stored_lengths = layer.stored
+    if parts.stored is not None and call.source == "stored":
+        *_, stored_lengths = parts.stored
     takes_lengths = attention_fn is not None and attention_fn.context is None
 
     # The module's options and the call's arguments.
@@ -668,13 +668,13 @@ def attention_arguments(
         "scale": options.scale,
         "local_window_size": options.local_window_size,
         "logits_soft_cap": options.logits_soft_cap,
-        "sinks": layer.sinks,
+        "sinks": parts.sinks,
         "mask": given.mask,
         "bias": given.bias,
         "score_mod": given.score_mod,
         "key_indices": given.key_indices,
-        "qkv_sharding": _attention_sharding(layer, call, query),
-        "max_score_module": layer.module if given.sow_max_score else None,
+        "qkv_sharding": _attention_sharding(parts, call, query),
+        "max_score_module": parts.module if given.sow_max_score else None,
         **call.per_sequence,
     }
     if takes_lengths and stored_lengths is not None:
@@ -685,7 +685,7 @@ def attention_arguments(
 
     # Arguments of None are left out, so that a function with only Flax's signature also
     # works.
-    arguments = dict(layer.arguments)
+    arguments = dict(parts.arguments)
     for name, x in own.items():
         if x is not None:
             arguments[name] = x
@@ -731,7 +731,7 @@ def _boolean_mask(call: Checked, mask: object) -> tuple[Any, Bool[Array, ""] | N
     return validation.mask_of_numbers(mask)
 
 
-def _attention_sharding(layer: FlaxModule, call: Checked, query: Array) -> Any:
+def _attention_sharding(parts: ModuleParts, call: Checked, query: Array) -> Any:
     """Returns the `qkv_sharding` of the call or of a `functools.partial`, otherwise one
     that splits heads over `head_axis`, or None.
 
@@ -744,9 +744,9 @@ def _attention_sharding(layer: FlaxModule, call: Checked, query: Array) -> Any:
         return sharding
     if sharding is None:
         sharding = attention_fn.preset.get("qkv_sharding")
-    if sharding is None and layer.options.head_axis is not None:
+    if sharding is None and parts.options.head_axis is not None:
         knows_batch_axes = attention_fn.context is not None
-        sharding = _over_head_axis(layer.options.head_axis, query, knows_batch_axes)
+        sharding = _over_head_axis(parts.options.head_axis, query, knows_batch_axes)
     return attention_fn.sharding(sharding, query.ndim)
 
 
@@ -772,14 +772,14 @@ def _over_head_axis(
 
 
 def choose_keys(
-    layer: FlaxModule,
+    parts: ModuleParts,
     index_layers: IndexLayers,
     call: Checked,
     cache: KVCache | None,
     arguments: Mapping[str, Any],
 ) -> tuple[Array | None, KVCache | None]:
     """Lets the indexer choose keys, given the `arguments` of the attention; see
-    `choose` for the result.
+    `top_k_keys` for the result.
     """
     if call.ours is None:
         raise ValueError(
@@ -788,22 +788,22 @@ def choose_keys(
         )
     given = call.given
     query, key, weights = index_layers.project(call.inputs_q)
-    query, key = _rotate_index(layer, index_layers, given, query, key, cache)
+    query, key = _rotate_index(parts, index_layers, given, query, key, cache)
     index_cache = None
     if given.decode:
         index_cache = index_layers.cached(key, cache)
-    return choose(
+    return top_k_keys(
         index_layers.indexer,
         projected=(query, key, weights),
         cache=index_cache,
         lengths=given.lengths,
         arguments=arguments,
-        sow_to=layer.arguments.get("module"),
+        sow_to=parts.arguments.get("module"),
     )
 
 
 def _rotate_index(
-    layer: FlaxModule,
+    parts: ModuleParts,
     index_layers: IndexLayers,
     given: Given,
     query: Array,
@@ -812,10 +812,10 @@ def _rotate_index(
 ) -> tuple[Array, Array]:
     """Rotates index queries and keys: the first or last `qk_rope_head_dim` features."""
     options = index_layers.indexer
-    rope = layer.options.rope
+    rope = parts.options.rope
     if rope is None:
         return query, key
-    rotated_size = layer.options.head_dim
+    rotated_size = parts.options.head_dim
     size = None
     fraction = rope.fraction
     if options.rotary_last:
@@ -828,24 +828,24 @@ def _rotate_index(
     query_positions, key_positions = sequences.positions_of(
         given.positions, rope, number, number, True, _next_position(cache)
     )
-    query = sequences.rotate(query, query_positions, rope, size)
-    key = sequences.rotate(key, key_positions, rope, size)
+    query = sequences.rotate_features(query, query_positions, rope, size)
+    key = sequences.rotate_features(key, key_positions, rope, size)
     return query, key
 
 
 def gate_and_normalize(
-    layer: FlaxModule, call: Checked, output: Float[Array, "*B T N Hv"]
+    parts: ModuleParts, call: Checked, output: Float[Array, "*B T N Hv"]
 ) -> Float[Array, "*B T N Hv"]:
-    gating = layer.options.gating
-    if layer.gate is not None and gating is not None:
-        output = gating.apply(output, layer.gate(call.inputs_q))
-    if layer.out_norm is not None:
-        output = layer.out_norm(output)
+    gating = parts.options.gating
+    if parts.gate is not None and gating is not None:
+        output = gating.apply(output, parts.gate(call.inputs_q))
+    if parts.out_norm is not None:
+        output = parts.out_norm(output)
     return output
 
 
 def write(
-    layer: FlaxModule,
+    parts: ModuleParts,
     call: Checked,
     key: Array,
     value: Array,
@@ -858,9 +858,9 @@ def write(
     if call.source == "to store":
         lengths = call.per_sequence.get("key_value_seq_lengths")
         lengths = sequences.key_lengths(lengths, key)
-        layer.write((key, value, lengths), True)
+        parts.write((key, value, lengths), True)
     # The cache of shared keys is the earlier layer's to write.
     if call.source == "cache" and appended is not None:
-        layer.write(appended.cache.arrays, False)
-    if layer.indexer is not None and index_cache is not None:
-        layer.indexer.store(index_cache)
+        parts.write(appended.cache.arrays, False)
+    if parts.indexer is not None and index_cache is not None:
+        parts.indexer.store(index_cache)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import Axes, Context, Layout, Strategy
+from flax_mha._src.call.call import Axes, Context, Layout, Strategy
 from flax_mha._src.core.validation import is_int
 from flax_mha._src.distributed.split import chunk_order, reorder_chunks
 from flax_mha._src.modules.attention_fn import AttentionFn

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from flax_mha._src.call.operands import Sharding
+from flax_mha._src.call.call import Sharding
 from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.masks import Mask
 

@@ -22,7 +22,7 @@ from flax_mha._src.call.arguments import (
     check_inputs,
     check_scoring,
 )
-from flax_mha._src.call.operands import Call, accumulation_dtype
+from flax_mha._src.call.call import Call, accumulation_dtype
 from flax_mha._src.call.slices import slice_call
 from flax_mha._src.core import validation
 from flax_mha._src.core.tile import Tile
@@ -116,7 +116,7 @@ class Indexer:
         for name in ("num_heads", "head_dim", "top_k"):
             validation.int_at_least(name, getattr(self, name), 1)
         for name in ("interleaved", "rotary_last"):
-            validation.flag(name, getattr(self, name))
+            validation.check_bool(name, getattr(self, name))
         validation.epsilon("norm_epsilon", self.norm_epsilon)
 
 
@@ -176,7 +176,7 @@ class IndexLayers(NamedTuple):
         self.write(tuple(x for x in arrays if x is not None))
 
 
-def choose(
+def top_k_keys(
     indexer: Indexer,
     projected: tuple[Array, Array, Array],
     cache: KVCache | None,

@@ -67,8 +67,8 @@ class Norm:
         check_choice("over", self.over, ("head", "all_heads"))
         if self.scale is not None:
             check_choice("scale", self.scale, ("head_dim", "heads"), "None")
-        validation.flag("bias", self.bias)
-        validation.flag("after_rope", self.after_rope)
+        validation.check_bool("bias", self.bias)
+        validation.check_bool("after_rope", self.after_rope)
         validation.epsilon("epsilon", self.epsilon)
         if self.over == "all_heads" and self.scale == "head_dim":
             raise ValueError(

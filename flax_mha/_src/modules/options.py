@@ -74,7 +74,7 @@ class AttentionOptions:
         check_window(options.local_window_size)
         # The sizes only set the default, which is not used here.
         check_scale(options.scale, validation.Shape((), 1, 1))
-        validation.flag("reuse_kv", options.reuse_kv)
+        validation.check_bool("reuse_kv", options.reuse_kv)
         head_axis = options.head_axis
         if head_axis is not None and not isinstance(head_axis, str):
             raise ValueError(
@@ -105,8 +105,8 @@ def check_layers(
     """Raises a ValueError unless the options that set the layers of a module are valid
     and fit each other.
     """
-    validation.flag("sinks", sinks)
-    validation.flag("share_kv", share_kv)
+    validation.check_bool("sinks", sinks)
+    validation.check_bool("share_kv", share_kv)
     check_features(value_dim=value_dim)
     check_process_heads(process_heads)
     if reuse_kv:
@@ -150,7 +150,7 @@ def check_latent(module: Any, indexer: Indexer | None) -> None:
             f"q_lora_rank must be an int >= 1 or None, but got {q_lora_rank!r}."
         )
     validation.epsilon("norm_epsilon", module.norm_epsilon)
-    validation.flag("query_residual", module.query_residual)
+    validation.check_bool("query_residual", module.query_residual)
     if module.query_residual and q_lora_rank is None:
         raise ValueError(
             "q_lora_rank must be an int with query_residual=True, which is for "

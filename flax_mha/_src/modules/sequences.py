@@ -167,7 +167,7 @@ def positions_of(
     return query_positions, key_positions
 
 
-def rotate(
+def rotate_features(
     x: Float[Array, "*B T N H"], positions: Array, rope: RoPE, size: int | None
 ) -> Float[Array, "*B T N H"]:
     """Rotates queries or keys by their positions, [B..., T] or [T], with a last axis of

@@ -23,13 +23,13 @@ from flax_mha._src.call.arguments import (
     check_soft_cap,
     check_window,
 )
-from flax_mha._src.call.operands import Sharding
+from flax_mha._src.call.call import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.masks import Mask
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.attention_fn import explaining
-from flax_mha._src.modules.call import FlaxModule, Given, call_module
+from flax_mha._src.modules.call import Given, ModuleParts, call_module
 from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.indexer import Indexer, IndexLayers
 from flax_mha._src.modules.layers import Gate, gate_axes, gate_of
@@ -218,7 +218,7 @@ class MultiHeadLatentAttention(AttentionModule):
         query_residual: bool = False,
     ) -> None:
         check_features(in_features=in_features, out_features=out_features)
-        validation.flag("sinks", sinks)
+        validation.check_bool("sinks", sinks)
         check_rngs(rngs, nnx.Rngs)
         # Python's TypeErrors about a call's arguments print this or, without it, the
         # whole module.
@@ -378,7 +378,7 @@ class MultiHeadLatentAttention(AttentionModule):
             sow_max_score=sow_max_score,
             key_indices=key_indices,
         )
-        parts = FlaxModule(
+        parts = ModuleParts(
             module=self,
             options=options,
             query=self._query,

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from flax_mha._src.attention import Explanation
 from flax_mha._src.cache.kv_cache import KVCache, reset_index
-from flax_mha._src.call.operands import Sharding
+from flax_mha._src.call.call import Sharding
 from flax_mha._src.core.signature import ConstructorSignature
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.distributed import tensor_parallel

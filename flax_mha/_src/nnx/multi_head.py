@@ -21,12 +21,12 @@ from flax_mha._src.call.arguments import (
     check_soft_cap,
     check_window,
 )
-from flax_mha._src.call.operands import Sharding
+from flax_mha._src.call.call import Sharding
 from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.masks import Mask
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.attention_fn import explaining, ours
-from flax_mha._src.modules.call import FlaxModule, Given, ProcessHeads, call_module
+from flax_mha._src.modules.call import Given, ModuleParts, ProcessHeads, call_module
 from flax_mha._src.modules.dot_general import dot_general
 from flax_mha._src.modules.layers import Gate, Norm, gate_axes, gate_of, norm_of
 from flax_mha._src.modules.options import (
@@ -527,7 +527,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         if self.gating is not None and self.gating.per == "head":
             # Its projection has no axis of features.
             of_gate = None
-        parts = FlaxModule(
+        parts = ModuleParts(
             module=self,
             options=options,
             query=with_sharding(self.query, of_heads),

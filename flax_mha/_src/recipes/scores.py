@@ -18,7 +18,7 @@ from flax_mha._src.attention import dot_product_attention
 from flax_mha._src.call.arguments import Arguments, unexpected
 from flax_mha._src.core.signature import ConstructorSignature
 from flax_mha._src.core.tracing import readable
-from flax_mha._src.core.user_function import NAMES
+from flax_mha._src.core.user_function import COUNTED
 from flax_mha._src.core.validation import (
     DTYPES,
     as_array,
@@ -512,7 +512,7 @@ def _common_sizes(score_mods: list[Any]) -> dict[str, int]:
             is_number = name in ("b", "h")
             if is_number and common.get(name, size) != size:
                 raise ValueError(
-                    f"recipes must be created for the same number of {NAMES[name]}, "
+                    f"recipes must be created for the same number of {COUNTED[name]}, "
                     f"but got {common[name]} and {size}."
                 )
             common[name] = min(common.get(name, size), size)

@@ -94,7 +94,7 @@ def top_blocks(
     first = jnp.asarray(query_offset, jnp.int32)
     first = jnp.broadcast_to(first, tuple(batch))[..., None, None]
 
-    def choose(query_and_row: tuple[Array, Array]) -> Array:
+    def select(query_and_row: tuple[Array, Array]) -> Array:
         """Returns the blocks of one query, [B..., K, count]; -1 is no block."""
         query, row = query_and_row
         products = jnp.einsum("...kh,...nkh->...kn", query, means)
@@ -113,9 +113,9 @@ def top_blocks(
     products_of_query = math.prod((*batch, num_heads, number))
     if isinstance(products_of_query * queries, int):
         height = max(1, 2**22 // max(1, products_of_query))
-        chosen = lax.map(choose, (grouped, rows), batch_size=height)
+        chosen = lax.map(select, (grouped, rows), batch_size=height)
     else:
-        chosen = jax.vmap(choose)((grouped, rows))
+        chosen = jax.vmap(select)((grouped, rows))
     chosen = jnp.moveaxis(chosen, 0, -3)
 
     # The keys in the chosen blocks, [B..., T, K, count * block]; -1 is no key.

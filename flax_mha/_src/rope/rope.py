@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from flax_mha._src.core.validation import LARGEST, SMALLEST, extremes, integers, is_int
+from flax_mha._src.core.validation import (
+    INT32_MAX,
+    INT32_MIN,
+    extremes,
+    integers,
+    is_int,
+)
 from flax_mha._src.rope.scaling import Scaling, check_number
 
 SectionLayout = Literal["contiguous", "interleaved", "axial", "axial_strided"]
@@ -335,7 +341,7 @@ def _check(x: Any, positions: Any, rope: object) -> tuple[Array, Array]:
         raise ValueError(f"x must be an array, but got {type(x).__name__}.") from None
     positions = integers("positions", positions)
     smallest, largest = extremes(positions)
-    if not SMALLEST <= smallest <= largest <= LARGEST:
+    if not INT32_MIN <= smallest <= largest <= INT32_MAX:
         raise ValueError(
             f"positions must be in the int32 range, but got {smallest} to {largest}."
         )

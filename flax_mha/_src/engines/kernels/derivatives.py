@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import Call, Result
+from flax_mha._src.call.call import Call, Result
 from flax_mha._src.core.jaxprs import (
     Program,
     as_function,

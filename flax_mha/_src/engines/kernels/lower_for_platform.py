@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from flax_mha._src.call.operands import Call, Result
+from flax_mha._src.call.call import Call, Result
 from flax_mha._src.core.jaxprs import Program, as_function, traced
 
 Attend = Callable[[Call], Result]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from flax_mha._src import guard
-from flax_mha._src.call.operands import DEFAULT_PRECISION, Call
+from flax_mha._src.call.call import DEFAULT_PRECISION, Call
 from flax_mha._src.core.tile import Offsets, Tile
 from flax_mha._src.masks import ArrayMask, Mask
 from flax_mha._src.masks.visible import Visible
@@ -44,7 +44,7 @@ def kernel_mask(call: Call) -> Visible:
 
     A side of the window that masks nothing becomes None; one that masks everything is
     clamped to the size of the arrays. If an offset is an array, the window stays in
-    positions: `refusals` only asks whether there is one.
+    positions: `reasons_against` only asks whether there is one.
     """
     mask = call.mask
     if mask is None:
@@ -137,7 +137,9 @@ def depends_on(call: Call, mask: Mask) -> tuple[bool, bool]:
     return by_batch, by_head
 
 
-def refusals(call: Call, mask: Visible, supported: Collection[str] = ()) -> list[str]:
+def reasons_against(
+    call: Call, mask: Visible, supported: Collection[str] = ()
+) -> list[str]:
     """Lists the reasons why a fused kernel cannot compute a call; `mask` is
     `kernel_mask(call)`.
 

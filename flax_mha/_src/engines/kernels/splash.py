@@ -21,7 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Float, Int
 
-from flax_mha._src.call.operands import DEFAULT_PRECISION, Call, Result
+from flax_mha._src.call.call import DEFAULT_PRECISION, Call, Result
 from flax_mha._src.core.tracing import reasons_against_kernel, varying_alike
 from flax_mha._src.engines.engine import (
     EMPTY,
@@ -107,13 +107,13 @@ def tile_size(length: int) -> int:
     return TILES[-1]
 
 
-def refusals(call: Call) -> list[str]:
+def _reasons(call: Call) -> list[str]:
     queries, keys = call.lengths
     mask = kernel_mask.kernel_mask(call)
     if all(map(_is_of_keys, mask.others)):
         mask = dataclasses.replace(mask, rest=None)
-    reasons = kernel_mask.refusals(call, mask, ["logits_soft_cap", "sinks"])
-    reasons += _refusals_of_device(call)
+    reasons = kernel_mask.reasons_against(call, mask, ["logits_soft_cap", "sinks"])
+    reasons += _reasons_of_device(call)
     rows_of_tiles = -(-queries // tile_size(queries))
     columns_of_tiles = -(-keys // tile_size(keys))
     if rows_of_tiles * columns_of_tiles > MOST_TILES:
@@ -130,7 +130,7 @@ def refusals(call: Call) -> list[str]:
     return reasons
 
 
-def _refusals_of_device(call: Call) -> list[str]:
+def _reasons_of_device(call: Call) -> list[str]:
     """Lists the reasons that dtypes, sizes and devices give."""
     query, key, value = call.inputs
     target = call.target
@@ -308,7 +308,7 @@ class Splash(Engine):
     interpret: bool = False
 
     def supports(self, call: Call) -> list[str]:
-        return super().supports(call) or refusals(call)
+        return super().supports(call) or _reasons(call)
 
     def forward(self, plan: Plan, call: Call) -> Result:
         mask = kernel_mask.kernel_mask(call)

@@ -9,9 +9,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from flax_mha._src.engines.kernels.cudnn.call import (
-    Kernel,
     Operands,
     Rows,
+    Settings,
     backward,
     forward,
 )
@@ -26,14 +26,14 @@ Masked = Bool[Array, "B #N t"] | None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
-    kernel: Kernel, operands: Operands, sinks: Sinks, masked: Masked
+    settings: Settings, operands: Operands, sinks: Sinks, masked: Masked
 ) -> tuple[Float[Array, "B t N H"], Rows]:
     """Computes output and log-sum-exp, over visible keys and sinks.
 
     `masked` marks rows without visible keys; None if there are none. Their output is 0,
     and only sinks count in their log-sum-exp. With sinks, it also marks padded rows.
     """
-    output, lse = forward(kernel, operands)
+    output, lse = forward(settings, operands)
     if masked is not None:
         output = jnp.where(_by_row(masked), jnp.zeros_like(output), output)
         lse = jnp.where(masked, -jnp.inf, lse)
@@ -47,12 +47,14 @@ def attend(
     return output, lse
 
 
-def _forward(kernel: Kernel, operands: Operands, sinks: Sinks, masked: Masked) -> Any:
-    output, lse = attend(kernel, operands, sinks, masked)
+def _forward(
+    settings: Settings, operands: Operands, sinks: Sinks, masked: Masked
+) -> Any:
+    output, lse = attend(settings, operands, sinks, masked)
     return (output, lse), (operands, sinks, masked, output, lse)
 
 
-def _backward(kernel: Kernel, saved: Any, cotangents: Any) -> Any:
+def _backward(settings: Settings, saved: Any, cotangents: Any) -> Any:
     operands, sinks, masked, output, lse = saved
     d_output, d_lse = cotangents
     if masked is not None:
@@ -70,11 +72,11 @@ def _backward(kernel: Kernel, saved: Any, cotangents: Any) -> Any:
     if masked is not None:
         lse = jnp.where(masked, FAR, lse)
         d_lse = jnp.where(masked, jnp.zeros_like(d_lse), d_lse)
-    gradients = backward(kernel, operands, lse, output, d_output)
-    if kernel.lse_gradient:
+    gradients = backward(settings, operands, lse, output, d_output)
+    if settings.lse_gradient:
         gradients = lax.cond(
             jnp.any(d_lse != 0),
-            lambda: _sum(gradients, _of_lse(kernel, operands, lse, d_lse)),
+            lambda: _sum(gradients, _of_lse(settings, operands, lse, d_lse)),
             lambda: gradients,
         )
     if masked is not None:
@@ -102,7 +104,7 @@ def _zero_unused(gradients: Operands, operands: Operands, masked: Any) -> Operan
     return gradients._replace(query=query, key=key, value=value, bias=bias)
 
 
-def _of_lse(kernel: Kernel, operands: Operands, lse: Rows, d_lse: Rows) -> Operands:
+def _of_lse(settings: Settings, operands: Operands, lse: Rows, d_lse: Rows) -> Operands:
     """Computes the gradients of a log-sum-exp: dS = P d_lse.
 
     With values of 1, dO V^T is the sum of a row of dO, and d_lse is the sum of two
@@ -116,7 +118,7 @@ def _of_lse(kernel: Kernel, operands: Operands, lse: Rows, d_lse: Rows) -> Opera
     zeros = jnp.zeros_like(operands.query)
     d_output = zeros.at[..., :1].set(high).at[..., 1:2].set(low)
     changed = operands._replace(value=ones)
-    gradients = backward(kernel, changed, lse, zeros, d_output)
+    gradients = backward(settings, changed, lse, zeros, d_output)
     return gradients._replace(value=jnp.zeros_like(value))
 
 

@@ -27,7 +27,7 @@ from flax_mha._src.core.tracing import by_itself
 from flax_mha._src.engines.kernels.partitioned import partitioned
 
 
-class Kernel(NamedTuple):
+class Settings(NamedTuple):
     """The static part of a call of cuDNN."""
 
     scale: float
@@ -67,29 +67,33 @@ AXES = ("B T N H", "B S K H", "B S K H", "#B #N T S", "B", "B")
 AXES_OF_RESULTS = ("B T N H", "B N T")  # output and log-sum-exp
 
 
-def forward(kernel: Kernel, operands: Operands) -> tuple[Float[Array, "B t N H"], Rows]:
+def forward(
+    settings: Settings, operands: Operands
+) -> tuple[Float[Array, "B t N H"], Rows]:
     """Computes output and log-sum-exp. A row whose keys are all hidden is arbitrary."""
-    call = functools.partial(call_forward, kernel)
+    call = functools.partial(call_forward, settings)
     if differences_from_jax():
-        call = functools.partial(_forward_of_jax, kernel)
-    output, lse = _over_batch(call, kernel, (operands,), AXES_OF_RESULTS)
+        call = functools.partial(_forward_of_jax, settings)
+    output, lse = _over_batch(call, settings, (operands,), AXES_OF_RESULTS)
     return output, lse
 
 
 def backward(
-    kernel: Kernel, operands: Operands, lse: Rows, output: Array, d_output: Array
+    settings: Settings, operands: Operands, lse: Rows, output: Array, d_output: Array
 ) -> Operands:
     """Computes the gradients of query, key, value and, with `bias_gradient`, bias."""
-    call = functools.partial(call_backward, kernel)
+    call = functools.partial(call_backward, settings)
     if differences_from_jax():
-        call = functools.partial(_backward_of_jax, kernel)
-    axes = AXES[: 3 + kernel.bias_gradient]
-    return Operands(*_over_batch(call, kernel, (operands, output, lse, d_output), axes))
+        call = functools.partial(_backward_of_jax, settings)
+    axes = AXES[: 3 + settings.bias_gradient]
+    return Operands(
+        *_over_batch(call, settings, (operands, output, lse, d_output), axes)
+    )
 
 
 def _over_batch(
     call: Callable[..., list[Array]],
-    kernel: Kernel,
+    settings: Settings,
     arguments: tuple,
     axes_of_results: Sequence[str],
 ) -> list[Array]:
@@ -105,20 +109,20 @@ def _over_batch(
     def call_flat(*arrays: Array) -> list[Array]:
         return call(*jax.tree.unflatten(structure, arrays))
 
-    run = partitioned(call_flat, axes, axes_of_results, kernel.may_be_split)
+    run = partitioned(call_flat, axes, axes_of_results, settings.may_be_split)
     return run(*arrays)
 
 
 # The custom calls ---------------------------------------------------------------------
 
 
-def call_forward(kernel: Kernel, operands: Operands) -> list[Array]:
+def call_forward(settings: Settings, operands: Operands) -> list[Array]:
     """Makes the custom call of the forward pass."""
     batch, rows, heads, _ = operands.query.shape
     query, key, value, bias, *lengths = operands
     output, lse = _call(
         _name("Softmax", bias),
-        _config(kernel, operands, PRODUCTS),
+        _config(settings, operands, PRODUCTS),
         [query, key, value, bias, *lengths],
         [_by_head(query), Result((batch, heads, rows), jnp.dtype("float32"))],
     )
@@ -126,17 +130,17 @@ def call_forward(kernel: Kernel, operands: Operands) -> list[Array]:
 
 
 def call_backward(
-    kernel: Kernel, operands: Operands, output: Array, lse: Array, d_output: Array
+    settings: Settings, operands: Operands, output: Array, lse: Array, d_output: Array
 ) -> list[Array]:
     """Makes the custom call of the backward pass."""
     bias: Any
     query, key, value, bias, *lengths = operands
     results = [_by_head(x) for x in (query, key, value)]
-    if kernel.bias_gradient:
+    if settings.bias_gradient:
         results.append(Result(bias.shape, bias.dtype))
     gradients = _call(
         _name("SoftmaxBackward", bias),
-        _config(kernel, operands, PRODUCTS_BACKWARD),
+        _config(settings, operands, PRODUCTS_BACKWARD),
         [query, key, value, lse, d_output, bias, output, *lengths],
         results,
     )
@@ -210,17 +214,19 @@ PRODUCTS_BACKWARD = {
 ELEMENT_TYPES = {"bfloat16": "BF16", "float16": "F16"}
 
 
-def _config(kernel: Kernel, operands: Operands, products: dict[str, Product]) -> str:
+def _config(
+    settings: Settings, operands: Operands, products: dict[str, Product]
+) -> str:
     """Describes a call as XLA expects it (`CudnnfMHABackendConfig`), in JSON."""
     batch, rows, heads, _ = operands.query.shape
     columns = operands.key.shape[1]
     mask = ["PADDING"] if operands.key_lengths is not None else []
-    if kernel.is_causal:
+    if settings.is_causal:
         mask.append("CAUSAL")
     # How many keys a query attends to, with its own; 0 for all.
     window = 0
-    if kernel.left is not None:
-        window = kernel.left + 1
+    if settings.left is not None:
+        window = settings.left + 1
     scores = {
         "element_type": ELEMENT_TYPES[operands.query.dtype.name],
         "dimensions": [str(x) for x in (batch, heads, rows, columns)],
@@ -247,7 +253,7 @@ def _config(kernel: Kernel, operands: Operands, products: dict[str, Product]) ->
             "is_cudnn_frontend": True,
             "workspace_size": "0",
         },
-        "fmha_scale": kernel.scale,
+        "fmha_scale": settings.scale,
         "intermediate_tensor_shape": scores,
         "is_flash_attention": True,
         "mask_type": "_".join(mask) or "NO_MASK",
@@ -287,13 +293,13 @@ def _differences() -> list[str]:
     bias = described(2, 4, 256, 256, dtype=jnp.bfloat16)
     lengths = described(2, dtype=jnp.int32)
     examples = (
-        (Kernel(0.5, is_causal=True, left=31), Operands(query, key, key)),
-        (Kernel(0.5), Operands(query, key, key, None, lengths, lengths)),
-        (Kernel(0.5, bias_gradient=True), Operands(query, key, key, bias)),
+        (Settings(0.5, is_causal=True, left=31), Operands(query, key, key)),
+        (Settings(0.5), Operands(query, key, key, None, lengths, lengths)),
+        (Settings(0.5, bias_gradient=True), Operands(query, key, key, bias)),
     )
-    for kernel, operands in examples:
-        ours = _custom_calls(kernel, operands, call_forward, call_backward)
-        theirs = _custom_calls(kernel, operands, _forward_of_jax, _backward_of_jax)
+    for settings, operands in examples:
+        ours = _custom_calls(settings, operands, call_forward, call_backward)
+        theirs = _custom_calls(settings, operands, _forward_of_jax, _backward_of_jax)
         # The backward pass of JAX runs the forward pass, too.
         if len(ours) != 2 or ours != theirs[:1] + theirs[2:]:
             return [
@@ -305,16 +311,16 @@ def _differences() -> list[str]:
 
 
 def _custom_calls(
-    kernel: Kernel, operands: Operands, forward: Callable, backward: Callable
+    settings: Settings, operands: Operands, forward: Callable, backward: Callable
 ) -> list[tuple]:
     """Lists name, configuration, and types with layouts, of the custom calls of both
     passes.
     """
 
     def both(operands: Operands) -> Any:
-        output, lse = forward(kernel, operands)
+        output, lse = forward(settings, operands)
         d_output = jnp.cos(output)
-        return output, backward(kernel, operands, output, lse, d_output)
+        return output, backward(settings, operands, output, lse, d_output)
 
     program = jax.jit(both).trace(operands).lower(lowering_platforms=("cuda",))
     calls = []
@@ -326,7 +332,7 @@ def _custom_calls(
 
 
 def _of_jax(
-    kernel: Kernel,
+    settings: Settings,
     operands: Operands,
     query: Array,
     key: Array,
@@ -334,15 +340,15 @@ def _of_jax(
     bias: Array | None,
 ) -> Any:
     window = None
-    if kernel.left is not None:
-        window = (kernel.left, 0)
+    if settings.left is not None:
+        window = (settings.left, 0)
     return jax.nn.dot_product_attention(
         query,
         key,
         value,
         bias,
-        scale=kernel.scale,
-        is_causal=kernel.is_causal,
+        scale=settings.scale,
+        is_causal=settings.is_causal,
         query_seq_lengths=operands.query_lengths,
         key_value_seq_lengths=operands.key_lengths,
         local_window_size=window,
@@ -351,18 +357,18 @@ def _of_jax(
     )
 
 
-def _forward_of_jax(kernel: Kernel, operands: Operands) -> list[Array]:
-    output, lse = _of_jax(kernel, operands, *operands[:4])
+def _forward_of_jax(settings: Settings, operands: Operands) -> list[Array]:
+    output, lse = _of_jax(settings, operands, *operands[:4])
     return [output, jnp.swapaxes(lse, 1, 2).astype(jnp.float32)]
 
 
 def _backward_of_jax(
-    kernel: Kernel, operands: Operands, output: Array, lse: Array, d_output: Array
+    settings: Settings, operands: Operands, output: Array, lse: Array, d_output: Array
 ) -> list[Array]:
     """Runs the forward pass again. Log-sum-exp and output must be those of the
     operands.
     """
-    attend = functools.partial(_of_jax, kernel, operands)
+    attend = functools.partial(_of_jax, settings, operands)
     (_, residual), pull = jax.vjp(attend, *operands[:4])
     gradients = pull((d_output, jnp.zeros_like(residual)))
-    return list(gradients[: 3 + kernel.bias_gradient])
+    return list(gradients[: 3 + settings.bias_gradient])

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from flax_mha._src.call.operands import Call, Result
+from flax_mha._src.call.call import Call, Result
 from flax_mha._src.core.tracing import by_itself, varying_alike
 from flax_mha._src.core.validation import warn_once
 from flax_mha._src.engines.engine import (
@@ -30,7 +30,7 @@ from flax_mha._src.engines.kernels import mask as kernel_mask
 from flax_mha._src.engines.kernels.cudnn import call as calls
 from flax_mha._src.engines.kernels.cudnn import faults, trials
 from flax_mha._src.engines.kernels.cudnn.attend import attend
-from flax_mha._src.engines.kernels.cudnn.call import Kernel, Operands, described
+from flax_mha._src.engines.kernels.cudnn.call import Operands, Settings, described
 from flax_mha._src.engines.kernels.mask import Arrays
 from flax_mha._src.masks import ArrayMask
 from flax_mha._src.masks.visible import Visible
@@ -134,14 +134,14 @@ class Form(NamedTuple):
             lengths,
             lengths,
         )
-        kernel = Kernel(
+        settings = Settings(
             call.scale,
             is_causal=has_own_window,
             left=own.left,
             lse_gradient=call.return_residual,
             may_be_split=call.target.may_be_split,
         )
-        return cls(Fused(kernel, operands), own, others)
+        return cls(Fused(settings, operands), own, others)
 
 
 def _entries_of_bias(
@@ -175,12 +175,12 @@ def _flat_bias(call: Call) -> Float[Array, "#B #N #T #S"]:
 class Fused(NamedTuple):
     """cuDNN's kernel as a `guarded.Fused`."""
 
-    kernel: Kernel
+    settings: Settings
     operands: Operands  # shapes and dtypes, padded
 
     @property
     def scale(self) -> float:
-        return self.kernel.scale
+        return self.settings.scale
 
     def with_bias_gradient(self) -> "Fused":
         """Returns the kernel if the bias gets a gradient: its bias has an entry for
@@ -195,7 +195,8 @@ class Fused(NamedTuple):
             shape = (batch, heads, *bias.shape[2:])
             bias = described(*shape, dtype=bias.dtype)
         return Fused(
-            self.kernel._replace(bias_gradient=True), self.operands._replace(bias=bias)
+            self.settings._replace(bias_gradient=True),
+            self.operands._replace(bias=bias),
         )
 
     def run(
@@ -204,9 +205,9 @@ class Fused(NamedTuple):
         """Returns the output and, if it gets a gradient, the log-sum-exp. `mask.rest`
         is an `ArrayMask` or None.
         """
-        kernel, shapes = self
+        settings, shapes = self
         if "bias" in differentiated:
-            kernel, shapes = self.with_bias_gradient()
+            settings, shapes = self.with_bias_gradient()
         queries, keys = arrays.lengths
 
         # Rows without visible keys, [B, T, #N].
@@ -251,7 +252,7 @@ class Fused(NamedTuple):
                 masked = jnp.zeros((1, queries, 1), bool)
         if masked is not None:
             masked = _by_row(masked, rows, True)
-        output, lse = attend(kernel, operands, sinks, masked)
+        output, lse = attend(settings, operands, sinks, masked)
         output = output[:, :queries]
         lse = jnp.swapaxes(lse[:, :, :queries], 1, 2)
         if shift is not None:
@@ -272,7 +273,7 @@ class Fused(NamedTuple):
         if arrays.sinks is not None:
             decisive.append(_only_masking(arrays.sinks))
         results: guarded.Results = (output,)
-        if kernel.lse_gradient:
+        if settings.lse_gradient:
             results = (output, lse)
         return results, tuple(decisive)
 
@@ -330,7 +331,7 @@ def _merged_bias(
     return jnp.where(visible, bias, hidden)
 
 
-def refusals(call: Call) -> list[str]:
+def _reasons(call: Call) -> list[str]:
     """Lists the reasons why cuDNN cannot compute a call; if it finds none, it also
     tries to compile the kernel.
 
@@ -343,8 +344,8 @@ def refusals(call: Call) -> list[str]:
 
     # Arguments, then the device.
     supported = ["bias", "sinks", "query_offset", "key_value_offset", "return_residual"]
-    reasons = kernel_mask.refusals(call, form.own, supported)
-    reasons += _refusals_of_bias(call, form)
+    reasons = kernel_mask.reasons_against(call, form.own, supported)
+    reasons += _reasons_of_bias(call, form)
     if here.capability is None:
         reasons.append(reason_against_platform("cuda", "NVIDIA GPUs", here.name))
     elif here.capability < (8, 0):
@@ -415,7 +416,7 @@ def _here(call: Call) -> Device:
     return device(call.target.platform)
 
 
-def _refusals_of_bias(call: Call, form: Form) -> list[str]:
+def _reasons_of_bias(call: Call, form: Form) -> list[str]:
     bias: Any = form.fused.operands.bias
     reasons = []
     if call.bias is not None:
@@ -459,19 +460,19 @@ def failure(fused: Fused) -> list[str]:
       PassingError: If it fails for a reason that may be gone later.
     """
     # Arrays are on one device here.
-    fused = fused._replace(kernel=fused.kernel._replace(may_be_split=False))
+    fused = fused._replace(settings=fused.settings._replace(may_be_split=False))
 
     differentiated = fused
     if fused.operands.bias is not None:
         differentiated = fused.with_bias_gradient()
 
     def forward(operands: Operands) -> Any:
-        return calls.forward(fused.kernel, operands)
+        return calls.forward(fused.settings, operands)
 
     def both_passes(operands: Operands) -> Any:
-        kernel = differentiated.kernel
-        output, lse = calls.forward(kernel, operands)
-        return calls.backward(kernel, operands, lse, output, output)
+        settings = differentiated.settings
+        output, lse = calls.forward(settings, operands)
+        return calls.backward(settings, operands, lse, output, output)
 
     def compile_passes() -> None:
         # Without a gradient, the bias may be smaller.
@@ -529,7 +530,7 @@ class CuDNN(Engine):
     guard_first = False
 
     def supports(self, call: Call) -> list[str]:
-        return super().supports(call) or refusals(call)
+        return super().supports(call) or _reasons(call)
 
     def doubts(self, call: Call) -> list[str]:
         """Lists reasons against kinds of calls that are newer than the others: short

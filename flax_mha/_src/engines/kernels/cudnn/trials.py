@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from flax_mha._src.call import arguments
-from flax_mha._src.call.operands import Call, Result
+from flax_mha._src.call.call import Call, Result
 from flax_mha._src.core.tracing import by_itself
 from flax_mha._src.core.validation import warn_once
 from flax_mha._src.engines import xla
