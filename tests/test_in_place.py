@@ -246,13 +246,13 @@ def test_products_in_bfloat16_are_as_exact_as_rounded_weights(
     """In blocks and in one."""
     monkeypatch.setattr(schedule, "MAX_HEIGHT_IN_PLACE", 128)
     chosen = []
-    original = schedule.blocks_in_place
+    original = schedule.plan_xla
 
     def noted(call):
         chosen.append(original(call))
         return chosen[-1]
 
-    monkeypatch.setattr(schedule, "blocks_in_place", noted)
+    monkeypatch.setattr(schedule, "plan_xla", noted)
     rounded = [x.astype(jnp.bfloat16) for x in arrays(1)]
     exact = [x.astype(jnp.float32) for x in rounded]
     call = functools.partial(
@@ -265,6 +265,7 @@ def test_products_in_bfloat16_are_as_exact_as_rounded_weights(
 
     got = jax.jit(functools.partial(call, implementation="xla"))(*rounded)
 
+    assert chosen[-1].in_place is not None
     assert chosen[-1].dtype == dtype
     got = jax.tree.map(lambda x: x.astype(jnp.float32), got)
     assert_same(got, call(*exact, implementation="blockwise"), 2**-8)

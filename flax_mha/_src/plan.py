@@ -121,29 +121,25 @@ class KeyBlocks(NamedTuple):
     # Whether batch entries run one after another, each over the blocks that it needs,
     # or together.
     sequential: bool
-    dtype: jnp.dtype  # of queries, keys and weights in matrix products
     block_diagonal: bool = False  # whether one matrix product serves all heads
     # The blocks to use if more than half of these, over all heads, hold a visible key;
     # None: always these.
     wide: "KeyBlocks | None" = None
-    # If given, the first features of keys are the values, and have a scale of their
-    # own.
-    value_size: int | None = None
-    # Whether one block holds the keys of all batch entries, and is read if a key is
-    # visible.
-    whole: bool = False
-    # Whether one block holds all keys, and is read without asking whether a key is
-    # visible.
+    # Whether the only block is read without asking whether it holds a visible key.
     unconditional: bool = False
 
-    def fitting(self, scores: int, numbers: int) -> "KeyBlocks":
+    def is_only_block(self, keys: int) -> bool:
+        """Returns whether one block holds the `keys` keys of all batch entries."""
+        return self.width == keys and not self.sequential
+
+    def fitting(self, keys: int, scores: int, numbers: int) -> "KeyBlocks":
         """Returns the blocks for the sizes that the call has once `jax.vmap` has added
         batch axes: the number of all scores, and of all numbers in keys and values.
 
         If `wide` is one block of all keys, too many scores drop it, and few numbers
         make it the only choice, however many keys are visible.
         """
-        if self.wide is None or not self.wide.whole:
+        if self.wide is None or not self.wide.is_only_block(keys):
             return self
         if scores > MAX_SCORES_WHOLE:
             return self._replace(wide=None)
@@ -199,7 +195,8 @@ def plan_xla(call: Call) -> Plan:
         return _plan_gathered(call, call.key_indices.shape[-1])
     blocks = blocks_in_place(call)
     if blocks is not None:
-        return Plan(blocks.dtype, guard_first=False, in_place=blocks)
+        dtype = _dtype_in_place(call)
+        return Plan(dtype, guard_first=False, in_place=blocks)
     scores = math.prod(call.lengths)
     looped_axes, max_heads = _loops(call, scores)
     if _is_plain_and_small(call, scores):
@@ -464,13 +461,10 @@ def _blocks_on_accelerator(call: Call) -> KeyBlocks:
         height=height,
         width=min(keys, width),
         sequential=False,
-        dtype=call.dtype,
-        value_size=call.value_size,
     )
     if call.target.platform != "gpu":
         return blocks
     return blocks._replace(
-        dtype=_dtype_in_place(call),
         # Without a block-diagonal product, XLA transposes the whole cache.
         block_diagonal=height * call.num_heads <= MAX_JOINT_ROWS,
         # A GPU waits for the host at every condition.
@@ -483,9 +477,7 @@ def _blocks_on_cpu(call: Call) -> KeyBlocks | None:
     num_kv_heads, _ = call.groups
     height = min(queries, MAX_HEIGHT_IN_PLACE)
     is_sequential = not call.target.may_be_split
-    dtype = call.dtype
-    if is_sequential:
-        dtype = _dtype_in_place(call)
+    dtype = _dtype_in_place(call)
 
     # The most keys of a wide block, not yet rounded.
     widest = min(
@@ -503,14 +495,12 @@ def _blocks_on_cpu(call: Call) -> KeyBlocks | None:
         height=height,
         width=width,
         sequential=is_sequential,
-        dtype=dtype,
-        value_size=call.value_size,
     )
     if not is_sequential:
         return blocks
     joint_rows = num_kv_heads * height * call.num_heads
     blocks = blocks._replace(block_diagonal=joint_rows <= MAX_JOINT_ROWS)
-    return blocks._replace(wide=_wide_blocks(call, blocks, widest))
+    return blocks._replace(wide=_wide_blocks(call, blocks, dtype, widest))
 
 
 def _numbers_per_key(call: Call) -> int:
@@ -535,7 +525,9 @@ def _width_on_cpu(call: Call, dtype: jnp.dtype, widest: int) -> int:
     return MAX_NUMBERS_IN_PLACE // _numbers_per_key(call)
 
 
-def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None:
+def _wide_blocks(
+    call: Call, blocks: KeyBlocks, dtype: jnp.dtype, widest: int
+) -> KeyBlocks | None:
     """Chooses larger blocks, of all keys or at most `widest`, to use if most of
     `blocks` hold a visible key; None: use `blocks`.
     """
@@ -546,10 +538,8 @@ def _wide_blocks(call: Call, blocks: KeyBlocks, widest: int) -> KeyBlocks | None
     is_small = scores <= MAX_SCORES_WHOLE and joint_rows <= MAX_JOINT_ROWS_WHOLE
     is_one_block = is_small and queries <= MAX_HEIGHT_IN_PLACE
     # Keys of another dtype would all have to be converted at once.
-    if is_one_block and call.key.dtype == blocks.dtype:
-        return blocks._replace(
-            width=keys, sequential=False, block_diagonal=True, whole=True
-        )
+    if is_one_block and call.key.dtype == dtype:
+        return blocks._replace(width=keys, sequential=False, block_diagonal=True)
     has_8_bits = call.cache_scale is not None
     entries = math.prod(call.batch)
     # One after the other, entries take 1.2 times as long.
@@ -576,7 +566,8 @@ def _dtype_in_place(call: Call) -> jnp.dtype:
     if call.return_residual or not _may_round(call):
         return call.dtype
     platform = call.target.platform
-    is_fast = platform == "gpu" or multiplies_bfloat16(platform)
+    is_one_cpu = call.target[:2] == ON_ONE_CPU
+    is_fast = platform == "gpu" or (is_one_cpu and multiplies_bfloat16(platform))
     has_8_bits = call.cache_scale is not None
     dtypes = {call.query.dtype}
     if not has_8_bits:

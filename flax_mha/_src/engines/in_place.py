@@ -8,8 +8,8 @@ hold. `plan.py` chooses among these cases (`KeyBlocks`):
   all heads. On one CPU every batch entry has a loop of its own (`sequential`), except
   in some wide blocks; accelerators, and devices between which the call may be split,
   compute all entries together.
-- One block without a loop (`whole`): for a small cache, because it compiles faster, and
-  as the wide blocks of a call with few scores.
+- One block without a loop: for a small cache, because it compiles faster, and as the
+  wide blocks of a call with few scores.
 - One block-diagonal product for all heads (`block_diagonal`): a product for each key
   head would copy the keys of this head.
 - Wide blocks (`wide`): if more than half of the blocks hold a visible key, fewer steps
@@ -44,6 +44,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from flax_mha._src import guard
 from flax_mha._src.call.call import Call, Result
 from flax_mha._src.core.eight_bits import as_floats
+from flax_mha._src.core.fields import static
 from flax_mha._src.core.tile import Grid, Scalar, Tile
 from flax_mha._src.core.tracing import (
     by_mapped_axis,
@@ -70,13 +71,18 @@ from flax_mha._src.plan import KeyBlocks, Plan
 BITS = {"float8_e4m3fn": jnp.uint8, "bfloat16": jnp.uint16}
 
 
-class Stored(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stored:
     """All keys and values of all batch entries: where they are, not copied."""
 
     key: Shaped[Array, "*B S K H"]
     value: Shaped[Array, "*B S K Hv"]
     # Scales of keys and values in 8 bits (`KVCache.scale`), else None.
     scale: Float[Array, "*B S K _"] | None
+    # If given, the first features of keys are the values, and have a scale of their
+    # own.
+    value_size: int | None = static()
 
 
 class Inputs(NamedTuple):
@@ -114,7 +120,7 @@ class BatchSlice(NamedTuple):
 class Block(NamedTuple):
     """A block of keys that was read, in the dtype of the products."""
 
-    # One array or, if keys hold the values (`KeyBlocks.value_size`), two: the features
+    # One array or, if keys hold the values (`Stored.value_size`), two: the features
     # after the values, then the values.
     keys: list[Array]
     value: Float[Array, "*B s K Hv"]
@@ -137,17 +143,19 @@ def attention(plan: Plan, call: Call) -> Result:
     query = split_heads(call.query, call.groups)
     inputs = Inputs(
         query=query,
-        stored=Stored(call.key, call.value, call.cache_scale),
+        stored=Stored(call.key, call.value, call.cache_scale, call.value_size),
         scale=scale.reshape((1,) * query.ndim),
         score_inputs=score_inputs,
         rule=rule,
     )
     blocks: Any = plan.in_place
-    results = _with_vmap_rule(blocks)(varying_alike(inputs))
+    results = _with_vmap_rule(plan.dtype, blocks)(varying_alike(inputs))
     return to_caller(results, call.query.dtype)
 
 
-def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], ResultsOfHead]:
+def _with_vmap_rule(
+    dtype: jnp.dtype, blocks: KeyBlocks
+) -> Callable[[Inputs], ResultsOfHead]:
     """Returns `_attend` with a rule for `jax.vmap`, which makes the mapped axis one
     more batch axis.
 
@@ -155,7 +163,7 @@ def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], ResultsOfHead]:
     visit for each entry as many blocks as the longest one needs. If mapped entries
     share keys, the rule adds no axis: that would copy them.
     """
-    attend = jax.custom_batching.custom_vmap(functools.partial(_attend, blocks))
+    attend = jax.custom_batching.custom_vmap(functools.partial(_attend, dtype, blocks))
 
     @attend.def_vmap
     def one_more_axis(
@@ -166,7 +174,8 @@ def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], ResultsOfHead]:
 
         def on_one_device(inputs: Inputs) -> ResultsOfHead:
             if size == 0 or not keys_are_mapped:  # no new batch axis
-                in_blocks = functools.partial(_attend, blocks._replace(wide=None))
+                narrow = blocks._replace(wide=None)
+                in_blocks = functools.partial(_attend, dtype, narrow)
                 axes = jax.tree.map(lambda mapped: 0 if mapped else None, is_mapped)
                 return jax.vmap(in_blocks, (axes,))(inputs)
 
@@ -181,7 +190,7 @@ def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], ResultsOfHead]:
                 query = inputs.query
                 shape = (len(inputs.stored.key), *query.shape[1:])
                 inputs = inputs._replace(query=jnp.broadcast_to(query, shape))
-            return _with_vmap_rule(blocks)(inputs)
+            return _with_vmap_rule(dtype, blocks)(inputs)
 
         results = by_mapped_axis(on_one_device, (inputs,), (is_mapped,))
         return results, jax.tree.map(lambda _: True, results)
@@ -189,8 +198,8 @@ def _with_vmap_rule(blocks: KeyBlocks) -> Callable[[Inputs], ResultsOfHead]:
     return attend
 
 
-def _attend(blocks: KeyBlocks, inputs: Inputs) -> ResultsOfHead:
-    """Computes all queries, in `blocks` or in wider ones.
+def _attend(dtype: jnp.dtype, blocks: KeyBlocks, inputs: Inputs) -> ResultsOfHead:
+    """Computes all queries, in `blocks` or in wider ones, with products in `dtype`.
 
     If an output is not finite, computes them again: guarded or, without masks, without
     a block-diagonal product.
@@ -200,13 +209,14 @@ def _attend(blocks: KeyBlocks, inputs: Inputs) -> ResultsOfHead:
     rule = inputs.rule
     num_keys = stored.key.shape[-3]
     num_scores = math.prod(queries.shape[:-1]) * num_keys
-    blocks = blocks.fitting(num_scores, stored.key.size + stored.value.size)
-    if blocks.dtype == rule.dtype:
+    num_numbers = stored.key.size + stored.value.size
+    blocks = blocks.fitting(num_keys, num_scores, num_numbers)
+    if dtype == rule.dtype:
         query = queries.astype(rule.dtype) * inputs.scale
         query_scale = None
     else:
         # Scaling before the conversion to fewer bits would round the queries.
-        query = queries.astype(blocks.dtype)
+        query = queries.astype(dtype)
         query_scale = inputs.scale
     part = BatchSlice(
         first=(0,) * (queries.ndim - 4),
@@ -305,7 +315,8 @@ def _over_keys(blocks: KeyBlocks, part: BatchSlice) -> ResultsOfHead:
     """Computes one block of queries, by an online softmax over the blocks of keys that
     may hold visible keys.
     """
-    value_size = blocks.value_size or part.stored.value.shape[-1]
+    stored = part.stored
+    value_size = stored.value_size or stored.value.shape[-1]
     state = OnlineSoftmax.start(
         rows=(*part.query.shape[:-2], blocks.height),
         features=value_size,
@@ -317,7 +328,7 @@ def _over_keys(blocks: KeyBlocks, part: BatchSlice) -> ResultsOfHead:
     if blocks.unconditional:
         return step(0, state).finish()
     begin, end = _visited(blocks, part)
-    if blocks.whole:
+    if blocks.is_only_block(stored.key.shape[-3]):
         # Not a loop: XLA (jax 0.10) would fuse reading with writing new keys, outside
         # of it, and copy the cache.
         state = lax.cond(begin < end, lambda: step(0, state), lambda: state)
@@ -384,7 +395,8 @@ def _step(
     block = _read_block(blocks, part, column)
 
     products = []
-    for features, keys in zip(_scaled_features(blocks), block.keys, strict=True):
+    features_of_keys = _scaled_features(part.stored)
+    for features, keys in zip(features_of_keys, block.keys, strict=True):
         query = part.query[..., features]
         products.append(_key_products(query, keys, part.rule, blocks.block_diagonal))
 
@@ -450,8 +462,8 @@ def _read_block(blocks: KeyBlocks, part: BatchSlice, column: Scalar) -> Block:
     groups = (stored.key.shape[-2], 1)
     dtype = part.query.dtype
     read = functools.partial(_read, part=part, column=column, width=blocks.width)
-    keys = [read(stored.key, x, dtype=dtype) for x in _scaled_features(blocks)]
-    if blocks.value_size is None:
+    keys = [read(stored.key, x, dtype=dtype) for x in _scaled_features(stored)]
+    if stored.value_size is None:
         value = read(stored.value, slice(None), dtype=dtype)
     else:
         value = keys[1]
@@ -471,20 +483,17 @@ def _read_block(blocks: KeyBlocks, part: BatchSlice, column: Scalar) -> Block:
         flags = vectors_by_head(key_flags.astype(part.rule.dtype), groups)
     if scale is None:
         return Block(keys, value, scales=None, flags=flags)
-    # Without the barrier, XLA's CPU would read all scales again, with a stride of 2, in
-    # every use of one.
     scales = [vectors_by_head(scale[..., i], groups) for i in (0, 1)]
-    scales = lax.optimization_barrier(scales)
     return Block(keys, value, scales=scales, flags=flags)
 
 
-def _scaled_features(blocks: KeyBlocks) -> list[slice]:
+def _scaled_features(stored: Stored) -> list[slice]:
     """Lists the slices of a key's features that are multiplied separately: one slice of
     all or, with `value_size`, the features after the values, then the values.
 
     In a cache in 8 bits, these two slices have different scales.
     """
-    number = blocks.value_size
+    number = stored.value_size
     if number is None:
         return [slice(None)]
     return [slice(number, None), slice(number)]
