@@ -18,9 +18,7 @@ import numpy as np
 from flax_mha._src.call.call import DEFAULT_PRECISION, Call
 from flax_mha._src.core.tracing import (
     being_traced,
-    cpu_features,
     is_key,
-    manual_axes,
     multiplies_bfloat16,
     readable,
 )
@@ -581,37 +579,25 @@ def product_dtype(call: Call, tiles: bool) -> jnp.dtype:
     """Chooses the dtype in which query, key, value and weights enter matrix products;
     sums are float32 at least.
 
-    A query's dtype of 16 bits is kept if that makes products faster: on accelerators,
-    unless gradients in float16 could overflow, and for bfloat16 in tiles on one CPU
-    with a matrix unit (AMX), outside `jax.shard_map`, if lengths are multiples of 128
-    and there are several heads. All other calls, and calls with more precision than the
-    default, use `call.dtype`. `tiles`: whether the call is computed tile by tile.
+    A query's dtype of 16 bits is kept on accelerators, where it makes products faster,
+    unless gradients in float16 could overflow. Calls on CPUs, and calls with more
+    precision than the default, use `call.dtype`. `tiles`: whether the call is computed
+    tile by tile.
     """
-    target = call.target
     dtype = call.query.dtype
     wide = call.dtype
-    if dtype.itemsize > 2 or not _may_round(call):
+    # XLA's CPU lacks some products of bfloat16 in gradients, even with AMX:
+    # "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32".
+    is_on_cpu = call.target.platform == "cpu"
+    if is_on_cpu or dtype.itemsize > 2 or not _may_round(call):
         return wide
-    if target.platform != "cpu":
-        # Some gradients reach the dtype of products before the scale makes them
-        # smaller, and may overflow in float16: without tiles those of the weights, and
-        # those of queries that were scaled before the products.
-        rounds_before_scale = not tiles or call.scale_array is not None
-        if dtype == jnp.float16 and rounds_before_scale:
-            return wide
-        return dtype
-    if not tiles or dtype != jnp.bfloat16 or "amx_bf16" not in cpu_features():
+    # Some gradients reach the dtype of products before the scale makes them smaller,
+    # and may overflow in float16: without tiles those of the weights, and those of
+    # queries that were scaled before the products.
+    rounds_before_scale = not tiles or call.scale_array is not None
+    if dtype == jnp.float16 and rounds_before_scale:
         return wide
-    if not call.has_known_sizes or target.may_be_split:
-        return wide
-    # XLA fails when such a program runs inside `jax.shard_map`, or with odd sizes and
-    # one head: "DotThunk ... BF16 x BF16 = F32".
-    if manual_axes():
-        return wide
-    has_whole_tiles = not any(length % 128 for length in call.lengths)
-    if has_whole_tiles and _number_of_heads(call) > 1:
-        return dtype
-    return wide
+    return dtype
 
 
 def _may_round(call: Call) -> bool:
