@@ -16,7 +16,7 @@ from train_demo.settings import SAMPLING, Layout, Settings, Sizes, checked, one_
 if TYPE_CHECKING:
     from train_demo.model import Transformer
 
-# JAX is imported where it is used, so that errors in arguments come at once.
+# JAX is imported inside functions, so that errors in arguments come immediately.
 
 RUNS = Path("runs")
 

@@ -113,7 +113,7 @@ def attend_to_blocks(
     """
     offset: int | Array = 0
     if mask is not None:
-        # The first query sees the keys before it, and its own.
+        # The first query attends to the keys before it, and to its own.
         seen = mask[:, 0, 0].sum(axis=-1, dtype=jnp.int32)
         offset = jnp.maximum(seen - 1, 0)
     blocks = recipes.top_blocks(query, key, block, count, query_offset=offset)

@@ -26,8 +26,8 @@ from train_demo.settings import (
     seed,
 )
 
-# JAX and Matplotlib are imported where they are used, so that help and errors in
-# options come at once.
+# JAX and Matplotlib are imported inside functions, so that help and errors in options
+# come immediately.
 
 DESCRIPTION = """\
 Trains a small transformer that writes text, one character

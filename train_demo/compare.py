@@ -49,7 +49,7 @@ def compare(
 ) -> int:
     """Trains a run for each kind in `out/KIND`, and writes a report that compares them.
 
-    The runs have the same seed, so they see the same batches. All are checked and
+    The runs have the same seed, so they train on the same batches. All are checked and
     prepared before the first begins, so that a comparison that was stopped can be
     resumed.
 

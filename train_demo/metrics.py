@@ -92,7 +92,7 @@ def step_seconds(measured: list[dict[str, Any]]) -> float | None:
 
 
 class Log:
-    """Writes a run's losses and samples, and refuses losses that diverge.
+    """Writes a run's losses and samples; raises an error for a loss that diverges.
 
     Args:
       out: The run's folder.
@@ -130,7 +130,7 @@ class Log:
     def loss(self, name: str, step: int, value: SupportsFloat) -> float:
         """Waits for a loss, writes it as one line, and returns it."""
         number = float(value)
-        if not number <= self._highest:  # also where it is not a number
+        if not number <= self._highest:  # also if it is NaN
             what = name.replace("val_loss", "validation loss")
             raise UserError(
                 f"training diverged: the {what} is {number:.4g} at step {step}: lower "

@@ -23,8 +23,8 @@ ZEROS = nnx.initializers.zeros_init()
 class TokenShift(nnx.Module):
     """Adds earlier embeddings to each embedding: `x[t] + sum_i scale[i] * x[t - i]`.
 
-    The first layer then sees several characters at once, and its attention need not
-    find neighbors. While the model decodes, the last embeddings are cached.
+    Each input of the first layer then holds several characters, so its attention need
+    not find neighbors. While the model decodes, the last embeddings are cached.
     """
 
     def __init__(self, distance: int, features: int):
@@ -128,8 +128,8 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Predicts, at each position, the character that follows.
 
-    Positions are rotary, and texts may be longer than in training: each layer sees only
-    the last characters, unless its kind of attention has no window.
+    Positions are rotary, and texts may be longer than in training: each layer attends
+    only to the last characters, unless its kind of attention has no window.
 
     Args:
       vocabulary_size: V, the distinct characters.
@@ -195,8 +195,8 @@ class Transformer(nnx.Module):
         Args:
           characters: Numbers of the characters in the vocabulary.
           lengths: Number of characters of each row before its padding; None means all.
-          segment_ids: Number of the document of each character; documents do not see
-            each other. None means one document.
+          segment_ids: Number of the document of each character; documents do not attend
+            to each other. None means one document.
           rngs: Random streams with `dropout`; None means no dropout.
           remat: Recompute each block for its gradient instead of storing its
             intermediate results.

@@ -64,7 +64,7 @@ def loss_figure(measured: list[dict[str, Any]]) -> Figure:
         label = f"validation: {losses[-1]:.3f} at step {steps[-1]:.0f}"
     axes.plot(steps, losses, "o-", color="tab:orange", label=label)
     if len(losses):
-        # The high losses of the first steps are cut off, so that the end can be seen.
+        # The high losses of the first steps are cut off, so that the end is readable.
         axes.set_ylim(axes.dataLim.y0, 2 * losses.min())
     axes.set(xlabel="step", ylabel="loss (nats per character)")
     axes.set_title("How well the model predicts the next character")
@@ -86,7 +86,7 @@ def comparison_figure(measured: Mapping[str, list[dict[str, Any]]]) -> Figure:
             label = f"{name}: {losses[-1]:.3f}"
         axes.plot(steps, losses, "o-", label=label)
         all_steps.update(steps.tolist())
-    # Ticks where a loss was measured, the last one among them.
+    # Ticks at steps with a measured loss, the last one among them.
     backwards = sorted(all_steps, reverse=True)
     axes.set_xticks(backwards[:: 1 + len(backwards) // STEPS])
     axes.set(xlabel="step", ylabel="validation loss (nats per character)")

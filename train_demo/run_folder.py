@@ -67,7 +67,7 @@ def prepare(
         documentation.
       given: The settings that the user gave; others are those of the resumed run, or
         the defaults. More `steps` extend the resumed run.
-      resume: True continues a run that is in the folder; False refuses the folder.
+      resume: True continues a run that is in the folder; False raises an error for one.
       size: The preset that the user gave. A resumed run must have its model and batch,
         but keeps its own steps.
     """

@@ -188,7 +188,7 @@ def compiled(update: Update, over: Mesh, shardings: State) -> jax.stages.Wrapped
 def repeatable() -> dict[str, bool]:
     """Returns the compiler's options for programs that compute the same bits each time.
 
-    A resumed run needs them on GPUs, where some fast operations add in any order.
+    A resumed run needs them on GPUs: some fast operations add in any order.
     """
     if jax.default_backend() == "gpu":
         return {"xla_gpu_deterministic_ops": True}

@@ -12,11 +12,11 @@ anything may be masked:
 
    - `poison_of_scores` adds flags to visible scores;
    - `poison_of_rows` adds NaN to the row's largest score;
-   - `restore_nan` puts NaN back into an operand, where masked scores are overwritten
+   - `restore_nan` puts NaN back into an operand, if masked scores are overwritten
      (`rows_of`).
 3. Rows that are NaN, and rows without visible keys, add zero to all gradients, so that
-   these stay finite: by `derivative_rows` if gradients are computed tile by tile, else
-   in `math/softmax.py`.
+   these stay finite. If gradients are computed tile by tile, `derivative_rows` does
+   that, otherwise `math/softmax.py`.
 
 If nothing can be masked, NaN propagates by itself, and none of this is done.
 
@@ -58,8 +58,8 @@ def guard(call: Call, plan: Any) -> Call:
 
 
 def flag(x: Float[Array, "*L F"]) -> Float[Array, "*L"]:
-    """Returns infinity for each vector [F] that holds NaN or infinity, else 0, without
-    a gradient.
+    """Returns infinity for each vector [F] that holds NaN or infinity, and 0 for all
+    others, without a gradient.
     """
     features = x.ndim - 1
     is_finite = lax.is_finite(lax.stop_gradient(x))
@@ -112,7 +112,7 @@ def restore_nan(
 
 def poison_of_scores(nonfinite: NonFinite) -> Float[Array, "T S"]:
     """Returns a term to add to visible scores: infinity if the query or the key held
-    NaN or infinity, else 0.
+    NaN or infinity, otherwise 0.
     """
     if nonfinite.key.ndim == 2:  # each query has keys of its own
         return nonfinite.query[:, None] + nonfinite.key
@@ -124,7 +124,7 @@ def poison_of_scores(nonfinite: NonFinite) -> Float[Array, "T S"]:
 
 def poison_of_rows(nonfinite: NonFinite, unmasked: bool) -> Float[Array, " T"]:
     """Returns a term to add to the largest score of each row: NaN if its query held NaN
-    or infinity, else 0.
+    or infinity, otherwise 0.
 
     If `unmasked`, every query attends to every key, so a single key with NaN or
     infinity makes all rows NaN.
@@ -174,8 +174,8 @@ def derivative_rows(
 def backward_weights(
     s: Float[Array, "..."], lse: LogSumExp, may_be_nan: bool
 ) -> Float[Array, "..."]:
-    """Computes the weights of scores S for derivatives; 0 where `derivative_rows` set
-    `lse.log_sum` to infinity.
+    """Computes the weights of scores S for derivatives; 0 in rows whose `lse.log_sum`
+    `derivative_rows` set to infinity.
 
     `may_be_nan`: whether scores in those rows may be NaN, which a bias or a `score_mod`
     can cause.

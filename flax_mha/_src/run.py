@@ -233,7 +233,7 @@ def _on_cpu(call: Call, name: str) -> Target | None:
     instead.
 
     None if that cannot happen, or does not matter: JAX does not trace, the engine
-    `name` runs on CPUs, too, or the call is only explained for another platform. See
+    `name` also runs on CPUs, or the call is only explained for another platform. See
     `lower_for_platform.py`.
     """
     target = call.target
@@ -336,7 +336,7 @@ def _explain_on_mesh(
     call: Call, implementation: str | None, parts: split.Split
 ) -> Explanation:
     """Explains one device's part, by tracing the split but not the attention."""
-    explanations = []  # filled while tracing; all devices have the same
+    explanations = []  # filled while tracing; they are equal on all devices
 
     def attend(call: Call, in_ring: bool = False) -> Result:
         explanations.append(_explain_part(call, implementation, in_ring))

@@ -571,7 +571,7 @@ class Step(NamedTuple):
         """Makes a `Call` over only the new tokens if `is_empty`, otherwise over the
         cache with the new tokens.
 
-        If `in_place`, the call reads the cache without a copy where that is possible.
+        If `in_place`, the call reads the cache without a copy if possible.
         """
         source = self._read_from(is_empty, in_place)
         call = self._call(source)

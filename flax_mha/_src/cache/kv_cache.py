@@ -379,7 +379,7 @@ class KVCache:
     def append(
         self, key: Array, value: Array, lengths: ArrayLike | None = None
     ) -> "Appended":
-        """Does the same as `update`, without checks of the arrays."""
+        """Implements `update`, without checks of the arrays."""
         room, tokens = self._fit(key.shape[-3], lengths)
         added = tokens
         if room is not True:

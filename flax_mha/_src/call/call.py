@@ -238,7 +238,7 @@ class LogSumExp(NamedTuple):
 
     @property
     def rounded(self) -> Float[Array, "*L"]:
-        """The log-sum-exp as one number."""
+        """The log-sum-exp as a single number, rounded."""
         return self.maximum + self.log_sum
 
     def weights(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -252,8 +252,8 @@ class Result(NamedTuple):
     """
 
     output: Float[Array, "*B T N Hv"]
-    # The log-sum-exp of the scores, in two parts from engines, and one number once
-    # `run` has returned it; None if a kernel does not return it.
+    # The log-sum-exp of the scores. Engines return it in two parts, `run` their sum.
+    # None if a kernel does not return it.
     lse: LogSumExp | Float[Array, "*B T N"] | None
     # The largest visible score of each row, or of each head [B..., N] once `run` has
     # returned it; None unless `return_max_score` asks for it.

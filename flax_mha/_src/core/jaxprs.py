@@ -37,8 +37,8 @@ def as_function(program: Program) -> Callable[..., list[Array]]:
 def traced(function: Callable, *arguments: object) -> Program:
     """Traces a function to a program that an operation may keep as a parameter.
 
-    JAX 0.12 refuses a parameter that holds operations which it expands before it
-    compiles, such as `jnp.nonzero`, and `custom_vjp` with its flag jax_custom_vjp3.
+    JAX 0.12 does not support parameters that hold operations which it expands before
+    it compiles: `jnp.nonzero`, or `custom_vjp` with the flag jax_custom_vjp3.
     """
     program = jax.make_jaxpr(function)(*arguments)
     if getattr(program, "is_high", False) and hasattr(partial_eval, "lower_jaxpr2"):
@@ -74,7 +74,7 @@ def evaluate(body: Body, values: Sequence[Array]) -> list[Array]:
     """Evaluates the jaxpr of a user's function.
 
     In `jax.shard_map`, it casts the operands of each equation by `varying_alike`, and
-    refuses control flow.
+    raises an error for control flow.
     """
     if not any(map(varying_axes, values)):
         return jaxpr_as_fun(ClosedJaxpr(body, ()))(*values)

@@ -29,8 +29,8 @@ class Offsets:
     int32 array [B...].
     """
 
-    query_array: Any = None  # position of the first query if it is an array, else None
-    key_array: Any = None  # position of the first key if it is an array, else None
+    query_array: Any = None  # position of the first query; None if it is an int
+    key_array: Any = None  # position of the first key; None if it is an int
     # The ints; 0 for an array.
     numbers: tuple[int, int] = dataclasses.field(
         default=(0, 0), metadata={"static": True}
@@ -185,7 +185,7 @@ class Grid(NamedTuple):
     counts: tuple[int, int]  # rows and columns of tiles
     tile_shape: tuple[int, int]  # rows and columns of a tile
     offsets: tuple[Scalar, Scalar] = (0, 0)  # positions of query 0 and of key 0
-    # T and S if tiles reach beyond them, else None.
+    # T and S if tiles reach beyond them, otherwise None.
     lengths: tuple[int, int] | None = None
 
     def bounds(self, axis: int, positions: bool = False) -> tuple[IntMatrix, IntMatrix]:

@@ -42,7 +42,7 @@ class Shape(NamedTuple):
     batch: tuple[int, ...]
     query_length: int
     key_length: int
-    # These are 1 where only the batch and the lengths count.
+    # These are 1 if only the batch and the lengths matter.
     num_heads: int = 1
     num_kv_heads: int = 1
     head_size: int = 1
@@ -66,7 +66,7 @@ class Shape(NamedTuple):
         """
         batch = self.batch if by_batch else (1,) * len(self.batch)
         count = math.prod(batch)
-        # The count may be a symbol of `jax.export`, which NumPy does not know.
+        # NumPy does not support a count that is a symbol of `jax.export`.
         if isinstance(count, int):
             entries = np.arange(count, dtype=np.int32)
         else:
@@ -138,7 +138,7 @@ def nan_if(flag: Bool[Array, ""] | None, x: Array) -> Array:
 
 def _axes_fix(name: str, array: Array, shape: Shape) -> str:
     """Returns advice to add axes if a mask or bias, the argument `name`, has shape
-    [B..., S] or [B..., T | 1, S | 1], else "".
+    [B..., S] or [B..., T | 1, S | 1], otherwise "".
     """
     rank = len(shape.batch)
     keys = shape.key_length
@@ -365,7 +365,7 @@ def epsilon(name: str, value: object) -> None:
 
 def unwrapped(value: object) -> Any:
     """Returns the array inside a variable of `flax.nnx` (or any object with
-    `__jax_array__`), else `value` itself.
+    `__jax_array__`); returns any other `value` unchanged.
     """
     if isinstance(value, jax.Array | type) or not hasattr(value, "__jax_array__"):
         return value

@@ -79,8 +79,8 @@ def first_hop(call: Call, context: Context) -> Call:
     """Returns the call in which this device's first chunk of queries attends to its
     first chunk of keys.
 
-    The calls of all pairs of chunks have equal shapes: an engine that plans, or
-    refuses, this one does so for all.
+    The calls of all pairs of chunks have equal shapes, so an engine that supports this
+    one supports all of them, with the same plan.
     """
     rank = lax.axis_index(context.axis)
     return _ring_of(call, context).slice(_of_hops(call), source=rank, i=0, j=0)
@@ -248,9 +248,7 @@ class Ring(NamedTuple):
         return jax.tree.map(cut, results)
 
     def put_rows(self, results: T, chunk: Scalar, parts: T) -> T:
-        """Writes `parts` where `rows(results, chunk)` reads, and returns the new
-        results.
-        """
+        """Returns the results with `parts` in place of `rows(results, chunk)`."""
 
         def put(x: Array, part: Array) -> Array:
             first = chunk * part.shape[self.rows_axis]

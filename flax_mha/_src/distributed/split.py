@@ -4,8 +4,8 @@
 A split is known if the caller gives it (`qkv_sharding`, `context_parallel`), if the
 types of the arrays contain it (on a mesh with Explicit axes), or if the arrays are
 concrete. Otherwise, XLA's partitioner splits the call. `run_on_mesh` computes each
-device's part inside `jax.shard_map`, as a call of its own, by any engine, fused kernels
-too. The parts need no communication unless the sequence is split; `ring.py` and
+device's part inside `jax.shard_map`, as a separate call, by any engine, also by fused
+kernels. The parts need no communication unless the sequence is split; `ring.py` and
 `exchange.py` are the strategies for that case. They cut the sequence into equal
 *chunks*: each device holds one or, with the layout "zigzag", two.
 """

@@ -62,8 +62,8 @@ class Engine:
         return None
 
     def supports_hop(self, call: Call) -> list[str]:
-        """Does the same for a hop of strategy="ring", the attention over one device's
-        keys, which needs `share`.
+        """Lists the reasons why a hop of strategy="ring" is not supported: attention
+        over one device's keys, which needs `share`.
         """
         return [
             'it cannot differentiate a single hop of strategy="ring": pass '
@@ -96,7 +96,7 @@ class Engine:
 
 def reasons_against_dtype(dtypes: Sequence[DTypeLike], dtype: jnp.dtype) -> list[str]:
     """Returns [a reason] if the inputs' `dtype` is not among the `dtypes` that a kernel
-    supports, else [].
+    supports, otherwise [].
     """
     if dtype in dtypes:
         return []

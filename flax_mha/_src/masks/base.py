@@ -399,8 +399,8 @@ def shows_future(mask: Mask) -> bool:
     `CausalMask()` by `|`.
 
     A causal call would make such a mask pointless. Masks that a causal call narrows do
-    not count, such as windows to both sides, or `LocalMask(8, 0) | mask`, where `mask`
-    shows more of the past.
+    not count, such as windows to both sides, or `LocalMask(8, 0) | mask` with a `mask`
+    that shows more of the past.
     """
 
     def of_part(part: Mask) -> _Reach:

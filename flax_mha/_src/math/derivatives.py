@@ -77,8 +77,8 @@ def linear_function(
     the function of their tangents.
 
     If an earlier argument has a tangent, JAX differentiates `portable` instead, which
-    computes the same; None means `evaluate` itself. The other parameters are fields of
-    `Function`.
+    has the same results; None means `evaluate` itself. The other parameters are fields
+    of `Function`.
     """
 
     def jvp(arguments: Sequence[Any], tangents: Tangents) -> Any:

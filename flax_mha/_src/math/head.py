@@ -242,8 +242,8 @@ def split_heads(
 def vectors_by_head(
     x: Float[Array, "*B L N"], groups: tuple[int, int]
 ) -> Float[Array, "*B K G L"]:
-    """Converts an array with one number for each position and head to the layout of one
-    head; see `split_heads`.
+    """Converts an array with a scalar per position and head to the layout of one head;
+    see `split_heads`.
     """
     rank = x.ndim - 2
     x = lax.transpose(x, (*range(rank), rank + 1, rank))
@@ -357,7 +357,7 @@ def _loop(
     run: Callable[[list], Any], is_mapped: list[bool], group: int, leaves: list
 ) -> Any:
     """Maps `run` over the first axis of leaves marked in `is_mapped`, in a loop that
-    vmaps `group` entries at once.
+    vmaps `group` entries at a time.
     """
     places = [i for i, flag in enumerate(is_mapped) if flag]
 

@@ -1,5 +1,5 @@
-"""The softmax of one head: of all scores at once, and online, of scores that arrive in
-blocks (`OnlineSoftmax`).
+"""The softmax of one head: of all scores together, and online, of scores that arrive
+in blocks (`OnlineSoftmax`).
 
 softmax(Q K^T + bias) V with scaled queries, Vaswani et al., Attention is all you need,
 arXiv:1706.03762, equation 1.
@@ -244,7 +244,7 @@ def _softmax(
     output, total = name_residuals(rule.weigh(p, value, tile), total)
 
     if not replaced:
-        # The total is 0 if no key is visible, else at least 1.
+        # The total is 0 if no key is visible, otherwise at least 1.
         divisor = jnp.maximum(total, 0.5)
         if not rule.on_gpu:
             output = output / divisor
@@ -331,7 +331,7 @@ class OnlineSoftmax(NamedTuple):
         Args:
           scores: Scores S of a block of keys, -inf where masked.
           row_poison: NaN for rows whose result must be NaN if any of these keys is
-            visible, else 0; None means 0.
+            visible, otherwise 0; None means 0.
           dtype: Dtype to which weights are rounded, also in the sum; None keeps the
             dtype of the scores.
         """

@@ -102,7 +102,7 @@ class TileSummand(NamedTuple):
         """Returns the tangent with respect to some arguments, given by their indices
         `places` in (*residuals, *linear).
 
-        It is a `TileSummand`, too, linear in these arguments' tangents; its residuals
+        It is also a `TileSummand`, linear in these arguments' tangents; its residuals
         are all arguments of `self`.
         """
         count = len(self.residuals)

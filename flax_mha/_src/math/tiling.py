@@ -1,11 +1,11 @@
 """Cuts the scores of one head into tiles, and lists the tiles to visit in a *block
 mask*, like FlexAttention.
 
-A tile is *full* if all of its scores are visible, *partial* if some are, else empty:
-its *occupancy*. Each row of tiles (tiles with the same queries) visits full tiles
-first, without a mask, then partial tiles, and no empty ones. If the mask is known while
-tracing, the block mask holds NumPy arrays, and a tile may be cut to the rows that it
-needs. Otherwise the block mask is computed at run time, and bounds loops.
+A tile's *occupancy*: it is *full* if all of its scores are visible, *partial* if some
+are, and *empty* if none is. Each row of tiles (tiles with the same queries) visits full
+tiles first, without a mask, then partial tiles, and no empty ones. If the mask is known
+while tracing, the block mask holds NumPy arrays, and a tile may be cut to the rows that
+it needs. Otherwise the block mask is computed at run time, and bounds loops.
 """
 
 import dataclasses

@@ -332,7 +332,7 @@ class AttentionFn:
     def attend_over_cache(
         self, query: Array, tokens: NewTokens, top_k: int = 0, **arguments: Any
     ) -> Float[Array, "*B T N Hv"]:
-        """Does the same for a decoding step; for `top_k`, see `over_cache`.
+        """Computes a decoding step; for `top_k`, see `over_cache`.
 
         Weights cannot be sown, Flax's function cannot be called, and `promote_dtype`
         is not used: see `all_written`.
@@ -356,8 +356,8 @@ class AttentionFn:
         return self.context.with_sharding(sharding, rank)
 
     def with_preset(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a module's `arguments`; where they are None, `preset` counts, except
-        for `is_causal`, which modules read themselves.
+        """Returns a module's `arguments`, with those that are None taken from `preset`,
+        except for `is_causal`, which modules read themselves.
         """
         combined = dict(self.preset)
         combined.pop("is_causal", None)

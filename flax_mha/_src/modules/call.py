@@ -243,7 +243,7 @@ def _check_sharing(parts: ModuleParts, given: Given) -> None:
         )
     if not reuses and not given.return_kv:
         return
-    # Layers share the keys of tokens that are queries too, and of one step only.
+    # Layers share only the keys of tokens that are also queries, from a single step.
     inputs = (given.inputs_k, given.inputs_v)
     has_other_inputs = any(x is not None and x is not given.inputs_q for x in inputs)
     if has_other_inputs or given.store_keys or parts.stored is not None:
@@ -694,7 +694,7 @@ def attention_arguments(
     else:
         arguments = attention_fn.with_preset(arguments)
     if cache is not None:
-        # Pass None too: while decoding it means causal, but Flax's default is False.
+        # Also pass None: while decoding it means causal, but Flax's default is False.
         arguments["is_causal"] = is_causal
     elif given.is_causal is None and is_causal:
         # Without a cache, a call's own is_causal=True narrows any mask. That of a

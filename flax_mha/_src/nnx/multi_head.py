@@ -253,7 +253,7 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
         self.dropout_rate = check_dropout_rate(dropout_rate)
         self.implementation = implementation
         self.scale = scale
-        # Checked first, because Flax would refuse a pair of arrays with its own error.
+        # Checked first, because Flax rejects a pair of arrays with its own error.
         check_window(local_window_size)
         self.local_window_size = local_window_size
         self.logits_soft_cap = check_soft_cap(logits_soft_cap)

@@ -82,8 +82,9 @@ def prefix_lm(length: int | Int[Array, "*B"]) -> dict[str, Any]:
     if length.ndim:
         sizes["b"] = length.shape[0]
 
-    # An array, because another number would compile again. Inside `jit`, a known length
-    # stays known, so that tiles can be skipped without evaluating the mask in each run.
+    # An array, because a different number would compile again. Inside `jit`, a known
+    # length stays known, so that tiles can be skipped without evaluating the mask in
+    # each run.
     with jax.ensure_compile_time_eval():
         lengths = jnp.asarray(length)
 

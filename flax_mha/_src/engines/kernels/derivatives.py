@@ -45,8 +45,8 @@ def with_derivatives(
 
     `kernel` has gradients of first order in reverse mode, `portable` derivatives of
     every order. The result has no log-sum-exp if the kernel returns none. `platform` is
-    the kernel's platform if the program may be compiled for others too, else None; see
-    `lower_for_platform.py`.
+    the kernel's platform if the program may also be compiled for others, otherwise
+    None; see `lower_for_platform.py`.
     """
     leaves, structure = jax.tree.flatten(varying_alike(call))
 

@@ -1,9 +1,9 @@
 """Converts the limits of a call's mask for fused kernels, which support only a window,
 lengths and segments.
 
-Calls with other masks are refused. Kernels return arbitrary output for queries whose
-keys are all masked: `masked_rows` finds these rows. `clean` replaces NaN and infinity
-in a kernel's arrays, and finds the rows that must be NaN.
+Calls with other masks are not supported. Kernels return arbitrary output for queries
+whose keys are all masked: `masked_rows` finds these rows. `clean` replaces NaN and
+infinity in a kernel's arrays, and finds the rows that must be NaN.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Lets `jax.vmap` and XLA's partitioner split a kernel that runs on one device, by
 batch and heads.
 
-XLA gathers the operands of an operation that it does not know.
-`jax.experimental.custom_partitioning` tells it that batch entries and heads are
+XLA gathers the operands of a custom operation.
+`jax.experimental.custom_partitioning` declares that its batch entries and heads are
 independent. `jax.vmap` adds leading axes, which each device folds into its batch: XLA
 would gather an axis that is folded before.
 """
@@ -64,8 +64,8 @@ class _Operation:
     may_be_split: bool
 
     def __call__(self, *arrays: Array) -> list[Array]:
-        # Inside `jax.shard_map` of some mesh axes, JAX does not tell how the others
-        # split an array. Then XLA gathers.
+        # Inside `jax.shard_map` of some mesh axes, it is unknown how the others split
+        # an array. Then XLA gathers.
         if self.may_be_split and not manual_axes():
             run = custom_vmap(self.splittable)
         else:

@@ -355,7 +355,7 @@ def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
     backward.
 
     A row whose tiles are all skipped is NaN after the forward pass, so the backward
-    pass must skip them, too. That pass is two kernels; a single fused one would store a
+    pass must also skip them. That pass is two kernels; a single fused one would store a
     gradient of the queries for every column of tiles.
     """
     return splash.BlockSizes(

@@ -300,7 +300,7 @@ def _differences() -> list[str]:
     for settings, operands in examples:
         ours = _custom_calls(settings, operands, call_forward, call_backward)
         theirs = _custom_calls(settings, operands, _forward_of_jax, _backward_of_jax)
-        # The backward pass of JAX runs the forward pass, too.
+        # The backward pass of JAX also runs the forward pass.
         if len(ours) != 2 or ours != theirs[:1] + theirs[2:]:
             return [
                 "sinks and return_residual are not supported, because jax "

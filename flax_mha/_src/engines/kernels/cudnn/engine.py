@@ -76,7 +76,7 @@ def device(platform: str) -> Device:
     first = jax.devices("gpu")[0]
     text = str(getattr(first, "compute_capability", ""))
     version = re.fullmatch(r"(\d+)\.(\d+)", text)
-    if version is None:  # GPUs of other makers have none, or one of another form
+    if version is None:  # on GPUs that are not NVIDIA's
         return Device(first.device_kind, None)
     return Device(first.device_kind, (int(version[1]), int(version[2])))
 
@@ -298,7 +298,7 @@ def _padded(bias: Array | None, rows: int, columns: int) -> Array | None:
 def _lengths(arrays: Arrays, mask: Visible) -> tuple[Array, Array]:
     """Computes the numbers of queries and keys that cuDNN uses, at least 1.
 
-    Queries that see a key by window and lengths come before all others.
+    Queries to which window and lengths leave a key come before all others.
     """
     first, end = kernel_mask.visible_range(mask, arrays)
     rows = jnp.sum(first < end, axis=1, dtype=jnp.int32)
@@ -454,7 +454,7 @@ class PassingError(Exception):
 @functools.lru_cache(maxsize=1024)
 def failure(fused: Fused) -> list[str]:
     """Compiles the kernel, forward and backward; returns a list with cuDNN's error if
-    that fails, else [].
+    that fails, otherwise [].
 
     Raises:
       PassingError: If it fails for a reason that may be gone later.
