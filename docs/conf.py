@@ -101,6 +101,7 @@ CONTENTS = {
             "The demo: training <training>",
         ],
         "Know": [
+            "how-it-works",
             "Implementations, GPUs and TPUs <implementations>",
             "comparison",
             "Programs that run unchanged <programs>",

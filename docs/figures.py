@@ -596,6 +596,13 @@ FIGURES = [
         h200_plain,
     ),
     Figure("CHANGELOG.md", "above {} GiB of scores", PLAN, limits("gib")),
+    # The picture of tiles.
+    Figure(
+        "docs/how-it-works.md",
+        "of {} tiles, {} are full, {} partial and {} empty",
+        "docs/pictures.py",
+        pictures.tile_counts,
+    ),
     # One H200.
     Figure(
         "README.md",

@@ -94,6 +94,7 @@ def draw() -> dict[str, str]:
             panels[f"{name}_scores"] = _cap(arguments["logits_soft_cap"])
     panels |= _differential()
     panels |= {"hero": draw_curves(curves())}
+    panels |= {"tiles": _tiles(), "decoding_step": _decoding_step()}
     return {
         f"{name}-{theme}.svg": _svg(panel, colors)
         for name, panel in panels.items()
@@ -190,20 +191,21 @@ def _scores(layers: Sequence[tuple[np.ndarray, float]], title: str) -> Picture:
     """A row per query and a column per key; of each layer the cells that are True, this
     opaque.
     """
-    shapes = []
-    for cells, opacity in layers:
-        runs = []
-        for row, line in enumerate(cells):
-            for is_set, run in groupby(enumerate(line), key=lambda cell: bool(cell[1])):
-                columns = [column for column, _ in run]
-                x = LEFT + CELL * columns[0]
-                y = TOP + CELL * row
-                width = CELL * len(columns)
-                runs += [f"M{x} {y}h{width}v{CELL}h-{width}z"] if is_set else []
-        shapes.append(
-            f'<path d="{"".join(runs)}" fill="@ours" fill-opacity="{opacity:.2f}"/>'
-        )
+    shapes = [_cells(cells, opacity) for cells, opacity in layers]
     return _square(shapes, "key", "query", title)
+
+
+def _cells(cells: np.ndarray, opacity: float) -> str:
+    """The cells that are True, this opaque."""
+    runs = []
+    for row, line in enumerate(cells):
+        for is_set, run in groupby(enumerate(line), key=lambda cell: bool(cell[1])):
+            columns = [column for column, _ in run]
+            x = LEFT + CELL * columns[0]
+            y = TOP + CELL * row
+            width = CELL * len(columns)
+            runs += [f"M{x} {y}h{width}v{CELL}h-{width}z"] if is_set else []
+    return f'<path d="{"".join(runs)}" fill="@ours" fill-opacity="{opacity:.2f}"/>'
 
 
 def _mask(visible: np.ndarray) -> Picture:
@@ -246,6 +248,101 @@ def _differential() -> dict[str, Picture]:
         name: _shaded(visible, x, title)
         for (name, x), title in zip(weights.items(), titles, strict=True)
     }
+
+
+TILE = 4  # cells of a mask side by side in a tile
+WINDOWED = CausalMask() & LocalMask(11, 0)
+
+
+def tiles() -> tuple[np.ndarray, np.ndarray]:
+    """Which tiles of `WINDOWED` are full, and which are partial."""
+    count = LENGTH // TILE
+    visible = WINDOWED.picture(LENGTH, LENGTH).reshape(count, TILE, count, TILE)
+    full = visible.all((1, 3))
+    return full, visible.any((1, 3)) & ~full
+
+
+def tile_counts() -> tuple[int, int, int, int]:
+    """Numbers of all tiles, full ones, partial ones, and empty ones."""
+    full, partial = tiles()
+    computed = int(full.sum() + partial.sum())
+    return full.size, int(full.sum()), int(partial.sum()), full.size - computed
+
+
+OURS = 'fill="@ours"'
+PALE = 'fill="@ours" fill-opacity="0.35"'
+EMPTY = 'fill="@empty"'
+LINE = 'stroke="@ink" stroke-width="3"'
+OUTLINE = f'fill="none" {LINE}'
+
+
+def _rect(x: float, y: float, width: float, height: float, more: str) -> str:
+    place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+    return f"<rect {place} {more}/>"
+
+
+def _tiles() -> Picture:
+    """The tiles of a mask, and what the loop over a row of tiles keeps."""
+    full, partial = (x.repeat(TILE, 0).repeat(TILE, 1) for x in tiles())
+    visible = WINDOWED.picture(LENGTH, LENGTH)
+    shapes = [_cells(full, 1.0), _cells(partial, 0.35), _cells(partial & visible, 0.45)]
+    side = CELL * TILE
+    grid = 'stroke="@page" stroke-width="2"'
+    for place in range(side, SIDE, side):
+        x = LEFT + place
+        y = TOP + place
+        shapes.append(_path([(x, TOP), (x, TOP + SIDE)], grid))
+        shapes.append(_path([(LEFT, y), (LEFT + SIDE, y)], grid))
+
+    right = LEFT + SIDE + 24
+    legend = {"full": OURS, "partial": PALE, "empty": EMPTY}
+    for number, (name, color) in enumerate(legend.items()):
+        y = TOP + 30 * number
+        shapes.append(_rect(right, y, 20, 20, color))
+        shapes.append(_text(right + 30, y + 16, name))
+
+    # The tiles of one row, and its sums.
+    row = 5
+    y = TOP + side * row
+    x = LEFT + side * (row - 3)
+    shapes.append(_rect(x, y, 4 * side, side, OUTLINE))
+    middle = y + side / 2
+    shapes.append(_path([(x + 4 * side, middle), (right - 8, middle)], LINE))
+    tip = [(right - 17, middle - 7), (right - 8, middle), (right - 17, middle + 7)]
+    shapes.append(_path(tip, LINE))
+    shapes.append(_text(right, y - 36, "kept for each query:"))
+    widths = {"max": 14, "sum": 14, "output": 72}
+    for number, (name, width) in enumerate(widths.items()):
+        x = right + 48 * number
+        shapes.append(_text(x, y - 8, name, 16, 'fill="@line"'))
+        shapes.append(_rect(x, y, width, side, OUTLINE))
+    square = _square(shapes, "key", "query", "causal, with a window")
+    return square._replace(width=right + 180)
+
+
+def _decoding_step() -> Picture:
+    """The blocks of a cache, and which of them a step reads."""
+    count = 16
+    side = 26
+    written = 10.4  # blocks
+    rows = {
+        "without a window": range(11),
+        "with a window": range(8, 11),
+        "Flax": range(count),
+    }
+    shapes = []
+    for number, (title, read) in enumerate(rows.items()):
+        y = 30 + 72 * number
+        shapes.append(_text(2, y - 8, title))
+        for block in range(count):
+            x = 2 + side * block
+            width = side - 4
+            share = min(max(written - block, 0), 1)
+            shapes.append(_rect(x, y, width, width, EMPTY))
+            shapes.append(_rect(x, y, share * width, width, PALE))
+            if block in read:
+                shapes.append(_rect(x, y, width, width, OUTLINE))
+    return Picture(side * count + 2, 204, shapes)
 
 
 def _cap(cap: float) -> Picture:
