@@ -56,7 +56,6 @@ def test_the_number_of_rotated_features_must_be_even():
 
 def test_arguments_of_rope_must_have_their_types_and_ranges():
     refused("fraction must be a finite number > 0, but got 0", RoPE, fraction=0)
-    refused(r"fraction must be in \(0, 1\], but got 64", RoPE, fraction=64)
     refused("base must be a finite number > 0, but got '10000'", RoPE, "10000")
     message = "interleaved must be True or False, but got 'yes'"
     refused(message, RoPE, interleaved="yes")
@@ -66,22 +65,15 @@ def test_arguments_of_rope_must_have_their_types_and_ranges():
 def test_numbers_of_scalings_must_be_in_range():
     refused(r"Linear\(factor\) must be .* >= 1, but got 0\.5", Linear, 0.5)
     refused(r"NTK\(factor\) must be .* >= 1", NTK, 0.5)
-    refused(r"Llama3\(factor\) must be", Llama3, 0.5, 1, 4, 8192)
-    refused(r"Llama3\(low_freq_factor\) must be .* > 0", Llama3, 8, 0, 4, 8192)
     refused(r"Llama3\(high_freq_factor\) must be .* >= 4", Llama3, 8, 4, 3.9, 8192)
     message = r"Llama3\(original_max_position\) must be .* got None"
     refused(message, Llama3, 8, 1, 4, None)
-    refused(r"YaRN\(factor\) must be", YaRN, 0.5, 4096)
-    refused(r"YaRN\(original_max_position\) must be", YaRN, 4, 0)
     refused(r"YaRN\(beta_fast\) must be .* >= 32, but got 1", YaRN, 4, 4096, 1, 32)
-    message = r"YaRN\(attention_factor\) must be"
-    refused(message, YaRN, 4, 4096, attention_factor=0)
     refused(r"YaRN\(mscale\) must be", YaRN, 4, 4096, mscale=-1)
     refused(r"YaRN\(truncate\) must be True or False", YaRN, 4, 4096, truncate=0)
     message = r"each factor in LongRoPE\(factors\) must be .* > 0, but got 0"
     refused(message, LongRoPE, [1.0, 0.0])
     refused(r"LongRoPE\(factors\) must be", LongRoPE, None)
-    refused(r"LongRoPE\(attention_factor\) must be", LongRoPE, FACTORS, 0)
 
 
 def test_a_scaling_must_fit_the_base_and_the_head():
@@ -229,8 +221,14 @@ def test_the_length_chooses_the_factors_of_longrope():
     assert read(LONG, max_length=4097) == long
 
 
-NO_CHANGE = {"rope_interleaved": False, "rope_traditional": False, "rope_ratio": 1}
-NO_CHANGE |= {"rope_type": "default", "rotary_percent": 1.0, "rope_dim": 16}
+NO_CHANGE = {
+    "rope_interleaved": False,
+    "rope_traditional": False,
+    "rope_ratio": 1,
+    "rope_type": "default",
+    "rotary_percent": 1.0,
+    "rope_dim": 16,
+}
 
 
 def test_foreign_keys_may_repeat_what_transformers_computes():
@@ -257,23 +255,9 @@ def test_laguna_reads_no_base_outside_of_rope_parameters():
 
 # Errors of configs --------------------------------------------------------------------
 
-HALF = {"rope_theta": 1e4, "rotary_pct": 0.5}
-PARTIAL = {"rope_theta": 1e4, "head_dim": 64}
-
 
 def config_refused(message, config, **arguments):
     refused(message, RoPE.from_config, config, **arguments)
-
-
-def test_numbers_of_configs_must_be_numbers_in_range():
-    message = "rope_theta must be a finite number > 0, but got '1e4'"
-    config_refused(message, {"rope_theta": "1e4"})
-    message = r"rotary_pct must be a number in \(0, 1\], but got '0.5'"
-    config_refused(message, PARTIAL | {"rotary_pct": "0.5"})
-    message = r"partial_rotary_factor must be a number in \(0, 1\], but got 2.0"
-    config_refused(message, PARTIAL | {"partial_rotary_factor": 2.0})
-    heads = {"hidden_size": 64, "num_attention_heads": [8, 8]}
-    config_refused("num_attention_heads must be a finite number", HALF | heads)
 
 
 def test_configs_must_be_dicts_of_known_models():
@@ -288,27 +272,15 @@ def test_configs_must_be_dicts_of_known_models():
     config_refused(message, {"rotary_dim": 64, "rope_theta": 1e4})
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("rope_interleaved", True),
-        ("rope_traditional", True),
-        ("rope_ratio", 500),
-        ("rope_type", "linear"),
-        ("rotary_percent", 0.25),
-        ("rope_dim", 8),
-    ],
-)
-def test_foreign_keys_must_not_change_the_rotation(key, value):
+@pytest.mark.parametrize("key", NO_CHANGE)
+def test_foreign_keys_must_not_change_the_rotation(key):
     expected = f"{key} must be {NO_CHANGE[key]!r} or left out"
-    config_refused(expected, model("llama", head_dim=16) | {key: value})
+    config_refused(expected, model("llama", head_dim=16) | {key: "linear"})
     scaled_twice = scaled(rope_type="linear", factor=2.0) | {"rope_type": "default"}
     config_refused("rope_type must be 'linear' or left out", scaled_twice)
 
 
 def test_a_scaling_must_be_a_dict_of_a_known_type():
-    message = "rope_scaling must be a dict, but got 'linear'"
-    config_refused(message, {"rope_theta": 1e4, "rope_scaling": "linear"})
     config_refused("but got 1", {"rope_theta": 1e4, "rope_scaling": {1: 2}})
     list_of_types = scaled(rope_type=["linear"], factor=2.0)
     config_refused("rope_type must be a string", list_of_types)
@@ -333,9 +305,6 @@ def test_a_scaling_must_have_the_keys_of_its_type():
 
 
 def test_longrope_needs_its_factor_and_the_length():
-    one = [1.0]
-    text = scaled(type="longrope", factor="2", short_factor=one, long_factor=one)
-    config_refused("factor must be", text)
     config_refused("max_length must be .* got '4k'", LONG, max_length="4k")
     message = (
         "max_length must be the length of the longest sequence.*above 4096 "
@@ -348,8 +317,6 @@ def test_longrope_needs_its_factor_and_the_length():
 
 def test_sections_of_configs_must_be_lists_of_supported_models():
     config_refused("but got mrope_interleaved", scaled(mrope_interleaved=True))
-    message = "mrope_section must be a list of positive integers, but got '16'"
-    config_refused(message, scaled(mrope_section="16"))
     ernie = scaled(mrope_section=[22, 22, 20]) | model("ernie4_5_vl_moe_text")
     config_refused("'ernie4_5_vl_moe_text' is not supported", ernie)
 

@@ -23,7 +23,12 @@ from flax_mha._src.convert.layer_rules import (
 from flax_mha._src.convert.layouts import MODEL_TYPE
 from flax_mha._src.convert.process_heads import ClipHeads, ScaleValues
 from flax_mha._src.convert.read_config import ALIASES, LAYERS, Config, read_config
-from flax_mha._src.convert.rope import ORIGINAL, rope_arguments
+from flax_mha._src.convert.rope import (
+    ORIGINAL,
+    head_size_of,
+    rope_arguments,
+    rotary_parameters,
+)
 from flax_mha._src.core.validation import is_int
 from flax_mha._src.masks import FunctionMask
 from flax_mha._src.modules.attention_fn import attention_fn
@@ -116,11 +121,15 @@ def describe_layer(
             base = entry(values, "layer_rope_theta", layer)
             rope = dataclasses.replace(rope, base=base)
 
+    epsilon = float(values.get("rms_norm_eps", 1e-6))
     if family.latent:
-        described = _latent_sizes(values) | _indexer(values)
+        described = _latent_sizes(values) | _indexer(values, epsilon)
     else:
         described = _sizes(values)
-    described["use_bias"] = _use_bias(family, values)
+    use_bias = family.bias
+    if isinstance(use_bias, str):
+        use_bias = any(values.get(key) for key in use_bias.split())
+    described["use_bias"] = use_bias
     described["rope"] = rope
     described["kernel_metadata"] = {MODEL_TYPE: config.model_type}
     if family.latent:
@@ -138,15 +147,24 @@ def describe_layer(
         described["logits_soft_cap"] = values.get("attn_logit_softcapping")
         described["sinks"] = family.sinks in (True, layer_type)
         described["gate"] = _gate(family, values)
-        described |= _norms(family, values, rope)
-    sharing: dict[str, bool] = {}
+        norm = family.norm
+        is_on = values.get(family.norm_key, True)
+        described["normalize_qk"] = False
+        # Llama 4 normalizes what it rotates.
+        if norm is not None and is_on and (rope is not None or not norm.after_rope):
+            described["normalize_qk"] = dataclasses.replace(norm, epsilon=epsilon)
+        if family.out_norm:
+            described["out_norm"] = Norm(
+                "rms", scale="heads", over="all_heads", epsilon=epsilon
+            )
     if family.shares_kv:
-        sharing = _sharing(family, values, layer, layer_type)
-    if family.value_norm:
+        reuses = family.borrows_kv or reuses_keys(values, layer, family.layer_type)
         described["value_norm"] = None
-        if not sharing.get("reuse_kv"):
-            described["value_norm"] = Norm("rms", scale=None, epsilon=_epsilon(values))
-    described |= sharing
+        if not reuses:
+            described["value_norm"] = Norm("rms", scale=None, epsilon=epsilon)
+        is_shared = layer_type == FULL and bool(values.get("attention_k_eq_v"))
+        described["share_kv"] = is_shared and not reuses
+        described["reuse_kv"] = reuses
 
     # What the attention function adds to every call.
     presets: dict[str, Any] = {}
@@ -185,19 +203,17 @@ def check_described(config: Config) -> None:
         )
 
 
-def _check_layer(layer: object, values: Values) -> None:
+def _check_layer(layer: Any, values: Values) -> None:
+    fits = is_int(layer) and layer >= 0
+    limit = ""
     numbers = {name: values[name] for name in LAYERS if values.get(name) is not None}
-    if not numbers:
-        if not is_int(layer) or layer < 0:
-            raise ValueError(f"layer must be an integer >= 0, but got {layer!r}.")
-        return
-    # An encoder and a decoder have their own numbers of layers.
-    name = max(numbers, key=lambda name: numbers[name])
-    if not is_int(layer) or not 0 <= layer < numbers[name]:
-        raise ValueError(
-            f"layer must be an integer >= 0 and < {name} ({numbers[name]}), but got "
-            f"{layer!r}."
-        )
+    if numbers:
+        # An encoder and a decoder have their own numbers of layers.
+        name = max(numbers, key=lambda name: numbers[name])
+        fits = fits and layer < numbers[name]
+        limit = f" and < {name} ({numbers[name]})"
+    if not fits:
+        raise ValueError(f"layer must be an integer >= 0{limit}, but got {layer!r}.")
 
 
 def _check_options(family: Family, values: Values) -> None:
@@ -279,10 +295,10 @@ def _layer_type(family: Family, values: Values, layer: int) -> str:
 
 def _size(values: Values, name: str) -> int:
     found = values.get(name)
-    if found is None:
-        names = " or ".join((name, *ALIASES[name]))
+    if not found:
+        names = " or ".join((name, *ALIASES.get(name, ())))
         raise ValueError(
-            f"config must set {names} to a positive integer, but got None."
+            f"config must set {names} to a positive integer, but got {found!r}."
         )
     return found
 
@@ -297,12 +313,8 @@ def _sizes(values: Values) -> dict[str, Any]:
     if "attention_hidden_size" in values:
         # Zamba: the input of its attention includes the embeddings.
         features = values["attention_hidden_size"] or 2 * hidden
-    head_size = values.get("head_dim") or features // heads
-    if head_size < 1:
-        raise ValueError(
-            f"hidden_size must be at least num_attention_heads ({heads}) if head_dim "
-            f"is not given, but got {hidden}."
-        )
+    # Both numbers that it could lack are there.
+    head_size: Any = head_size_of(values | {"hidden_size": features})
     return {
         "num_heads": heads,
         "in_features": features,
@@ -334,16 +346,11 @@ def _latent_sizes(values: Values) -> dict[str, Any]:
     """Returns the arguments of `MultiHeadLatentAttention` that are sizes; raises a
     ValueError if one is wrong.
     """
-    heads = values.get("num_attention_heads")
-    hidden = values.get("hidden_size")
-    if values.get("v_head_dim") is None and heads and hidden:
+    heads = _size(values, "num_attention_heads")
+    hidden = _size(values, "hidden_size")
+    if values.get("v_head_dim") is None:
         values = values | {"v_head_dim": hidden // heads}
-    for name in ("num_attention_heads", "hidden_size", *LATENT_SIZES):
-        if not values.get(name):
-            raise ValueError(
-                f"{name} in config must be a positive integer, but got "
-                f"{values.get(name)!r}."
-            )
+    sizes = {name: _size(values, name) for name in LATENT_SIZES}
     size = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     if values.get("num_key_value_heads") not in (None, heads):
         number = values["num_key_value_heads"]
@@ -356,11 +363,11 @@ def _latent_sizes(values: Values) -> dict[str, Any]:
             "qk_head_dim in config must equal qk_nope_head_dim + qk_rope_head_dim = "
             f"{size}, but got {values['qk_head_dim']!r}."
         )
-    sizes = {name: values[name] for name in (*LATENT_SIZES, "q_lora_rank")}
+    sizes["q_lora_rank"] = values["q_lora_rank"]
     return {"num_heads": heads, "in_features": hidden} | sizes
 
 
-def _indexer(values: Values) -> dict[str, Indexer]:
+def _indexer(values: Values, epsilon: float) -> dict[str, Indexer]:
     """Returns the argument `indexer` of `MultiHeadLatentAttention`; {} if the model has
     no indexer.
     """
@@ -379,19 +386,11 @@ def _indexer(values: Values) -> dict[str, Indexer]:
     indexer = Indexer(*(values[name] for name in names))
     if values.get("indexer_rope_last"):
         # HY 4 also has another epsilon.
-        indexer = dataclasses.replace(
-            indexer, rotary_last=True, norm_epsilon=_epsilon(values)
-        )
+        indexer = dataclasses.replace(indexer, rotary_last=True, norm_epsilon=epsilon)
     return {"indexer": indexer}
 
 
 # Options ------------------------------------------------------------------------------
-
-
-def _use_bias(family: Family, values: Values) -> bool:
-    if isinstance(family.bias, bool):
-        return family.bias
-    return any(values.get(key) for key in family.bias.split())
 
 
 def _scale(values: Values, layer: int, head_size: int) -> float | None:
@@ -446,38 +445,6 @@ def _gate(family: Family, values: Values) -> bool | Gate:
     return True if gate == Gate() else gate
 
 
-def _epsilon(values: Values) -> float:
-    return float(values.get("rms_norm_eps", 1e-6))
-
-
-def _norms(family: Family, values: Values, rope: RoPE | None) -> dict[str, Any]:
-    """Returns the arguments that describe norms of queries, keys and the attention's
-    output.
-    """
-    epsilon = _epsilon(values)
-    norm = family.norm if values.get(family.norm_key, True) else None
-    if norm is not None and norm.after_rope and rope is None:
-        # Llama 4 normalizes what it rotates.
-        norm = None
-    found: dict[str, Any] = {"normalize_qk": False}
-    if norm is not None:
-        found["normalize_qk"] = dataclasses.replace(norm, epsilon=epsilon)
-    if family.out_norm:
-        found["out_norm"] = Norm(
-            "rms", scale="heads", over="all_heads", epsilon=epsilon
-        )
-    return found
-
-
-def _sharing(
-    family: Family, values: Values, layer: int, layer_type: str
-) -> dict[str, bool]:
-    """Returns the arguments of models whose layers share keys and values."""
-    reuses = family.borrows_kv or reuses_keys(values, layer, family.layer_type)
-    shares = layer_type == FULL and bool(values.get("attention_k_eq_v"))
-    return {"share_kv": shares and not reuses, "reuse_kv": reuses}
-
-
 # Functions of positions ---------------------------------------------------------------
 
 
@@ -487,10 +454,6 @@ def attention_with(**arguments: Any) -> Any:
     object, so `jit` reuses code.
     """
     return functools.partial(attention_fn, **arguments)
-
-
-def _rotary_parameters(values: Values) -> Values:
-    return values.get("rope_scaling") or values.get("rope_parameters") or {}
 
 
 def _score_mod(
@@ -506,7 +469,7 @@ def _score_mod(
         return _temperature(
             float(values["attn_scale"]), float(values["floor_scale"]), 1.0
         )
-    parameters = _rotary_parameters(values)
+    parameters = rotary_parameters(values)
     beta = parameters.get("llama_4_scaling_beta")
     if not beta:
         return None

@@ -8,19 +8,20 @@ encoders with PyTorch ports.
 
 from typing import Any, Literal, NamedTuple
 
-from flax_mha._src.convert import defaults, layer_rules
+from flax_mha._src.convert import layer_rules
 from flax_mha._src.convert.layer_rules import (
     FULL,
+    SLIDING,
+    Values,
     cycle,
-    first_of,
     full,
-    last_of,
+    full_every,
     listed,
     sliding,
 )
 from flax_mha._src.modules.layers import Gate, Norm
 
-NO_KEYS: layer_rules.Values = {}
+NO_KEYS: Values = {}
 
 
 class Family(NamedTuple):
@@ -33,7 +34,7 @@ class Family(NamedTuple):
     `rope_theta`.
     """
 
-    keys: layer_rules.Values = NO_KEYS
+    keys: Values = NO_KEYS
     # Whether projections have biases; or config keys, any of which adds them.
     bias: str | bool = False
     # Of queries and keys; its epsilon is the `rms_norm_eps` of the config.
@@ -59,8 +60,9 @@ class Family(NamedTuple):
     attentions: int = 1  # in each layer, which then count as layers
     # The factor of query . key, if it does not depend on sizes.
     scale: float | None = None
-    value_norm: bool = False  # values are normalized, without a scale
-    shares_kv: bool = False  # layers may use keys as values, or another layer's keys
+    # Layers may use keys as values, or another layer's keys and values; values are
+    # normalized, without a scale.
+    shares_kv: bool = False
     borrows_kv: bool = False  # all layers use keys and values of another model
     alibi: bool = False
     # Scores get a learned bias of the distance: T5's, from a table in each layer or, if
@@ -74,7 +76,7 @@ class Family(NamedTuple):
     refused: str = ""
 
 
-def like(family: Family, keys: layer_rules.Values, **fields: Any) -> Family:
+def like(family: Family, keys: Values, **fields: Any) -> Family:
     """Returns a copy of `family`.
 
     `keys` adds config keys, or replaces their defaults; `fields` replaces fields.
@@ -82,9 +84,80 @@ def like(family: Family, keys: layer_rules.Values, **fields: Any) -> Family:
     return family._replace(keys=family.keys | keys, **fields)
 
 
-def alike(names: str, family: Family) -> dict[str, Family]:
-    return dict.fromkeys(names.split(), family)
-
+# Config keys, with their defaults in Transformers, that several families have.
+ROPE: Values = {"rope_theta": 10_000.0}
+MILLION: Values = {"rope_theta": 1e6}
+HEADS_4: Values = {"num_key_value_heads": 4, "head_dim": 128}
+HEADS_8: Values = {"num_key_value_heads": 8, "head_dim": 128}
+HALF: Values = {"partial_rotary_factor": 0.5}
+QUARTER: Values = {"partial_rotary_factor": 0.25}
+COHERE_2: Values = {
+    "rope_pairs": True,
+    "sliding_window": 4096,
+    "sliding_window_pattern": None,
+}
+MODERNBERT: Values = {
+    "rope_theta": 160_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "local_attention": 128,
+    "sliding_window": None,
+}
+MINIMAX: Values = {
+    "rope_theta": 5e6,
+    "partial_rotary_factor": 1.0,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+}
+ZAMBA: Values = {"attention_hidden_size": None, "use_shared_attention_adapter": False}
+LATENTS: Values = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+INDEXER: Values = {
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "indexer_rope_interleave": False,
+}
+GLM_5: Values = INDEXER | {
+    "index_n_heads": 32,
+    "indexer_rope_interleave": True,
+    "q_lora_rank": 2048,
+    "v_head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "indexer_types": None,
+    "index_topk_pattern": None,
+    "index_topk_freq": 1,
+    "index_skip_topk_offset": 2,
+}
+# Rotary parameters.
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MINISTRAL = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+    "rope_theta": 1e6,
+}
+GEMMA_4_ROPE = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e6,
+    },
+}
 
 # Families that several model types share, or that other families extend.
 RMS = Norm("rms")
@@ -93,122 +166,175 @@ RMS_AFTER_ROPE = Norm("rms", after_rope=True)
 NORM_OF_EACH_HEAD = Norm("layer", scale="heads")
 GATE = Gate()
 HEAD_GATE = Gate("head")
-LLAMA = Family(keys=defaults.BIAS, bias="attention_bias")
-BERT = Family(keys={"is_decoder": False}, bias=True, causal="is_decoder")
-BART = Family(bias=True, causal=None)
-ENCODER = Family(bias=True, causal=False)
+LLAMA = Family(keys=ROPE | {"attention_bias": False}, bias="attention_bias")
 MISTRAL = Family(
-    keys=defaults.ROPE | {"num_key_value_heads": 8, "sliding_window": None},
-    layer_type=sliding,
+    keys=ROPE | {"num_key_value_heads": 8, "sliding_window": None}, layer_type=sliding
 )
-QWEN_2 = Family(keys=defaults.QWEN, bias=True, layer_type=layer_rules.upper_slide)
+QWEN_2 = like(
+    LLAMA,
+    {
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "num_key_value_heads": 32,
+    },
+    bias=True,
+    layer_type=layer_rules.upper_slide,
+)
 QWEN_3 = like(QWEN_2, {"head_dim": 128}, bias="attention_bias", norm=RMS)
 QWEN_3_VL = like(
     LLAMA,
     {"rope_theta": 5e5, "mrope_section": (24, 20, 20), "mrope_interleaved": True},
     norm=RMS,
 )
-OLMO_2 = like(LLAMA, {"rms_norm_eps": 1e-5}, norm=RMS_OF_ALL_HEADS)
-EXAONE_4 = Family(
-    keys=defaults.EXAONE,
-    norm=RMS,
-    layer_type=last_of(4),
-    rotates=layer_rules.sliding_or_all_rotate,
-)
-GRANITE = like(LLAMA, {"attention_multiplier": 1.0})
-SWA: layer_rules.Values = {"sliding_window": 128, "layer_rope_theta": None}
-GRANITE_SWA = like(
-    GRANITE,
-    SWA,
-    sinks=True,
-    layer_type=first_of(4),
-    rotates=layer_rules.with_theta_rotate,
-)
-LATENT = Family(
-    keys=defaults.LATENTS | {"rope_interleave": True},
-    bias="attention_bias",
-    latent=True,
-)
-DEEPSEEK_2 = Family(
-    keys=defaults.LATENTS | {"rope_pairs": True}, bias="attention_bias", latent=True
-)
-GEMMA_3N = like(
-    LLAMA,
-    defaults.GEMMA_3N,
-    norm=RMS,
-    value_norm=True,
-    shares_kv=True,
-    scale=1.0,
-    layer_type=last_of(5, ""),
-)
-GEMMA_4 = GEMMA_3N._replace(
-    keys=defaults.GEMMA_4, layer_type=layer_rules.last_full(last_of(6, ""))
-)
 QWEN_3_NEXT = like(
     LLAMA,
-    defaults.QWEN_NEXT,
+    QUARTER | {"head_dim": 256, "num_key_value_heads": 2, "full_attention_interval": 4},
     norm=RMS,
     norm_scale="1 + weight",
     gate=GATE,
     layer_type=layer_rules.rest_linear,
 )
-ROTATED_WINDOWS = like(
-    LLAMA, defaults.HEADS_4, norm=RMS, rotates=layer_rules.sliding_rotate
+PHI = like(
+    LLAMA,
+    HALF | {"qk_layernorm": False, "rms_norm_eps": 1e-5},
+    bias=True,
+    norm=Norm("layer", bias=True),
+    norm_key="qk_layernorm",
 )
+PHI_3 = Family(
+    keys=ROPE
+    | {
+        "sliding_window": None,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    layer_type=sliding,
+)
+OLMO_2 = like(LLAMA, {"rms_norm_eps": 1e-5}, norm=RMS_OF_ALL_HEADS)
+EXAONE_4 = Family(
+    keys=ROPE
+    | {
+        "sliding_window": 4096,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 32,
+    },
+    norm=RMS,
+    layer_type=full_every(4),
+    rotates=layer_rules.sliding_or_all_rotate,
+)
+GRANITE = like(LLAMA, {"attention_multiplier": 1.0})
+GRANITE_SWA = like(
+    GRANITE,
+    {"sliding_window": 128, "layer_rope_theta": None},
+    sinks=True,
+    layer_type=full_every(4, place=0),
+    rotates=layer_rules.with_theta_rotate,
+)
+ERNIE = Family(
+    keys={
+        "rope_theta": 5e5,
+        "rope_pairs": True,
+        "use_bias": False,
+        "num_key_value_heads": 4,
+    },
+    bias="use_bias",
+)
+GEMMA = like(
+    LLAMA,
+    {
+        "head_dim": 256,
+        "use_bidirectional_attention": False,
+        "num_key_value_heads": 16,
+    },
+)
+GEMMA_2 = like(
+    GEMMA,
+    {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "hidden_size": 2304,
+        "sliding_window": 4096,
+    },
+)
+SHARING = like(
+    GEMMA_2,
+    MILLION | {"sliding_window": 512},
+    norm=RMS,
+    shares_kv=True,
+    scale=1.0,
+)
+GEMMA_4 = like(
+    SHARING,
+    {
+        "num_hidden_layers": 30,
+        "num_kv_shared_layers": 0,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "per_layer_config": None,
+        "rope_parameters": GEMMA_4_ROPE,
+        "attention_k_eq_v": False,
+    },
+    layer_type=layer_rules.last_full(full_every(6)),
+)
+ROTATED_WINDOWS = like(LLAMA, HEADS_4, norm=RMS, rotates=layer_rules.sliding_rotate)
 UNSCALED = like(LLAMA, {}, norm=RMS_AFTER_ROPE, norm_scale="none")
-PHI = Family(
-    keys=defaults.PHI, bias=True, norm=Norm("layer", bias=True), norm_key="qk_layernorm"
-)
 BLT = Family(keys={"rope_theta": 5e5, "rope_pairs": True})
-CONVOLVED = Family(
-    keys={}, refused="its keys and values pass through convolutions over tokens"
-)
+LATENT = like(LLAMA, LATENTS, latent=True)
+DEEPSEEK_2 = like(LATENT, {"rope_pairs": True})
+DEEPSEEK_3 = like(LATENT, {"rope_interleave": True})
+BERT = Family(keys={"is_decoder": False}, bias=True, causal="is_decoder")
 MORE = "needs more than the module's options"
 ONLY_ROPE = "only its rotary positions are supported"
 
-FAMILIES: dict[str, Family] = {
-    **alike("llama arcee aria_text internlm3 iquestcoder", LLAMA),
-    "exaone": like(LLAMA, {"rope_theta": 500_000.0, "num_key_value_heads": 8}),
+# By model types, separated by spaces.
+ROWS: dict[str, Family] = {
+    "llama arcee aria_text internlm3 iquestcoder": LLAMA,
+    "exaone": like(LLAMA, {"rope_theta": 5e5, "num_key_value_heads": 8}),
     "jais2": like(LLAMA, {"attention_bias": True}),
-    "emu3_text_model": like(LLAMA, defaults.MILLION | {"num_key_value_heads": 8}),
+    "emu3_text_model": like(LLAMA, MILLION | {"num_key_value_heads": 8}),
     "hyperclovax": like(LLAMA, {"attention_multiplier": None}),
-    **alike("granite granitemoe granitemoeshared", GRANITE),
+    "granite granitemoe granitemoeshared": GRANITE,
     "granite_swa": like(GRANITE_SWA, {"num_key_value_heads": 4}),
     "granitemoe_swa": GRANITE_SWA,
-    "seed_oss": like(LLAMA, defaults.SEED, bias="attention_bias attention_out_bias"),
-    "nemotron": like(LLAMA, defaults.HALF),
-    "solar_open": like(
-        LLAMA, defaults.MILLION | defaults.HEADS_8 | {"partial_rotary_factor": 1.0}
+    "seed_oss": like(
+        LLAMA,
+        HEADS_8 | {"attention_bias": True, "attention_out_bias": False},
+        bias="attention_bias attention_out_bias",
     ),
+    "nemotron": like(LLAMA, HALF),
+    "solar_open": like(LLAMA, MILLION | HEADS_8 | {"partial_rotary_factor": 1.0}),
     "falcon_h1": like(LLAMA, {"key_multiplier": 1.0, "num_key_value_heads": 8}),
     "mllama_text_model": Family(
-        keys=defaults.CROSS, layer_type=layer_rules.cross_listed
+        keys={
+            "rope_theta": 5e5,
+            "num_key_value_heads": 8,
+            "cross_attention_layers": (3, 8, 13, 18, 23, 28, 33, 38),
+        },
+        layer_type=layer_rules.cross_listed,
     ),
-    "moshi": Family(keys=defaults.ROPE),
+    "moshi": Family(keys=ROPE),
     "cwm": Family(
-        keys=defaults.CWM | {"num_key_value_heads": 8}, layer_type=first_of(4)
+        keys=MILLION
+        | HEADS_8
+        | {"rope_parameters": LLAMA_3 | {"factor": 16.0}, "sliding_window": 8192},
+        layer_type=full_every(4, place=0),
     ),
     "mistral": like(MISTRAL, {"sliding_window": 4096}),
     "ministral": like(MISTRAL, {"sliding_window": 4096}, layer_type=listed(sliding)),
-    "ministral3": like(
-        MISTRAL, {"rope_parameters": defaults.MINISTRAL, "head_dim": 128}
-    ),
-    "mixtral": like(MISTRAL, defaults.MILLION),
-    "phimoe": like(
-        MISTRAL, defaults.MILLION | {"attention_bias": False}, bias="attention_bias"
-    ),
+    "ministral3": like(MISTRAL, {"rope_parameters": MINISTRAL, "head_dim": 128}),
+    "mixtral": like(MISTRAL, MILLION),
+    "phimoe": like(MISTRAL, MILLION | {"attention_bias": False}, bias="attention_bias"),
     "starcoder2": like(
         MISTRAL, {"num_key_value_heads": 2, "use_bias": True}, bias="use_bias"
     ),
     "minimax": like(
         MISTRAL,
-        defaults.MILLION,
+        MILLION,
         layer_type=layer_rules.windowed(listed(cycle("", FULL, "linear_attention"))),
     ),
-    "phi3": Family(keys=defaults.WHOLE, layer_type=sliding),
-    "phi4_multimodal": Family(
-        keys=defaults.WHOLE | {"num_key_value_heads": 8}, layer_type=sliding
-    ),
+    "phi3": PHI_3,
+    "phi4_multimodal": like(PHI_3, {"num_key_value_heads": 8}),
     "qwen2": QWEN_2,
     "qwen2_moe": like(
         QWEN_2,
@@ -220,30 +346,43 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": like(
         QWEN_3, {"head_dim": None, "num_key_value_heads": 4}, layer_type=sliding
     ),
-    **alike("qwen2_vl_text qwen2_5_vl_text", like(QWEN_2, defaults.QWEN_2_VL)),
+    "qwen2_vl_text qwen2_5_vl_text": like(
+        QWEN_2,
+        MILLION
+        | {
+            "max_window_layers": 80,
+            "mrope_section": (16, 24, 24),
+            "num_key_value_heads": 8,
+        },
+    ),
     "qwen3_vl_text": like(QWEN_3_VL, {"num_key_value_heads": 32, "head_dim": 128}),
-    "qwen3_vl_moe_text": like(QWEN_3_VL, {"num_key_value_heads": 16, "head_dim": None}),
-    "dots1": Family(
-        keys=defaults.DOTS,
-        bias="attention_bias",
+    "qwen3_vl_moe_text": like(QWEN_3_VL, {"num_key_value_heads": 16}),
+    "dots1": like(
+        LLAMA,
+        {"sliding_window": 4096, "max_window_layers": 62, "num_key_value_heads": 32},
         norm=RMS,
         layer_type=layer_rules.upper_slide,
     ),
-    **alike(
-        "apertus apertus1p5_text",
-        Family(keys=defaults.APERTUS, bias="attention_bias", norm=RMS),
-    ),
-    "hy_v3": like(
+    "apertus apertus1p5_text": like(
         LLAMA,
-        defaults.HEADS_8 | {"rope_theta": 11_158_840.0, "rms_norm_eps": 1e-5},
+        {"rope_theta": 12e6, "rope_parameters": LLAMA_3, "rms_norm_eps": 1e-5},
         norm=RMS,
     ),
-    "mellum": like(LLAMA, defaults.MELLUM, norm=RMS, layer_type=listed(full)),
-    **alike("exaone4 exaone_moe", EXAONE_4),
+    "hy_v3": like(
+        LLAMA, HEADS_8 | {"rope_theta": 11_158_840.0, "rms_norm_eps": 1e-5}, norm=RMS
+    ),
+    "mellum": like(
+        LLAMA,
+        HEADS_4
+        | {"rope_theta": 5e5, "rope_local_base_freq": 1e4, "sliding_window": 1024},
+        norm=RMS,
+        layer_type=listed(full),
+    ),
+    "exaone4 exaone_moe": like(EXAONE_4, {"sliding_window_pattern": None}),
     "kolibri1": like(
         EXAONE_4,
-        defaults.HEADS_4 | {"sliding_window": 513, "rms_norm_eps": 1e-6},
-        layer_type=last_of(5, ""),
+        HEADS_4 | {"sliding_window": 513, "rms_norm_eps": 1e-6},
+        layer_type=full_every(5),
     ),
     "flint": like(
         ROTATED_WINDOWS,
@@ -251,42 +390,72 @@ FAMILIES: dict[str, Family] = {
         sinks=True,
         layer_type=layer_rules.flint,
     ),
-    **alike(
-        "lfm2 lfm2_moe",
-        Family(
-            keys=defaults.LFM,
-            norm=RMS,
-            layer_type=listed(layer_rules.indices("full_attn_idxs")),
-        ),
+    "lfm2 lfm2_moe": Family(
+        keys=MILLION
+        | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "full_attn_idxs": None},
+        norm=RMS,
+        layer_type=listed(layer_rules.indices("full_attn_idxs")),
     ),
     "nanochat": like(UNSCALED, {"rope_reversed": True}),
-    **alike(
-        "hunyuan_v1_dense hunyuan_v1_moe",
-        like(LLAMA, {"rms_norm_eps": 1e-5}, norm=RMS_AFTER_ROPE),
+    "hunyuan_v1_dense hunyuan_v1_moe": like(
+        LLAMA, {"rms_norm_eps": 1e-5}, norm=RMS_AFTER_ROPE
     ),
-    "gemma": Family(keys=defaults.GEMMA, bias="attention_bias"),
-    **alike(
-        "gemma2 vaultgemma",
-        like(
-            LLAMA,
-            defaults.GEMMA_2 | {"attn_logit_softcapping": 50.0},
-            layer_type=last_of(2),
-        ),
+    "gemma": GEMMA,
+    "gemma2 vaultgemma": like(
+        GEMMA_2,
+        {
+            "query_pre_attn_scalar": 256,
+            "sliding_window_pattern": None,
+            "attn_logit_softcapping": 50.0,
+        },
+        layer_type=full_every(2),
     ),
-    "gemma3_text": Family(
-        keys=defaults.GEMMA_3,
-        bias="attention_bias",
+    "gemma3_text": like(
+        GEMMA_2,
+        MILLION
+        | {
+            "rope_local_base_freq": 10_000.0,
+            "query_pre_attn_scalar": 256,
+            "sliding_window_pattern": None,
+        },
         norm=RMS,
         norm_scale="1 + weight",
-        layer_type=last_of(6),
+        layer_type=full_every(6),
     ),
-    "gemma3n_text": GEMMA_3N,
+    "gemma3n_text": like(
+        SHARING,
+        {
+            "rope_local_base_freq": 10_000.0,
+            "hidden_size": 2048,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 35,
+            "num_kv_shared_layers": 15,
+        },
+        layer_type=full_every(5),
+    ),
     "gemma4_text": GEMMA_4,
     "gemma4_unified_text": like(
         GEMMA_4, {"sliding_window": 1024, "use_bidirectional_attention": "vision"}
     ),
-    "gpt_oss": Family(
-        keys=defaults.GPT_OSS, bias="attention_bias", sinks=True, layer_type=last_of(2)
+    "gpt_oss": like(
+        LLAMA,
+        {
+            "attention_bias": True,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "sliding_window": 128,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        sinks=True,
+        layer_type=full_every(2),
     ),
     "olmo": like(LLAMA, {"clip_qkv": None}),
     "olmoe": like(OLMO_2, {"clip_qkv": None}),
@@ -295,7 +464,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": like(
         OLMO_2,
         {"rope_theta": 5e5, "rope_local_base_freq": 5e5, "sliding_window": 4096},
-        layer_type=last_of(4),
+        layer_type=full_every(4),
     ),
     "olmo_hybrid": like(
         OLMO_2,
@@ -303,98 +472,187 @@ FAMILIES: dict[str, Family] = {
         layer_type=listed(cycle("", *["linear_attention"] * 3, FULL)),
         rotates=layer_rules.given_theta_rotates,
     ),
-    "minimax_m2": Family(
-        keys=defaults.MINIMAX | {"rotary_dim": None}, norm=RMS_OF_ALL_HEADS
-    ),
+    "minimax_m2": Family(keys=MINIMAX | {"rotary_dim": None}, norm=RMS_OF_ALL_HEADS),
     "minimax_m3_vl_text": Family(
-        keys=defaults.MINIMAX | {"num_key_value_heads": 4},
+        keys=MINIMAX | {"num_key_value_heads": 4},
         norm=RMS,
         norm_scale="1 + weight",
         layer_type=listed(full),
     ),
-    "glm4_moe": like(LLAMA, defaults.GLM_MOE, norm=RMS, norm_key="use_qk_norm"),
-    "sarvam_moe": Family(
-        keys=defaults.SARVAM,
+    "glm4_moe": like(
+        LLAMA,
+        HALF | {"use_qk_norm": False, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        norm=RMS,
+        norm_key="use_qk_norm",
+    ),
+    "sarvam_moe": like(
+        LLAMA,
+        {
+            "rope_theta": 8e6,
+            "partial_rotary_factor": 1.0,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "use_qk_norm": True,
+            "use_qkv_bias": False,
+        },
         bias="attention_bias use_qkv_bias",
         norm=RMS,
         norm_key="use_qk_norm",
     ),
-    **alike("glm glm4", Family(keys=defaults.GLM, bias="attention_bias")),
-    "glm4v_text": Family(keys=defaults.GLM_4V, bias=True),
-    "helium": Family(
-        keys=defaults.PAIRS
-        | {"rope_theta": 100_000.0, "head_dim": 128, "num_key_value_heads": 20},
-        bias="attention_bias",
+    "glm glm4": like(
+        LLAMA,
+        HALF
+        | {
+            "rope_pairs": True,
+            "attention_bias": True,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+        },
     ),
-    "ernie4_5": Family(
-        keys=defaults.ERNIE | {"num_key_value_heads": 2, "head_dim": 128},
-        bias="use_bias",
+    "glm4v_text": Family(
+        keys=ROPE
+        | {
+            "rope_pairs": True,
+            "partial_rotary_factor": 1.0,
+            "num_key_value_heads": 2,
+            "mrope_section": (8, 12, 12),
+        },
+        bias=True,
     ),
-    "ernie4_5_moe": Family(
-        keys=defaults.ERNIE | {"num_key_value_heads": 4}, bias="use_bias"
+    "helium": like(
+        LLAMA,
+        {
+            "rope_pairs": True,
+            "rope_theta": 100_000.0,
+            "head_dim": 128,
+            "num_key_value_heads": 20,
+        },
     ),
-    "cohere": Family(
-        keys=defaults.COHERE | {"use_qk_norm": False},
-        bias="attention_bias",
-        norm=Norm("layer", scale="heads"),
+    "ernie4_5": like(ERNIE, {"num_key_value_heads": 2, "head_dim": 128}),
+    "ernie4_5_moe": ERNIE,
+    "cohere": like(
+        LLAMA,
+        {
+            "rope_pairs": True,
+            "rope_theta": 5e5,
+            "rms_norm_eps": 1e-5,
+            "use_qk_norm": False,
+        },
+        norm=NORM_OF_EACH_HEAD,
         norm_key="use_qk_norm",
     ),
-    "cohere2": Family(
-        keys=defaults.COHERE_2,
-        bias="attention_bias",
-        layer_type=last_of(4),
+    "cohere2": like(
+        LLAMA,
+        COHERE_2,
+        layer_type=full_every(4),
         rotates=layer_rules.sliding_rotate,
     ),
     "cohere2_moe": like(
         LLAMA,
-        defaults.COHERE_MOE,
+        COHERE_2
+        | {
+            "prefix_dense_sliding_window_pattern": 1,
+            "mlp_layer_types": None,
+            "first_k_dense_replace": 0,
+            "head_dim": 128,
+        },
         layer_type=layer_rules.cohere_moe,
         rotates=layer_rules.cohere_moe_rotates,
     ),
     "cohere_compass_text": like(
         LLAMA,
-        defaults.COHERE_2 | {"rope_pairs": False},
+        COHERE_2 | {"rope_pairs": False},
         layer_type=listed(full),
         rotates=layer_rules.given_rotate,
     ),
     "smollm3": like(
         LLAMA,
-        defaults.SMOLLM,
+        {
+            "rope_theta": 2e6,
+            "num_key_value_heads": 4,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
         layer_type=layer_rules.unrotated_slide,
         rotates=layer_rules.listed_rotate,
     ),
     "llama4_text": like(
         UNSCALED,
-        defaults.LLAMA_4,
+        HEADS_8
+        | {
+            "rope_pairs": True,
+            "rope_theta": 5e5,
+            "rms_norm_eps": 1e-5,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "attn_scale": 0.1,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "floor_scale": 8192,
+        },
         norm_key="use_qk_norm",
         layer_type=layer_rules.rotated_chunked,
         rotates=layer_rules.listed_rotate,
     ),
-    "stablelm": Family(keys=defaults.STABLELM, bias="use_qkv_bias"),
+    "stablelm": Family(
+        keys=ROPE
+        | QUARTER
+        | {"use_qkv_bias": False, "qk_layernorm": False, "num_key_value_heads": 32},
+        bias="use_qkv_bias",
+    ),
     "persimmon": like(PHI, {"qk_layernorm": True}),
     "phi": PHI,
-    "gpt_neox": Family(
-        keys=defaults.QUARTER | {"attention_bias": True}, bias="attention_bias"
+    "gpt_neox": like(LLAMA, QUARTER | {"attention_bias": True}),
+    "gpt_neox_japanese": Family(keys=ROPE | {"partial_rotary_factor": 1.0}),
+    "gptj codegen": Family(keys=ROPE | {"rope_pairs": True, "rotary_dim": 64}),
+    "dbrx": Family(keys=ROPE | {"clip_qkv": None, "num_key_value_heads": 1}),
+    "falcon": Family(
+        keys=ROPE
+        | {
+            "bias": False,
+            "new_decoder_architecture": False,
+            "multi_query": True,
+            "num_kv_heads": None,
+            "alibi": False,
+            "n_embed": None,
+        },
+        bias="bias",
     ),
-    "gpt_neox_japanese": Family(keys=defaults.ROPE | {"partial_rotary_factor": 1.0}),
-    **alike("gptj codegen", Family(keys=defaults.PAIRS | {"rotary_dim": 64})),
-    "dbrx": Family(keys=defaults.ROPE | {"clip_qkv": None, "num_key_value_heads": 1}),
-    "falcon": Family(keys=defaults.FALCON, bias="bias"),
     "modernbert-decoder": like(
-        LLAMA, defaults.MODERNBERT, layer_type=first_of(3, "global_attn_every_n_layers")
+        LLAMA,
+        MODERNBERT | {"sliding_window_pattern": None},
+        layer_type=full_every(3, place=0),
     ),
     # With a gate.
-    **alike("qwen3_next qwen3_5_moe_text", QWEN_3_NEXT),
+    "qwen3_next qwen3_5_moe_text": QWEN_3_NEXT,
     "qwen3_5_text": like(QWEN_3_NEXT, {"num_key_value_heads": 4}),
     "afmoe": like(
         ROTATED_WINDOWS,
-        defaults.AFMOE,
+        {
+            "num_key_value_heads": None,
+            "sliding_window": 1024,
+            "sliding_window_pattern": None,
+            "rms_norm_eps": 1e-5,
+        },
         gate=GATE,
-        layer_type=last_of(4, "global_attn_every_n_layers"),
+        layer_type=full_every(4),
     ),
     "laguna": like(
         LLAMA,
-        defaults.LAGUNA,
+        HEADS_8
+        | {
+            "sliding_window": 512,
+            "gating": True,
+            "num_attention_heads_per_layer": None,
+            "partial_rotary_factor": 1.0,
+            "rope_parameters": {
+                FULL: {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                SLIDING: {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            },
+        },
         norm=RMS,
         gate=Gate("head", "softplus"),
         gate_key="gating",
@@ -402,17 +660,20 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm3": like(
         LLAMA,
-        defaults.LFM_3,
+        HEADS_4
+        | MILLION
+        | {
+            "sliding_window": 256,
+            "use_attention_gate": True,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": GEMMA_4_ROPE | {FULL: GEMMA_4_ROPE[FULL] | HALF},
+        },
         norm=RMS,
         gate=HEAD_GATE,
         gate_key="use_attention_gate",
         layer_type=layer_rules.lfm3,
     ),
-    "hrm_text": Family(
-        keys=defaults.BIAS | {"head_dim": 128, "num_layers_per_stack": None},
-        bias="attention_bias",
-        gate=GATE,
-    ),
+    "hrm_text": like(LLAMA, {"head_dim": 128, "num_layers_per_stack": None}, gate=GATE),
     # With a norm before the output projection.
     "bitnet": like(
         LLAMA,
@@ -422,8 +683,20 @@ FAMILIES: dict[str, Family] = {
     # With values of another head size.
     "mimo_v2_flash": like(
         LLAMA,
-        defaults.MIMO,
-        sinks=layer_rules.SLIDING,
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "sliding_window": 129,
+            "sliding_window_size": None,
+            "attention_value_scale": 0.707,
+            "partial_rotary_factor": 0.334,
+            "rope_parameters": {
+                FULL: {"rope_theta": 5e6},
+                SLIDING: {"rope_theta": 10_000.0},
+            },
+        },
+        sinks=SLIDING,
         unscaled_fraction=True,
         layer_type=layer_rules.mimo,
     ),
@@ -433,78 +706,117 @@ FAMILIES: dict[str, Family] = {
     "blt_local_decoder": like(
         BLT, {"sliding_window": ""}, layer_type=layer_rules.blt_decoder
     ),
-    "blt_patcher": like(
-        BLT, {"rope_theta": 10_000.0, "sliding_window": 512}, layer_type=sliding
-    ),
-    **alike(
-        "gemma4_assistant gemma4_unified_assistant", GEMMA_4._replace(borrows_kv=True)
-    ),
+    "blt_patcher": like(BLT, ROPE | {"sliding_window": 512}, layer_type=sliding),
+    "gemma4_assistant gemma4_unified_assistant": like(GEMMA_4, {}, borrows_kv=True),
     # Latent attention.
-    **alike("deepseek_v3 kimi_k2 youtu youtu_llm axk1", LATENT),
-    "sarvam_mla": like(LATENT, {"q_lora_rank": None}),
+    "deepseek_v3 kimi_k2 youtu youtu_llm axk1": DEEPSEEK_3,
+    "sarvam_mla": like(DEEPSEEK_3, {"q_lora_rank": None}),
     "deepseek_v2": DEEPSEEK_2,
-    "deepseek_v32": like(LATENT, defaults.INDEXER),
-    "glm_moe_dsa": like(LATENT, defaults.GLM_5, layer_type=layer_rules.own_indexer),
-    "axk2": like(LATENT, defaults.AXK_2, gate=GATE, query_residual=True),
-    "hy_v4": Family(
-        keys=defaults.HY_4,
-        bias="attention_bias",
-        latent=True,
+    "deepseek_v32": like(DEEPSEEK_3, INDEXER),
+    "glm_moe_dsa": like(DEEPSEEK_3, GLM_5, layer_type=layer_rules.own_indexer),
+    "axk2": like(
+        DEEPSEEK_3,
+        INDEXER
+        | {
+            "index_n_heads": 16,
+            "kv_lora_rank": 128,
+            "q_lora_rank": 384,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+        },
+        gate=GATE,
+        query_residual=True,
+    ),
+    "hy_v4": like(
+        LATENT,
+        GLM_5
+        | {
+            "index_n_heads": 16,
+            "indexer_rope_interleave": False,
+            "indexer_rope_last": True,
+            "q_lora_rank": 1536,
+            "index_topk_freq": 4,
+            "rms_norm_eps": 1e-5,
+        },
         gate=GATE,
         sinks=True,
         layer_type=layer_rules.own_indexer,
     ),
     "glm4_moe_lite": like(
-        LATENT, {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
+        DEEPSEEK_3, {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
     ),
-    "minicpm3": Family(keys=defaults.MINICPM, bias="attention_bias", latent=True),
-    "mistral4": like(
+    "minicpm3": like(
         LATENT,
+        {
+            "kv_lora_rank": 256,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": None,
+        },
+    ),
+    "mistral4": like(
+        DEEPSEEK_3,
         {
             "kv_lora_rank": 256,
             "q_lora_rank": 1024,
             "qk_nope_head_dim": 64,
-            "rope_parameters": defaults.MISTRAL_4,
+            "rope_parameters": MINISTRAL
+            | ROPE
+            | {"factor": 128.0, "original_max_position_embeddings": 8192},
         },
     ),
+    # Without rotary positions.
     "kimi_linear": Family(
-        keys=defaults.KIMI_LINEAR,
+        keys=LATENTS
+        | {"attention_bias": False, "q_lora_rank": None, "linear_attn_config": None},
         bias="attention_bias",
         latent=True,
         layer_type=layer_rules.kimi_linear,
     ),
-    # Without rotary positions.
     "mpt": Family(
         keys={"alibi": True, "clip_qkv": None, "softmax_scale": None}, alibi=True
     ),
     "bloom": Family(keys={"n_embed": None}, bias=True, alibi=True),
-    **alike(
-        "gpt2 gpt-sw3",
-        Family(
-            keys={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
-            bias=True,
-        ),
+    "gpt2 gpt-sw3": Family(
+        keys={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+        bias=True,
     ),
     "gpt_bigcode": Family(
         keys={"scale_attn_weights": True, "multi_query": True}, bias=True
     ),
     "gpt_neo": Family(
-        keys=defaults.GPT_NEO, bias=True, scale=1.0, layer_type=layer_rules.gpt_neo
+        keys={
+            "sliding_window": 256,
+            "attention_layers": None,
+            "attention_types": [[["global", "local"], 12]],
+        },
+        bias=True,
+        scale=1.0,
+        layer_type=layer_rules.gpt_neo,
     ),
     "opt": Family(keys={"enable_bias": True}, bias="enable_bias"),
-    **alike("openai-gpt ctrl xglm biogpt git", Family(bias=True)),
+    "openai-gpt ctrl xglm biogpt git clip_text_model": Family(bias=True),
     "xlm": Family(keys={"causal": False}, bias=True, causal="causal"),
-    **alike("musicgen_decoder musicgen_melody_decoder", Family()),
+    "musicgen_decoder musicgen_melody_decoder": Family(),
     "jamba": Family(
         keys={"num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4},
         layer_type=layer_rules.periodic,
     ),
-    "nemotron_h": Family(keys=defaults.NEMOTRON_H, layer_type=layer_rules.nemotron_h),
-    "zamba": Family(keys=defaults.ZAMBA_1, layer_type=layer_rules.zamba),
+    "nemotron_h": Family(
+        keys=HEADS_8 | {"hybrid_override_pattern": None},
+        layer_type=layer_rules.nemotron_h,
+    ),
+    "zamba": Family(
+        keys=ZAMBA
+        | {"attn_layer_period": 6, "attn_layer_offset": 4, "num_key_value_heads": 16},
+        layer_type=layer_rules.zamba,
+    ),
     # Hybrids with rotary positions.
     "bamba": like(
         LLAMA,
-        defaults.HALF | {"num_key_value_heads": 8, "attn_layer_indices": ()},
+        HALF | {"num_key_value_heads": 8, "attn_layer_indices": ()},
         layer_type=layer_rules.indices("attn_layer_indices"),
     ),
     "granitemoehybrid": like(
@@ -516,10 +828,13 @@ FAMILIES: dict[str, Family] = {
     "lara_mini": like(
         ROTATED_WINDOWS,
         {"sliding_window": 512},
-        layer_type=listed(cycle("", *defaults.LARA_MINI)),
+        layer_type=listed(
+            cycle("", "linear_attention", SLIDING, "linear_attention", FULL, SLIDING)
+        ),
     ),
-    "recurrent_gemma": Family(
-        keys=defaults.HALF
+    "recurrent_gemma": like(
+        LLAMA,
+        HALF
         | {
             "sliding_window": 2048,
             "block_types": ("recurrent", "recurrent", "attention"),
@@ -528,39 +843,28 @@ FAMILIES: dict[str, Family] = {
         layer_type=layer_rules.windowed(cycle("block_types")),
     ),
     "zamba2": Family(
-        keys=defaults.ZAMBA | defaults.ROPE | {"use_mem_rope": False},
+        keys=ZAMBA | ROPE | {"use_mem_rope": False},
         layer_type=layer_rules.refuse_unlisted,
         rotates=layer_rules.if_key("use_mem_rope"),
     ),
     # Encoders, and decoders that are made from them.
-    **alike(
-        "t5 mt5 umt5",
-        Family(
-            keys={"head_dim": 64, "relative_attention_max_distance": 128},
-            scale=1.0,
-            causal=None,
-            relative_bias=True,
-        ),
+    "t5 mt5 umt5": Family(
+        keys={"head_dim": 64, "relative_attention_max_distance": 128},
+        scale=1.0,
+        causal=None,
+        relative_bias=True,
     ),
-    **alike(
-        "bert bert-generation camembert data2vec-text electra ernie megatron-bert "
-        "rembert roberta",
-        BERT,
-    ),
-    **alike("roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod", BERT),
-    "roformer": like(BERT, defaults.ROPE | {"rope_pairs": True, "rotary_value": False}),
+    "bert bert-generation camembert data2vec-text electra ernie megatron-bert rembert "
+    "roberta roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod": BERT,
+    "roformer": like(BERT, ROPE | {"rope_pairs": True, "rotary_value": False}),
     "big_bird": like(
         BERT, {"use_bias": True, "attention_type": "block_sparse"}, bias="use_bias"
     ),
-    **alike(
-        "bart blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr "
-        "whisper",
-        BART,
-    ),
+    "bart blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr "
+    "whisper": Family(bias=True, causal=None),
     "bigbird_pegasus": Family(keys={"use_bias": False}, bias="use_bias", causal=None),
-    **alike("vit dinov2 distilbert wav2vec2 clip siglip clip_vision_model", ENCODER),
-    **alike("siglip_text_model siglip_vision_model", ENCODER),
-    "clip_text_model": Family(bias=True),
+    "vit dinov2 distilbert wav2vec2 clip siglip clip_vision_model siglip_text_model "
+    "siglip_vision_model": Family(bias=True, causal=False),
     "longcat_flash": like(
         DEEPSEEK_2, {"rope_theta": 1e7}, scaled_latents=True, attentions=2
     ),
@@ -572,70 +876,58 @@ FAMILIES: dict[str, Family] = {
     ),
     # Families that the module cannot compute.
     "diffllama": Family(
-        keys=defaults.ROPE,
+        keys=ROPE,
         refused=f"it subtracts two softmaxes, which {MORE}; compute them with "
         "recipes.differential",
     ),
-    "doge": Family(
-        keys=defaults.ROPE, refused=f"its scores depend on the values, which {MORE}"
+    "doge": Family(keys=ROPE, refused=f"its scores depend on the values, which {MORE}"),
+    "qwen4_exp qwen4_exp_text": Family(
+        keys=ROPE, refused=f"its indexer chooses blocks of keys, which {MORE}"
     ),
-    **alike(
-        "qwen4_exp qwen4_exp_text",
-        Family(
-            keys=defaults.ROPE,
-            refused=f"its indexer chooses blocks of keys, which {MORE}",
-        ),
-    ),
-    "dory": Family(
-        keys={}, refused=f"its norms and gates have squared factors, which {MORE}"
-    ),
+    "dory": Family(refused=f"its norms and gates have squared factors, which {MORE}"),
     "beam": Family(refused=f"its queries grow with their position, which {MORE}"),
-    **alike(
-        "dots3_note dots3_note_text",
-        Family(
-            keys={"rope_interleave": True},
-            refused=f"its latents have a norm of the rotary key, which {MORE}",
-        ),
+    "dots3_note dots3_note_text": Family(
+        keys={"rope_interleave": True},
+        refused=f"its latents have a norm of the rotary key, which {MORE}",
     ),
     "deepseek_v4": Family(
-        keys=defaults.INTERLEAVE,
+        keys=ROPE | {"rope_interleave": True},
         refused="its queries also attend to weighted means of keys",
     ),
-    **alike(
-        "mamba mamba2 falcon_mamba rwkv xlstm",
-        Family(refused="it is recurrent and has no softmax over keys"),
+    "mamba mamba2 falcon_mamba rwkv xlstm": Family(
+        refused="it is recurrent and has no softmax over keys"
     ),
     "xlnet": Family(
-        keys={},
-        refused="its scores have products of distance embeddings and shifted queries",
+        refused="its scores have products of distance embeddings and shifted queries"
     ),
     "prophetnet": Family(
-        keys={},
         refused="its layers compute several streams, with a bias that depends on "
-        "queries",
+        "queries"
     ),
-    **alike("inkling_text inkling2_text inkling2_loop_text", CONVOLVED),
+    "inkling_text inkling2_text inkling2_loop_text": Family(
+        refused="its keys and values pass through convolutions over tokens"
+    ),
     "blt": Family(
-        keys=defaults.ROPE,
+        keys=ROPE,
         refused="it has four transformers; pass the config of one, such as "
         'config["global_config"]',
     ),
     "cpmant": Family(
-        keys={},
         refused="its scores have learned biases by segment and distance, and it adds "
-        "a prompt",
+        "a prompt"
     ),
     "jetmoe": Family(
-        keys=defaults.ROPE, refused="it routes queries and outputs through experts"
+        keys=ROPE, refused="it routes queries and outputs through experts"
     ),
     "reformer": Family(refused="hashes determine which keys are visible"),
     "zaya": Family(
-        keys=defaults.ROPE,
-        refused="its queries, keys and values pass through convolutions",
+        keys=ROPE, refused="its queries, keys and values pass through convolutions"
     ),
     # Families whose configs are only read for rotary positions.
-    "modernbert": Family(keys=defaults.MODERNBERT, refused=ONLY_ROPE),
+    "modernbert": Family(keys=MODERNBERT, refused=ONLY_ROPE),
     "moonshine": Family(
-        keys=defaults.PAIRS | {"partial_rotary_factor": 0.9}, refused=ONLY_ROPE
+        keys=ROPE | {"rope_pairs": True, "partial_rotary_factor": 0.9},
+        refused=ONLY_ROPE,
     ),
 }
+FAMILIES = {name: family for names, family in ROWS.items() for name in names.split()}

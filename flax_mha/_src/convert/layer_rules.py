@@ -80,44 +80,27 @@ def listed(otherwise: LayerType) -> LayerType:
     return layer_type
 
 
-def period(values: Values, key: str, otherwise: int = 1) -> int:
-    """Returns n, for every n-th layer: the integer under `key`, else `otherwise`;
-    refuses a string (EXAONE).
+def period(values: Values, otherwise: int) -> int:
+    """Returns n, for every n-th layer: the config's `sliding_window_pattern`, or
+    `otherwise` if it has none; rejects a string (EXAONE).
     """
-    found = values.get(key) or otherwise
+    found = values.get("sliding_window_pattern") or otherwise
     if not isinstance(found, int):
         raise ValueError(
-            f"{key} must be an integer for layers not listed in layer_types, but got "
-            f"{found!r}."
+            "sliding_window_pattern must be an integer for layers not listed in "
+            f"layer_types, but got {found!r}."
         )
     return found
 
 
-def last_of(number: int, key: str = "sliding_window_pattern") -> LayerType:
-    """Returns a rule: the last of every n layers is `FULL`, the others `SLIDING`,
-    unless a config has `layer_types`.
-
-    n is the value of `key` in the config, or `number` if there is none.
+def full_every(number: int, place: int = -1) -> LayerType:
+    """Returns a rule: of every n layers, the one at `place` is `FULL`, the others are
+    `SLIDING`, unless a config has `layer_types`; `period` chooses n.
     """
 
     @listed
     def layer_type(values: Values, layer: int) -> str:
-        if (layer + 1) % period(values, key, number) == 0:
-            return FULL
-        return sliding(values, layer)
-
-    return layer_type
-
-
-def first_of(number: int, key: str = "") -> LayerType:
-    """Returns a rule: the first of every n layers is `FULL`, the others `SLIDING`,
-    unless a config has `layer_types`. n is the value of `key` in the config, or
-    `number` if there is none.
-    """
-
-    @listed
-    def layer_type(values: Values, layer: int) -> str:
-        if layer % period(values, key, number) == 0:
+        if (layer - place) % period(values, number) == 0:
             return FULL
         return sliding(values, layer)
 
@@ -164,7 +147,8 @@ def of_layer(values: Values, layer: int, layer_type: str) -> Values:
     changed: object = {}
     if values["per_layer_config"] is not None:
         for number, of_number in values["per_layer_config"].items():
-            if _is_number(number, layer):
+            # A key such as 2 or "02".
+            if str(number).lstrip("0") == str(layer or ""):
                 changed = of_number
                 break
     elif layer_type == FULL:
@@ -177,11 +161,6 @@ def of_layer(values: Values, layer: int, layer_type: str) -> Values:
             f"for layer {layer}."
         )
     return values | {key: value for key, value in changed.items() if value is not None}
-
-
-def _is_number(key: object, layer: int) -> bool:
-    """Returns whether a key such as 2 or "02" is the number of the layer."""
-    return str(key).lstrip("0") == str(layer or "")
 
 
 def reuses_keys(values: Values, layer: int, layer_type: LayerType) -> bool:
@@ -272,7 +251,7 @@ def cohere_moe(values: Values, layer: int) -> str:
         number = values["prefix_dense_sliding_window_pattern"]
     else:
         count = layer + 1 - dense
-        number = period(values, "sliding_window_pattern")
+        number = period(values, 4)
     if count % number == 0:
         return FULL
     return SLIDING

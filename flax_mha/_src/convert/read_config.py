@@ -30,6 +30,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "rope_local_base_freq": ("local_rope_theta",),
     "partial_rotary_factor": ("rotary_pct",),
     "sliding_window": ("attention_window_size", "window_size"),
+    "sliding_window_pattern": ("global_attn_every_n_layers",),
     "layer_types": ("layers_block_type",),
     "rms_norm_eps": ("norm_eps", "layer_norm_eps"),
     "full_attention_interval": ("layer_group_size",),
@@ -61,21 +62,19 @@ NULL_COUNTS: tuple[str, ...] = (
 )
 # The model types of text models, by those of the multimodal models whose `text_config`
 # may lack one.
+NAMED_TEXT = (
+    "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe glm4v llama4 gemma3 gemma3n gemma4 "
+    "gemma4_unified"
+)
 PARTS = {
     "emu3": "emu3_text_model",
-    "gemma3": "gemma3_text",
-    "llama4": "llama4_text",
     "mllama": "mllama_text_model",
-    **{
-        name: f"{name}_text"
-        for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
-    },
-    **{name: f"{name}_text" for name in ("gemma3n", "gemma4", "gemma4_unified")},
+    **{name: f"{name}_text" for name in NAMED_TEXT.split()},
     **{name: name for name in ("gemma4_assistant", "gemma4_unified_assistant")},
 }
 # Keys that only some families read.
 OPTIONAL = set().union(*(family.keys for family in FAMILIES.values())) - COMMON
-UNKNOWN = Family({}, refused="it is not known")
+UNKNOWN = Family(refused="it is not known")
 
 
 class Config(NamedTuple):
@@ -117,15 +116,6 @@ def _list(entries: str, fits: Callable[[Any], bool]) -> Kind:
     )
 
 
-def _is_repeated(x: object) -> bool:
-    return (
-        isinstance(x, list | tuple)
-        and len(x) == 2
-        and TEXTS.fits(x[0])
-        and COUNT.fits(x[1])
-    )
-
-
 def _each(keys: str, kind: Kind) -> dict[str, Kind]:
     return dict.fromkeys(keys.split(), kind)
 
@@ -163,6 +153,8 @@ LAYERS: tuple[str, ...] = (
     "num_layers_per_stack",
 )
 NESTED = ("rope_scaling", "rope_parameters")
+# Keys of the size of a head, or of features that heads share.
+HEAD_SIZES = ("head_dim", "num_attention_heads", "hidden_size", "embed_dim")
 # Parameters of rotary embeddings, in the config itself or nested in `NESTED`.
 ROTARY: dict[str, Kind] = {
     **_each("rope_type type", TEXT),
@@ -185,16 +177,16 @@ KINDS: dict[str, Kind] = {
     **ROTARY,
     **dict.fromkeys(NESTED, MAPPING),
     **dict.fromkeys(LAYERS, COUNT),
+    **dict.fromkeys(HEAD_SIZES, SIZE),
     **_each(
-        "num_attention_heads encoder_attention_heads decoder_attention_heads "
-        "num_key_value_heads num_kv_heads hidden_size n_embed head_dim "
+        "encoder_attention_heads decoder_attention_heads num_key_value_heads "
+        "num_kv_heads n_embed "
         "attention_hidden_size attention_chunk_size kv_lora_rank q_lora_rank "
         "qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim index_n_heads "
         "index_head_dim index_topk index_topk_freq global_head_dim "
         "num_global_key_value_heads sliding_window_size "
         "relative_attention_max_distance full_attention_interval "
-        "no_rope_layer_interval attn_layer_period prefix_dense_sliding_window_pattern "
-        "global_attn_every_n_layers",
+        "no_rope_layer_interval attn_layer_period prefix_dense_sliding_window_pattern",
         SIZE,
     ),
     **_each("num_attention_heads_per_layer", INTEGERS),
@@ -245,7 +237,15 @@ KINDS: dict[str, Kind] = {
     ),
     "no_rope_layers": _list("0 and 1", lambda x: isinstance(x, int) and x in (0, 1)),
     "layer_rope_theta": _list("finite numbers >= 0", NUMBER.fits),
-    "attention_types": _list("pairs [layer types, repetitions]", _is_repeated),
+    "attention_types": _list(
+        "pairs [layer types, repetitions]",
+        lambda x: (
+            isinstance(x, list | tuple)
+            and len(x) == 2
+            and TEXTS.fits(x[0])
+            and COUNT.fits(x[1])
+        ),
+    ),
 }
 
 
@@ -270,8 +270,8 @@ def read_config(config: object) -> Config:
         given["hidden_size"] = given["n_embed"]
         names["hidden_size"] = "n_embed"
     if family.refused:
-        # Only its rotary positions are read.
-        check_types(given, (*ROTARY, *NESTED), names)
+        # Only its rotary positions are read, whose number depends on sizes.
+        check_types(given, (*ROTARY, *NESTED, *HEAD_SIZES), names)
         return Config(family, given, family.keys | given)
     given = {
         key: value
@@ -279,7 +279,14 @@ def read_config(config: object) -> Config:
         if key not in OPTIONAL or key in family.keys
     }
     check_types(given, KINDS, names)
-    given = _recounted(family, given)
+    # Some configs count layers, or the tokens of a window, in another way than others.
+    if family.attentions > 1 and "num_layers" in given:
+        given["num_hidden_layers"] = family.attentions * given["num_layers"]
+    if "num_layers_per_stack" in given:
+        given.pop("num_hidden_layers", None)
+    if given.get("sliding_window_size"):
+        # It does not count the token itself.
+        given["sliding_window"] = given["sliding_window_size"] + 1
     values = family.keys | given
     if "local_attention" in values and values["sliding_window"] is None:
         # ModernBERT counts both sides.
@@ -342,22 +349,6 @@ def _add_main_names(values: Values) -> dict[str, str]:
             names[name] = found[0]
             values[name] = values[found[0]]
     return names
-
-
-def _recounted(family: Family, given: Values) -> Values:
-    """Returns the values of a config that counts its layers, or the tokens of a window,
-    in another way than others.
-    """
-    if family.attentions > 1 and "num_layers" in given:
-        return given | {"num_hidden_layers": family.attentions * given["num_layers"]}
-    if "num_layers_per_stack" in given:
-        return {
-            key: value for key, value in given.items() if key != "num_hidden_layers"
-        }
-    if given.get("sliding_window_size"):
-        # It does not count the token itself.
-        return given | {"sliding_window": given["sliding_window_size"] + 1}
-    return given
 
 
 def of_part(config: Config, is_decoder: bool) -> Config:

@@ -22,7 +22,6 @@ from flax_mha._src.rope.scaling import (
     Reversed,
     Scaling,
     YaRN,
-    check_number,
 )
 
 LAYER_TYPES = (FULL, SLIDING)
@@ -154,7 +153,16 @@ def rope_arguments(
     if not is_proportional:
         arguments["fraction"] = _fraction(parameters, given, family.keys)
     if "mrope_section" in parameters:
-        arguments |= _sections(config.model_type, parameters)
+        # Positions have several coordinates.
+        if str(config.model_type).startswith(OTHER_MROPE):
+            raise ValueError(
+                f"model_type {config.model_type!r} is not supported, because RoPE does "
+                "not support the order of its sections."
+            )
+        arguments["sections"] = parameters["mrope_section"]
+        arguments["section_layout"] = "contiguous"
+        if parameters.get("mrope_interleaved", parameters.get("interleaved")):
+            arguments["section_layout"] = "interleaved"
     _check_foreign(given, rope_type, arguments, values)
     return arguments
 
@@ -176,7 +184,7 @@ def _check_foreign(
         "rope_type": rope_type,
         "rotary_percent": fraction,
     }
-    size = values.get("qk_rope_head_dim") or _head_size(values)
+    size = values.get("qk_rope_head_dim") or head_size_of(values)
     if size is not None:
         expected["rope_dim"] = round(fraction * size)
     for key in found:
@@ -206,7 +214,7 @@ def _vision_arguments(values: Values) -> dict[str, Any]:
             f"rope_type must be default or axial for {name}, but got {rope_type!r}."
         )
     features = values.get("embed_dim", values.get("hidden_size"))
-    head_size = _head_size(values | {"hidden_size": features})
+    head_size = head_size_of(values | {"hidden_size": features})
     if head_size is None:
         raise ValueError(
             "config must contain head_dim, or hidden_size and num_attention_heads, but "
@@ -220,25 +228,15 @@ def _vision_arguments(values: Values) -> dict[str, Any]:
     }
 
 
-def _sections(model_type: object, parameters: Values) -> dict[str, Any]:
-    """Returns the arguments of positions with several coordinates."""
-    if str(model_type).startswith(OTHER_MROPE):
-        raise ValueError(
-            f"model_type {model_type!r} is not supported, because RoPE does not "
-            "support the order of its sections."
-        )
-    interleaved = parameters.get(
-        "mrope_interleaved", parameters.get("interleaved", False)
-    )
-    layout = "interleaved" if interleaved else "contiguous"
-    return {"sections": parameters["mrope_section"], "section_layout": layout}
+def rotary_parameters(values: Values) -> Values:
+    return values.get("rope_scaling") or values.get("rope_parameters") or {}
 
 
 def _parameters(values: Values, layer_type: str | None) -> Values:
     """Returns the rope parameters of one type of layer as one dict with a `rope_theta`,
     as in Transformers 5.
     """
-    found = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    found = rotary_parameters(values)
     local_base = values.get("rope_local_base_freq")
     is_nested = any(isinstance(value, Mapping) for value in found.values())
     if layer_type is None and (is_nested or local_base is not None):
@@ -309,13 +307,6 @@ def _rope_type(parameters: Values) -> str:
     optional, required = KEYS[rope_type]
     if has_sections:
         optional = optional | MROPE
-    _check_keys(rope_type, parameters, optional, required)
-    return rope_type
-
-
-def _check_keys(
-    rope_type: str, parameters: Values, optional: set[str], required: set[str]
-) -> None:
     if "llama_4_scaling_beta" in parameters:
         # Its temperature has this length, whichever type the frequencies have.
         optional = optional | {ORIGINAL}
@@ -328,7 +319,7 @@ def _check_keys(
             "does, which ignores it."
         )
     if not unknown and not missing:
-        return
+        return rope_type
     expected = f"must contain {', '.join(sorted(required)) or 'only the base'}"
     if optional:
         expected += f" and may contain {', '.join(sorted(optional))}"
@@ -411,7 +402,7 @@ def _fraction(*sources: Values) -> float:
     fraction = source.get("partial_rotary_factor")
     if fraction is not None and not 0 < fraction < 1:
         return fraction
-    head_size = _head_size(sources[-1] | sources[-2])
+    head_size = head_size_of(sources[-1] | sources[-2])
     if fraction is not None:
         if head_size is None:
             return fraction
@@ -426,24 +417,20 @@ def _fraction(*sources: Values) -> float:
             "config must contain head_dim, or hidden_size and num_attention_heads, "
             "because rotary_dim is a size, but has neither."
         )
-    check_number("rotary_dim", source["rotary_dim"], above=0)
     return source["rotary_dim"] / head_size
 
 
-def _head_size(values: Values) -> int | None:
+def head_size_of(values: Values) -> int | None:
     """Returns the number of features of a head; None if the config does not say it."""
     if values.get("head_dim"):
-        check_number("head_dim", values["head_dim"], above=0)
         return values["head_dim"]
-    names = ("hidden_size", "num_attention_heads")
-    if not all(values.get(name) for name in names):
+    hidden = values.get("hidden_size")
+    heads = values.get("num_attention_heads")
+    if not hidden or not heads:
         return None
-    for name in names:
-        check_number(name, values[name], above=0)
-    head_size = values["hidden_size"] // values["num_attention_heads"]
-    if head_size < 1:
+    if hidden < heads:
         raise ValueError(
-            "hidden_size must be at least num_attention_heads, but got "
-            f"{values['hidden_size']}."
+            f"hidden_size must be at least num_attention_heads ({heads}) if head_dim "
+            f"is not given, but got {hidden}."
         )
-    return head_size
+    return hidden // heads
