@@ -40,13 +40,12 @@ from transformers.models.auto.modeling_auto import (
 from flax_mha import convert
 from flax_mha._src.convert.families import FAMILIES
 from flax_mha._src.convert.latent_weights import is_latent
-from flax_mha._src.convert.layouts import LAYOUTS
+from flax_mha._src.convert.layouts import KEY_VALUE, LAYOUTS
 from flax_mha._src.convert.read_config import UNKNOWN
 from flax_mha._src.convert.state_dict import (
     attention_entries,
     layer_prefix,
     recognize,
-    with_shared,
 )
 
 TABLE = Path(__file__).with_suffix(".md")
@@ -312,10 +311,10 @@ def projections(state_dict: dict[str, Tensor], prefix: str) -> list[str]:
     """Returns the names of the first layer that queries pass, and of the last layer of
     an attention.
     """
-    entries = with_shared(attention_entries(state_dict, prefix)[1], N, K)
+    _, entries = attention_entries(state_dict, prefix)
     if is_latent(entries):
         return ["q_a_proj" if "q_a_proj.weight" in entries else "q_proj", "o_proj"]
-    layout = LAYOUTS[recognize(entries)]
+    layout = LAYOUTS[recognize(entries, shared=KEY_VALUE)]
     keys = [layout.key_of("query/kernel"), layout.key_of("out/kernel")]
     return [key.rpartition(".")[0] for key in keys]
 
@@ -416,8 +415,6 @@ def check_part(
     one.
     """
     state_dict = model.state_dict()
-    entries = with_shared(state_dict, N, K)
-    attentions = FAMILIES[model_type].attentions
     refused = ""
     prefixes: dict[int, str] = {}
     for layer in range(LAYERS):
@@ -426,7 +423,8 @@ def check_part(
         except ValueError as error:
             refused = str(error)
         else:
-            prefixes[layer] = layer_prefix(entries, layer, part, attentions)
+            family = FAMILIES[model_type]
+            prefixes[layer] = layer_prefix(state_dict, layer, part, family)
     if not prefixes:
         return Result(model_type, [], refused=refused)
 
@@ -489,14 +487,16 @@ def check_assistant(name: str, target_name: str) -> Result:
     state_dict = model.state_dict()
     # The target's last layer of each type is the source of the assistant's layers.
     last = {target.config.layer_types[layer]: layer for layer in range(LAYERS)}
-    entries = with_shared(target.state_dict(), N, K)
-    sources = {layer: layer_prefix(entries, layer, "") for layer in last.values()}
+    family = FAMILIES[target_name]
+    sources = {
+        layer: layer_prefix(target.state_dict(), layer, "", family)
+        for layer in last.values()
+    }
     of_target = capture(target, list(sources.values()))
     queries = torch.randn(1, LENGTH, 2 * D)
     with torch.no_grad():
         shared = target(TOKENS, return_shared_kv_states=True).shared_kv_states
-    entries = with_shared(state_dict, N, K)
-    prefixes = [layer_prefix(entries, layer, "") for layer in range(LAYERS)]
+    prefixes = [layer_prefix(state_dict, i, "", family) for i in range(LAYERS)]
     steps = []
     for i in range(LENGTH):
         start = {"full_attention": 0, "sliding_attention": max(i + 1 - WINDOW, 0)}

@@ -19,7 +19,7 @@ import flax_mha
 from flax_mha import Gate, Norm, convert, linen
 from flax_mha._src.convert.families import FAMILIES
 from flax_mha._src.modules.attention_fn import ours
-from flax_mha.rope import RoPE, YaRN
+from flax_mha.rope import RoPE
 
 # Query heads, key heads, head size, features.
 N = 4
@@ -139,16 +139,11 @@ reject(
     "some are quantized \\(\\['q_proj.SCB'\\]\\); dequantize",
     state_dict(q_proj__SCB=np.ones(3)),
 )
-reject(
-    "some are quantized .*qweight",
-    {"q_proj.qweight": 1, "q_proj.qzeros": 1, "o_proj.qweight": 2},
-)
 BYTES = np.ones((N * H, D), np.uint8)
 reject(
     "q_proj.weight must be floating point, but got float8_e4m3fn; dequantize",
     state_dict(q_proj__weight=BYTES.astype(ml_dtypes.float8_e4m3fn)),
 )
-reject("q_proj.weight must be", state_dict(q_proj__weight="weights"))
 reject(
     "query.kernel must have .* float32, but got complex64",
     state_dict(q_proj__weight=BYTES.astype(np.complex64)),
@@ -193,12 +188,6 @@ reject(
 )
 reject("query_ln.scale is missing from state_dict", state_dict(), options=RMS_NORM)
 reject(
-    "key_ln.scale is missing from state_dict",
-    state_dict(norms=True, k_norm__weight=None),
-    options=RMS_NORM,
-    qk_norm_offset=0.0,
-)
-reject(
     r'must be Norm\("rms"\): these norms do not subtract',
     NORMED,
     options={"normalize_qk": True},
@@ -214,11 +203,6 @@ reject(
     rf"{OVER_ALL_HEADS}",
     NORMED_OVER_ALL_HEADS,
     options=RMS_NORM,
-)
-reject(
-    rf"normalize_qk must be {OVER_ALL_HEADS}: these norms span",
-    NORMED_OVER_ALL_HEADS,
-    options={"normalize_qk": Norm("rms", scale="heads")},
 )
 reject(
     rf"normalize_qk must be {OVER_ALL_HEADS}: these norms span",
@@ -454,17 +438,6 @@ def test_number_of_heads_that_contradicts_a_buffer_is_rejected(prefix):
     convert.load_torch(make_module(), weights, prefix.rstrip("."))
 
 
-def test_rotated_features_that_contradict_a_buffer_are_rejected():
-    weights = state_dict(rotary_emb__inv_freq=np.ones(H // 2, np.float32))
-    partial = make_module(rope=RoPE(fraction=0.5))
-
-    message = (
-        "rope rotates 4 of each head's 8 features, but rotary_emb.inv_freq is for 8"
-    )
-    with pytest.raises(ValueError, match=message):
-        convert.load_torch(partial, weights)
-
-
 def test_number_of_heads_that_contradicts_the_table_of_t5_is_rejected():
     layer = "decoder.block.1.layer.0.SelfAttention."
     table = "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -571,23 +544,8 @@ def expect(config, layer=0, **options):
 # test_hf_configs.py has the published configs.
 NO_WINDOW = {"local_window_size": None}
 WINDOW = {"local_window_size": (15, None)}
-LAST_128 = {"local_window_size": (127, None)}
-GROUPED = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
 
-expect(
-    LLAMA,
-    num_heads=4,
-    in_features=24,
-    qkv_features=32,
-    num_kv_heads=2,
-    use_bias=False,
-)
 expect(LLAMA | {"attention_bias": True}, use_bias=True, rope=RoPE())
-expect(
-    LLAMA | {"num_key_value_heads": None, "head_dim": None},
-    num_kv_heads=4,
-    qkv_features=24,
-)
 # Other families have these fields.
 expect(LLAMA | {"partial_rotary_factor": 0.5, "clip_qkv": 1.0}, rope=RoPE())
 
@@ -602,46 +560,14 @@ QWEN_2_FULL = QWEN_2 | {
 expect(QWEN_2, layer=1, use_bias=True, **NO_WINDOW)
 expect(QWEN_2, layer=2, **WINDOW)
 expect(QWEN_2_FULL, layer=2, **NO_WINDOW)
-expect(GROUPED | {"model_type": "qwen3"}, qkv_features=512, **RMS_NORM)
-expect(
-    GROUPED | {"model_type": "qwen3_next"},
-    layer=3,
-    rope=RoPE(fraction=0.25),
-    gate=True,
-    qkv_features=1024,
-    **RMS_NORM,
-)
-
 GEMMA_2 = like_llama("gemma2", sliding_window=16)
 GEMMA_3 = {"model_type": "gemma3_text", "hidden_size": 2560}
 expect(GEMMA_2, logits_soft_cap=50.0, scale=1 / 16, sinks=False, **WINDOW)
 expect(GEMMA_2 | {"attn_logit_softcapping": None}, logits_soft_cap=None)
 expect(GEMMA_3 | {"attn_logit_softcapping": 50.0}, logits_soft_cap=None, **RMS_NORM)
 
-OSS = {
-    "model_type": "gpt_oss",
-    "hidden_size": 128,
-    "num_attention_heads": 8,
-    "rope_scaling": None,
-}
-OSS_SCALING = YaRN(32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
-expect(OSS, rope=RoPE(150_000.0, scaling=OSS_SCALING))
-expect(like_llama("gpt_oss"), sinks=True, use_bias=True, **LAST_128)
-
-expect(like_llama("seed_oss", head_dim=None), qkv_features=24)
-expect(like_llama("smollm3"), layer=2, rope=RoPE(1e4))
-expect(like_llama("smollm3"), layer=3, rope=None)
 expect(
-    like_llama("cohere2"),
-    layer=2,
-    rope=RoPE(interleaved=True),
-    local_window_size=(4095, None),
-)
-expect(like_llama("cohere2"), layer=3, rope=None, **NO_WINDOW)
-expect(like_llama("exaone4", sliding_window=None), layer=3, rope=RoPE())
-expect(
-    {"model_type": "kolibri1", "hidden_size": 64, "num_attention_heads": 8},
-    num_kv_heads=4,
+    like_llama("modernbert-decoder", global_attn_every_n_layers=2), layer=2, **NO_WINDOW
 )
 expect(
     {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "scale_attn_weights": False},
@@ -649,31 +575,18 @@ expect(
 )
 
 # Attention in some layers only.
-ZAMBA = {
-    "model_type": "zamba",
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-expect(ZAMBA, layer=2, in_features=16)
 expect(
-    ZAMBA | {"attn_layer_period": 3, "attn_layer_offset": 1}, layer=4, in_features=16
+    like_llama("zamba", attn_layer_period=3, attn_layer_offset=1),
+    layer=4,
+    in_features=48,
 )
-expect(like_llama("jamba"), layer=4, rope=None)
 expect(
     like_llama("nemotron_h", attention_bias=True, layers_block_type=["attention"]),
     use_bias=False,
 )
 
 # Functions of heads, gates.
-expect(
-    like_llama("mimo_v2_flash"),
-    process_heads=convert.ScaleValues(0.707),
-    value_dim=128,
-)
 expect(like_llama("laguna", gating="per-element"), gate=Gate("feature", "softplus"))
-expect(like_llama("lfm3"), layer=2, gate=Gate("head"))
-expect(like_llama("lfm3", use_attention_gate=False), layer=2, gate=False)
 expect(like_llama("lfm3", use_attention_gate=np.False_), layer=2, gate=False)
 
 
@@ -720,12 +633,11 @@ NAN_AND_INFINITY = [[[-9.0, 0.5, jnp.nan, jnp.inf]]]
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("limit", [8, 8.0, np.float64(8)], ids=repr)
 @pytest.mark.parametrize("dtype", HEADS)
-def test_clipped_heads_keep_dtypes_and_nan(dtype, limit):
+def test_clipped_heads_keep_dtypes_and_nan(dtype):
     x = jnp.array(NAN_AND_INFINITY, HEADS[dtype])
 
-    query, key, value = convert.ClipHeads(limit)(x, -x, x)
+    query, key, value = convert.ClipHeads(np.float64(8))(x, -x, x)
 
     assert query.dtype == key.dtype == value.dtype == dtype
     expected = np.array([[[-8, 0.5, np.nan, 8]]])
@@ -753,11 +665,7 @@ def test_scaled_values_keep_dtypes_and_nan(dtype):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    "number",
-    [0, np.nan, 1e31, 10**400, True, "8"],
-    ids=str,
-)
+@pytest.mark.parametrize("number", [0, 1e31, "8"], ids=str)
 def test_process_heads_need_a_positive_number(number):
     message = r"must be a finite number > 0, at most 1e\+30, but got"
     with pytest.raises(ValueError, match=f"limit {message}"):
@@ -861,9 +769,6 @@ reject_config(
     r"equal qk_nope_head_dim \+ qk_rope_head_dim = 192, but got 24",
 )
 reject_config(
-    DEEPSEEK | {"kv_lora_rank": 0}, "kv_lora_rank must be an integer >= 1, but got 0"
-)
-reject_config(
     DEEPSEEK | {"rope_scaling": {"llama_4_scaling_beta": 0.1}},
     "must not set llama_4_scaling_beta=0.1",
 )
@@ -873,23 +778,8 @@ reject_config(
     "rope_parameters must contain original_max_position_embeddings if",
 )
 reject_config(
-    like_llama("qwen3_next"), "layer 0 of qwen3_next has type 'linear_attention'"
-)
-reject_config(
-    {"model_type": "jetmoe"},
-    "model_type 'jetmoe' is not supported: it routes queries and outputs through "
-    "experts",
-)
-reject_config(
-    {"model_type": "blt"}, 'pass the config of one, such as config."global_config".'
-)
-reject_config(
     like_llama("blt_local_decoder"),
     "must set sliding_window to the local_attention_window_len",
-)
-reject_config(
-    like_llama("laguna", gating=False),
-    "gating must be True, 'per-head' or 'per-element', but got False",
 )
 reject_config(
     like_llama("laguna", num_attention_heads_per_layer=[4]),
@@ -899,10 +789,6 @@ reject_config(
 reject_config(
     like_llama("laguna", num_attention_heads_per_layer=[3]),
     "must contain multiples of num_key_value_heads .2., but",
-)
-reject_config(
-    like_llama("lfm3", use_attention_gate="head"),
-    "use_attention_gate must be True or False, but got 'head'",
 )
 reject_config(
     like_llama("hrm_text", num_layers_per_stack=2),
@@ -917,58 +803,15 @@ reject_config(
     "layer must be an integer >= 0 and < num_hidden_layers .2., but got 2",
     layer=2,
 )
-reject_config(LLAMA, "layer must be .* got -1", layer=-1)
 reject_config(LLAMA, "layer must be .* got 1.0", layer=1.0)
 reject_config(
     {"model_type": "clip", "text_config": {}, "vision_config": {}},
     r'pass config\["text_config"\] or',
 )
-reject_config(
-    GEMMA_2 | {"use_bidirectional_attention": True},
-    "use_bidirectional_attention=True in config is not supported",
-)
-reject_config(
-    GEMMA_2 | {"layer_types": ["chunked_attention"]},
-    "but layer 0 of gemma2 has type 'chunked_",
-)
-reject_config(
-    {
-        "model_type": "bert",
-        "hidden_size": 512,
-        "num_attention_heads": 8,
-        "position_embedding_type": "relative_key",
-    },
-    "'relative_key'.* as bias",
-)
 reject_config(WHISPER, "must be equal")
-reject_config(
-    like_llama("smollm3", no_rope_layers=[1]),
-    "no_rope_layers must be a list with .* layer 1",
-    layer=1,
-)
-reject_config(
-    like_llama("smollm3", no_rope_layers=[1, 2]),
-    r"no_rope_layers must be a list of 0 and 1, but got \[1, 2\]",
-)
 reject_config(like_llama("jamba"), "layer 0 of jamba has type 'no attention'")
 reject_config(
     like_llama("zamba2"), "config must contain layer_types or layers_block_type"
-)
-reject_config(
-    like_llama("stablelm", qk_layernorm=True),
-    "norms have separate weights for each head",
-)
-reject_config(
-    like_llama("olmo", clip_qkv=0),
-    r"clip_qkv must be a number in \(0, 1e\+30\], but got 0",
-)
-reject_config(
-    like_llama("dbrx", attn_config={"clip_qkv": 1e31}),
-    r"clip_qkv must be a number in \(0, 1e\+30\], but got 1e\+31",
-)
-reject_config(
-    like_llama("mimo_v2_flash", attention_value_scale=1e31),
-    "attention_value_scale must be a number in",
 )
 reject_config(
     like_llama("big_bird"),
@@ -989,34 +832,15 @@ def test_describe_rejects(case):
         convert.describe(case.config, case.layer)
 
 
-# Families whose attention needs more than the options of the module, and what the error
-# says of it.
-NEED_MORE = {
-    "diffllama": "it subtracts two softmaxes, .*; compute them with "
-    "recipes.differential",
-    "doge": "its scores depend on the values",
-    "dory": "its norms and gates have squared factors",
-    "beam": "its queries grow with their position",
-    "qwen4_exp": "its indexer chooses blocks of keys",
-    "dots3_note": "its latents have a norm of the rotary key",
-}
-
-
 @pytest.mark.core
-@pytest.mark.parametrize("model_type", NEED_MORE)
-def test_families_that_need_more_than_the_options_are_rejected(model_type):
-    config = like_llama(model_type)
-    reason = f"(?=.*needs more than the module's options){NEED_MORE[model_type]}"
-    message = rf"model_type '{model_type}' is not supported: {reason}"
+def test_families_that_need_more_than_the_options_are_rejected():
+    """Before anything else that is wrong, as parts of a multimodal model, too."""
+    text_config = like_llama("diffllama")
+    message = "model_type 'diffllama' is not supported: .* recipes.differential"
     with pytest.raises(ValueError, match=message):
-        convert.describe(config)
-    with pytest.raises(ValueError, match=message):
-        convert.from_hf(config, FIRST_LAYER)
-
-    # Parts of a multimodal model, and before anything else that is wrong.
-    text_config = dict(config)
+        convert.describe(text_config)
     del text_config["model_type"]
-    multimodal = {"model_type": model_type, "text_config": text_config}
+    multimodal = {"model_type": "diffllama", "text_config": text_config}
     with pytest.raises(ValueError, match=message):
         convert.from_hf(multimodal, {}, prefix="no such prefix")
 
@@ -1026,7 +850,6 @@ def test_rope_of_dots3_is_interleaved():
     assert rope == RoPE(interleaved=True)
 
 
-@pytest.mark.parametrize("model_type", ["dory", "beam", "dots3_note"])
-def test_rope_of_a_rejected_family_guesses_no_base(model_type):
+def test_rope_of_a_rejected_family_guesses_no_base():
     with pytest.raises(ValueError, match="config must contain rope_theta"):
-        RoPE.from_config({"model_type": model_type})
+        RoPE.from_config({"model_type": "dory"})

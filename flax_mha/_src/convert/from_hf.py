@@ -17,12 +17,7 @@ from flax_mha._src.convert.describe import (
 )
 from flax_mha._src.convert.load import load_torch
 from flax_mha._src.convert.read_config import Config, of_part, read_config
-from flax_mha._src.convert.state_dict import (
-    T5_TABLE,
-    layer_prefix,
-    table_key,
-    with_shared,
-)
+from flax_mha._src.convert.state_dict import T5_TABLE, layer_prefix, table_key
 from flax_mha._src.modules.attention_fn import attention_fn
 from flax_mha._src.nnx.latent import MultiHeadLatentAttention
 from flax_mha._src.nnx.multi_head import MultiHeadAttention
@@ -101,31 +96,34 @@ def from_hf(
     """
     read = read_config(config)
     check_described(read)
-    if read.family.shares_kv:
-        # Layers that use other layers' keys or values fit a layout only with these.
-        sizes = describe_layer(read, layer, max_length)
-        if sizes["share_kv"] or sizes["reuse_kv"]:
-            state_dict = with_shared(
-                state_dict, sizes["num_heads"], sizes["num_kv_heads"]
-            )
-    prefix = layer_prefix(state_dict, layer, prefix, read.family.attentions)
+    family = read.family
+    prefix = layer_prefix(state_dict, layer, prefix, family)
     is_decoder = "decoder" in prefix or (
         "encoder" not in prefix and bool(read.values.get("is_decoder"))
     )
     read = of_part(read, is_decoder)
     arguments = describe_layer(read, layer, max_length)
-    is_causal = _is_causal(read, is_decoder)
+    is_causal = is_decoder if family.causal is None else family.causal
+    if isinstance(is_causal, str):
+        is_causal = read.values[is_causal]
     arguments["attention_fn"] = _attention_fn(read, arguments, is_causal)
-    if read.family.relative_bias:
+    if family.relative_bias:
+        key = table_key(state_dict, prefix)
+        if key is None:
+            raise ValueError(
+                f"state_dict must contain the {T5_TABLE} of the first layer, which all "
+                f"layers add to their scores, but has none for {prefix!r}; pass the "
+                "weights of the whole model."
+            )
         arguments["score_mod"] = RelativeBias(
             arguments["num_heads"],
-            num_buckets=_num_buckets(state_dict, prefix),
+            num_buckets=len(state_dict[key]),
             max_distance=read.values["relative_attention_max_distance"],
             bidirectional=not is_causal,
             param_dtype=param_dtype,
         )
     kind: Any = MultiHeadAttention
-    if read.family.latent:
+    if family.latent:
         kind = MultiHeadLatentAttention
     module = kind(
         **arguments,
@@ -139,25 +137,6 @@ def from_hf(
     )
     load_torch(module, state_dict, prefix)
     return module
-
-
-def _is_causal(config: Config, is_decoder: bool) -> bool:
-    causal = config.family.causal
-    if isinstance(causal, str):
-        causal = config.values[causal]
-    return bool(is_decoder if causal is None else causal)
-
-
-def _num_buckets(state_dict: Mapping[str, Any], prefix: str) -> int:
-    """Returns the number of rows of the table of relative positions of a layer."""
-    key = table_key(state_dict, prefix)
-    if key is None:
-        raise ValueError(
-            f"state_dict must contain the {T5_TABLE} of the first layer, which all "
-            "layers add to their scores, but has none for "
-            f"{prefix!r}; pass the weights of the whole model."
-        )
-    return len(state_dict[key])
 
 
 def _attention_fn(config: Config, arguments: Mapping[str, Any], is_causal: bool) -> Any:

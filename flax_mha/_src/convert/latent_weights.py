@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_mha._src.convert.layouts import LATENT_KEYS
 from flax_mha._src.convert.shapes import Arrays, find_sizes
-from flax_mha._src.convert.state_dict import leaves_of, to_numpy
+from flax_mha._src.convert.state_dict import to_numpy
 
 # Letters of the axes of an indexer with I heads of X features; the others are as in
 # `AXES`.
@@ -212,22 +212,13 @@ def _to_flax(path: str, array: np.ndarray, heads: int) -> np.ndarray:
     return array.reshape(*array.shape[:axis], heads, size, *array.shape[axis + 1 :])
 
 
-def latent_to_torch(params: Mapping[str, Any], is_scaled: bool = False) -> Arrays:
-    """Converts the parameters of latent attention to a state_dict, the inverse of
-    `read_latent`.
+def latent_to_torch(arrays: Arrays, is_scaled: bool) -> Arrays:
+    """Converts the parameters of latent attention, by path, to a state_dict, the
+    inverse of `read_latent`.
 
     `is_scaled`: whether the norms' scales include LongCat-Flash's factors (`scaled`),
     which are then divided out.
     """
-    leaves = leaves_of(params)
-    missing = {PATHS[key] for key in LATENT_KEYS} - {*leaves}
-    extra = {*leaves} - {*AXES}
-    if missing or extra:
-        raise ValueError(
-            "params must be the parameters of one attention layer; missing "
-            f"{sorted(missing)}, extra {sorted(extra)}"
-        )
-    arrays = {path: to_numpy(path, leaf) for path, leaf in leaves.items()}
     if is_scaled:
         arrays = scaled(arrays, -0.5)
     axes = axes_of(arrays)

@@ -39,6 +39,7 @@ LayoutName = (
 )
 QKV = ("query", "key", "value")
 ALL = (*QKV, "out")
+KEY_VALUE = ("key", "value")
 KERNELS = tuple(f"{name}/kernel" for name in ALL)
 PATHS = (*KERNELS, *(f"{name}/bias" for name in ALL))
 NORMS = ("query_ln/scale", "key_ln/scale")
@@ -136,17 +137,16 @@ class Layout(NamedTuple):
         """
         return next(key for key, paths in self.stacks.items() if path in paths)
 
-    def difference(self, keys: Collection[str]) -> tuple[list[str], list[str]]:
+    def difference(
+        self, keys: Collection[str], shared: Collection[str] = ()
+    ) -> tuple[list[str], list[str]]:
         """Returns which of the keys are not in the layout, and which keys of the
-        layout's weights are missing.
+        layout's weights are missing; those of `shared` projections may be.
         """
-        extra = {key for key in keys if not key.startswith(self.ignored)} - {
-            *self.stacks
-        }
-        missing = {key for key, paths in self.stacks.items() if paths[0] in KERNELS} - {
-            *keys
-        }
-        return sorted(extra), sorted(missing)
+        needed = {f"{name}/kernel" for name in ALL if name not in shared}
+        own = {key for key in keys if not key.startswith(self.ignored)}
+        weights = {key for key, paths in self.stacks.items() if paths[0] in needed}
+        return sorted(own - {*self.stacks}), sorted(weights - {*keys})
 
     def biases(self, keys: Collection[str]) -> tuple[str, ...]:
         """Returns the names of the projections whose biases are among these keys."""

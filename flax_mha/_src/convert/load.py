@@ -13,6 +13,7 @@ from flax import nnx
 
 from flax_mha._src.convert.latent_weights import AXES, scaled
 from flax_mha._src.convert.layouts import (
+    KEY_VALUE,
     LATENT,
     LAYOUTS,
     MODEL_TYPE,
@@ -24,12 +25,7 @@ from flax_mha._src.convert.layouts import (
     LayoutName,
 )
 from flax_mha._src.convert.shapes import Arrays, fill_with_zeros
-from flax_mha._src.convert.state_dict import (
-    attention_entries,
-    table_key,
-    with_shared,
-    with_table,
-)
+from flax_mha._src.convert.state_dict import attention_entries, table_key, to_numpy
 from flax_mha._src.convert.weights import family_of, norm_offset, read
 from flax_mha._src.nnx.latent import MultiHeadLatentAttention
 from flax_mha._src.recipes.scores import RelativeBias
@@ -109,60 +105,69 @@ def load_torch(
       ...     layers[f"h.0.attn.{name}"] = np.ones(shape, np.float32)
       >>> flax_mha.convert.load_torch(attention, layers, prefix="h.0.attn.")
     """
-    if isinstance(module, MultiHeadLatentAttention):
-        _check_layers(module, AXES)
-        _load_latent(module, state_dict, prefix, qk_norm_offset, check_options)
-        return
-    if not isinstance(module, nnx.MultiHeadAttention):
+    paths = TORCH_AXES | OTHER_AXES
+    kernel_path = "query/kernel"
+    is_latent = isinstance(module, MultiHeadLatentAttention)
+    if is_latent:
+        paths = AXES
+        kernel_path = "kv_b_proj/kernel"
+        if qk_norm_offset is not None:
+            raise ValueError(
+                "qk_norm_offset must be None for latent attention, but got "
+                f"{qk_norm_offset!r}."
+            )
+    elif not isinstance(module, nnx.MultiHeadAttention):
         raise ValueError(
             "module must be an nnx.MultiHeadAttention, but got "
             f"{type(module).__name__}; for flax.linen, use from_torch."
         )
-    _check_layers(module, (*TORCH_AXES, *OTHER_AXES))
-    family = family_of(module.query.kernel)
+    variables = _variables(module, paths)
+    kernel = variables[kernel_path]
+    family = family_of(kernel)
     offset = norm_offset(family) if qk_norm_offset is None else qk_norm_offset
-    uses_other_values = module.value is None
-    reuses_kv = getattr(module, "reuse_kv", False)
-    if uses_other_values:
-        state_dict = with_shared(state_dict, module.num_heads, module.num_kv_heads)
-    has_table = isinstance(getattr(module, "score_mod", None), RelativeBias)
-    if has_table and isinstance(state_dict, Mapping):
-        state_dict = with_table(state_dict, prefix)
+    shared: list[str] = []
+    if not is_latent:
+        # The module takes these from another layer.
+        shared = [name for name in KEY_VALUE if getattr(module, name) is None]
+    num_kv_heads = getattr(module, "num_kv_heads", module.num_heads)
     layout, arrays = read(
-        state_dict, module.num_heads, module.num_kv_heads, prefix, offset
+        state_dict, module.num_heads, num_kv_heads, prefix, offset, shared
     )
-    if layout == LATENT:
+    if is_latent != (layout == LATENT):
+        kind = "MultiHeadAttention"
+        if layout == LATENT:
+            kind = "MultiHeadLatentAttention"
         raise ValueError(
-            "module must be a MultiHeadLatentAttention for latent weights, but got a "
-            "MultiHeadAttention."
+            f"module must be a {kind} for layout {layout!r}, but got a "
+            f"{type(module).__name__}."
         )
 
     # Add what the model does not store, and leave out what the module takes from other
     # layers.
-    variables = _variables(module, (*TORCH_AXES, *OTHER_AXES))
-    if not has_table or layout != "hf_t5":
+    score_mod = getattr(module, "score_mod", None)
+    if layout != "hf_t5" or not isinstance(score_mod, RelativeBias):
         # A bias that the model does not have is the user's own.
         variables.pop(TABLE, None)
+    elif TABLE not in arrays:
+        key = table_key(state_dict, prefix)
+        if key is not None:
+            arrays[TABLE] = to_numpy(key, state_dict[key])
     if family.norm_scale == "none":
-        arrays |= {
-            path: np.ones(variables[path].shape, np.float32)
-            for path in NORMS
-            if path in variables
-        }
+        for path in {*NORMS} & {*variables}:
+            arrays[path] = np.ones(variables[path].shape, np.float32)
+    if family.scaled_latents:
+        arrays = scaled(arrays, 0.5)
     if "query/bias" in variables:
         arrays = fill_with_zeros(arrays)
-    if reuses_kv:
-        arrays = _without(arrays, ("key/", "value/", "key_ln/"))
-    elif uses_other_values and np.array_equal(
-        arrays["key/kernel"], arrays["value/kernel"]
-    ):
-        arrays = _without(arrays, ("value/",))
+    if "key" in shared:
+        others = ("key/", "value/", "key_ln/")
+        arrays = {
+            path: array for path, array in arrays.items() if not path.startswith(others)
+        }
 
     problems = _mismatches(variables, arrays)
-    is_described = module.query.kernel.get_metadata().get(MODEL_TYPE)
-    if not problems and check_options and not is_described:
-        problems = _wrong_heads(module, layout, state_dict, prefix)
-        problems += _wrong_options(
+    if not problems and check_options and not kernel.get_metadata().get(MODEL_TYPE):
+        problems = _wrong_options(
             module, layout, arrays, state_dict, prefix, qk_norm_offset
         )
         if problems:
@@ -170,97 +175,116 @@ def load_torch(
                 "convert.describe(config, layer) returns these arguments for the "
                 "models that it supports"
             )
-    _fill(variables, arrays, problems, layout)
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
+        if len(problems) > SHOWN:
+            lines += f"\n  and {len(problems) - SHOWN} more"
+        raise ValueError(
+            "module must match the layer in state_dict, which has layout "
+            f"{layout!r}:{lines}"
+        )
+    # All are checked before the first is set.
+    values = {
+        path: _place(path, arrays[path], variable)
+        for path, variable in variables.items()
+    }
+    for path, variable in variables.items():
+        variable.set_value(values[path])
 
 
-def _check_layers(module: object, paths: Iterable[str]) -> None:
-    """Raises a ValueError if a wrapper, such as LoRA, or a quantized array replaces a
-    layer or its variable; `paths` are the paths of all variables.
+def _variables(module: Any, paths: Iterable[str]) -> dict[str, nnx.Variable]:
+    """Returns the module's variables at these paths, such as `query/kernel`, by path;
+    leaves out paths that the module lacks.
+
+    Raises a ValueError if a wrapper, such as LoRA, or a quantized array replaces a
+    layer or its variable.
     """
+    found: dict[str, nnx.Variable] = {}
     for path in paths:
         *names, leaf = path.split("/")
         layer = module
         for name in names:
             layer = getattr(layer, name, None)
-        if layer is None or leaf not in ("kernel", "scale"):
+        if layer is None:
             continue
-        is_as_made = hasattr(layer, leaf)
-        # The scale of a norm may be None.
+        variable = getattr(layer, leaf, None)
+        is_as_made = True
         if leaf == "kernel":
-            is_as_made = isinstance(getattr(layer, leaf, None), nnx.Variable)
+            is_as_made = isinstance(variable, nnx.Variable)
+        elif leaf == "scale":
+            # The scale of a norm may be None.
+            is_as_made = hasattr(layer, leaf)
         if not is_as_made:
             raise ValueError(
                 f"{'.'.join(names)} must have its own {leaf}, an nnx.Variable, "
                 f"but is {type(layer).__name__}; load the weights before wrapping or "
                 "quantizing layers."
             )
+        if variable is not None:
+            found[path] = variable
+    return found
 
 
-def _without(arrays: Arrays, prefixes: tuple[str, ...]) -> Arrays:
-    return {
-        path: array for path, array in arrays.items() if not path.startswith(prefixes)
-    }
-
-
-def _load_latent(
-    module: MultiHeadLatentAttention,
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    qk_norm_offset: float | None,
-    check_options: bool,
-) -> None:
-    """Implements `load_torch` for a module of latent attention."""
-    if qk_norm_offset is not None:
-        raise ValueError(
-            "qk_norm_offset must be None for latent attention, but got "
-            f"{qk_norm_offset!r}."
-        )
-    layout, arrays = read(state_dict, module.num_heads, module.num_heads, prefix, 0.0)
-    if layout != LATENT:
-        raise ValueError(
-            f"module must be a MultiHeadAttention for layout {layout!r}, but got a "
-            "MultiHeadLatentAttention."
-        )
-    if family_of(module.kv_b_proj.kernel).scaled_latents:
-        arrays = scaled(arrays, 0.5)
-    variables = _variables(module, AXES)
-    problems = []
-    for path in sorted({*variables, *arrays}):
-        in_module = getattr(variables.get(path), "shape", "missing")
-        given = getattr(arrays.get(path), "shape", "missing")
-        if in_module != given:
-            name = path.replace("/", ".")
-            problem = f"{name} is {in_module} in the module but {given} in state_dict"
-            option = _latent_option(path, variables, arrays)
-            if option:
-                problem += f"; create the module with {option}"
-            problems.append(problem)
-    is_described = module.kv_b_proj.kernel.get_metadata().get(MODEL_TYPE)
-    if check_options and module.rope is None and not is_described:
-        problems.append(
-            "rope is None: these models use rope; pass check_options=False if this "
-            "layer does not"
-        )
-    _fill(variables, arrays, problems, layout)
-
-
-def _latent_option(
-    path: str, variables: Mapping[str, nnx.Variable], arrays: Arrays
-) -> str:
-    """Returns the option with which a module of latent attention has the parameter if,
-    and only if, `arrays` do.
-
-    Returns an empty string if both have the parameter, or if no option helps.
+def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[str]:
+    """Returns a message for each parameter that does not fit its array, or is missing
+    in the module or `arrays`.
     """
-    if path in variables and path in arrays:
-        return ""
+    problems: list[str] = []
+    for path in dict.fromkeys([*variables, *arrays]):
+        name = path.replace("/", ".")
+        option = _option(path, variables, arrays)
+        if path not in arrays:
+            problem = f"{name} is missing from state_dict"
+            fix = "create the module with"
+        elif path not in variables:
+            problem = f"{name} is missing from the module"
+            fix = "create it with"
+        else:
+            dtype = variables[path].dtype
+            shape = variables[path].shape
+            array = arrays[path]
+            is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+            fix = "use"
+            if shape != array.shape:
+                problem = f"{name} must have shape {shape}, but got {array.shape}"
+            elif np.iscomplexobj(array) and not is_complex:
+                problem = f"{name} must have dtype {dtype}, but got {array.dtype}"
+                option = ""
+            else:
+                continue
+        if option:
+            problem += f"; {fix} {option}"
+        problems.append(problem)
+    return problems
+
+
+def _option(path: str, variables: Mapping[str, nnx.Variable], arrays: Arrays) -> str:
+    """Returns the option with which a module has the parameter if, and only if,
+    `arrays` do; an empty string if no option helps.
+    """
     is_needed = path in arrays
+    if path in NORMS or path in NORM_BIASES:
+        if not is_needed:
+            return "normalize_qk=False"
+        if NORM_BIASES[0] in arrays:
+            return 'normalize_qk=Norm("layer", bias=True)'
+        if arrays[path].ndim > 1:
+            return f"normalize_qk={OVER_ALL_HEADS}"
+        return 'normalize_qk=Norm("rms")'
+    if is_needed and path in variables:
+        return ""
     if path.startswith("indexer/"):
         if is_needed:
             return "the indexer that convert.describe(config) returns"
         return "indexer=None"
+    if path.startswith("value/") and "value/kernel" not in variables:
+        return "share_kv=False"
+    if path.startswith("out_norm/"):
+        if is_needed:
+            return f"out_norm={OVER_ALL_HEADS}"
+        return "out_norm=None"
     if path.endswith("/bias"):
-        # Weights of a model have all biases or none, which is what the option makes.
+        # A module has all biases or none; if a model has some, the others are zeros.
         has_others = any(name.endswith("/bias") for name in arrays)
         if has_others and not is_needed:
             return ""
@@ -275,97 +299,35 @@ def _latent_option(
         return f"gate={is_needed}"
     if path == "sinks":
         return f"sinks={is_needed}"
+    if path == TABLE:
+        if is_needed:
+            return "score_mod=recipes.RelativeBias(num_heads, bidirectional=is_encoder)"
+        return "score_mod=None"
     return ""
 
 
-def _variables(module: Any, paths: Iterable[str]) -> dict[str, nnx.Variable]:
-    """Returns the module's variables at these paths, such as `query/kernel`, by path;
-    leaves out paths that the module lacks.
-    """
-    found: dict[str, nnx.Variable] = {}
-    for path in paths:
-        part = module
-        for name in path.split("/"):
-            part = getattr(part, name, None)
-        if part is not None:
-            found[path] = part
-    return found
-
-
-def _mismatches(variables: Mapping[str, nnx.Variable], arrays: Arrays) -> list[str]:
-    """Returns a message for each parameter that does not fit its array, or is missing
-    in the module or `arrays`.
-    """
-    problems = []
-    for path in (*TORCH_AXES, *OTHER_AXES):
-        if path not in variables and path not in arrays:
-            continue
-        name = path.replace("/", ".")
-        option, on, off = _option(path, variables, arrays)
-        if path not in arrays:
-            problem = f"{name} is missing from state_dict"
-            if option:
-                problem += f"; create the module with {option}={off}"
-            problems.append(problem)
-            continue
-        array = arrays[path]
-        if path not in variables:
-            problems.append(
-                f"{name} is missing from the module; create it with {option}={on}"
-            )
-            continue
-        variable = variables[path]
-        if variable.shape != array.shape:
-            problem = f"{name} must have shape {variable.shape}, but got {array.shape}"
-            if path in NORMS:
-                problem += f"; use {option}={on}"
-            problems.append(problem)
-            continue
-        is_complex = jnp.issubdtype(variable.dtype, jnp.complexfloating)
-        if np.iscomplexobj(array) and not is_complex:
-            problems.append(
-                f"{name} must have dtype {variable.dtype}, but got {array.dtype}"
-            )
-    return problems
-
-
-def _option(
-    path: str, variables: Mapping[str, nnx.Variable], arrays: Arrays
-) -> tuple[str, str, str]:
-    """Returns the option of a module that makes a parameter, and its values with and
-    without the parameter.
-    """
-    ndim = np.ndim(arrays.get(path, ()))
-    if path.startswith("value/") and "value/kernel" not in variables:
-        return "share_kv", "False", "True"
-    if path.endswith("_ln/bias") or ("_ln/" in path and NORM_BIASES[0] in arrays):
-        return "normalize_qk", 'Norm("layer", bias=True)', "False"
-    if "_ln/" in path:
-        norm = OVER_ALL_HEADS if ndim > 1 else 'Norm("rms")'
-        return "normalize_qk", norm, "False"
-    if path.startswith("out_norm/"):
-        return "out_norm", OVER_ALL_HEADS, "None"
-    if path.endswith("/bias"):
-        return "use_bias", "True", "False"
-    if path == "gate/kernel":
-        gate = 'Gate("head")' if ndim == 2 else "True"
-        return "gate", gate, "False"
-    if path == "sinks":
-        return "sinks", "True", "False"
-    if path == TABLE:
-        on = "recipes.RelativeBias(num_heads, bidirectional=is_encoder)"
-        return "score_mod", on, "None"
-    return "", "", ""
-
-
-def _wrong_heads(
-    module: Any, layout: LayoutName, state_dict: Mapping[str, Any], prefix: str
+def _wrong_options(
+    module: Any,
+    name: LayoutName,
+    arrays: Arrays,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    qk_norm_offset: float | None,
 ) -> list[str]:
-    """Returns a message for each array, such as T5's bias table, whose shape implies
-    other heads than `module` has.
+    """Returns a message for each option, such as `rope` or `num_heads`, that differs
+    from what the weights show.
     """
-    problems = []
+    rest = "pass check_options=False if this layer has none"
+    problems: list[str] = []
+    # Flax's own modules lack these options.
     rope = getattr(module, "rope", None)
+    scale = getattr(module, "scale", None)
+    if name == LATENT:
+        if rope is None:
+            problems.append(f"rope is None: models with latents use it; {rest}")
+        return problems
+
+    # The heads.
     _, entries = attention_entries(state_dict, prefix)
     frequencies = entries.get("rotary_emb.inv_freq")
     if frequencies is not None and rope is not None:
@@ -377,35 +339,17 @@ def _wrong_heads(
                 f"head's {module.head_dim} features, but rotary_emb.inv_freq is for "
                 f"{expected}"
             )
-    if layout == "hf_t5":
-        table = table_key(state_dict, prefix)
-        if table is not None:
-            heads = np.shape(state_dict[table])[-1]  # [buckets, heads]
-            if heads != module.num_heads:
-                problems.append(
-                    f"num_heads must be {heads} to match {table}, but got "
-                    f"{module.num_heads}"
-                )
-    return problems
+    table = table_key(state_dict, prefix) if name == "hf_t5" else None
+    if table is not None:
+        heads = np.shape(state_dict[table])[-1]  # [buckets, heads]
+        if heads != module.num_heads:
+            problems.append(
+                f"num_heads must be {heads} to match {table}, but got "
+                f"{module.num_heads}"
+            )
 
-
-def _wrong_options(
-    module: Any,
-    name: LayoutName,
-    arrays: Arrays,
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    qk_norm_offset: float | None,
-) -> list[str]:
-    """Returns a message for each option, such as `rope`, that models of this layout
-    have and the module lacks.
-    """
     layout = LAYOUTS[name]
-    rest = "pass check_options=False if this layer has none"
-    problems = []
-    # Flax's own modules lack these options.
-    scale = getattr(module, "scale", None)
-    if layout.rotary and getattr(module, "rope", None) is None:
+    if layout.rotary and rope is None:
         problems.append(
             f"rope is None: {layout.rotary} use it; pass "
             f"rope=RoPE.from_config(config), or {rest}"
@@ -444,32 +388,6 @@ def _wrong_options(
             "weight, or 0.0 for Qwen 3"
         )
     return problems
-
-
-def _fill(
-    variables: Mapping[str, nnx.Variable],
-    arrays: Arrays,
-    problems: list[str],
-    layout: LayoutName,
-) -> None:
-    """Sets variables to the arrays of the same paths or, given `problems`, raises a
-    ValueError that lists them.
-    """
-    if problems:
-        lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
-        if len(problems) > SHOWN:
-            lines += f"\n  and {len(problems) - SHOWN} more"
-        raise ValueError(
-            "module must match the layer in state_dict, which has layout "
-            f"{layout!r}:{lines}"
-        )
-    # All are checked before the first is set.
-    values = {
-        path: _place(path, arrays[path], variable)
-        for path, variable in variables.items()
-    }
-    for path, variable in variables.items():
-        variable.set_value(values[path])
 
 
 def _place(path: str, array: np.ndarray, variable: nnx.Variable) -> Any:

@@ -138,7 +138,9 @@ def misfit(layout: Layout, arrays: Arrays, sizes: Mapping[str, int]) -> str:
     letters of axes to sizes.
     """
     biased = tuple(name for name in ALL if f"{name}/bias" in arrays)
-    if biased not in layout.biased:
+    # Layers may lack projections that they share with other layers.
+    own = {name for name in ALL if f"{name}/kernel" in arrays}
+    if biased not in [tuple(x for x in names if x in own) for names in layout.biased]:
         choices = " or on ".join(
             ", ".join(choice) or "none" for choice in layout.biased
         )

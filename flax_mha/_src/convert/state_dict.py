@@ -3,13 +3,20 @@ tensors into numpy arrays.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from flax_mha._src.convert.layouts import LATENT_KEYS, LAYOUTS, Layout, LayoutName
+from flax_mha._src.convert.families import Family
+from flax_mha._src.convert.layouts import (
+    KEY_VALUE,
+    LATENT_KEYS,
+    LAYOUTS,
+    Layout,
+    LayoutName,
+)
 
 # Ends of the keys of quantized weights: bitsandbytes, GPTQ and AWQ, compressed-tensors
 # and FP8, PyTorch.
@@ -21,8 +28,6 @@ QUANTIZED: tuple[str, ...] = (
     "qweight",
     "qzeros",
     "g_idx",
-)
-QUANTIZED += (
     "weight_packed",
     "weight_scale",
     "weight_scale_inv",
@@ -89,9 +94,14 @@ def with_dot(prefix: str) -> str:
     return prefix
 
 
-def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
+def recognize(
+    entries: Mapping[str, Any], prefix: str = "", shared: Collection[str] = ()
+) -> LayoutName:
     """Returns the name of the layout with these keys; if none fits, raises a ValueError
     that lists the layers found.
+
+    `shared` are projections that the keys may lack, because the layer uses those of
+    another layer.
     """
     added = sorted({"bias_k", "bias_v"} & {*entries})
     if added:
@@ -99,10 +109,12 @@ def recognize(entries: Mapping[str, Any], prefix: str = "") -> LayoutName:
             f"state_dict must not contain {', '.join(added)}, because Flax has no "
             "add_bias_kv; retrain with add_bias_kv=False."
         )
-    layers = attention_layers(entries)
+    layers = attention_layers(entries, shared)
     if not layers:
         check_not_quantized(entries)
-    differences = {name: layout.difference(entries) for name, layout in LAYOUTS.items()}
+    differences = {
+        name: layout.difference(entries, shared) for name, layout in LAYOUTS.items()
+    }
     fits = [name for name, difference in differences.items() if difference == ([], [])]
     if fits:
         return max(fits, key=lambda name: _fit(LAYOUTS[name], entries))
@@ -162,16 +174,16 @@ def _fit(layout: Layout, entries: Mapping[str, Any]) -> tuple[bool, bool, bool]:
     return is_turned, is_doubled == stacks_gate, layout.biases(entries) in layout.biased
 
 
-def attention_layers(keys: Iterable[str]) -> list[str]:
+def attention_layers(keys: Iterable[str], shared: Collection[str] = ()) -> list[str]:
     """Returns the prefixes of all attention layers among these keys, in the order of
-    the keys.
+    the keys; see `recognize`.
     """
     keys = list(keys)
     known = {*keys}
     # A dict keeps the order.
     found: dict[str, None] = {}
     needed = [
-        *(layout.difference(())[1] for layout in LAYOUTS.values()),
+        *(layout.difference((), shared)[1] for layout in LAYOUTS.values()),
         [*LATENT_KEYS],
     ]
     first = tuple({names[0] for names in needed})
@@ -193,18 +205,21 @@ def attention_layers(keys: Iterable[str]) -> list[str]:
     return [layer for layer in found if not is_inner(layer)]
 
 
-def layer_prefix(
-    state_dict: object, layer: int, prefix: str, attentions: int = 1
-) -> str:
+def layer_prefix(state_dict: object, layer: int, prefix: str, family: Family) -> str:
     """Returns the prefix of the self-attention of a layer, or the given prefix if no
     key names that layer.
 
-    If layers have several `attentions`, each counts as a layer.
+    If layers of the family have several attentions, each counts as a layer.
     """
     prefix, entries = attention_entries(state_dict, prefix)
-    numbers = [layer] if attentions == 1 else [*divmod(layer, attentions)]
+    numbers = [layer]
+    if family.attentions > 1:
+        numbers = [*divmod(layer, family.attentions)]
+    shared: Collection[str] = ()
+    if family.shares_kv:
+        shared = KEY_VALUE
     found = []
-    for name in attention_layers(entries):
+    for name in attention_layers(entries, shared):
         # The first numbers in a name count layers and attentions.
         of_name = re.findall(r"(?:^|\.)(\d+)(?=\.)", name)[: len(numbers)]
         if of_name == [str(number) for number in numbers] and not OTHERS.search(name):
@@ -216,41 +231,6 @@ def layer_prefix(
             f"{prefix!r}.{_list_layers(found, prefix)}"
         )
     return prefix + "".join(found)
-
-
-def with_shared(
-    state_dict: Mapping[str, Any], num_heads: int, num_kv_heads: int
-) -> dict[str, Any]:
-    """Adds key and value weights to layers of Gemma 3n and 4 that lack them, so that
-    these layers fit a layout.
-
-    Missing values are copies of the keys. Missing keys are placeholders of the right
-    shape, cut from the queries.
-    """
-    added: dict[str, Any] = {}
-    for name in state_dict:
-        attention, found, end = name.rpartition("q_proj.")
-        if not found or f"{attention}o_proj.{end}" not in state_dict:
-            continue
-        placeholder = state_dict[name]
-        if np.ndim(placeholder):
-            placeholder = placeholder[: len(placeholder) * num_kv_heads // num_heads]
-        key = state_dict.get(f"{attention}k_proj.{end}", placeholder)
-        added[f"{attention}k_proj.{end}"] = key
-        added[f"{attention}v_proj.{end}"] = key
-        if f"{attention}q_norm.weight" in state_dict:
-            added[f"{attention}k_norm.weight"] = state_dict[f"{attention}q_norm.weight"]
-    return added | dict(state_dict)
-
-
-def with_table(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Adds T5's table to the layer at `prefix`, if it has none and the first layer of
-    its encoder or decoder has one: all layers use that.
-    """
-    key = table_key(state_dict, prefix)
-    if key is None:
-        return dict(state_dict)
-    return {**state_dict, with_dot(prefix) + T5_TABLE: state_dict[key]}
 
 
 def table_key(state_dict: Mapping[str, Any], prefix: str) -> str | None:

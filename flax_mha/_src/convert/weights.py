@@ -2,7 +2,7 @@
 parameters and back, in numpy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,17 @@ from flax import nnx, traverse_util
 
 from flax_mha._src.convert import shapes
 from flax_mha._src.convert.families import FAMILIES, NORM_OF_EACH_HEAD, Family
-from flax_mha._src.convert.latent_weights import is_latent, latent_to_torch, read_latent
+from flax_mha._src.convert.latent_weights import (
+    AXES,
+    PATHS,
+    is_latent,
+    latent_to_torch,
+    read_latent,
+)
 from flax_mha._src.convert.layouts import (
     KERNELS,
     LATENT,
+    LATENT_KEYS,
     LAYOUTS,
     MODEL_TYPE,
     NORMS,
@@ -151,9 +158,10 @@ def to_torch(
         )
     if layout == LATENT:
         family = family_of(params["kv_b_proj"]["kernel"])
-        return latent_to_torch(params, family.scaled_latents)
+        arrays = _flatten(params, AXES, [PATHS[key] for key in LATENT_KEYS])
+        return latent_to_torch(arrays, family.scaled_latents)
 
-    given = _flatten(params)
+    given = _flatten(params, (*TORCH_AXES, *OTHER_AXES), KERNELS)
     two_axes = {path for path, array in given.items() if array.ndim == 2}
     has_head_gate = "gate/kernel" in two_axes
     sizes = shapes.find_sizes(given, shapes.flax_axes(has_head_gate, two_axes))
@@ -167,7 +175,11 @@ def to_torch(
     arrays = shapes.drop_zeros(LAYOUTS[layout], given)
     reason = shapes.misfit(LAYOUTS[layout], arrays, sizes)
     if reason:
-        fit = _fitting_layouts(given, sizes)
+        fit = [
+            name
+            for name, other in LAYOUTS.items()
+            if not shapes.misfit(other, shapes.drop_zeros(other, given), sizes)
+        ]
         raise ValueError(
             f"layout {layout!r} does not fit params: {reason}; layouts that fit: "
             f"{', '.join(fit) or 'none'}"
@@ -196,15 +208,6 @@ def to_torch(
     return result
 
 
-def _fitting_layouts(given: Arrays, sizes: Mapping[str, int]) -> list[str]:
-    names: list[str] = []
-    for name, layout in LAYOUTS.items():
-        arrays = shapes.drop_zeros(layout, given)
-        if not shapes.misfit(layout, arrays, sizes):
-            names.append(name)
-    return names
-
-
 def family_of(kernel: object) -> Family:
     """Returns the model family that `describe` wrote into a kernel's metadata; an empty
     one if there is none.
@@ -212,7 +215,7 @@ def family_of(kernel: object) -> Family:
     metadata: Mapping[str, Any] = {}
     if hasattr(kernel, "get_metadata"):  # an nnx.Variable
         metadata = kernel.get_metadata()
-    return FAMILIES.get(metadata.get(MODEL_TYPE, ""), Family({}))
+    return FAMILIES.get(metadata.get(MODEL_TYPE, ""), Family())
 
 
 def norm_offset(family: Family) -> float:
@@ -226,9 +229,12 @@ def read(
     num_kv_heads: int,
     prefix: str,
     qk_norm_offset: float,
+    shared: Collection[str] = (),
 ) -> tuple[LayoutName, Arrays]:
     """Returns the layout of an attention in a state_dict, and its arrays in Flax's
     shapes, by paths like `out/bias`.
+
+    `shared` are projections that the layer may lack; see `recognize`.
     """
     numbers = (num_heads, num_kv_heads)
     are_positive = all(is_int(number) and number > 0 for number in numbers)
@@ -241,7 +247,7 @@ def read(
     if is_latent(entries):
         check_not_quantized(entries)
         return LATENT, read_latent(entries, prefix, num_heads)
-    name = recognize(entries, prefix)
+    name = recognize(entries, prefix, shared)
     layout = LAYOUTS[name]
 
     # The arrays of each projection, in PyTorch's shapes.
@@ -265,7 +271,14 @@ def read(
     has_head_gate = gate_features == num_heads != out.shape[-1]
     axes = shapes.torch_axes(has_head_gate)
     weights = {path: arrays[path] for path in axes if path in arrays}
-    sizes = shapes.find_sizes(weights, axes)
+    found = shapes.find_sizes(weights, axes)
+    # What the layer lacks has the sizes of the layer that it shares it with.
+    sizes = {
+        "S": found["Q"],
+        "V": found["Q"],
+        "B": found["A"] * num_kv_heads // num_heads,
+        "W": found["C"] * num_kv_heads // num_heads,
+    } | found
     reason = shapes.misfit(layout, arrays, sizes)
     if reason:
         raise ValueError(
@@ -306,16 +319,15 @@ def _to_flax(
     return array.reshape(shape).copy()
 
 
-def _flatten(params: object) -> Arrays:
+def _flatten(params: object, known: Collection[str], needed: Collection[str]) -> Arrays:
     """Returns the arrays of one attention's parameters, by path; raises a ValueError
-    for any other parameters.
+    unless it has all `needed` paths and only `known` ones.
     """
     if not isinstance(params, Mapping):
         raise ValueError(
             "params must be a module, its nnx.State or a dict of its parameters, but "
             f"got {params!r:.80}"
         )
-    known = (*TORCH_AXES, *OTHER_AXES)
     leaves = leaves_of(params)
     layers = {path.split("/")[0] for path in known}
     for name in leaves:
@@ -330,7 +342,7 @@ def _flatten(params: object) -> Arrays:
             layer = path.split("/")[0]
             # Of a layer that no attention has, only its name is listed.
             extra.add(path if layer in layers else layer)
-    missing = sorted({*KERNELS} - {*leaves})
+    missing = sorted({*needed} - {*leaves})
     if extra or missing:
         raise ValueError(
             f"params must be the parameters of one attention layer; missing {missing}, "
