@@ -978,14 +978,6 @@ def test_table_in_the_first_layer_of_t5_needs_a_module_that_holds_it():
         convert.load_torch(module_of("t5"), weights)
 
 
-def test_layer_of_t5_is_not_scaled():
-    unscaled = flax_mha.MultiHeadAttention(
-        N, D, N * H, use_bias=False, decode=False, rngs=nnx.Rngs(0)
-    )
-    with pytest.raises(ValueError, match=r"scale must be 1\.0, but got None"):
-        convert.load_torch(unscaled, FAMILIES["t5"].weights())
-
-
 @each(IN_TRANSFORMERS, core=[])
 def test_outputs_equal_the_layer_of_transformers(name):
     pytest.importorskip(
