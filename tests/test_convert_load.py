@@ -179,6 +179,11 @@ reject(
     state_dict(),
     options={"share_kv": True},
 )
+reject(
+    "The closest is hf_llama: missing \\['k_proj.weight'\\]",
+    state_dict(k_proj__weight=None, v_proj__weight=None),
+    options={"share_kv": True},
+)
 
 # Norms of queries and keys.
 RMS_NORM = {"normalize_qk": Norm("rms")}

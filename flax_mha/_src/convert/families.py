@@ -509,9 +509,9 @@ ROWS: dict[str, Family] = {
             "head_dim": 128,
         },
     ),
-    "glm4v_text": Family(
-        keys=ROPE
-        | {
+    "glm4v_text": like(
+        LLAMA,
+        {
             "rope_pairs": True,
             "partial_rotary_factor": 1.0,
             "num_key_value_heads": 2,
