@@ -19,11 +19,17 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
 # What some configs call these types.
-NAMES = {"attention": FULL, "hybrid": FULL, "global": FULL, "*": FULL, "local": SLIDING}
+LAYER_TYPES = {
+    "attention": FULL,
+    "hybrid": FULL,
+    "global": FULL,
+    "*": FULL,
+    "local": SLIDING,
+}
 
 
 def named(layer_type: str) -> str:
-    return NAMES.get(layer_type, layer_type)
+    return LAYER_TYPES.get(layer_type, layer_type)
 
 
 def entry(values: Values, key: str, layer: int) -> Any:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from flax_mha._src.core.validation import is_finite
 
-LARGEST = 1e30  # float32 holds its square root and its inverse
+MAX_FACTOR = 1e30  # float32 holds its square root and its inverse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +99,9 @@ def _positive(name: str, number: object) -> float:
     """Checks that a number is finite and > 0; returns it as a Python float, so that
     multiplying by it keeps the dtype of arrays.
     """
-    if not is_finite(number) or not 0 < number <= LARGEST:
+    if not is_finite(number) or not 0 < number <= MAX_FACTOR:
         raise ValueError(
-            f"{name} must be a finite number > 0, at most {LARGEST:g}, but got "
+            f"{name} must be a finite number > 0, at most {MAX_FACTOR:g}, but got "
             f"{number!r}."
         )
     return float(number)

@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_mha._src.convert.families import FAMILIES, Family
 from flax_mha._src.convert.layer_rules import Values
-from flax_mha._src.convert.process_heads import LARGEST as LARGEST_FACTOR
+from flax_mha._src.convert.process_heads import MAX_FACTOR
 from flax_mha._src.core.validation import INT32_MAX, is_finite, is_int
 
 # Other names of keys. If a config has several of them, the first in this order counts.
@@ -94,7 +94,7 @@ class Config(NamedTuple):
         return self.given.get("model_type")
 
 
-class Kind(NamedTuple):
+class ValueKind(NamedTuple):
     """The type and range of a config value: in words, for errors, and as a function
     that checks a value.
     """
@@ -103,42 +103,42 @@ class Kind(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-def _integer(least: int) -> Kind:
-    return Kind(
+def _integer(least: int) -> ValueKind:
+    return ValueKind(
         f"an integer >= {least}", lambda x: is_int(x) and least <= x <= INT32_MAX
     )
 
 
-def _list(entries: str, fits: Callable[[Any], bool]) -> Kind:
-    return Kind(
+def _list(entries: str, fits: Callable[[Any], bool]) -> ValueKind:
+    return ValueKind(
         f"a list of {entries}",
         lambda x: isinstance(x, list | tuple) and all(map(fits, x)),
     )
 
 
-def _each(keys: str, kind: Kind) -> dict[str, Kind]:
+def _each(keys: str, kind: ValueKind) -> dict[str, ValueKind]:
     return dict.fromkeys(keys.split(), kind)
 
 
 SIZE = _integer(1)
 COUNT = _integer(0)
 WIDTH = _integer(2)
-FLAG = Kind("True or False", lambda x: isinstance(x, bool | np.bool_))
-TEXT = Kind("a string", lambda x: isinstance(x, str))
+FLAG = ValueKind("True or False", lambda x: isinstance(x, bool | np.bool_))
+TEXT = ValueKind("a string", lambda x: isinstance(x, str))
 TEXTS = _list("strings", TEXT.fits)
-TEXT_OR_TEXTS = Kind(
+TEXT_OR_TEXTS = ValueKind(
     "a string or a list of strings", lambda x: TEXT.fits(x) or TEXTS.fits(x)
 )
 INDICES = _list("integers", is_int)
 INTEGERS = _list("positive integers", SIZE.fits)
-MAPPING = Kind("a dict", lambda x: isinstance(x, Mapping))
-POSITIVE = Kind("a finite number > 0", lambda x: is_finite(x) and x > 0)
-NUMBER = Kind("a finite number >= 0", lambda x: is_finite(x) and x >= 0)
-FACTOR = Kind(
-    f"a number in (0, {LARGEST_FACTOR:g}]",
-    lambda x: is_finite(x) and 0 < x <= LARGEST_FACTOR,
+MAPPING = ValueKind("a dict", lambda x: isinstance(x, Mapping))
+POSITIVE = ValueKind("a finite number > 0", lambda x: is_finite(x) and x > 0)
+NUMBER = ValueKind("a finite number >= 0", lambda x: is_finite(x) and x >= 0)
+FACTOR = ValueKind(
+    f"a number in (0, {MAX_FACTOR:g}]",
+    lambda x: is_finite(x) and 0 < x <= MAX_FACTOR,
 )
-FRACTION = Kind("a number in (0, 1]", lambda x: is_finite(x) and 0 < x <= 1)
+FRACTION = ValueKind("a number in (0, 1]", lambda x: is_finite(x) and 0 < x <= 1)
 
 # Of `use_bidirectional_attention`: which tokens attend to later ones.
 WAYS = ("all", "vision")
@@ -156,7 +156,7 @@ NESTED = ("rope_scaling", "rope_parameters")
 # Keys of the size of a head, or of features that heads share.
 HEAD_SIZES = ("head_dim", "num_attention_heads", "hidden_size", "embed_dim")
 # Parameters of rotary embeddings, in the config itself or nested in `NESTED`.
-ROTARY: dict[str, Kind] = {
+ROTARY: dict[str, ValueKind] = {
     **_each("rope_type type", TEXT),
     **_each("truncate mrope_interleaved interleaved rope_interleave", FLAG),
     **_each(
@@ -169,11 +169,11 @@ ROTARY: dict[str, Kind] = {
     **_each("mscale mscale_all_dim llama_4_scaling_beta", NUMBER),
     **_each("partial_rotary_factor rotary_pct", FRACTION),
     **_each("short_factor long_factor", _list("finite numbers > 0", POSITIVE.fits)),
-    "mrope_section": Kind(
+    "mrope_section": ValueKind(
         "a list of positive integers", lambda x: INTEGERS.fits(x) and len(x) > 0
     ),
 }
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, ValueKind] = {
     **ROTARY,
     **dict.fromkeys(NESTED, MAPPING),
     **dict.fromkeys(LAYERS, COUNT),
@@ -222,17 +222,17 @@ KINDS: dict[str, Kind] = {
         INDICES,
     ),
     **_each("linear_attn_config per_layer_config", MAPPING),
-    "gating": Kind(
+    "gating": ValueKind(
         "True, 'per-head' or 'per-element'",
         lambda x: x is True or x in ("per-head", "per-element"),
     ),
     # Configs without windows may have any.
-    "sliding_window": Kind("an integer", is_int),
+    "sliding_window": ValueKind("an integer", is_int),
     # Text: EXAONE.
-    "sliding_window_pattern": Kind(
+    "sliding_window_pattern": ValueKind(
         "an integer >= 0", lambda x: COUNT.fits(x) or TEXT.fits(x)
     ),
-    "use_bidirectional_attention": Kind(
+    "use_bidirectional_attention": ValueKind(
         "True, False, 'all' or 'vision'", lambda x: FLAG.fits(x) or x in WAYS
     ),
     "no_rope_layers": _list("0 and 1", lambda x: isinstance(x, int) and x in (0, 1)),

@@ -481,8 +481,8 @@ class MultiHeadAttention(AttentionModule, nnx.MultiHeadAttention):
             k], as in `dot_product_attention`. While decoding, these are positions of
             tokens in the sequence.
           kv: Keys and values of an earlier layer's call in the same step, a
-            `flax_mha.cache.SharedKV`; required if `reuse_kv` is True, else None. Pass
-            masks, `lengths` and `positions` to both layers.
+            `flax_mha.cache.SharedKV`; required if `reuse_kv` is True, otherwise None.
+            Pass masks, `lengths` and `positions` to both layers.
           return_kv: Return a pair: the output, and this call's
             `flax_mha.cache.SharedKV`, for later layers. Requires self-attention.
           process_heads: Replaces the `process_heads` of the constructor in this call.
