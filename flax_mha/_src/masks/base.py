@@ -98,16 +98,8 @@ class Mask(WithAxes):
         """
         # `canonical` expects arrays as long as the call.
         lengths = (max(queries, self.lengths[0]), max(keys, self.lengths[1]))
-        shape = Shape(
-            batch=(),
-            query_length=lengths[0],
-            key_length=lengths[1],
-            num_heads=1,
-            num_kv_heads=1,
-            head_size=1,
-            value_size=1,
-        )
-        first = self.map_arrays(_first_head).canonical(shape).map_arrays(_first_head)
+        canonical = self.map_arrays(_first_head).canonical(Shape((), *lengths))
+        first = canonical.map_arrays(_first_head)
         visible = first.tile(Tile(0, 0, lengths))
         return np.broadcast_to(visible, lengths)[:queries, :keys]
 
@@ -521,16 +513,16 @@ class LocalMask(Band):
 
     def __post_init__(self) -> None:
         sides = (self.left, self.right)
-        for side in sides:
-            if not (side is None or type(side) is int or is_int(side)):
+        for name, side in zip(("left", "right"), sides, strict=True):
+            if side is None:
+                continue
+            if not is_int(side):
                 raise ValueError(
                     "LocalMask(left, right) requires integers or None, but got "
                     f"{sides}."
                 )
-        for name, side in zip(("left", "right"), sides, strict=True):
-            if side is not None:
-                # NumPy's unsigned integers have no negative.
-                object.__setattr__(self, name, int(side))
+            # NumPy's unsigned integers have no negative.
+            object.__setattr__(self, name, int(side))
         if (
             self.left is not None
             and self.right is not None
@@ -562,7 +554,7 @@ class CausalMask(_Window):
     offset: int = static(default=0)
 
     def __post_init__(self) -> None:
-        if type(self.offset) is not int and not is_int(self.offset):
+        if not is_int(self.offset):
             raise ValueError(
                 f"CausalMask(offset) requires an integer, but got {self.offset!r}; "
                 "pass an array as query_offset=."

@@ -152,15 +152,12 @@ class TracedMask(Mask):
         """Uses the result that `store_occupancy` stored; without one, evaluates one row
         of tiles at a time.
         """
+        known = self.known
         if self.known_bytes is not None:
-            some, full, shape = self.known_bytes
-            known = Occupancy(
-                np.frombuffer(some, bool).reshape(shape),
-                np.frombuffer(full, bool).reshape(shape),
-            )
+            *both, shape = self.known_bytes
+            known = Occupancy(*(np.frombuffer(x, bool).reshape(shape) for x in both))
+        if known is not None:
             return _coarser(known, self.cell, grid)
-        if self.known is not None:
-            return _coarser(self.known, self.cell, grid)
         rows, columns = grid.counts
         height, width = grid.tile_shape
 
@@ -245,17 +242,12 @@ def _other_masks(visible: Visible, function: TracedFunction) -> bool:
     """Returns whether there may be masks other than windows and those made of
     `function`.
     """
-
-    def without_function(part: TracedMask) -> Mask:
-        return Visible() if part.function == function else part
-
-    def calls_function(mask: Mask) -> bool:
-        return function in [part.function for part in functions_of(mask)]
-
-    if not all(map(calls_function, visible.others)):
-        return True
-    # Other masks have leaves: arrays, or the positions of other functions.
-    return bool(jax.tree.leaves(map_functions(without_function, visible)))
+    for mask in visible.others:
+        if function not in [part.function for part in functions_of(mask)]:
+            return True
+    # Other masks have leaves: arrays, or other functions.
+    leaves = jax.tree.leaves(visible, is_leaf=_calls_function)
+    return any(not _calls_function(x) or x.function != function for x in leaves)
 
 
 def _last_visible(
@@ -304,17 +296,6 @@ def _span(offset: int | Array, length: int) -> tuple[np.ndarray, np.ndarray] | N
     return first, first + length - 1
 
 
-def map_functions(change: Callable[[TracedMask], Mask], mask: Any) -> Any:
-    """Replaces each `TracedMask`, which calls a user's function, in the pytree `mask`
-    by `change(traced_mask)`.
-    """
-
-    def change_part(x: Any) -> Any:
-        return change(x) if _calls_function(x) else x
-
-    return jax.tree.map(change_part, mask, is_leaf=_calls_function)
-
-
 def _calls_function(part: Any) -> bool:
     return isinstance(part, TracedMask)
 
@@ -333,7 +314,9 @@ def store_occupancy(
     columns = max(1, -(-lengths[1] // cell))
     grid = Grid((rows, columns), (cell, cell), offsets, lengths)
 
-    def with_known(mask: TracedMask) -> TracedMask:
+    def with_known(mask: Any) -> Any:
+        if not isinstance(mask, TracedMask):
+            return mask
         # Already evaluated by `_static_mask`.
         if mask.batch is None or mask.head is None:
             return mask
@@ -350,7 +333,7 @@ def store_occupancy(
         known = Occupancy(some.reshape(shape), full.reshape(shape))
         return dataclasses.replace(mask, known=known, cell=cell)
 
-    return map_functions(with_known, mask)
+    return jax.tree.map(with_known, mask, is_leaf=_calls_function)
 
 
 def _coarser(known: Occupancy, cell: int, grid: Grid) -> Occupancy:

@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 from jaxtyping import Array
 
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.core.tracing import multiplies_bfloat16, platform
 from flax_mha._src.distributed import tensor_parallel
+from flax_mha._src.distributed.split import is_explicit
 
 
 def dot_general(
@@ -28,7 +28,7 @@ def dot_general(
         # A quantized kernel is an object of the library that has replaced
         # `lax.dot_general`.
         return lax.dot_general(lhs, rhs, dimension_numbers, *arguments, **options)
-    has_types_with_axes = _is_explicit(lhs) or _is_explicit(rhs)
+    has_types_with_axes = is_explicit(lhs) or is_explicit(rhs)
     if has_types_with_axes and options.get("out_sharding") is None:
         options["out_sharding"] = tensor_parallel.sharding_of_product(
             lhs, rhs, dimension_numbers
@@ -54,8 +54,3 @@ def dot_general(
     if is_row:
         return product[:1]
     return product
-
-
-def _is_explicit(x: Array) -> bool:
-    """Returns whether the mesh of an array has Explicit axes."""
-    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types

@@ -109,10 +109,17 @@ def check_layers(
     validation.check_bool("share_kv", share_kv)
     check_features(value_dim=value_dim)
     check_process_heads(process_heads)
-    if reuse_kv:
-        _check_off_in_reuse("value_norm", value_norm, off=None)
-        _check_off_in_reuse("share_kv", share_kv, off=False)
-        _check_off_in_reuse("process_heads", process_heads, off=None)
+    only_without_reuse = (
+        ("value_norm", value_norm, None),
+        ("share_kv", share_kv, False),
+        ("process_heads", process_heads, None),
+    )
+    for name, given, off in only_without_reuse:
+        if reuse_kv and given:
+            raise ValueError(
+                f"{name} must be {off} with reuse_kv=True, because keys and values "
+                f"come from an earlier layer, but got {given}."
+            )
     if share_kv and value_dim is not None:
         raise ValueError(
             "value_dim must be None with share_kv=True, whose values are keys, but got "
@@ -126,14 +133,6 @@ def check_process_heads(function: Callable[..., Any] | None) -> None:
         raise ValueError(
             "process_heads must be a function of (query, key, value) or None, but got "
             f"{function!r}."
-        )
-
-
-def _check_off_in_reuse(name: str, given: object, off: object) -> None:
-    if given:
-        raise ValueError(
-            f"{name} must be {off} with reuse_kv=True, because keys and values "
-            f"come from an earlier layer, but got {given}."
         )
 
 

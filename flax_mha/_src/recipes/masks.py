@@ -418,9 +418,8 @@ def _three(name: str, value: object) -> tuple[int, int, int]:
         raise ValueError(
             f"{name} must be three ints (frames, rows, columns), but got {value!r}."
         )
-    frames = int_at_least(f"{name}[0]", value[0], 1)
-    rows = int_at_least(f"{name}[1]", value[1], 1)
-    columns = int_at_least(f"{name}[2]", value[2], 1)
+    sizes = [int_at_least(f"{name}[{i}]", size, 1) for i, size in enumerate(value)]
+    frames, rows, columns = sizes
     return frames, rows, columns
 
 

@@ -473,14 +473,13 @@ def combine(*recipes: dict[str, Any]) -> dict[str, Any]:
       ····█·█·
       ·····█·█
     """
+    given: dict[str, list[Any]] = {}
     for recipe in recipes:
         if not isinstance(recipe, dict):
             raise ValueError(
                 f'a recipe must be a dict of arguments, such as {{"mask": mask}}, but '
                 f"got {recipe!r}."
             )
-    given: dict[str, list[Any]] = {}
-    for recipe in recipes:
         for name, value in recipe.items():
             if value is not None:
                 given.setdefault(name, []).append(value)

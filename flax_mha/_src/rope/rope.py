@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from flax_mha._src.core.validation import (
     INT32_MAX,
     INT32_MIN,
+    check_bool,
     extremes,
     integers,
     is_int,
@@ -100,10 +101,7 @@ class RoPE:
                 f"fraction must be in (0, 1], but got {self.fraction!r}; to rotate n "
                 "features of each head, pass n / head size."
             )
-        if not isinstance(self.interleaved, bool):
-            raise ValueError(
-                f"interleaved must be True or False, but got {self.interleaved!r}."
-            )
+        check_bool("interleaved", self.interleaved)
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             raise ValueError(
                 "scaling must be None, Linear, NTK, Llama3, YaRN, LongRoPE or "

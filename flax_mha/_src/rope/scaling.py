@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_mha._src.core.validation import is_finite
+from flax_mha._src.core.validation import check_bool, is_finite
 
 
 def check_number(
@@ -228,10 +228,7 @@ class YaRN(Scaling):
         self._check("attention_factor", above=0.0)
         self._check("mscale", at_least=0.0)
         self._check("mscale_all_dim", at_least=0.0)
-        if not isinstance(self.truncate, bool):
-            raise ValueError(
-                f"YaRN(truncate) must be True or False, but got {self.truncate!r}."
-            )
+        check_bool("YaRN(truncate)", self.truncate)
 
     def frequencies(self, base: float, size: int) -> np.ndarray:
         if base <= 1:
