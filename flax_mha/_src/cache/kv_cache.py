@@ -260,11 +260,9 @@ class KVCache:
         return (self.key, self.value, self.scale)
 
     def _replace(self, entries: Sequence[Array], index: Array) -> "KVCache":
-        key, value, *scale = entries
-        changes: dict[str, Any] = {"key": key, "value": value, "index": index}
-        if scale:
-            changes["scale"] = scale[0]
-        return dataclasses.replace(self, **changes)
+        # Only a cache with 8 bits has scales.
+        changes: Any = dict(zip(("key", "value", "scale"), entries, strict=False))
+        return dataclasses.replace(self, index=index, **changes)
 
     def floats(
         self, dtype: DTypeLike

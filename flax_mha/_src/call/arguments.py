@@ -470,17 +470,29 @@ def canonical(
     window = check_window(arguments.get("local_window_size"))
     query_offset = arguments.get("query_offset")
     key_offset = arguments.get("key_value_offset")
-    # With any offset, even 0, the arrays may be slices of longer sequences, to which
-    # lengths then refer.
-    is_whole = query_offset is None and key_offset is None
     offsets = check_offsets(query_offset, key_offset, shape)
+    # With any offset, even 0, the arrays may be slices of longer sequences, to which
+    # lengths then refer: they may exceed the arrays.
+    most_queries = None
+    most_keys = None
+    if query_offset is None and key_offset is None:
+        most_queries = shape.query_length
+        most_keys = shape.key_length
+    query_lengths = validation.lengths(
+        "query_seq_lengths", arguments.get("query_seq_lengths"), shape, most_queries
+    )
+    key_lengths = validation.lengths(
+        "key_value_seq_lengths",
+        arguments.get("key_value_seq_lengths"),
+        shape,
+        most_keys,
+    )
 
-    masks: list[Mask | None] = []
+    masks: list[Mask | None] = [LengthMask(key_lengths, query_lengths)]
     if check_bool("is_causal", arguments.get("is_causal", False)):
         masks.append(CausalMask())
     if window is not None:
         masks.append(LocalMask(*window))
-    masks.append(_length_mask(arguments, shape, is_whole))
     query_ids = arguments.get("query_segment_ids")
     key_ids = arguments.get("key_value_segment_ids")
     if query_ids is not None or key_ids is not None:
@@ -520,9 +532,7 @@ def check_scoring(
     if score_mod is not None:
         function, captured, constants = trace("score_mod", score_mod, dtype)
     dropout_rng = arguments.get("dropout_rng")
-    rate = 0.0
-    if "dropout_rate" in arguments:
-        rate = check_dropout(arguments["dropout_rate"], dropout_rng)
+    rate = check_dropout(arguments.get("dropout_rate", 0.0), dropout_rng)
     if rate == 0:
         dropout_rng = None
     sinks = check_floats("sinks", arguments.get("sinks"))
@@ -530,9 +540,8 @@ def check_scoring(
         of_heads = (*shape.batch, shape.num_heads)
         sinks = broadcastable("sinks", sinks, of_heads, "[batch..., heads]")
 
-    def is_set(name: str) -> bool:
-        return check_bool(name, arguments.get(name, False))
-
+    broadcast_dropout = arguments.get("broadcast_dropout", False)
+    return_max_score = arguments.get("return_max_score", False)
     return Call(
         query=query,
         sinks=sinks,
@@ -546,10 +555,10 @@ def check_scoring(
         soft_cap=check_soft_cap(arguments.get("logits_soft_cap")),
         score_mod=function,
         dropout_rate=rate,
-        broadcast_dropout=is_set("broadcast_dropout"),
+        broadcast_dropout=check_bool("broadcast_dropout", broadcast_dropout),
         precision=check_precision(arguments.get("precision")),
         return_residual=check_bool("return_residual", return_residual),
-        return_max_score=is_set("return_max_score"),
+        return_max_score=check_bool("return_max_score", return_max_score),
         sharding=check_sharding(arguments.get("qkv_sharding"), query.ndim),
     )
 
@@ -581,25 +590,6 @@ def with_keys(
     if call.score_mod is not None or jax.tree.leaves(visible):
         check_lookups(shape, call.score_mod, visible, call.offsets, call.lengths)
     return call
-
-
-def _length_mask(arguments: CallArguments, shape: Shape, is_whole: bool) -> Mask | None:
-    query_lengths = arguments.get("query_seq_lengths")
-    key_lengths = arguments.get("key_value_seq_lengths")
-    if query_lengths is None and key_lengths is None:
-        return None
-    # With an offset, the arrays are a slice of longer sequences, to which the lengths
-    # refer: they may then exceed the arrays.
-    most_queries = None
-    most_keys = None
-    if is_whole:
-        most_queries = shape.query_length
-        most_keys = shape.key_length
-    queries = validation.lengths(
-        "query_seq_lengths", query_lengths, shape, most_queries
-    )
-    keys = validation.lengths("key_value_seq_lengths", key_lengths, shape, most_keys)
-    return LengthMask(keys, queries)
 
 
 def given_mask(mask: ArrayLike | Mask | None, shape: Shape) -> Mask | None:
