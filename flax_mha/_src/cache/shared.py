@@ -49,30 +49,3 @@ class SharedKV:
     appended: Appended | None = None
     decode: bool = static(default=False)
     has_lengths: bool = static(default=False)
-
-    def check(
-        self, shape: tuple[int, ...], value_size: int, decode: bool, has_lengths: bool
-    ) -> None:
-        """Raises a ValueError unless a later call can attend to these keys and values.
-
-        `shape` and `value_size` are what that call expects of keys [B..., T, K, H] and
-        of values.
-        """
-        of_values = (*shape[:-1], value_size)
-        if self.key.shape != shape or self.value.shape != of_values:
-            raise ValueError(
-                f"kv must have keys of shape {shape} and values of shape {of_values}, "
-                f"but got {self.key.shape} and {self.value.shape}; pass kv from the "
-                "same step, and from an earlier layer with the same number of key "
-                "heads and the same head sizes."
-            )
-        for name, here, there in (
-            ("decode", decode, self.decode),
-            ("lengths", has_lengths, self.has_lengths),
-        ):
-            if here != there:
-                call = "this call" if here else "the call that returned kv"
-                raise ValueError(
-                    f"{name} must be passed when calling both layers or neither, but "
-                    f"was passed only in {call}."
-                )

@@ -6,7 +6,7 @@ out(norm(gate * attention(rotate(process_heads(norm(project(x)))))))
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from flax_mha._src.call.arguments import check_is_causal, check_window
 from flax_mha._src.call.call import Sharding
 from flax_mha._src.core import validation
 from flax_mha._src.distributed import tensor_parallel
-from flax_mha._src.distributed.split import names_of
+from flax_mha._src.distributed.split import is_explicit, names_of
 from flax_mha._src.masks import Mask
 from flax_mha._src.modules import foreign, sequences
 from flax_mha._src.modules.attention_fn import (
@@ -117,10 +117,6 @@ class Given(NamedTuple):
         """Whether keys have inputs of their own."""
         return self.inputs_k is not None and self.inputs_k is not self.inputs_q
 
-    @property
-    def has_lengths(self) -> bool:
-        return self.lengths is not None
-
 
 class Checked(NamedTuple):
     """A call whose arguments are checked, with what follows from them."""
@@ -128,6 +124,8 @@ class Checked(NamedTuple):
     given: Given
     source: KeySource
     ours: AttentionFn | None  # None for an `attention_fn` of another library
+    # Of the call or, without one, of a partial around the attention function.
+    is_causal: bool | None
     is_self_attention: bool  # queries and keys are of the same tokens
     # The inputs of queries, keys and values, 0 at padding.
     inputs_q: Float[Array, "*B T D"]
@@ -156,8 +154,23 @@ def call_module(parts: ModuleParts, given: Given) -> Any:
     output, appended, index_cache = attend_to_keys(
         parts, call, query, key, value, cache
     )
-    output = gate_and_normalize(parts, call, output)
-    write(parts, call, key, value, appended, index_cache)
+    gating = parts.options.gating
+    if parts.gate is not None and gating is not None:
+        output = gating.apply(output, parts.gate(call.inputs_q))
+    if parts.out_norm is not None:
+        output = parts.out_norm(output)
+
+    # Store what the call adds.
+    if call.source == "to store":
+        lengths = call.per_sequence.get("key_value_seq_lengths")
+        lengths = sequences.key_lengths(lengths, key)
+        parts.write((key, value, lengths), True)
+    # The cache of shared keys is the earlier layer's to write.
+    if call.source == "cache" and appended is not None:
+        parts.write(appended.cache.arrays, False)
+    if parts.indexer is not None and index_cache is not None:
+        parts.indexer.store(index_cache)
+
     output = parts.out(output)
     if not given.return_kv:
         return output
@@ -170,7 +183,7 @@ def call_module(parts: ModuleParts, given: Given) -> Any:
         cache=cache,
         appended=appended,
         decode=given.decode,
-        has_lengths=given.has_lengths,
+        has_lengths=given.lengths is not None,
     )
     return output, kv
 
@@ -183,40 +196,76 @@ def check(parts: ModuleParts, given: Given) -> Checked:
         given = given._replace(process_heads=parts.process_heads)
     if given.score_mod is None:
         given = given._replace(score_mod=parts.score_mod)
+    is_causal = given.is_causal
+    if is_causal is None and attention_fn is not None:
+        is_causal = attention_fn.preset.get("is_causal")
     # Arguments that exclude each other.
-    if parts.latent is None:
-        _check_sharing(parts, given)
+    _check_sharing(parts, given)
     source = _source_of_keys(parts, given)
     if source == "stored":
         preset = {} if attention_fn is None else attention_fn.preset
         window = parts.options.local_window_size
         sequences.check_stored(window, preset, given.mask, given.score_mod)
-    if source in ("stored", "to store") and _is_causal(given, attention_fn):
+    if source in ("stored", "to store") and is_causal:
         raise ValueError(sequences.NO_POSITIONS.format("is_causal"))
-    _check_process_heads(given, source)
+    check_process_heads(given.process_heads)
+    several_use_keys = {
+        "shared": "an earlier layer (kv)",
+        "stored": "an earlier call",
+        "to store": "store_keys=True",
+    }
+    if given.process_heads is not None and source in several_use_keys:
+        raise ValueError(
+            "process_heads must be None if keys are used by several calls or layers, "
+            "because it returns queries, keys and values together, but got keys from "
+            f"{several_use_keys[source]}; leave process_heads out."
+        )
     check_score_mod(parts.score_mod, attention_fn)
 
     # Inputs, and the arguments that say which of their tokens belong together.
-    inputs = _check_inputs(parts, given, source)
+    inputs_q, inputs_k, inputs_v = _check_inputs(parts, given, source)
     takes_own_inputs = source == "inputs" and not given.is_cross
     is_self_attention = source in ("cache", "shared") or takes_own_inputs
-    per_sequence: dict[str, Any] = {}
-    if given.segment_ids is not None or given.lengths is not None:
-        # A cache gets its lengths as an argument of its own.
-        shares_cache = given.kv is not None and given.kv.cache is not None
-        inputs, per_sequence = sequences.per_sequence_arguments(
-            inputs,
-            segment_ids=given.segment_ids,
-            lengths=given.lengths,
-            self_attention=is_self_attention,
-            decode=given.decode,
-            is_cached=source == "cache" or shares_cache,
+    shares_cache = given.kv is not None and given.kv.cache is not None
+    is_cached = source == "cache" or shares_cache
+    lengths = given.lengths
+    if given.decode and given.segment_ids is not None:
+        raise ValueError(
+            "segment_ids must be None while decoding, but got an array; a cache holds "
+            "one document per sequence."
         )
-    inputs_q, inputs_k, inputs_v = inputs
+    if is_cached and isinstance(lengths, tuple):
+        raise ValueError(
+            "lengths must be a single array while decoding (the number of new tokens "
+            "per sequence), but got a pair."
+        )
+    is_one_array = lengths is not None and not isinstance(lengths, tuple)
+    if is_one_array and not is_self_attention:
+        raise ValueError(
+            "lengths must be a pair (queries, keys) if inputs_k is not inputs_q, but "
+            "got one array; pass (None, lengths) to set only the key lengths."
+        )
+    query_lengths, key_lengths = sequences.pair("lengths", lengths)
+    query_ids, key_ids = sequences.check_segment_ids(
+        given.segment_ids, inputs_q, inputs_k
+    )
+    inputs_k = sequences.zero_after(inputs_k, key_lengths)
+    inputs_v = sequences.zero_after(inputs_v, key_lengths)
+    inputs_q = sequences.zero_after(inputs_q, query_lengths)
+    per_sequence: dict[str, Any] = {}
+    # A cache gets its lengths as an argument of its own.
+    if not is_cached:
+        per_sequence = {
+            "query_segment_ids": query_ids,
+            "key_value_segment_ids": key_ids,
+            "query_seq_lengths": query_lengths,
+            "key_value_seq_lengths": key_lengths,
+        }
     return Checked(
         given=given,
         source=source,
         ours=attention_fn,
+        is_causal=is_causal,
         is_self_attention=is_self_attention,
         inputs_q=inputs_q,
         inputs_k=inputs_k,
@@ -288,23 +337,6 @@ def _source_of_keys(parts: ModuleParts, given: Given) -> KeySource:
     return "stored"
 
 
-def _check_process_heads(given: Given, source: KeySource) -> None:
-    check_process_heads(given.process_heads)
-    if given.process_heads is None:
-        return
-    several_use_keys = {
-        "shared": "an earlier layer (kv)",
-        "stored": "an earlier call",
-        "to store": "store_keys=True",
-    }
-    if source in several_use_keys:
-        raise ValueError(
-            "process_heads must be None if keys are used by several calls or layers, "
-            "because it returns queries, keys and values together, but got keys from "
-            f"{several_use_keys[source]}; leave process_heads out."
-        )
-
-
 def _check_inputs(
     parts: ModuleParts, given: Given, source: KeySource
 ) -> tuple[Array, Array, Array]:
@@ -367,12 +399,26 @@ def project(parts: ModuleParts, call: Checked) -> Heads:
     kv = call.given.kv
     if kv is not None:
         *batch_and_length, _, size = query.shape
-        kv.check(
-            shape=(*batch_and_length, parts.options.num_kv_heads, size),
-            value_size=parts.options.value_dim,
-            decode=call.given.decode,
-            has_lengths=call.given.has_lengths,
-        )
+        of_keys = (*batch_and_length, parts.options.num_kv_heads, size)
+        of_values = (*of_keys[:-1], parts.options.value_dim)
+        if kv.key.shape != of_keys or kv.value.shape != of_values:
+            raise ValueError(
+                f"kv must have keys of shape {of_keys} and values of shape "
+                f"{of_values}, but got {kv.key.shape} and {kv.value.shape}; pass kv "
+                "from the same step, and from an earlier layer with the same number of "
+                "key heads and the same head sizes."
+            )
+        has_lengths = call.given.lengths is not None
+        for name, here, there in (
+            ("decode", call.given.decode, kv.decode),
+            ("lengths", has_lengths, kv.has_lengths),
+        ):
+            if here != there:
+                where = "this call" if here else "the call that returned kv"
+                raise ValueError(
+                    f"{name} must be passed when calling both layers or neither, but "
+                    f"was passed only in {where}."
+                )
         return query, kv.key, kv.value
     key = parts.key(call.inputs_k)  # type: ignore[misc]
     # Latents are keys and values in one, and expanded later.
@@ -546,55 +592,110 @@ def attend_to_keys(
     indexer's new keys; None without these caches.
     """
     arguments, mask_is_invalid = attention_arguments(parts, call, query, key, cache)
+    attention_fn = call.ours
+    given = call.given
+
+    # Let the indexer choose keys.
     index_cache = None
     top_k = 0
     if parts.indexer is not None:
-        key_indices, index_cache = choose_keys(
-            parts, parts.indexer, call, cache, arguments
+        if attention_fn is None:
+            raise ValueError(
+                "With an indexer, attention_fn must be flax_mha.attention_fn, but got "
+                "another function."
+            )
+        indexer = parts.indexer.indexer
+        index_query, index_key, weights = parts.indexer.project(call.inputs_q)
+        rope = parts.options.rope
+        if rope is not None:
+            rotated_size = parts.options.head_dim
+            size = None
+            fraction = rope.fraction
+            if indexer.rotary_last:
+                size = rotated_size
+            else:
+                # The first features of the whole head, as RoPE's fraction counts them.
+                fraction = fraction * rotated_size / indexer.head_dim
+            rope = dataclasses.replace(
+                rope, interleaved=indexer.interleaved, fraction=fraction
+            )
+            number = index_query.shape[-3]
+            query_positions, key_positions = sequences.positions_of(
+                given.positions, rope, number, number, True, _next_position(cache)
+            )
+            index_query = sequences.rotate_features(
+                index_query, query_positions, rope, size
+            )
+            index_key = sequences.rotate_features(index_key, key_positions, rope, size)
+        if given.decode:
+            index_cache = parts.indexer.cached(index_key, cache)
+        key_indices, index_cache = top_k_keys(
+            indexer,
+            projected=(index_query, index_key, weights),
+            cache=index_cache,
+            lengths=given.lengths,
+            arguments=arguments,
+            sow_to=parts.arguments.get("module"),
         )
         if key_indices is not None:
             arguments["key_indices"] = key_indices
         # A user may have chosen the keys.
-        if call.given.key_indices is None:
-            top_k = parts.indexer.indexer.top_k
+        if given.key_indices is None:
+            top_k = indexer.top_k
+
+    # Attend to the keys of this call, or to those of the cache with the new ones.
+    appended = None
     if cache is None:
         if parts.latent is not None:
             key, value = parts.latent.expand(key)
-        output = _attend_to_arrays(parts, call, query, key, value, arguments)
-        output = validation.nan_if(mask_is_invalid, output)
-        return output, None, index_cache
-
-    attention_fn = call.ours
-    _check_decodes(attention_fn, arguments)
-    tokens = add_to_cache(parts, call, key, value, cache)
-    # Only our engines read a cache. Other functions get all keys and values as arrays,
-    # and so do those that compute weights to be sown, or promote arrays.
-    uses_our_engines = attention_fn is not None and not uses_flax(query, arguments)
-    of_arrays = [arguments.get(name) for name in ("module", "promote_dtype")]
-    reads_cache = uses_our_engines and all(x is None for x in of_arrays)
-    if attention_fn is not None and reads_cache:
-        output = attention_fn.attend_over_cache(query, tokens, top_k=top_k, **arguments)
     else:
+        _check_decodes(attention_fn, arguments)
+        # 8-bit keys and values are quantized by the cache.
+        if cache.scale is None:
+            key = key.astype(cache.key.dtype)
+            value = value.astype(cache.value.dtype)
+        # A layer that reuses keys finds them in the cache of the earlier layer.
+        if given.kv is not None:
+            appended = given.kv.appended
+        if appended is None:
+            appended = cache.append(key, value, given.lengths)
+        tokens = NewTokens(
+            key,
+            value,
+            cache,
+            appended,
+            is_padded=given.lengths is not None,
+            latent=parts.latent,
+        )
+        # Only our engines read a cache. Other functions get all keys and values as
+        # arrays, and so do those that compute weights to be sown, or promote arrays.
+        of_arrays = [arguments.get(name) for name in ("module", "promote_dtype")]
+        uses_our_engines = attention_fn is not None and not uses_flax(query, arguments)
+        reads_cache = uses_our_engines and all(x is None for x in of_arrays)
+        if attention_fn is not None and reads_cache:
+            output = attention_fn.attend_over_cache(
+                query, tokens, top_k=top_k, **arguments
+            )
+            output = validation.nan_if(mask_is_invalid, output)
+            return output, appended, index_cache
         key, value, arguments = all_written(
             query, tokens, uses_our_engines, **arguments
         )
-        output = _attend_to_arrays(parts, call, query, key, value, arguments)
-        output = nan_without(tokens.appended.room, output, cache.batch)
-    output = validation.nan_if(mask_is_invalid, output)
-    return output, tokens.appended, index_cache
-
-
-def _attend_to_arrays(
-    parts: ModuleParts,
-    call: Checked,
-    query: Array,
-    key: Array,
-    value: Array,
-    arguments: Mapping[str, Any],
-) -> Float[Array, "*B T N Hv"]:
-    if call.ours is not None:
-        return call.ours.attend(query, key, value, **arguments)
-    return foreign.attend(parts.options.attention_fn, query, key, value, **arguments)
+    if attention_fn is not None:
+        output = attention_fn.attend(query, key, value, **arguments)
+    else:
+        # Flax's modules do not pass `qkv_sharding`: the arrays are split here.
+        sharding = arguments.pop("qkv_sharding", None)
+        heads = (query, key, value)
+        if sharding is not None:
+            split = jax.lax.with_sharding_constraint
+            if is_explicit(query):
+                split = jax.reshard
+            heads = tuple(split(x, sharding) for x in heads)
+        output = parts.options.attention_fn(*heads, **arguments)
+    if cache is not None and appended is not None:
+        output = nan_without(appended.room, output, cache.batch)
+    return validation.nan_if(mask_is_invalid, output), appended, index_cache
 
 
 def _check_decodes(attention_fn: AttentionFn | None, arguments: Iterable[str]) -> None:
@@ -618,27 +719,6 @@ def _check_decodes(attention_fn: AttentionFn | None, arguments: Iterable[str]) -
             )
 
 
-def add_to_cache(
-    parts: ModuleParts, call: Checked, key: Array, value: Array, cache: KVCache
-) -> NewTokens:
-    """Adds new keys and values to the cache; a layer that reuses keys finds them in the
-    cache of the earlier layer.
-    """
-    # 8-bit keys and values are quantized by the cache.
-    if cache.scale is None:
-        key = key.astype(cache.key.dtype)
-        value = value.astype(cache.value.dtype)
-    kv = call.given.kv
-    lengths = call.given.lengths
-    if kv is not None and kv.appended is not None:
-        appended = kv.appended
-    else:
-        appended = cache.append(key, value, lengths)
-    return NewTokens(
-        key, value, cache, appended, is_padded=lengths is not None, latent=parts.latent
-    )
-
-
 def attention_arguments(
     parts: ModuleParts,
     call: Checked,
@@ -655,7 +735,6 @@ def attention_arguments(
     options = parts.options
     attention_fn = call.ours
     given = call.given
-    is_causal = _is_causal(given, attention_fn)
     # The number of keys before the padding in each sequence, [B...].
     stored_lengths = None
     if parts.stored is not None and call.source == "stored":
@@ -681,7 +760,7 @@ def attention_arguments(
         own["key_value_seq_lengths"] = stored_lengths
     # Queries over stored keys have no known positions.
     if call.source not in ("stored", "to store"):
-        own["is_causal"] = is_causal
+        own["is_causal"] = call.is_causal
 
     # Arguments of None are left out, so that a function with only Flax's signature also
     # works.
@@ -695,14 +774,19 @@ def attention_arguments(
         arguments = attention_fn.with_preset(arguments)
     if cache is not None:
         # Also pass None: while decoding it means causal, but Flax's default is False.
-        arguments["is_causal"] = is_causal
-    elif given.is_causal is None and is_causal:
+        arguments["is_causal"] = call.is_causal
+    elif given.is_causal is None and call.is_causal:
         # Without a cache, a call's own is_causal=True narrows any mask. That of a
         # partial is easily forgotten, so a mask that shows later tokens is then an
         # error.
-        check_is_causal(is_causal, arguments.get("mask"))
+        check_is_causal(call.is_causal, arguments.get("mask"))
 
-    mask, mask_is_invalid = _boolean_mask(call, arguments.get("mask"))
+    # Other functions get arrays of numbers as Flax's modules pass them.
+    mask: Any = arguments.get("mask")
+    mask_is_invalid = None
+    has_bool_masks = attention_fn is not None or call.source != "inputs"
+    if has_bool_masks and not isinstance(mask, Mask | None):
+        mask, mask_is_invalid = validation.mask_of_numbers(mask)
     if stored_lengths is not None and not takes_lengths:
         mask = sequences.mask_padding(mask, stored_lengths, key)
     if mask is not None:
@@ -710,33 +794,13 @@ def attention_arguments(
     return arguments, mask_is_invalid
 
 
-def _is_causal(given: Given, attention_fn: AttentionFn | None) -> bool | None:
-    """Returns the `is_causal` of the call or, without one, of a partial around the
-    attention function.
-    """
-    if given.is_causal is None and attention_fn is not None:
-        return attention_fn.preset.get("is_causal")
-    return given.is_causal
-
-
-def _boolean_mask(call: Checked, mask: object) -> tuple[Any, Bool[Array, ""] | None]:
-    """Converts an array of numbers to bool; also returns the flag of
-    `validation.mask_of_numbers`.
-    """
-    if mask is None or isinstance(mask, Mask):
-        return mask, None
-    # Other functions get arrays of numbers as Flax's modules pass them.
-    if call.ours is None and call.source == "inputs":
-        return mask, None
-    return validation.mask_of_numbers(mask)
-
-
 def _attention_sharding(parts: ModuleParts, call: Checked, query: Array) -> Any:
     """Returns the `qkv_sharding` of the call or of a `functools.partial`, otherwise one
     that splits heads over `head_axis`, or None.
 
-    For functions of other libraries, the compiler splits heads, because the parameters
-    are split.
+    Heads are split only if all axes of the mesh are Auto axes, and if no other axis may
+    split the batch. For functions of other libraries, the compiler splits heads,
+    because the parameters are split.
     """
     sharding = call.given.qkv_sharding
     attention_fn = call.ours
@@ -744,123 +808,15 @@ def _attention_sharding(parts: ModuleParts, call: Checked, query: Array) -> Any:
         return sharding
     if sharding is None:
         sharding = attention_fn.preset.get("qkv_sharding")
-    if sharding is None and parts.options.head_axis is not None:
-        knows_batch_axes = attention_fn.context is not None
-        sharding = _over_head_axis(parts.options.head_axis, query, knows_batch_axes)
-    return attention_fn.sharding(sharding, query.ndim)
-
-
-def _over_head_axis(
-    head_axis: str, query: Array, knows_batch_axes: bool
-) -> PartitionSpec | None:
-    """Returns a sharding that splits the query's heads; None unless all axes of the
-    mesh are Auto axes, or if another axis may split the batch.
-
-    `knows_batch_axes`: whether the attention function knows which axes split the batch,
-    so that other axes do not matter.
-    """
+    head_axis = parts.options.head_axis
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
-        return None
-    named = names_of(tensor_parallel.mesh_axis(head_axis))
-    other_sizes = [size for name, size in mesh.shape.items() if name not in named]
-    may_split_batch = any(size > 1 for size in other_sizes)
-    if may_split_batch and not knows_batch_axes:
-        return None
-    batch_and_length = (None,) * (query.ndim - 2)
-    return PartitionSpec(*batch_and_length, named or None, None)
-
-
-def choose_keys(
-    parts: ModuleParts,
-    index_layers: IndexLayers,
-    call: Checked,
-    cache: KVCache | None,
-    arguments: Mapping[str, Any],
-) -> tuple[Array | None, KVCache | None]:
-    """Lets the indexer choose keys, given the `arguments` of the attention; see
-    `top_k_keys` for the result.
-    """
-    if call.ours is None:
-        raise ValueError(
-            "With an indexer, attention_fn must be flax_mha.attention_fn, but got "
-            "another function."
-        )
-    given = call.given
-    query, key, weights = index_layers.project(call.inputs_q)
-    query, key = _rotate_index(parts, index_layers, given, query, key, cache)
-    index_cache = None
-    if given.decode:
-        index_cache = index_layers.cached(key, cache)
-    return top_k_keys(
-        index_layers.indexer,
-        projected=(query, key, weights),
-        cache=index_cache,
-        lengths=given.lengths,
-        arguments=arguments,
-        sow_to=parts.arguments.get("module"),
-    )
-
-
-def _rotate_index(
-    parts: ModuleParts,
-    index_layers: IndexLayers,
-    given: Given,
-    query: Array,
-    key: Array,
-    cache: KVCache | None,
-) -> tuple[Array, Array]:
-    """Rotates index queries and keys: the first or last `qk_rope_head_dim` features."""
-    options = index_layers.indexer
-    rope = parts.options.rope
-    if rope is None:
-        return query, key
-    rotated_size = parts.options.head_dim
-    size = None
-    fraction = rope.fraction
-    if options.rotary_last:
-        size = rotated_size
-    else:
-        # The first features of the whole head, as RoPE's own fraction counts them.
-        fraction = fraction * rotated_size / options.head_dim
-    rope = dataclasses.replace(rope, interleaved=options.interleaved, fraction=fraction)
-    number = query.shape[-3]
-    query_positions, key_positions = sequences.positions_of(
-        given.positions, rope, number, number, True, _next_position(cache)
-    )
-    query = sequences.rotate_features(query, query_positions, rope, size)
-    key = sequences.rotate_features(key, key_positions, rope, size)
-    return query, key
-
-
-def gate_and_normalize(
-    parts: ModuleParts, call: Checked, output: Float[Array, "*B T N Hv"]
-) -> Float[Array, "*B T N Hv"]:
-    gating = parts.options.gating
-    if parts.gate is not None and gating is not None:
-        output = gating.apply(output, parts.gate(call.inputs_q))
-    if parts.out_norm is not None:
-        output = parts.out_norm(output)
-    return output
-
-
-def write(
-    parts: ModuleParts,
-    call: Checked,
-    key: Array,
-    value: Array,
-    appended: Appended | None,
-    index_cache: KVCache | None,
-) -> None:
-    """Stores what the call adds: keys for later calls, the module's cache, and the
-    indexer's cache.
-    """
-    if call.source == "to store":
-        lengths = call.per_sequence.get("key_value_seq_lengths")
-        lengths = sequences.key_lengths(lengths, key)
-        parts.write((key, value, lengths), True)
-    # The cache of shared keys is the earlier layer's to write.
-    if call.source == "cache" and appended is not None:
-        parts.write(appended.cache.arrays, False)
-    if parts.indexer is not None and index_cache is not None:
-        parts.indexer.store(index_cache)
+    is_auto = set(mesh.axis_types) == {AxisType.Auto}
+    if sharding is None and head_axis is not None and is_auto:
+        named = names_of(tensor_parallel.mesh_axis(head_axis))
+        other_sizes = [size for name, size in mesh.shape.items() if name not in named]
+        # `context_parallel` knows which axes split the batch.
+        knows_batch_axes = attention_fn.context is not None
+        if knows_batch_axes or all(size == 1 for size in other_sizes):
+            batch_and_length = (None,) * (query.ndim - 2)
+            sharding = PartitionSpec(*batch_and_length, named or None, None)
+    return attention_fn.sharding(sharding, query.ndim)

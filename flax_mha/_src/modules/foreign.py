@@ -11,10 +11,8 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from flax_mha._src.call.call import Sharding
-from flax_mha._src.distributed.split import is_explicit
 from flax_mha._src.masks import Mask
 
 # Arguments of `attention_fn` for Flax's own function: custom products.
@@ -69,26 +67,6 @@ def check_takes_mask(
             "flax_mha.attention_fn: it, functools.partial of it and "
             "flax_mha.context_parallel take mask objects."
         )
-
-
-def attend(
-    attention_fn: Callable[..., Array],
-    query: Array,
-    key: Array,
-    value: Array,
-    qkv_sharding: Sharding | None = None,
-    **arguments: object,
-) -> Float[Array, "*B T N Hv"]:
-    """Calls a user's attention function, after splitting query, key and value as
-    `qkv_sharding` says, an argument that Flax's modules do not pass.
-    """
-    heads = (query, key, value)
-    if qkv_sharding is not None:
-        split = jax.lax.with_sharding_constraint
-        if is_explicit(query):
-            split = jax.reshard
-        heads = tuple(split(x, qkv_sharding) for x in heads)
-    return attention_fn(*heads, **arguments)
 
 
 def flax_attention(

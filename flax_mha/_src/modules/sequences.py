@@ -18,76 +18,51 @@ PerSequence = Int[Array, "*B"]
 OneOrPair = Array | tuple[Array, Array] | None  # a pair is for queries and keys
 
 
-def per_sequence_arguments(
-    inputs: tuple[Array, Array, Array],
-    segment_ids: OneOrPair,
-    lengths: Array | tuple[Array | None, Array | None] | None,
-    self_attention: bool,
-    decode: bool,
-    is_cached: bool,
-) -> tuple[tuple[Array, Array, Array], dict[str, Array | None]]:
-    """Turns `segment_ids` and `lengths` of a module's call into arguments of
-    `dot_product_attention`.
+def check_segment_ids(
+    segment_ids: OneOrPair, inputs_q: Array, inputs_k: Array
+) -> tuple[Any, Any]:
+    """Returns the segment ids of queries and of keys.
 
-    Returns (inputs, arguments). In the inputs [B..., T, D] of queries, keys and values,
-    padding is set to 0, so that NaN in padding does not reach gradients of parameters.
-    If `is_cached`, there are no arguments: the lengths are passed to the cache instead.
+    They are checked here, because `dot_product_attention` would call them
+    `query_segment_ids` in its errors.
     """
-    if decode and segment_ids is not None:
-        raise ValueError(
-            "segment_ids must be None while decoding, but got an array; a cache holds "
-            "one document per sequence."
-        )
-    if is_cached and isinstance(lengths, tuple):
-        raise ValueError(
-            "lengths must be a single array while decoding (the number of new tokens "
-            "per sequence), but got a pair."
-        )
-    if lengths is not None and not isinstance(lengths, tuple) and not self_attention:
-        raise ValueError(
-            "lengths must be a pair (queries, keys) if inputs_k is not inputs_q, but "
-            "got one array; pass (None, lengths) to set only the key lengths."
-        )
-    _check_is_pair("segment_ids", segment_ids)
-    _check_is_pair("lengths", lengths)
-    inputs_q, inputs_k, inputs_v = inputs
-    if segment_ids is not None:
-        _check_segment_ids(segment_ids, inputs_q, inputs_k)
-
-    query_ids, key_ids = _pair(segment_ids)
-    queries, keys = _pair(lengths)
-    inputs_k = _zero_after(inputs_k, keys)
-    inputs_v = _zero_after(inputs_v, keys)
-    inputs_q = _zero_after(inputs_q, queries)
-    inputs = (inputs_q, inputs_k, inputs_v)
-    if is_cached:
-        return inputs, {}
-    arguments = {
-        "query_segment_ids": query_ids,
-        "key_value_segment_ids": key_ids,
-        "query_seq_lengths": queries,
-        "key_value_seq_lengths": keys,
-    }
-    return inputs, arguments
+    query_ids, key_ids = pair("segment_ids", segment_ids)
+    if segment_ids is None:
+        return None, None
+    queries = inputs_q.shape[-2]
+    keys = inputs_k.shape[-2]
+    names = ("segment_ids of queries", "segment_ids of keys")
+    if not isinstance(segment_ids, tuple):
+        names = ("segment_ids", "segment_ids")
+        if queries != keys:
+            raise ValueError(
+                "segment_ids must be a pair (queries, keys) if their lengths differ, "
+                f"but got one array for lengths {queries} and {keys}."
+            )
+    shape = validation.Shape(inputs_q.shape[:-2], queries, keys)
+    validation.segment_ids(query_ids, key_ids, shape, names)
+    return query_ids, key_ids
 
 
-def _check_is_pair(name: str, given: object) -> None:
-    if isinstance(given, tuple) and len(given) != 2:
+def pair(name: str, given: object) -> tuple[Any, Any]:
+    """Returns the argument `name` for queries and for keys; one array is for both."""
+    if not isinstance(given, tuple):
+        return (given, given)
+    if len(given) != 2:
         raise ValueError(
             f"{name} must be one array or a pair (queries, keys), but got "
             f"{len(given)} arrays."
         )
+    return given
 
 
-def _pair(given: object) -> tuple[Any, Any]:
-    if isinstance(given, tuple):
-        return given
-    return (given, given)
-
-
-def _zero_after(
+def zero_after(
     x: Float[Array, "*B T D"], lengths: Array | None
 ) -> Float[Array, "*B T D"]:
+    """Sets padding to 0, so that NaN in padding does not reach gradients of parameters.
+
+    `lengths` are the numbers of tokens before the padding; None: all.
+    """
     *batch, number, _ = x.shape
     shape = validation.Shape(tuple(batch), number, number)
     lengths = validation.lengths("lengths", lengths, shape, number)
@@ -108,25 +83,6 @@ def _arange(number: int, num_batch_axes: int) -> Int[Array, "..."]:
     return positions.reshape((1,) * num_batch_axes + (-1,))
 
 
-def _check_segment_ids(segment_ids: object, inputs_q: Array, inputs_k: Array) -> None:
-    """Checks `segment_ids` here, because `dot_product_attention` would call them
-    `query_segment_ids` in its errors.
-    """
-    queries = inputs_q.shape[-2]
-    keys = inputs_k.shape[-2]
-    is_pair = isinstance(segment_ids, tuple)
-    if not is_pair and queries != keys:
-        raise ValueError(
-            "segment_ids must be a pair (queries, keys) if their lengths differ, but "
-            f"got one array for lengths {queries} and {keys}."
-        )
-    names = ("segment_ids", "segment_ids")
-    if is_pair:
-        names = ("segment_ids of queries", "segment_ids of keys")
-    shape = validation.Shape(inputs_q.shape[:-2], queries, keys)
-    validation.segment_ids(*_pair(segment_ids), shape, names)
-
-
 def positions_of(
     positions: OneOrPair,
     rope: RoPE,
@@ -141,8 +97,7 @@ def positions_of(
     None counts from `start`, or from 0 for the keys of cross-attention.
     """
     if isinstance(positions, tuple):
-        _check_is_pair("positions", positions)
-        return positions
+        return pair("positions", positions)
     if positions is not None:
         if not self_attention:
             raise ValueError(
