@@ -24,7 +24,12 @@ from flax_mha._src.core import validation
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.distributed.tensor_parallel import boxed, parameter_names
 from flax_mha._src.masks import Mask
-from flax_mha._src.modules.attention_fn import Recorder, explaining, ours
+from flax_mha._src.modules.attention_fn import (
+    AttentionFn,
+    explained,
+    explaining,
+    ours,
+)
 from flax_mha._src.modules.attention_fn import attention_fn as default_attention_fn
 from flax_mha._src.modules.call import (
     Arrays,
@@ -182,47 +187,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         check_not_of_nnx(attributes)
         check_not_of_nnx({"process_heads": process_heads, "score_mod": score_mod})
         inputs_k, inputs_v, may_be_mask = _inputs(inputs_k, inputs_v, inputs_kv)
-        parts = self._parts(
-            features=inputs_q.shape[-1],
-            mask=mask,
-            deterministic=deterministic,
-            dropout_rng=dropout_rng,
-            sow_weights=sow_weights,
-        )
-        # Projected first: Flax reports its number of features first.
-        if may_be_mask and parts.value is not None:
-            values = parts.value(inputs_v)
-            parts = parts._replace(value=lambda _: values)
-        given = Given(
-            decode=self.decode,
-            inputs_q=inputs_q,
-            inputs_k=inputs_k,
-            inputs_v=inputs_v,
-            mask=mask,
-            is_causal=is_causal,
-            bias=bias,
-            segment_ids=segment_ids,
-            lengths=lengths,
-            score_mod=score_mod,
-            positions=positions,
-            qkv_sharding=qkv_sharding,
-            sow_max_score=sow_max_score,
-            store_keys=store_keys,
-            key_indices=key_indices,
-            kv=kv,
-            return_kv=return_kv,
-            process_heads=process_heads,
-        )
-        return call_module(parts, given)
 
-    def _parts(
-        self,
-        features: int,
-        mask: Array | Mask | None,
-        deterministic: bool | None,
-        dropout_rng: Array | None,
-        sow_weights: bool,
-    ) -> ModuleParts:
+        # Check the options.
+        features = inputs_q.shape[-1]
         num_heads = self.num_heads
         qkv_features = features if self.qkv_features is None else self.qkv_features
         num_kv_heads, head_size = check_heads(
@@ -255,7 +222,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         # which has normalized them.
         key = None
         key_norm = None
-        value = None
+        value: Any = None
         if not self.reuse_kv:
             key = self._dense("key", (num_kv_heads, head_size))
             key_norm = self._norm("key_ln", norm_of_qk, "key")
@@ -268,20 +235,18 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         if self.sinks:
             init = self._split(nn.initializers.zeros_init(), "sinks")
             sinks = self.param("sinks", init, (num_heads,), self.param_dtype)
+        stored = None
+        if self.has_variable("cache", "cached_lengths"):
+            stored = tuple(
+                jnp.asarray(self.get_variable("cache", name)) for name in STORED
+            )
 
         # Filled by `_cache`, for `_write`.
         variables: list[nn.Variable] = []
-        stored = None
-        if self.has_variable("cache", "cached_lengths"):
-            stored = self._stored()
         flax_arguments = self._flax_arguments(
-            options.dropout_rate,
-            mask,
-            deterministic,
-            dropout_rng,
-            sow_weights,
+            options.dropout_rate, deterministic, dropout_rng, sow_weights
         )
-        return ModuleParts(
+        parts = ModuleParts(
             module=self,
             options=options,
             query=self._dense("query", (num_heads, head_size)),
@@ -300,6 +265,31 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             stored=stored,
             arguments=flax_arguments,
         )
+        # Projected first: Flax reports its number of features first.
+        if may_be_mask and value is not None:
+            values = value(inputs_v)
+            parts = parts._replace(value=lambda _: values)
+        given = Given(
+            decode=self.decode,
+            inputs_q=inputs_q,
+            inputs_k=inputs_k,
+            inputs_v=inputs_v,
+            mask=mask,
+            is_causal=is_causal,
+            bias=bias,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            score_mod=score_mod,
+            positions=positions,
+            qkv_sharding=qkv_sharding,
+            sow_max_score=sow_max_score,
+            store_keys=store_keys,
+            key_indices=key_indices,
+            kv=kv,
+            return_kv=return_kv,
+            process_heads=process_heads,
+        )
+        return call_module(parts, given)
 
     explain = nn.nowrap(explaining(__call__))
 
@@ -362,9 +352,6 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
             name=name,
         )
 
-    def _stored(self) -> Arrays:
-        return tuple(jnp.asarray(self.get_variable("cache", name)) for name in STORED)
-
     @nn.nowrap
     def _explained(
         self, platform: Platform | None, *inputs: Any, **arguments: Any
@@ -374,25 +361,19 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         """
         # Not traced, so that the cache's index is known.
         variables = None if self.scope is None else self.variables
-        recorder = Recorder(self.attention_fn, platform)
-        layer = self.clone(attention_fn=recorder.attention_fn, parent=None)
 
-        def call(key: Array) -> Any:
+        def call(attention_fn: AttentionFn) -> Any:
+            layer = self.clone(attention_fn=attention_fn, parent=None)
+            key = jax.random.key(0)
             rngs = {"params": key, "dropout": key}
             if variables is None:
-                output, _ = layer.init_with_output(rngs, *inputs, **arguments)
-                return output
-            output, _ = layer.apply(
-                variables,
-                *inputs,
-                rngs=rngs,
-                mutable=["cache", "intermediates"],
-                **arguments,
+                return layer.init_with_output(rngs, *inputs, **arguments)
+            collections = ["cache", "intermediates"]
+            return layer.apply(
+                variables, *inputs, rngs=rngs, mutable=collections, **arguments
             )
-            return output
 
-        jax.eval_shape(call, jax.random.key(0))
-        return recorder.explanation()
+        return explained(self.attention_fn, platform, call)
 
     @nn.nowrap
     def _split(
@@ -417,7 +398,6 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     def _flax_arguments(
         self,
         dropout_rate: float,
-        mask: Array | Mask | None,
         deterministic: bool | None,
         dropout_rng: Array | None,
         sow_weights: bool,
@@ -431,7 +411,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         if not keeps_all and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
         arguments = {
-            "mask": mask,
+            "mask": None,
             "dropout_rng": dropout_rng,
             "dropout_rate": dropout_rate,
             "broadcast_dropout": self.broadcast_dropout,
@@ -451,11 +431,9 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         kinds = [parameter.kind for parameter in parameters.values()]
         if inspect.Parameter.VAR_KEYWORD in kinds:
             return arguments
-        # Never left out: a function without them must fail, instead of ignoring a mask
-        # or dropout.
+        # Never left out: a function without them must fail, instead of ignoring
+        # dropout. `call_module` passes masks.
         passed = {"module", *parameters}
-        if mask is not None:
-            passed.add("mask")
         if not keeps_all:
             passed |= {"dropout_rng", "dropout_rate"}
         return {name: x for name, x in arguments.items() if name in passed}

@@ -364,7 +364,7 @@ class AttentionFn:
         for name, x in arguments.items():
             if x is not None or name not in combined:
                 combined[name] = x
-        unknown = min(combined.keys() - _NAMES, default=None)
+        unknown = min(combined.keys() - _SIGNATURE.parameters.keys(), default=None)
         if unknown is not None:
             source = ""
             if unknown in self.preset:
@@ -378,7 +378,6 @@ class AttentionFn:
 
 # Shows the arguments of `attention_fn` in `help` and editors.
 _SIGNATURE = inspect.signature(attention_fn)
-_NAMES = frozenset(_SIGNATURE.parameters)
 _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 AttentionFn.__call__.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
     parameters=[_SELF, *_SIGNATURE.parameters.values()]
@@ -409,40 +408,39 @@ def ours(function: Callable[..., Array]) -> AttentionFn | None:
     return None
 
 
-class Recorder:
-    """Explains the calls of a module: `attention_fn` takes the place of the module's.
+def explained(
+    function: Callable[..., Array],
+    platform: Platform | None,
+    call: Callable[[AttentionFn], Any],
+) -> Explanation:
+    """Explains a call of a module whose attention function is `function`.
 
-    The attention returns zeros.
+    `call(attention_fn)` calls a copy of the module with `attention_fn` instead, which
+    records the explanation and returns zeros.
     """
-
-    def __init__(self, given: Callable[..., Array], platform: Platform | None):
-        found = ours(given)
-        if found is None:
-            raise ValueError(
-                "only attention_fn=flax_mha.attention_fn can be explained, but got "
-                f"{given!r}."
-            )
-        self.attention_fn = dataclasses.replace(
-            found, run=self._explain, platform=platform
+    found = ours(function)
+    if found is None:
+        raise ValueError(
+            "only attention_fn=flax_mha.attention_fn can be explained, but got "
+            f"{function!r}."
         )
-        self.explanations: list[Explanation] = []
+    explanations: list[Explanation] = []
 
-    def explanation(self) -> Explanation:
-        """Returns the explanation of the module's call."""
-        if not self.explanations:
-            raise ValueError(
-                "calls with complex inputs or custom einsums cannot be explained, "
-                "because Flax's own function computes them; use real inputs without a "
-                "custom einsum."
-            )
-        return self.explanations[0]
-
-    def _explain(self, call: Call, implementation: Implementation | None) -> Result:
-        self.explanations.append(explain(call, implementation))
+    def record(call: Call, implementation: Implementation | None) -> Result:
+        explanations.append(explain(call, implementation))
         query = call.query
-        value = call.value
-        output = jnp.zeros((*query.shape[:-1], value.shape[-1]), query.dtype)
+        output = jnp.zeros((*query.shape[:-1], call.value.shape[-1]), query.dtype)
         return Result(output, None)
+
+    recorder = dataclasses.replace(found, run=record, platform=platform)
+    jax.eval_shape(lambda: call(recorder))
+    if not explanations:
+        raise ValueError(
+            "calls with complex inputs or custom einsums cannot be explained, "
+            "because Flax's own function computes them; use real inputs without a "
+            "custom einsum."
+        )
+    return explanations[0]
 
 
 class Explain(Protocol[P]):

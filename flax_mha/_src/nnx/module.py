@@ -19,7 +19,7 @@ from flax_mha._src.call.call import Sharding
 from flax_mha._src.core.signature import ConstructorSignature
 from flax_mha._src.core.tracing import Platform
 from flax_mha._src.distributed import tensor_parallel
-from flax_mha._src.modules.attention_fn import Recorder
+from flax_mha._src.modules.attention_fn import AttentionFn, explained
 from flax_mha._src.modules.call import Arrays, reach
 from flax_mha._src.modules.options import check_rngs
 
@@ -82,17 +82,15 @@ class AttentionModule(nnx.Module):
         module's state does not change.
         """
         graph, state = nnx.split(self)
-        recorder = Recorder(self.attention_fn, platform)
 
-        def call() -> Array:
+        def call(attention_fn: AttentionFn) -> Array:
             # New variables with the same arrays, which are not traced: the choice may
             # depend on the cache's index.
             module = nnx.merge(graph, jax.tree.map(lambda array: array, state))
-            module.attention_fn = recorder.attention_fn
+            module.attention_fn = attention_fn
             return module(*inputs, **arguments)
 
-        jax.eval_shape(call)
-        return recorder.explanation()
+        return explained(self.attention_fn, platform, call)
 
     def _split_heads(
         self, num_kv_heads: int, layers: Iterable[tuple[str, str]]
