@@ -267,9 +267,6 @@ def over_cache(
             f"got {shape.query_length} and {shape.key_length}."
         )
 
-    # Choose what is visible.
-    target = target_of((query, tokens.appended.cache.key), platform)
-    scoring = check_scoring(query, shape, arguments, target)
     lists = arguments.get("key_indices")
     if lists is not None:
         # A sequence in a ring may have any length.
@@ -279,18 +276,11 @@ def over_cache(
             # The lists are those of the cache, which has one latent for all heads.
             shape_of_lists = shape_of_lists._replace(num_kv_heads=1)
         lists = validation.key_indices(lists, shape_of_lists)
-    step = Step.of(
-        scoring,
-        shape,
-        tokens._replace(latent=latent if always_expands else None),
-        bias=bias,
-        mask=mask,
-        is_causal=arguments.get("is_causal"),
-        local_window_size=arguments.get("local_window_size"),
-    )
+    own_tokens = tokens._replace(latent=latent if always_expands else None)
+    step = Step.of(query, shape, own_tokens, bias, mask, arguments, platform)
     step = step._replace(key_indices=lists, top_k=top_k)
     room = tokens.appended.room
-    if scoring.score_mod is not None or isinstance(mask, Mask):
+    if step.scoring.score_mod is not None or isinstance(mask, Mask):
         room = step.room_in_arrays(room)
 
     # Attend to the new tokens only, or to all in the cache.
@@ -302,7 +292,16 @@ def over_cache(
             own_step = step._replace(tokens=expanded)
         elif is_empty and latent is not None:
             # `step` has the absorbed query; this begins again with the unabsorbed one.
-            own_step = step.expand(latent, unabsorbed, arguments)
+            own_key, own_value = latent.expand(key)
+            own_query, own_key, own_value, own_shape = check_inputs(
+                unabsorbed, own_key, own_value, any_dtypes=True
+            )
+            target = step.scoring.target
+            own_step = step._replace(
+                scoring=check_scoring(own_query, own_shape, arguments, target),
+                shape=own_shape,
+                tokens=own_tokens._replace(key=own_key, value=own_value),
+            )
         in_place = implementation is None and not products_are_replaced()
         call = own_step.call(is_empty, in_place)
         output, _, largest = run_or_explain(call, implementation)
@@ -343,31 +342,12 @@ def all_written(
             "flax_mha's computes attention, or if weights are sown, but got an array; "
             "use a cache without a window."
         )
-    key = tokens.key
-    value = tokens.value
-    if tokens.latent is not None:
-        key, value = tokens.latent.expand(key)
-    *_, query_length, num_heads, head_size = query.shape
-    shape = Shape(
-        batch=cache.batch,
-        query_length=query_length,
-        key_length=query_length,
-        num_heads=num_heads,
-        num_kv_heads=key.shape[-2],
-        head_size=head_size,
-        value_size=value.shape[-1],
-    )
-    target = target_of((query, tokens.appended.cache.key))
+    # What is visible does not depend on other sizes.
+    *_, length, num_heads, _ = query.shape
+    shape = Shape(cache.batch, length, length, num_heads)
     takes_objects = takes_objects or isinstance(mask, Mask)
-    step = Step.of(
-        check_scoring(query, shape, {}, target),
-        shape,
-        tokens,
-        bias=arguments.get("bias"),
-        mask=mask,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-    )
+    options: Any = {"is_causal": is_causal, "local_window_size": local_window_size}
+    step = Step.of(query, shape, tokens, arguments.get("bias"), mask, options)
     # The function gets bias and array itself.
     step = step._replace(bias=None)
     if not takes_objects:
@@ -422,17 +402,51 @@ class Step(NamedTuple):
     @classmethod
     def of(
         cls,
-        scoring: Call,
+        query: Array,
         shape: Shape,
         tokens: NewTokens,
         bias: ArrayLike | None,
         mask: ArrayLike | Mask | None,
-        is_causal: bool | None,
-        local_window_size: object,
+        arguments: CallArguments,
+        platform: str | None = None,
     ) -> "Step":
-        """Checks what the step attends to; all other arguments are checked already."""
-        window = check_window_and_cache(tokens.cache, bias, mask, local_window_size)
-        is_causal = check_is_causal(is_causal, mask)
+        """Checks the arguments of a step whose arrays are checked already."""
+        target = target_of((query, tokens.appended.cache.key), platform)
+        scoring = check_scoring(query, shape, arguments, target)
+        local_window_size = arguments.get("local_window_size")
+        window = check_window(local_window_size)
+        ring = tokens.cache.window
+        reach = None if window is None else window[0]
+        if ring is not None and (reach is None or reach > ring):
+            raise ValueError(
+                f"local_window_size must extend at most {ring} positions to the left, "
+                "because the ring cache overwrites older ones, but got "
+                f"{local_window_size!r}; create the cache with the same window."
+            )
+        given: Any = (("bias", bias), ("mask", mask))
+        for name, x in given:
+            if not _differs_by_slot(x):
+                continue
+            if ring is not None and isinstance(x, Mask):
+                raise ValueError(
+                    f"{name} must not contain an array with one entry per key for a "
+                    "ring cache, because slots are reused; use FunctionMask, which "
+                    "depends on positions."
+                )
+            if ring is not None:
+                raise ValueError(
+                    f"{name} must have length 1 on the key axis, because a ring cache "
+                    f"reuses its slots, but got shape {np.shape(x)}; to mask by "
+                    "position, use FunctionMask or score_mod."
+                )
+            slots = tokens.cache.length
+            if not isinstance(x, Mask) and np.shape(x)[-1] != slots:
+                raise ValueError(
+                    f"the last axis of {name} must have length {slots} (the number of "
+                    f"cache slots) or 1, but got shape {np.shape(x)}; empty slots are "
+                    "already masked."
+                )
+        is_causal = check_is_causal(arguments.get("is_causal"), mask)
         # No token comes after a single one, so the causal mask, with which rings are
         # read in place, hides nothing.
         is_single = isinstance(shape.query_length, int) and shape.query_length == 1
@@ -465,8 +479,7 @@ class Step(NamedTuple):
             masks.append(CausalMask())
         if self.window is not None:
             masks.append(LocalMask(*self.window))
-        if mask is not None:
-            masks.append(given_mask(mask, shape))
+        masks.append(given_mask(mask, shape))
         key_ends = None
         query_ends = None
         # A causal mask hides all slots that are not written yet.
@@ -474,21 +487,10 @@ class Step(NamedTuple):
             key_ends = ends
         if self.tokens.is_padded:
             query_ends = ends
-        if key_ends is not None or query_ends is not None:
-            masks.append(LengthMask(key_ends, query_ends))
+        masks.append(LengthMask(key_ends, query_ends))
         if is_ring:
             masks.append(WrittenMask())
         return masks
-
-    def expand(self, latent: Latent, query: Array, arguments: CallArguments) -> "Step":
-        """Returns this step with all heads' keys and values, computed from the new
-        latents; `query` is not absorbed.
-        """
-        key, value = latent.expand(self.tokens.key)
-        query, key, value, shape = check_inputs(query, key, value, any_dtypes=True)
-        scoring = check_scoring(query, shape, arguments, self.scoring.target)
-        tokens = self.tokens._replace(key=key, value=value)
-        return self._replace(scoring=scoring, shape=shape, tokens=tokens)
 
     def room_in_arrays(
         self, room: Bool[Array, "..."] | bool
@@ -543,29 +545,24 @@ class Step(NamedTuple):
         cache's index is traced, both are traced, `compute(True)` first, and `lax.cond`
         runs one of them.
         """
-        if not self._may_be_prompt():
+        number = self.shape.query_length
+        cache = self.tokens.cache
+        # `jax.export` may make them symbols.
+        has_known_sizes = isinstance(number, int) and isinstance(cache.length, int)
+        # A few queries read their keys in place, which is as fast.
+        is_short = has_known_sizes and number <= MAX_QUERIES_IN_PLACE
+        # Arrays with an entry per slot are cut to the prompt's slots, except inside a
+        # mask object.
+        by_slot = [x for x in (self.bias, self.mask) if _differs_by_slot(x)]
+        fits = has_known_sizes and number <= cache.length
+        can_be_cut = fits and not any(isinstance(x, Mask) for x in by_slot)
+        if is_short or (by_slot and not can_be_cut):
             return compute(False)
-        index = self.tokens.cache.index
+        index = cache.index
         if readable(index):
             return compute(not np.any(np.asarray(index)))
         is_empty = jnp.all(index == 0)
         return lax.cond(is_empty, lambda: compute(True), lambda: compute(False))
-
-    def _may_be_prompt(self) -> bool:
-        number = self.shape.query_length
-        length = self.tokens.cache.length
-        # `jax.export` may make them symbols.
-        has_known_sizes = isinstance(number, int) and isinstance(length, int)
-        # A few queries read their keys in place, which is as fast.
-        if has_known_sizes and number <= MAX_QUERIES_IN_PLACE:
-            return False
-        # Arrays with an entry per slot are cut to the prompt's slots.
-        differs_by_slot = _differs_by_slot(self.bias) or _differs_by_slot(self.mask)
-        can_be_cut = has_known_sizes and number <= length
-        if differs_by_slot and not can_be_cut:
-            return False
-        # Arrays inside a mask object cannot be cut.
-        return not (isinstance(self.mask, Mask) and self.mask.lengths[1] > 0)
 
     def call(self, is_empty: bool, in_place: bool) -> Call:
         """Makes a `Call` over only the new tokens if `is_empty`, otherwise over the
@@ -573,7 +570,14 @@ class Step(NamedTuple):
 
         If `in_place`, the call reads the cache without a copy if possible.
         """
-        source = self._read_from(is_empty, in_place)
+        # In a ring, each new token may have overwritten a key of the queries before it.
+        is_ring = self.tokens.cache.window is not None
+        is_overwritten = is_ring and self.shape.query_length != 1
+        source: Source = "in place"
+        if is_empty:
+            source = "new tokens"
+        elif not in_place or is_overwritten or self.tokens.latent is not None:
+            source = "copy"
         call = self._call(source)
         # Only attention in place, and over gathered keys, can dequantize 8 bits itself;
         # all others need floats.
@@ -583,53 +587,82 @@ class Step(NamedTuple):
             return call
         return self._call("copy")
 
-    def _read_from(self, is_empty: bool, in_place: bool) -> Source:
-        if is_empty:
-            return "new tokens"
-        # In a ring, each new token may have overwritten a key of the queries before it.
-        is_ring = self.tokens.cache.window is not None
-        is_overwritten = is_ring and self.shape.query_length != 1
-        if not in_place or is_overwritten or self.tokens.latent is not None:
-            return "copy"
-        return "in place"
-
     def _call(self, source: Source) -> Call:
         rank = len(self.shape.batch)
-        cache = self.tokens.cache
-        number = self.tokens.appended.tokens
+        tokens = self.tokens
+        cache = tokens.cache
+        new = tokens.appended.cache
+        number = tokens.appended.tokens
+        dtype = self.scoring.query.dtype
         in_place = source == "in place"
         reads_ring = source != "new tokens" and cache.window is not None
-        ring_in_place = reads_ring and in_place
 
-        # The keys, and the position of the first query; None means 0.
+        # The keys, and the positions of the first query and key; None means 0.
         bias = self.bias
         mask = self.mask
         index: Any = None
+        key_offset = None
+        ring = None
+        scale = None
         if source == "new tokens":
             bias = _first_slots(bias, self.shape.query_length)
             mask = _first_slots(mask, self.shape.query_length)
+            key = tokens.key
+            value = tokens.value
         else:
             index = jnp.maximum(cache.index, 0)
-        key, value, key_offset = self._keys(source, index)
+            key = new.key
+            value = new.value
+        if in_place:
+            scale = new.scale
+            if reads_ring:
+                ring = cache.length
+                # The position of the newest key; see `Tile.ring`.
+                key_offset = index + number - 1
+        elif reads_ring:
+            key, value, key_offset = in_order(cache, tokens.key, tokens.value)
+        elif source == "copy":
+            key, value = new.floats(dtype)
+        if tokens.latent is not None:
+            key, value = tokens.latent.expand(key)
+        elif cache.value_size is not None and not value.shape[-1]:
+            # Cutting the values out of the keys would copy a cache that is read in
+            # place; the output is cut instead.
+            value = key if in_place else key[..., : cache.value_size]
+        if not in_place:
+            key = key.astype(dtype)
+            value = value.astype(dtype)
         shape = self.shape._replace(key_length=key.shape[-3])
 
         # What is visible. All keys of a prompt without padding are tokens of this call.
         ends = None
         if source != "new tokens":
             ends = _by_batch(index + number, rank)
-        elif self.tokens.is_padded:
+        elif tokens.is_padded:
             ends = _by_batch(number, rank)
         masks = self.masks(mask, shape, ends, reads_ring)
         offsets = Offsets(_by_batch(index, rank), _by_batch(key_offset, rank))
+
+        # The listed positions as indices of these keys; -1 for positions without a key.
         indices = None
+        positions = self.key_indices
         # An indexer lists all keys of a short prompt.
         lists_all = source == "new tokens" and shape.key_length <= self.top_k
-        if not lists_all:
-            indices = self._listed(key_offset, shape.key_length, ring_in_place)
+        if positions is not None and not lists_all:
+            first = jnp.asarray(0 if key_offset is None else key_offset)
+            first = _by_batch(first, rank)[..., None, None, None]
+            if ring is not None:
+                newest = first
+                oldest = jnp.maximum(newest - ring + 1, 0)
+                indices = positions % ring
+            else:
+                # Positions below 0 are empty slots of a ring.
+                oldest = jnp.maximum(first, 0)
+                newest = first + shape.key_length - 1
+                indices = positions - first
+            is_key = (positions >= oldest) & (positions <= newest)
+            indices = jnp.where(is_key, indices, -1)
 
-        scale = None
-        if in_place:
-            scale = self.tokens.appended.cache.scale
         return with_keys(
             self.scoring,
             shape,
@@ -641,71 +674,9 @@ class Step(NamedTuple):
             key_indices=indices,
             cached=in_place,
             cache_scale=scale,
-            ring=key.shape[-3] if ring_in_place else None,
+            ring=ring,
             value_size=None if scale is None else cache.value_size,
         )
-
-    def _keys(self, source: Source, index: Any) -> tuple[Array, Array, Any]:
-        """Returns (key, value, key_offset), given the position `index` of the first new
-        token.
-
-        `key_offset` is the position of the first key; None means 0. But for a ring that
-        is read in place, it is the position of the newest key (see `Tile.ring`).
-        """
-        tokens = self.tokens
-        cache = tokens.cache
-        new = tokens.appended.cache
-        dtype = self.scoring.query.dtype
-        in_place = source == "in place"
-        key_offset = None
-        if source == "new tokens":
-            key = tokens.key
-            value = tokens.value
-        elif in_place:
-            key = new.key
-            value = new.value
-            if cache.window is not None:
-                key_offset = index + tokens.appended.tokens - 1
-        elif cache.window is not None:
-            key, value, key_offset = in_order(cache, tokens.key, tokens.value)
-        else:
-            key, value = new.floats(dtype)
-        if tokens.latent is not None:
-            key, value = tokens.latent.expand(key)
-        elif cache.value_size is not None and not value.shape[-1]:
-            # Cutting the values out of the keys would copy a cache that is read in
-            # place; the output is cut instead.
-            value = key if in_place else key[..., : cache.value_size]
-        if in_place:
-            return key, value, key_offset
-        return key.astype(dtype), value.astype(dtype), key_offset
-
-    def _listed(
-        self, key_offset: Any, number: int, ring_in_place: bool
-    ) -> Int[Array, "..."] | None:
-        """Converts the positions in `key_indices` to indices of a call's `number` keys;
-        -1 for positions without a key.
-
-        `key_offset` is that of `_keys`. Returns None without `key_indices`.
-        """
-        positions = self.key_indices
-        if positions is None:
-            return None
-        if key_offset is None:
-            key_offset = 0
-        key_offset = _by_batch(jnp.asarray(key_offset), len(self.shape.batch))
-        key_offset = key_offset[..., None, None, None]
-        if ring_in_place:
-            newest = key_offset
-            oldest = jnp.maximum(newest - number + 1, 0)
-            indices = positions % number
-        else:
-            # Positions below 0 are empty slots of a ring.
-            oldest = jnp.maximum(key_offset, 0)
-            newest = key_offset + number - 1
-            indices = positions - key_offset
-        is_key = (positions >= oldest) & (positions <= newest)
-        return jnp.where(is_key, indices, -1)
 
 
 def nan_without(
@@ -744,49 +715,6 @@ def in_order(
     keys = entries_at(old_keys, slots, key)
     values = entries_at(old_values, slots, value)
     return keys, values, first
-
-
-def check_window_and_cache(
-    cache: KVCache, bias: Any, mask: Any, local_window_size: object
-) -> tuple[int | None, int | None] | None:
-    """Raises a ValueError unless window, bias and mask fit the cache; returns the
-    window, if any, as (left, right).
-    """
-    window = None
-    if local_window_size is not None:
-        window = check_window(local_window_size)
-    by_slot = [
-        (name, x) for name, x in (("bias", bias), ("mask", mask)) if _differs_by_slot(x)
-    ]
-    if cache.window is None:
-        for name, x in by_slot:
-            if not isinstance(x, Mask) and np.shape(x)[-1] != cache.length:
-                raise ValueError(
-                    f"the last axis of {name} must have length {cache.length} (the "
-                    f"number of cache slots) or 1, but got shape {np.shape(x)}; empty "
-                    "slots are already masked."
-                )
-        return window
-    if window is None or window[0] is None or window[0] > cache.window:
-        raise ValueError(
-            f"local_window_size must extend at most {cache.window} positions to the "
-            "left, because the ring cache overwrites older ones, but got "
-            f"{local_window_size!r}; create the cache with the same window."
-        )
-    if by_slot:
-        name, x = by_slot[0]
-        if isinstance(x, Mask):
-            raise ValueError(
-                f"{name} must not contain an array with one entry per key for a ring "
-                "cache, because slots are reused; use FunctionMask, which depends on "
-                "positions."
-            )
-        raise ValueError(
-            f"{name} must have length 1 on the key axis, because a ring cache reuses "
-            f"its slots, but got shape {np.shape(x)}; to mask by position, use "
-            "FunctionMask or score_mod."
-        )
-    return window
 
 
 def _differs_by_slot(x: ArrayLike | Mask | None) -> bool:

@@ -95,17 +95,3 @@ class Latent(NamedTuple):
             axes, x, kernel, precision=self.precision, preferred_element_type=wide
         )
         return products.astype(x.dtype)
-
-
-def compress(
-    project: Layer, normalize: Layer, size: int, x: Float[Array, "*B T D"]
-) -> Float[Array, "*B T 1 CR"]:
-    """Computes the one key of all heads from inputs x: the normalized latent (`size`
-    features), then the rotary key.
-
-    `project` maps x to both parts, before the norm.
-    """
-    both = project(x)
-    latent = normalize(both[..., :size])
-    rotary = both[..., size:]
-    return jnp.concatenate([latent, rotary.astype(latent.dtype)], axis=-1)[..., None, :]

@@ -33,7 +33,7 @@ from flax_mha._src.modules.attention_fn import (
     ours,
     uses_flax,
 )
-from flax_mha._src.modules.indexer import IndexLayers, top_k_keys
+from flax_mha._src.modules.indexer import IndexParts, top_k_keys
 from flax_mha._src.modules.options import (
     AttentionOptions,
     check_process_heads,
@@ -83,7 +83,7 @@ class ModuleParts(NamedTuple):
     # Computes keys and values of heads from the latents that `key` returns.
     latent: Latent | None = None
     stored: Arrays | None = None  # keys, values and lengths that a call stored
-    indexer: IndexLayers | None = None  # chooses the keys that queries attend to
+    indexer: IndexParts | None = None  # chooses the keys that queries attend to
     # Numbers of features of `inputs_q`, and of `inputs_k` and `inputs_v`; None if the
     # projections check them.
     features: tuple[int, int] | None = None

@@ -10,23 +10,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.cache.cached_attention import NewTokens, Step
 from flax_mha._src.cache.kv_cache import KVCache
-from flax_mha._src.cache.latent import Layer
-from flax_mha._src.call.arguments import (
-    CallArguments,
-    canonical,
-    check_inputs,
-    check_scoring,
-)
-from flax_mha._src.call.call import Call, accumulation_dtype
+from flax_mha._src.call.arguments import canonical, check_inputs
+from flax_mha._src.call.call import Call
 from flax_mha._src.call.slices import slice_call
 from flax_mha._src.core import validation
 from flax_mha._src.core.tile import Tile
-from flax_mha._src.core.tracing import target_of, varying_alike
+from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.distributed.split import by_types, is_explicit, unsplit
 from flax_mha._src.masks import Mask
 from flax_mha._src.math.head import by_blocks, map_heads, scores_of
@@ -120,31 +113,16 @@ class Indexer:
         validation.epsilon("norm_epsilon", self.norm_epsilon)
 
 
-class IndexLayers(NamedTuple):
+class IndexParts(NamedTuple):
     """An indexer, its projections, and access to its cache, for one call."""
 
     indexer: Indexer
-    query: Layer  # projects inputs [B..., T, D] to index queries [B..., T, N, H]
-    key: Layer  # to index keys [B..., T, H]
-    weights: Layer  # to weights of heads [B..., T, N]
+    # Projects inputs [B..., T, D] to index queries [B..., T, N, H], index keys
+    # [B..., T, 1, H] and scaled weights of heads [B..., T, N].
+    project: Callable[[Array], tuple[Array, Array, Array]]
     # Returns cached index keys and scales; nothing without a cache of them.
     cache: Callable[[], tuple[Array, ...]]
     write: Callable[[tuple[Array, ...]], None]  # sets them to new arrays
-
-    def project(self, inputs: Float[Array, "*B T D"]) -> tuple[Array, Array, Array]:
-        """Projects inputs to index queries, index keys [B..., T, 1, H] and scaled
-        weights; inputs get no gradient.
-        """
-        inputs = lax.stop_gradient(inputs)
-        query = self.query(inputs)
-        # All heads share one key, which gets an axis of heads.
-        key = self.key(inputs)[..., None, :]
-        key = key.astype(query.dtype)
-        # The factor of the scores is in the weights: there are fewer of them.
-        weights = self.weights(inputs)
-        factor = (self.indexer.num_heads * self.indexer.head_dim) ** -0.5
-        weights = weights.astype(accumulation_dtype(weights.dtype)) * factor
-        return query, key, weights
 
     def cached(self, key: Array, cache: KVCache | None) -> KVCache | None:
         """Returns the cache of index keys, to which `key` is not added yet; None if the
@@ -219,19 +197,34 @@ def top_k_keys(
     if is_decided and sow_to is None:
         return given, cache
 
-    _check_mask(arguments.get("mask"))
+    # Mask objects are the same for all heads, or called for head 0.
+    mask = arguments.get("mask")
+    if not isinstance(mask, Mask | None):
+        shape = jnp.shape(mask)
+        has_heads = len(shape) > 2 and shape[-3] > 1
+        if has_heads:
+            raise ValueError(
+                "mask must be the same for all heads with an indexer, which chooses "
+                f"keys for all of them, but got shape {shape}; pass a mask [batch..., "
+                "1, queries, keys]."
+            )
+    precision = arguments.get("precision")
+    one_head = query[..., :1, :]
     if tokens is None:
         hiding = {}
-        for name in HIDING:
-            if arguments.get(name) is not None:
-                hiding[name] = arguments[name]
-        precision = arguments.get("precision")
-        one_head = query[..., :1, :]
+        for name, x in arguments.items():
+            if name in HIDING and x is not None:
+                hiding[name] = x
         call = canonical(one_head, key, no_value, precision=precision, **hiding)
         count = min(indexer.top_k, num_keys)
         scores, positions = _choose(call, query, weights, count)
     else:
-        step = _step(query, tokens, arguments)
+        # A step of a single head whose keys are the index keys.
+        one_head, _, _, sizes = check_inputs(one_head, key, no_value, any_dtypes=True)
+        options: Any = {"precision": precision}
+        for name in ("is_causal", "local_window_size"):
+            options[name] = arguments.get(name)
+        step = Step.of(one_head, sizes, tokens, None, mask, options)
         scores, positions = _choose_cached(step, query, weights, indexer.top_k)
     if sow_to is not None:
         sow(sow_to, "index_scores", scores)
@@ -239,38 +232,6 @@ def top_k_keys(
     if is_decided:
         return given, cache
     return positions, cache
-
-
-def _check_mask(mask: ArrayLike | Mask | None) -> None:
-    # Mask objects are the same for all heads, or called for head 0.
-    if mask is None or isinstance(mask, Mask):
-        return
-    shape = jnp.shape(mask)
-    has_heads = len(shape) > 2 and shape[-3] > 1
-    if has_heads:
-        raise ValueError(
-            "mask must be the same for all heads with an indexer, which chooses keys "
-            f"for all of them, but got shape {shape}; pass a mask [batch..., "
-            "1, queries, keys]."
-        )
-
-
-def _step(query: Array, tokens: NewTokens, arguments: Mapping[str, Any]) -> Step:
-    """Makes a `Step` for a single head whose keys are the index keys."""
-    query, _, _, shape = check_inputs(
-        query[..., :1, :], tokens.key, tokens.value, any_dtypes=True
-    )
-    options: CallArguments = {"precision": arguments.get("precision")}
-    target = target_of((query, tokens.cache.key))
-    return Step.of(
-        check_scoring(query, shape, options, target),
-        shape,
-        tokens,
-        bias=None,
-        mask=arguments.get("mask"),
-        is_causal=arguments.get("is_causal"),
-        local_window_size=arguments.get("local_window_size"),
-    )
 
 
 def _choose_cached(step: Step, query: Array, weights: Array, top_k: int) -> Choice:

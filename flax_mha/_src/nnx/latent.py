@@ -17,13 +17,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.attention import Implementation, ScoreMod
-from flax_mha._src.cache.latent import Latent, compress
+from flax_mha._src.cache.latent import Latent
 from flax_mha._src.call.arguments import (
     check_dropout_rate,
     check_soft_cap,
     check_window,
 )
-from flax_mha._src.call.call import Sharding
+from flax_mha._src.call.call import Sharding, accumulation_dtype
 from flax_mha._src.core import validation
 from flax_mha._src.core.products import products_are_replaced
 from flax_mha._src.masks import Mask
@@ -31,7 +31,7 @@ from flax_mha._src.modules.attention_fn import attention_fn as default_attention
 from flax_mha._src.modules.attention_fn import explaining
 from flax_mha._src.modules.call import Given, ModuleParts, call_module
 from flax_mha._src.modules.dot_general import dot_general
-from flax_mha._src.modules.indexer import Indexer, IndexLayers
+from flax_mha._src.modules.indexer import Indexer, IndexParts
 from flax_mha._src.modules.layers import Gate, gate_axes, gate_of
 from flax_mha._src.modules.options import (
     AttentionOptions,
@@ -40,7 +40,13 @@ from flax_mha._src.modules.options import (
     check_rngs,
     scale_of,
 )
-from flax_mha._src.nnx.module import CACHE, AttentionModule, with_sharding
+from flax_mha._src.nnx.module import (
+    CACHE,
+    AttentionModule,
+    assign,
+    read,
+    with_sharding,
+)
 from flax_mha._src.nnx.multi_head import NO_METADATA
 from flax_mha._src.rope import RoPE
 
@@ -94,6 +100,22 @@ class IndexerLayers(nnx.Module):
             rngs=rngs,
         )
         self.weights_proj = linear(features, config.num_heads, use_bias=False)
+
+    def __call__(
+        self, inputs: Float[Array, "*B T D"], compressed: Float[Array, "*B T R"]
+    ) -> tuple[Array, Array, Array]:
+        """Returns index queries [B..., T, N, H], index keys [B..., T, 1, H] and scaled
+        weights of heads [B..., T, N].
+        """
+        query = self.wq_b(compressed)
+        # All heads share one key, which gets an axis of heads.
+        key = self.k_norm(self.wk(inputs))[..., None, :]
+        key = key.astype(query.dtype)
+        # The factor of the scores is in the weights: there are fewer of them.
+        weights = self.weights_proj(inputs)
+        factor = (self.config.num_heads * self.config.head_dim) ** -0.5
+        weights = weights.astype(accumulation_dtype(weights.dtype)) * factor
+        return query, key, weights
 
 
 class MultiHeadLatentAttention(AttentionModule):
@@ -389,7 +411,7 @@ class MultiHeadLatentAttention(AttentionModule):
             cache=self._cache,
             write=self._write,
             arguments=flax_arguments,
-            indexer=self._index_layers(),
+            indexer=self._index_parts(),
             gate=None if self.gate is None else self._gate,
             features=(self.in_features, self.in_features),
         )
@@ -416,20 +438,22 @@ class MultiHeadLatentAttention(AttentionModule):
         if not _only_multiplies(layer) or products_are_replaced():
             return latent
         kernel = layer.kernel[...]
-        size_of_both = self.qk_nope_head_dim + self.v_head_dim
-        shape = (self.kv_lora_rank, self.num_heads, size_of_both)
         # A restored kernel may be a NumPy array; a quantized one is an object of its
         # library.
-        if not isinstance(kernel, jax.Array | np.ndarray) or kernel.shape != shape:
+        if not isinstance(kernel, jax.Array | np.ndarray):
             return latent
         return latent._replace(
             kernel=jnp.asarray(kernel), dtype=layer.dtype, precision=layer.precision
         )
 
-    def _latent_key(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T 1 R"]:
-        return compress(
-            self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_lora_rank, x
-        )
+    def _latent_key(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T 1 CR"]:
+        """Computes the one key of all heads: the normalized latent, then the rotary
+        key.
+        """
+        both = self.kv_a_proj_with_mqa(x)
+        latent = self.kv_a_layernorm(both[..., : self.kv_lora_rank])
+        rotary = both[..., self.kv_lora_rank :].astype(latent.dtype)
+        return jnp.concatenate([latent, rotary], axis=-1)[..., None, :]
 
     @property
     def _query_name(self) -> str:
@@ -451,33 +475,29 @@ class MultiHeadLatentAttention(AttentionModule):
         """Compresses inputs to the features that `q_b_proj` (with `query_residual`,
         also `gate`) projects to heads.
         """
-        if not self.query_residual:
-            return self._compressed_query(x)
         compressed = self.q_a_proj(x)
-        return jnp.concatenate([self.q_a_layernorm(compressed), compressed], axis=-1)
+        normalized = self.q_a_layernorm(compressed)
+        if self.query_residual:
+            return jnp.concatenate([normalized, compressed], axis=-1)
+        return normalized
 
-    def _compressed_query(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T R"]:
-        return self.q_a_layernorm(self.q_a_proj(x))
-
-    def _index_layers(self) -> IndexLayers | None:
+    def _index_parts(self) -> IndexParts | None:
         layers = self.indexer
         if layers is None:
             return None
 
-        def query(x: Array) -> Array:
-            # The attention trains the compression, the indexer only its own layers.
-            return layers.wq_b(lax.stop_gradient(self._compressed_query(x)))
+        # The indexer trains only its own layers.
+        def project(x: Array) -> tuple[Array, Array, Array]:
+            x = lax.stop_gradient(x)
+            compressed = self.q_a_layernorm(self.q_a_proj(x))
+            return layers(x, lax.stop_gradient(compressed))
 
-        def key(x: Array) -> Array:
-            return layers.k_norm(layers.wk(x))
-
-        return IndexLayers(
+        variables = (self.cached_index_key, self.cached_index_scale)
+        return IndexParts(
             indexer=layers.config,
-            query=query,
-            key=key,
-            weights=layers.weights_proj,
-            cache=self._cached_index,
-            write=self._write_index,
+            project=project,
+            cache=functools.partial(read, variables),
+            write=functools.partial(assign, variables),
         )
 
     def _sizes_of_token(self) -> dict[str, Any]:
@@ -486,8 +506,3 @@ class MultiHeadLatentAttention(AttentionModule):
             "head_size": self.kv_lora_rank + self.qk_rope_head_dim,
             "value_size": self.kv_lora_rank,
         }
-
-    def _index_size(self) -> int | None:
-        if self.indexer is None:
-            return None
-        return self.indexer.config.head_dim

@@ -50,6 +50,8 @@ class AttentionModule(nnx.Module):
     __signature__ = ConstructorSignature()
     # Whether calls take their keys and values from an earlier layer.
     reuse_kv: bool = False
+    # `IndexerLayers`, which only latent attention has.
+    indexer: Any = None
 
     num_heads: int
     in_features: int
@@ -211,8 +213,8 @@ class AttentionModule(nnx.Module):
         self.cache_index = nnx.Cache(cache.index)
         # Only a call with `store_keys` sets it.
         self.cached_lengths = nnx.data(None)
-        index_size = self._index_size()
-        if index_size is not None:
+        if self.indexer is not None:
+            index_size = self.indexer.config.head_dim
             index_cache = create(1, index_size, value_size=index_size)
             self.cached_index_key = variable(index_cache.key)
             self.cached_index_scale = variable(index_cache.scale)
@@ -241,12 +243,6 @@ class AttentionModule(nnx.Module):
         self._cache()  # an error without a cache
         assert self.cache_index is not None
         _own(self.cache_index)[...] = reset_index(self.cache_index[...], rows)
-
-    def _index_size(self) -> int | None:
-        """Returns the head size of the indexer's keys; None in a module without an
-        indexer.
-        """
-        return None
 
     def set_view(
         self,
@@ -292,10 +288,10 @@ class AttentionModule(nnx.Module):
                 "Autoregressive cache not initialized, call ``init_cache`` first: "
                 f"layer.init_cache((*batch, max_length, {self.in_features}))."
             )
-        return _read(self._variables())
+        return read(self._variables())
 
     def _stored(self) -> Arrays:
-        return _read((self.cached_key, self.cached_value, self.cached_lengths))
+        return read((self.cached_key, self.cached_value, self.cached_lengths))
 
     def _write(self, arrays: Arrays, stored: bool) -> None:
         if stored:
@@ -307,24 +303,10 @@ class AttentionModule(nnx.Module):
             self.cache_index = None
             self.cached_scale = None
             return
-        _set(self._variables(), arrays)
+        assign(self._variables(), arrays)
 
-    def _variables(self) -> list[Any]:
-        return _present(
-            self.cached_key, self.cached_value, self.cache_index, self.cached_scale
-        )
-
-    def _index_variables(self) -> list[Any]:
-        return _present(self.cached_index_key, self.cached_index_scale)
-
-    def _cached_index(self) -> Arrays:
-        """Returns the indexer's cached keys, and their scales if they have 8 bits;
-        empty without such a cache.
-        """
-        return _read(self._index_variables())
-
-    def _write_index(self, arrays: Arrays) -> None:
-        _set(self._index_variables(), arrays)
+    def _variables(self) -> tuple[Any, ...]:
+        return (self.cached_key, self.cached_value, self.cache_index, self.cached_scale)
 
     def _first_given(self, name: str, argument: bool | None) -> bool:
         """Returns the argument of the call or, if that is None, the module's attribute
@@ -347,14 +329,23 @@ class AttentionModule(nnx.Module):
         """Returns the arguments that Flax's module passes to its attention function;
         with dropout, draws a key.
         """
-        if rngs is not None:
-            check_rngs(rngs, nnx.Rngs, nnx.RngStream)
+        check_rngs(rngs, nnx.Rngs, nnx.RngStream)
         dropout_rng = None
         has_dropout = dropout_rate != 0.0 and not self._first_given(
             "deterministic", deterministic
         )
         if has_dropout:
-            dropout_rng = self._dropout_key(rngs)
+            if rngs is None:
+                rngs = self.rngs
+            if rngs is None:
+                raise ValueError(
+                    "'rngs' must be provided to __call__ method if "
+                    f"{type(self).__name__} instance is defined with keep_rngs=False."
+                )
+            stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+            # Drawing a key counts up, in the variable.
+            _own(stream.count)
+            dropout_rng = stream()
         return {
             "mask": None,
             "is_causal": False,
@@ -367,19 +358,6 @@ class AttentionModule(nnx.Module):
             "dropout_rng": dropout_rng,
         }
 
-    def _dropout_key(self, rngs: nnx.Rngs | nnx.RngStream | None) -> Array:
-        if rngs is None:
-            rngs = self.rngs
-        if rngs is None:
-            raise ValueError(
-                "'rngs' must be provided to __call__ method if "
-                f"{type(self).__name__} instance is defined with keep_rngs=False."
-            )
-        stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
-        # Drawing a key counts up, in the variable.
-        _own(stream.count)
-        return stream()
-
 
 def with_sharding(layer: Callable[..., Array] | None, sharding: object) -> Any:
     """Returns a layer whose output gets the sharding; the layer if there is none."""
@@ -388,17 +366,16 @@ def with_sharding(layer: Callable[..., Array] | None, sharding: object) -> Any:
     return functools.partial(layer, out_sharding=sharding)
 
 
-def _present(*variables: nnx.Variable | None) -> list[Any]:
-    return [variable for variable in variables if variable is not None]
-
-
-def _set(variables: Sequence[Any], arrays: Arrays) -> None:
-    for variable, array in zip(variables, arrays, strict=True):
+def assign(variables: Sequence[Any], arrays: Arrays) -> None:
+    """Sets a cache's variables, of which it may lack some (None), to these arrays."""
+    present = [variable for variable in variables if variable is not None]
+    for variable, array in zip(present, arrays, strict=True):
         _own(variable)[...] = array
 
 
-def _read(variables: Sequence[Any]) -> Arrays:
-    return tuple(jnp.asarray(variable[...]) for variable in variables)
+def read(variables: Sequence[Any]) -> Arrays:
+    """Returns the arrays in a cache's variables, without those that it lacks."""
+    return tuple(jnp.asarray(x[...]) for x in variables if x is not None)
 
 
 def _own(variable: nnx.Variable) -> nnx.Variable:
