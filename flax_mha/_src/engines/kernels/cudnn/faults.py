@@ -18,7 +18,6 @@ packed [B, N, T], so these faults cannot occur:
 import functools
 import importlib
 import importlib.metadata
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -49,38 +48,18 @@ class Facts(NamedTuple):
     query_elements: int  # after padding
 
 
-def _any_call(facts: Facts) -> bool:
-    return True
-
-
-def _window_with_lengths(facts: Facts) -> bool:
-    return facts.has_window and facts.has_lengths and facts.keys > 1024
-
-
-def _window_with_bias(facts: Facts) -> bool:
-    return facts.has_window and facts.has_bias
-
-
-def _many_elements(facts: Facts) -> bool:
-    return facts.query_elements > 2**31
-
-
-def _one_query(facts: Facts) -> bool:
-    return facts.queries == 1
-
-
 class Fault(NamedTuple):
     """A fault of all versions from `first` until before `mended`, on GPUs from `oldest`
     until before `newer`.
     """
 
     first: Version
-    mended: Version | None  # None: no version is known to be without the fault
-    oldest: Capability
-    newer: Capability | None  # None: all newer GPUs
     concerns: Callable[[Facts], bool]
     what: str
     source: str
+    mended: Version | None = None  # None: no version is known to be without the fault
+    oldest: Capability = (8, 0)  # `engine.py` rejects older GPUs
+    newer: Capability | None = None  # None: all newer GPUs
 
     def occurs(self, version: Version, capability: Capability, facts: Facts) -> bool:
         """Returns whether the fault occurs with this version, on this GPU, in this
@@ -99,36 +78,29 @@ FAULTS = (
     Fault(
         first=(9, 10, 0),
         mended=(9, 10, 2),
-        oldest=(8, 0),
-        newer=None,
-        concerns=_any_call,
+        concerns=lambda facts: True,
         what="has known bugs in attention with 16 bits",
         source=TRANSFORMER_ENGINE,
     ),
     Fault(
         first=(8, 9, 0),
         mended=(9, 10, 2),
-        oldest=(8, 0),
-        newer=None,
-        concerns=_window_with_bias,
+        concerns=lambda facts: facts.has_window and facts.has_bias,
         what="does not support a window with a bias, or with a mask that becomes one",
         source=SUPPORT,
     ),
     Fault(
         first=(9, 0, 0),
-        mended=None,
-        oldest=(8, 0),
-        newer=None,
-        concerns=_many_elements,
+        concerns=lambda facts: facts.query_elements > 2**31,
         what="may be wrong for queries of more than 2^31 elements, by one report",
         source="as in other kernels: https://github.com/PriorLabs/TabPFN/pull/1184",
     ),
     Fault(
         first=(9, 14, 0),
         mended=(9, 14, 1),
-        oldest=(8, 0),
-        newer=None,
-        concerns=_window_with_lengths,
+        concerns=lambda facts: (
+            facts.has_window and facts.has_lengths and facts.keys > 1024
+        ),
         what=(
             "can return NaN with a window and lengths (or padding) for more than 1024 "
             "keys"
@@ -140,7 +112,7 @@ FAULTS = (
         mended=(9, 18, 1),
         oldest=(12, 0),
         newer=(12, 1),
-        concerns=_any_call,
+        concerns=lambda facts: True,
         what="does not support attention on GPUs of compute capability 12.0",
         source=TRANSFORMER_ENGINE,
     ),
@@ -149,10 +121,9 @@ FAULTS = (
     # says whether that avoids the fault.
     Fault(
         first=(9, 19, 0),
-        mended=None,
         oldest=(10, 0),
         newer=(13, 0),
-        concerns=_one_query,
+        concerns=lambda facts: facts.queries == 1,
         what="can return wrong results for one query on Blackwell GPUs",
         source=(
             "https://github.com/pytorch/pytorch/issues/193893, "
@@ -202,13 +173,11 @@ def version() -> Version | None:
 
 def _version_of_package(name: str) -> Version | None:
     try:
-        text = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        major, minor, patch, *_ = map(int, importlib.metadata.version(name).split("."))
+    # The package is not installed, or its version has another form.
+    except (importlib.metadata.PackageNotFoundError, ValueError):
         return None
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
-    if numbers is None:
-        return None
-    return (int(numbers[1]), int(numbers[2]), int(numbers[3]))
+    return major, minor, patch
 
 
 def _text(version: Version) -> str:
