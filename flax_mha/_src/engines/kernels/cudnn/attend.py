@@ -35,13 +35,13 @@ def attend(
     """
     output, lse = forward(settings, operands)
     if masked is not None:
-        output = jnp.where(_by_row(masked), jnp.zeros_like(output), output)
+        output = jnp.where(_like_output(masked), jnp.zeros_like(output), output)
         lse = jnp.where(masked, -jnp.inf, lse)
     if sinks is not None:
         # The weight of all keys together: exp(lse) / (exp(lse) + exp(sink)). Without a
         # sink, not -inf + inf.
         exponent = jnp.where(sinks == -jnp.inf, jnp.inf, lse - sinks)
-        weight = _by_row(jax.nn.sigmoid(exponent))
+        weight = _like_output(jax.nn.sigmoid(exponent))
         output = (output.astype(jnp.float32) * weight).astype(output.dtype)
         lse = jnp.logaddexp(lse, sinks)
     return output, lse
@@ -58,7 +58,7 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> Any:
     operands, sinks, masked, output, lse = saved
     d_output, d_lse = cotangents
     if masked is not None:
-        d_output = jnp.where(_by_row(masked), jnp.zeros_like(d_output), d_output)
+        d_output = jnp.where(_like_output(masked), jnp.zeros_like(d_output), d_output)
 
     d_sinks = None
     if sinks is not None:
@@ -72,11 +72,11 @@ def _backward(settings: Settings, saved: Any, cotangents: Any) -> Any:
     if masked is not None:
         lse = jnp.where(masked, FAR, lse)
         d_lse = jnp.where(masked, jnp.zeros_like(d_lse), d_lse)
-    gradients = backward(settings, operands, lse, output, d_output)
+    gradients = backward(settings, operands, output, lse, d_output)
     if settings.lse_gradient:
         gradients = lax.cond(
             jnp.any(d_lse != 0),
-            lambda: _sum(gradients, _of_lse(settings, operands, lse, d_lse)),
+            lambda: _with_lse(gradients, settings, operands, lse, d_lse),
             lambda: gradients,
         )
     if masked is not None:
@@ -90,7 +90,7 @@ attend.defvjp(_forward, _backward)
 def _zero_unused(gradients: Operands, operands: Operands, masked: Any) -> Operands:
     """Replaces what cuDNN leaves undefined, gradients past the lengths, by zeros."""
     query, key, value, bias, *_ = gradients
-    query = jnp.where(_by_row(masked), jnp.zeros_like(query), query)
+    query = jnp.where(_like_output(masked), jnp.zeros_like(query), query)
     if operands.key_lengths is not None:
         places = jnp.arange(key.shape[1], dtype=jnp.int32)[None]
         is_used = (places < operands.key_lengths[:, None])[..., None, None]
@@ -104,31 +104,30 @@ def _zero_unused(gradients: Operands, operands: Operands, masked: Any) -> Operan
     return gradients._replace(query=query, key=key, value=value, bias=bias)
 
 
-def _of_lse(settings: Settings, operands: Operands, lse: Rows, d_lse: Rows) -> Operands:
-    """Computes the gradients of a log-sum-exp: dS = P d_lse.
+def _with_lse(
+    gradients: Operands, settings: Settings, operands: Operands, lse: Rows, d_lse: Rows
+) -> Operands:
+    """Adds the gradients of a log-sum-exp: dS = P d_lse.
 
     With values of 1, dO V^T is the sum of a row of dO, and d_lse is the sum of two
     numbers in the operands' dtype, up to rounding.
     """
     value = operands.value
     ones = jnp.zeros_like(value).at[..., :2].set(1)
-    d_rows = _by_row(d_lse)
+    d_rows = _like_output(d_lse)
     high = d_rows.astype(value.dtype)
     low = (d_rows - high.astype(d_rows.dtype)).astype(value.dtype)
     zeros = jnp.zeros_like(operands.query)
     d_output = zeros.at[..., :1].set(high).at[..., 1:2].set(low)
-    changed = operands._replace(value=ones)
-    gradients = backward(settings, changed, lse, zeros, d_output)
-    return gradients._replace(value=jnp.zeros_like(value))
+    more = backward(settings, operands._replace(value=ones), zeros, lse, d_output)
+    more = more._replace(value=jnp.zeros_like(value))
 
-
-def _sum(first: Operands, second: Operands) -> Operands:
     def add(x: Array, y: Array) -> Array:
         return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
 
-    return jax.tree.map(add, first, second)
+    return jax.tree.map(add, gradients, more)
 
 
-def _by_row(x: Array) -> Array:
+def _like_output(x: Array) -> Array:
     """Converts [B, N, t] to [B, t, N, 1], to multiply outputs by it."""
     return jnp.swapaxes(x, 1, 2)[..., None]

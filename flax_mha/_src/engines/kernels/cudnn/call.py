@@ -62,8 +62,7 @@ def described(*shape: int, dtype: DTypeLike) -> Any:
 
 
 Rows = Float[Array, "B N t"]
-# The axes of `Operands`, and of the further operands of the backward pass.
-AXES = ("B T N H", "B S K H", "B S K H", "#B #N T S", "B", "B")
+AXES = ("B T N H", "B S K H", "B S K H", "#B #N T S", "B", "B")  # of `Operands`
 AXES_OF_RESULTS = ("B T N H", "B N T")  # output and log-sum-exp
 
 
@@ -71,24 +70,23 @@ def forward(
     settings: Settings, operands: Operands
 ) -> tuple[Float[Array, "B t N H"], Rows]:
     """Computes output and log-sum-exp. A row whose keys are all hidden is arbitrary."""
-    call = functools.partial(call_forward, settings)
+    call = call_forward
     if differences_from_jax():
-        call = functools.partial(_forward_of_jax, settings)
+        call = _forward_of_jax
     output, lse = _over_batch(call, settings, (operands,), AXES_OF_RESULTS)
     return output, lse
 
 
 def backward(
-    settings: Settings, operands: Operands, lse: Rows, output: Array, d_output: Array
+    settings: Settings, operands: Operands, output: Array, lse: Rows, d_output: Array
 ) -> Operands:
     """Computes the gradients of query, key, value and, with `bias_gradient`, bias."""
-    call = functools.partial(call_backward, settings)
+    call = call_backward
     if differences_from_jax():
-        call = functools.partial(_backward_of_jax, settings)
+        call = _backward_of_jax
+    arguments = (operands, output, lse, d_output)
     axes = AXES[: 3 + settings.bias_gradient]
-    return Operands(
-        *_over_batch(call, settings, (operands, output, lse, d_output), axes)
-    )
+    return Operands(*_over_batch(call, settings, arguments, axes))
 
 
 def _over_batch(
@@ -97,17 +95,18 @@ def _over_batch(
     arguments: tuple,
     axes_of_results: Sequence[str],
 ) -> list[Array]:
-    """Calls `call(*arguments)`, so that `jax.vmap` makes the batch larger, and XLA's
-    partitioner splits batch and heads.
+    """Calls `call(settings, *arguments)`, so that `jax.vmap` makes the batch larger,
+    and XLA's partitioner splits batch and heads.
     """
     operands, *given = arguments
-    axes = [name for name, x in zip(AXES, operands, strict=True) if x is not None]
-    # Output, log-sum-exp and the output's cotangent.
-    axes += [*AXES_OF_RESULTS, AXES_OF_RESULTS[0]][: len(given)]
+    # The last one is that of the output's cotangent.
+    names = (*AXES, *AXES_OF_RESULTS, AXES[0])
+    pairs = zip(names, (*operands, *given), strict=False)
+    axes = [axes for axes, x in pairs if x is not None]
     arrays, structure = jax.tree.flatten(arguments)
 
     def call_flat(*arrays: Array) -> list[Array]:
-        return call(*jax.tree.unflatten(structure, arrays))
+        return call(settings, *jax.tree.unflatten(structure, arrays))
 
     run = partitioned(call_flat, axes, axes_of_results, settings.may_be_split)
     return run(*arrays)
@@ -119,103 +118,81 @@ def _over_batch(
 def call_forward(settings: Settings, operands: Operands) -> list[Array]:
     """Makes the custom call of the forward pass."""
     batch, rows, heads, _ = operands.query.shape
-    query, key, value, bias, *lengths = operands
-    output, lse = _call(
-        _name("Softmax", bias),
-        _config(settings, operands, PRODUCTS),
-        [query, key, value, bias, *lengths],
-        [_by_head(query), Result((batch, heads, rows), jnp.dtype("float32"))],
-    )
-    return [jnp.swapaxes(output, 1, 2), lse]
+    lse = described(batch, heads, rows, dtype=jnp.float32)
+    config = _config(settings, operands, PRODUCTS)
+    return _call("Softmax", config, operands, operands, [operands.query], [lse])
 
 
 def call_backward(
     settings: Settings, operands: Operands, output: Array, lse: Array, d_output: Array
 ) -> list[Array]:
     """Makes the custom call of the backward pass."""
-    bias: Any
     query, key, value, bias, *lengths = operands
-    results = [_by_head(x) for x in (query, key, value)]
+    arrays = [query, key, value, lse, d_output, bias, output, *lengths]
+    others = []
     if settings.bias_gradient:
-        results.append(Result(bias.shape, bias.dtype))
-    gradients = _call(
-        _name("SoftmaxBackward", bias),
-        _config(settings, operands, PRODUCTS_BACKWARD),
-        [query, key, value, lse, d_output, bias, output, *lengths],
-        results,
+        others.append(bias)
+    config = _config(settings, operands, PRODUCTS_BACKWARD)
+    return _call(
+        "SoftmaxBackward", config, operands, arrays, [query, key, value], others
     )
-    return [jnp.swapaxes(x, 1, 2) for x in gradients[:3]] + gradients[3:]
-
-
-class Result(NamedTuple):
-    """A result of a custom call."""
-
-    shape: tuple[int, ...]
-    dtype: jnp.dtype
-    layout: tuple[int, ...] | None = None  # axes, in the order in memory
-
-
-def _by_head(x: Array) -> Result:
-    """Describes a result like `x` [B, L, N, H], with the axes [B, N, L, H]."""
-    batch, length, heads, size = x.shape
-    return Result((batch, heads, length, size), x.dtype, (0, 2, 1, 3))
-
-
-def _name(name: str, bias: Array | None) -> str:
-    if bias is None:
-        return f"__cudnn$fmha{name}"
-    return f"__cudnn$fmhaScaleBias{name}"
 
 
 def _call(
-    name: str, config: str, arrays: Sequence[Array | None], results: Sequence[Result]
+    name: str,
+    config: str,
+    operands: Operands,
+    arrays: Sequence[Array | None],
+    by_head: list[Array],
+    others: list[Any],
 ) -> list[Array]:
-    """Makes a custom call with those of `arrays` that are given."""
-    given = [x for x in arrays if x is not None]
+    """Makes a custom call with those of `arrays` that are given. Its results are like
+    `by_head`, arrays [B, L, N, H], then like `others`.
+    """
+    if operands.bias is not None:
+        name = f"ScaleBias{name}"
     # Inside `jax.shard_map`, results vary over the same mesh axes.
-    varying = jax.typeof(given[0]).manual_axis_type
-    # cuDNN's workspace.
-    results = [*results, Result((0,), jnp.dtype("uint8"))]
+    varying = jax.typeof(operands.query).manual_axis_type
+    count = len(by_head)
+    # cuDNN computes [B, N, L, H] in the memory order of [B, L, N, H].
+    types = []
+    for x in by_head:
+        batch, length, heads, size = x.shape
+        types.append(described(batch, heads, length, size, dtype=x.dtype))
+    # The last result is cuDNN's workspace.
+    types += [*others, described(0, dtype=jnp.uint8)]
     call = jax.ffi.ffi_call(
-        name,
+        f"__cudnn$fmha{name}",
         [
             jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying)
-            for x in results
+            for x in types
         ],
-        output_layouts=[x.layout for x in results],
+        output_layouts=[(0, 2, 1, 3)] * count + [None] * (len(others) + 1),
         custom_call_api_version=2,
         legacy_backend_config=config,
     )
-    *found, _ = call(*given)
-    return found
+    *results, _ = call(*(x for x in arrays if x is not None))
+    return [jnp.swapaxes(x, 1, 2) for x in results[:count]] + results[count:]
 
 
-class Product(NamedTuple):
-    """The axes that a matrix product contracts, and those of batch and heads, of both
-    operands.
-    """
-
-    contracted: tuple[int, int]
-    left: tuple[int, int]
-    right: tuple[int, int]
-
-
-# Scores have the axes [B, N, T, S], and all others [B, T, N, H].
+# Of each product: the axis of the left and of the right operand that it contracts, and
+# the left one's axis of heads. Scores have the axes [B, N, T, S], and all others
+# [B, T, N, H].
 PRODUCTS = {
-    "bmm1": Product((3, 3), (0, 2), (0, 2)),  # S = Q K^T
-    "bmm2": Product((3, 1), (0, 1), (0, 2)),  # O = P V
+    "bmm1": (3, 3, 2),  # S = Q K^T
+    "bmm2": (3, 1, 1),  # O = P V
 }
 PRODUCTS_BACKWARD = {
-    "bmm1_grad_gemm1": Product((2, 1), (0, 1), (0, 2)),  # dK = dS^T Q
-    "bmm1_grad_gemm2": Product((3, 1), (0, 1), (0, 2)),  # dQ = dS K
-    "bmm2_grad_gemm1": Product((2, 1), (0, 1), (0, 2)),  # dV = P^T dO
-    "bmm2_grad_gemm2": Product((3, 3), (0, 2), (0, 2)),  # dP = dO V^T
+    "bmm1_grad_gemm1": (2, 1, 1),  # dK = dS^T Q
+    "bmm1_grad_gemm2": (3, 1, 1),  # dQ = dS K
+    "bmm2_grad_gemm1": (2, 1, 1),  # dV = P^T dO
+    "bmm2_grad_gemm2": (3, 3, 2),  # dP = dO V^T
 }
 ELEMENT_TYPES = {"bfloat16": "BF16", "float16": "F16"}
 
 
 def _config(
-    settings: Settings, operands: Operands, products: dict[str, Product]
+    settings: Settings, operands: Operands, products: dict[str, tuple[int, int, int]]
 ) -> str:
     """Describes a call as XLA expects it (`CudnnfMHABackendConfig`), in JSON."""
     batch, rows, heads, _ = operands.query.shape
@@ -263,13 +240,12 @@ def _config(
         "max_seg_per_batch": 1,
         "is_paged_attention": False,
     }
-    for name, product in products.items():
-        left, right = product.contracted
+    for name, (left, right, heads_of_left) in products.items():
         attention[f"{name}_dot_dimension_numbers"] = {
             "lhs_contracting_dimensions": [str(left)],
             "rhs_contracting_dimensions": [str(right)],
-            "lhs_batch_dimensions": [str(x) for x in product.left],
-            "rhs_batch_dimensions": [str(x) for x in product.right],
+            "lhs_batch_dimensions": ["0", str(heads_of_left)],
+            "rhs_batch_dimensions": ["0", "2"],
         }
     config = {"operation_queue_id": "0", "cudnn_fmha_backend_config": attention}
     return json.dumps(config)
@@ -331,22 +307,12 @@ def _custom_calls(
     return calls
 
 
-def _of_jax(
-    settings: Settings,
-    operands: Operands,
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None,
-) -> Any:
+def _of_jax(settings: Settings, operands: Operands, *arrays: Any) -> Any:
     window = None
     if settings.left is not None:
         window = (settings.left, 0)
     return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias,
+        *arrays,
         scale=settings.scale,
         is_causal=settings.is_causal,
         query_seq_lengths=operands.query_lengths,

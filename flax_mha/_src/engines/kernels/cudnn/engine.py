@@ -472,7 +472,7 @@ def failure(fused: Fused) -> list[str]:
     def both_passes(operands: Operands) -> Any:
         settings = differentiated.settings
         output, lse = calls.forward(settings, operands)
-        return calls.backward(settings, operands, lse, output, output)
+        return calls.backward(settings, operands, output, lse, output)
 
     def compile_passes() -> None:
         # Without a gradient, the bias may be smaller.
