@@ -4,6 +4,7 @@ mesh axes they vary over.
 
 import concurrent.futures
 import functools
+import math
 import pathlib
 import typing
 from collections.abc import Callable, Sequence
@@ -112,27 +113,25 @@ def _target_of_sharding(sharding: jax.sharding.Sharding) -> Target:
     return Target(device.platform, may_be_split=len(sharding.device_set) > 1)
 
 
-def reasons_against_kernel(target: Target) -> list[str]:
-    """Lists why the arrays' devices or mesh rule out a Pallas kernel, which runs on one
-    device; each with a remedy.
-    """
-    reasons = []
-    # The rule of `kernels/partitioned.py` does not apply: XLA for TPUs does not call it
-    # (https://github.com/jax-ml/jax/issues/38196).
-    if target.may_be_split:
-        reasons.append(f"on multiple devices, {NEEDS_SHARDING}")
-    axes = manual_axes()
-    if axes and jax.typeof(lax.axis_index(axes)).manual_axis_type.varying:
-        reasons.append(
-            "inside jax.shard_map, it does not support check_vma=True: pass "
-            "check_vma=False"
-        )
-    return reasons
-
-
 def manual_axes() -> tuple[str, ...]:
     """Returns the mesh axes whose devices `jax.shard_map` runs; empty outside of it."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def names_of(axes: Any) -> tuple[str, ...]:
+    """Converts one entry of a PartitionSpec to a tuple of mesh axes: None to (), "x" to
+    ("x",).
+    """
+    if isinstance(axes, str):
+        return (axes,)
+    return tuple(axes or ())
+
+
+def number_of_parts(mesh: Any, axes: Any) -> int:
+    """Returns into how many parts the mesh axes `axes`, an entry of a PartitionSpec,
+    split an axis of an array: the product of their sizes.
+    """
+    return math.prod(mesh.shape[name] for name in names_of(axes))
 
 
 def without_mesh() -> AbstractContextManager:
@@ -272,7 +271,7 @@ def by_mapped_axis(function: Callable[..., T], operands: tuple, is_batched: tupl
         mesh=mesh,
         in_specs=jax.tree.map(spec_of, is_batched),
         out_specs=jax.P(split_by),
-        axis_names=frozenset((split_by,) if isinstance(split_by, str) else split_by),
+        axis_names=frozenset(names_of(split_by)),
         check_vma=False,
     )
     return mapped(*jax.tree.map(reshard, operands, is_batched))

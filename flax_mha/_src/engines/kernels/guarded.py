@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float
 
 from flax_mha._src.core.fields import static
+from flax_mha._src.core.tracing import varying_alike
 from flax_mha._src.engines.kernels.mask import Arrays, clean
 from flax_mha._src.masks.visible import Visible
 
@@ -36,6 +37,15 @@ class Fused(Protocol):
         """Returns results, and arrays to check: if these are finite, the results are
         correct, and their gradients with respect to the `differentiated` arrays.
         """
+
+
+def compute(fused: Fused, arrays: Arrays, mask: Visible) -> Results:
+    """Returns the results of a fused kernel, guarded if anything may be masked."""
+    if arrays.bias is None and not mask.hides_keys:
+        results, _ = fused.run(arrays, mask, NONE)
+        return results
+    arrays, mask = varying_alike((arrays, mask))
+    return around_kernel(fused, arrays, mask)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -65,8 +75,8 @@ class Saved:
 
 def _forward(fused: Fused, arrays: Any, mask: Any) -> tuple[Results, Saved]:
     # JAX says which arrays get gradients, because of `symbolic_zeros` below.
-    given = {name: x for name, x in arrays._asdict().items() if x is not None}
-    differentiated = frozenset(name for name, x in given.items() if x.perturbed)
+    given = arrays._asdict().items()
+    differentiated = frozenset(k for k, x in given if x is not None and x.perturbed)
     arrays, mask = jax.tree.map(lambda x: x.value, (arrays, mask))
 
     def run(arrays: Arrays) -> tuple[Results, tuple[Array, ...]]:

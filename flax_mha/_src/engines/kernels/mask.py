@@ -137,9 +137,7 @@ def depends_on(call: Call, mask: Mask) -> tuple[bool, bool]:
     return by_batch, by_head
 
 
-def reasons_against(
-    call: Call, mask: Visible, supported: Collection[str] = ()
-) -> list[str]:
+def reasons_against(call: Call, mask: Visible, supported: Collection[str]) -> list[str]:
     """Lists the reasons why a fused kernel cannot compute a call; `mask` is
     `kernel_mask(call)`.
 
@@ -224,6 +222,16 @@ def flat(x: Array, axes: int) -> Array:
     return x.reshape(-1, *x.shape[axes:])
 
 
+def flat_sinks(call: Call) -> Float[Array, "B N"] | None:
+    """Returns the sink of each batch entry and head, in float32, with one batch
+    axis.
+    """
+    if call.sinks is None:
+        return None
+    sinks = jnp.broadcast_to(call.sinks, (*call.batch, call.num_heads))
+    return flat(sinks, len(call.batch)).astype(jnp.float32)
+
+
 def visible_range(
     mask: Visible, arrays: Arrays
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
@@ -261,7 +269,7 @@ def every_row_sees_a_key(mask: Visible, lengths: tuple[int, int]) -> bool:
     `lengths` is (T, S).
     """
     queries, keys = lengths
-    if mask.rest is not None or jax.tree.leaves(mask):
+    if jax.tree.leaves(mask):
         return False
     # The first query's window must end at a key, and the last one's begin at a key.
     first_sees_a_key = mask.right is None or mask.right >= 0

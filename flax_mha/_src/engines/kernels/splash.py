@@ -8,11 +8,13 @@ infinity in masked keys out of the result.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as splash,
 )
@@ -22,7 +24,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jaxtyping import Array, Float, Int
 
 from flax_mha._src.call.call import DEFAULT_PRECISION, Call, Result
-from flax_mha._src.core.tracing import reasons_against_kernel, varying_alike
+from flax_mha._src.core.fields import static
+from flax_mha._src.core.tracing import NEEDS_SHARDING, manual_axes, varying_axes
 from flax_mha._src.engines.engine import (
     EMPTY,
     Engine,
@@ -32,7 +35,7 @@ from flax_mha._src.engines.engine import (
 from flax_mha._src.engines.kernels import guarded
 from flax_mha._src.engines.kernels import mask as kernel_mask
 from flax_mha._src.engines.kernels.mask import Arrays
-from flax_mha._src.masks import ArrayMask, Mask
+from flax_mha._src.masks import ArrayMask
 from flax_mha._src.masks.visible import Visible
 from flax_mha._src.plan import Plan
 
@@ -100,88 +103,11 @@ def tile_size(length: int) -> int:
     `TILES` that pads little, to at most 9/8 of the length that the smallest pads to.
     """
     least = length + -length % TILES[-1]
-    for tile in TILES:
-        padded = length + -length % tile
-        if 8 * padded <= 9 * least:
-            return tile
-    return TILES[-1]
+    return next(x for x in TILES if 8 * (length + -length % x) <= 9 * least)
 
 
-def _reasons(call: Call) -> list[str]:
-    queries, keys = call.lengths
-    mask = kernel_mask.kernel_mask(call)
-    if all(map(_is_of_keys, mask.others)):
-        mask = dataclasses.replace(mask, rest=None)
-    reasons = kernel_mask.reasons_against(call, mask, ["logits_soft_cap", "sinks"])
-    reasons += _reasons_of_device(call)
-    rows_of_tiles = -(-queries // tile_size(queries))
-    columns_of_tiles = -(-keys // tile_size(keys))
-    if rows_of_tiles * columns_of_tiles > MOST_TILES:
-        reasons.append(
-            f"its tile table does not fit for {queries} queries and {keys} keys: use "
-            'shorter sequences, or implementation="blockwise"'
-        )
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    if precision not in DEFAULT_PRECISION:
-        reasons.append(
-            f"it supports only the default matmul precision, not {precision}: leave "
-            "jax_default_matmul_precision unset"
-        )
-    return reasons
-
-
-def _reasons_of_device(call: Call) -> list[str]:
-    """Lists the reasons that dtypes, sizes and devices give."""
-    query, key, value = call.inputs
-    target = call.target
-    reasons = []
-    if target.platform != "tpu":
-        reasons.append(reason_against_platform("tpu", "TPUs", target.platform))
-    reasons += reasons_against_dtype((jnp.float32, jnp.bfloat16), query.dtype)
-    largest = max(query.shape[-1], value.shape[-1])
-    if largest > LARGEST_HEAD:
-        reasons.append(
-            f"head sizes must be at most {LARGEST_HEAD}, but the largest is {largest}: "
-            "change num_heads or qkv_features"
-        )
-    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        reasons.append(
-            "its kernels do not compile with 64-bit types: set jax_enable_x64 to False"
-        )
-    if 0 in (*query.shape, *key.shape, *value.shape):
-        reasons.append(EMPTY)
-    return reasons + reasons_against_kernel(target)
-
-
-class Kernel(NamedTuple):
-    """The static part of a call of splash's kernel.
-
-    Its arrays are padded to whole tiles, with the axes [B, N | K, T | S, H].
-    """
-
-    mask: splash_masks.Mask  # of every head
-    num_heads: int
-    sides: tuple[int, int]  # of a tile
-    soft_cap: float | None
-    interpret: bool
-
-    def __call__(
-        self, inputs: Arrays, segment_ids: splash.SegmentIds | None
-    ) -> Float[Array, "B N T Hv"]:
-        # Built in every trace, because a kernel holds arrays of the trace that it was
-        # built in.
-        mask_of_heads = splash_masks.MultiHeadMask([self.mask] * self.num_heads)
-        attend = splash.make_splash_mha(
-            mask_of_heads,
-            block_sizes=_block_sizes(*self.sides),
-            attn_logits_soft_cap=self.soft_cap,
-            head_shards=1,
-            q_seq_shards=1,
-            interpret=self.interpret,
-        )
-        return jax.vmap(attend)(
-            inputs.query, inputs.key, inputs.value, segment_ids, inputs.sinks
-        )
+# The kernel's arrays are padded to whole tiles, with the axes [B, N | K, T | S, H].
+Kernel = Callable[[Arrays, splash.SegmentIds | None], Float[Array, "B N T Hv"]]
 
 
 @jax.tree_util.register_dataclass
@@ -193,7 +119,7 @@ class SavedWithSinks:
 
     pull: Any
     sinks: Any  # [B, N]
-    places: tuple[int, int] | None = dataclasses.field(metadata={"static": True})
+    places: tuple[int, int] | None = static()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -214,16 +140,13 @@ def _forward_with_sinks(
     output, pull = jax.vjp(lambda inputs: kernel(inputs, segment_ids), inputs)
     # The kernel's gradient stores output and log-sum-exp. Find them there, instead of
     # storing them twice.
-    outputs = []
-    lses = []
-    for i, x in enumerate(jax.tree.leaves(pull)):
-        if x is output:
-            outputs.append(i)
-        if x.shape == output.shape[:-1] and x.dtype == jnp.float32:
-            lses.append(i)
+    leaves = jax.tree.leaves(pull)
+    of_rows = (output.shape[:-1], jnp.float32)
+    outputs = [i for i, x in enumerate(leaves) if x is output]
+    lses = [i for i, x in enumerate(leaves) if (x.shape, x.dtype) == of_rows]
     places = None
     # In the versions of JAX that were tried, there is one of each.
-    if len(outputs) == 1 and len(lses) == 1:
+    if len(outputs) == len(lses) == 1:
         places = (outputs[0], lses[0])
     return output, SavedWithSinks(pull, inputs.sinks, places)
 
@@ -249,7 +172,7 @@ def _backward_with_sinks(
 _with_sinks.defvjp(_forward_with_sinks, _backward_with_sinks)
 
 
-class Masked(NamedTuple):
+class Fused(NamedTuple):
     """Splash's kernel as a `guarded.Fused`: `guarded.around_kernel` keeps NaN in masked
     keys out of the result.
     """
@@ -266,13 +189,35 @@ class Masked(NamedTuple):
         """
         rows, columns = map(tile_size, arrays.lengths)
         sides = (rows, columns)
-        kernel = Kernel(
-            mask=_mask(mask, arrays.lengths, sides),
-            num_heads=arrays.query.shape[2],
-            sides=sides,
-            soft_cap=self.soft_cap,
-            interpret=self.interpret,
-        )
+        mask_of_head = _mask(mask, arrays.lengths, sides)
+        num_heads = arrays.query.shape[2]
+
+        def kernel(
+            inputs: Arrays, segment_ids: splash.SegmentIds | None
+        ) -> Float[Array, "B N T Hv"]:
+            # Built in every trace, because it holds arrays of the trace.
+            attend = splash.make_splash_mha(
+                splash_masks.MultiHeadMask([mask_of_head] * num_heads),
+                # A row whose tiles are all skipped is NaN after the forward pass, so
+                # the backward pass must skip them, too. That pass is two kernels; a
+                # single fused one would store a gradient of the queries for every
+                # column of tiles.
+                block_sizes=splash.BlockSizes(
+                    block_q=rows,
+                    block_kv=columns,
+                    block_q_dkv=rows,
+                    block_kv_dkv=columns,
+                    block_q_dq=rows,
+                    block_kv_dq=columns,
+                ),
+                attn_logits_soft_cap=self.soft_cap,
+                head_shards=1,
+                q_seq_shards=1,
+                interpret=self.interpret,
+            )
+            return jax.vmap(attend)(
+                inputs.query, inputs.key, inputs.value, segment_ids, inputs.sinks
+            )
 
         def padded(x: Array, side: int) -> Array:
             return kernel_mask.pad_to(jnp.swapaxes(x, 1, 2), 2, side)
@@ -308,7 +253,65 @@ class Splash(Engine):
     interpret: bool = False
 
     def supports(self, call: Call) -> list[str]:
-        return super().supports(call) or _reasons(call)
+        reasons = super().supports(call)
+        if reasons:
+            return reasons
+        mask = kernel_mask.kernel_mask(call)
+        # Arrays that depend on the key alone become segment ids.
+        if all(
+            isinstance(x, ArrayMask) and x.visible.shape[-3:-1] == (1, 1)
+            for x in mask.others
+        ):
+            mask = dataclasses.replace(mask, rest=None)
+        reasons = kernel_mask.reasons_against(call, mask, ["logits_soft_cap", "sinks"])
+
+        # Dtypes and sizes.
+        query, key, value = call.inputs
+        queries, keys = call.lengths
+        target = call.target
+        config: Any = jax.config
+        if target.platform != "tpu":
+            reasons.append(reason_against_platform("tpu", "TPUs", target.platform))
+        reasons += reasons_against_dtype((jnp.float32, jnp.bfloat16), query.dtype)
+        largest = max(query.shape[-1], value.shape[-1])
+        if largest > LARGEST_HEAD:
+            reasons.append(
+                f"head sizes must be at most {LARGEST_HEAD}, but the largest is "
+                f"{largest}: change num_heads or qkv_features"
+            )
+        if config.jax_enable_x64:
+            reasons.append(
+                "its kernels do not compile with 64-bit types: set jax_enable_x64 to "
+                "False"
+            )
+        if 0 in (*query.shape, *key.shape, *value.shape):
+            reasons.append(EMPTY)
+
+        # The mesh. The rule of `partitioned.py` does not apply: XLA for TPUs does not
+        # call it (https://github.com/jax-ml/jax/issues/38196).
+        if target.may_be_split:
+            reasons.append(f"on multiple devices, {NEEDS_SHARDING}")
+        axes = manual_axes()
+        if axes and varying_axes(lax.axis_index(axes)):
+            reasons.append(
+                "inside jax.shard_map, it does not support check_vma=True: pass "
+                "check_vma=False"
+            )
+
+        rows_of_tiles = -(-queries // tile_size(queries))
+        columns_of_tiles = -(-keys // tile_size(keys))
+        if rows_of_tiles * columns_of_tiles > MOST_TILES:
+            reasons.append(
+                f"its tile table does not fit for {queries} queries and {keys} keys: "
+                'use shorter sequences, or implementation="blockwise"'
+            )
+        precision = config.jax_default_matmul_precision
+        if precision not in DEFAULT_PRECISION:
+            reasons.append(
+                f"it supports only the default matmul precision, not {precision}: "
+                "leave jax_default_matmul_precision unset"
+            )
+        return reasons
 
     def forward(self, plan: Plan, call: Call) -> Result:
         mask = kernel_mask.kernel_mask(call)
@@ -320,52 +323,16 @@ class Splash(Engine):
         mask = kernel_mask.flattened(call, mask)
         axes = len(call.batch)
         query, key, value = (kernel_mask.flat(x, axes) for x in call.inputs)
-        arrays = Arrays(_scaled(query, call.scale), key, value)
-        if call.sinks is not None:
-            sinks = jnp.broadcast_to(call.sinks, (*call.batch, call.num_heads))
-            sinks = sinks.astype(jnp.float32)
-            arrays = arrays._replace(sinks=kernel_mask.flat(sinks, axes))
-        kernel = Masked(call.soft_cap, self.interpret)
-        if mask.hides_keys:
-            arrays, mask = varying_alike((arrays, mask))
-            [output] = guarded.around_kernel(kernel, arrays, mask)
+        scale = np.asarray(call.scale, query.dtype)
+        if float(scale) == call.scale:
+            query = query * scale
         else:
-            [output], _ = kernel.run(arrays, mask, guarded.NONE)
-        output = output.reshape(*call.query.shape[:-1], value.shape[-1])
-        return Result(output, None)
-
-
-def _is_of_keys(mask: Mask) -> bool:
-    """Returns whether a mask is an array that depends on the key alone, not on head or
-    query.
-    """
-    return isinstance(mask, ArrayMask) and mask.visible.shape[-3:-1] == (1, 1)
-
-
-def _scaled(query: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N H"]:
-    number = np.asarray(scale, query.dtype)
-    if float(number) == scale:
-        return query * number
-    # A rounded scale would change all scores in one direction.
-    return (query.astype(jnp.float32) * scale).astype(query.dtype)
-
-
-def _block_sizes(rows: int, columns: int) -> splash.BlockSizes:
-    """Makes splash's description of tiles of `rows` and `columns`, the same forward and
-    backward.
-
-    A row whose tiles are all skipped is NaN after the forward pass, so the backward
-    pass must also skip them. That pass is two kernels; a single fused one would store a
-    gradient of the queries for every column of tiles.
-    """
-    return splash.BlockSizes(
-        block_q=rows,
-        block_kv=columns,
-        block_q_dkv=rows,
-        block_kv_dkv=columns,
-        block_q_dq=rows,
-        block_kv_dq=columns,
-    )
+            # A rounded scale would change all scores in one direction.
+            query = (query.astype(jnp.float32) * call.scale).astype(query.dtype)
+        arrays = Arrays(query, key, value, sinks=kernel_mask.flat_sinks(call))
+        kernel = Fused(call.soft_cap, self.interpret)
+        [output] = guarded.compute(kernel, arrays, mask)
+        return Result(output.reshape(*call.query.shape[:-1], value.shape[-1]), None)
 
 
 def _mask(
@@ -375,20 +342,19 @@ def _mask(
     multiples of `sides`, a tile's shape.
 
     If it would hide everything, it hides nothing: splash needs a visible tile, and
-    `Masked.run` zeroes the output.
+    `Fused.run` zeroes the output.
     """
     queries, keys = lengths
     size = (queries + -queries % sides[0], keys + -keys % sides[1])
-    pads_keys = size[1] != keys
-    if mask.left is None and mask.right is None and not pads_keys:
+    if mask.left is None and mask.right is None and size[1] == keys:
         return splash_masks.FullMask(size)
     # Distances, key minus query, that are visible and that occur.
     nearest = 1 - queries
     furthest = keys - 1
     if mask.left is not None:
-        nearest = max(-mask.left, nearest)
+        nearest = -mask.left
     if mask.right is not None:
-        furthest = min(mask.right, furthest)
+        furthest = mask.right
     if furthest < nearest:
         return splash_masks.FullMask(size)
     return Band(size, left=mask.left, right=mask.right, keys=keys)
@@ -403,7 +369,8 @@ def _segment_ids(
     The latter two get an id that no query has. Returns None if there are none of these.
     See also `_mask`.
     """
-    if mask.segments is None and mask.key_lengths is None and mask.rest is None:
+    hides_others = mask.key_lengths is not None or mask.rest is not None
+    if mask.segments is None and not hides_others:
         return None
     if mask.segments is None:
         query_ids = jnp.zeros(arrays.query.shape[:2], jnp.int32)
@@ -417,7 +384,7 @@ def _segment_ids(
         is_used = columns < mask.key_lengths[:, None]
     if isinstance(mask.rest, ArrayMask):
         is_used = is_used & mask.rest.visible[:, 0, 0]
-    if mask.key_lengths is not None or mask.rest is not None:
+    if hides_others:
         key_ids = jnp.where(is_used, key_ids, _unused(query_ids)[:, None])
     return splash.SegmentIds(
         kernel_mask.pad_to(query_ids, 1, sides[0]),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from flax_mha._src.call.call import Call, Result
-from flax_mha._src.core.tracing import by_itself, varying_alike
+from flax_mha._src.core.tracing import by_itself
 from flax_mha._src.core.validation import warn_once
 from flax_mha._src.engines.engine import (
     EMPTY,
@@ -124,8 +124,23 @@ class Form(NamedTuple):
             lengths = described(batch, dtype=jnp.int32)
         bias = None
         if call.bias is not None or others is not None:
-            entries = _entries_of_bias(call, own, others)
-            bias = described(*entries, rows, columns, dtype=query.dtype)
+            # The numbers of batch entries and of heads: 1, or all.
+            by_batch = by_head = False
+            if others is not None:
+                by_batch, by_head = kernel_mask.depends_on(call, others)
+            if call.bias is not None:
+                *entries, heads, _, _ = call.bias.shape
+                # Lengths may leave different numbers visible: see `largest_bias`.
+                has_lengths = bool(jax.tree.leaves(own))
+                by_batch = by_batch or has_lengths or math.prod(entries) > 1
+                by_head = by_head or heads > 1
+            bias = described(
+                batch if by_batch else 1,
+                call.num_heads if by_head else 1,
+                rows,
+                columns,
+                dtype=query.dtype,
+            )
         operands = Operands(
             described(batch, rows, *query.shape[-2:], dtype=query.dtype),
             described(batch, columns, *key.shape[-2:], dtype=query.dtype),
@@ -142,34 +157,6 @@ class Form(NamedTuple):
             may_be_split=call.target.may_be_split,
         )
         return cls(Fused(settings, operands), own, others)
-
-
-def _entries_of_bias(
-    call: Call, own: Visible, others: Visible | None
-) -> tuple[int, int]:
-    """Returns the numbers of batch entries and of heads of the bias: 1, or all."""
-    by_batch = by_head = False
-    if others is not None:
-        by_batch, by_head = kernel_mask.depends_on(call, others)
-    if call.bias is not None:
-        *batch, heads, _, _ = call.bias.shape
-        # Lengths may leave different numbers visible: see `largest_bias`.
-        has_lengths = bool(jax.tree.leaves(own))
-        by_batch = by_batch or has_lengths or math.prod(batch) > 1
-        by_head = by_head or heads > 1
-    entries = math.prod(call.batch) if by_batch else 1
-    return entries, call.num_heads if by_head else 1
-
-
-def _flat_bias(call: Call) -> Float[Array, "#B #N #T #S"]:
-    """Returns the call's bias with one batch axis, which is 1 if all entries share
-    it.
-    """
-    bias: Any = call.bias
-    *batch, heads, rows, columns = bias.shape
-    if math.prod(batch) > 1:
-        bias = jnp.broadcast_to(bias, (*call.batch, heads, rows, columns))
-    return bias.reshape(-1, heads, rows, columns)
 
 
 class Fused(NamedTuple):
@@ -228,21 +215,29 @@ class Fused(NamedTuple):
             bias = _merged_bias(arrays, mask, shift)
             bias = jnp.broadcast_to(bias, (*shapes.bias.shape[:2], queries, keys))
 
+        # How many queries and keys cuDNN uses, at least 1.
         lengths: Any = (None, None)
         if shapes.key_lengths is not None and masked is not None:
-            lengths = _lengths(arrays, mask)
+            # Queries that see a key by window and lengths come before all others.
+            first, end = kernel_mask.visible_range(mask, arrays)
+            counts = (jnp.sum(first < end, 1, jnp.int32), jnp.max(end, axis=1))
+            lengths = [jnp.maximum(x, 1) for x in counts]
         elif shapes.key_lengths is not None:
             # Of the padding. All keys, so that each gets a gradient.
             batch = shapes.query.shape[:1]
-            lengths = tuple(jnp.full(batch, x, jnp.int32) for x in (queries, keys))
+            lengths = [jnp.full(batch, x, jnp.int32) for x in (queries, keys)]
         rows, columns = shapes.query.shape[1], shapes.key.shape[1]
         operands = Operands(
             kernel_mask.pad_to(arrays.query, 1, rows),
             kernel_mask.pad_to(arrays.key, 1, columns),
             kernel_mask.pad_to(arrays.value, 1, columns),
-            _padded(bias, rows, columns),
+            bias,
             *lengths,
         )
+        if bias is not None:
+            padded = kernel_mask.pad_to(bias, 2, rows)
+            padded = kernel_mask.pad_to(padded, 3, columns)
+            operands = operands._replace(bias=padded)
         sinks = arrays.sinks
         if sinks is not None:
             sinks = sinks[..., None]
@@ -289,23 +284,6 @@ def _only_masking(x: Array) -> Array:
     return jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)
 
 
-def _padded(bias: Array | None, rows: int, columns: int) -> Array | None:
-    if bias is None:
-        return None
-    return kernel_mask.pad_to(kernel_mask.pad_to(bias, 2, rows), 3, columns)
-
-
-def _lengths(arrays: Arrays, mask: Visible) -> tuple[Array, Array]:
-    """Computes the numbers of queries and keys that cuDNN uses, at least 1.
-
-    Queries to which window and lengths leave a key come before all others.
-    """
-    first, end = kernel_mask.visible_range(mask, arrays)
-    rows = jnp.sum(first < end, axis=1, dtype=jnp.int32)
-    columns = jnp.max(end, axis=1)
-    return jnp.maximum(rows, 1), jnp.maximum(columns, 1)
-
-
 def _merged_bias(
     arrays: Arrays, mask: Visible, shift: Any
 ) -> Float[Array, "#B #N T|1 S|1"]:
@@ -331,117 +309,11 @@ def _merged_bias(
     return jnp.where(visible, bias, hidden)
 
 
-def _reasons(call: Call) -> list[str]:
-    """Lists the reasons why cuDNN cannot compute a call; if it finds none, it also
-    tries to compile the kernel.
-
-    If the GPU is only assumed (`Target.assumed`), it lists why an H100 cannot compute
-    the call; it compiles nothing.
-    """
-    form = Form.of(call)
-    target = call.target
-    here = _here(call)
-
-    # Arguments, then the device.
-    supported = ["bias", "sinks", "query_offset", "key_value_offset", "return_residual"]
-    reasons = kernel_mask.reasons_against(call, form.own, supported)
-    reasons += _reasons_of_bias(call, form)
-    if here.capability is None:
-        reasons.append(reason_against_platform("cuda", "NVIDIA GPUs", here.name))
-    elif here.capability < (8, 0):
-        has = ".".join(map(str, here.capability))
-        reasons.append(
-            f"it requires compute capability 8.0, but {here.name} has {has}: use an "
-            "A100 or a newer GPU"
-        )
-    else:
-        facts = faults.Facts(
-            queries=call.lengths[0],
-            keys=form.fused.operands.key.shape[1],
-            has_window=form.own.left is not None,
-            has_lengths=form.fused.operands.key_lengths is not None,
-            has_bias=form.fused.operands.bias is not None,
-            query_elements=math.prod(form.fused.operands.query.shape),
-        )
-        reasons += faults.reasons_against_version(here.capability, facts)
-
-    # Dtype and sizes.
-    reasons += reasons_against_dtype(DTYPES, call.query.dtype)
-    head_size = call.query.shape[-1]
-    value_size = call.value.shape[-1]
-    # The backward pass on Hopper, and on other GPUs (`faults.SUPPORT`).
-    largest = 128
-    if here.capability is not None and here.capability[0] == 9:
-        largest = 256
-    if head_size % 8 or head_size > largest:
-        reasons.append(
-            f"the head size must be a multiple of 8 up to {largest}, but is "
-            f"{head_size}: change num_heads or qkv_features"
-        )
-    if value_size != head_size:
-        reasons.append(
-            f"the value head size must equal the key head size, {head_size}, but is "
-            f"{value_size}: make both equal, for example by padding the smaller one "
-            "with zeros"
-        )
-    if 0 in call.query.shape or 0 in call.key.shape:
-        reasons.append(EMPTY)
-    if call.cached:
-        reasons.append(
-            "it does not read a cache in place: to attend to a copy of the cache, pass "
-            'implementation="cudnn"'
-        )
-    if reasons or target.assumed:
-        return reasons
-    try:
-        reasons = failure(form.fused)
-    except PassingError as error:
-        reason, status = error.args
-        # Without the reason, in which numbers of bytes differ.
-        warn_once(
-            f"cuDNN could not compile a kernel ({status}), so another implementation "
-            "is used; programs that are compiled now keep it. To try again in a "
-            "program that is already compiled, call jax.clear_caches()."
-        )
-        return [reason]
-    if not reasons and (call.sinks is not None or call.return_residual):
-        return calls.differences_from_jax()
-    return reasons
-
-
 def _here(call: Call) -> Device:
     """Returns the device that a call runs on."""
     if call.target.assumed and call.target.platform == "gpu":
         return H100  # this machine may have no GPU to ask
     return device(call.target.platform)
-
-
-def _reasons_of_bias(call: Call, form: Form) -> list[str]:
-    bias: Any = form.fused.operands.bias
-    reasons = []
-    if call.bias is not None:
-        if call.bias.dtype not in DTYPES_OF_BIAS or call.bias.dtype != call.query.dtype:
-            # It would round float32.
-            reasons.append(
-                f"bias and query must be bfloat16, but are {call.bias.dtype} and "
-                f"{call.query.dtype}: pass both as jnp.bfloat16"
-            )
-    elif bias is not None and call.query.dtype not in DTYPES_OF_BIAS:
-        reasons.append(
-            "its mask becomes a bias, for which the inputs must be bfloat16, but are "
-            f"{call.query.dtype}: use bfloat16, or only lengths, is_causal=True and "
-            "local_window_size=(left, 0) with equal offsets"
-        )
-    numbers = 0
-    if bias is not None:
-        numbers = math.prod(bias.shape)
-    if numbers > MAX_BIAS:
-        reasons.append(
-            f"its bias, or the one that its mask becomes, would have {numbers:,} "
-            f"numbers, more than {MAX_BIAS:,}: use smaller batches, or lengths and "
-            "windows if it only masks"
-        )
-    return reasons
 
 
 class PassingError(Exception):
@@ -466,9 +338,6 @@ def failure(fused: Fused) -> list[str]:
     if fused.operands.bias is not None:
         differentiated = fused.with_bias_gradient()
 
-    def forward(operands: Operands) -> Any:
-        return calls.forward(fused.settings, operands)
-
     def both_passes(operands: Operands) -> Any:
         settings = differentiated.settings
         output, lse = calls.forward(settings, operands)
@@ -477,6 +346,7 @@ def failure(fused: Fused) -> list[str]:
     def compile_passes() -> None:
         # Without a gradient, the bias may be smaller.
         if differentiated.operands != fused.operands:
+            forward = functools.partial(calls.forward, fused.settings)
             jax.jit(forward).lower(fused.operands).compile()
         jax.jit(both_passes).lower(differentiated.operands).compile()
 
@@ -498,10 +368,10 @@ def failure(fused: Fused) -> list[str]:
     return []
 
 
-def _kinds(call: Call, form: Form) -> dict[trials.Kind, str]:
+def _kinds(call: Call, others: Visible | None) -> dict[trials.Kind, str]:
     """Returns the kinds of a call that `trials.py` tries, with words for them."""
     kinds: dict[trials.Kind, str] = {}
-    if form.others is not None:
+    if others is not None:
         kinds["mask"] = "a mask as a bias"
     elif call.bias is not None:
         *batch, _, rows, columns = call.bias.shape
@@ -530,16 +400,119 @@ class CuDNN(Engine):
     guard_first = False
 
     def supports(self, call: Call) -> list[str]:
-        return super().supports(call) or _reasons(call)
+        """Lists the reasons why cuDNN cannot compute a call; if there are none, it also
+        tries to compile the kernel.
+
+        If the GPU is only assumed (`Target.assumed`), it lists why an H100 cannot
+        compute the call; it compiles nothing.
+        """
+        reasons = super().supports(call)
+        if reasons:
+            return reasons
+        fused, own, others = Form.of(call)
+        shapes = fused.operands
+        here = _here(call)
+
+        # Arguments, then the device.
+        supported = [
+            "bias",
+            "sinks",
+            "query_offset",
+            "key_value_offset",
+            "return_residual",
+        ]
+        reasons = kernel_mask.reasons_against(call, own, supported)
+        dtype = call.query.dtype
+        if call.bias is not None:
+            if call.bias.dtype not in DTYPES_OF_BIAS or call.bias.dtype != dtype:
+                # It would round float32.
+                reasons.append(
+                    f"bias and query must be bfloat16, but are {call.bias.dtype} and "
+                    f"{dtype}: pass both as jnp.bfloat16"
+                )
+        elif others is not None and dtype not in DTYPES_OF_BIAS:
+            reasons.append(
+                "its mask becomes a bias, for which the inputs must be bfloat16, but "
+                f"are {dtype}: use bfloat16, or only lengths, is_causal=True and "
+                "local_window_size=(left, 0) with equal offsets"
+            )
+        if shapes.bias is not None and math.prod(shapes.bias.shape) > MAX_BIAS:
+            reasons.append(
+                "its bias, or the one that its mask becomes, would have "
+                f"{math.prod(shapes.bias.shape):,} numbers, more than {MAX_BIAS:,}: "
+                "use smaller batches, or lengths and windows if it only masks"
+            )
+        if here.capability is None:
+            reasons.append(reason_against_platform("cuda", "NVIDIA GPUs", here.name))
+        elif here.capability < (8, 0):
+            has = ".".join(map(str, here.capability))
+            reasons.append(
+                f"it requires compute capability 8.0, but {here.name} has {has}: use "
+                "an A100 or a newer GPU"
+            )
+        else:
+            facts = faults.Facts(
+                queries=call.lengths[0],
+                keys=shapes.key.shape[1],
+                has_window=own.left is not None,
+                has_lengths=shapes.key_lengths is not None,
+                has_bias=shapes.bias is not None,
+                query_elements=math.prod(shapes.query.shape),
+            )
+            reasons += faults.reasons_against_version(here.capability, facts)
+
+        # Dtype and sizes.
+        reasons += reasons_against_dtype(DTYPES, dtype)
+        head_size = call.query.shape[-1]
+        value_size = call.value.shape[-1]
+        # The backward pass on Hopper, and on other GPUs (`faults.SUPPORT`).
+        largest = 128
+        if here.capability is not None and here.capability[0] == 9:
+            largest = 256
+        if head_size % 8 or head_size > largest:
+            reasons.append(
+                f"the head size must be a multiple of 8 up to {largest}, but is "
+                f"{head_size}: change num_heads or qkv_features"
+            )
+        if value_size != head_size:
+            reasons.append(
+                f"the value head size must equal the key head size, {head_size}, but "
+                f"is {value_size}: make both equal, for example by padding the smaller "
+                "one with zeros"
+            )
+        if 0 in call.query.shape or 0 in call.key.shape:
+            reasons.append(EMPTY)
+        if call.cached:
+            reasons.append(
+                "it does not read a cache in place: to attend to a copy of the cache, "
+                'pass implementation="cudnn"'
+            )
+        if reasons or call.target.assumed:
+            return reasons
+        try:
+            reasons = failure(fused)
+        except PassingError as error:
+            reason, status = error.args
+            # Without the reason, in which numbers of bytes differ.
+            warn_once(
+                f"cuDNN could not compile a kernel ({status}), so another "
+                "implementation is used; programs that are compiled now keep it. To "
+                "try again in a program that is already compiled, call "
+                "jax.clear_caches()."
+            )
+            return [reason]
+        if not reasons and (call.sinks is not None or call.return_residual):
+            return calls.differences_from_jax()
+        return reasons
 
     def doubts(self, call: Call) -> list[str]:
         """Lists reasons against kinds of calls that are newer than the others: short
         ones, and those that failed, or cannot be tried, on this device.
         """
-        kinds = _kinds(call, Form.of(call))
-        scores = math.prod(call.lengths)
+        kinds = _kinds(call, Form.of(call).others)
         if not kinds:
             return []
+        scores = math.prod(call.lengths)
         if scores < MIN_SCORES:
             return [
                 f"with {' and '.join(kinds.values())}, it is chosen from T x S = "
@@ -556,13 +529,13 @@ class CuDNN(Engine):
         return reasons
 
     def variant(self, call: Call) -> str | None:
-        form = Form.of(call)
-        bias: Any = form.fused.operands.bias
+        fused, _, others = Form.of(call)
+        bias: Any = fused.operands.bias
         words = []
-        if form.others is not None:
+        if others is not None:
             size = math.prod(bias.shape) * bias.dtype.itemsize
             words.append(f"with the mask as a bias of {size / 2**20:,.3g} MiB")
-        if call.target.assumed and _kinds(call, form):
+        if call.target.assumed and _kinds(call, others):
             words.append("if its trial on the device succeeds")
         return ", ".join(words) or None
 
@@ -578,18 +551,14 @@ class CuDNN(Engine):
             visible = kernel_mask.as_array(call, others)[..., :columns]
             mask = dataclasses.replace(mask, rest=ArrayMask(visible))
         if call.bias is not None:
-            arrays = arrays._replace(bias=_flat_bias(call)[..., :columns])
-        if call.sinks is not None:
-            sinks = jnp.broadcast_to(call.sinks, (*call.batch, call.num_heads))
-            sinks = kernel_mask.flat(sinks, axes).astype(jnp.float32)
-            arrays = arrays._replace(sinks=sinks)
-
-        if arrays.bias is not None or mask.hides_keys:
-            arrays, mask = varying_alike((arrays, mask))
-            results = guarded.around_kernel(fused, arrays, mask)
-        else:
-            results, _ = fused.run(arrays, mask, guarded.NONE)
-        output, *rows = results
+            bias = call.bias
+            # If all entries share it, the batch axis has length 1.
+            if math.prod(bias.shape[:axes]) > 1:
+                bias = jnp.broadcast_to(bias, (*call.batch, *bias.shape[axes:]))
+            bias = kernel_mask.flat(bias, axes)[..., :columns]
+            arrays = arrays._replace(bias=bias)
+        arrays = arrays._replace(sinks=kernel_mask.flat_sinks(call))
+        output, *rows = guarded.compute(fused, arrays, mask)
         output = output.reshape(call.query.shape)
         if rows:
             return Result(output, rows[0].reshape(output.shape[:-1]))
