@@ -15,13 +15,8 @@ from flax.core import spmd
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from flax_mha._src.distributed.split import (
-    axes_of_key_heads,
-    is_explicit,
-    names_of,
-    number_of_parts,
-    pad_spec,
-)
+from flax_mha._src.core.tracing import names_of, number_of_parts
+from flax_mha._src.distributed.split import axes_of_key_heads, is_explicit, pad_spec
 
 Names = tuple[str | None, ...]
 
@@ -37,7 +32,17 @@ def parameter_names(
     a cache [B..., S, K, H]. With fewer key heads than devices, all names in "key" are
     None.
     """
-    parts = _size(head_axis)
+    axes = mesh_axis(head_axis)
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = 1
+    if not mesh.empty:
+        if not set(names_of(axes)) <= set(mesh.shape):
+            raise ValueError(
+                f"head_axis must be an axis of the mesh {tuple(mesh.axis_names)}, or a "
+                f"logical axis with a rule, but got {head_axis!r}; set rules with "
+                "flax.linen.logical_axis_rules."
+            )
+        parts = number_of_parts(mesh, axes)
     if num_heads % parts:
         raise ValueError(
             f"the size of head_axis must divide num_heads ({num_heads}), but "
@@ -102,24 +107,6 @@ class Box(_Unboxing, nn.Partitioned):
 @struct.dataclass
 class LogicalBox(_Unboxing, nn.LogicallyPartitioned):
     """A parameter boxed with logical axes, which Flax's rules map to mesh axes."""
-
-
-def _size(head_axis: str) -> int:
-    """Counts the devices along `head_axis`; 1 without a mesh.
-
-    `head_axis` may be a mesh axis, or a logical axis that Flax's rules map to one.
-    """
-    axes = mesh_axis(head_axis)
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return 1
-    if not set(names_of(axes)) <= set(mesh.shape):
-        raise ValueError(
-            f"head_axis must be an axis of the mesh {tuple(mesh.axis_names)}, or a "
-            f"logical axis with a rule, but got {head_axis!r}; set rules with "
-            "flax.linen.logical_axis_rules."
-        )
-    return number_of_parts(mesh, axes)
 
 
 def sharding_of_product(
