@@ -9,14 +9,13 @@ each hop of the ring itself.
 """
 
 import functools
-import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from flax_mha._src import plan as plans
@@ -33,7 +32,7 @@ from flax_mha._src.distributed import ring, split
 from flax_mha._src.distributed.exchange import allgather, ulysses
 from flax_mha._src.engines.engine import Engine
 from flax_mha._src.engines.kernels.derivatives import with_derivatives
-from flax_mha._src.engines.kernels.lower_for_platform import lower_for_platform
+from flax_mha._src.engines.kernels.lower_for_platform import compile_for
 from flax_mha._src.explanation import ASSUMPTIONS, Explanation
 from flax_mha._src.guard import guard
 from flax_mha._src.plan import Plan
@@ -41,10 +40,10 @@ from flax_mha._src.plan import Plan
 Implementation = Literal["xla", "blockwise", "cudnn", "splash"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 CLASSES = {
-    "xla": "xla.XLA",
-    "blockwise": "blockwise.Blockwise",
-    "cudnn": "kernels.cudnn.engine.CuDNN",
-    "splash": "kernels.splash.Splash",
+    "xla": "xla:XLA",
+    "blockwise": "blockwise:Blockwise",
+    "cudnn": "kernels.cudnn.engine:CuDNN",
+    "splash": "kernels.splash:Splash",
 }
 
 
@@ -54,9 +53,7 @@ class _Engines(dict[str, Engine]):
     """
 
     def __missing__(self, name: str) -> Engine:
-        path = f"flax_mha._src.engines.{CLASSES[name]}"
-        module, _, class_name = path.rpartition(".")
-        engine_class = getattr(importlib.import_module(module), class_name)
+        engine_class = pkgutil.resolve_name(f"flax_mha._src.engines.{CLASSES[name]}")
         self[name] = engine_class()
         return self[name]
 
@@ -82,7 +79,7 @@ def run(call: Call, implementation: str | None) -> Result:
       NotImplementedError: If the named implementation does not support this call.
     """
     check_name(implementation)
-    parts = _split_of(call)
+    parts = split.split_of(call)
     # Symbolic sizes cannot be compared with 0. `split.empty_result` says why empty
     # calls are not split.
     is_empty = call.has_known_sizes and 0 in call.query.shape[:-1]
@@ -92,9 +89,8 @@ def run(call: Call, implementation: str | None) -> Result:
         explain(call, implementation)  # raises the errors that computing it would raise
         result = split.empty_result(call, parts)
     else:
-        run_part = _run_part(implementation, parts.context)
-        on_mesh = split.run_on_mesh if being_traced() else _compiled_on_mesh
-        result = on_mesh(call, parts, run_part)
+        on_mesh = _on_mesh if being_traced() else _compiled_on_mesh
+        result = on_mesh(call, parts, implementation)
     if result.largest is None:
         return result
     return result._replace(largest=_max_score(result.lse, result.largest))
@@ -105,31 +101,21 @@ def on_device(call: Call, implementation: str | None = None) -> Result:
     one.
     """
     name = _supported(call, implementation)
-    cpu_target = None
     if implementation is None:
-        cpu_target = _on_cpu(call, name)
         _warn_of_unknown_sharding(call, name)
     engine = ENGINES[name]
     if engine.platform is None:
         return compute(engine, call)
-    return _run_kernel(engine, call, cpu_target)
-
-
-def _run_kernel(engine: Engine, call: Call, cpu_target: Target | None) -> Result:
-    """Computes a call by a kernel, `engine`, and the derivatives that the kernel lacks
-    by a portable engine.
-
-    If the program is compiled for a CPU, it computes the call for `cpu_target` instead;
-    None: that cannot happen, or does not matter.
-    """
     kernel = functools.partial(compute, engine)
     portable = functools.partial(compute, ENGINES[PORTABLE])
+    cpu_target = _on_cpu(call, implementation, name)
     if cpu_target is None:
-        return with_derivatives(kernel, portable, call, None)
-    platform = call.target.platform
+        return with_derivatives(kernel, portable, call)
+    platform = {"gpu": "cuda", "tpu": "tpu"}[call.target.platform]
 
     def of_kernel(call: Call) -> Result:
-        return with_derivatives(kernel, portable, call, platform)
+        compiled = functools.partial(compile_for, platform)
+        return with_derivatives(kernel, portable, call, compiled)
 
     def of_cpu(call: Call) -> Result:
         result = on_device(call.replace(target=cpu_target))
@@ -138,11 +124,16 @@ def _run_kernel(engine: Engine, call: Call, cpu_target: Target | None) -> Result
         # Kernels return no log-sum-exp that nobody asked for.
         return result._replace(lse=None)
 
-    return lower_for_platform(platform, of_kernel, of_cpu, call)
+    # JAX compiles both branches for every platform of a program, but the kernel only
+    # for its own (`lower_for_platform.py`).
+    branches = {platform: of_kernel}
+    return lax.platform_dependent(call, **branches, default=of_cpu)
 
 
 def compute(engine: Engine, call: Call) -> Result:
-    """Plans a call on one device, guards it against NaN, and runs `engine` on it."""
+    """Plans a call on one device, guards it against NaN, and runs `engine` on it,
+    without the derivatives that kernels lack.
+    """
     plan, call = engine.plan(call)
     return _compute(engine, plan, call)
 
@@ -228,39 +219,20 @@ def _supported(call: Call, implementation: str | None, in_ring: bool = False) ->
     return implementation
 
 
-def _on_cpu(call: Call, name: str) -> Target | None:
+def _on_cpu(call: Call, implementation: str | None, chosen: str) -> Target | None:
     """Returns the target of `call` if the program that JAX traces is compiled for a CPU
     instead.
 
-    None if that cannot happen, or does not matter: JAX does not trace, the engine
-    `name` also runs on CPUs, or the call is only explained for another platform. See
-    `lower_for_platform.py`.
+    None if that cannot happen, or does not matter: JAX does not trace, an
+    implementation is named, the chosen one also runs on CPUs, or the call is only
+    explained for another platform. See `lower_for_platform.py`.
     """
     target = call.target
-    if ENGINES[name].platform is None or target.assumed or not being_traced():
+    if implementation is not None or ENGINES[chosen].platform is None:
+        return None
+    if target.assumed or not being_traced():
         return None
     return target._replace(platform="cpu")
-
-
-def _split_of(call: Call) -> split.Split | None:
-    """Returns how a mesh splits a call; None if it does not.
-
-    `qkv_sharding` or `context_parallel` decides; without them, the types of the arrays
-    or the devices that hold them.
-    """
-    sharding = call.sharding
-    if isinstance(sharding, Context):
-        return split.by_context(call, sharding)
-    if sharding is not None:
-        return split.by_caller(call, sharding)
-    arrays = call.inputs
-    if any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in arrays):
-        return split.by_types(call)
-    # XLA's partitioner may split traced arrays.
-    is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
-    if is_traced or not call.target.may_be_split:
-        return None
-    return split.by_placement(call)
 
 
 def _unsplit(call: Call) -> Call:
@@ -270,18 +242,19 @@ def _unsplit(call: Call) -> Call:
     return split.unsplit(call)
 
 
-# Returns the same function again, so that `jit` does not compile again.
-@functools.lru_cache(maxsize=64)
-def _run_part(
-    implementation: str | None, context: Context | None
-) -> Callable[[Call], Result]:
+def _on_mesh(call: Call, parts: split.Split, implementation: str | None) -> Result:
+    """Computes each device's part of a call."""
     attend = functools.partial(on_device, implementation=implementation)
 
     def engine_of(hop: Call) -> Engine:
         return ENGINES[_supported(hop, implementation, in_ring=True)]
 
     in_ring = functools.partial(ring.attention, engine_of=engine_of)
-    return _by_strategy(context, attend, in_ring)
+    part = _by_strategy(parts.context, attend, in_ring)
+    return split.run_on_mesh(call, parts, part)
+
+
+_compiled_on_mesh = jit_products(_on_mesh, static_argnames=("parts", "implementation"))
 
 
 def _by_strategy(
@@ -298,9 +271,6 @@ def _by_strategy(
         return functools.partial(in_ring, context=context)
     strategy = ulysses if context.strategy == "ulysses" else allgather
     return functools.partial(strategy, context=context, attend=attend)
-
-
-_compiled_on_mesh = jit_products(split.run_on_mesh, static_argnames=("parts", "run"))
 
 
 @jax.jit
@@ -321,14 +291,13 @@ def explain(call: Call, implementation: str | None) -> Explanation:
     `run` would raise.
     """
     check_name(implementation)
-    parts = _split_of(call)
+    parts = split.split_of(call)
     if parts is None:
         explanation = _explain_part(_unsplit(call), implementation)
     else:
         explanation = _explain_on_mesh(call, implementation, parts)
-    target = call.target
-    if target.assumed:
-        return explanation._replace(note=ASSUMPTIONS[target.platform])
+    if call.target.assumed:
+        return explanation._replace(note=ASSUMPTIONS[call.target.platform])
     return explanation
 
 
@@ -356,9 +325,7 @@ def _explain_part(
 ) -> Explanation:
     chosen = _supported(call, implementation, in_ring)
     chosen_on_cpu = None
-    cpu_target = None
-    if implementation is None:
-        cpu_target = _on_cpu(call, chosen)
+    cpu_target = _on_cpu(call, implementation, chosen)
     if cpu_target is not None:
         chosen_on_cpu = choose(call.replace(target=cpu_target))
     variant = None

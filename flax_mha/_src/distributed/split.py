@@ -10,7 +10,6 @@ kernels. The parts need no communication unless the sequence is split; `ring.py`
 *chunks*: each device holds one or, with the layout "zigzag", two.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from flax_mha._src.call.call import (
     Sharding,
 )
 from flax_mha._src.call.slices import axis_of, travels_with_keys
-from flax_mha._src.core.tracing import T
+from flax_mha._src.core.tracing import T, names_of, number_of_parts
 from flax_mha._src.core.validation import int_at_least
 from flax_mha._src.math.head import with_indices
 
@@ -43,22 +42,6 @@ def mesh_axes(mesh: Any, *kinds: AxisType) -> list[str]:
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind in kinds
     ]
-
-
-def names_of(axes: Axes) -> tuple[str, ...]:
-    """Converts one entry of a PartitionSpec to a tuple of mesh axes: None to (), "x" to
-    ("x",).
-    """
-    if isinstance(axes, str):
-        return (axes,)
-    return tuple(axes or ())
-
-
-def number_of_parts(mesh: Any, axes: Axes) -> int:
-    """Returns into how many parts the mesh axes `axes` split an axis of an array: the
-    product of their sizes.
-    """
-    return math.prod(mesh.shape[name] for name in names_of(axes))
 
 
 def is_explicit(x: Any) -> bool:
@@ -111,7 +94,6 @@ class Split(NamedTuple):
         """Returns the PartitionSpec of an array from the names of its axes, such as "B
         T N H" (`masks/base.py`).
         """
-        names = axes.split()
         by_name = {
             "B": self.batch,
             "N": (self.heads,),
@@ -119,7 +101,7 @@ class Split(NamedTuple):
             **self._sequences(axes),
         }
         parts: list[Axes] = []
-        for name in names:
+        for name in axes.split():
             parts.extend(by_name.get(name, (None,)))
         # An axis of length 1 is broadcast, so every device needs it.
         by_axis = zip(x.shape, parts, strict=False)
@@ -187,6 +169,26 @@ class Split(NamedTuple):
         return mapped(*jax.tree.map(self.reshard, arguments, specs))
 
 
+def split_of(call: Call) -> Split | None:
+    """Returns how a mesh splits a call; None if it does not.
+
+    `qkv_sharding` or `context_parallel` decides; without them, the types of the arrays
+    or the devices that hold them.
+    """
+    sharding = call.sharding
+    if isinstance(sharding, Context):
+        return _by_context(call, sharding)
+    if sharding is not None:
+        return _by_caller(call, sharding)
+    if any(map(is_explicit, call.inputs)):
+        return by_types(call)
+    # XLA's partitioner may split traced arrays.
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in call.inputs)
+    if is_traced or not call.target.may_be_split:
+        return None
+    return _by_placement(call)
+
+
 def by_types(call: Call) -> Split:
     """Returns the split in the types of query, key and value. At least one must be on a
     mesh with Explicit axes.
@@ -198,7 +200,7 @@ def by_types(call: Call) -> Split:
     return _split(mesh, explicit, specs, call, source="their types")
 
 
-def by_caller(call: Call, sharding: Any) -> Split | None:
+def _by_caller(call: Call, sharding: Any) -> Split | None:
     """Returns the split by `sharding`, the argument `qkv_sharding`; None if it names no
     axes and there is no mesh.
     """
@@ -211,7 +213,7 @@ def by_caller(call: Call, sharding: Any) -> Split | None:
     return _split(mesh, known, [spec], call, source="qkv_sharding")
 
 
-def by_placement(call: Call) -> Split | None:
+def _by_placement(call: Call) -> Split | None:
     """Returns the split of concrete query, key and value, by the devices that hold
     them.
 
@@ -232,19 +234,35 @@ def by_placement(call: Call) -> Split | None:
         return None
 
 
-def by_context(call: Call, context: Context) -> Split:
+def _by_context(call: Call, context: Context) -> Split:
     """Returns the split by `context_parallel`. Batch or heads are split as in the query
     if `context` names no axes.
     """
-    mesh, spec = _mesh_and_spec(call, context)
-    batch = list(spec[:-3])
+    query: Any = call.query
+    known: Any = None
+    if is_explicit(query):
+        known = jax.typeof(query).sharding
+    elif not isinstance(query, jax.core.Tracer):
+        known = query.sharding
+    is_named = isinstance(known, NamedSharding)
+    # The caller's mesh, or the one that is set, or the query's.
+    mesh: Any = context.mesh
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty and is_named:
+            mesh = known.mesh
+    # The mesh axes that split each axis of the query; None: none, or unknown.
+    spec: Iterable[Any] = ()
+    if is_named and known.mesh.abstract_mesh == mesh.abstract_mesh:
+        spec = known.spec
+    *batch, _, heads, _ = pad_spec(spec, query.ndim)
     if batch and context.batch_axes:
         batch[0] = context.batch_axes
-    heads = context.head_axis or spec[-2]
+    heads = context.head_axis or heads
     named = [context.axis]
     for axes in (*batch, heads):
         named.extend(names_of(axes))
-    known = _known_axes("context_parallel", mesh, named, fix="mesh=")
+    usable = _known_axes("context_parallel", mesh, named, fix="mesh=")
     if len(set(named)) < len(named):
         raise ValueError(
             "axis, batch_axes and head_axis must be different mesh axes, but got "
@@ -256,7 +274,7 @@ def by_context(call: Call, context: Context) -> Split:
             f"{context.batch_axes!r}."
         )
     wanted = PartitionSpec(*batch, None, heads)
-    split = _split(mesh, known, [wanted], call, source="context_parallel")
+    split = _split(mesh, usable, [wanted], call, source="context_parallel")
     _check_sequences(call, context, split)
     return split._replace(context=context)
 
@@ -279,29 +297,6 @@ def _known_axes(argument: str, mesh: Any, named: Sequence[str], fix: str) -> lis
         have = f"no mesh is set; use jax.set_mesh, or {fix}"
     got = ", ".join(map(repr, sorted(unknown)))
     raise ValueError(f"{argument} must use mesh axis names, but got {got}; {have}.")
-
-
-def _mesh_and_spec(call: Call, context: Context) -> tuple[Any, tuple[Axes, ...]]:
-    """Returns the mesh to use and, for each axis of the query, the mesh axes that split
-    it (None: none, or unknown).
-    """
-    query: Any = call.query
-    known: Any = None
-    if is_explicit(query):
-        known = jax.typeof(query).sharding
-    elif not isinstance(query, jax.core.Tracer):
-        known = query.sharding
-    is_named = isinstance(known, NamedSharding)
-    # The caller's mesh, or the one that is set, or the query's.
-    mesh: Any = context.mesh
-    if mesh is None:
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty and is_named:
-            mesh = known.mesh
-    spec: Iterable[Any] = ()
-    if is_named and known.mesh.abstract_mesh == mesh.abstract_mesh:
-        spec = known.spec
-    return mesh, pad_spec(spec, query.ndim)
 
 
 def _check_sequences(call: Call, context: Context, split: Split) -> None:

@@ -25,7 +25,6 @@ from flax_mha._src.core.jaxprs import (
     with_outputs,
 )
 from flax_mha._src.core.tracing import varying_alike
-from flax_mha._src.engines.kernels.lower_for_platform import compile_for
 from flax_mha._src.math.derivatives import (
     Function,
     differentiate,
@@ -35,18 +34,22 @@ from flax_mha._src.math.derivatives import (
 from flax_mha._src.math.softmax import RESIDUALS
 
 Attend = Callable[[Call], Result]
+Compiled = Callable[[Program], Callable[..., list[Array]]]
 
 
 def with_derivatives(
-    kernel: Attend, portable: Attend, call: Call, platform: str | None
+    kernel: Attend,
+    portable: Attend,
+    call: Call,
+    compiled: Compiled = as_function,
 ) -> Result:
     """Computes a call by a fused `kernel`, and the derivatives that the kernel lacks by
     `portable`.
 
     `kernel` has gradients of first order in reverse mode, `portable` derivatives of
-    every order. The result has no log-sum-exp if the kernel returns none. `platform` is
-    the kernel's platform if the program may also be compiled for others, otherwise
-    None; see `lower_for_platform.py`.
+    every order. The result has no log-sum-exp if the kernel returns none. `compiled`
+    makes a function of a program that runs the kernel or its gradient; if the call may
+    be compiled for several platforms, only for the kernel's (`compile_for`).
     """
     leaves, structure = jax.tree.flatten(varying_alike(call))
 
@@ -60,9 +63,7 @@ def with_derivatives(
         results = jax.tree.leaves(portable(jax.tree.unflatten(structure, leaves)))
         return results[:count]
 
-    functions = _Functions(
-        kernel=run_kernel, portable=run_portable, platform=platform, num_results=count
-    )
+    functions = _Functions(run_kernel, run_portable, compiled, num_results=count)
     output, *rows = _attention(functions, program)(*leaves)
     if rows:
         return Result(output, *rows)
@@ -76,19 +77,9 @@ class _Functions(NamedTuple):
 
     kernel: Callable[..., list[Array]]
     portable: Callable[..., list[Array]]
-    platform: str | None  # as in `with_derivatives`
+    compiled: Compiled  # as in `with_derivatives`
     # Output and, if the kernel returns them, log-sum-exp and largest scores.
     num_results: int
-
-    def run(self, program: Program, arguments: Sequence[Array]) -> list[Array]:
-        """Evaluates a program of the kernel or of its gradient, compiled only for
-        `platform` unless that is None.
-        """
-        if self.platform is None:
-            run = as_function(program)
-        else:
-            run = compile_for(self.platform, program)
-        return run(*arguments)
 
 
 class _ForwardPass(NamedTuple):
@@ -126,13 +117,10 @@ class _ForwardPass(NamedTuple):
         count = len(program.out_avals)
 
         # Keep the results, and the residuals whose computation runs the kernel.
-        def is_kept(i: int) -> bool:
-            if i < functions.num_results:
-                return True
+        kept = [True] * functions.num_results
+        for i in range(functions.num_results, count):
             only_this = with_outputs(program, [i == j for j in range(count)])
-            return runs_kernel(only_this)
-
-        kept = [is_kept(i) for i in range(count)]
+            kept.append(runs_kernel(only_this))
         if not any(kept[functions.num_results :]):
             # No kernel was found by name.
             kept = [True] * count
@@ -143,25 +131,6 @@ class _ForwardPass(NamedTuple):
             argnums=argnums,
             pull=structures[0],
         )
-
-    def all_residuals(
-        self, arguments: Sequence[Any], kept: Sequence[Array]
-    ) -> list[Array]:
-        """Lists all residuals that `pull` needs, in order.
-
-        `kept` are those from the kernel; the others are cheap, and are computed again
-        from `arguments`.
-        """
-        arguments = lax.stop_gradient(list(arguments))
-        cheap = iter(as_function(self.inputs)(*arguments))
-        known = iter(kept)
-        residuals = []
-        for is_from_kernel in self.from_kernel:
-            if is_from_kernel:
-                residuals.append(next(known))
-            else:
-                residuals.append(next(cheap))
-        return residuals
 
 
 def _attention(
@@ -175,7 +144,7 @@ def _attention(
     """
 
     def evaluate(*arguments: Any) -> Sequence[Array]:
-        return functions.run(program, arguments)
+        return functions.compiled(program)(*arguments)
 
     def jvp(arguments: Sequence[Any], tangents: Mapping[int, Array]) -> Any:
         # Run the forward pass that saves what the gradient needs.
@@ -189,20 +158,22 @@ def _attention(
 
         # Name results and residuals for policies of `jax.checkpoint`: the largest
         # residuals like the output, the others like the log-sum-exp.
-        results = outputs[: functions.num_results]
+        named = zip(outputs[: functions.num_results], RESIDUALS, strict=False)
+        results = [checkpoint_name(x, name) for x, name in named]
         kept = outputs[functions.num_results :]
-        for i, name in enumerate(RESIDUALS[: len(results)]):
-            results[i] = checkpoint_name(results[i], name)
         largest = max((x.size for x in kept), default=0)
         kept = [checkpoint_name(x, RESIDUALS[int(x.size < largest)]) for x in kept]
 
-        tangent = _tangent(
-            functions,
-            current,
-            num_leaves=len(arguments),
-            outputs=attend.outputs[: functions.num_results],
-        )
-        residuals = current.all_residuals(arguments, kept)
+        # All residuals in order; those that are not from the kernel are cheap, and are
+        # computed again.
+        constants = lax.stop_gradient(list(arguments))
+        cheap = iter(as_function(current.inputs)(*constants))
+        known = iter(kept)
+        residuals = []
+        for is_from_kernel in current.from_kernel:
+            source = known if is_from_kernel else cheap
+            residuals.append(next(source))
+        tangent = _tangent(functions, current)
         d_some = [tangents[i] for i in argnums]
         d_results = tangent(*arguments, *residuals, *d_some)
 
@@ -219,16 +190,15 @@ def _attention(
     return attend
 
 
-def _tangent(
-    functions: _Functions, saved: _ForwardPass, num_leaves: int, outputs: Sequence[Any]
-) -> Function:
+def _tangent(functions: _Functions, saved: _ForwardPass) -> Function:
     """Makes the kernel's tangent, a `Function` whose transpose is the kernel's
     gradient.
 
-    The tangent's arguments are all `num_leaves` leaves of the call, the residuals,
-    and the tangents of the leaves with indices `saved.argnums`. `outputs` have the
-    shapes and dtypes of the results.
+    The tangent's arguments are all leaves of the call, the residuals, and the tangents
+    of the leaves with indices `saved.argnums`.
     """
+    outputs = saved.program.out_avals[: functions.num_results]
+    num_leaves = len(saved.program.in_avals)
     argnums = saved.argnums
     num_saved = saved.pull.num_leaves
     first = num_leaves + num_saved
@@ -253,7 +223,7 @@ def _tangent(
         program = traced(pull, *residuals[num_leaves:], *cotangents)
 
         def run(*arguments: Any) -> Sequence[Array]:
-            return functions.run(program, arguments[num_leaves:])
+            return functions.compiled(program)(*arguments[num_leaves:])
 
         def transpose_again(
             residuals: Sequence[Any], cotangents: Sequence[Array]

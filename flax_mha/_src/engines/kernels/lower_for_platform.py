@@ -13,44 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from flax_mha._src.call.call import Call, Result
 from flax_mha._src.core.jaxprs import Program, as_function, traced
-
-Attend = Callable[[Call], Result]
-
-
-def lower_for_platform(
-    platform: str, kernel: Attend, elsewhere: Attend, call: Call
-) -> Result:
-    """Calls `kernel(call)` in a program compiled for `platform` ("gpu" or "tpu"),
-    else `elsewhere(call)`.
-
-    JAX compiles both branches for every platform of a program. So within `kernel`, the
-    fused kernel must be called by `compile_for`, which compiles it for its own platform
-    only.
-    """
-    branches = {_lowering_name(platform): kernel}
-    return lax.platform_dependent(call, **branches, default=elsewhere)
 
 
 def compile_for(platform: str, program: Program) -> Callable[..., list[Array]]:
     """Makes a function that evaluates `program`. JAX compiles it only for `platform`,
-    and cannot differentiate it.
+    "cuda" or "tpu", and cannot differentiate it.
     """
-    return functools.partial(
-        _compiled_for_p.bind, jaxpr=program, name=_lowering_name(platform)
-    )
-
-
-def _lowering_name(platform: str) -> str:
-    if platform == "gpu":
-        return "cuda"
-    return platform
+    return functools.partial(_compiled_for_p.bind, jaxpr=program, name=platform)
 
 
 _compiled_for_p = Primitive("compiled_for")
