@@ -203,15 +203,6 @@ class Ring(NamedTuple):
             positions=(first_query, first_key),
         )
 
-    def hop(self, call: Call, known: Result | None = None) -> Result:
-        """Computes the attention of one device's queries to another's keys, in at least
-        float32: by `Engine.forward` or, given `known`, by `Engine.share`.
-        """
-        call = guard(promote(call), self.plan)
-        if known is None:
-            return self.engine.forward(self.plan, call)
-        return self.engine.share(self.plan, call, known)
-
     def share(
         self, held: Call, cut: Cut, known: Result
     ) -> Callable[[Trainable], Result]:
@@ -223,7 +214,8 @@ class Ring(NamedTuple):
         """
 
         def hop(trainable: Trainable) -> Result:
-            return self.hop(cut(held.replace(**trainable)), known)
+            call = promote(cut(held.replace(**trainable)))
+            return self.engine.share(self.plan, guard(call, self.plan), known)
 
         return hop
 
@@ -263,7 +255,8 @@ def _merge_hops(ring: Ring, call: Call) -> Result:
     """
 
     def step(held: Call, cut: Cut, i: Scalar, merged: OnlineSoftmax) -> OnlineSoftmax:
-        result: Any = ring.hop(cut(held))
+        call = promote(cut(held))
+        result: Any = ring.engine.forward(ring.plan, guard(call, ring.plan))
         return ring.put_rows(merged, i, ring.rows(merged, i).merge(*result))
 
     start = OnlineSoftmax.start(
@@ -308,9 +301,6 @@ def _gradients(ring: Ring, call: Call, known: Result, cotangents: Result) -> Tra
     the last hop they are back on the device that holds these.
     """
 
-    def zeros_like(x: Array) -> Array:
-        return jnp.zeros(x.shape, accumulation_dtype(x.dtype))
-
     def step(held: Call, cut: Cut, i: Scalar, sums: Trainable) -> Trainable:
         share = ring.share(held, cut, ring.rows(known, i))
         # A gradient has the dtype of its array.
@@ -320,7 +310,9 @@ def _gradients(ring: Ring, call: Call, known: Result, cotangents: Result) -> Tra
         return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, more)
 
     trainable = trainable_of(call)
-    zeros = jax.tree.map(zeros_like, trainable)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), trainable
+    )
     sums = ring.fold(call, step, zeros, ring.send_keys)
     return jax.tree.map(lambda d, x: d.astype(x.dtype), sums, trainable)
 
