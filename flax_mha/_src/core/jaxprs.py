@@ -26,12 +26,9 @@ Body = Jaxpr
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
 # Kernels are JAX primitives whose names begin with these.
 KERNELS = ("pallas_call", "dot_product_attention", "__cudnn$fmha")
+# Returns a function that evaluates a program and returns its results as a list.
+as_function = jaxpr_as_fun
 CONDITIONS = ("eq", "ne", "lt", "le", "gt", "ge", "max", "min", "clamp")
-
-
-def as_function(program: Program) -> Callable[..., list[Array]]:
-    """Returns a function that evaluates `program` and returns its results as a list."""
-    return jaxpr_as_fun(program)
 
 
 def traced(function: Callable, *arguments: object) -> Program:
@@ -77,7 +74,7 @@ def evaluate(body: Body, values: Sequence[Array]) -> list[Array]:
     raises an error for control flow.
     """
     if not any(map(varying_axes, values)):
-        return jaxpr_as_fun(ClosedJaxpr(body, ()))(*values)
+        return as_function(ClosedJaxpr(body, ()))(*values)
     known = dict(zip(body.invars, values, strict=True))
 
     def value_of(atom: Var | Literal) -> Array:
@@ -131,20 +128,17 @@ def missing_in_text(body: Body | Program) -> list[Any]:
     """Lists what the text of a jaxpr does not show: values of constants, and the
     functions of callbacks.
     """
-    jaxprs = [body]
-    callbacks = []
+    found = [*getattr(body, "consts", ())]
     for equation in _equations(body):
-        jaxprs.extend(_inner_jaxprs(equation))
+        for inner in _inner_jaxprs(equation):
+            found.extend(getattr(inner, "consts", ()))
         if "callback" in equation.params:
             callback = equation.params["callback"]
-            callbacks.append(getattr(callback, "callback_func", callback))
-    constants: list[Any] = []
-    for jaxpr in jaxprs:
-        constants.extend(getattr(jaxpr, "consts", ()))
-    return constants + callbacks
+            found.append(getattr(callback, "callback_func", callback))
+    return found
 
 
-def types(body: Body) -> tuple[list[Any], list[Any]]:
+def types_of(body: Body) -> tuple[list[Any], list[Any]]:
     """Returns the types of the inputs and of the outputs of a jaxpr."""
     return [x.aval for x in body.invars], [x.aval for x in body.outvars]
 

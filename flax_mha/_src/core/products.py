@@ -13,8 +13,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from operator import attrgetter, is_
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,26 +33,14 @@ _of_lax = (
     "ragged_dot_general",
 )
 _of_numpy = ("dot", "einsum", "inner", "matmul", "tensordot", "vdot")
-_in_lax = [(vars(lax), name) for name in _of_lax]
-_in_numpy = [(vars(jnp), name) for name in _of_numpy]
-# Older versions of JAX lack some.
-_PLACES = [(module, name) for module, name in _in_lax + _in_numpy if name in module]
+_PLACES = [(vars(lax), name) for name in _of_lax]
+_PLACES += [(vars(jnp), name) for name in _of_numpy]
 _JITTED = type(jax.jit(lambda: None))
 # The folder with JAX's code, found by a function that tools do not replace.
 _FOLDER = os.path.dirname(jax.eval_shape.__code__.co_filename)
-_get_code = attrgetter("__code__")
-
-
-class _OfJAX(NamedTuple):
-    """JAX's own products, and the code of those that are Python functions."""
-
-    products: list[Any]
-    in_python: list[Any]
-    codes: list[Any]
-
-
-# Not read on import, because a tool may have replaced the products then.
-_of_jax: _OfJAX | None = None
+# JAX's own products, and the code of those that are Python functions (else None). Not
+# read on import, because a tool may have replaced the products then.
+_of_jax: tuple[list[Any], list[Any]] | None = None
 
 
 class _Trace(threading.local):
@@ -75,14 +62,12 @@ def products_are_replaced() -> bool:
     """
     global _of_jax
     products = [module[name] for module, name in _PLACES]
-    # Every call asks, so the loops are those of `map`.
-    if _of_jax is not None:
-        have_same_code = all(map(is_, map(_get_code, _of_jax.in_python), _of_jax.codes))
-        if have_same_code and all(map(is_, products, _of_jax.products)):
-            return False
-    elif all(map(_is_of_jax, [name for _, name in _PLACES], products)):
-        in_python = [product for product in products if hasattr(product, "__code__")]
-        _of_jax = _OfJAX(products, in_python, list(map(_get_code, in_python)))
+    codes = [getattr(product, "__code__", None) for product in products]
+    if (products, codes) == _of_jax:
+        return False
+    names = (*_of_lax, *_of_numpy)
+    if _of_jax is None and all(map(_is_of_jax, names, products)):
+        _of_jax = (products, codes)
         return False
     _trace.met_tool = True
     return True

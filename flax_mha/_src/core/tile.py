@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from flax_mha._src.core.fields import static
+
 Scalar = int | Int[Array, ""]
 BoolMatrix = Bool[Array, "rows columns"] | np.ndarray
 IntMatrix = Int[Array, "rows columns"] | np.ndarray
@@ -32,9 +34,7 @@ class Offsets:
     query_array: Any = None  # position of the first query; None if it is an int
     key_array: Any = None  # position of the first key; None if it is an int
     # The ints; 0 for an array.
-    numbers: tuple[int, int] = dataclasses.field(
-        default=(0, 0), metadata={"static": True}
-    )
+    numbers: tuple[int, int] = static(default=(0, 0))
 
     @classmethod
     def of(cls, query: Any, key: Any) -> "Offsets":

@@ -16,17 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from flax_mha._src.core import jaxprs
 from flax_mha._src.core.jaxprs import (
     POSITIONS,
     Body,
     FunctionOfScalars,
-    Program,
     custom_functions,
     evaluate,
     is_jaxpr,
     missing_in_text,
     open_program,
+    types_of,
 )
 from flax_mha._src.core.tracing import without_mesh
 
@@ -131,48 +130,9 @@ def trace(name: str, function: object, score: jnp.dtype | None = None) -> Trace:
       ValueError: If `function` is not callable, raises an error, or does not return one
         score or one bool.
     """
-    program = _checked_program(name, function, score)
-    is_score_mod = score is not None
-    # Sort the captured arrays: those that may get gradients come first.
-    learned = {}
-    constants = {}
-    for i, x in enumerate(program.consts):
-        # NumPy arrays are copied: JAX would keep the first values of one that changes,
-        # for as long as it holds the array.
-        if not isinstance(x, jax.Array):
-            x = jnp.asarray(np.array(x))
-        if is_score_mod and jnp.issubdtype(x.dtype, jnp.complexfloating):
-            raise ValueError(
-                f"{name} must not capture complex arrays, but {function!r} does; "
-                "capture x.real and x.imag."
-            )
-        # An array that is differentiated is a tracer.
-        is_traced_float = isinstance(x, jax.core.Tracer) and jnp.issubdtype(
-            x.dtype, jnp.floating
-        )
-        if is_score_mod and is_traced_float:
-            learned[i] = x
-        else:
-            constants[i] = x
-    body = open_program(program, [*learned, *constants])
-    traced = TracedFunction(
-        name=f"{name} {_name_of(function)}",
-        body=body,
-        made_for=getattr(function, "made_for", {}),
-        # A mask_mod is not differentiated.
-        rules=_rules(body, function) if is_score_mod else (),
-    )
-    return Trace(traced, [*learned.values()], [*constants.values()])
-
-
-def _checked_program(name: str, function: object, score: jnp.dtype | None) -> Program:
-    """Traces `function` and checks that it returns one scalar.
-
-    `score` is the dtype of its first argument and of its result; None: it takes no
-    score, and returns a bool.
-    """
     if not callable(function):
         raise ValueError(f"{name} must be a function of scalars, but got {function!r}.")
+    is_score_mod = score is not None
     names = list(POSITIONS)
     dtypes: list[Any] = [jnp.int32] * len(POSITIONS)
     result = jnp.dtype(bool)
@@ -207,7 +167,37 @@ def _checked_program(name: str, function: object, score: jnp.dtype | None) -> Pr
             f"{wanted}, but {_name_of(function)} returned {got}; convert the "
             "result with .astype, or select one scalar with jnp.where."
         )
-    return program
+
+    # Sort the captured arrays: those that may get gradients come first.
+    learned = {}
+    constants = {}
+    for i, x in enumerate(program.consts):
+        # NumPy arrays are copied: JAX would keep the first values of one that changes,
+        # for as long as it holds the array.
+        if not isinstance(x, jax.Array):
+            x = jnp.asarray(np.array(x))
+        if is_score_mod and jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"{name} must not capture complex arrays, but {function!r} does; "
+                "capture x.real and x.imag."
+            )
+        # An array that is differentiated is a tracer.
+        is_traced_float = isinstance(x, jax.core.Tracer) and jnp.issubdtype(
+            x.dtype, jnp.floating
+        )
+        if is_score_mod and is_traced_float:
+            learned[i] = x
+        else:
+            constants[i] = x
+    body = open_program(program, [*learned, *constants])
+    traced = TracedFunction(
+        name=f"{name} {_name_of(function)}",
+        body=body,
+        made_for=getattr(function, "made_for", {}),
+        # A mask_mod is not differentiated.
+        rules=_rules(body, function) if is_score_mod else (),
+    )
+    return Trace(traced, [*learned.values()], [*constants.values()])
 
 
 def _name_of(function: object) -> str:
@@ -275,7 +265,7 @@ def _rules(body: Body, function: object) -> list[Any]:
         if not new:
             return found
         known |= new
-        values, cotangents = jaxprs.types(body)
+        values, cotangents = types_of(body)
         try:
             derivative = jax.make_jaxpr(pull)(values, cotangents)
         except Exception:  # the function may still be used without derivatives
