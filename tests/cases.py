@@ -48,13 +48,12 @@ def inputs(seed=0, batch=2, t=T, s=S, n=N, k=2, h=8):
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
-def with_gradients(implementation=None, axes=None, **arguments):
+def with_gradients(implementation=None, **arguments):
     """Returns a function that computes attention's results, and the gradients of all
     arrays that are passed to it.
 
-    It takes query, key, value (and bias) by position, and other arrays by name. With
-    `axes`, attention runs under `jax.vmap`, with these `in_axes` for query, key, value
-    (and bias). The loss is over the finite results.
+    It takes query, key, value (and bias) by position, and other arrays by name. The
+    loss is over the finite results.
     """
 
     def run(*arrays, **learned):
@@ -63,8 +62,7 @@ def with_gradients(implementation=None, axes=None, **arguments):
                 *arrays, **learned, implementation=implementation, **arguments
             )
 
-        function = jax.vmap(attend, (axes, None)) if axes else attend
-        answers, pull = jax.vjp(function, arrays, learned)
+        answers, pull = jax.vjp(attend, arrays, learned)
         cotangents = jax.tree.map(
             lambda x: jnp.where(jnp.isfinite(x), jnp.cos(x), jnp.zeros_like(x)), answers
         )

@@ -61,6 +61,15 @@ def as_if_cudnn_were_here(patch):
     )
 
 
+def as_on_a_gpu(patch):
+    """A context for fixtures: as on an H200. `patch` is a pytest.MonkeyPatch."""
+    cases.compiled_for(patch, "gpu")
+    as_if_cudnn_were_here(patch)
+    cases.forget_programs()
+    yield
+    cases.forget_programs()
+
+
 def compute_for_cudnn(patch):
     """Replaces cuDNN's two custom calls by dense computations, also for float32.
     `patch` is a pytest.MonkeyPatch.

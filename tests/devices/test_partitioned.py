@@ -7,7 +7,6 @@ called by `partitioned`.
 import functools
 from typing import NamedTuple
 
-import cases
 import jax
 import jax.numpy as jnp
 import kernels
@@ -257,6 +256,12 @@ def test_axes_that_devices_do_not_divide_are_not_split(kind):
         compare(kernel, wrap, arrays, parts)
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    yield from kernels.as_on_a_gpu(monkeypatch)
+
+
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -269,10 +274,7 @@ def test_axes_that_devices_do_not_divide_are_not_split(kind):
 )
 def test_plain_jit_splits_attention_by_cudnn(arguments, monkeypatch):
     """With dense computations in place of cuDNN's calls; the sharding is not named."""
-    cases.compiled_for(monkeypatch, "gpu")
-    kernels.as_if_cudnn_were_here(monkeypatch)
     kernels.compute_for_cudnn(monkeypatch)
-    cases.forget_programs()
     arrays = arrays_of(BY_BOTH, is_mapped=False)[:3]
     parts = arrays_of(BY_BOTH, is_mapped=False, mesh=mesh_of("auto"))[:3]
 
@@ -291,7 +293,16 @@ def test_plain_jit_splits_attention_by_cudnn(arguments, monkeypatch):
     program = with_gradients("cudnn").lower(*parts).compile()
     close(program(*parts), with_gradients("xla")(*arrays))
     assert moved(program.as_text()) == {}
-    cases.forget_programs()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_plain_jit_chooses_cudnn_without_a_named_sharding():
+    lengths = {"key_value_seq_lengths": np.int32([200, 0])}
+    bias = {"bias": np.zeros((1, 2, 256, 256), jnp.bfloat16)}
+    # A warning would be an error.
+    for arguments in ({}, lengths, bias):
+        program = kernels.lowered(kernels.abstract(h=64), platform="cuda", **arguments)
+        assert "__cudnn" in program
 
 
 def test_shard_map_of_some_axes():
