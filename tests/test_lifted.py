@@ -384,6 +384,7 @@ def test_attention_of_keras_computes_with_this_package(monkeypatch, tmp_path):
     with flax_rules():
         layer.build(X.shape, X.shape)
         expected = jax.jit(gradients)(X)
+        # Keras has no argument for another function.
         monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
         assert_close(jax.jit(lambda x: gradients(x))(X), expected)
     assert len(calls) == len(uses)

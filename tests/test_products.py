@@ -78,6 +78,7 @@ def test_a_tool_that_comes_while_a_program_is_traced_leaves_no_trace(
     assert len(traces) == count
 
 
+# Tools replace JAX's functions, so these do.
 def by_name(patch):
     patch.setattr(lax, "dot_general", zeros)
 

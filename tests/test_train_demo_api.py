@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from demo_runs import (
@@ -75,9 +74,7 @@ def reject(function, message, **options):
 # Options of train; without `out`, the folder is new.
 reject("train", "steps: expected a whole number from 1 to 2147483647, got '0'", steps=0)
 reject("train", "steps: expected a number, got '3'", steps="3")
-reject("train", "steps: expected a number, got True", steps=True)
 reject("train", "dtype: expected one of auto, float32, bfloat16", dtype="float16")
-reject("train", "dtype: expected a string", dtype=jnp.float32)
 reject("train", "--data-parallel -1 x --fsdp 3 x --tensor 1", layout=Layout(fsdp=3))
 reject("train", "setting: expected one of seed, steps, batch_size, ", step=3)
 reject("train", "fsdp belongs to a layout: pass layout=Layout(fsdp=4)", fsdp=4)
@@ -85,7 +82,6 @@ reject(
     "train", "layout: expected a train_demo.Layout, got {'fsdp': 3}", layout={"fsdp": 3}
 )
 reject("train", "resume: expected True or False, got 'yes'", resume="yes")
-reject("train", "samples: expected True or False, got None", samples=None)
 reject("train", "size: expected a string, got ['tiny']", size=["tiny"])
 reject("train", "--out is empty", out="")
 reject("train", "--out must be a path, but got 5", out=5)
@@ -96,11 +92,9 @@ reject("train", "--data is empty", data="")
 reject("train", "cannot read --data", data=__file__ + "\0")
 
 # Folders of load.
-reject("load", "--out must be a path, but got None", out=None)
 reject("load", "contains no runs: start one with python -m train_demo", out=".")
 
 # Parts of a layout.
-reject("Layout", "fsdp: expected a whole number from 1 to 2147483647, got '0'", fsdp=0)
 reject("Layout", "remat: expected True or False, got 'no'", remat="no")
 
 # Options of sample.
@@ -182,10 +176,9 @@ def test_training_leaves_the_callers_process_as_it_was(text, copy, monkeypatch):
     assert (dict(os.environ), sys.unraisablehook) == before
 
 
-def test_programs_for_gpus_add_in_a_fixed_order(monkeypatch):
-    assert update.repeatable() == {}
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    options = update.repeatable()
+def test_programs_for_gpus_add_in_a_fixed_order():
+    assert update.repeatable("cpu") == {}
+    options = update.repeatable("gpu")
     assert options == {"xla_gpu_deterministic_ops": True}
     # The compiler would reject a name that it does not have.
     jax.jit(lambda x: x + 1, compiler_options=options)(1.0)

@@ -239,6 +239,7 @@ def test_commands_that_only_read_move_nothing(copy, capfd):
 
 def test_a_checkpoint_that_one_process_cannot_read_is_skipped_by_all(run, monkeypatch):
     _, state = newest_state(run.out)
+    # A process with a damaged disk of its own is not to be had.
     answers = iter([np.array([True, False]), np.array([True, True])])
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda _: next(answers))
     said = []
@@ -257,6 +258,7 @@ def test_too_little_memory_is_no_damage(run, monkeypatch):
         raise MemoryError
 
     _, state = newest_state(run.out)
+    # Filling the memory would end the tests.
     monkeypatch.setattr(checkpoint.ocp.Checkpointer, "restore", fails)
     with pytest.raises(MemoryError):
         checkpoint.restore_newest(

@@ -175,7 +175,8 @@ def _loop(
     update = make_update(structure, settings, run.layout, run.text.packed)
     update = compiled(update, run.mesh, mesh.shardings(run.mesh, state))
     validate = jax.jit(
-        make_validate(structure, run.text.packed), compiler_options=repeatable()
+        make_validate(structure, run.text.packed),
+        compiler_options=repeatable(jax.default_backend()),
     )
 
     # Put the text on the devices; windows are validated in a multiple of the parts.

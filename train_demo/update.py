@@ -181,16 +181,16 @@ def compiled(update: Update, over: Mesh, shardings: State) -> jax.stages.Wrapped
         update,
         donate_argnums=0,
         out_shardings=(shardings, NamedSharding(over, P())),
-        compiler_options=repeatable(),
+        compiler_options=repeatable(jax.default_backend()),
     )
 
 
-def repeatable() -> dict[str, bool]:
+def repeatable(platform: str) -> dict[str, bool]:
     """Returns the compiler's options for programs that compute the same bits each time.
 
     A resumed run needs them on GPUs: some fast operations add in any order.
     """
-    if jax.default_backend() == "gpu":
+    if platform == "gpu":
         return {"xla_gpu_deterministic_ops": True}
     return {}
 
