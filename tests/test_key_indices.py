@@ -379,8 +379,7 @@ def test_top_blocks_refuse_what_they_cannot_use():
     (query, key, _), _ = drawn(Sizes(2, 5, 30, 4, 2, 8, 8, count=1))
     refused("block must be an int >= 1", recipes.top_blocks, query, key, 0, 3)
     choose = functools.partial(recipes.top_blocks, query, key, 4, 3)
-    for offset in (jnp.zeros((3,), int), jnp.zeros((2, 5), int)):
-        refused("query_offset must broadcast to", choose, offset)
+    refused("query_offset must broadcast to", choose, jnp.zeros((2, 5), int))
     refused("query_offset must have an integer dtype", choose, 1.5)
     choose = functools.partial(recipes.top_blocks, block=4, count=3)
     refused(
@@ -549,16 +548,14 @@ def test_decoding_equals_the_whole_sequence(name):
         first += number
 
 
-@pytest.mark.parametrize("name", with_core(CACHES, "each sequence its own index"))
-def test_wrong_indices_raise_errors_while_decoding(name):
+@pytest.mark.core
+def test_wrong_indices_raise_errors_while_decoding():
     (query, key, value), indices = drawn(SEQUENCE)
-    cache = KVCache.create(2, 29, num_kv_heads=2, head_size=8, **CACHES[name])
+    cache = KVCache.create(2, 29, num_kv_heads=2, head_size=8)
     arrays = (query[:, :1], key[:, :1], value[:, :1])
-    step = functools.partial(cached_attention, *arrays, cache, **window_of(name))
-    with pytest.raises(ValueError, match="key_indices must have shape"):
-        step(key_indices=indices[:, :2])
-    with pytest.raises(ValueError, match="key_indices must be from 0 to"):
-        step(key_indices=indices[:, :1] - 2)
+    step = functools.partial(cached_attention, *arrays, cache)
+    refused("key_indices must have shape", step, key_indices=indices[:, :2])
+    refused("key_indices must be from 0 to", step, key_indices=indices[:, :1] - 2)
 
 
 OF_MODULES = Sizes(2, 9, 9, 4, 2, 8, 8, count=3)

@@ -640,9 +640,6 @@ refuses(
     "lengths must be between 0 and 2, but got .* and lengths 3", ONE.keep, [4, 5], 3
 )
 refuses(
-    r"slots must .* at least index \(5\) and less than .* \(7\)", ONE.keep, [4], index=5
-)
-refuses(
     r"slots must have shape \(3, n\) with n >= 1, but got \(2,\)", ROWS.keep, [1, 2]
 )
 refuses(r"lengths must have the same shape as .* \(3,\)", ROWS.keep, [[1]] * 3, [1, 1])

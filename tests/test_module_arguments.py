@@ -155,7 +155,6 @@ FUNCTIONS_WITHOUT_MASK_OBJECTS = {
     "nnx": nnx.dot_product_attention,
     "linen": nn.dot_product_attention,
     "jax": jax.nn.dot_product_attention,
-    "a partial": functools.partial(nnx.dot_product_attention, dropout_rate=0.0),
     "a partial of a partial": jax.tree_util.Partial(
         functools.partial(nnx.dot_product_attention, dropout_rate=0.0)
     ),
@@ -164,11 +163,6 @@ FUNCTIONS_WITHOUT_MASK_OBJECTS = {
 }
 
 
-OTHER_FUNCTIONS = pytest.mark.parametrize(
-    "function",
-    FUNCTIONS_WITHOUT_MASK_OBJECTS.values(),
-    ids=FUNCTIONS_WITHOUT_MASK_OBJECTS,
-)
 NO_MASK_OBJECT = (
     "mask must be an array for attention_fn=.*dot_product_attention.*, "
     "but got a CausalMask; pass an array, or"
@@ -177,22 +171,19 @@ NO_MASK_OBJECT = (
 
 @pytest.mark.core
 @MAKES
-@OTHER_FUNCTIONS
-def test_functions_of_flax_and_jax_refuse_mask_objects(make, function):
-    module = make(attention_fn=function)
+@pytest.mark.parametrize("name", FUNCTIONS_WITHOUT_MASK_OBJECTS)
+def test_functions_of_flax_and_jax_refuse_mask_objects(make, name):
+    module = make(attention_fn=FUNCTIONS_WITHOUT_MASK_OBJECTS[name])
     combined = CausalMask() & masks.LengthMask(jnp.array([3, 4]))
     refused(NO_MASK_OBJECT, call, module, X, mask=CausalMask())
     # The error names the combination, not its parts.
     refused("but got a And", call, module, X, mask=combined)
 
 
-# While decoding, the mask of visible keys would be added to the object.
-
-
 @pytest.mark.core
-@OTHER_FUNCTIONS
-def test_functions_of_flax_and_jax_refuse_mask_objects_while_decoding(function):
-    module = nnx_module(attention_fn=function, decode=True)
+def test_functions_of_flax_refuse_mask_objects_while_decoding():
+    """The mask of visible keys would be added to the object."""
+    module = nnx_module(attention_fn=nnx.dot_product_attention, decode=True)
     module.init_cache((B, T, D))
     refused(NO_MASK_OBJECT, module, X[:, :1], mask=CausalMask())
 
@@ -418,21 +409,18 @@ def of_arrays(query, key, value, deterministic=True):
 def test_functions_like_flax_cannot_take_our_options_and_arguments(make):
     module = make(attention_fn=of_flax)
     assert call(module, X).shape == X.shape
-    with pytest.raises(TypeError, match="scale"):
-        call(make(attention_fn=of_flax, scale=1.0), X)
-    with pytest.raises(TypeError, match="lengths"):
-        call(module, X, lengths=jnp.array([3, 4]))
+    scaled = make(attention_fn=of_flax, scale=1.0)
+    refused("scale", call, scaled, X, error=TypeError)
+    refused("lengths", call, module, X, lengths=jnp.array([3, 4]), error=TypeError)
 
 
 @pytest.mark.core
 def test_functions_of_arrays_cannot_take_masks_and_dropout_in_linen():
     module = linen_module(attention_fn=of_arrays)
     assert call(module, X).shape == X.shape
-    with pytest.raises(TypeError, match="mask"):
-        call(module, X, mask=CausalMask())
+    refused("mask", call, module, X, mask=CausalMask(), error=TypeError)
     dropping = linen_module(attention_fn=of_arrays, dropout_rate=0.5)
-    with pytest.raises(TypeError, match="dropout"):
-        call(dropping, X, deterministic=False)
+    refused("dropout", call, dropping, X, deterministic=False, error=TypeError)
 
 
 @MAKES
@@ -571,10 +559,6 @@ refuses(
     lengths=(jnp.ones(B, int),) * 3,
 )
 refuses(
-    "segment_ids must be one array or a pair .* but got 3 arrays",
-    segment_ids=(IDS,) * 3,
-)
-refuses(
     "^segment_ids must have an integer dtype, but got float32",
     segment_ids=jnp.ones((B, T)),
 )
@@ -696,7 +680,7 @@ def test_fewer_heads_may_be_set_after_construction():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("size", [0, -1, "8"])
+@pytest.mark.parametrize("size", [0, "8"])
 def test_modules_of_nnx_need_features(size):
     latent = functools.partial(
         flax_mha.MultiHeadLatentAttention, N, rngs=nnx.Rngs(0), **LATENT

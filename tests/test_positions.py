@@ -193,7 +193,6 @@ refuses(
     query_segment_ids=np.full(T, 2**32 - 1, np.uint32),
     key_value_segment_ids=np.full(T, -1),
 )
-refuses("key_value_offset must have an integer dtype", attend, key_value_offset=0.5)
 
 
 @pytest.mark.core

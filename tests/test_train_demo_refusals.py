@@ -29,42 +29,28 @@ from train_demo.settings import SIZES, Layout, Settings, processes_in
 
 pytest_plugins = ["demo_fixtures"]
 
-NO_COUNTS = ("0", "-3", "1.5", "x", "")
-NO_POSITIVES = ("0", "-0.1", "nan", "inf", "x")
-COUNTS = (
-    "steps",
-    "batch-size",
-    "context-length",
-    "eval-every",
-    "save-every",
-    "layers",
-    "heads",
-    "features",
-)
-BAD_NUMBERS = [
-    *itertools.product(COUNTS, NO_COUNTS),
-    *itertools.product(["learning-rate"], NO_POSITIVES),
-    *itertools.product(["seed"], ("-1", "4294967296", "x")),
-    *itertools.product(["dropout-rate"], ("-0.1", "1", "nan")),
-]
-BAD_SAMPLING = {
-    "temperature": ("-0.1", "nan", "inf", "-inf", "1e7", "x"),
-    "max-new-tokens": NO_COUNTS,
-    "top-k": NO_COUNTS,
-    "top-p": ("0", "-0.1", "1.01", "nan", "inf", "x"),
-    "min-p": ("-0.1", "1.01", "nan", "x"),
-    "seed": ("-1", "4294967296"),
+# Each option has one wrong number.
+BAD_NUMBERS = {
+    "steps": "0",
+    "batch-size": "-3",
+    "context-length": "1.5",
+    "eval-every": "x",
+    "save-every": "",
+    "layers": "2147483648",
+    "heads": "nan",
+    "features": "1e3",
+    "learning-rate": "inf",
+    "seed": "-1",
+    "dropout-rate": "1",
 }
-
-
-@pytest.mark.core
-def test_bad_numbers_are_refused_before_anything_is_written(capsys, tmp_path):
-    out = tmp_path / "run"
-    for option, value in BAD_NUMBERS:
-        said = refusal(capsys, "train", "--out", out, f"--{option}={value}")
-        assert f"--{option}" in said
-        assert f"got {value!r}" in said
-        assert not out.exists()
+BAD_SAMPLING = {
+    "temperature": "-inf",
+    "max-new-tokens": "0",
+    "top-k": "1.5",
+    "top-p": "0",
+    "min-p": "1.01",
+    "seed": "4294967296",
+}
 
 
 @pytest.mark.parametrize(
@@ -72,10 +58,6 @@ def test_bad_numbers_are_refused_before_anything_is_written(capsys, tmp_path):
     [
         (Path.exists, ["cannot read", "No such file"]),
         (Path.touch, ["is empty"]),
-        (
-            lambda path: path.write_bytes(b"short"),
-            ["has 5 characters for training and 0 for validation", "10 and 9"],
-        ),
         (
             lambda path: path.write_bytes(b"x" * 89),
             ["has 81 characters for training and 8 for", "at least 10 and 9"],
@@ -123,8 +105,7 @@ def test_bad_texts_are_refused_before_anything_is_written(
             ["train", "--attention", "full,gqa"],
             ["'full,gqa'", "python -m train_demo compare --attention full,gqa"],
         ),
-        (["compare", "--attention", "full, "], ["--attention", "got ''"]),
-        (["compare", "--attention", "full,huge"], ["compare: error", "'huge'"]),
+        (["compare", "--attention", "full, "], ["compare: error", "got ''"]),
         (["compare", "--resume"], ["runs/compare contains no comparison"]),
         (["train", "--steps", "x"], ["python -m train_demo train: error: argument"]),
         (["--token-shift", "64"], ["--token-shift 64", "at most 63"]),
@@ -163,12 +144,14 @@ def assert_nothing_written(capsys, monkeypatch, tmp_path, arguments, words):
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("option", "bad"), [(x, bad) for x, bads in BAD_SAMPLING.items() for bad in bads]
+    ("command", "numbers"),
+    [(["train"], BAD_NUMBERS), (["sample", "--prompt", "x"], BAD_SAMPLING)],
 )
-def test_bad_numbers_of_sampling(capsys, monkeypatch, tmp_path, option, bad):
-    arguments = ["sample", "--out", "x", "--prompt", "x", f"--{option}={bad}"]
-    words = [f"--{option}", f"got '{bad}'"]
-    assert_nothing_written(capsys, monkeypatch, tmp_path, arguments, words)
+def test_bad_numbers(capsys, monkeypatch, tmp_path, command, numbers):
+    for option, bad in numbers.items():
+        arguments = [*command, "--out", "x", f"--{option}={bad}"]
+        words = [f"--{option}", f"got '{bad}'"]
+        assert_nothing_written(capsys, monkeypatch, tmp_path, arguments, words)
 
 
 OF_A_RUN = [["sample", "--prompt", "x"], ["report"], ["export"]]
@@ -231,7 +214,6 @@ def test_the_address_of_processes_has_a_host_and_a_port(address):
 def test_numbers_of_processes_are_in_range():
     message = "JAX_NUM_PROCESSES: expected a whole number from 1"
     processes_refused(message, "a:9", "0", "0")
-    processes_refused(message, "a:9", "two", "0")
     message = "JAX_PROCESS_ID: expected a whole number from 0"
     processes_refused(message, "a:9", "2", "-1")
     message = (
@@ -346,7 +328,7 @@ def test_errors_send_no_control_characters(capsys, monkeypatch, tmp_path, argume
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 120])
 def test_the_help_lists_the_options_of_training_within_the_width(
     capsys, monkeypatch, width
 ):
@@ -616,24 +598,18 @@ def test_a_damaged_file_gives_one_line_or_is_not_needed(
 
 # Values that no run writes.
 CONFIG_HARMS = {
-    "settings": [None, {}, {"steps": 4}],
-    "vocabulary": [
-        None,
-        ["a"],
-        {},
-        {"characters": ""},
-        {"characters": "\ud800"},
-    ],
-    "model_version": [None, "2", True, 2.0, 5],
+    "settings": [None, {}],
+    "vocabulary": [None, {}, {"characters": ""}],
+    "model_version": ["2", 4, 5],
     "sentence": [None, "?"],
 }
 SETTING_HARMS = {
-    "steps": [None, "4", True, 0, 4.5, 10**400],
-    "features": [8, -1],
+    "steps": ["4", 0, 10**400],
+    "features": [8],
     "layers": [2],
     "heads": [3],
     "context_length": [16, 2],
-    "dropout_rate": [1.0, float("nan")],
+    "dropout_rate": [float("nan")],
 }
 
 
@@ -641,29 +617,33 @@ SETTING_HARMS = {
 FITTING = [("model_version", 5), ("layers", 2), ("context_length", 16), ("features", 8)]
 
 
-def assert_config_refused(copy, config, message):
-    (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=message):
-        run_folder.read_config(copy)
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("where", ["config", "settings"])
 def test_a_damaged_configuration_is_refused(copy, where):
-    config = json.loads((copy / "config.json").read_bytes())
-    damaged = r"config\.json is damaged|contains a run with model version"
+    path = copy / "config.json"
+    config = json.loads(path.read_bytes())
     place = config if where == "config" else config["settings"]
     table = CONFIG_HARMS if where == "config" else SETTING_HARMS
+
+    def assert_refused(name):
+        message = r"config\.json is damaged"
+        if name == "model_version":
+            version = config.get(name, 1)
+            message = f"contains a run with model version {version}, .*train again"
+        path.write_text(json.dumps(config))
+        with pytest.raises(UserError, match=message):
+            run_folder.read_config(copy)
+
     for name, values in table.items():
         intact = place.pop(name)
-        assert_config_refused(copy, config, damaged)
+        assert_refused(name)
         for value in values:
             place[name] = value
             if (name, value) in FITTING:
-                (copy / "config.json").write_text(json.dumps(config))
+                path.write_text(json.dumps(config))
                 run_folder.read_config(copy)
             else:
-                assert_config_refused(copy, config, damaged)
+                assert_refused(name)
         place[name] = intact
 
 
@@ -705,24 +685,12 @@ def test_a_missing_package_is_named_in_one_line():
     )
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("version", [1, 4])
-def test_a_run_of_an_earlier_model_version_must_be_trained_again(copy, version):
-    config = json.loads((copy / "config.json").read_bytes())
-    config["model_version"] = version
-    message = f"contains a run with model version {version}, .*train again"
-    assert_config_refused(copy, config, message)
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        {"step": "three"},
-        {"step": 1.5},
         {"step": True},
         {"step": -1},
         {"seconds": "1"},
-        {"loss": "low"},
         {"loss": 10**400},
         {"val_loss": float("nan")},
     ],
@@ -737,7 +705,7 @@ def test_a_foreign_line_of_metrics_is_named(tmp_path, change):
     assert_refused(words, metrics.read, tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"prompt": 3}, {"text": None}, {"step": "3"}])
+@pytest.mark.parametrize("change", [{"prompt": 3}, {"text": None}])
 def test_a_foreign_line_of_samples_is_named(tmp_path, change):
     line = {"step": 1, "prompt": "a", "text": "b"} | change
     (tmp_path / metrics.SAMPLES).write_text(json.dumps(line))
@@ -750,7 +718,6 @@ def test_a_foreign_line_of_samples_is_named(tmp_path, change):
     "line",
     [
         "[]",
-        "{}",
         '{"step": 1}',
         '{"loss": 1.5}',
         "\\ud800",
