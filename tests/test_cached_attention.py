@@ -384,8 +384,10 @@ def test_implementations_without_caches_are_refused(implementation, window, numb
         cached_attention, implementation=implementation, local_window_size=window
     )
     for attend in (run, jax.jit(run)):
-        call_refused = functools.partial(refused, "does not support this call", attend)
-        call_refused(*tokens(number), cache, error=NotImplementedError)
+        arrays = (*tokens(number), cache)
+        refused(
+            "does not support this call", attend, *arrays, error=NotImplementedError
+        )
 
 
 @pytest.mark.parametrize("batch", [0, (), (2, 0)])

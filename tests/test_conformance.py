@@ -97,7 +97,6 @@ def keys_counted_twice(query, key, value, *, key_indices):
             "output: off by",
         ),
         (keys_counted_twice, "only -1 as keys", "wrong", "output: off by"),
-        (jax.nn.dot_product_attention, "9 keys per query", "refuses", "key_indices"),
         (
             masked_nan_leaks,
             "everything masked",

@@ -318,17 +318,13 @@ def test_dropout_drops_the_same_weights_as_the_whole_forward(api):
     assert_close(np.concatenate(outputs, 1), expected)
 
 
-def thinned(b, h, q, k):
-    return q % 7 != k
-
-
 @pytest.mark.parametrize(
     ("api", "promote"), [(Nnx, {"promote_dtype": dtypes.promote_dtype}), (Linen, {})]
 )
 def test_arguments_of_a_partial_count_as_those_of_the_call(api, promote):
     # Keys are read in place, or `promote_dtype` makes the function be called.
     options = {"logits_soft_cap": 0.5, "local_window_size": (WINDOW, 0)}
-    mask = FunctionMask(thinned)
+    mask = FunctionMask(lambda b, h, q, k: q % 7 != k)
     attention_fn = functools.partial(
         flax_mha.attention_fn, is_causal=True, mask=mask, **options, **promote
     )
@@ -561,16 +557,12 @@ def test_wrong_calls_with_stored_keys_raise_errors(make, message, inputs, argume
     refused(message, module, *inputs, **arguments)
 
 
-def unchanged(score, b, h, q_idx, kv_idx):
-    return score
-
-
 @CROSS
 @pytest.mark.parametrize(
     ("name", "options", "arguments"),
     [
         ("a mask object", {}, {"mask": CausalMask()}),
-        ("score_mod", {}, {"score_mod": unchanged}),
+        ("score_mod", {}, {"score_mod": lambda score, *_: score}),
         ("local_window_size", {"local_window_size": 2}, {}),
     ],
 )

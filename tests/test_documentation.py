@@ -178,6 +178,12 @@ def write_pages(monkeypatch):
     return importlib.import_module("write_pages")
 
 
+@pytest.fixture
+def figures(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("figures")
+
+
 @pytest.mark.core
 def test_the_first_page_links_to_every_page():
     text = (DOCS / "index.md").read_text()
@@ -186,19 +192,15 @@ def test_the_first_page_links_to_every_page():
 
 
 @pytest.mark.core
-def test_figures_in_sentences_equal_their_sources(monkeypatch):
+def test_figures_in_sentences_equal_their_sources(figures):
     """If this fails, run `python docs/figures.py`, and correct the page, or add the
     figure to its list.
     """
-    monkeypatch.syspath_prepend(str(DOCS))
-    figures = importlib.import_module("figures")
     assert list(figures.problems()) == []
 
 
 @pytest.mark.core
-def test_a_number_without_a_source_is_found(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    figures = importlib.import_module("figures")
+def test_a_number_without_a_source_is_found(figures, monkeypatch):
     text = figures.by_hand("README.md")
     new = "It is 3.5 times as fast, in `f(17)`, on an H200, with [1 x 1](a-2.md#b3)."
     monkeypatch.setattr(figures, "by_hand", lambda page: f"{text}\n{new}\n")

@@ -5,7 +5,6 @@ Programs are lowered for a GPU or a TPU to count their kernels. For numbers, a d
 computation replaces cuDNN's kernel and the others are interpreted.
 """
 
-import functools
 import itertools
 import re
 
@@ -238,22 +237,6 @@ def test_gradients_of_a_module_for_each_example():
     assert kernels(
         "cudnn", jax.vmap(jax.grad(loss), (None, 0, 0)), parameters, x, lengths
     ) == (1, 1)
-
-
-def test_linear_transpose_of_a_tangent():
-    def transposed(query, key, cotangent):
-        attend = functools.partial(
-            dot_product_attention, key=key, value=key, implementation="cudnn"
-        )
-        return jax.linear_transpose(jax.linearize(attend, query)[1], query)(cotangent)
-
-    one, many = (
-        jnp.zeros((*batch, B, 100, N, H), jnp.bfloat16) for batch in ((), (CALLS,))
-    )
-    assert kernels("cudnn", jax.vmap(transposed, (None, None, 0)), one, one, many) == (
-        1,
-        1,
-    )
 
 
 NUMBERS = [

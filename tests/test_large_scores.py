@@ -47,15 +47,14 @@ def arrays():
     return x, tangents
 
 
-def slope(score, b, h, q_idx, kv_idx):
-    return score / 4
-
-
 ARGUMENTS = {
     "full": {},
     "causal": {"is_causal": True},
     "soft cap": {"logits_soft_cap": 3.0},
-    "score_mod": {"score_mod": slope, "local_window_size": (9, 9)},
+    "score_mod": {
+        "score_mod": lambda score, *_: score / 4,
+        "local_window_size": (9, 9),
+    },
 }
 
 

@@ -292,15 +292,14 @@ def test_calls_that_are_refused():
 
 
 class LoRA(nnx.Module):
-    """A wrapper around a projection; with `keeps_kernel`, it shows the wrapped kernel
-    as its own.
+    """A wrapper around a projection, which shows the wrapped kernel as its own. In
+    test_lora.py, it does not.
     """
 
-    def __init__(self, layer, keeps_kernel):
+    def __init__(self, layer):
         self.layer = layer
-        if keeps_kernel:
-            self.kernel = layer.kernel
-            self.bias = layer.bias
+        self.kernel = layer.kernel
+        self.bias = layer.bias
         features = layer.out_features
         self.a = nnx.LoRAParam(0.3 * inputs(1, (*layer.in_features, 2)))
         self.b = nnx.LoRAParam(0.3 * inputs(2, (2, *features)))
@@ -316,17 +315,13 @@ class Doubled(nnx.LinearGeneral):
         return 2 * super().__call__(x, out_sharding=out_sharding)
 
 
-def doubling_product(*operands, **options):
-    return 2 * jax.lax.dot_general(*operands, **options)
-
-
 def with_bias(layer):
     layer.bias = nnx.Param(inputs(3, layer.out_features))
     return layer
 
 
 def with_product(layer):
-    layer.dot_general = doubling_product
+    layer.dot_general = lambda *x, **options: 2 * jax.lax.dot_general(*x, **options)
     return layer
 
 
@@ -339,8 +334,7 @@ def as_subclass(layer):
 
 
 REPLACED = {
-    "LoRA": lambda layer: LoRA(layer, False),
-    "LoRA with kernel": lambda layer: LoRA(layer, True),
+    "LoRA": LoRA,
     "bias": with_bias,
     "subclass": as_subclass,
     "product": with_product,
@@ -447,7 +441,7 @@ def test_a_plain_layer_is_still_absorbed():
         return any(shape[-3:-1] == (99, N) for shape in shapes)
 
     assert not has_keys_of_all_heads(module)
-    module.kv_b_proj = LoRA(module.kv_b_proj, True)
+    module.kv_b_proj = LoRA(module.kv_b_proj)
     assert has_keys_of_all_heads(module)
 
 

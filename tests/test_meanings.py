@@ -46,7 +46,7 @@ def dropped(shape, **arguments):
     return np.moveaxis(weights, -2, 1) * s
 
 
-@pytest.mark.parametrize("rate", with_core([0.1, 0.5, 0.9], 0.1))
+@pytest.mark.parametrize("rate", with_core([0.1, 0.9], 0.1))
 def test_dropout_keeps_the_right_share_and_scales_it(rate):
     drop = {"dropout_rate": rate, "dropout_rng": jax.random.key(0)}
     weights = dropped((4, 256, 4, 256), **drop)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from cases import in_parts, linen_step
 from flax import nnx
-from jax import lax
 from marks import with_core, with_core_tuples
 
 import flax_mha
@@ -230,7 +229,7 @@ def test_multi_head_attention_decodes_the_same(name):
     assert relative_error(decoded(other, x), whole) < error_of_decoding(name)
 
 
-LINEN = ["MultiHeadDotProductAttention", "MultiHeadAttention", "SelfAttention"]
+LINEN = ["MultiHeadAttention", "SelfAttention"]
 
 
 def changed_linen(module, name):
@@ -316,28 +315,6 @@ def test_programs_of_quantized_and_plain_modules_are_not_confused(
     # Not only the projections are quantized, also the products of queries, keys and
     # values.
     assert relative_error(quantized, exact) > 0.9 * relative_error(of_flax, exact)
-
-
-@pytest.mark.core
-def test_a_product_replaced_by_name_counts_in_both_orders(monkeypatch):
-    x = inputs(length=19)
-    query = key = value = x.reshape(BATCH, 19, HEADS, -1)
-    attend = flax_mha.dot_product_attention
-    exact = attend(query, key, value)
-    product = lax.dot_general
-
-    def zeros(*operands, **options):
-        return 0 * product(*operands, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(lax, "dot_general", zeros)
-        zero = attend(query, key, value)
-        zero_in_new_shape = attend(query[:, :9], key, value)
-
-    np.testing.assert_array_equal(zero, 0 * zero)
-    np.testing.assert_array_equal(zero_in_new_shape, 0 * zero_in_new_shape)
-    np.testing.assert_array_equal(attend(query, key, value), exact)
-    assert np.abs(attend(query[:, :9], key, value)).max() > 0.1
 
 
 def test_repeated_calls_keep_no_programs():

@@ -164,22 +164,6 @@ def test_output_and_gradients_equal_the_dense_computation(name):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_nan_in_keys_that_a_mask_hides_changes_nothing():
-    attend = gradients("splash", {"mask": OF_KEYS, "is_causal": True})
-    query, key, value = arrays = normal(*shapes())
-    expected = attend(arrays)
-    assert all(np.isfinite(x).all() for x in expected)
-
-    hidden = ~OF_KEYS[:, 0, 0]
-    bad_key = np.where(hidden[..., None, None], np.float32(np.nan), key)
-    bad_value = np.where(hidden[..., None, None], np.float32(np.inf), value)
-    close(attend([query, bad_key, bad_value]), expected)
-    # The gradients of key and value.
-    for gradient in expected[-2:]:
-        assert not gradient[hidden].any()
-
-
-@pytest.mark.usefixtures("interpreted")
 def test_bfloat16_by_the_rule_of_flash_attention():
     ids = PACKED[0]
     kernels.in_bfloat16_by_the_rule_of_flash_attention(

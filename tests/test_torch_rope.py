@@ -45,7 +45,6 @@ QWEN_SCALING = {
     "factor": 4.0,
     "original_max_position_embeddings": 32768,
 }
-model("qwen_3", "qwen3", 128, rope_theta=1000000, rope_scaling=None)
 model("qwen_3_yarn", "qwen3", 128, rope_theta=1000000, rope_scaling=QWEN_SCALING)
 GEMMA_3 = {
     "rope_theta": 1000000.0,
@@ -58,7 +57,6 @@ model("gemma_3_local", "gemma3_text", 256, SLIDING, **GEMMA_3)
 model("gemma_3_global", "gemma3_text", 256, FULL, **GEMMA_3)
 model("gemma_4_global", "gemma4_text", 512, FULL)
 model("phi_2", "phi", 80, rope_theta=10000.0, partial_rotary_factor=0.4)
-model("gpt_neox", "gpt_neox", 96, rotary_pct=0.25, rotary_emb_base=10000)
 model("gpt_j", "gptj", 256, rotary_dim=64, n_embd=4096, n_head=16)
 model("glm_4", "glm4", 128, rope_theta=1e4, partial_rotary_factor=0.5, head_dim=128)
 OSS_SCALING = {

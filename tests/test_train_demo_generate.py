@@ -50,7 +50,6 @@ SMALL = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1}
 
 FILTERED = [
     (LOGITS, {}),
-    (LOGITS, {"temperature": 0.7}),
     (LOGITS, {"top_k": 20}),
     (LOGITS, {"top_p": 0.8}),
     (LOGITS, {"min_p": 0.1}),
@@ -61,12 +60,10 @@ FILTERED = [
     (LOGITS, SMALL | {"min_p": 1.0}),
     (LOGITS, {"top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0}),
     (TIES, {"top_k": 2}),
-    (TIES, {"top_k": 5}),
     (TIES, {"top_p": 0.3}),
     (TIES, {"top_k": 4, "top_p": 0.5}),
     (TIES, {"min_p": 1.0}),
     (UNIFORM, {"top_p": 0.5}),
-    (UNIFORM, {"top_p": 0.5, "min_p": 1.0}),
     (UNIFORM, {"top_k": 3}),
     (HUGE, {"top_p": 0.5, "top_k": 2, "min_p": 0.5}),
     (HUGE, {"temperature": 1e30}),

@@ -77,11 +77,9 @@ def plain(
     return port
 
 
-qwen_3 = plain(1_000_000.0)
 gemma_3_local = plain(10_000.0)
 gemma_3_global = plain(1_000_000.0, divisor=8.0)
 phi_2 = plain(10_000.0, fraction=0.4)
-gpt_neox = plain(10_000.0, fraction=0.25)
 gpt_j = plain(10_000.0, rotate_every_two, fraction=0.25)
 glm_4 = plain(10_000.0, rotate_every_two, fraction=0.5)
 

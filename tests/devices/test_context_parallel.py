@@ -420,7 +420,6 @@ refuses(
 refuses("mesh must be a jax.sharding.Mesh or None, but got 'x'", made={"mesh": "x"})
 refuses("qkv_sharding must be a jax.P or a NamedSharding", qkv_sharding="data")
 refuses("at most 4 entries, one per axis of the query", qkv_sharding=jax.P(*[None] * 5))
-refuses("query must be an array", query=None)
 refuses("query, key and value must have the same rank", query=X[0, :, 0])
 refuses(
     "if there is no batch axis", made={"batch_axes": "data"}, **dict.fromkeys(QKV, X[0])
