@@ -28,9 +28,9 @@ class Explanation(NamedTuple):
         implementation that runs instead if the program is compiled for a CPU; else
         None.
       variant: The algorithm of the chosen implementation, or a condition on which it is
-        chosen, in words; else None.
+        chosen, in words; otherwise None.
       note: If the explanation is for a platform that this machine lacks, its
-        assumptions about it, else None.
+        assumptions about it, otherwise None.
       doubts: For each implementation that can run but was not chosen, reasons not to
         choose it by default, as "reason: remedy".
     """

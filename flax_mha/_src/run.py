@@ -140,7 +140,7 @@ def compute(engine: Engine, call: Call) -> Result:
 
 @functools.partial(jit_products, static_argnames=("engine", "plan"))
 def _compute(engine: Engine, plan: Plan, call: Call) -> Result:
-    """Does all of `compute` after the plan, as one program."""
+    """Guards a planned call and computes it, as one program."""
     result = engine.forward(plan, guard(call, plan))
     if isinstance(result.lse, LogSumExp):
         return result._replace(lse=result.lse.rounded)

@@ -369,11 +369,11 @@ def _results(
 def _linear(
     compute: Callable, ring: Ring, call: Call, known: Result, linear: Any
 ) -> list[Array]:
-    """Returns the leaves of `compute(ring, call, known, linear)`, as one operation
-    that JAX can transpose.
+    """Returns the leaves of `compute(ring, call, known, linear)`, which is linear in
+    `linear`, as one operation that JAX can transpose.
 
-    `compute` is `_tangents` or its transpose `_gradients`, and `linear` holds the
-    tangents or cotangents.
+    `compute` is `_tangents`, and `linear` the tangents of the call's arrays; or
+    `compute` is its transpose `_gradients`, and `linear` the cotangents of the results.
     """
     # The results look like `known` or, of the transpose, like the call's arrays.
     if compute is _tangents:

@@ -199,7 +199,7 @@ class Fused(NamedTuple):
             attend = splash.make_splash_mha(
                 splash_masks.MultiHeadMask([mask_of_head] * num_heads),
                 # A row whose tiles are all skipped is NaN after the forward pass, so
-                # the backward pass must skip them, too. That pass is two kernels; a
+                # the backward pass must also skip them. That pass is two kernels; a
                 # single fused one would store a gradient of the queries for every
                 # column of tiles.
                 block_sizes=splash.BlockSizes(

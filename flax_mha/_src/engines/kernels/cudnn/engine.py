@@ -506,8 +506,8 @@ class CuDNN(Engine):
         return reasons
 
     def doubts(self, call: Call) -> list[str]:
-        """Lists reasons against kinds of calls that are newer than the others: short
-        ones, and those that failed, or cannot be tried, on this device.
+        """Lists reasons against a call of the kinds in `trials.py`, which may not have
+        run on such a GPU: it is short, or its trial failed or is not possible.
         """
         kinds = _kinds(call, Form.of(call).others)
         if not kinds:
