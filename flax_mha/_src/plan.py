@@ -3,7 +3,8 @@ heads, dtypes of products.
 
 These choices change results only by rounding. The numbers below were measured on CPUs;
 those for GPUs and TPUs were counted in compiled programs (`benchmarks/compiled.py`).
-Only how a GPU reads a cache in place was also timed, on an H200.
+Only how a GPU reads a cache in place was also timed, on an H200. What each choice is
+worth that reads a cache on a CPU: `benchmarks/results/cache-knobs-cpu.md`.
 """
 
 import functools
