@@ -230,18 +230,18 @@ def mask_by_head(mask: Mask, batch_rank: int, groups: tuple[int, int]) -> Mask:
 
 
 def split_heads(
-    x: Float[Array, "*B L N F"], groups: tuple[int, int]
-) -> Float[Array, "*B K G L F"]:
-    """Converts vectors to the layout of one head; `groups` is (K, G) for queries, and
-    (K, 1) for keys and values.
+    x: Float[Array, "*B P N F"], groups: tuple[int, int]
+) -> Float[Array, "*B K G P F"]:
+    """Converts the vectors of P positions to the layout of one head; `groups` is (K, G)
+    for queries, and (K, 1) for keys and values.
     """
     x = jnp.moveaxis(x, -2, -3)
     return x.reshape(*x.shape[:-3], *groups, *x.shape[-2:])
 
 
 def vectors_by_head(
-    x: Float[Array, "*B L N"], groups: tuple[int, int]
-) -> Float[Array, "*B K G L"]:
+    x: Float[Array, "*B P N"], groups: tuple[int, int]
+) -> Float[Array, "*B K G P"]:
     """Converts an array with a scalar per position and head to the layout of one head;
     see `split_heads`.
     """
@@ -270,7 +270,7 @@ def from_caller(
     return output, jax.tree.map(lambda x: vectors_by_head(x, groups), lse)
 
 
-def join_heads(x: Float[Array, "*B K G L F"]) -> Float[Array, "*B L N F"]:
+def join_heads(x: Float[Array, "*B K G P F"]) -> Float[Array, "*B P N F"]:
     """Inverts `split_heads`: converts vectors from the layout of one head to the
     caller's layout.
     """

@@ -233,7 +233,7 @@ def _sum_of(
             linear = []
             for i in range(num_residuals, len(values)):
                 linear.append(along.get(i, jnp.zeros_like(values[i])))
-            d_result = result(*arguments[:first_linear], *linear)
+            d_result = operation(*arguments[:first_linear], *linear)
         else:
             d_result = tile_sum(
                 tiling=tiling,
@@ -243,7 +243,7 @@ def _sum_of(
                 residuals=values,
                 linear=list(along.values()),
             )
-        return result(*arguments), d_result
+        return operation(*arguments), d_result
 
     def transpose(
         residuals: Sequence[Any], cotangents: Sequence[Array]
@@ -264,14 +264,14 @@ def _sum_of(
         rule, tiles, values = split(arguments)
         return _sum_rows(tiling, function, rule, tiles, values)
 
-    result = Function(
+    operation = Function(
         outputs=function.outputs,
         evaluate=evaluate,
         jvp=jvp,
         transpose=transpose,
         first_linear=first_linear,
     )
-    return result
+    return operation
 
 
 def _sum_rows(

@@ -149,7 +149,7 @@ def on_guarded(
 
 
 @jax.custom_batching.custom_vmap
-def all_finite(*arrays: Float[Array, "B L *rest"]) -> Bool[Array, ""]:
+def all_finite(*arrays: Float[Array, "B P *rest"]) -> Bool[Array, ""]:
     """Returns whether all entries are finite.
 
     Under `vmap`, it returns one bool for all mapped calls, because a `lax.cond` on a
