@@ -368,7 +368,7 @@ def of_plan() -> dict[str, Any]:
         "log2_bias": cudnn.MAX_BIAS.bit_length() - 1,
         "mib_bias": 2 * cudnn.MAX_BIAS // 2**20,  # of bfloat16
         "log2_lowest": int(math.log2(-cudnn.LOWEST)),
-        "low": int(-cudnn.LOW),
+        "far": int(cudnn.FAR),
         "log2_new": cudnn.MIN_SCORES.bit_length() - 1,
     }
 
@@ -567,9 +567,9 @@ FIGURES = [
     ),
     Figure(
         "docs/implementations.md",
-        "visible keys of a row is below -{},",
+        "visible keys is below -{} or above {},",
         CUDNN,
-        limits("low"),
+        limits("far", "far"),
     ),
     Figure(
         "docs/implementations.md",

@@ -266,20 +266,21 @@ def test_results_and_gradients_are_those_of_plain_jax(name):
 
 @pytest.mark.core
 @pytest.mark.usefixtures("stand_ins")
-def test_rows_whose_bias_is_very_low_are_exact():
-    """Plain JAX rounds the scores of such rows, so their bias is raised here."""
+def test_rows_whose_bias_is_very_low_or_high_are_exact():
+    """Plain JAX rounds the scores of such rows, so their bias is 0 here."""
     bias = np.zeros((B, 1, T, T), np.float32)
     bias[:, :, 3] = LOWEST
     bias[:, :, 5, 1:] = -1e9
     bias[:, :, 7] = -1e9
-    raised = bias.copy()
-    raised[:, :, [3, 7]] = 0
+    bias[:, :, 8] = 1e9
+    shifted = bias.copy()
+    shifted[:, :, [3, 7, 8]] = 0
 
     def found(implementation, bias, **more):
         static = {"implementation": implementation, "is_causal": True}
         return answers(CASES["plain"][0], {"bias": bias, **more}, {}, static)
 
-    close(found("cudnn", bias), found("xla", raised))
+    close(found("cudnn", bias), found("xla", shifted))
 
 
 @pytest.mark.usefixtures("stand_ins")

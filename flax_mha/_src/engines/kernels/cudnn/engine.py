@@ -46,8 +46,8 @@ SIDE = 128
 # least bias. Both are finite when multiplied by log2(e), for -inf - -inf would be NaN.
 HIDDEN = -(2.0**100)
 LOWEST = -(2.0**99)
-# If no visible score of a row has a larger bias, the row is raised.
-LOW = -(2.0**13)
+# A row whose largest bias is further from 0 is shifted by it.
+FAR = 2.0**13
 # The most numbers in a bias, 512 MiB.
 MAX_BIAS = 2**28
 
@@ -206,9 +206,10 @@ class Fused(NamedTuple):
             masked = largest == -jnp.inf
             # cuDNN's backward pass recomputes weights from the log-sum-exp, which is
             # rounded: floats are 64 apart at -1e9, a usual bias of masked scores. So
-            # rows whose scores are all that low are raised.
+            # rows with such a log-sum-exp are shifted.
             shift = jnp.maximum(largest, LOWEST).astype(jnp.float32)
-            shift = jnp.where(masked | (largest >= LOW), jnp.zeros_like(shift), shift)
+            is_near = jnp.abs(shift) <= FAR
+            shift = jnp.where(masked | is_near, jnp.zeros_like(shift), shift)
         elif not kernel_mask.every_row_sees_a_key(mask, (queries, keys)):
             masked = kernel_mask.masked_rows(mask, arrays)
         if shapes.bias is not None:
@@ -255,7 +256,7 @@ class Fused(NamedTuple):
         if shift is not None and arrays.sinks is not None:
             # Where a sink is so much larger, its distance to the shift was rounded.
             sink = arrays.sinks[:, None]
-            is_larger = (shift < 0) & (sink - shift > -LOW)
+            is_larger = (shift < 0) & (sink - shift > FAR)
             lse = jnp.where(is_larger, sink, lse)
 
         # Without gradients, a query affects only its own output. Then check its
