@@ -480,6 +480,24 @@ def test_a_trial_compares_with_dense_attention(kind, monkeypatch):
             assert "differs by 0." in tried(head_size)
 
 
+def test_a_trial_that_raised_an_error_is_repeated(monkeypatch):
+    """The device's memory may have been full."""
+    monkeypatch.undo()
+    validation.warn_once.cache_clear()
+    trials._tried.cache_clear()
+
+    def doubts():
+        return trials.doubts("sinks", jnp.bfloat16, 8, (9, 0), attend=None)
+
+    full = mock.Mock(side_effect=RuntimeError("RESOURCE_EXHAUSTED: out of memory"))
+    monkeypatch.setattr(trials, "_answers", full)
+    with pytest.warns(UserWarning, match="failed .RESOURCE_EXHAUSTED"):
+        assert "RESOURCE_EXHAUSTED" in doubts()[0]
+    monkeypatch.setattr(trials, "_answers", lambda *given: {"output": np.ones(3)})
+    assert doubts() == []
+    trials._tried.cache_clear()
+
+
 def test_several_processes_choose_only_what_ran(monkeypatch):
     # Nothing runs in two processes that have a GPU each.
     monkeypatch.setattr(jax, "process_count", lambda: 2)
