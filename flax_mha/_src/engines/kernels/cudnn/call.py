@@ -268,10 +268,13 @@ def _differences() -> list[str]:
     key = described(2, 256, 2, 64, dtype=jnp.bfloat16)
     bias = described(2, 4, 256, 256, dtype=jnp.bfloat16)
     lengths = described(2, dtype=jnp.int32)
+    # JAX always computes the gradient of a bias.
+    with_bias_gradient = Settings(0.5, bias_gradient=True)
     examples = (
         (Settings(0.5, is_causal=True, left=31), Operands(query, key, key)),
         (Settings(0.5), Operands(query, key, key, None, lengths, lengths)),
-        (Settings(0.5, bias_gradient=True), Operands(query, key, key, bias)),
+        (with_bias_gradient, Operands(query, key, key, bias)),
+        (with_bias_gradient, Operands(query, key, key, bias, lengths, lengths)),
     )
     for settings, operands in examples:
         ours = _custom_calls(settings, operands, call_forward, call_backward)
