@@ -470,14 +470,15 @@ def canonical(
     window = check_window(arguments.get("local_window_size"))
     query_offset = arguments.get("query_offset")
     key_offset = arguments.get("key_value_offset")
-    offsets = check_offsets(query_offset, key_offset, shape)
-    # With any offset, even 0, the arrays may be slices of longer sequences, to which
-    # lengths then refer: they may exceed the arrays.
-    most_queries = None
-    most_keys = None
-    if query_offset is None and key_offset is None:
-        most_queries = shape.query_length
-        most_keys = shape.key_length
+    offsets = Offsets()
+    most_queries: int | None = shape.query_length
+    most_keys: int | None = shape.key_length
+    if query_offset is not None or key_offset is not None:
+        offsets = check_offsets(query_offset, key_offset, shape)
+        # With any offset, even 0, the arrays may be slices of longer sequences, to
+        # which lengths then refer: they may exceed the arrays.
+        most_queries = None
+        most_keys = None
     query_lengths = validation.lengths(
         "query_seq_lengths", arguments.get("query_seq_lengths"), shape, most_queries
     )
