@@ -1,7 +1,7 @@
 """`implementation="splash"`: JAX's splash attention kernels for TPUs.
 
 A window becomes a mask that the kernel computes, and by which it skips tiles; lengths,
-segments and mask arrays that depend on the key alone become segment ids. The output of
+segments and mask arrays that depend only on the key become segment ids. The output of
 queries whose keys are all masked is set to 0, and `guarded.around_kernel` keeps NaN and
 infinity in masked keys out of the result.
 """
@@ -257,7 +257,7 @@ class Splash(Engine):
         if reasons:
             return reasons
         mask = kernel_mask.kernel_mask(call)
-        # Arrays that depend on the key alone become segment ids.
+        # Arrays that depend only on the key become segment ids.
         if all(
             isinstance(x, ArrayMask) and x.visible.shape[-3:-1] == (1, 1)
             for x in mask.others
